@@ -75,7 +75,7 @@ def score_ways(lengths: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
 
     def ours(**options: Any) -> Tensor:
         with torch.no_grad():
-            return score(lm, params, td, buffers=buffers, **options)["log_probs"].full
+            return score(lm.with_options(**options), params, td, buffers=buffers)["log_probs"].full
 
     def theirs() -> Tensor:
         with torch.no_grad():

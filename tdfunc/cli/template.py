@@ -4,7 +4,7 @@ from typing import Any
 
 from tdfunc.cli.output import Table, print_json, print_table, safe
 from tdfunc.core.errors import error
-from tdfunc.llm.report import template_report
+from tdfunc.llm.conversations.report import template_report
 
 _MARKS = {True: "ok", False: "!!", None: "--"}
 
@@ -25,8 +25,8 @@ def check(folder: str, *, as_json: bool) -> int:
         raise error(ValueError, f"{folder}: the tokenizer has no chat template.")
     report = template_report(tokenizer)
     if as_json:
-        print_json({each.name: {"good": each.good, "detail": each.detail} for each in report.findings})
+        print_json({each.name: {"good": each.good, "detail": each.detail} for each in report.checks})
     else:
-        rows = [(_MARKS[each.good], each.name, safe(each.detail)) for each in report.findings]
+        rows = [(_MARKS[each.good], each.name, safe(each.detail)) for each in report.checks]
         print_table(Table(("", "property", "finding"), rows))
-    return int(any([each.good is False for each in report.findings]))
+    return int(any([each.good is False for each in report.checks]))

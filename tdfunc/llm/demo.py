@@ -22,16 +22,16 @@ from tdfunc._gradient import grad, value_and_grad
 from tdfunc._jit import jit
 from tdfunc._lazystack import pad_sequence
 from tdfunc._tensordict import TensorDict
-from tdfunc.llm.advantages import group_normalized
-from tdfunc.llm.functions import score
+from tdfunc.llm.conversations.history import History
 from tdfunc.llm.generation.functions import generate
 from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.history import History
+from tdfunc.llm.losses.advantages import group_normalized
 from tdfunc.llm.losses.policy import dapo
 from tdfunc.llm.losses.sft import sft
-from tdfunc.llm.model import CausalLM, causal_lm
-from tdfunc.llm.records import Tokens
-from tdfunc.llm.scoring import score_ids
+from tdfunc.llm.rows.records import Tokens
+from tdfunc.llm.scoring.ids import score_ids
+from tdfunc.llm.scoring.model import CausalLM, causal_lm
+from tdfunc.llm.scoring.trees import score
 from tdfunc.llm.templates.chatml import chatml
 from tdfunc.optim import adam
 from tdfunc.storage.manager.manager import CheckpointManager

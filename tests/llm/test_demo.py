@@ -101,7 +101,7 @@ def test_members_are_their_own_runs(setup):
     found, _ = setup.reinforce(params, state, setup.buffers, drawn)
 
     for i, rate in enumerate(demo.RATES):
-        gains = tdf.llm.advantages.group_normalized(drawn["reward"][i]).flatten()
+        gains = tdf.llm.losses.advantages.group_normalized(drawn["reward"][i]).flatten()
         old, ids = drawn["log_probs"][i], drawn["tokens"].full[i].flatten(0, 1)
 
         def loss(params, ids=ids, gains=gains, old=old):

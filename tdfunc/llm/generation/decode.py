@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.sampling import Choice, choose, penalize
-from tdfunc.llm.model import new_cache, next_logits
+from tdfunc.llm.rows.packing import pad_rows
+from tdfunc.llm.scoring.model import new_cache, next_logits
 
 # How many uniform numbers of a row are drawn at a time.
 BLOCK = 256
@@ -165,9 +166,5 @@ def seen_in(logits_BV: Tensor, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor
 
 def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return prompts as rows (B, T) with pads at the left, and the mask; None for rows of one length."""
-    width = max(map(len, prompts))
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in prompts])
-    if all([len(row) == width for row in prompts]):
-        return ids, None
-    lengths = torch.tensor([len(row) for row in prompts], device=ids.device)
-    return ids, (torch.arange(width, device=ids.device) >= width - lengths.unsqueeze(1)).to(torch.int64)
+    ids, mask = pad_rows(prompts, side="left")
+    return ids, None if bool(mask.all()) else mask.to(torch.int64)

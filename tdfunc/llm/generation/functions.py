@@ -8,14 +8,12 @@ from torch import Size, Tensor
 from tdfunc.core.errors import error
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.rows import generate_tokens
-from tdfunc.llm.model import CausalLM
-from tdfunc.llm.trees.inputs import TokenKeys, check_prompts, read_tokens
-from tdfunc.llm.trees.replies import row_of
-from tdfunc.llm.trees.rows import assembled, padded_records, ragged_records
+from tdfunc.llm.generation.rows import generate_tokens, row_of
+from tdfunc.llm.rows.batch import padded_batch, ragged_records
+from tdfunc.llm.rows.read import TokenKeys, check_batch, check_prompts, read_tokens
+from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.ops.edit import EditMethods
-from tdfunc.random import fold_in
-from tdfunc.random import key as make_key
+from tdfunc.random import fold_in, key_of
 
 T = TypeVar("T", bound=EditMethods)
 
@@ -25,15 +23,13 @@ def generate(
     params: Any,
     td: T,
     *,
-    key: Tensor | None = None,
-    seed: int | None = None,
+    key: Tensor | int | None = None,
     buffers: Any = None,
     options: GenerationOptions | None = None,
     # Any: a tokenizer of transformers.
     tokenizer: Any = None,
     prompt_log_probs: bool = False,
     pad_output: bool | None = None,
-    allow_long: bool = False,
     tokens_key: NestedKey = "tokens",
     mask_key: NestedKey = "attention_mask",
     masks_key: NestedKey = "masks",
@@ -50,15 +46,13 @@ def generate(
         lm: The model, from `causal_lm`.
         params: Its parameters, or the whole tree.
         td: A tree with `Tokens`, of which `prompt` is read, padded on any side or ragged.
-        key: The random key of sampling.
-        seed: The seed of such a key.
+        key: The random key of sampling, or a seed of one.
         buffers: The buffers of the model, unless `params` has them.
         options: Checked options; otherwise those of `generate_kwargs` are.
         tokenizer: Decodes the responses in which stop sequences are looked for.
         prompt_log_probs: Score the prompts, too.
         pad_output: Rows of one length, prompts padded at the left and responses at the right; otherwise a ragged stack.
             By default as the prompts are.
-        allow_long: Generate beyond the positions that the model was trained for, if it can.
         tokens_key: The place of the tokens, of the prompts and of the result.
         mask_key: The place of the mask of the prompts, True at tokens; without it that of `masks_key`, else all are
             tokens.
@@ -84,7 +78,7 @@ def generate(
         >>> config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
         >>> lm, params, buffers = causal_lm(GPT2LMHeadModel(config))
         >>> td = TensorDict({"tokens": Tokens(prompt=torch.arange(6).view(2, 3), batch_size=[2])}, [2])
-        >>> out = generate(lm, params, td, seed=0, buffers=buffers, max_new_tokens=4, temperature=1.0)
+        >>> out = generate(lm, params, td, key=0, buffers=buffers, max_new_tokens=4, temperature=1.0)
         >>> out["tokens"].full.shape, out["log_probs"].response.shape
         (torch.Size([2, 7]), torch.Size([2, 4]))
     """
@@ -92,35 +86,32 @@ def generate(
         raise error(
             TypeError, "generate: options must come alone.", got=", ".join(map(repr, ["options", *generate_kwargs]))
         )
-    if key is not None and seed is not None:
-        raise error(TypeError, "generate: key and seed must not both be given.", got=f"seed={seed}")
     options = GenerationOptions.parse(generate_kwargs) if options is None else options
     lead, count = td._batch_size, options.num_return_sequences
-    inputs = read_tokens(td, TokenKeys(tokens_key, mask_key, masks_key), "prompt", "generate")
-    check_prompts(inputs.rows, lead)
-    total = len(inputs.rows) * count
-    key = make_key(seed) if seed is not None else key
+    batch = read_tokens(td, TokenKeys(tokens_key, mask_key, masks_key), "prompt", "generate")
+    check_batch(batch, td, tokens_key, "generate")
+    prompts = batch.rows()
+    check_prompts(prompts, lead)
     responses = generate_tokens(
         lm,
         params,
-        [row.ids for row in inputs.rows],
+        [row.ids for row in prompts],
         options,
-        keys=None if key is None else fold_in(key, torch.arange(total)),
+        keys=None if key is None else fold_in(key_of(key), torch.arange(len(prompts) * count)),
         buffers=buffers,
         tokenizer=tokenizer,
         prompt_log_probs=prompt_log_probs,
-        allow_long=allow_long,
     )
-    prompts = [row for row in inputs.rows for _ in range(count)]
-    rows = [row_of(*pair).to(pair[0].ids.device) for pair in zip(prompts, responses, strict=True)]
+    pairs = zip([row for row in prompts for _ in range(count)], responses, strict=True)
+    rows = [row_of(prompt, response).to(prompt.ids.device) for prompt, response in pairs]
     # Any: its methods are those of a class in a higher layer.
     out: Any = td
     if count > 1:
         out, lead = out.unsqueeze(len(lead)).expand(*lead, count), Size((*lead, count))
-    if pad_output or (pad_output is None and inputs.layout is not None) or not rows:
+    if pad_output or (pad_output is None and batch.lengths is None) or not rows:
         # As wide as the given prompts, whose masks stay in the tree.
-        least = 0 if inputs.layout is None else inputs.layout.mask.shape[1]
-        records = padded_records(rows, assembled(rows, pad=0, least=least), lead)
+        least = batch.ids.shape[1] if batch.lengths is None else 0
+        records = padded_batch(rows, lead, pad=0, least=least).records(rows)
     else:
         records = ragged_records(rows, lead, None)
     for place, value in zip((tokens_key, masks_key, log_probs_key), records, strict=True):

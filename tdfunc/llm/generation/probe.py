@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.llm.generation.decode import pad_left, read_prompts, read_tokens, select
-from tdfunc.llm.model import CausalLM, own_logits
+from tdfunc.llm.scoring.model import CausalLM, own_logits
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply
 

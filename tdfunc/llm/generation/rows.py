@@ -11,12 +11,12 @@ from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.generation.beams import search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
-from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.generation.probe import find_way
-from tdfunc.llm.generation.response import Response
-from tdfunc.llm.layout import equal_lengths
-from tdfunc.llm.model import CausalLM
-from tdfunc.llm.scoring import score_ids
+from tdfunc.llm.rows.batch import Row
+from tdfunc.llm.rows.packing import equal_lengths, pad_rows
+from tdfunc.llm.scoring.ids import score_ids
+from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.random import fold_in, uniform
 
 
@@ -31,7 +31,6 @@ def generate_tokens(
     # Any: a tokenizer of transformers.
     tokenizer: Any = None,
     prompt_log_probs: bool = False,
-    allow_long: bool = False,
 ) -> list[Response]:
     """Return responses to rows of tokens.
 
@@ -46,7 +45,6 @@ def generate_tokens(
         buffers: The buffers of the model, unless `params` has them.
         tokenizer: Decodes the responses in which stop sequences are looked for.
         prompt_log_probs: Score the prompts, too.
-        allow_long: Generate beyond the positions that the model was trained for, if it can.
 
     Shapes:
         B prompts give B * N responses, those to one prompt next to each other.
@@ -66,7 +64,7 @@ def generate_tokens(
         >>> [row.tokens.shape for row in generate_tokens(lm, params, prompts, options, keys=keys, buffers=buffers)]
         [torch.Size([4]), torch.Size([4])]
     """
-    _check(lm, prompts, options, keys, tokenizer, allow_long)
+    _check(lm, prompts, options, keys, tokenizer)
     if not prompts:
         return []
     # Any: the leaves of a tree.
@@ -76,13 +74,36 @@ def generate_tokens(
     stop = _stop(lm, options, tokenizer, device)
     keys = keys.to(device) if keys is not None and options.samples else None
     with torch.no_grad():
-        scores = _score_prompts(lm, params, rows, buffers, allow_long) if prompt_log_probs else [None] * len(rows)
+        scores = _score_rows(lm, params, rows, buffers) if prompt_log_probs else [None] * len(rows)
         if not options.max_new_tokens:
             found = [_empty(options, device)] * (count * len(rows))
         else:
             found = _generate(lm, params, rows, options, stop, keys, buffers)
             found = found if options.num_beams == 1 else _scored(lm, params, rows, found, options, buffers)
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
+
+
+def row_of(prompt: Row, response: Response) -> Row:
+    """Return a prompt and its response as one row."""
+    assert response.tokens is not None
+    device, n = response.tokens.device, len(prompt.ids)
+    ids = torch.cat([prompt.ids.to(device), response.tokens])
+    is_complete = torch.tensor(response.finish_reason == "stop", device=device)
+    if response.log_probs is None:
+        return Row(ids, n, is_complete=is_complete, version=response.version)
+    before = response.prompt_log_probs
+    scored = torch.arange(len(ids), device=device) > (n - 1 if before is None else 0)
+    before = response.log_probs.new_zeros(n) if before is None else before
+    return Row(
+        ids,
+        n,
+        log_probs=torch.cat([before, response.log_probs]),
+        scored=scored,
+        behaviour=response.behaviour,
+        support=response.support,
+        is_complete=is_complete,
+        version=response.version,
+    )
 
 
 def _empty(options: GenerationOptions, device: torch.device) -> Response:
@@ -145,7 +166,7 @@ def _scored(
         return list(responses)
     count = options.num_return_sequences
     whole = [torch.cat([rows[i // count], each.tokens]) for i, each in enumerate(responses) if each.tokens is not None]
-    found = _score_prompts(lm, params, whole, buffers, allow_long=True)
+    found = _score_rows(lm.with_options(allow_long=True), params, whole, buffers)
     return [
         each._replace(log_probs=values[len(rows[i // count]) :])
         for i, (each, values) in enumerate(zip(responses, found, strict=True))
@@ -203,12 +224,11 @@ def _stop(lm: CausalLM, options: GenerationOptions, tokenizer: Any, device: torc
     )
 
 
-def _score_prompts(lm: CausalLM, params: Any, prompts: list[Tensor], buffers: Any, allow_long: bool) -> list[Tensor]:
-    """Return the log-probs of prompts."""
-    ids, mask = pad_left(prompts)
-    valid = None if mask is None else mask.bool()
-    found, _ = score_ids(lm, params, ids, valid, buffers=buffers, allow_long=allow_long)
-    return [row[ids.shape[1] - len(prompt) :].clone() for row, prompt in zip(found, prompts, strict=True)]
+def _score_rows(lm: CausalLM, params: Any, rows: Sequence[Tensor], buffers: Any) -> list[Tensor]:
+    """Return the log-probs of rows of tokens."""
+    ids, mask = pad_rows(rows, side="right")
+    found = score_ids(lm, params, ids, mask, buffers=buffers).log_probs
+    return [values[: len(row)].clone() for values, row in zip(found, rows, strict=True)]
 
 
 def _check(
@@ -217,7 +237,6 @@ def _check(
     options: GenerationOptions,
     keys: Tensor | None,
     tokenizer: Any,
-    allow_long: bool,
 ) -> None:
     """Raise for what cannot be generated."""
     if not has_values():
@@ -237,7 +256,7 @@ def _check(
             "generate: sampling must have a random key for each response.",
             expected=f"shape {(count, 2)}",
             got=None if keys is None else f"shape {tuple(keys.shape)}",
-            hint="key=tdfunc.random.key(0), or seed=0." if keys is None else None,
+            hint="key=tdfunc.random.key(0)" if keys is None else None,
         )
     if options.stop_sequences and tokenizer is None:
         raise error(ValueError, "generate: stop sequences must come with a tokenizer.", got=options.stop_sequences)
@@ -245,11 +264,12 @@ def _check(
         if not len(prompt):
             raise error(ValueError, f"generate: row {row} must have tokens.", got="an empty prompt")
         total = len(prompt) + options.max_new_tokens
-        if lm.max_length is not None and total > lm.max_length and not (allow_long and lm.extendable):
+        if lm.max_length is not None and total > lm.max_length and not (lm.allow_long and lm.extendable):
             raise error(
                 ValueError,
                 f"generate: row {row} and its response must not be longer than the positions of {lm.family}.",
                 expected=f"at most {lm.max_length} tokens",
                 got=f"{len(prompt)} and {options.max_new_tokens}",
-                hint="fewer max_new_tokens" + ("; allow_long=True runs it all the same." if lm.extendable else "."),
+                hint="fewer max_new_tokens"
+                + ("; lm.with_options(allow_long=True) runs it all the same." if lm.extendable else "."),
             )

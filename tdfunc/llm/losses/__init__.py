@@ -1,5 +1,8 @@
 """Losses of language models: pure functions of tokens' log-probs, masks and weights for each token."""
 
+from tdfunc.llm.losses import advantages as advantages
+from tdfunc.llm.losses import corrections as corrections
+from tdfunc.llm.losses import divergences as divergences
 from tdfunc.llm.losses.distillation import distill as distill
 from tdfunc.llm.losses.distillation import distill_on_policy as distill_on_policy
 from tdfunc.llm.losses.output import Loss as Loss

@@ -15,7 +15,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.llm.losses.output import Loss
 from tdfunc.llm.losses.policy import policy_gradient
-from tdfunc.llm.streams import Normalize, clean, log1mexp, mean, spread
+from tdfunc.llm.losses.streams import Normalize, clean, log1mexp, mean, spread
 
 # A log-prob whose exponential is 0.
 _NONE = -1e4

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
-from tdfunc.llm.divergences import k1, k2, k3
+from tdfunc.llm.losses.divergences import k1, k2, k3
 from tdfunc.llm.losses.output import Loss
-from tdfunc.llm.streams import Level, Normalize, clean, effective_share, log_ratio, mean, spread
+from tdfunc.llm.losses.streams import Level, Normalize, clean, effective_share, log_ratio, mean, spread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,7 +74,7 @@ def policy_gradient(
         weights: A factor of each token's or row's surrogate, such as from `corrections.truncated_is`.
         ref_log_probs: The log-probs under a reference, whose divergence is measured.
         kl_coef: The weight of the divergence.
-        kl: Its estimate, from `tdfunc.llm.divergences`.
+        kl: Its estimate, from `tdfunc.llm.losses.divergences`.
         kl_weighted: Multiply the estimate by the ratio, so that its gradient is that of the divergence.
         entropy: The entropy of each token's distribution, which is measured.
         entropy_coef: The weight of the entropy.
@@ -328,7 +328,7 @@ def reinforce_pp(
 
     Args:
         log_probs: The log-prob of each token under the policy.
-        advantages: `batch_normalized(mc_returns(penalized_rewards(...)))`, from `tdfunc.llm.advantages`.
+        advantages: `batch_normalized(mc_returns(penalized_rewards(...)))`, from `tdfunc.llm.losses.advantages`.
         mask: True at the tokens that count.
         old_log_probs: The log-probs when the tokens were drawn.
         clip: How far below and above 1 the ratio counts.

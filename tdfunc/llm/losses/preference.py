@@ -14,7 +14,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError
 from tdfunc.llm.losses.output import Loss
 from tdfunc.llm.losses.sft import sft
-from tdfunc.llm.streams import clean, log1mexp, row_mean, row_sums
+from tdfunc.llm.losses.streams import clean, log1mexp, row_mean, row_sums
 
 
 def dpo(

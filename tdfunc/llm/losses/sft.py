@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.llm.losses.output import Loss
-from tdfunc.llm.streams import Normalize, clean, mean, row_mean, row_sums, spread
+from tdfunc.llm.losses.streams import Normalize, clean, mean, row_mean, row_sums, spread
 
 
 def sft(log_probs: Tensor, mask: Tensor, *, weights: Tensor | None = None, normalize: Normalize = "token") -> Loss:

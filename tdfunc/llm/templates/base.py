@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.content import text_of
-from tdfunc.llm.message import UNCOMPARED, Message, as_compared
-from tdfunc.llm.rows import messages_of, per_conversation, tools_of
+from tdfunc.llm.messages.columns import messages_of, per_conversation, tools_of
+from tdfunc.llm.messages.content import text_of
+from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
 
 
 class Conversation(NamedTuple):
@@ -401,3 +401,9 @@ def not_rendered(text: str, at: int, expected: str) -> ValueError:
         expected=expected,
         got=repr(text[at : at + 40]),
     )
+
+
+# Any: transformers is optional.
+def text_tokenizer(tokenizer: Any) -> Any:
+    """Return the tokenizer of a processor, or the tokenizer."""
+    return getattr(tokenizer, "tokenizer", tokenizer)

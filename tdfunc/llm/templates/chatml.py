@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from tdfunc.core.errors import error
-from tdfunc.llm.message import Message
+from tdfunc.llm.messages.message import Message
 from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
     Conversation,
@@ -43,7 +43,7 @@ class ChatML(AbstractPieceTemplate):
 
     Args:
         drop_thinking: As Qwen3 does, leave thinking out of turns before the last query of the user, and write an empty
-            one in a last reply without. Conversations then do not extend each other: see `extends`.
+            one in a last reply without. Conversations then do not extend each other: see `is_append_only`.
 
     Source:
         The template of Qwen3, whose tool calls are those of Hermes 2 Pro.

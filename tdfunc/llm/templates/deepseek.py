@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.llm.message import Message
+from tdfunc.llm.messages.message import Message
 from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
     Conversation,

@@ -1,31 +1,13 @@
-"""The templates by name, and the choice of one for a call."""
+"""`find_template`: the choice of a template for a call."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from tdfunc.core.errors import error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.llm.templates.base import AbstractTemplate
-from tdfunc.llm.templates.chatml import chatml, qwen
-from tdfunc.llm.templates.deepseek import deepseek
-from tdfunc.llm.templates.gemma import gemma
 from tdfunc.llm.templates.jinja import JinjaTemplate
-from tdfunc.llm.templates.llama import llama
-from tdfunc.llm.templates.mistral import mistral
-
-TEMPLATES: Mapping[str, AbstractTemplate] = MappingProxyType(
-    {
-        "chatml": chatml,
-        "chatml_format": chatml,
-        "qwen": qwen,
-        "llama": llama,
-        "deepseek": deepseek,
-        "mistral": mistral,
-        "gemma": gemma,
-    }
-)
-"""The templates that need no tokenizer, by name; `chatml_format` is torchrl's name of `chatml`."""
+from tdfunc.llm.templates.named import TEMPLATES
 
 
 # Any: a tokenizer or processor of transformers.

@@ -11,14 +11,19 @@ from functools import cached_property
 from typing import Any, final
 
 from tdfunc.core.errors import error
-from tdfunc.llm.message import Message, read_json, read_message
-from tdfunc.llm.templates.base import AbstractTemplate, Conversation, Marked, Span, is_forged, to_json, unparsed
-from tdfunc.llm.templates.chatml import chatml, qwen
-from tdfunc.llm.templates.deepseek import deepseek
-from tdfunc.llm.templates.gemma import gemma
-from tdfunc.llm.templates.llama import llama
+from tdfunc.llm.messages.message import Message, read_json, read_message
+from tdfunc.llm.templates.base import (
+    AbstractTemplate,
+    Conversation,
+    Marked,
+    Span,
+    is_forged,
+    text_tokenizer,
+    to_json,
+    unparsed,
+)
 from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
-from tdfunc.llm.templates.mistral import mistral
+from tdfunc.llm.templates.named import TEMPLATES
 
 # Conversations by which a template of ours is recognised: one that renders all of them alike parses the rest, too.
 _PROBES = (
@@ -54,8 +59,7 @@ class JinjaTemplate(AbstractTemplate):
     @cached_property
     def control(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The special tokens of the tokenizer; `added_tokens_decoder` has more of them than `all_special_tokens`."""
-        text_tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
-        added = text_tokenizer.added_tokens_decoder.values()
+        added = text_tokenizer(self.tokenizer).added_tokens_decoder.values()
         return tuple(dict.fromkeys([token.content for token in added if token.special and token.content.strip()]))
 
     @cached_property
@@ -80,7 +84,7 @@ class JinjaTemplate(AbstractTemplate):
         # A template in Jinja raises what it likes.
         except Exception:
             after = ""
-        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        tokenizer = text_tokenizer(self.tokenizer)
         found = [after.find(each) for each in self.control if each in after]
         if found:
             first = min(found)
@@ -115,8 +119,8 @@ class JinjaTemplate(AbstractTemplate):
                 expected.append(None)
         if all([text is None for text in expected]):
             return None
-        begins = ("", getattr(getattr(self.tokenizer, "tokenizer", self.tokenizer), "bos_token", None) or "")
-        for template in (chatml, qwen, llama, deepseek, mistral, gemma):
+        begins = ("", getattr(text_tokenizer(self.tokenizer), "bos_token", None) or "")
+        for template in TEMPLATES.values():
             if all([_alike(template, probe, text, begins) for probe, text in zip(_PROBES, expected, strict=True)]):
                 return template
         return None
@@ -135,7 +139,7 @@ class JinjaTemplate(AbstractTemplate):
         """Return texts, and for each the characters of `{% generation %}`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        tokenizer = text_tokenizer(self.tokenizer)
         return render_jinja_template(
             conversations=chats,
             tools=tools,
@@ -235,7 +239,7 @@ class JinjaTemplate(AbstractTemplate):
                 "parse: no template of tdfunc renders as this tokenizer's does.",
                 hint="keep the messages: from_chats; or parse with a template of your own: chat_template=.",
             )
-        bos = getattr(getattr(self.tokenizer, "tokenizer", self.tokenizer), "bos_token", None)
+        bos = getattr(text_tokenizer(self.tokenizer), "bos_token", None)
         return self.alike.parse_chat(text.removeprefix(bos) if bos else text)
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface

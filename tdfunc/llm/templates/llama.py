@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.llm.message import Message, read_json
+from tdfunc.llm.messages.message import Message, read_json
 from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
     Conversation,

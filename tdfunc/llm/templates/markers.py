@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tdfunc.core.errors import error
-from tdfunc.llm.message import Message, read_json
+from tdfunc.llm.messages.message import Message, read_json
 from tdfunc.llm.templates.base import Conversation, Span, describe, strings_in, to_json
 
 # First characters of markers: of the private use areas, which no tokenizer or template gives a meaning.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.message import Message, read_json
+from tdfunc.llm.messages.message import Message, read_json
 from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
     Conversation,
@@ -36,7 +36,7 @@ class Mistral(AbstractPieceTemplate):
     """Mistral: `[INST]`, the user's text, `[/INST]`, the reply, `</s>`.
 
     The tools stand before the last message of the user, so a conversation with tools and a further one does not extend
-    the earlier: see `extends`.
+    the earlier: see `is_append_only`.
 
     Source:
         `InstructTokenizerV7` of mistral-common.

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.response import Response
+from tdfunc.llm.generation.options import GenerationOptions, Response
 
 
 class AbstractBackend(ABC):

@@ -16,32 +16,23 @@ from tdfunc import random
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
 from tdfunc.core.types import NestedKey
-from tdfunc.llm.batching import Batcher
-from tdfunc.llm.chat_history import ChatHistory
-from tdfunc.llm.encode import text_tokenizer
-from tdfunc.llm.functions import MaskedCategorical
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.response import Response
-from tdfunc.llm.history import History
-from tdfunc.llm.records import Text
+from tdfunc.llm.conversations.exact import TokenTemplate
+from tdfunc.llm.conversations.history import ChatHistory, History
+from tdfunc.llm.encoding.padding import Layout, pad_id_of
+from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.generation.rows import row_of
+from tdfunc.llm.rows.batch import Row, TokenBatch, nest, padded_batch, ragged_records, shaped_list
+from tdfunc.llm.rows.read import TokenKeys, check_prompts
+from tdfunc.llm.rows.records import Text
+from tdfunc.llm.scoring.trees import MaskedCategorical
+from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
-from tdfunc.llm.tokens import TokenTemplate
-from tdfunc.llm.trees.inputs import (
-    Inputs,
-    TokenKeys,
-    check_prompts,
-    cut,
-    encode_chats,
-    encode_plain,
-    read_chats,
-    read_texts,
-    read_tokens,
-)
-from tdfunc.llm.trees.replies import decode_all, reply_of, reply_texts, row_of
-from tdfunc.llm.trees.rows import Layout, Row, assembled, nest, padded_records, ragged_records, shaped_list
 from tdfunc.llm.wrappers.backend import AbstractBackend
+from tdfunc.llm.wrappers.batching import Batcher
+from tdfunc.llm.wrappers.inputs import Inputs, Reader
 from tdfunc.llm.wrappers.nested import NestedCategorical
-from tdfunc.llm.wrappers.options import WrapperOptions
+from tdfunc.llm.wrappers.options import CUTS, WrapperOptions
+from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts
 from tdfunc.nn.base import TensorDictModuleBase, as_key
 from tdfunc.ops.reading import has
 from tdfunc.random import key_of
@@ -137,10 +128,22 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__()
         self._collector: weakref.ref[Any] | None = None
-        # What the backend made of the model; made again where it is missing.
-        self._engine: Any = None
         self._set_options(WrapperOptions(**options))
-        self.model = model
+        self._set_model(model)
+
+    # Any: of any type.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "model":
+            raise ImmutableError(
+                f"{type(self).__name__}.model must not be assigned.",
+                hint="wrapper = wrapper.get_new_version(model=...)",
+            )
+        super().__setattr__(name, value)
+
+    # Any: what a backend runs.
+    def _set_model(self, model: Any) -> None:
+        """Put a model into this very module: one that nobody else has yet."""
+        super().__setattr__("model", model)
 
     def _set_options(self, options: WrapperOptions) -> None:
         """Put options into this very module: one that nobody else has yet."""
@@ -154,17 +157,28 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 max_batch_size=options.max_batch_size,
                 timeout_s=options.batching_timeout,
             )
-        self._template = None
+        given = dict(options.tokenizer_kwargs or {})
+        side = getattr(text_tokenizer(options.tokenizer), "truncation_side", "right")
+        cuts: dict[str, Any] = {"truncation_side": side} | {name: given.pop(name) for name in CUTS if name in given}
+        template = None
         if options.input_mode == "history":
-            extra = dict(options.tokenizer_kwargs or {})
-            for name in ("truncation", "max_length", "truncation_side"):
-                extra.pop(name, None)
             chosen = options.chat_template_name or options.chat_template
-            template = find_template(chosen, options.tokenizer, extra)
-            self._template = TokenTemplate(options.tokenizer, template)
+            template = TokenTemplate(options.tokenizer, find_template(chosen, options.tokenizer, given))
+        self._template = template
+        self._reader = Reader(
+            options.input_mode,
+            TokenKeys(options.source, options.attention_mask_key, options.masks_key or "masks"),
+            type(self).__name__,
+            options.tokenizer,
+            template,
+            Layout(**cuts),
+            given.get("add_special_tokens", True),
+        )
+        self._reader.layout.check("LLMWrapper")
+        self._outputs = {kind: as_key(key) for kind, key in options.outputs.items()}
         self.in_keys = [as_key(options.source)]
         selected = None if self._source is None else [key for key in self.out_keys]
-        self.out_keys, self._source = [as_key(key) for key in options.outputs.values()], None
+        self.out_keys, self._source = list(self._outputs.values()), None
         if selected is not None:
             self._select(selected)
 
@@ -179,6 +193,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         logits_only: bool = False,
         training: bool = False,
         key: Any = None,
+        params: Any = None,
     ) -> Any:
         """Return the tree with the outputs.
 
@@ -188,6 +203,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             logits_only: Add the logits of each token, as `tdfunc.llm.logits`, instead of the outputs.
             training: Score with dropout, drawn by `key`; by default the model is in evaluation mode.
             key: A random key, or a seed of one: for sampling. Response i is drawn by its fold with i.
+            params: A tree of parameters to run instead of the model's own; its buffers are the model's unless it has
+                some.
 
         Raises:
             MissingKeyError: The tree has no input.
@@ -195,6 +212,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             ValueError: Responses are to be sampled without a key, or a prompt has no tokens.
             UnsupportedError: Logits are to be given by a wrapper that generates, or that has none.
         """
+        if params is not None:
+            given = {"tensordict_out": tensordict_out, "logits_only": logits_only, "training": training, "key": key}
+            return self._with_params(params).forward(tensordict, **given)
         out = tensordict if tensordict_out is None else tensordict_out
         if logits_only:
             return out.set("logits", self._padded_logits(tensordict, training, key).logits)
@@ -207,16 +227,24 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 out = tensordict.unsqueeze(dims).expand(*tensordict._batch_size, self._samples)
         else:
             found = self._scored(tensordict, out, training, key)
-        for kind, key in self._options.outputs.items():
-            if as_key(key) not in self.out_keys:
+        for kind, place in self._outputs.items():
+            if place not in self.out_keys:
                 continue
             value = found.get(kind)
             if value is not None:
-                out = out.set(key, value)
-            elif kind in found and has(out, key):
-                # That of other tokens.
-                out = out.delete(key)
+                out = out.set(place, value)
+            elif kind in found and has(out, place):
+                # Of other tokens.
+                out = out.delete(place)
         return out
+
+    # Any: a tree.
+    def _with_params(self, params: Any) -> "Self":
+        """Return a wrapper that runs a tree of parameters."""
+        raise UnsupportedError(
+            f"{type(self).__name__}: params= must be left out: the backend holds its weights.",
+            hint="push a tree into the engine first, or use TransformersWrapper.",
+        )
 
     # The outputs are selected where they are added: those of several samples do not fit the given tree.
     def _keep_selected(self, tree: Any, out: Any) -> Any:
@@ -228,39 +256,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         count = self._generation.num_return_sequences
         return count if self.num_samples is not None or count > 1 else None
 
-    def _token_keys(self) -> TokenKeys:
-        options = self._options
-        masks = "masks" if options.masks_key is None else options.masks_key
-        return TokenKeys(options.source, options.attention_mask_key, masks)
-
-    def _read(self, td: Any, field: str) -> Inputs:
-        """Return the rows of a field of the input."""
-        call, options, source = type(self).__name__, self._options, self._options.source
-        if options.input_mode == "tokens":
-            return read_tokens(td, self._token_keys(), field, call)
-        kwargs = options.tokenizer_kwargs or {}
-        side = getattr(text_tokenizer(options.tokenizer), "truncation_side", "right")
-        if options.input_mode == "text":
-            texts = read_texts(td, source, field, call)
-            return Inputs(cut(encode_plain(options.tokenizer, texts, kwargs), kwargs, side), texts=texts)
-        assert self._template is not None
-        chats = read_chats(td, source, field, call)
-        return Inputs(cut(encode_chats(self._template, chats, prompts=field == "prompt"), kwargs, side), chats=chats)
-
     @property
     def _pad(self) -> int:
-        """The id of pads: any will do, since masks tell them apart."""
-        own = text_tokenizer(self.tokenizer)
-        ids = (getattr(own, name, None) for name in ("pad_token_id", "eos_token_id"))
-        return next((each for each in ids if each is not None), 0)
-
-    @property
-    def _source_key(self) -> NestedKey:
-        return as_key(self._options.source)
-
-    def _key_of(self, kind: str) -> "NestedKey | None":
-        key = self._options.outputs.get(kind)
-        return None if key is None else as_key(key)
+        return 0 if self.tokenizer is None else pad_id_of(text_tokenizer(self.tokenizer))
 
     def _device_of(self, td: Any, inputs: Inputs, results: list[Tensor]) -> torch.device:
         if self.device is not None:
@@ -274,22 +272,20 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
         """Return the outputs of scoring, by their kinds: the record that was read stays as it is."""
-        inputs = self._read(td, "full")
+        inputs = self._reader.read(td, "full")
         lead = td._batch_size
         rows = self._score_rows(td, inputs, training, key)
         padded = self.pad_output or not rows
-        values: dict[str, Any] = (
-            padded_records(rows, self._layout(rows, inputs), lead)
-            if padded
-            else ragged_records(rows, lead, self.layout)
-        )._asdict()
-        if self.input_mode != "tokens" and (out is not td or self._source_key != self._key_of(self.input_mode)):
-            values[self.input_mode] = (
+        records = self._batch(rows, inputs, lead).records(rows) if padded else ragged_records(rows, lead, self.layout)
+        values: dict[str, Any] = records._asdict()
+        mode = self.input_mode
+        if mode != "tokens" and (out is not td or self.in_keys[0] != self._outputs.get(mode)):
+            values[mode] = (
                 Text(full=shaped_list(inputs.texts, lead), batch_size=lead)
                 if inputs.texts is not None
                 else ChatHistory(full=nest(inputs.chats or [], lead), batch_size=lead)
             )
-        if self.input_mode == "history":
+        if mode == "history":
             texts = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
             values["text"] = Text(full=shaped_list(texts, lead), batch_size=lead)
         return values
@@ -309,13 +305,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             for row, values in zip(inputs.rows, found, strict=True)
         ]
 
-    def _layout(self, rows: list[Row], inputs: Inputs, side: str = "left") -> Layout:
-        """Return the layout that tokens came in; of others, padded at a side."""
-        if inputs.layout is not None:
-            return inputs.layout if not rows else inputs.layout.to(rows[0].ids.device)
-        layout = assembled(rows, pad=self._pad)
+    def _batch(self, rows: list[Row], inputs: Inputs, lead: Size, side: str = "left") -> TokenBatch:
+        """Return the padded tokens as they came in; other rows padded at a side."""
+        if inputs.batch is not None:
+            return inputs.batch.to(rows[0].ids.device) if rows else inputs.batch
         # Of parts that are not known, so that each row is in one piece.
-        return layout if side == "left" else layout._replace(mask=layout.mask.sort(1, descending=True).values)
+        whole = rows if side == "left" else [replace(row, prompt=None) for row in rows]
+        return padded_batch(whole, lead, pad=self._pad, side=side)
 
     def log_prob(self, tensordict: Any, *, training: bool = False, key: Any = None) -> Tensor:
         """Return the log-prob of each token of the input's `full`, 0 at pads and at a row's first token.
@@ -328,9 +324,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         Shapes:
             (*B, T), laid out as the tokens are; texts, histories and ragged tokens are padded at the left.
         """
-        inputs = self._read(tensordict, "full")
+        inputs = self._reader.read(tensordict, "full")
         rows = self._score_rows(tensordict, inputs, training, key)
-        return padded_records(rows, self._layout(rows, inputs), tensordict._batch_size).log_probs.full
+        return self._batch(rows, inputs, tensordict._batch_size).records(rows).log_probs.full
 
     # Any: backends differ.
     def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
@@ -340,13 +336,15 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         )
 
     def _padded_logits(self, td: Any, training: bool = False, key: Any = None, side: str = "left") -> "_Logits":
-        inputs = self._read(td, "full")
+        batch = self._padded(td, side)
+        found = self._logits(batch.ids, batch.mask, training, key)
+        return _Logits(batch.shaped(found), batch.shaped(batch.mask))
+
+    def _padded(self, td: Any, side: str) -> TokenBatch:
+        """Return the tokens of the input's `full`, padded."""
+        inputs = self._reader.read(td, "full")
         device = self._device_of(td, inputs, [])
-        rows = [row.to(device) for row in inputs.rows]
-        layout, lead = self._layout(rows, inputs, side), td._batch_size
-        ids = layout.place([row.ids for row in rows], layout.pad) if layout.ids is None else layout.ids
-        found = self._logits(ids, layout.mask, training, key)
-        return _Logits(*[x.reshape(*lead, *x.shape[1:]) for x in (found, layout.mask)])
+        return self._batch([row.to(device) for row in inputs.rows], inputs, td._batch_size, side)
 
     def get_dist(
         self,
@@ -400,9 +398,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if logits_key is None:
             logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
         else:
-            inputs = self._read(tensordict, "full")
-            found = self._layout(inputs.rows, inputs, padding_side).mask
-            logits, tokens = tensordict[logits_key], found.reshape(*tensordict._batch_size, *found.shape[1:])
+            batch = self._padded(tensordict, padding_side)
+            logits, tokens = tensordict[logits_key], batch.shaped(batch.mask)
         drawn = tokens & (tokens.cumsum(-1) > 1)
         own = drawn if mask_key is None else tensordict[mask_key].bool()
         for name, shape in (("the logits", logits.shape[:-1]), ("the mask", own.shape)):
@@ -420,7 +417,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def _generated(self, td: Any, key: Any) -> dict[str, Any]:
         """Return the outputs of generation, by their kinds."""
-        inputs = self._read(td, "prompt")
+        inputs = self._reader.read(td, "prompt")
         check_prompts(inputs.rows, td._batch_size)
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
@@ -434,8 +431,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             rows = [row_of(*pair).to(device) for pair in zip(prompts, responses, strict=True)]
             if self.pad_output or not rows:
                 # As wide as the given prompts, whose masks stay in the tree.
-                least = 0 if inputs.layout is None else inputs.layout.mask.shape[1]
-                values |= padded_records(rows, assembled(rows, pad=self._pad, least=least), lead)._asdict()
+                least = 0 if inputs.batch is None else inputs.batch.ids.shape[1]
+                values |= padded_batch(rows, lead, pad=self._pad, least=least).records(rows)._asdict()
             else:
                 values |= ragged_records(rows, lead, self.layout)._asdict()
         if self.input_mode == "tokens":
@@ -548,6 +545,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             MissingKeyError: A selected out key is not one of the new wrapper.
         """
         new = self._shell()
+        if "model" in changes:
+            new._set_model(changes.pop("model"))
         new._set_options(replace(self._options, **changes))
         return new
 
@@ -565,5 +564,5 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         return None if self._collector is None else self._collector()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither has a meaning in another process.
-        return {**self.__dict__, "_collector": None, "_engine": None}
+        # It has no meaning in another process.
+        return {**self.__dict__, "_collector": None}

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, UnsupportedError
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.response import Response
-from tdfunc.llm.model import CausalLM, causal_lm
+from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.scoring.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.llm.wrappers.push import AbstractEngine, Probe, Push, proven_label, push_weights
 from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
@@ -99,15 +98,15 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         `torchrl.modules.llm.vLLMWrapper`.
     """
 
-    # Any: a `vllm.LLM`, and the options of the base.
-    def __init__(self, model: Any, **options: Any) -> None:
+    # Any: a `vllm.LLM`.
+    def _set_model(self, model: Any) -> None:
         engine = Engine(model)
         mode = engine.llm.llm_engine.vllm_config.model_config.logprobs_mode
         if mode != "raw_logprobs":
             raise UnsupportedError(
                 "vLLMWrapper: the engine must give raw log-probs.", expected="logprobs_mode='raw_logprobs'", got=mode
             )
-        super().__init__(model, **options)
+        super()._set_model(model)
         self.engine = engine
         # The model of transformers that the engine runs, made when a push first needs it.
         self._own: tuple[CausalLM, Any, dict[str, torch.Size], list[str]] | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.llm.functions import MaskedCategorical
+from tdfunc.llm.scoring.trees import MaskedCategorical
 
 
 @final

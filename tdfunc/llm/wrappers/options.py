@@ -18,7 +18,8 @@ _OWN = (
     "add_generation_prompt", "continue_final_message", "padding", "padding_side", "return_assistant_tokens_mask",
     "return_attention_mask", "return_dict", "return_tensors", "tokenize", "tokenizer",
 )  # fmt: skip
-TEXT_KWARGS = ("add_special_tokens", "max_length", "truncation", "truncation_side")
+CUTS = ("max_length", "truncation", "truncation_side")
+TEXT_KWARGS = ("add_special_tokens", *CUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +109,6 @@ class WrapperOptions:
                 )
             if self.input_mode == "tokens":
                 raise error(ValueError, "LLMWrapper: tokenizer_kwargs have no effect on tokens.", got=name)
-        given = dict(self.tokenizer_kwargs or {})
-        if given.get("truncation") and given.get("max_length") is None:
-            raise error(ValueError, "LLMWrapper: truncation takes a max_length.", got="tokenizer_kwargs without it")
 
     @property
     def batches(self) -> bool:

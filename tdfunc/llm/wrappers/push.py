@@ -13,8 +13,8 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, TreeStructureError, error
-from tdfunc.llm.model import CausalLM
-from tdfunc.llm.scoring import logits_of_ids
+from tdfunc.llm.scoring.ids import logits_of_ids
+from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.storage.disk.raw import raw_bytes
 
 # The label of weights that were sent and not proven.

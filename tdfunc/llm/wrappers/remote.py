@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.errors import RemoteError, UnsupportedError
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.response import Response
+from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
 from tdfunc.llm.wrappers.server import Server, ServerOptions

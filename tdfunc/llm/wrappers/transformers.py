@@ -1,20 +1,27 @@
 """`TransformersWrapper`: a causal language model of transformers as a backend."""
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from tdfunc.llm.encode import text_tokenizer
-from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.response import Response
+from tdfunc.core.context import is_compiling
+from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.generation.rows import generate_tokens
-from tdfunc.llm.model import CausalLM, causal_lm
-from tdfunc.llm.scoring import logits_of_ids, score_ids
+from tdfunc.llm.rows.packing import pad_rows
+from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
+from tdfunc.llm.scoring.model import CausalLM, causal_lm
+from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.wrappers.base import LLMWrapperBase
-from tdfunc.modules.extract import from_module
+from tdfunc.modules.extract import from_module, split
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 class TransformersWrapper(LLMWrapperBase):
@@ -45,14 +52,35 @@ class TransformersWrapper(LLMWrapperBase):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._engine = causal_lm(model, copy=False)[0]
+        # A model that is not one of transformers is refused now.
+        _ = self.lm
+
+    # Any: as in the base, a module here.
+    def _set_model(self, model: Any) -> None:
+        super()._set_model(model)
+        self._prepared = _Prepared()
+        # Other parameters and buffers than the model's own.
+        self._trees: tuple[Any, Any] | None = None
 
     @property
     def lm(self) -> CausalLM:
-        """The specification of the model, for the pure functions of this package."""
-        if self._engine is None:
-            self._engine = causal_lm(self.model, copy=False)[0]
-        return self._engine
+        """The specification of the model, for the pure functions of this package; made anew where the model changed."""
+        lm = self._prepared.of(self.model)
+        return lm.with_options(packed=self.pad_model_input is False, allow_long=self._options.allow_long)
+
+    # Any: a tree.
+    def _with_params(self, params: Any) -> "Self":
+        new, own = self._shell(), split(params)[1]
+        # Rows of other threads have other parameters.
+        new._batcher = None
+        new._trees = params, None if own.leaves() else split(from_module(self.model))[1]
+        return new
+
+    # Any: trees of parameters and buffers.
+    def _tree(self) -> tuple[Any, Any, torch.device]:
+        """Return the parameters, with the buffers or beside them, and their device."""
+        params, buffers = self._trees or (from_module(self.model), None)
+        return params, buffers, next(iter(params.leaves())).device
 
     def generate_tokens(
         self,
@@ -63,38 +91,71 @@ class TransformersWrapper(LLMWrapperBase):
         prompt_log_probs: bool = False,
     ) -> list[Response]:
         """Return the responses of the model, as `AbstractBackend` describes."""
-        params = from_module(self.model)
-        device = next(iter(params.leaves())).device
+        params, buffers, device = self._tree()
         return generate_tokens(
             self.lm,
             params,
             [row.to(device) for row in prompts],
             options,
             keys=None if keys is None else keys.to(device),
+            buffers=buffers,
             tokenizer=text_tokenizer(self.tokenizer),
             prompt_log_probs=prompt_log_probs,
-            allow_long=self._options.allow_long,
         )
 
     def score_tokens(self, rows: Sequence[Tensor], *, training: bool = False, rng: Any = None) -> list[Tensor]:
         """Return the log-probs of rows, as `AbstractBackend` describes."""
-        params = from_module(self.model)
-        device = next(iter(params.leaves())).device
-        lengths = [len(row) for row in rows]
-        if not any(lengths):
+        params, buffers, device = self._tree()
+        if not any([len(row) for row in rows]):
             return [torch.zeros(0, device=device) for _ in rows]
-        ids = pad_sequence(list(rows), batch_first=True).to(device)
-        mask = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(lengths, device=ids.device).unsqueeze(-1)
+        ids, mask = pad_rows([row.to(device) for row in rows], side="right")
         lm = self.lm.train() if training else self.lm
-        found = score_ids(lm, params, ids, mask, rng=rng, **self._ways).log_probs
-        return [found[i, :length] for i, length in enumerate(lengths)]
+        found = score_ids(lm, params, ids, mask, buffers=buffers, rng=rng).log_probs
+        return [values[: len(row)] for values, row in zip(found, rows, strict=True)]
 
     def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
-        params = from_module(self.model)
-        device = next(iter(params.leaves())).device
+        params, buffers, device = self._tree()
         lm = self.lm.train() if training else self.lm
-        return logits_of_ids(lm, params, ids_NT.to(device), mask_NT.to(device), rng=key, **self._ways).log_probs
+        found = logits_of_ids(lm, params, ids_NT.to(device), mask_NT.to(device), buffers=buffers, rng=key)
+        return found.log_probs
 
-    @property
-    def _ways(self) -> dict[str, Any]:
-        return {"packed": self.pad_model_input is False, "allow_long": self._options.allow_long}
+
+class _Prepared:
+    """The specification that was made of a model, and the structure that it was made of.
+
+    A copy of a wrapper inside `functional` shares it, since its calls cannot make another one inside a transform; in
+    another process it is made anew.
+    """
+
+    def __init__(self) -> None:
+        # Any: descriptions are compared only.
+        self._made: tuple[CausalLM, Any] | None = None
+
+    def __deepcopy__(self, memo: Any) -> "_Prepared":
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Prepared, ()
+
+    def of(self, model: nn.Module) -> CausalLM:
+        """Return the specification of a model."""
+        made = self._made
+        # Dynamo, which would guard each attribute, reads the specification as it is.
+        if made is None or not (is_compiling() or made[1] == (_modules(model), vars(model.config))):
+            lm, config = causal_lm(model, copy=False)[0], copy.deepcopy(vars(model.config))
+            self._made = made = lm, (_modules(model), config)
+        return made[0]
+
+
+# Any: attributes and hooks.
+def _modules(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Return everything that a forward reads of its modules besides tensors: classes, plain attributes and hooks."""
+    return [
+        (
+            path,
+            type(module),
+            {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN and name != "training"},
+            [hook for hooks in _HOOKS for hook in module.__dict__[hooks].values()],
+        )
+        for path, module in model.named_modules()
+    ]

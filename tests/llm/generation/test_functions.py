@@ -49,7 +49,7 @@ def test_responses_are_those_of_the_rows(side):
     assert not log_probs.mask[:, :9].any()
     assert torch.equal(out["name"], td["name"])
     assert "masks" not in td
-    same = generate(lm, params, td, seed=3, buffers=buffers, options=GenerationOptions.parse(options))
+    same = generate(lm, params, td, key=3, buffers=buffers, options=GenerationOptions.parse(options))
     assert (same["tokens"] == tokens).all()
 
 
@@ -66,7 +66,7 @@ def test_the_ratio_of_a_policy_with_itself_is_one(temperature, top_k, top_p, min
     params = params.to(torch.float64)
     td, _ = padded([6, 3, 1])
     cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    out = generate(lm, params, td, seed=1, buffers=buffers, max_new_tokens=5, temperature=temperature, **cuts)
+    out = generate(lm, params, td, key=1, buffers=buffers, max_new_tokens=5, temperature=temperature, **cuts)
     again = out.set("attention_mask", out["masks"].all_attention_mask)
     found = score(lm, params, again, buffers=buffers, temperature=temperature, under="behaviour")["log_probs"]
     raw = score(lm, params, again, buffers=buffers)["log_probs"]
@@ -82,7 +82,7 @@ def test_several_responses_are_a_dimension_of_their_own():
     lm, params, buffers = causal_lm(make("gpt2"))
     td, rows = padded([4, 2])
     options = {"max_new_tokens": 3, "temperature": 1.0, "num_return_sequences": 3}
-    out = generate(lm, params, td, seed=0, buffers=buffers, prompt_log_probs=True, **options)
+    out = generate(lm, params, td, key=0, buffers=buffers, prompt_log_probs=True, **options)
 
     assert out.batch_size == (2, 3)
     assert out["tokens"].response.shape == (2, 3, 3)
@@ -99,7 +99,7 @@ def test_ragged_prompts_give_ragged_responses():
     lm, params, buffers = causal_lm(make("llama"))
     td, rows = padded([5, 2])
     ragged = lazy_stack([TensorDict({"tokens": Tokens(prompt=row)}, []) for row in rows])
-    options = {"seed": 4, "buffers": buffers, "max_new_tokens": 4, "temperature": 1.0}
+    options = {"key": 4, "buffers": buffers, "max_new_tokens": 4, "temperature": 1.0}
     found, expected = generate(lm, params, ragged, **options), generate(lm, params, td, **options)
 
     for i, row in enumerate(rows):
@@ -121,7 +121,7 @@ def test_the_tree_has_the_end_of_each_response(seed, count, pad_output):
     td, _ = padded([3, 2, 4])
     ends = tuple(range(0, VOCAB, 4))
     options = {"max_new_tokens": 4, "temperature": 1.5, "num_return_sequences": count, "eos_token_ids": ends}
-    tokens = generate(lm, params, td, seed=seed, buffers=buffers, pad_output=pad_output, **options)["tokens"]
+    tokens = generate(lm, params, td, key=seed, buffers=buffers, pad_output=pad_output, **options)["tokens"]
 
     for row in [row for part in tokens for row in (part if count > 1 else [part])]:
         # Of padded rows, the tokens up to the first end.
@@ -161,7 +161,6 @@ TD = padded([3, 2])[0]
 REFUSED = [
     (TD, {"temperature": 1.0}, ValueError, "a random key for each response"),
     (TD, {"no_such": 1}, TypeError, "'no_such' must be one of the options"),
-    (TD, {"key": random.key(0), "seed": 0}, TypeError, "key and seed must not both be given"),
     (TD, {"options": GenerationOptions(max_new_tokens=2)}, TypeError, "options must come alone"),
     (TensorDict({}, [2]), {}, MissingKeyError, "prompt"),
     (TD.set("attention_mask", torch.zeros(2, 3, dtype=torch.bool)), {}, ValueError, "row 0 must have tokens"),

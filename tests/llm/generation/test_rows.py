@@ -182,7 +182,7 @@ def test_positions_that_depend_on_the_length_are_those_of_each_prefix():
     assert find_way(lm, params, buffers, 16) == (False, True)
     assert find_way(lm, params, buffers, 17) == (False, False)
 
-    found = generate_tokens(lm, params, rows, parse(), buffers=buffers, allow_long=True)
+    found = generate_tokens(lm.with_options(allow_long=True), params, rows, parse(), buffers=buffers)
     for row, response in zip(rows, found, strict=True):
         whole = torch.cat([row, response.tokens])
         for i in range(len(row), len(whole)):

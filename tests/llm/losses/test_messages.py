@@ -18,7 +18,7 @@ from tdfunc.llm.losses import (
     policy_gradient,
     sft,
 )
-from tdfunc.llm.scoring import Scores
+from tdfunc.llm.scoring.ids import Scores
 
 X, ROWS, PAIRS = torch.zeros(2, 3), torch.zeros(2), torch.zeros(4, 2, 3)
 WIDE = torch.zeros(2, 3, 5)

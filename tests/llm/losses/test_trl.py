@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tdfunc.llm import losses
-from tdfunc.llm.corrections import truncated_is
+from tdfunc.llm.losses.corrections import truncated_is
 
 pytest.importorskip("trl", reason="`make test-trl` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -3,7 +3,7 @@
 import torch
 
 from tdfunc.llm import LLMWrapperBase
-from tdfunc.llm.generation.response import Response
+from tdfunc.llm.generation.options import Response
 
 
 class FakeWrapper(LLMWrapperBase):

@@ -24,7 +24,7 @@ from tdfunc.llm import (
     qwen,
     score,
 )
-from tdfunc.llm.generation.response import Response
+from tdfunc.llm.generation.options import Response
 from tests.helpers import assert_pure
 from tests.llm.models import make
 from tests.llm.tokens import make_tokenizer

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc import TensorDict, lazy_stack
+from tdfunc import ImmutableError, TensorDict, lazy_stack
 from tdfunc.llm import (
     ChatHistory,
     History,
@@ -23,6 +23,7 @@ from tdfunc.llm import (
     chatml,
     distribution,
     score,
+    tokenize_text,
 )
 from tests.helpers import assert_pure
 from tests.llm.models import VOCAB, make, row_log_probs
@@ -200,6 +201,42 @@ def test_options_of_templates_and_of_truncation():
         whole = wrapper(td)["tokens"].full
         part = slice(5) if side == "right" else slice(-5, None)
         assert [row.tolist() for row in cut["tokens"].full] == [row[part].tolist() for row in whole]
+
+
+@pytest.mark.parametrize("mode", ["text", "history"])
+@pytest.mark.parametrize("kwargs", [{}, {"truncation": True, "max_length": 3}])
+def test_settings_of_the_tokenizer_stay(mode, kwargs):
+    """Truncation and padding that the user set in the tokenizer's backend are there after a call."""
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=7)
+    before = tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding
+    wrapper = TransformersWrapper(
+        model_for(), tokenizer=tokenizer, input_mode=mode, generate=False, tokenizer_kwargs=kwargs
+    )
+    wrapper(chats_td(CHATS[:1]) if mode == "history" else TensorDict({"text": "the quick brown fox jumps"}))
+
+    assert (tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding) == before
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("length", [3, 4, 6, 40])
+def test_texts_are_cut_as_by_tokenize_text(side, length):
+    """A cut text keeps the special tokens around it, as in `tokenize_text` and transformers."""
+    tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", truncation_side=side)
+    tokenizer.backend_tokenizer.post_processor = pytest.importorskip("tokenizers").processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")],
+    )
+    text = "the quick brown fox jumps over the lazy dog"
+    kwargs = {"truncation": True, "max_length": length}
+    wrapper = TransformersWrapper(
+        model_for(tokenizer), tokenizer=tokenizer, input_mode="text", generate=False, tokenizer_kwargs=kwargs
+    )
+
+    found = wrapper(TensorDict({"text": text}))["tokens"].full.tolist()
+    assert found == tokenize_text(tokenizer, text, truncation_side=side, **kwargs)["input_ids"].tolist()
+    assert found == copy.deepcopy(tokenizer)(text, **kwargs)["input_ids"]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -390,6 +427,74 @@ def test_new_versions_keep_the_rest():
     del collector
     assert gone() is None
     assert new.collector is None
+
+
+def test_a_tree_takes_the_place_of_the_parameters():
+    """`params=` runs a tree, with the model's buffers or its own, and leaves the model and the wrapper as they are."""
+    model, td = make("llama"), tokens_td([4, 3], 0)
+    wrapper = TransformersWrapper(model, input_mode="tokens", generate=False, pad_output=True, batching=True)
+    lm, params, buffers = causal_lm(model)
+    other = params.apply(lambda leaf: leaf * 1.5)
+    before = wrapper(td)["log_probs"].full
+
+    expected = score(lm, other, td, buffers=buffers)["log_probs"].full
+    for tree in (other, tdf.combine(other, buffers)):
+        torch.testing.assert_close(wrapper(td, params=tree)["log_probs"].full, expected)
+    assert torch.equal(wrapper(td)["log_probs"].full, before)
+    grads = torch.func.grad(lambda tree: wrapper(td, params=tree)["log_probs"].full.sum())(other)
+    each = torch.func.grad(lambda tree: score(lm, tree, td, buffers=buffers)["log_probs"].full.sum())(other)
+    tdf.assert_close(grads, each)
+
+
+def test_a_model_that_changes_is_prepared_anew():
+    """A new layer, a hook, an attribute and an entry of the configuration count; the model is not assigned."""
+    model, td = copy.deepcopy(make("llama")), tokens_td([6, 6], 0)
+    wrapper = TransformersWrapper(model, input_mode="tokens", generate=False, pad_output=True)
+    other = make("llama", rms_norm_eps=0.5)
+
+    def double(module, args, out):
+        return out * 2
+
+    def alter_layer():
+        model.model.norm = torch.nn.Identity()
+
+    changes = [
+        lambda: model.lm_head.register_forward_hook(double),
+        lambda: model.register_forward_hook(lambda module, args, out: out.__class__(logits=out.logits.sin())),
+        lambda: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 0.7),
+        lambda: model.config.update({"attn_implementation": "eager"}),
+        alter_layer,
+    ]
+    for change in [lambda: None, *changes]:
+        change()
+        with torch.no_grad():
+            logits = model(td["tokens"].full).logits.log_softmax(-1)
+        expected = logits[:, :-1].gather(-1, td["tokens"].full[:, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(wrapper(td)["log_probs"].full[:, 1:], expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ImmutableError, match="get_new_version"):
+        wrapper.model = other
+    new = wrapper.get_new_version(model=other)
+    assert torch.equal(
+        new(td)["log_probs"].full,
+        TransformersWrapper(other, input_mode="tokens", generate=False, pad_output=True)(td)["log_probs"].full,
+    )
+    assert wrapper.model is model
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_wrapper_under_functional_is_mapped():
+    """Its calls prepare nothing anew, so that it runs under vmap and grad; each member equals its own run."""
+    td = tokens_td([5, 4], 0)
+    wrapper = TransformersWrapper(make("llama"), input_mode="tokens", generate=False, pad_output=True)
+    apply, params, buffers = tdf.functional(wrapper)
+    many = torch.stack([params, params.apply(lambda leaf: leaf * 1.1)])
+
+    def full(tree):
+        return apply(tree, td, buffers=buffers)["log_probs"].full
+
+    found = torch.vmap(full)(many)
+    torch.testing.assert_close(found, torch.stack([full(many[0]), full(many[1])]), atol=1e-5, rtol=1e-5)
+    assert tdf.grad(lambda tree: full(tree).sum())(params)["model", "lm_head", "weight"].abs().sum() > 0
 
 
 def test_keys_of_the_outputs():

@@ -1,0 +1,1 @@
+"""`History` and `ChatHistory`, conversations whose token ids only grow, and files of conversations."""

@@ -1,0 +1,365 @@
+"""Token-exact conversations: the ids of a rollout only grow, and what was sampled is never tokenised again.
+
+A reply keeps the ids that it was sampled as (`token_ids`), and `append_messages` renders only the messages after it.
+Some templates change earlier turns when a conversation continues (they drop its thinking, or move its tools), so that a
+rollout is not the text that the template renders. `is_append_only` reports such templates, `find_mismatch` the place,
+and `to_training_rows` begins a further row of ids there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.llm.encoding.encode import control_strings, decode, encode_marked, encode_texts
+from tdfunc.llm.messages.columns import conversation_of, per_conversation
+from tdfunc.llm.messages.message import Message, as_compared
+from tdfunc.llm.templates.base import (
+    AbstractTemplate,
+    Conversation,
+    Marked,
+    Span,
+    conversation_in,
+    describe,
+    strings_in,
+    text_tokenizer,
+)
+from tdfunc.llm.templates.find import find_template
+
+
+@final
+@dataclass(frozen=True)
+class TokenTemplate:
+    """A chat template with the tokenizer that encodes its text.
+
+    Args:
+        tokenizer: A tokenizer of transformers; it is not changed.
+        chat_template: A template, its name in `TEMPLATES`, or a Jinja text; without it the tokenizer's own.
+
+    Raises:
+        ValueError: No template has the name.
+
+    Examples:
+        >>> from tdfunc.llm import TokenTemplate, qwen
+        >>> TokenTemplate(tokenizer=None, chat_template=qwen).template.end
+        '<|im_end|>'
+    """
+
+    tokenizer: Any
+    chat_template: AbstractTemplate | str | None = None
+
+    @cached_property
+    def template(self) -> AbstractTemplate:
+        """The template, found by its name or taken from the tokenizer."""
+        return find_template(self.chat_template, self.tokenizer)
+
+    @cached_property
+    def control(self) -> tuple[str, ...]:
+        """The strings that mark turns or have a special id."""
+        return control_strings(self.tokenizer, self.template)
+
+    @cached_property
+    def end_ids(self) -> list[int]:
+        """The ids of the end of turn."""
+        return encode_texts(self.tokenizer, [self.template.end])[0].ids if self.template.end else []
+
+    def encode(self, marked: Marked) -> list[int]:
+        """Return the ids of a text, control strings in its contents as ordinary text."""
+        return encode_marked(self.tokenizer, marked, self.control).ids
+
+    def marked(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> Marked:
+        """Return the rendered text of messages with the spans of contents and replies."""
+        return self.template.marked(Conversation(list(messages), tools), generation_prompt=prompt)
+
+
+class TokenRow(NamedTuple):
+    """The ids of a conversation, for training."""
+
+    ids: list[int]
+    # True where an assistant wrote the token in this row: its replies, and their ends of turn.
+    generated: list[bool]
+    # The places of the messages that these are.
+    replies: tuple[int, ...]
+    # Any: the History of the row.
+    history: Any
+
+
+class TokenMismatch(NamedTuple):
+    """The first token at which rendering a conversation again would give other ids than it has."""
+
+    position: int
+    # The texts of the ids from there on: of the conversation, and of its render.
+    kept: str
+    rendered: str
+
+
+def append_messages(
+    template: TokenTemplate, ids: Sequence[int], new_messages: Any, *, add_generation_prompt: bool = True
+) -> list[int]:
+    """Return ids with those of new messages behind them: the given ones never change.
+
+    Where the last reply was cut off, its end of turn comes first. Only the new messages are rendered.
+
+    Args:
+        template: The template and tokenizer of the conversation.
+        ids: The ids so far, which end with a reply.
+        new_messages: A `History` of one dimension (or one message): results of tools, messages of the user.
+        add_generation_prompt: End with the header of a reply.
+
+    Raises:
+        UnsupportedError: The template has no form for a message.
+        ValueError: The template drops or edits a message.
+    """
+    new = conversation_in(new_messages)
+    before = list(ids)
+    if template.end_ids and before[-len(template.end_ids) :] != template.end_ids:
+        before += template.end_ids
+    return before + _following(template, new, add_generation_prompt)
+
+
+def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list[int]:
+    """Return the ids of messages that follow a reply: those of the text behind a reply in its place."""
+    marked = None
+    results = [message for message in new.messages if message["role"] == "tool"]
+    follows_call = bool(new.messages) and new.messages[0]["role"] == "tool"
+    # Some templates render one call at most.
+    for count in dict.fromkeys([len(results), 1]) if follows_call else (0,):
+        try:
+            marked = template.marked([*_standing_in(results[:count]), *new.messages], new.tools, prompt=prompt)
+            break
+        except UnsupportedError:
+            if count <= 1:
+                raise
+    assert marked is not None
+    if not marked.replies:
+        raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
+    stop, end = marked.replies[0].stop, template.template.end
+    # The end of turn stands in front, so that the tokenizer does not take the text for the start of one.
+    lead = end if marked.text.endswith(end, 0, stop) else ""
+    start = stop - len(lead)
+    contents = [Span(a - start, b - start, owner) for a, b, owner in marked.contents if a >= stop]
+    text = Marked(marked.text[start:], contents, [])
+    found = template.encode(text)
+    n = len(template.end_ids)
+    if lead and found[:n] == template.end_ids:
+        return found[n:]
+    rest = [Span(a - len(lead), b - len(lead), owner) for a, b, owner in contents]
+    return template.encode(Marked(text.text[len(lead) :], rest, []))
+
+
+def _standing_in(results: Sequence[Message]) -> list[Message]:
+    """Return a question and a reply, or calls that results answer, in the place of the conversation so far."""
+    reply: Message = {"role": "assistant", "content": "a"}
+    if results:
+        calls = [
+            {
+                "id": result.get("tool_call_id") or f"call{i:05}",
+                "type": "function",
+                "function": {"name": result.get("name") or "f", "arguments": {}},
+            }
+            for i, result in enumerate(results)
+        ]
+        reply = {"role": "assistant", "tool_calls": calls}
+    return [{"role": "user", "content": "u"}, reply]
+
+
+def chat_ids(
+    template: TokenTemplate, history: Any, *, add_generation_prompt: bool = False, retokenize: bool = False
+) -> Any:
+    """Return the ids of each conversation, in which replies with `token_ids` are exactly these.
+
+    Args:
+        template: The template and tokenizer.
+        history: A `History`.
+        add_generation_prompt: End with the header of a reply.
+        retokenize: Tokenise replies whose `token_ids` are not of their text, instead of raising.
+
+    Returns:
+        A list of ids, in lists nested as the batch before the messages.
+
+    Raises:
+        ValueError: The `token_ids` of a message are not those of its text: it was edited.
+    """
+
+    def one(chat: Any) -> list[int]:
+        conversation = conversation_in(chat)
+        return grown_ids(template, conversation, 0, add_generation_prompt, retokenize)[0]
+
+    return per_conversation(one, history)
+
+
+def grown_ids(
+    template: TokenTemplate, conversation: Conversation, first: int, prompt: bool, retokenize: bool
+) -> tuple[list[int], list[bool]]:
+    """Return ids and generated tokens; messages before `first` are rendered, replies from there on are kept."""
+    messages, tools = conversation
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    begin = replies[0] if replies else len(messages)
+    start = Conversation(messages[:begin], tools)
+    ids = template.encode(template.template.marked(start, generation_prompt=bool(replies) or prompt, replies=False))
+    generated = [False] * len(ids)
+    for place, i in enumerate(replies):
+        own = messages[i].get("token_ids")
+        if own is not None and not _fits(template, messages[i], own):
+            if not retokenize:
+                raise error(
+                    ValueError,
+                    f"{describe(conversation, i)}: token_ids must be those of its text.",
+                    expected=repr(messages[i].get("content"))[:200],
+                    got=repr(decode(template.tokenizer, own))[:200],
+                    hint="message.replace(token_ids=None) after an edit, or retokenize=True.",
+                )
+            own = None
+        sampled = _reply_ids(template, messages[: i + 1], tools) if own is None else list(own)
+        ids, generated = ids + sampled, generated + [True] * len(sampled)
+        after = replies[place + 1] if place + 1 < len(replies) else len(messages)
+        new, wants_reply = messages[i + 1 : after], after < len(messages) or prompt
+        if new or wants_reply:
+            ids = ids + ([] if ids[-len(template.end_ids) :] == template.end_ids else template.end_ids)
+            ids = ids + _following(template, Conversation(new), wants_reply)
+            generated += [False] * (len(ids) - len(generated))
+    return ids, generated
+
+
+def _reply_ids(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None) -> list[int]:
+    """Return the ids of the last message as the template renders it, from the header of a reply on."""
+    marked = template.marked(messages, tools)
+    prompt = template.marked(messages[:-1], tools, prompt=True) if len(messages) > 1 else None
+    start, stop, _ = marked.replies[-1]
+    if prompt is not None and marked.text.startswith(prompt.text):
+        start = len(prompt.text)
+    contents = [Span(max(a, start) - start, b - start, owner) for a, b, owner in marked.contents if b > start]
+    return template.encode(
+        Marked(marked.text[start:stop], [span for span in contents if span.stop <= stop - start], [])
+    )
+
+
+def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
+    """Return the text of a reply without its end of turn: that of the template, or another special token."""
+    end = template.template.end
+    if end and text.endswith(end):
+        return text[: -len(end)]
+    last = text_tokenizer(template.tokenizer).added_tokens_decoder.get(ids[-1]) if ids else None
+    return text.removesuffix(last.content) if last is not None and last.special else text
+
+
+def _fits(template: TokenTemplate, message: Message, ids: Sequence[int]) -> bool:
+    """Return whether ids may be those of a message: they parse to it, or its texts are in theirs."""
+    text = decode(template.tokenizer, ids)
+    parsed = template.template.parse_reply(without_end(template, ids, text))
+    shown = [as_compared({**each, "role": "assistant"}) for each in (message, parsed)]
+    for each in shown:
+        each["tool_calls"] = [call["function"] for call in each.get("tool_calls", ())]
+    if shown[0] == shown[1]:
+        return True
+    parts = [message.get("content") or "", message.get("reasoning_content") or ""]
+    parts += [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    return any(parts) and all([part.strip() in text for part in strings_in(parts)])
+
+
+def is_append_only(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:
+    """Return whether each turn's render starts with all of the turns before it, as the ids of a rollout do.
+
+    Args:
+        template: A template, with or without a tokenizer.
+        history: A `History`.
+
+    Returns:
+        A bool, in lists nested as the batch before the messages.
+
+    Examples:
+        >>> from tdfunc.llm import History, chatml, is_append_only, qwen
+        >>> chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "reasoning_content": "hm"}]
+        >>> history = History.from_chats([*chat, *chat])
+        >>> is_append_only(chatml, history), is_append_only(qwen, history)
+        (True, False)
+    """
+    text = template.template if isinstance(template, TokenTemplate) else template
+    return per_conversation(lambda chat: len(find_breaks(text, conversation_in(chat))) <= 1, history)
+
+
+def find_breaks(template: AbstractTemplate, conversation: Conversation) -> list[int]:
+    """Return the places of the first reply, and of each reply whose prompt does not start with the turns before."""
+    messages, tools = conversation
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    found: list[int] = []
+    before: str | None = None
+    for i in replies:
+        prompt = template.texts([Conversation(messages[:i], tools)], generation_prompt=True)[0] if i else ""
+        if before is None or not prompt.startswith(before):
+            found.append(i)
+        turn = Conversation(messages[: i + 1], tools)
+        before = template.texts([turn])[0]
+        if not before.startswith(prompt):
+            # The reply's place is not looked for: a template may leave the thinking out of its content.
+            before = None
+        elif spans := template.marked(turn).replies:
+            before = before[: spans[-1].stop]
+    if replies and replies[-1] < len(messages) - 1:
+        whole = template.texts([conversation])[0]
+        found += [len(messages)] if before is None or not whole.startswith(before) else []
+    return found
+
+
+def to_training_rows(template: TokenTemplate, history: Any) -> Any:
+    """Return rows of ids for training, in which each reply stands once behind the prompt that the template renders.
+
+    A conversation to which the template only appends is one row. Where it changes earlier turns, a further row begins
+    with the prompt as it is rendered then, and with the replies from there on.
+
+    Args:
+        template: The template and tokenizer.
+        history: A `History`.
+
+    Returns:
+        A list of `TokenRow`, in lists nested as the batch before the messages.
+
+    Raises:
+        ValueError: The `token_ids` of a message are not those of its text.
+    """
+
+    def one(chat: Any) -> list[TokenRow]:
+        conversation = conversation_in(chat)
+        messages, tools = conversation
+        count = len(messages)
+        starts = [i for i in find_breaks(template.template, conversation) if i < count] or [count]
+        rows: list[TokenRow] = []
+        for start, stop in zip(starts, [*starts[1:], count], strict=True):
+            replies = [i for i in range(start, stop) if messages[i]["role"] == "assistant"]
+            # The last row goes on to the end; others end with their last reply.
+            last = count if stop == count else replies[-1] + 1
+            part = Conversation(messages[:last], tools)
+            ids, generated = grown_ids(template, part, start, False, False)
+            cls = getattr(type(chat), "_stacked", type(chat))
+            kept = [{**message, "tools": tools} for message in part.messages] if tools else part.messages
+            rows.append(TokenRow(ids, generated, tuple(replies), conversation_of(cls, kept)))
+        return rows
+
+    return per_conversation(one, history)
+
+
+def find_mismatch(template: TokenTemplate, history: Any) -> Any:
+    """Return where rendering and tokenising a conversation again would first give other ids; None if nowhere.
+
+    Args:
+        template: The template and tokenizer.
+        history: A `History` whose replies have `token_ids`.
+
+    Returns:
+        A `TokenMismatch` or None, in lists nested as the batch before the messages.
+    """
+
+    def one(chat: Any) -> TokenMismatch | None:
+        conversation = conversation_in(chat)
+        kept = grown_ids(template, conversation, 0, False, False)[0]
+        marked = template.template.marked(conversation, replies=False)
+        rendered = template.encode(marked)
+        shared = min(len(kept), len(rendered))
+        at = next((i for i in range(shared) if kept[i] != rendered[i]), shared)
+        # The line break behind the last end of turn is not part of a rollout.
+        is_whole = at == len(kept) and not decode(template.tokenizer, rendered[at:]).strip()
+        texts = [decode(template.tokenizer, ids[at : at + 20]) for ids in (kept, rendered)]
+        return None if is_whole else TokenMismatch(at, *texts)
+
+    return per_conversation(one, history)

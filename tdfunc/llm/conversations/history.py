@@ -1,0 +1,459 @@
+"""`History`: conversations as a typed tree; the last batch dimension counts the messages.
+
+How they are rendered and encoded is in `chat.py` and `templates/`; this file holds the messages.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Size
+
+from tdfunc._lazystack import lazy_stack
+from tdfunc._tensorclass import TensorClass
+from tdfunc.core.errors import BatchSizeError, ImmutableError, error
+from tdfunc.core.nontensor import NonTensorData, NonTensorStack
+from tdfunc.core.shapes import dim_index
+from tdfunc.llm.encoding.chat import apply_template, read_options
+from tdfunc.llm.messages.columns import (
+    column,
+    conversation_of,
+    messages_of,
+    per_conversation,
+    rows_of,
+    stack_dense,
+    tools_of,
+)
+from tdfunc.llm.messages.content import ContentBase, as_content
+from tdfunc.llm.messages.html import chat_html
+from tdfunc.llm.messages.message import FIELDS, UNCOMPARED, as_compared, is_message, read_message, show_message
+from tdfunc.llm.templates.base import AbstractTemplate
+from tdfunc.llm.templates.find import find_template
+from tdfunc.spec import Composite, NonTensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# The fields whose values are lists: a list of such lists, or None, is a value for each message.
+_LISTS = ("tool_calls", "tool_responses", "tools", "token_ids")
+
+
+class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+    """Conversations: messages along the last batch dimension, conversations along those before it.
+
+    `History(role="user", content="hi")` is one message. `from_chats` reads conversations; of a list of them it makes a
+    ragged history, in which each has its own length. Every method gives a new history.
+
+    `==` compares messages elementwise, without `is_complete`, `token_ids`, `finish_reason` and `parse_error`.
+
+    Args:
+        role: "system", "user", "assistant", "tool", ...
+        content: Text, a list of OpenAI's parts or `ContentBase`; None for a message that only calls tools.
+        is_complete: False for a message that was cut off, by its length for example.
+        tool_calls: OpenAI's calls; `arguments` are a dict or JSON text, as they came.
+        tool_responses: Results that stand with the message that called, as in torchrl.
+        name: The name of the author, or of the function of a tool message.
+        tool_call_id: The call that a tool message answers.
+        reasoning_content: The thinking before the content.
+        tools: The JSON schemas of the functions of the conversation, the same list at each message.
+        finish_reason: "stop" (the end-of-turn token), "stop_string", "length", "tool_calls" or "abort".
+        token_ids: The ids that the message was sampled as, its end-of-turn token included.
+        parse_error: Why a reply could not be parsed, with its raw text as the content.
+
+    Examples:
+        >>> chats = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "?"}] * 3]
+        >>> history = History.from_chats(chats)
+        >>> history.batch_size, [len(chat) for chat in history.tolist()]
+        (torch.Size([2, -1]), [1, 3])
+        >>> reply = History(role="assistant", content=["hello", "!"], batch_size=[2])
+        >>> history.append(reply)[0].content
+        ['hi', 'hello']
+    """
+
+    role: str
+    content: str | ContentBase | None = None
+    is_complete: bool = True
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_responses: list[str] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    parse_error: str | None = None
+
+    def __post_init__(self) -> "Self":
+        """Give each message its own value where a list of them was given, and keep parts as dicts."""
+        changes: dict[str, Any] = {}
+        size = self._batch_size
+        role = self._data.get("role")
+        if isinstance(role, NonTensorData) and not isinstance(role.data, str):
+            raise error(
+                TypeError,
+                "History.role must be text, or a list of texts along the batch.",
+                got=f"{role.data!r} with batch size {list(size)}"[:200],
+                hint=f"batch_size=[{len(role.data)}] for a list." if isinstance(role.data, list) else None,
+            )
+        for name in _LISTS:
+            node = self._data.get(name)
+            if isinstance(node, NonTensorData) and size and _is_rows(node.data, size):
+                changes[name] = NonTensorStack.from_nested(node.data, len(size))
+        content = self._data.get("content")
+        if isinstance(content, NonTensorData):
+            if not isinstance(content.data, str):
+                changes["content"] = NonTensorData(as_content(content.data), size)
+        elif content is not None:
+            changes["content"] = NonTensorStack._wrap(column(self, "content"))
+        return self._put(changes) if changes else self
+
+    # -- making -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_chats(cls, chats: Any) -> "Self":
+        """Return the history of conversations, as OpenAI's servers, data sets and `tolist` write them.
+
+        Args:
+            chats: A conversation, or (nested) lists of conversations. A conversation is a list of messages, or a dict
+                `{"messages": [...], "tools": [...]}`; a message is a dict with a role.
+
+        Shapes:
+            A conversation of T messages becomes (T,), a list of B of them (B, -1), also where their lengths agree.
+
+        Raises:
+            TypeError: A message is not a dict with a role; the error names its place.
+            MissingKeyError: A message has an entry that is not a field.
+
+        Examples:
+            >>> call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+            >>> History.from_chats([{"role": "assistant", "tool_calls": [call]}]).content
+            [None]
+        """
+        cls = getattr(cls, "_stacked", cls)
+        return _read_chats(cls, chats, "from_chats")
+
+    @classmethod
+    def from_text(
+        cls,
+        text: "str | Sequence[Any]",
+        chat_template_name: str | None = None,
+        chat_template: Any = None,
+        tokenizer: Any = None,
+    ) -> "Self":
+        r"""Return the history of rendered conversations, a (nested) list of which gives a ragged one.
+
+        Args:
+            text: A whole conversation, as a template renders it.
+            chat_template_name: The name of one of `tdfunc.llm.TEMPLATES`.
+            chat_template: A template.
+            tokenizer: Without a template: the one of `TEMPLATES` that renders as this tokenizer's own does.
+
+        Raises:
+            ValueError: The text is not one that the template renders, or no template is given or found.
+
+        Examples:
+            >>> History.from_text("<|im_start|>user\nhi<|im_end|>\n", "chatml").tolist()
+            [{'role': 'user', 'content': 'hi'}]
+        """
+        cls = getattr(cls, "_stacked", cls)
+        template = find_template(chat_template if chat_template_name is None else chat_template_name, tokenizer)
+        return _parse_texts(cls, text, template)
+
+    @classmethod
+    def default_spec(cls, shape: Any = (-1,)) -> Composite:
+        """Return the spec of a history: the fields that every message has.
+
+        Args:
+            shape: The batch size; -1 for a dimension of any length.
+
+        Examples:
+            >>> History.default_spec().zero().batch_size
+            torch.Size([1])
+        """
+        size = Size(shape)
+        cls = getattr(cls, "_stacked", cls)
+        names = ("role", "content")
+        return Composite({name: NonTensor(size, example_data="foo") for name in names}, size, data_cls=cls)
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def append(self, history: "History | Mapping[str, Any]", *, inplace: bool | None = None, dim: int = -1) -> "Self":
+        """Return the history with one more element along a dimension: a message, or along others conversations.
+
+        Args:
+            history: The element, which has the other dimensions; or a message as a dict, as OpenAI writes it.
+            inplace: For code that was written for torchrl; True is refused.
+            dim: The dimension; the last one counts messages.
+
+        Raises:
+            BatchSizeError: The element does not have the other dimensions.
+            ImmutableError: `inplace` is true.
+
+        Examples:
+            >>> chat = History.from_chats([{"role": "user", "content": "hi"}])
+            >>> chat.append(History(role="assistant", content="hello")).role
+            ['user', 'assistant']
+        """
+        if isinstance(history, Mapping):
+            history = type(self).from_chats([history])[0]
+        n = len(self._batch_size)
+        if not n:
+            raise BatchSizeError(
+                "append: the history must have a dimension of messages.", got="one message", hint="unsqueeze(0) first."
+            )
+        if len(history._batch_size) != n - 1:
+            raise BatchSizeError(
+                "append: the element must have one dimension less than the history.",
+                expected=f"{n - 1} of those of {list(self._batch_size)}",
+                got=f"batch size {list(history._batch_size)}",
+                hint="extend() takes several messages.",
+            )
+        return self.extend(history.unsqueeze(dim_index(dim, n, "append")), inplace=inplace, dim=dim)
+
+    def extend(self, history: "History", *, inplace: bool | None = None, dim: int = -1) -> "Self":
+        """Return the history with those of another behind it, along a dimension.
+
+        Args:
+            history: Of the same number of dimensions.
+            inplace: For code that was written for torchrl; True is refused.
+            dim: The dimension; the last one counts messages.
+
+        Raises:
+            BatchSizeError: The other dimensions differ.
+            ImmutableError: `inplace` is true.
+
+        Examples:
+            >>> chat = History.from_chats([{"role": "user", "content": "hi"}])
+            >>> chat.extend(chat).content
+            ['hi', 'hi']
+        """
+        if inplace:
+            raise ImmutableError("A History is immutable.", got="inplace=True", hint="history = history.append(reply).")
+        n = len(self._batch_size)
+        if n != len(history._batch_size) or not n:
+            raise BatchSizeError(
+                "extend: both histories must have one number of dimensions, at least one.",
+                expected=f"{n}: {list(self._batch_size)}",
+                got=f"{len(history._batch_size)}: {list(history._batch_size)}",
+            )
+        lazy = n > 1 and (self._is_lazy or history._is_lazy)
+        joined = _joined(self, history, dim_index(dim, n, "extend"), lazy=lazy)
+        joined = joined if self._device is None else joined.to(self._device)
+        return joined if self._names is None else joined.with_names(self._names)
+
+    def reshape(self, *shape: Any) -> "Self":
+        """Return the history in another shape; (-1,) makes one conversation of all messages of ragged ones."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if self._is_lazy and sizes in ((-1,), (self.numel(),)):
+            return conversation_of(_class_of(self), messages_of(self))
+        return super().reshape(*shape)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Self":
+        """Return the history with some dimensions as one; of all, also where conversations are ragged."""
+        n = len(self._batch_size)
+        if self._is_lazy and start_dim % n == 0 and end_dim % n == n - 1:
+            return self.reshape(-1)
+        return super().flatten(start_dim, end_dim)
+
+    # -- as plain values ----------------------------------------------------------------------------------------
+
+    def tolist(self, *, convert_tensors: bool = False) -> Any:
+        """Return each message as a dict in OpenAI's form, in lists nested as the batch; empty fields are left out.
+
+        The tools of a conversation are not those of a message: `to_chats` has them.
+
+        Args:
+            convert_tensors: As for other trees; a history has no tensors.
+
+        Examples:
+            >>> History(role="user", content=["a", "b"], batch_size=[2]).tolist()
+            [{'role': 'user', 'content': 'a'}, {'role': 'user', 'content': 'b'}]
+        """
+        if not self._batch_size:
+            return show_message(rows_of(self)[0])
+        return per_conversation(lambda h: [show_message(message) for message in messages_of(h)], self)
+
+    def to_chats(self) -> Any:
+        """Return the conversations as `from_chats` reads them: lists of messages, or dicts of these and their tools.
+
+        Examples:
+            >>> chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "now"}]}
+            >>> History.from_chats(chat).to_chats() == chat
+            True
+        """
+        return per_conversation(_to_chat, self)
+
+    def apply_chat_template(
+        self,
+        *,
+        tokenizer: Any = None,
+        add_generation_prompt: bool = True,
+        chat_template: Any = None,
+        chat_template_name: str | None = None,
+        continue_final_message: bool = False,
+        tokenize: bool | None = None,
+        padding: bool | str = False,
+        truncation: bool | str = False,
+        return_tensors: str | None = None,
+        return_dict: bool | None = None,
+        return_assistant_tokens_mask: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the conversations as a model reads them: as text, ids, or a tree with masks.
+
+        The tools of each conversation go to the template. A control string of the tokenizer inside a content (such as
+        `<|im_end|>` in a user's text) is encoded as ordinary text, and raises where the result is text.
+
+        Args:
+            tokenizer: A tokenizer or processor of transformers; its own template is the default.
+            add_generation_prompt: End with the header of a reply.
+            chat_template: A template of `tdfunc.llm`, or a Jinja text.
+            chat_template_name: The name of one of `tdfunc.llm.TEMPLATES`.
+            continue_final_message: Leave the last message open; takes the place of the generation prompt.
+            tokenize: Return ids; by default where a later option is one of ids.
+            padding: True or "longest", on the left; "max_length".
+            truncation: Cut rows to `max_length`.
+            return_tensors: "pt" for tensors instead of lists of ids.
+            return_dict: Return a `TensorDict` with `input_ids` and the bool `attention_mask`.
+            return_assistant_tokens_mask: Add `assistant_masks`, True on the tokens of assistant messages, their
+                end-of-turn token included; implies `return_dict`.
+            **kwargs: `max_length`, `padding_side`, `truncation_side`, `unsafe` (text with control strings in its
+                contents); others go to the tokenizer's template.
+
+        Returns:
+            For one conversation a text, list or tensor of ids, or tree without batch; for several a list, padded
+            tensor, or tree with their batch: a lazy stack without padding.
+
+        Raises:
+            ValueError: An option is not known, the template refuses a message, a content has a control string and the
+                result is text, or a mask would be empty though there is an assistant message.
+            TypeError: There is neither a tokenizer nor a template.
+        """
+        if return_tensors not in (None, "pt"):
+            raise error(
+                ValueError, "apply_chat_template: return_tensors must be None or 'pt'.", got=repr(return_tensors)
+            )
+        as_tree = return_assistant_tokens_mask if return_dict is None else return_dict
+        if return_assistant_tokens_mask and not as_tree:
+            raise error(ValueError, "apply_chat_template: masks are in a tree, return_dict must not be False.")
+        given = {
+            "generation_prompt": add_generation_prompt and not continue_final_message,
+            "open_end": continue_final_message,
+            "tokenize": bool(as_tree or return_tensors) if tokenize is None else tokenize,
+            "tensors": return_tensors == "pt",
+            "as_tree": bool(as_tree),
+            "masks": return_assistant_tokens_mask,
+            "padding": padding,
+            "truncation": truncation,
+        }
+        tools = kwargs.pop("tools", None)
+        template = chat_template if chat_template_name is None else chat_template_name
+        return apply_template(self, read_options(template, tokenizer, given, kwargs, find_template), tools)
+
+    def __eq__(self, other: object) -> Any:
+        """Compare message by message, without the fields that tell how a message came about."""
+        if not isinstance(other, History) or self._is_lazy != other._is_lazy:
+            return super().__eq__(other)
+        return TensorClass.__eq__(*_aligned(self, other))
+
+    __hash__ = object.__hash__
+
+    def _repr_html_(self) -> str:
+        return chat_html(per_conversation(_to_chat, self) if self._batch_size else [self.tolist()])
+
+
+def _is_rows(value: Any, size: Sequence[int]) -> bool:
+    """Return whether a list holds a list, or None, for each element of the batch."""
+    if not size:
+        return value is None or (isinstance(value, list) and not any([isinstance(item, list) for item in value]))
+    return isinstance(value, list) and len(value) == size[0] and all([_is_rows(item, size[1:]) for item in value])
+
+
+def _read_chats(cls: Any, chats: Any, where: str) -> Any:
+    if isinstance(chats, Mapping):
+        messages, tools = chats.get("messages"), chats.get("tools")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise error(TypeError, f"{where}: a conversation must have a list of messages.", got=repr(chats)[:200])
+        read = [read_message(message, f"{where}, message {i}") for i, message in enumerate(messages)]
+        return conversation_of(cls, [{**message, "tools": tools} for message in read] if tools else read)
+    if not isinstance(chats, Sequence) or isinstance(chats, str):
+        raise error(
+            TypeError, f"{where}: there must be lists of messages.", expected="a list of dicts", got=repr(chats)[:200]
+        )
+    if all([is_message(item) for item in chats]):
+        return _read_chats(cls, {"messages": chats}, where)
+    return lazy_stack([_read_chats(cls, chat, f"{where}, conversation {i}") for i, chat in enumerate(chats)])
+
+
+def _parse_texts(cls: Any, text: Any, template: AbstractTemplate) -> Any:
+    if isinstance(text, str):
+        return _read_chats(cls, template.parse_chat(text)._asdict(), "from_text")
+    return lazy_stack([_parse_texts(cls, each, template) for each in text])
+
+
+def _class_of(history: Any) -> Any:
+    """Return the class of one conversation of a history."""
+    return getattr(type(history), "_stacked", type(history))
+
+
+def _joined(a: Any, b: Any, dim: int, *, lazy: bool) -> Any:
+    if len(a._batch_size) == 1:
+        return conversation_of(_class_of(a), messages_of(a) + messages_of(b))
+    rows, others = a.unbind(0), b.unbind(0)
+    if dim:
+        if len(rows) != len(others):
+            raise BatchSizeError(
+                "extend: the histories must agree in the other dimensions.",
+                expected=str(list(a._batch_size)),
+                got=str(list(b._batch_size)),
+            )
+        pairs = zip(rows, others, strict=True)
+        rows, others = [_joined(*pair, dim - 1, lazy=lazy) for pair in pairs], []
+    rows = [*rows, *others]
+    return lazy_stack(rows) if lazy else stack_dense(rows)
+
+
+def _aligned(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return two histories with the fields that are compared, which both have."""
+    if a._is_lazy and b._is_lazy:
+        if len(a._trees) != len(b._trees) or a._dim != b._dim:
+            return a, b
+        pairs = [_aligned(*pair) for pair in zip(a._trees, b._trees, strict=True)]
+        return lazy_stack([x for x, _ in pairs], a._dim), lazy_stack([y for _, y in pairs], b._dim)
+    both: list[dict[str, Any]] = []
+    for tree in (a, b):
+        rows = [as_compared(message) for message in rows_of(tree)]
+        names = [name for name in FIELDS if name not in UNCOMPARED and (name in a._keys() or name in b._keys())]
+        stacks = {name: NonTensorStack(*[row.get(name) for row in rows]) for name in names}
+        both.append({name: stack.reshape(tree._batch_size) for name, stack in stacks.items()})
+    return type(a)._make(both[0], a._batch_size), type(b)._make(both[1], b._batch_size)
+
+
+def _to_chat(history: Any) -> Any:
+    messages = messages_of(history)
+    shown, tools = [show_message(message) for message in messages], tools_of(messages)
+    return {"messages": shown, "tools": tools} if tools else shown
+
+
+# Templates, which stand below, give their results as histories.
+AbstractTemplate._history = History
+
+
+class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+    """Conversations, one for each element of the batch; the histories have a further dimension of messages.
+
+    Args:
+        prompt: The conversations that the model reads.
+        response: The messages that it wrote.
+        full: Both.
+
+    Examples:
+        >>> prompt = History.from_chats([[{"role": "user", "content": "hi"}]])
+        >>> reply = History.from_chats([[{"role": "assistant", "content": "hello"}]])
+        >>> chats = ChatHistory(prompt=prompt, response=reply, full=prompt.extend(reply), batch_size=[1])
+        >>> chats[0].full.content
+        ['hi', 'hello']
+    """
+
+    prompt: History | None = None
+    response: History | None = None
+    full: History | None = None

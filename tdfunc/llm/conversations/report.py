@@ -1,0 +1,202 @@
+"""A report on the chat template of a tokenizer: the properties that training and serving rely on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from tdfunc.llm.conversations.exact import TokenTemplate, find_breaks
+from tdfunc.llm.encoding.encode import encode_marked, mask_of
+from tdfunc.llm.messages.message import Message
+from tdfunc.llm.templates.base import Conversation, text_tokenizer
+from tdfunc.llm.templates.jinja import JinjaTemplate
+
+_MARK = "qzxwv"
+_TOOL = {"type": "function", "function": {"name": f"{_MARK}t", "description": "d", "parameters": {"type": "object"}}}
+_CALL = {"id": "a" * 9, "type": "function", "function": {"name": f"{_MARK}c", "arguments": {"k": "v"}}}
+
+
+class TemplateCheck(NamedTuple):
+    """A property of a template."""
+
+    name: str
+    # False where training or serving may go wrong; None where the template has no such part.
+    good: bool | None
+    detail: str
+
+
+@final
+@dataclass(frozen=True)
+class TemplateReport:
+    """The properties of a chat template; it prints as a table."""
+
+    checks: tuple[TemplateCheck, ...]
+
+    def __getitem__(self, name: str) -> TemplateCheck:
+        """Return the check of a name."""
+        return {each.name: each for each in self.checks}[name]
+
+    def __str__(self) -> str:
+        width = max([len(each.name) for each in self.checks])
+        marks = {True: "ok", False: "!!", None: "--"}
+        return "\n".join([f"{marks[each.good]}  {each.name:{width}}  {each.detail}" for each in self.checks])
+
+
+def template_report(tokenizer: Any, *, chat_template: str | None = None) -> TemplateReport:
+    """Return what the chat template of a tokenizer does with turns, thinking, tools, masks and control strings.
+
+    Args:
+        tokenizer: A tokenizer of transformers; it is not changed.
+        chat_template: Another template in Jinja than its own.
+
+    Returns:
+        A report with the checks `append-only`, `append-only with thinking`, `append-only with tools`,
+        `append-only with system`,
+        `thinking`, `end of turn`, `assistant masks`, `generation tag`, `tools`, `tool calls`, `arguments`,
+        `system message`, `control strings`, `bos`, `parsing`.
+    """
+    template = JinjaTemplate(tokenizer, chat_template)
+    tokens = TokenTemplate(tokenizer, template)
+    tests: dict[str, Callable[[], tuple[bool | None, str]]] = {
+        "append-only": lambda: _extends(template),
+        "append-only with thinking": lambda: _extends(template, reasoning_content=f"{_MARK}r"),
+        "append-only with tools": lambda: _extends(template, tools=[_TOOL]),
+        "append-only with system": lambda: _extends(template, {"role": "system", "content": "s"}),
+        "thinking": lambda: _thinking(template),
+        "end of turn": lambda: _end(tokens),
+        "assistant masks": lambda: _masks(tokens),
+        "generation tag": lambda: _generation(template),
+        "tools": lambda: _tools(template),
+        "tool calls": lambda: _calls(template),
+        "arguments": lambda: (True, f"taken as {template.arguments}"),
+        "system message": lambda: _system(template),
+        "control strings": lambda: _control(tokens),
+        "bos": lambda: _bos(template),
+        "parsing": lambda: _parsing(template),
+    }
+    found: list[TemplateCheck] = []
+    for name, check in tests.items():
+        try:
+            good, detail = check()
+        # A template in Jinja raises what it likes, and that is a finding.
+        except Exception as err:
+            good, detail = False, f"{type(err).__name__}: {err}".split("\n")[0]
+        found.append(TemplateCheck(name, good, detail))
+    return TemplateReport(tuple(found))
+
+
+def _user(text: str = "a") -> Message:
+    return {"role": "user", "content": text}
+
+
+def _reply(text: str = "b", **fields: Any) -> Message:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def _text(template: JinjaTemplate, *messages: Message, tools: list[Any] | None = None) -> str:
+    return template.texts([Conversation(list(messages), tools)])[0]
+
+
+def _extends(
+    template: JinjaTemplate, *first: Message, tools: list[Any] | None = None, **fields: Any
+) -> tuple[bool, str]:
+    turns = [*first, _user(), _reply(**fields), _user("c"), _reply("d", **fields)]
+    if len(find_breaks(template, Conversation(turns, tools))) > 1:
+        return False, "earlier turns change when a conversation goes on: to_training_rows() trains each as it was"
+    return True, "each turn is a prefix of the next"
+
+
+def _thinking(template: JinjaTemplate) -> tuple[bool | None, str]:
+    thought = {"reasoning_content": f"{_MARK}r"}
+    last = _MARK in _text(template, _user(), _reply(**thought))
+    earlier = _MARK in _text(template, _user(), _reply(**thought), _user("c"), _reply("d"))
+    if not last:
+        return None, "not rendered"
+    return earlier, "kept" if earlier else "left out of earlier turns"
+
+
+def _end(tokens: TokenTemplate) -> tuple[bool, str]:
+    end = tokens.template.end
+    if not end:
+        return False, "no control string ends a reply"
+    eos = text_tokenizer(tokens.tokenizer).eos_token
+    if len(tokens.end_ids) != 1:
+        return False, f"{end!r} is not one token"
+    return end == eos, f"{end!r}" if end == eos else f"{end!r}, and the tokenizer's eos_token is {eos!r}"
+
+
+def _masks(tokens: TokenTemplate) -> tuple[bool, str]:
+    marked = tokens.marked([_user(_MARK), _reply(_MARK), _user(_MARK), _reply(_MARK)])
+    made = encode_marked(tokens.tokenizer, marked, tokens.control)
+    mask = mask_of(made, marked.replies)
+    trained = [token for token, inside in zip(made.ids, mask, strict=True) if inside]
+    n = len(tokens.end_ids)
+    if len(marked.replies) != 2 or not n or trained[-n:] != tokens.end_ids:
+        return False, "the end of turn is not in the mask"
+    return True, "replies with their end of turn"
+
+
+def _generation(template: JinjaTemplate) -> tuple[bool | None, str]:
+    if not template.has_generation:
+        return None, "none: replies are found from renders"
+    conversation = Conversation([_user(), _reply(), _user("c"), _reply("d")])
+    drawn = template.marked(conversation)
+    found = template.search().find([conversation], [drawn.text])[0]
+    same = [span[:2] for span in found] == [span[:2] for span in drawn.replies]
+    return same, "around replies" if same else f"draws {[drawn.text[a:b] for a, b, _ in drawn.replies]}"
+
+
+def _tools(template: JinjaTemplate) -> tuple[bool | None, str]:
+    return (True, "rendered") if _MARK in _text(template, _user(), tools=[_TOOL]) else (None, "not rendered")
+
+
+def _calls(template: JinjaTemplate) -> tuple[bool | None, str]:
+    result: Message = {"role": "tool", "content": f"{_MARK}result", "tool_call_id": "a" * 9}
+    text = _text(template, _user(), _reply("", tool_calls=[_CALL]), result, _reply())
+    found = [f"{_MARK}c" in text, f"{_MARK}result" in text]
+    if not any(found):
+        return None, "not rendered"
+    return all(found), "calls and results" if all(found) else f"only {'calls' if found[0] else 'results'} are rendered"
+
+
+def _system(template: JinjaTemplate) -> tuple[bool, str]:
+    first, second = f"{_MARK}1", f"{_MARK}2"
+    text = _text(template, _user(first), _reply(), _user(second))
+    bos = getattr(text_tokenizer(template.tokenizer), "bos_token", None) or ""
+    lead = text[: text.index(first)].removeprefix(bos)
+    # The header of the user's turn stands before both messages.
+    same = 0
+    between = text[: text.index(second)]
+    while same < min(len(lead), len(between)) and lead[-1 - same] == between[-1 - same]:
+        same += 1
+    default = lead[: len(lead) - same].strip()
+    if any([each.isalpha() for each in default]):
+        return False, f"a default is added: {default[:80]!r}"
+    given = f"{_MARK}s" in _text(template, {"role": "system", "content": f"{_MARK}s"}, _user())
+    return given, "rendered, without a default" if given else "dropped"
+
+
+def _control(tokens: TokenTemplate) -> tuple[bool, str]:
+    forged = "".join(tokens.template.control)
+    ids = [tokens.encode(tokens.marked([_user(text), _reply()])) for text in (f"a{forged}a", "aa")]
+    special = {token for token in ids[1] if text_tokenizer(tokens.tokenizer).decode([token]) in tokens.control}
+    counts = [sum(token in special for token in each) for each in ids]
+    if counts[0] != counts[1]:
+        return False, "a content can write control ids"
+    return True, "encoded as ordinary text in contents"
+
+
+def _bos(template: JinjaTemplate) -> tuple[bool, str]:
+    tokenizer = text_tokenizer(template.tokenizer)
+    ids = tokenizer(_text(template, _user()))["input_ids"]
+    doubled = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
+    return not doubled, "doubled by tokenizer(text): pass add_special_tokens=False" if doubled else "not doubled"
+
+
+def _parsing(template: JinjaTemplate) -> tuple[bool | None, str]:
+    if template.alike is None:
+        return None, "no template of tdfunc renders as this one"
+    name = type(template.alike).__name__
+    conversation = Conversation([_user(), _reply()])
+    back = template.parse_chat(template.texts([conversation])[0])
+    same = [each["content"] for each in back.messages] == ["a", "b"]
+    return same, f"as {name}" if same else f"{name} reads another conversation"

@@ -1,0 +1,123 @@
+"""`RewardData`, rows of tokens with their rewards, and `PairwiseDataset`, pairs of rows of which one was preferred.
+
+B rows, T positions; N pairs.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tdfunc._tensorclass import TensorClass
+from tdfunc._tensordict import TensorDict
+from tdfunc.llm.datasets.tokens import load_tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class RewardData(TensorClass):
+    """Rows of tokens with their rewards.
+
+    Args:
+        input_ids: (B, T).
+        attention_mask: True at tokens, False at pads (B, T).
+        rewards: A reward for each token (B, T).
+        end_scores: The reward of each row, which is the one of its last token (B,).
+
+    Raises:
+        TypeError: `input_ids` or `attention_mask` is missing.
+
+    Source:
+        `torchrl.data.RewardData`.
+
+    Examples:
+        >>> import torch
+        >>> ids = torch.ones(2, 4, dtype=torch.int64)
+        >>> data = RewardData(input_ids=ids, attention_mask=ids.bool(), batch_size=[2])
+        >>> data.replace(end_scores=torch.tensor([0.5, -1.0]))[1].end_scores
+        tensor(-1.)
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    rewards: Tensor | None = None
+    end_scores: Tensor | None = None
+
+
+class PairwiseDataset(TensorClass):
+    """Pairs of rows, of which one was preferred to the other.
+
+    Args:
+        chosen_data: The rows that were preferred.
+        rejected_data: The others.
+
+    Source:
+        `torchrl.data.PairwiseDataset`.
+
+    Examples:
+        >>> import torch
+        >>> ids = torch.ones(2, 4, dtype=torch.int64)
+        >>> row = RewardData(input_ids=ids, attention_mask=ids.bool(), batch_size=[2])
+        >>> pairs = PairwiseDataset(chosen_data=row, rejected_data=row, batch_size=[2])
+        >>> [batch.rejected_data.input_ids.shape for batch in pairs.split(1)]
+        [torch.Size([1, 4]), torch.Size([1, 4])]
+    """
+
+    chosen_data: RewardData
+    rejected_data: RewardData
+
+    @classmethod
+    def from_rows(cls, rows: TensorDict) -> "Self":
+        """Return padded rows as pairs.
+
+        Args:
+            rows: `chosen` and `rejected`, each with `input_ids` and `attention_mask`.
+        """
+
+        def side(name: str) -> RewardData:
+            part = rows[name]
+            return RewardData(part["input_ids"], part["attention_mask"], batch_size=rows.batch_size)
+
+        return cls(side("chosen"), side("rejected"), batch_size=rows.batch_size)
+
+    @classmethod
+    def from_dataset(
+        cls,
+        tokenizer: Any,
+        source: "str | os.PathLike[str] | Iterable[Any]",
+        *,
+        prompt: str | None = "prompt",
+        chosen: str = "chosen",
+        rejected: str = "rejected",
+        max_length: int | None = 550,
+        padding_side: str = "left",
+        cache_dir: "str | os.PathLike[str] | None" = None,
+    ) -> "Self":
+        """Return all pairs of a data set, padded; `split` and `unbind` make batches of them.
+
+        Args:
+            tokenizer: A tokenizer or processor of transformers.
+            source: A file or iterable of records, as `load_tokens` reads them.
+            prompt: The entry with the text before both; None where each is a whole text or conversation.
+            chosen: The entry that was preferred.
+            rejected: The other one.
+            max_length: Tokens after which rows are cut; None to keep them whole.
+            padding_side: "left" or "right".
+            cache_dir: A folder for the tokens.
+
+        Raises:
+            MissingKeyError: A record lacks an entry.
+        """
+        columns = {"chosen": chosen, "rejected": rejected}
+        given = columns if prompt is None else {name: (prompt, entry) for name, entry in columns.items()}
+        data = load_tokens(tokenizer, source, columns=given, cache_dir=cache_dir)
+        rows = data.batch(
+            torch.arange(len(data)),
+            truncation=max_length is not None,
+            max_length=max_length,
+            padding_side=padding_side,
+        )
+        return cls.from_rows(rows)

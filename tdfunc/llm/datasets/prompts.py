@@ -1,0 +1,156 @@
+"""`PromptData`: rows of tokens that begin with a prompt, and `tokenize_prompts`, which makes them of texts.
+
+B rows, T positions, V tokens of the vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tdfunc._tensorclass import TensorClass
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.errors import error
+from tdfunc.llm.encoding.encode import encode_texts
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of
+from tdfunc.llm.encoding.text import added_around
+from tdfunc.llm.templates.base import text_tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class PromptData(TensorClass):
+    """Rows of tokens that begin with a prompt.
+
+    Args:
+        input_ids: (B, T).
+        attention_mask: True at tokens, False at pads (B, T).
+        prompt_rindex: The position in its row of the last token of each prompt (B,).
+        labels: The ids that a model learns to predict (B, T).
+        logits: (B, T, V).
+        loss: Any shape that begins with the batch size.
+
+    Raises:
+        TypeError: A field without default is missing.
+
+    Source:
+        `torchrl.data.PromptData`.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    prompt_rindex: Tensor
+    labels: Tensor | None = None
+    logits: Tensor | None = None
+    loss: Tensor | None = None
+
+    @classmethod
+    def from_rows(cls, rows: TensorDict) -> "Self":
+        """Return padded rows of prompts and responses, with their ids as labels.
+
+        Args:
+            rows: `input_ids`, `attention_mask`, and `assistant_masks`, which is True on the responses.
+
+        Shapes:
+            Entries are (B, T), `prompt_rindex` is (B,): -1, or the position before the first, where a prompt is empty.
+
+        Examples:
+            >>> rows = tdf.TensorDict({"input_ids": torch.tensor([[0, 5, 6, 7]])}, [1])
+            >>> rows = rows.set("attention_mask", rows["input_ids"] > 0)
+            >>> PromptData.from_rows(rows.set("assistant_masks", rows["input_ids"] > 5)).prompt_rindex
+            tensor([1])
+        """
+        real = rows["attention_mask"]
+        ids, pads = rows["input_ids"], (real.cumsum(-1) == 0).sum(-1)
+        size = (real & ~rows["assistant_masks"]).sum(-1)
+        return cls(ids, real, pads + size - 1, labels=ids, batch_size=rows.batch_size)
+
+    def mask_label(self, pad_token_id: int) -> "Self":
+        """Return the rows with everything after their prompts as pads, without labels and logits.
+
+        Args:
+            pad_token_id: The id to put there.
+
+        Examples:
+            >>> ids = torch.tensor([[0, 5, 6, 7], [1, 2, 3, 4]])
+            >>> data = PromptData(ids, ids > 0, torch.tensor([2, 0]), labels=ids, batch_size=[2])
+            >>> data.mask_label(pad_token_id=9).input_ids
+            tensor([[0, 5, 6, 9],
+                    [1, 9, 9, 9]])
+        """
+        positions = torch.arange(self.input_ids.shape[-1], device=self.input_ids.device)
+        inside = positions <= self.prompt_rindex.unsqueeze(-1)
+        return self.replace(
+            input_ids=torch.where(inside, self.input_ids, pad_token_id),
+            attention_mask=torch.where(inside, self.attention_mask, 0).to(self.attention_mask.dtype),
+            labels=None,
+            logits=None,
+        )
+
+
+def prompt_rows(
+    tokenizer: Any, prompts: Sequence[str], responses: Sequence[str], *, add_special_tokens: bool = True
+) -> list[EncodedRow]:
+    """Return the row of each prompt with its response, whole; `assistant_masks` is True on the response.
+
+    The two are tokenized one by one, as a model samples: no token is of both. What the tokenizer adds behind a text
+    comes behind the response.
+    """
+    around = added_around(tokenizer) if add_special_tokens else (0, 0)
+    before = encode_texts(tokenizer, prompts, special=add_special_tokens)
+    after = encode_texts(tokenizer, responses)
+    rows: list[EncodedRow] = []
+    for prompt, response in zip(before, after, strict=True):
+        first = len(prompt.ids) - around[1]
+        ids = [*prompt.ids[:first], *response.ids, *prompt.ids[first:]]
+        masks = torch.arange(len(ids)) >= first
+        rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64), "assistant_masks": masks})
+    return rows
+
+
+def tokenize_prompts(
+    tokenizer: Any,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    *,
+    add_special_tokens: bool = True,
+    truncation: bool | str = False,
+    max_length: int | None = None,
+    padding_side: str = "left",
+) -> PromptData:
+    """Return prompts with their responses behind them, padded to one length, with the prompts' last positions.
+
+    A prompt and its response are tokenized one by one, so that no token is of both, as a model samples.
+
+    Args:
+        tokenizer: A tokenizer or processor of transformers.
+        prompts: N texts.
+        responses: N texts.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text.
+        truncation: Cut rows to `max_length`, at their ends.
+        max_length: Tokens.
+        padding_side: "left" or "right".
+
+    Shapes:
+        `input_ids`, `attention_mask` and `labels`, which are the ids, are (N, T), `prompt_rindex` (N,).
+
+    Raises:
+        ValueError: There is not one response for each prompt, or an option has a value that is not allowed.
+
+    Source:
+        `torchrl.data.PromptTensorDictTokenizer`.
+    """
+    if len(prompts) != len(responses):
+        raise error(
+            ValueError,
+            "tokenize_prompts: there must be one response for each prompt.",
+            expected=f"{len(prompts)} responses",
+            got=str(len(responses)),
+        )
+    layout = Layout(True, truncation, max_length, padding_side)
+    layout.check("tokenize_prompts")
+    rows = prompt_rows(tokenizer, prompts, responses, add_special_tokens=add_special_tokens)
+    padded = layout.pad([layout.cut(row) for row in rows], pad_id_of(text_tokenizer(tokenizer)))
+    return PromptData.from_rows(padded)

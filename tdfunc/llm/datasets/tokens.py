@@ -1,0 +1,321 @@
+"""Data sets of tokens: records, tokenized once, kept in a file with checksums, and read in batches.
+
+A row is stored without pads: the ids of all rows lie one behind the other, with the places where each begins.
+N rows, S tokens of all of them.
+"""
+
+import json
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, final
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.errors import CorruptCheckpointError, error
+from tdfunc.llm.datasets.prompts import prompt_rows
+from tdfunc.llm.datasets.sources import Records
+from tdfunc.llm.encoding.chat import chat_rows, check_masks
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree
+from tdfunc.llm.encoding.text import text_rows, tokenizer_digest
+from tdfunc.llm.messages.message import read_message
+from tdfunc.llm.templates.base import Conversation, text_tokenizer
+from tdfunc.llm.templates.find import find_template
+from tdfunc.llm.templates.jinja import JinjaTemplate
+from tdfunc.random import permutation
+from tdfunc.storage.api import load, save
+from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
+
+# In the key of a cache: another number where stored rows change.
+_FORMAT = 1
+_CHUNK = 1024
+_WHOLE = "rows"
+# One entry of a record, or a prompt and its response.
+Column = str | tuple[str, str]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TokenDataset:
+    """Rows of tokens of different lengths, of which batches are read.
+
+    Args:
+        columns: For each column the `input_ids` (S,) of all rows and the `offsets` (N + 1,) at which rows begin, then
+            the end; and masks (S,), such as `assistant_masks`.
+        pad_id: The id at pads.
+        name: The column that is the whole row; None where a row has several.
+    """
+
+    columns: TensorDict
+    pad_id: int = 0
+    name: str | None = None
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(next(iter(self.columns.values()))["offsets"]) - 1
+
+    @property
+    def lengths(self) -> Any:
+        """The number of tokens of each row (N,), or a tree of these by column."""
+        found = {name: column["offsets"].diff() for name, column in self.columns.items()}
+        return TensorDict(found, [len(self)]) if self.name is None else found[self.name]
+
+    def __getitem__(self, row: int) -> Any:
+        """Return a row as a tree without a batch and pads."""
+        (at,) = self._places([row])
+        return self._by_column(lambda column: row_tree(_row_at(column, at)))
+
+    def batch(
+        self,
+        rows: "Tensor | Sequence[int]",
+        *,
+        padding: bool | str = True,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        padding_side: str = "left",
+        truncation_side: str = "right",
+    ) -> Any:
+        """Return rows, padded, as a tree with `input_ids` (B, T), `attention_mask` and other masks.
+
+        Args:
+            rows: Numbers of rows; negative ones count from the end.
+            padding: True or "longest", or "max_length".
+            truncation: Cut rows to `max_length`.
+            max_length: Tokens.
+            padding_side: "left" or "right".
+            truncation_side: The side of a row that is cut off.
+
+        Raises:
+            ValueError: An option has a value that is not allowed.
+            IndexError: There is no such row.
+        """
+        layout = Layout(padding, truncation, max_length, padding_side, truncation_side)
+        layout.check("batch")
+        if not layout.pads:
+            raise error(ValueError, "batch: rows are padded.", got=f"padding={padding!r}", hint="data[i] has no pads.")
+        places = self._places(rows)
+
+        def one(column: TensorDict) -> TensorDict:
+            return layout.pad([layout.cut(_row_at(column, at)) for at in places], self.pad_id)
+
+        return self._by_column(one, [len(places)])
+
+    def batches(
+        self, batch_size: int, *, key: Tensor | None = None, start: int = 0, drop_last: bool = False, **options: Any
+    ) -> Iterator[Any]:
+        """Return batches of all rows, the same each time: to resume, start behind the last one that was used.
+
+        Args:
+            batch_size: Rows in a batch.
+            key: Shuffles the rows; `fold_in(key, epoch)` gives each epoch its own order. Without it they are in order.
+            start: The number of the first batch.
+            drop_last: Leave out a last batch of fewer rows.
+            **options: Those of `batch`.
+
+        Raises:
+            ValueError: `batch_size` is not positive.
+        """
+        if batch_size < 1:
+            raise error(ValueError, "batches: batch_size must be positive.", got=str(batch_size))
+        n = len(self)
+        rows = torch.arange(n) if key is None else permutation(key, n)
+        parts = rows[: n - n % batch_size if drop_last else n][start * batch_size :].split(batch_size)
+        return (self.batch(part, **options) for part in parts if len(part))
+
+    def _places(self, rows: "Tensor | Sequence[int]") -> list[int]:
+        n = len(self)
+        numbers: list[int] = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        outside = next((row for row in numbers if not -n <= row < n), None)
+        if outside is not None:
+            raise error(IndexError, "The row must exist.", expected=f"one of {n} rows", got=str(outside))
+        return [row % n for row in numbers]
+
+    def _by_column(self, fn: Any, size: Sequence[int] = ()) -> Any:
+        if self.name is not None:
+            return fn(self.columns[self.name])
+        return TensorDict({name: fn(column) for name, column in self.columns.items()}, size)
+
+
+def _row_at(column: TensorDict, at: int) -> EncodedRow:
+    start, stop = column["offsets"][at : at + 2].tolist()
+    row = {name: leaf[start:stop] for name, leaf in column.items() if name != "offsets"}
+    return {**row, "input_ids": row["input_ids"].to(torch.int64)}
+
+
+# -- loading ----------------------------------------------------------------------------------------------------
+
+
+def load_tokens(
+    tokenizer: Any,
+    source: "str | os.PathLike[str] | Iterable[Any]",
+    *,
+    columns: "Column | Mapping[str, Column]" = "text",
+    cache_dir: "str | os.PathLike[str] | None" = None,
+    chat_template: Any = None,
+    add_special_tokens: bool = True,
+    verify: bool = True,
+) -> TokenDataset:
+    """Tokenize the records of a file or an iterable, or take the tokens from the cache if nothing has changed.
+
+    A cache is one safetensors file with checksums, named by a digest of the tokenizer, the options and the data: where
+    one of these changes, another file is made. A file is there as a whole or not at all; one that is damaged is made
+    again. Of several processes that need the same one, the first makes it and the others wait.
+
+    Args:
+        tokenizer: A tokenizer or processor of transformers; it is not changed.
+        source: A file as `read_records` reads it, or an iterable of dicts (such as a `datasets.Dataset`) or of texts,
+            each of which is a dict with `text`. Files are streamed; records of an iterable are held in memory while
+            they are tokenized.
+        columns: The entry of a record that is tokenized: a text, or a conversation (a list of messages), which the
+            chat template renders, with the record's `tools`. A tuple of two entries is a prompt with its response.
+            A dict makes several columns, by name. Conversations and responses have `assistant_masks`.
+        cache_dir: The folder of caches; without it the tokens are in a temporary file.
+        chat_template: A template of `tdfunc.llm` or a Jinja text; without it the tokenizer's own.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text.
+        verify: Compare the checksums of a cache, which reads it once.
+
+    Raises:
+        TypeError: A record, or an entry of it, has another type; the error names its number.
+        MissingKeyError: A record lacks an entry.
+        ConcurrencyError: The file changed while it was read.
+
+    Source:
+        `torchrl.data.TokenizedDatasetLoader`.
+    """
+    several = isinstance(columns, Mapping)
+    plan = _Plan(tokenizer, dict(columns) if several else {_WHOLE: columns}, chat_template, add_special_tokens)
+    pad_id, name = pad_id_of(text_tokenizer(tokenizer)), None if several else _WHOLE
+    records = Records(source, plan.entries, ("tools",))
+    if cache_dir is None:
+        return TokenDataset(_tokenize(plan, records, None), pad_id, name)
+    key = f"{plan.digest()}{records.digest()}"
+    folder = os.path.abspath(os.fspath(cache_dir))
+    make_folder(folder, fsync=False)
+    path = os.path.join(folder, f"tokens-{xxhash.xxh3_128_hexdigest(key.encode())}.safetensors")
+    found = _read_cache(path, key, verify)
+    if found is None:
+        with Descriptor(path.removesuffix(".safetensors") + ".lock", os.O_RDWR | os.O_CREAT, 0o666) as fd:
+            # Without locks two processes both make the file, each as a whole.
+            with suppress(OSError):
+                lock(fd, wait=True)
+            found = _read_cache(path, key, verify)
+            if found is None:
+                made = _tokenize(plan, records, folder)
+                records.check_unchanged()
+                save(TensorDict({"key": key, "columns": made}), path)
+                found = _read_cache(path, key, verify=False)
+                assert found is not None
+    return TokenDataset(found, pad_id, name)
+
+
+def _read_cache(path: str, key: str, verify: bool) -> TensorDict | None:
+    """Return the columns of a cache; None where it has to be made."""
+    try:
+        tree = load(path, verify=verify)
+    except (FileNotFoundError, CorruptCheckpointError):
+        return None
+    return tree["columns"] if tree.get("key", None) == key else None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The entries that are tokenized, by column, and with what."""
+
+    tokenizer: Any
+    columns: dict[str, Column]
+    chat_template: Any
+    add_special_tokens: bool
+
+    @property
+    def entries(self) -> list[str]:
+        found = [[entries] if isinstance(entries, str) else entries for entries in self.columns.values()]
+        return list(dict.fromkeys([entry for part in found for entry in part]))
+
+    def digest(self) -> str:
+        template: Any = self.chat_template
+        if isinstance(template, JinjaTemplate):
+            template = [template.source, dict(template.options)]
+        options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens]
+        return tokenizer_digest(self.tokenizer) + json.dumps(options, default=repr)
+
+    def rows(self, entries: Column, records: Sequence[dict[str, Any]], first: int, kind: type) -> list[EncodedRow]:
+        """Return a row of each record; `kind` is the type of the entry, that of the first record."""
+        names, special = (entries,) if isinstance(entries, str) else entries, self.add_special_tokens
+        for i, record in enumerate(records, first):
+            for name in names:
+                if not isinstance(record[name], kind):
+                    raise error(
+                        TypeError,
+                        f"Record {i}: {name!r} must be a {'text' if kind is str else 'list of messages'}.",
+                        got=repr(record[name])[:200],
+                    )
+        if len(names) == 2:
+            prompts, responses = [[record[name] for record in records] for name in names]
+            return prompt_rows(self.tokenizer, prompts, responses, add_special_tokens=special)
+        values = [record[names[0]] for record in records]
+        if kind is str:
+            return text_rows(self.tokenizer, values, add_special_tokens=special)
+        chats: list[Conversation] = []
+        for i, (messages, record) in enumerate(zip(values, records, strict=True), first):
+            read = [read_message(message, f"Record {i}, message {j}") for j, message in enumerate(messages)]
+            chats.append(Conversation(read, record.get("tools") or None))
+        template = find_template(self.chat_template, self.tokenizer)
+        rows = chat_rows(self.tokenizer, template, chats, masks=True)
+        check_masks(rows, chats, first)
+        return rows
+
+
+class _Column:
+    """The rows of a column, on disk as they come."""
+
+    def __init__(self, stack: ExitStack, folder: str | None) -> None:
+        self._stack, self._folder = stack, folder
+        self._files: dict[str, Any] = {"input_ids": self._open()}
+        self._offsets = array("q", [0])
+
+    def _open(self) -> Any:
+        # Without a name: nothing is left of it when the process ends.
+        return self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))
+
+    def add(self, rows: Sequence[EncodedRow]) -> None:
+        """Put rows behind those so far."""
+        for row in rows:
+            self._offsets.append(self._offsets[-1] + len(row["input_ids"]))
+        for name in rows[0]:
+            file = self._files.get(name) or self._files.setdefault(name, self._open())
+            values = torch.cat([row[name] for row in rows])
+            file.write((values.to(torch.int32) if name == "input_ids" else values).numpy().tobytes())
+
+    def tree(self) -> TensorDict:
+        """Return the rows as a tree of mapped files."""
+        leaves = {"offsets": torch.tensor(self._offsets, dtype=torch.int64)}
+        size = self._offsets[-1]
+        for name, file in self._files.items():
+            file.flush()
+            dtype = np.int32 if name == "input_ids" else np.bool_
+            # A file without bytes cannot be mapped.
+            values = np.memmap(file, dtype, "r+", shape=(size,)) if size else np.empty(0, dtype)
+            leaves[name] = torch.from_numpy(values)
+        return TensorDict(leaves)
+
+
+def _tokenize(plan: _Plan, records: Iterable[dict[str, Any]], folder: str | None) -> TensorDict:
+    with ExitStack() as stack:
+        made = {name: _Column(stack, folder) for name in plan.columns}
+        kinds: dict[str, type] = {}
+        each, first = iter(records), 0
+        while chunk := list(islice(each, _CHUNK)):
+            for name, entries in plan.columns.items():
+                is_chat = isinstance(entries, str) and isinstance(chunk[0][entries], list)
+                kind = kinds.setdefault(name, (list if is_chat else str))
+                made[name].add(plan.rows(entries, chunk, first, kind))
+            first += len(chunk)
+        return TensorDict({name: column.tree() for name, column in made.items()})

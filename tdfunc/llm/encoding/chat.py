@@ -1,0 +1,145 @@
+"""`apply_chat_template`: conversations as text, ids, padded tensors, or trees with masks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tdfunc.core.errors import error
+from tdfunc.llm.encoding.encode import control_strings, encode_marked, encode_texts, mask_of
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
+from tdfunc.llm.messages.columns import per_conversation
+from tdfunc.llm.templates.base import (
+    AbstractTemplate,
+    Conversation,
+    check_safe,
+    conversation_in,
+    describe,
+    is_forged,
+    text_tokenizer,
+)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The options of one call of `apply_chat_template`."""
+
+    template: AbstractTemplate
+    tokenizer: Any
+    generation_prompt: bool
+    open_end: bool
+    tokenize: bool
+    tensors: bool
+    as_tree: bool
+    masks: bool
+    layout: Layout
+    unsafe: bool
+
+
+def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | None) -> Any:
+    """Return conversations as the options say; `tools` are those of conversations without."""
+    flat: list[Conversation] = []
+
+    def number(chat: Any) -> int:
+        conversation = conversation_in(chat)
+        flat.append(conversation._replace(tools=list(tools)) if tools and not conversation.tools else conversation)
+        return len(flat) - 1
+
+    nested = per_conversation(number, history)
+    ends = {"generation_prompt": options.generation_prompt, "open_end": options.open_end}
+    if not options.tokenize:
+        if not options.unsafe:
+            control = options.template.control
+            if options.tokenizer is not None:
+                control = control_strings(options.tokenizer, options.template)
+            check_safe(flat, control)
+        return _map(nested, options.template.texts(flat, **ends).__getitem__)
+    if options.tokenizer is None:
+        raise error(TypeError, "apply_chat_template: ids need a tokenizer.", hint="tokenizer=...")
+    rows = chat_rows(options.tokenizer, options.template, flat, **ends, masks=options.masks)
+    rows = [options.layout.cut(row) for row in rows]
+    if options.masks:
+        check_masks(rows, flat)
+    pad_id = pad_id_of(text_tokenizer(options.tokenizer))
+    if not options.tensors and not options.as_tree:
+        padded = list(options.layout.pad(rows, pad_id)["input_ids"]) if options.layout.pads else None
+        lists = [ids.tolist() for ids in padded or [row["input_ids"] for row in rows]]
+        return _map(nested, lists.__getitem__)
+    tree = arrange(nested, rows, options.layout, pad_id, ragged=-1 in history._batch_size[:-1])
+    return tree if options.as_tree else tree["input_ids"]
+
+
+def chat_rows(
+    tokenizer: Any,
+    template: AbstractTemplate,
+    conversations: Sequence[Conversation],
+    *,
+    generation_prompt: bool = False,
+    open_end: bool = False,
+    masks: bool = False,
+) -> list[EncodedRow]:
+    """Return the ids of each conversation, with assistant masks or without.
+
+    Those without control strings in contents are encoded in one call.
+    """
+    control = control_strings(tokenizer, template)
+    forged = [is_forged(each, control) for each in conversations]
+    places = [i for i in range(len(conversations)) if forged[i] or masks]
+    ends = {"generation_prompt": generation_prompt, "open_end": open_end}
+    found = template.marked_all([conversations[i] for i in places], **ends, replies=masks)
+    marked = dict(zip(places, found, strict=True))
+    plain = [i for i in range(len(conversations)) if not forged[i]]
+    rest = iter(template.texts([conversations[i] for i in plain if i not in marked], **ends))
+    texts = [marked[i].text if i in marked else next(rest) for i in plain]
+    encoded = dict(zip(plain, encode_texts(tokenizer, texts, offsets=masks), strict=True))
+    rows: list[EncodedRow] = []
+    for i in range(len(conversations)):
+        made = encoded[i] if i in encoded else encode_marked(tokenizer, marked[i], control)
+        row = {"input_ids": torch.tensor(made.ids, dtype=torch.int64)}
+        if masks:
+            row["assistant_masks"] = torch.tensor(mask_of(made, marked[i].replies), dtype=torch.bool)
+        rows.append(row)
+    return rows
+
+
+def check_masks(rows: Sequence[EncodedRow], conversations: Sequence[Conversation], first: int = 0) -> None:
+    """Raise if the assistant mask of a conversation that has a reply is empty; `first` is the number of the first.
+
+    Raises:
+        ValueError: The message names the reply.
+    """
+    for i, (row, conversation) in enumerate(zip(rows, conversations, strict=True)):
+        replies = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if replies and not bool(row["assistant_masks"].any()):
+            raise error(
+                ValueError,
+                f"apply_chat_template: the assistant mask of conversation {first + i} would be empty.",
+                expected=f"tokens of {describe(conversation, replies[0])}",
+                hint="a larger max_length; a template with {% generation %} must draw its spans around replies.",
+            )
+
+
+# Any: nested lists of places, as deep as the batch.
+def _map(nested: Any, fn: Any) -> Any:
+    return [_map(part, fn) for part in nested] if isinstance(nested, list) else fn(nested)
+
+
+def read_options(
+    template: Any, tokenizer: Any, given: Mapping[str, Any], rest: dict[str, Any], find: Any
+) -> ChatOptions:
+    """Return the options of a call; those that are not ours go to the template.
+
+    Raises:
+        ValueError: An option has a value that is not allowed.
+    """
+    names = ("padding", "truncation")
+    rest_names = ("max_length", "padding_side", "truncation_side")
+    options = {name: given[name] for name in names}
+    layout = Layout(**options, **{name: rest.pop(name) for name in rest_names if name in rest})
+    layout.check("apply_chat_template")
+    unsafe = bool(rest.pop("unsafe", False))
+    others = {name: value for name, value in given.items() if name not in names}
+    return ChatOptions(
+        template=find(template, tokenizer, rest), tokenizer=tokenizer, layout=layout, unsafe=unsafe, **others
+    )

@@ -1,0 +1,198 @@
+"""The ids of rendered conversations: a control string is its control id where the template wrote it, and only there.
+
+The user's tokenizer is read and never changed. A text whose contents have control strings is encoded by a private copy,
+in which control tokens have other names than the strings in the contents.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.llm.templates.base import AbstractTemplate, Marked, Span, controls_in, text_tokenizer
+
+# Characters around the new names of control tokens, of which one is in no text.
+_GUARDS = ("\ue0d1", "\uf0d3", "\U000f1c05")
+
+
+class Encoded(NamedTuple):
+    """The ids of a text, and for each the characters that it stands for, where these are known."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+def control_strings(tokenizer: Any, template: AbstractTemplate) -> tuple[str, ...]:
+    """Return the strings that mark turns for a template or have a special id in a tokenizer."""
+    added = text_tokenizer(tokenizer).added_tokens_decoder.values()
+    special = [token.content for token in added if token.special and token.content.strip()]
+    return tuple(dict.fromkeys([*template.control, *special]))
+
+
+def encode_texts(
+    tokenizer: Any, texts: Sequence[str], *, offsets: bool = False, special: bool = False
+) -> list[Encoded]:
+    """Return the ids of texts, whole and without pads, whatever calls with other options left in the tokenizer.
+
+    Args:
+        tokenizer: It is read only: a call of it would reset the truncation and padding of its backend.
+        texts: Texts without control strings in their contents.
+        offsets: Find the characters of tokens.
+        special: Add the tokens that the tokenizer puts around a text.
+    """
+    if not texts:
+        return []
+    own = text_tokenizer(tokenizer)
+    backend = getattr(own, "backend_tokenizer", None)
+    if backend is None:
+        # Written in Python: a call has no state to reset.
+        made = own(list(texts), add_special_tokens=special, return_attention_mask=False)
+        return [Encoded(ids, []) for ids in made["input_ids"]]
+    found = None
+    if backend.encode_special_tokens == own.split_special_tokens:
+        found = backend.encode_batch(list(texts), add_special_tokens=special)
+    if found is None or any([each.overflowing for each in found]):
+        found = _whole(own).encode_batch(list(texts), add_special_tokens=special)
+    return [_without_pads(each, offsets) for each in found]
+
+
+def _whole(tokenizer: Any) -> Any:
+    """Return a copy of the backend that cuts and pads nothing."""
+    from tokenizers import Tokenizer
+
+    # Any: without stubs.
+    copy: Any = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    copy.encode_special_tokens = tokenizer.split_special_tokens
+    return copy
+
+
+# Any: an Encoding of tokenizers, without stubs.
+def _without_pads(made: Any, offsets: bool) -> Encoded:
+    mask = made.attention_mask
+    if 0 not in mask:
+        return Encoded(made.ids, made.offsets if offsets else [])
+    real = slice(mask.index(1), mask.index(1) + sum(mask)) if 1 in mask else slice(0)
+    return Encoded(made.ids[real], made.offsets[real] if offsets else [])
+
+
+def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> Encoded:
+    """Return the ids of a text whose contents may have control strings: they are encoded as ordinary text.
+
+    Raises:
+        UnsupportedError: The tokenizer is not one of the package tokenizers.
+        ValueError: A control string in a content has no id of its own, so that its text is the template's.
+    """
+    text, spans = marked.text, sorted(marked.contents)
+    stops: list[Span] = [*spans, Span(len(text), len(text))]
+    real: list[tuple[int, int]] = []
+    at = 0
+    for span in stops:
+        real += [(at + m.start(), at + m.end()) for m in controls_in(text[at : span.start], control)]
+        at = max(at, span.stop)
+    # Wherever the text has a control string: what is not the template's is forged.
+    forged = [m for m in controls_in(text, control) if (m.start(), m.end()) not in set(real)]
+    if not forged:
+        return encode_texts(tokenizer, [text], offsets=True)[0]
+    copy, names, ids = _private_copy(tokenizer, control, text)
+    without = next((m[0] for m in forged if m[0] not in names), None)
+    if without is not None:
+        raise error(
+            ValueError,
+            f"A content has {without!r}, which is ordinary text to this tokenizer, so that it could forge a message.",
+            expected="contents without control strings",
+            hint="add it to the tokenizer as a special token.",
+        )
+    parts: list[str] = []
+    # Where each part starts, in the new text and in the old one.
+    new_starts, old_starts, widths = [0], [0], [0]
+    old = new = 0
+    for start, stop in real:
+        name = names.get(text[start:stop])
+        if name is None:
+            continue
+        parts += [text[old:start], name]
+        new += start - old
+        new_starts += [new, new + len(name)]
+        old_starts += [start, stop]
+        widths += [stop - start, 0]
+        new, old = new + len(name), stop
+    parts.append(text[old:])
+    made = copy.encode("".join(parts), add_special_tokens=False)
+    places: list[tuple[int, int]] = []
+    for start, stop in made.offsets:
+        n = bisect_right(new_starts, start) - 1
+        base = old_starts[n]
+        if widths[n]:
+            places.append((base, base + widths[n]))
+        else:
+            places.append((base + start - new_starts[n], base + stop - new_starts[n]))
+    found: list[int] = made.ids
+    return Encoded([ids.get(each, each) for each in found], places)
+
+
+def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[Any, dict[str, str], dict[int, int]]:
+    """Return a copy with other names for control tokens, these names, and the ids that they stand for."""
+    from tokenizers import Tokenizer
+
+    own = text_tokenizer(tokenizer)
+    if not hasattr(own, "backend_tokenizer"):
+        raise UnsupportedError(
+            "A content has a control string, which this tokenizer cannot encode as ordinary text.",
+            expected="a tokenizer of the package tokenizers (PreTrainedTokenizerFast)",
+            got=type(own).__name__,
+        )
+    guard = next((each for each in _GUARDS if each not in text), None)
+    if guard is None:
+        raise error(ValueError, "A content has every character by which control tokens are renamed.", got=str(_GUARDS))
+    data = json.loads(own.backend_tokenizer.to_str())
+    names: dict[str, str] = {}
+    ids: dict[str, int] = {}
+    for i, token in enumerate(data["added_tokens"]):
+        if token["content"] in control:
+            names[token["content"]] = f"{guard}{i}{guard}"
+            ids[f"{guard}{i}{guard}"] = token["id"]
+            token["content"] = f"{guard}{i}{guard}"
+    vocabulary = data["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        data["model"]["vocab"] = {names.get(key, key): number for key, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):
+        data["model"]["vocab"] = [[names.get(key, key), score] for key, score in vocabulary]
+    if data["model"].get("unk_token") in names:
+        data["model"]["unk_token"] = names[data["model"]["unk_token"]]
+    # Offsets are of whole tokens, spaces included; nothing is added, cut or padded.
+    data.update(post_processor=None, truncation=None, padding=None)
+    # Any: without stubs.
+    copy: Any = Tokenizer.from_str(json.dumps(data))
+    return copy, names, {copy.token_to_id(name): number for name, number in ids.items()}
+
+
+def mask_of(encoded: Encoded, spans: Sequence[Span]) -> list[bool]:
+    """Return for each token if its last character is in a span.
+
+    Raises:
+        UnsupportedError: The characters of tokens are not known.
+    """
+    if not spans or not encoded.ids:
+        return [False] * len(encoded.ids)
+    if not encoded.offsets:
+        raise UnsupportedError(
+            "apply_chat_template: masks need the characters of each token, which this tokenizer does not give.",
+            expected="a tokenizer of the package tokenizers (PreTrainedTokenizerFast)",
+        )
+    places = np.array(encoded.offsets)
+    last = np.maximum(places[:, 1] - 1, places[:, 0])
+    starts, stops = np.array([(span.start, span.stop) for span in spans]).T
+    n = np.searchsorted(starts, last, side="right") - 1
+    inside: list[bool] = ((n >= 0) & (last < stops[n])).tolist()
+    return inside
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of ids, control tokens included."""
+    own = text_tokenizer(tokenizer)
+    return own.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,136 @@
+"""Rows of tokens of different lengths as tensors: cut, padded to one length or left ragged, with masks from lengths.
+
+N rows, T positions of the longest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc._lazystack import lazy_stack
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.errors import error
+
+# The `input_ids` of a row and its masks, each of shape (T,).
+EncodedRow = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows are cut and padded.
+
+    Args:
+        padding: True or "longest", "max_length", or False for ragged rows.
+        truncation: True to cut rows to `max_length`.
+        max_length: Tokens.
+        padding_side: "left" or "right".
+        truncation_side: The side of a row that is cut off.
+    """
+
+    padding: bool | str = False
+    truncation: bool | str = False
+    max_length: int | None = None
+    padding_side: str = "left"
+    truncation_side: str = "right"
+
+    def check(self, call: str) -> None:
+        """Raise if an option has a value that is not allowed.
+
+        Raises:
+            ValueError: It names the option.
+        """
+        sides = ("left", "right")
+        choices = {
+            "padding": (True, False, "longest", "max_length", "do_not_pad"),
+            "truncation": (True, False, "longest_first", "do_not_truncate"),
+            "padding_side": sides,
+            "truncation_side": sides,
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise error(ValueError, f"{call}: {name} must be one of {list(allowed)}.", got=repr(value))
+        if self.max_length is None and (self.padding == "max_length" or self.cuts):
+            raise error(ValueError, f"{call}: max_length must be given.", got="None")
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows get one length."""
+        return self.padding not in (False, "do_not_pad")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether rows are cut."""
+        return self.truncation not in (False, "do_not_truncate")
+
+    def cut(self, row: EncodedRow, *, first: int = 0, last: int = 0) -> EncodedRow:
+        """Return a row of at most `max_length` tokens, which keeps so many of its first and last ones."""
+        length, limit = len(row["input_ids"]), self.max_length
+        if not self.cuts or limit is None or length <= limit:
+            return row
+        room, end = max(limit - first - last, 0), length - last
+        kept = slice(first, first + room) if self.truncation_side == "right" else slice(end - room, end)
+        if first or last:
+            return {name: torch.cat([x[:first], x[kept], x[end:]]) for name, x in row.items()}
+        return {name: x[kept] for name, x in row.items()}
+
+    def pad(self, rows: Sequence[EncodedRow], pad_id: int) -> TensorDict:
+        """Return rows as tensors (N, T), with their `attention_mask`; the other masks are False at pads."""
+        lengths = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64)
+        width = int(lengths.max()) if rows else 0
+        if self.padding == "max_length" and self.max_length is not None:
+            width = max(width, self.max_length)
+        positions = torch.arange(width)
+        if self.padding_side == "left":
+            real = positions >= width - lengths.unsqueeze(-1)
+        else:
+            real = positions < lengths.unsqueeze(-1)
+        made: dict[str, Tensor] = {}
+        for name in rows[0] if rows else ("input_ids",):
+            is_ids = name == "input_ids"
+            made[name] = torch.full(real.shape, pad_id) if is_ids else torch.zeros_like(real)
+            if rows:
+                made[name][real] = torch.cat([row[name] for row in rows]).to(made[name].dtype)
+        return TensorDict({**made, "attention_mask": real}, [len(rows)])
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """Return the id that a tokenizer pads with; masks tell pads apart, so that any id will do."""
+    return next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
+
+
+def row_tree(row: EncodedRow) -> TensorDict:
+    """Return one row as a tree without a batch."""
+    return TensorDict({**row, "attention_mask": torch.ones(len(row["input_ids"]), dtype=torch.bool)})
+
+
+def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int, *, ragged: bool = False) -> Any:
+    """Return rows, already cut, as a tree whose batch is nested as their numbers in `nested` are.
+
+    Args:
+        nested: The number of a row, or (nested) lists of numbers.
+        rows: The rows.
+        layout: How they are padded; without padding the tree is a lazy stack in each dimension.
+        pad_id: The id at pads.
+        ragged: Lists in `nested` may have different lengths: lazy stacks with padding, too.
+    """
+    padded = layout.pad(rows, pad_id) if layout.pads else None
+    if padded is not None and not ragged:
+        return padded.reshape(sizes_of(nested))
+    trees = [row_tree(row) for row in rows] if padded is None else padded.unbind(0)
+    none = layout.pad([], pad_id)
+
+    def stacked(part: Any) -> Any:
+        if not isinstance(part, list):
+            return trees[part]
+        return lazy_stack([stacked(each) for each in part]) if part else none
+
+    return stacked(nested)
+
+
+def sizes_of(nested: Any) -> list[int]:
+    """Return the lengths of nested lists, which agree."""
+    return [len(nested), *(sizes_of(nested[0]) if nested else [])] if isinstance(nested, list) else []

@@ -1,0 +1,140 @@
+"""Texts as tokens and back: pure functions of a tokenizer of transformers, which is read and never changed."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import error
+from tdfunc.llm.encoding.encode import encode_texts
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
+from tdfunc.llm.templates.base import text_tokenizer
+
+
+# Any: a text, or lists of texts nested as the batch.
+def tokenize_text(
+    tokenizer: Any,
+    text: Any,
+    *,
+    add_special_tokens: bool = True,
+    padding: bool | str = False,
+    truncation: bool | str = False,
+    max_length: int | None = None,
+    padding_side: str = "left",
+    truncation_side: str = "right",
+) -> Any:
+    """Return the ids of texts, with masks that come from their lengths.
+
+    Args:
+        tokenizer: A tokenizer or processor of transformers.
+        text: A text, or (nested) lists of texts.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text; they stay when it is cut.
+        padding: True or "longest", "max_length", or False.
+        truncation: Cut rows to `max_length`.
+        max_length: Tokens, the added ones included.
+        padding_side: "left" or "right".
+        truncation_side: The side of a text that is cut off.
+
+    Returns:
+        A tree with `input_ids` and the bool `attention_mask`: of one text without batch, of lists with theirs, as a
+        lazy stack where there is no padding.
+
+    Raises:
+        TypeError: There is something else than texts and lists.
+        ValueError: An option has a value that is not allowed.
+
+    Source:
+        `torchrl.data.TensorDictTokenizer`.
+    """
+    layout = Layout(padding, truncation, max_length, padding_side, truncation_side)
+    layout.check("tokenize_text")
+    flat: list[str] = []
+    nested = _number(text, flat)
+    rows = text_rows(tokenizer, flat, add_special_tokens=add_special_tokens)
+    ends = added_around(tokenizer) if add_special_tokens and layout.cuts else (0, 0)
+    cut = [layout.cut(row, first=ends[0], last=ends[1]) for row in rows]
+    return arrange(nested, cut, layout, pad_id_of(text_tokenizer(tokenizer)))
+
+
+def _number(text: Any, flat: list[str]) -> Any:
+    """Put the texts into a flat list; return their numbers, nested as they were."""
+    if isinstance(text, str):
+        flat.append(text)
+        return len(flat) - 1
+    if isinstance(text, (list, tuple)):
+        items: Sequence[Any] = text
+        return [_number(item, flat) for item in items]
+    raise error(TypeError, "tokenize_text: there must be texts, or lists of texts.", got=repr(text)[:200])
+
+
+def text_rows(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[EncodedRow]:
+    """Return the row of each text, whole."""
+    made = encode_texts(tokenizer, texts, special=add_special_tokens)
+    return [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]
+
+
+def added_around(tokenizer: Any) -> tuple[int, int]:
+    """Return the numbers of tokens that a tokenizer adds before and behind a text."""
+    plain, full = [encode_texts(tokenizer, ["a"], special=special)[0].ids for special in (False, True)]
+    first = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
+    return first, len(full) - len(plain) - first
+
+
+# Any: texts, nested as the batch.
+def detokenize(tokenizer: Any, tokens: Any, mask: Tensor | None = None, *, skip_special_tokens: bool = True) -> Any:
+    """Return the texts of ids.
+
+    Args:
+        tokenizer: A tokenizer or processor of transformers.
+        tokens: Ids, as a tensor (*B, T) or (nested) lists of such; or a tree with `input_ids` and `attention_mask`.
+        mask: True at the tokens of a tensor (*B, T) that are not pads.
+        skip_special_tokens: Leave control tokens out.
+
+    Returns:
+        A text, or lists of texts nested as the batch.
+    """
+    own = text_tokenizer(tokenizer)
+
+    def texts(ids: Any, real: Any = None) -> Any:
+        if isinstance(ids, TensorCollection):
+            tree: Any = ids
+            return (
+                [texts(row) for row in tree.unbind(0)]
+                if tree._is_lazy
+                else texts(tree["input_ids"], tree.get("attention_mask", None))
+            )
+        if isinstance(ids, Tensor) and ids.ndim == 1:
+            ids = (ids if real is None else ids[real]).tolist()
+        if isinstance(ids, (list, tuple)) and all([isinstance(item, int) for item in ids]):
+            return own.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return [texts(row) for row in ids] if real is None else [texts(*pair) for pair in zip(ids, real, strict=True)]
+
+    return texts(tokens, mask)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return a digest of everything in a tokenizer that ids and chat templates depend on.
+
+    Padding and truncation, which a call leaves in the backend, are no part of it.
+    """
+    own = text_tokenizer(tokenizer)
+    state = xxhash.xxh3_128(type(own).__qualname__.encode())
+    shown = {"template": tokenizer.chat_template, "special": own.special_tokens_map}
+    backend = getattr(own, "backend_tokenizer", None)
+    if backend is not None:
+        shown["backend"] = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
+        shown["split"] = own.split_special_tokens
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            own.save_pretrained(folder)
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    state.update(path.name.encode() + path.read_bytes())
+    state.update(json.dumps(shown, sort_keys=True, default=str).encode())
+    return state.hexdigest()

@@ -1,0 +1,1 @@
+"""Messages: their fields, their contents, and a `History` as the messages of its conversations."""

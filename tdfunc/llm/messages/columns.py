@@ -1,0 +1,118 @@
+"""A `History` as the messages of its conversations, and back: the form in which every method here works.
+
+A conversation is a history of one dimension. Its messages may lie in one tree, or be a lazy stack of one tree each.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from torch import Size
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError
+from tdfunc.core.nontensor import NonTensorData, NonTensorStack
+from tdfunc.llm.messages.content import as_content
+from tdfunc.llm.messages.message import FIELDS, Message
+
+_ALWAYS = ("role", "content", "is_complete")
+
+
+def column(tree: Any, name: str) -> np.ndarray[Any, Any]:
+    """Return the values of a field as an object array of the batch size; None where the field is empty."""
+    size = tree._batch_size
+    if name not in tree._keys():
+        return np.broadcast_to(np.array(None, dtype=object), size)
+    array = np.empty(prod(size), dtype=object)
+    for i, value in enumerate(_values(tree._get(name), name, size)):
+        array[i] = value
+    return array.reshape(size)
+
+
+# Any: a node of a tree.
+def _values(node: Any, name: str, size: Size) -> list[Any]:
+    """Return the values of a field, those of all elements of the batch one after another."""
+    if isinstance(node, (NonTensorStack, NonTensorData)):
+        values: list[Any] = node._array.ravel().tolist()
+        if name == "content" and not {str}.issuperset(map(type, values)):
+            values = [as_content(value) for value in values]
+        return values
+    # A tree of parts, which `set` can put there, or a tensor, such as one of bools.
+    parts = [node[at] if at else node for at in np.ndindex(*size)]
+    return [as_content(part) if isinstance(part, TensorCollection) else part.tolist() for part in parts]
+
+
+def rows_of(history: Any) -> list[Message]:
+    """Return the fields of each element of a history, padding included."""
+    if history._is_lazy:
+        return [message for tree in history._trees for message in rows_of(tree)]
+    data = history._data
+    rows: list[Message] = [{} for _ in range(prod(history._batch_size))]
+    for name, node in data.items():
+        if name == "is_complete" and isinstance(node, NonTensorData) and node.data is True:
+            # The default.
+            continue
+        for row, value in zip(rows, _values(node, name, history._batch_size), strict=True):
+            if value is not None:
+                row[name] = value
+    return rows
+
+
+def messages_of(history: Any) -> list[Message]:
+    """Return the messages of a conversation, or the one message of a history without dimensions.
+
+    An element without a role is padding: `pad()` of ragged conversations makes such.
+    """
+    return [message for message in rows_of(history) if "role" in message]
+
+
+def conversation_of(cls: Any, messages: Sequence[Message], *, scalar: bool = False) -> Any:
+    """Return messages as a history of one dimension, or one message as a history without any."""
+    size = Size(() if scalar else (len(messages),))
+    data: dict[str, Any] = {}
+    for name in FIELDS:
+        values = [message.get(name) for message in messages]
+        if name == "is_complete":
+            values = [value is not False for value in values]
+        elif name not in _ALWAYS and all([value is None for value in values]):
+            continue
+        if scalar:
+            if values[0] is not None:
+                data[name] = NonTensorData(values[0])
+        elif name == "is_complete" and all(values):
+            data[name] = NonTensorData(True, size)
+        elif name == "tools":
+            data[name] = NonTensorData(tools_of(messages), size)
+        else:
+            data[name] = NonTensorStack(*values)
+    return cls._make(data, size)
+
+
+def tools_of(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
+    """Return the tools of a conversation: those of its last message that has any."""
+    found = [message["tools"] for message in messages if message.get("tools")]
+    return found[-1] if found else None
+
+
+def per_conversation(fn: Callable[..., Any], history: Any, *others: Any) -> Any:
+    """Return the results for each conversation, in lists nested as the dimensions before the messages."""
+    if len(history._batch_size) <= 1:
+        return fn(history, *others)
+    rows = zip(*[each.unbind(0) for each in (history, *others)], strict=True)
+    return [per_conversation(fn, *row) for row in rows]
+
+
+def stack_dense(parts: Sequence[Any]) -> Any:
+    """Stack histories of one size; a field that is empty in some is None there."""
+    for i, part in enumerate(parts):
+        if part._batch_size != parts[0]._batch_size:
+            raise BatchSizeError(
+                f"History: conversations 0 and {i} of one tree must have one length.",
+                expected=str(list(parts[0]._batch_size)),
+                got=str(list(part._batch_size)),
+                hint="lazy_stack(history.unbind(0)) gives each conversation its own length.",
+            )
+    names = [name for name in FIELDS if any([name in part._keys() for part in parts])]
+    data = {name: NonTensorStack._wrap(np.stack([column(part, name) for part in parts])) for name in names}
+    return type(parts[0])._make(data, Size((len(parts), *parts[0]._batch_size)))

@@ -1,0 +1,142 @@
+"""Messages as dicts: the fields that a conversation has, and what OpenAI's servers and data sets write for them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tdfunc.core.errors import MissingKeyError, error
+from tdfunc.core.keys import did_you_mean
+from tdfunc.llm.messages.content import as_content, text_of
+
+# A message: its fields by name, without those that are None.
+Message = dict[str, Any]
+
+# In the order in which they are shown.
+FIELDS = (
+    "role", "content", "is_complete", "tool_calls", "tool_responses", "name", "tool_call_id", "reasoning_content",
+    "tools", "finish_reason", "token_ids", "parse_error",
+)  # fmt: skip
+# How a message came about, which `==` leaves out.
+UNCOMPARED = frozenset(("is_complete", "token_ids", "finish_reason", "parse_error"))
+# Other names of a field: OpenRouter and newer vLLM servers.
+_ALIASES = {"reasoning": "reasoning_content"}
+
+
+def read_message(given: Mapping[str, Any], where: str) -> Message:
+    """Return the fields of a message of a data set or server; entries that are empty are left out.
+
+    Raises:
+        TypeError: It is not a dict with a role, or a field has a value of another type.
+        MissingKeyError: An entry is not a field of a message, so that it would be lost.
+    """
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise error(
+            TypeError,
+            f"{where}: a message must be a dict with a role.",
+            expected="{'role': 'user', 'content': ...}",
+            got=repr(given)[:200],
+        )
+    message: Message = {}
+    for key, value in given.items():
+        if value is None:
+            continue
+        name = _ALIASES.get(key, key)
+        if name in FIELDS:
+            message[name] = value
+        elif value not in ("", [], {}):
+            raise MissingKeyError(
+                f"{where}: {key!r} is not a field of a message.",
+                expected=f"one of {list(FIELDS)}",
+                got=repr(value)[:200],
+                hint=did_you_mean(key, FIELDS) or "leave it out: a History would lose it.",
+            )
+    if "content" in message:
+        message["content"] = as_content(message["content"])
+        if not isinstance(message["content"], (str, list)):
+            raise error(
+                TypeError,
+                f"{where}: the content must be text, a list of parts, or None.",
+                got=repr(message["content"])[:200],
+            )
+    if "tool_calls" in message:
+        message["tool_calls"] = read_calls(message["tool_calls"], where)
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    return message
+
+
+def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return tool calls in OpenAI's form; arguments stay a dict or JSON text, as they came.
+
+    Raises:
+        TypeError: A call has no function with a name.
+    """
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise error(TypeError, f"{where}: tool_calls must be a list.", got=repr(calls)[:200])
+    return [_read_call(call, where) for call in calls]
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    # A call may also be its function alone, as in data sets of Hermes.
+    flat = isinstance(call, Mapping) and "function" not in call
+    function = call if flat else call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise error(
+            TypeError,
+            f"{where}: a tool call must have a function with a name.",
+            expected="{'type': 'function', 'function': {'name': ..., 'arguments': ...}}",
+            got=repr(call)[:200],
+        )
+    arguments = function.get("arguments")
+    given: Mapping[str, Any] = call
+    rest = {} if flat else {key: value for key, value in given.items() if key not in ("function", "type")}
+    if flat and "id" in given:
+        rest["id"] = given["id"]
+    kind = "function" if flat else given.get("type", "function")
+    return {
+        **rest,
+        "type": kind,
+        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
+    }
+
+
+def show_message(message: Message) -> Message:
+    """Return the dict of a message as `from_chats` reads it: fields in order, without those at their defaults."""
+    shown = {name: message[name] for name in FIELDS if name != "tools" and message.get(name) is not None}
+    if shown.get("is_complete") is True:
+        del shown["is_complete"]
+    return shown
+
+
+def is_message(item: Any) -> bool:
+    """Return whether a dict is one message, or an item in the place of one; else it is a whole conversation."""
+    return isinstance(item, Mapping) and "messages" not in item
+
+
+def as_compared(message: Mapping[str, Any]) -> Message:
+    """Return the fields by which messages are compared, in one form.
+
+    A missing content is an empty one, parts that are text their text, and JSON text of arguments what it says.
+    """
+    shown = {name: value for name, value in message.items() if value and name not in UNCOMPARED}
+    text = text_of(shown.get("content"))
+    if text is not None:
+        shown["content"] = text
+    if "tool_calls" in shown:
+        shown["tool_calls"] = [_read_arguments(call) for call in shown["tool_calls"]]
+    return shown
+
+
+def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": read_json(function["arguments"])}}
+
+
+def read_json(value: Any) -> Any:
+    """Return the value of a JSON text; anything else, and other text, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

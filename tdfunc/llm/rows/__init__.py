@@ -1,0 +1,1 @@
+"""Rows of token ids: read from trees, packed, and written to trees of tokens, masks and log-probs."""

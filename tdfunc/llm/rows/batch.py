@@ -1,0 +1,287 @@
+"""`TokenBatch`: the tokens of a tree as padded rows, and the trees of tokens, masks and log-probs made of rows.
+
+N rows, L tokens of a row, T positions of padded rows, P of their prompts and R of their responses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc._lazystack import lazy_stack
+from tdfunc.llm.rows.records import LogProbs, Masks, Tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of tokens without pads, and the numbers of its tokens.
+
+    Attributes:
+        ids: The tokens (L,).
+        prompt: How many of them are the prompt; None where the parts are not known.
+        log_probs: Their log-probs (L,), 0 where there is none.
+        scored: True where there is one (L,).
+        assistant: True where an assistant wrote the token (L,), or None.
+        behaviour: Of the response, under the distribution that it was drawn from (R,), or None.
+        support: Of the response, the ids that were left to draw from (R, K), or None.
+        is_complete: Whether the response has its end (), or None.
+        version: The version of the weights that drew it, or None.
+    """
+
+    ids: Tensor
+    prompt: int | None = None
+    log_probs: Tensor | None = None
+    scored: Tensor | None = None
+    assistant: Tensor | None = None
+    behaviour: Tensor | None = None
+    support: Tensor | None = None
+    is_complete: Tensor | None = None
+    version: str | int | None = None
+
+    def to(self, device: torch.device) -> "Row":
+        """Return the row with its tensors on a device."""
+        return _moved(self, device)
+
+    def parts(self, values: Tensor | None) -> dict[str, Any]:
+        """Return values of the tokens (L, *K) as `full`, and as `prompt` and `response` where these are known."""
+        if values is None:
+            return {}
+        n = self.prompt
+        return {"full": values} | ({} if n is None else {"prompt": values[:n], "response": values[n:]})
+
+
+class Records(NamedTuple):
+    """The outputs that are made of tokens."""
+
+    tokens: Any
+    masks: Any
+    log_probs: Any
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The tokens of a tree as padded rows, one for each element of its batch.
+
+    Attributes:
+        ids: The tokens and the pads (N, T).
+        mask: True at tokens (N, T).
+        lead: The batch size of the tree.
+        prompt: How many positions of a row are the prompt's, for ragged rows those of each; None where parts are not
+            known.
+        lengths: The number of positions of each row in a ragged stack; None for rows that were padded.
+        assistant: True where an assistant wrote the token (N, T), or None.
+        is_complete: Whether each response has its end, as the tree has it; or None.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    lead: Size
+    prompt: int | list[int] | None = None
+    lengths: list[int] | None = None
+    assistant: Tensor | None = None
+    # Any: a tensor, or nested tuples of tensors.
+    is_complete: Any = None
+
+    def to(self, device: torch.device) -> "TokenBatch":
+        """Return the batch with its tensors on a device."""
+        return _moved(self, device)
+
+    def rows(self) -> list[Row]:
+        """Return the tokens of each row, without pads."""
+        count = len(self.ids)
+        prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt] * count
+        ends = [None] * count if self.is_complete is None else flat_list(self.is_complete, len(self.lead))
+        wrote = [None] * count if self.assistant is None else self.assistant
+        return [
+            Row(
+                ids[valid],
+                None if n is None else int(valid[:n].sum()),
+                assistant=None if own is None else own[valid],
+                is_complete=end,
+            )
+            for ids, valid, n, end, own in zip(self.ids, self.mask, prompts, ends, wrote, strict=True)
+        ]
+
+    def shaped(self, values: Tensor) -> Tensor:
+        """Return values of the rows (N, ...) with the batch size of the tree."""
+        return values.reshape((*self.lead, *values.shape[1:]))
+
+    def parts(self, values: Tensor) -> dict[str, Any]:
+        """Return values of the positions (N, T, *K) as `full`, and as `prompt` and `response` where these are known."""
+        full, at, n = self.shaped(values), len(self.lead), self.prompt
+        assert not isinstance(n, list)
+        if n is None:
+            return {"full": full}
+        return {"full": full, "prompt": full.narrow(at, 0, n), "response": full.narrow(at, n, full.shape[at] - n)}
+
+    def log_probs(self, values: Tensor, scored: Tensor, behaviour: Tensor | None = None) -> Any:
+        """Return log-probs of the positions, laid out as the tokens are.
+
+        Args:
+            values: The log-probs (N, T, *K).
+            scored: True where there is one (N, T).
+            behaviour: Those under the distribution that responses were drawn from (N, T, *K), or None.
+        """
+        if self.lengths is None:
+            drawn = None if behaviour is None else self.parts(behaviour)["response"]
+            parts = self.parts(values)
+            return LogProbs(**parts, mask=self.shaped(scored), behaviour=drawn, padded=True, batch_size=self.lead)
+        prompts = self.prompt if isinstance(self.prompt, list) else [None] * len(self.lengths)
+        rows = [
+            Row(
+                self.ids[i, :length],
+                n,
+                log_probs=values[i, :length],
+                scored=scored[i, :length],
+                behaviour=None if behaviour is None else behaviour[i, n:length],
+            )
+            for i, (length, n) in enumerate(zip(self.lengths, prompts, strict=True))
+        ]
+        return ragged_records(rows, self.lead, None).log_probs
+
+    def place(self, rows: Sequence[Tensor], fill: Any = 0, *, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return values of the tokens of each row (L, *K) at their places (N, T, *K); of a type without rows."""
+        return _place(self.mask, rows, fill, dtype)
+
+    def records(self, rows: Sequence[Row]) -> Records:
+        """Return the trees of rows whose tokens are those of the batch, with everything that the rows know of them."""
+
+        def placed(name: str, dtype: torch.dtype) -> Tensor | None:
+            found = [getattr(row, name) for row in rows]
+            return None if any([each is None for each in found]) else self.place(found, dtype=dtype)
+
+        def of_responses(name: str, fill: Any = 0) -> Tensor | None:
+            found = [getattr(row, name) for row in rows]
+            if not rows or any([each is None for each in found]):
+                return None
+            assert not isinstance(self.prompt, list)
+            return self.shaped(_place(self.mask[:, self.prompt :], found, fill, torch.int64))
+
+        ends = [row.is_complete for row in rows if row.is_complete is not None]
+        ended = self.shaped(torch.stack(ends)) if len(ends) == len(rows) > 0 else None
+        wrote = placed("assistant", torch.bool) if rows else None
+        masks = Masks(
+            all_attention_mask=self.shaped(self.mask),
+            all_assistant_mask=None if wrote is None else self.shaped(wrote),
+            padded=True,
+            batch_size=self.lead,
+        )
+        tokens = Tokens(**self.parts(self.ids), padded=True, is_complete=ended, batch_size=self.lead)
+        values, scored = placed("log_probs", torch.float32), placed("scored", torch.bool)
+        if values is None or scored is None:
+            return Records(tokens, masks, None)
+        rows, versions = _with_supports(rows), [row.version for row in rows]
+        log_probs = self.log_probs(values, scored).replace(
+            behaviour=of_responses("behaviour"),
+            support=of_responses("support", -1),
+            version=shaped_list(versions, self.lead) if any([each is not None for each in versions]) else None,
+        )
+        return Records(tokens, masks, log_probs)
+
+
+def _moved(holder: Any, device: torch.device) -> Any:
+    """Return a dataclass with its tensors on a device."""
+    given = {field.name: getattr(holder, field.name) for field in fields(holder)}
+    return replace(holder, **{name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)})
+
+
+def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any, dtype: torch.dtype) -> Tensor:
+    """Return values at the places of a mask; those of fewer numbers than the widest row's are filled up."""
+    if not rows:
+        return torch.full(mask.shape, fill, dtype=dtype, device=mask.device)
+    width = max([row.shape[-1] for row in rows]) if rows[0].dim() > 1 else 0
+    wide = [torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=fill) for row in rows] if width else rows
+    flat = torch.cat(list(wide))
+    shape = (*mask.shape, *flat.shape[1:])
+    if not flat.shape[0]:
+        return flat.new_full(shape, fill)
+    # By a gather: unlike masked_scatter it runs inside all transforms.
+    index = (mask.flatten().cumsum(0) - 1).clamp(min=0)
+    valid = mask.reshape(*mask.shape, *[1] * (flat.dim() - 1))
+    return torch.where(valid, flat[index].reshape(shape), flat.new_full((), fill))
+
+
+def _with_supports(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return rows that all have a support, an empty one where nothing was cut, if any row has one."""
+    if all([row.support is None for row in rows]):
+        return rows
+    empty = [row.ids.new_full((len(row.ids) - (row.prompt or 0), 1), -1) for row in rows]
+    return [
+        row if row.support is not None else replace(row, support=none) for row, none in zip(rows, empty, strict=True)
+    ]
+
+
+def padded_batch(
+    rows: Sequence[Row], lead: Size, *, pad: int, least: int | None = None, side: str = "left"
+) -> TokenBatch:
+    """Return the batch of rows, prompts padded at the left and responses at the right; whole rows at a side.
+
+    Args:
+        rows: The rows, all with known parts or all without.
+        lead: The batch size of the tree.
+        pad: The id of pads.
+        least: How many positions the prompts have at least; given where rows have prompts, also if there are no rows.
+        side: Where whole rows are padded.
+    """
+    device = rows[0].ids.device if rows else None
+    known = (rows[0].prompt if rows else least) is not None
+    sizes = [(row.prompt or 0 if known else len(row.ids), len(row.ids)) for row in rows]
+    if not known and side == "right":
+        sizes = [(0, total) for _, total in sizes]
+    before = max([least or 0, *[prompt for prompt, _ in sizes]])
+    after = max([total - prompt for prompt, total in sizes], default=0)
+    prompt, total = torch.tensor(sizes, dtype=torch.int64, device=device).reshape(-1, 2, 1).unbind(1)
+    at = torch.arange(before + after, device=device)
+    mask = (at >= before - prompt) & (at < before - prompt + total)
+    ids = _place(mask, [row.ids for row in rows], pad, torch.int64)
+    return TokenBatch(ids, mask, lead, before if known else None)
+
+
+def ragged_records(rows: Sequence[Row], lead: Size, layout: torch.layout | None) -> Records:
+    """Return records in which each row has its own length: lazy stacks, or nested tensors in a layout of torch."""
+    each = [_record_of(row) for row in rows]
+    found = [nest(list(parts), lead) for parts in zip(*each, strict=True)]
+    return Records(*found) if layout is None or not lead else Records(*[part.nested(layout) for part in found])
+
+
+def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:
+    size = Size(())
+    tokens = Tokens(**row.parts(row.ids), padded=False, is_complete=row.is_complete, batch_size=size)
+    ones = torch.ones_like(row.ids, dtype=torch.bool)
+    masks = Masks(all_attention_mask=ones, all_assistant_mask=row.assistant, padded=False, batch_size=size)
+    log_probs = LogProbs(
+        **row.parts(row.log_probs),
+        mask=row.scored,
+        behaviour=row.behaviour,
+        support=row.support,
+        version=row.version,
+        padded=False,
+        batch_size=size,
+    )
+    return tokens, masks, log_probs
+
+
+def nest(items: Sequence[Any], lead: Size) -> Any:
+    """Return trees as a lazy stack with the batch size `lead`, or the only one where there is no batch."""
+    if not lead:
+        return items[0]
+    size = len(items) // lead[0]
+    return lazy_stack([nest(items[i * size : (i + 1) * size], lead[1:]) for i in range(lead[0])])
+
+
+def shaped_list(items: Sequence[Any], lead: Size) -> Any:
+    """Return items in lists nested as the batch."""
+    if not lead:
+        return items[0]
+    size = len(items) // max(lead[0], 1)
+    return [shaped_list(items[i * size : (i + 1) * size], lead[1:]) for i in range(lead[0])]
+
+
+def flat_list(values: Any, dims: int) -> list[Any]:
+    """Return the elements of the batch of a tensor, a tree, or nested lists."""
+    if not dims:
+        return [values]
+    rows = values.unbind(0) if hasattr(values, "unbind") else values
+    return [item for row in rows for item in flat_list(row, dims - 1)]

@@ -1,0 +1,130 @@
+"""Layouts of rows of tokens: compacted to the left, put into batches of one length, packed into bins; and back.
+
+B rows, T positions, L positions of the longest row, G rows of a batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tdfunc.core.context import is_known
+
+
+class Rows(NamedTuple):
+    """Rows of tokens with all pads at the right: no token that a causal model sees is one of them.
+
+    Attributes:
+        ids: The tokens (B, L); 0 at pads.
+        mask: True at tokens (B, L).
+        order: For each position the one that it came from (B, L).
+        width: The number of positions T of the rows that were given.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    order: Tensor
+    width: int
+
+    def gather(self, values_BTK: Tensor) -> Tensor:
+        """Return values at the given positions in the order of `ids`."""
+        return values_BTK.gather(1, self.order.unsqueeze(-1).expand(-1, -1, values_BTK.shape[-1]))
+
+    def scatter(self, values_BLK: Tensor) -> Tensor:
+        """Return values in the order of `ids` at the given positions, 0 elsewhere."""
+        index = self.order.unsqueeze(-1).expand(values_BLK.shape)
+        base = values_BLK.new_zeros((values_BLK.shape[0], self.width, values_BLK.shape[-1]))
+        return base.scatter(1, index, values_BLK)
+
+
+def pad_rows(rows: Sequence[Tensor], *, side: str) -> tuple[Tensor, Tensor]:
+    """Return rows of any lengths with 0 at the pads (B, T), and the mask (B, T), True at tokens."""
+    if not rows:
+        return torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.bool)
+    ids = pad_sequence(list(rows), batch_first=True, padding_side=side)
+    lengths = torch.tensor([len(row) for row in rows], device=ids.device).unsqueeze(1)
+    at = torch.arange(ids.shape[1], device=ids.device)
+    return ids, at < lengths if side == "right" else at >= ids.shape[1] - lengths
+
+
+def compact(ids_BT: Tensor, mask_BT: Tensor) -> Rows:
+    """Return the rows with their tokens moved to the left, in order, whatever sides the pads were on."""
+    order = (~mask_BT).to(torch.uint8).sort(dim=1, stable=True).indices
+    if is_known(mask_BT):
+        order = order[:, : max(int(mask_BT.sum(1).max()), 1) if mask_BT.numel() else 1]
+    mask = mask_BT.gather(1, order)
+    return Rows(torch.where(mask, ids_BT.gather(1, order), 0), mask, order, ids_BT.shape[1])
+
+
+def equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the rows of each length, shortest first; without those of no tokens."""
+    found: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        found.setdefault(length, []).append(row)
+    return [found[length] for length in sorted(found) if length]
+
+
+def bins(lengths: Sequence[int]) -> list[list[int]]:
+    """Return rows for each bin, none of which is longer than the longest row: by first fit, the longest first."""
+    size = max(lengths, default=0)
+    found: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not lengths[row]:
+            break
+        at = next((i for i, free in enumerate(room) if free >= lengths[row]), len(room))
+        if at == len(room):
+            found.append([])
+            room.append(size)
+        found[at].append(row)
+        room[at] -= lengths[row]
+    return found
+
+
+class Packed(NamedTuple):
+    """Rows that lie one after the other in bins.
+
+    Attributes:
+        ids: The tokens (G, L); 0 after the last row of a bin.
+        positions: The positions within the rows (G, L).
+        rows: The number of the row of each position in its bin (G, L).
+        place: The place in the flattened bins of each position of the rows (B, L); 0 at pads.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    place: Tensor
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """Return the mask (G, 1, L, L) to add to attention scores: of earlier positions of the same row."""
+        same = self.rows.unsqueeze(-1) == self.rows.unsqueeze(-2)
+        length = self.ids.shape[1]
+        earlier = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
+        least = torch.finfo(dtype).min
+        return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~(same & earlier), least)[:, None]
+
+
+def pack(rows: Rows) -> Packed:
+    """Return the rows packed into bins no longer than the longest of them."""
+    lengths = rows.mask.sum(1).tolist()
+    size = max(rows.ids.shape[1], 1)
+    found = bins(lengths)
+    shape = (max(len(found), 1), size)
+    ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(rows.ids.shape, dtype=torch.int64)
+    positions, numbers = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    tokens = rows.ids.cpu()
+    for i, members in enumerate(found):
+        start = 0
+        # The rest of a bin is a row, too.
+        for number, row in enumerate([*members, None]):
+            length = size - start if row is None else lengths[row]
+            part = slice(start, start + length)
+            positions[i, part], numbers[i, part] = torch.arange(length), number
+            if row is not None:
+                ids[i, part] = tokens[row, :length]
+                places[row, :length] = i * size + torch.arange(start, start + length)
+            start += length
+    return Packed(*[x.to(rows.ids.device) for x in (ids, positions, numbers, places)])

@@ -1,0 +1,211 @@
+"""The tokens of a tree, read with their masks as one `TokenBatch`; and single entries of its records.
+
+N rows, T positions of padded rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Size, Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, MissingKeyError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.types import NestedKey, Path
+from tdfunc.llm.conversations.history import History
+from tdfunc.llm.rows.batch import Row, TokenBatch, flat_list
+from tdfunc.llm.rows.packing import pad_rows
+from tdfunc.ops.reading import get_value
+
+
+class TokenKeys(NamedTuple):
+    """The places of tokens and their masks."""
+
+    source: NestedKey
+    mask: NestedKey
+    masks: NestedKey
+
+
+def read_field(td: TensorCollection, source: NestedKey, field: str, call: str) -> Any:
+    """Return a field of the record at a key, or the entry itself where it is no record.
+
+    Raises:
+        MissingKeyError: There is none.
+    """
+    value = get_value(td, source, None)
+    if isinstance(value, TensorCollection) and not isinstance(value, History):
+        value = get_value(value, field, None)
+    if value is None:
+        raise _missing(td, (*unravel(source), field), call)
+    return value
+
+
+def _missing(td: TensorCollection, path: Path, call: str, hint: str | None = None) -> MissingKeyError:
+    keys = ", ".join([repr(path) for path in td.keys(True, True)][:20])  # pyright: ignore
+    got = f"a {type(td).__name__} with {keys or 'no keys'}"
+    return MissingKeyError(f"{call}: the tree must have {dotted(path)!r}.", got=got, hint=hint)
+
+
+def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) -> TokenBatch:
+    """Return the tokens in a field of the record at a key, or of the entry itself.
+
+    Of a record with prompts and responses `full` is both, with known parts.
+
+    Raises:
+        MissingKeyError: There are no such tokens.
+        LeafMismatchError: No mask has the shape of the tokens, or more than the lengths of rows is ragged.
+    """
+    source = unravel(keys.source)
+    record = get_value(td, source, None)
+    is_record = isinstance(record, TensorCollection)
+    places = {name: (*source, name) for name in ("prompt", "response", "full")} if is_record else {field: source}
+    parts = {name: value for name, place in places.items() if (value := get_value(td, place, None)) is not None}
+    known = field == "full" and "prompt" in parts and "response" in parts
+    if field not in parts and not known:
+        hint = (
+            "Tokens(full=ids, batch_size=ids.shape[:-1]) has ids, and tokens_key= names another place; "
+            "history.apply_chat_template(tokenizer=tokenizer, return_dict=True) gives the ids of a history."
+        )
+        raise _missing(td, (*source, field), call, hint)
+    first = parts[field if field in parts else "prompt"]
+    if not isinstance(first, Tensor) or first.is_nested:
+        batch = _read_ragged(td, keys, {name: places[name] for name in parts}, field, known, call)
+    else:
+        ids = first if field in parts else torch.cat([first, parts["response"]], -1)
+        batch = _read_padded(td, keys, ids, parts, known, call)
+    ends = get_value(record, "is_complete", None) if is_record and field == "full" else None
+    return batch if ends is None else replace(batch, is_complete=ends)
+
+
+def _read_padded(
+    td: TensorCollection, keys: TokenKeys, ids: Tensor, parts: dict[str, Any], known: bool, call: str
+) -> TokenBatch:
+    """Return tokens of one length, with the first mask that has their shape; without masks all are tokens.
+
+    After a generation there are two: the mask of the prompts, and the mask of prompts and responses.
+    """
+    masks, full = unravel(keys.masks), parts.get("full")
+    own, wide = (get_value(td, path, None) for path in (keys.mask, (*masks, "all_attention_mask")))
+    if own is None and isinstance(wide, Tensor) and isinstance(full, Tensor) and wide.shape == full.shape:
+        # A prompt comes first.
+        wide = wide[..., : ids.shape[-1]]
+    found = [mask for mask in (own, wide) if isinstance(mask, Tensor)]
+    mask = next((mask for mask in found if mask.shape == ids.shape), None)
+    if found and mask is None:
+        raise LeafMismatchError(
+            f"{call}: the mask must have the shape of the tokens.",
+            expected=f"shape {tuple(ids.shape)}",
+            got=", ".join([f"shape {tuple(mask.shape)}" for mask in found]),
+        )
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else _as_mask(mask, call)
+    wrote = get_value(td, (*masks, "all_assistant_mask"), None)
+    rows = Size((ids.shape[:-1].numel(), ids.shape[-1]))
+    return TokenBatch(
+        ids.reshape(rows),
+        mask.reshape(rows),
+        ids.shape[:-1],
+        parts["prompt"].shape[-1] if known else None,
+        assistant=wrote.reshape(rows) if isinstance(wrote, Tensor) and wrote.shape == ids.shape else None,
+    )
+
+
+def _as_mask(mask: Tensor, call: str) -> Tensor:
+    """Return a mask of bools or integers as bools.
+
+    Raises:
+        LeafMismatchError: It has numbers to add to attention scores, of which the one for a token is 0.
+    """
+    if mask.is_floating_point():
+        raise LeafMismatchError(
+            f"{call}: the mask must be True or 1 at tokens.",
+            expected="torch.bool or integers",
+            got=str(mask.dtype),
+            hint="mask == 0, where the mask is added to attention scores.",
+        )
+    return mask.bool()
+
+
+def _read_ragged(
+    td: TensorCollection, keys: TokenKeys, places: dict[str, Path], field: str, known: bool, call: str
+) -> TokenBatch:
+    """Return ragged tokens, padded at the right, with the first ragged masks that have their lengths."""
+    holder = get_value(td, places[field if field in places else "prompt"][:-1]) if len(places) > 1 else td
+    lead = holder._batch_size
+    if -1 in lead:
+        raise LeafMismatchError(
+            f"{call}: only the length of the rows may be ragged.",
+            expected="a batch size",
+            got=f"batch size {list(lead)}",
+            hint="td.reshape(-1)",
+        )
+    parts = {name: ragged_values(td, place) or [] for name, place in places.items()}
+    rows = parts.get(field) or [torch.cat(pair) for pair in zip(parts["prompt"], parts["response"], strict=True)]
+    lengths, masks = [len(row) for row in rows], unravel(keys.masks)
+    own, wide = (ragged_values(td, path) for path in (unravel(keys.mask), (*masks, "all_attention_mask")))
+    if own is None and wide is not None and field == "prompt" and "full" in parts:
+        # A prompt comes first.
+        wide = [mask[:length] for mask, length in zip(wide, lengths, strict=True)]
+    found = [
+        [torch.ones_like(row, dtype=torch.bool) if m is None else _as_mask(m, call) for row, m in pairs]
+        for pairs in (list(zip(rows, each, strict=True)) for each in (own, wide) if each is not None)
+    ]
+    valid = next((each for each in found if [len(mask) for mask in each] == lengths), None)
+    if found and valid is None:
+        raise LeafMismatchError(
+            f"{call}: the masks must have the lengths of the tokens.",
+            expected=str(lengths),
+            got=", ".join([str([len(mask) for mask in each]) for each in found]),
+        )
+    ids, mask = pad_rows(rows, side="right")
+    if valid is not None:
+        mask = pad_rows(valid, side="right")[0]
+    wrote = ragged_values(td, (*masks, "all_assistant_mask"))
+    if wrote is not None and [None if each is None else len(each) for each in wrote] != lengths:
+        wrote = None
+    prompts = [len(row) for row in parts["prompt"]] if known else None
+    return TokenBatch(ids, mask, lead, prompts, lengths, None if wrote is None else pad_rows(wrote, side="right")[0])
+
+
+def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
+    """Return an entry of each element of the batch, None where it lacks it; None where the entry is not ragged."""
+    value = get_value(td, path, None)
+    if value is None or (isinstance(value, Tensor) and not value.is_nested):
+        return None
+    *parents, name = path
+    holder = get_value(td, tuple(parents)) if parents else td
+    if not holder._is_lazy:
+        return flat_list(value, len(holder._batch_size))
+    # By the trees: a tuple of values lies along the dimension of the stack, which need not be the first.
+    return [get_value(each, name, None) for each in flat_list(holder, len(holder._batch_size))]
+
+
+def check_batch(batch: TokenBatch, td: TensorCollection, source: NestedKey, call: str) -> None:
+    """Raise if there is not a row of tokens for each element of the tree's batch.
+
+    Raises:
+        LeafMismatchError: The message has both sizes.
+    """
+    if batch.lead != td._batch_size:
+        raise LeafMismatchError(
+            f"{call}: the tokens {dotted(unravel(source))!r} must be rows of the batch.",
+            expected=f"shape {(*td._batch_size, 'T')}",
+            got=f"shape {(*batch.lead, batch.ids.shape[1])}",
+        )
+
+
+def check_prompts(rows: Sequence[Row], size: Size) -> None:
+    """Raise if a prompt has no tokens.
+
+    Raises:
+        ValueError: The message has the place of the row.
+    """
+    for i, row in enumerate(rows):
+        if not len(row.ids):
+            place = torch.unravel_index(torch.tensor(i), size) if size else ()
+            raise error(
+                ValueError,
+                f"generate: the prompt of row {', '.join(str(int(at)) for at in place) or '0'} must have tokens.",
+                got="no tokens",
+            )

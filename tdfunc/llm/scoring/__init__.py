@@ -1,0 +1,1 @@
+"""Log-probs and logits of given tokens under a Hugging Face model."""

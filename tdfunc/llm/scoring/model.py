@@ -1,0 +1,277 @@
+"""`CausalLM`: a Hugging Face language model as a frozen specification beside its tree of parameters.
+
+The pure functions of this package take both: the specification holds the structure and the family's rules, the tree all
+tensors. Only this module reads the attributes of the models.
+"""
+
+import copy as copying
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tdfunc.core.context import is_compiling, is_recording
+from tdfunc.core.errors import error
+from tdfunc.core.types import Path
+from tdfunc.llm.scoring.head import Head
+from tdfunc.modules.functional import Apply, functional
+
+if TYPE_CHECKING:
+    from tdfunc._tensordict import TensorDict
+
+# How each family separates rows that are packed into one: by positions that begin anew ("positions"), or by a mask of
+# pairs ("mask"). Families that are not here are scored in batches of rows of one length.
+PACKING = {
+    "falcon": "mask",
+    "gemma2": "positions",
+    "gemma3_text": "positions",
+    "glm4_moe": "positions",
+    "gpt2": "positions",
+    "gpt_neox": "positions",
+    "llama": "positions",
+    "mistral": "positions",
+    "olmo3": "positions",
+    "opt": "mask",
+    "phi3": "positions",
+    "qwen2": "positions",
+    "qwen3": "positions",
+    "qwen3_moe": "positions",
+    "smollm3": "positions",
+}
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """The structure of a language model and the rules of its family; made by `causal_lm`.
+
+    Attributes:
+        apply: Runs functions of the model on a tree of its parameters.
+        family: The `model_type` of its configuration.
+        head: The steps from hidden states to logits; None if they are not known, so that logits are computed whole.
+        packing: "positions", "mask", or None where rows cannot be packed.
+        max_length: The length up to which positions were trained, or None.
+        extendable: Longer rows run (rotary positions), with results that nobody trained.
+        by_length: Rows of different lengths change each other's results, so that they are scored apart.
+        first_length: Where `by_length`, the length up to which positions do not depend on it.
+        eos_ids: The tokens that end a response, of the model's `generation_config`.
+        packed: Several short rows share one row of the batch, where the family can; see `explain_scoring`.
+        allow_long: Rows that are longer than the model was trained for run, if it can.
+        chunk_size: How many positions have logits at the same time; None for a number by the vocabulary.
+    """
+
+    apply: Apply
+    family: str
+    head: Head | None
+    packing: str | None
+    max_length: int | None
+    extendable: bool
+    by_length: bool
+    first_length: int = 0
+    eos_ids: tuple[int, ...] = ()
+    packed: bool = False
+    allow_long: bool = False
+    chunk_size: int | None = None
+
+    def with_options(
+        self, *, packed: bool | None = None, allow_long: bool | None = None, chunk_size: int | None = None
+    ) -> "CausalLM":
+        """Return the specification with other ways to run it; an option that is None stays as it is.
+
+        Args:
+            packed: Let several short rows share one row of the batch, where the family can.
+            allow_long: Run rows that are longer than the model was trained for, if it can.
+            chunk_size: How many positions have logits at the same time.
+        """
+        given = {"packed": packed, "allow_long": allow_long, "chunk_size": chunk_size}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    def train(self, mode: bool = True) -> "CausalLM":
+        """Return the specification in training mode: dropout draws, by `rng=`."""
+        return replace(self, apply=self.apply.train(mode))
+
+    # Any: the function's arguments and result.
+    def run(self, params: Any, fn: Callable[..., Any], *args: Any, buffers: Any = None, rng: Any = None) -> Any:
+        """Return `fn(model, *args)` on a private model with these parameters."""
+        return self.apply.call(params, (fn, *args), buffers=buffers, rng=rng)
+
+
+def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, TensorDict, TensorDict]":
+    """Return a language model as a specification, with its parameters and buffers as trees.
+
+    The head of the model is compared with the steps that `Head` has, on random tokens, so that log-probs can be
+    computed without the logits of all positions. The specification is in evaluation mode.
+
+    Args:
+        model: A causal model of transformers.
+        copy: Whether the trees are copies; otherwise they share the model's storage.
+
+    Raises:
+        TypeError: The model has no configuration.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
+        >>> lm, params, buffers = causal_lm(GPT2LMHeadModel(config))
+        >>> lm.family, lm.head
+        ('gpt2', Head(scale=1.0, softcap=None))
+    """
+    # Any: transformers is optional.
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise error(
+            TypeError,
+            "causal_lm: the model must be a causal language model of transformers.",
+            expected="a module with a config, such as AutoModelForCausalLM gives",
+            got=type(model).__name__,
+        )
+    config = config.get_text_config()
+    # The class alone differs, so that the paths of the tree are those of the model.
+    host = copying.copy(model)
+    host.__class__ = type(type(model).__name__, (type(model),), {"__call__": _run})
+    apply, params, buffers = functional(host, copy=copy)
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    max_length = getattr(config, "max_position_embeddings", None)
+    lm = CausalLM(
+        apply=apply.eval(),
+        family=config.model_type,
+        head=None,
+        packing=None if getattr(config, "alibi", False) else PACKING.get(config.model_type),
+        max_length=max_length,
+        extendable=bool(rope),
+        by_length=any([part.get("rope_type") in ("dynamic", "longrope") for part in scaled]),
+        first_length=_first_length(config, scaled),
+        eos_ids=_eos_ids(model),
+    )
+    # The head alone would leave out hooks of the whole model.
+    has_hooks = bool(model._forward_hooks or model._forward_pre_hooks)
+    return replace(lm, head=None if has_hooks else _find_head(lm, params, buffers, config)), params, buffers
+
+
+# Any: transformers is optional.
+def _first_length(config: Any, scaled: list[dict[str, Any]]) -> int:
+    """Return the length for which scaled positions were trained first, 0 where it is not known."""
+    name = "original_max_position_embeddings"
+    found = [*[part.get(name) for part in scaled], getattr(config, name, None)]
+    return min([length for length in (*found, getattr(config, "max_position_embeddings", None)) if length], default=0)
+
+
+# Any: transformers is optional.
+def _eos_ids(model: Any) -> tuple[int, ...]:
+    """Return the tokens that end a response, of which a model may have none, one or several."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return () if found is None else tuple(found) if isinstance(found, list) else (found,)
+
+
+# Any: the arguments of a function of the model.
+def _run(self: nn.Module, fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(self, *args)
+
+
+# Any: the arguments and the output of a family.
+def _call(model: nn.Module, **inputs: Any) -> Any:
+    """Run the model's own forward, with its hooks."""
+    return nn.Module.__call__(model, **inputs)
+
+
+def _find_head(lm: CausalLM, params: Any, buffers: Any, config: Any) -> Head | None:
+    """Return the steps that give the family's own logits on random tokens, if there are any."""
+    divisor = getattr(config, "logits_scaling", None)
+    scale = 1.0 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0
+    head = Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+    ids = torch.randint(config.vocab_size, (2, 5), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(next(iter(params.leaves())).device)
+    try:
+        with torch.no_grad():
+            path, spread = lm.run(params, _measure_head, ids, buffers=buffers)
+            # Larger logits, on which softcaps show.
+            params = params.set(path, params[path] * (50.0 / spread))
+            own = lm.run(params, own_logits, ids, None, None, buffers=buffers)
+            found = head.logits(*lm.run(params, hidden_states, ids, None, None, buffers=buffers))
+    # A model may lack a base model or a linear head; on the meta device nothing has values.
+    except (AttributeError, TypeError, NotImplementedError, StopIteration):
+        return None
+    same = found.shape == own.shape and torch.allclose(found, own.to(found.dtype), rtol=1e-3, atol=1e-2)
+    return head if same else None
+
+
+def _measure_head(model: Any, ids_BT: Tensor) -> tuple[Path, Tensor]:
+    """Return the path of the head's weight, and the spread of the logits."""
+    weight = model.get_output_embeddings().weight
+    named = model.named_parameters(remove_duplicate=False)
+    path = next(tuple(name.split(".")) for name, leaf in named if leaf is weight)
+    return path, own_logits(model, ids_BT, None, None).std()
+
+
+def hidden_states(
+    model: Any, ids_BT: Tensor, positions_BT: Tensor | None, mask: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the last hidden states (B, T, D), and the weight and the bias of the head."""
+    head = model.get_output_embeddings()
+    base = model.base_model
+    out = base(**_inputs(model, type(base).forward, ids_BT, positions_BT, mask))
+    return out.last_hidden_state, head.weight, getattr(head, "bias", None)
+
+
+def own_logits(model: Any, ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> Tensor:
+    """Return the logits (B, T, V) as the family's own forward computes them."""
+    return _call(model, **_inputs(model, type(model).forward, ids_BT, positions_BT, mask)).logits
+
+
+def new_cache(model: Any) -> Any:
+    """Return an empty cache of keys and values, as the family's layers need it."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def next_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT: Tensor | None, cache: Any) -> Tensor:
+    """Return the logits (B, V) that follow the last position, and extend the cache by the positions.
+
+    The mask is of all positions, those in the cache included. Without a mask rows have no pads; without a cache the
+    positions are all there are.
+    """
+    names = _parameters(type(model).forward)
+    inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": cache is not None}
+    if cache is not None:
+        inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
+    if mask_BT is not None:
+        inputs["attention_mask"] = mask_BT
+    # Not every family adds the length of its cache to positions of its own (Bamba).
+    if positions_BT is not None and "position_ids" in names:
+        inputs["position_ids"] = positions_BT
+    if "logits_to_keep" in names:
+        inputs["logits_to_keep"] = 1
+    return _call(model, **inputs).logits[:, -1]
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
+
+
+def _inputs(
+    model: Any, forward: Callable[..., Any], ids_BT: Tensor, positions_BT: Tensor | None, mask: Any
+) -> dict[str, Any]:
+    inputs = {"input_ids": ids_BT.to(torch.int64), "use_cache": False}
+    # Under torch.compile and torch.export families choose by themselves.
+    is_graph = not is_compiling() and is_recording()
+    if positions_BT is not None:
+        inputs["position_ids"] = positions_BT
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    elif positions_BT is None and is_graph and "past_key_values" in _parameters(forward):
+        # Families choose kernels by the values of a mask, and without one look in the positions for packed rows, which
+        # a graph cannot do. Beside a cache they do neither; this one stays empty.
+        cache = new_cache(model)
+        cache.update = lambda keys, values, *args, **kwargs: (keys, values)
+        cache.update_conv_state = cache.update_recurrent_state = lambda states, *args, **kwargs: states
+        inputs["past_key_values"] = cache
+    elif positions_BT is None:
+        # Without a mask families read values to look for packed rows, which vmap cannot.
+        inputs["attention_mask"] = torch.ones(ids_BT.shape, device=ids_BT.device, dtype=torch.int64)
+    return inputs

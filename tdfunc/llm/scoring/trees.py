@@ -1,0 +1,210 @@
+"""`score`, `logits` and `distribution`: the scoring of token ids as pure functions from trees to trees.
+
+A tree has its tokens under `tokens` and its mask under `attention_mask` or `masks`; the result has everything that the
+tree had, and the new entry. The rows may be padded on any side, or be a ragged stack, and the result is laid out alike.
+"""
+
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import MissingKeyError, error
+from tdfunc.core.keys import unravel
+from tdfunc.core.types import NestedKey, Path
+from tdfunc.llm.rows.batch import TokenBatch
+from tdfunc.llm.rows.read import TokenKeys, ragged_values, read_tokens
+from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
+from tdfunc.llm.scoring.model import CausalLM
+from tdfunc.ops.edit import EditMethods
+from tdfunc.ops.reading import get_value
+
+T = TypeVar("T", bound=EditMethods)
+
+
+def score(
+    lm: CausalLM,
+    params: Any,
+    td: T,
+    *,
+    buffers: Any = None,
+    at: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    under: Literal["raw", "behaviour"] = "raw",
+    rng: Any = None,
+    tokens_key: NestedKey = "tokens",
+    mask_key: NestedKey = "attention_mask",
+    log_probs_key: NestedKey = "log_probs",
+) -> T:
+    """Return the tree with the log-prob of each of its tokens.
+
+    Args:
+        lm: The model, from `causal_lm`; `lm.with_options` chooses how it runs.
+        params: Its parameters, or the whole tree.
+        td: A tree with `Tokens`, of which `full` is scored, or `prompt` and `response`.
+        buffers: The buffers of the model, unless `params` has them.
+        at: Other tokens to score at each position, such as a teacher's candidates.
+        temperature: A divisor of the logits, for all or for each element of the batch.
+        under: With "behaviour" the result also has `behaviour`: the log-probs of the responses at this temperature,
+            over the `support` of the tree's log-probs if these have one.
+        rng: A key for the dropout of `lm.train()`.
+        tokens_key: The place of the tokens.
+        mask_key: The place of the mask, True at tokens; without it `("masks", "all_attention_mask")`, else all are
+            tokens.
+        log_probs_key: The place of the result.
+
+    Shapes:
+        Tokens (*B, T) give `LogProbs` with `full` and `mask` (*B, T), and `prompt` and `response` if the tokens have
+        these; with `at` (*B, T, K) the log-probs are (*B, T, K). Ragged tokens give a ragged stack.
+
+    Raises:
+        MissingKeyError: The tree has no tokens.
+        LeafMismatchError: The mask has another shape than the tokens.
+        ValueError: A row is longer than the model's positions; or `under` is another word.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from tdfunc.llm import Tokens, causal_lm
+        >>> config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
+        >>> lm, params, buffers = causal_lm(GPT2LMHeadModel(config))
+        >>> td = TensorDict({"tokens": Tokens(full=torch.arange(6).view(2, 3), batch_size=[2])}, [2])
+        >>> score(lm, params, td, buffers=buffers)["log_probs"].full.shape
+        torch.Size([2, 3])
+    """
+    if under not in ("raw", "behaviour"):
+        raise error(ValueError, "score: under must be 'raw' or 'behaviour'.", got=repr(under))
+    batch = _read(td, tokens_key, mask_key, "score")
+    heat = temperature.reshape(-1) if isinstance(temperature, Tensor) and temperature.dim() else temperature
+    support = _read_support(td, batch, unravel(log_probs_key)) if under == "behaviour" else None
+    wanted = batch.ids.unsqueeze(-1) if at is None else at.reshape(len(batch.ids), *at.shape[-2:])
+    chosen = wanted if support is None else torch.cat([wanted, support.clamp(min=0)], -1)
+    found, mask = score_ids(lm, params, batch.ids, batch.mask, buffers=buffers, at=chosen, temperature=heat, rng=rng)
+    full, of_support = found[..., : wanted.shape[-1]], found[..., wanted.shape[-1] :]
+    full = full.squeeze(-1) if at is None else full
+    behaviour = full if under == "behaviour" else None
+    if support is not None:
+        kept = torch.where(support >= 0, of_support, -torch.inf)
+        # Where nothing was cut the sum over all tokens is 1.
+        total = torch.where((support >= 0).any(-1), kept.logsumexp(-1), 0)
+        behaviour = torch.where(mask, full - (total if at is None else total.unsqueeze(-1)), 0)
+    return td.set(log_probs_key, batch.log_probs(full, mask, behaviour))
+
+
+def logits(
+    lm: CausalLM,
+    params: Any,
+    td: T,
+    *,
+    buffers: Any = None,
+    rng: Any = None,
+    tokens_key: NestedKey = "tokens",
+    mask_key: NestedKey = "attention_mask",
+    logits_key: NestedKey = "logits",
+) -> T:
+    """Return the tree with the logits from which each of its tokens is drawn; arguments as for `score`.
+
+    Args:
+        lm: The model.
+        params: Its parameters.
+        td: A tree with tokens.
+        buffers: The buffers.
+        rng: A key for dropout.
+        tokens_key: The place of the tokens.
+        mask_key: The place of the mask.
+        logits_key: The place of the result.
+
+    Shapes:
+        Tokens (*B, T) give (*B, T, V): the logits at position i are of token i; 0 at pads and at a row's first token.
+        Ragged tokens give rows padded at the right.
+    """
+    batch = _read(td, tokens_key, mask_key, "logits")
+    found, _ = logits_of_ids(lm, params, batch.ids, batch.mask, buffers=buffers, rng=rng)
+    return td.set(logits_key, batch.shaped(found))
+
+
+def distribution(
+    lm: CausalLM,
+    params: Any,
+    td: TensorCollection,
+    *,
+    buffers: Any = None,
+    rng: Any = None,
+    tokens_key: NestedKey = "tokens",
+    mask_key: NestedKey = "attention_mask",
+) -> "MaskedCategorical":
+    """Return the distribution from which each token of a tree is drawn; arguments as for `logits`.
+
+    Args:
+        lm: The model.
+        params: Its parameters.
+        td: A tree with tokens.
+        buffers: The buffers.
+        rng: A key for dropout.
+        tokens_key: The place of the tokens.
+        mask_key: The place of the mask.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from tdfunc.llm import Tokens, causal_lm
+        >>> config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
+        >>> lm, params, buffers = causal_lm(GPT2LMHeadModel(config))
+        >>> td = TensorDict({"tokens": Tokens(full=torch.arange(6).view(2, 3), batch_size=[2])}, [2])
+        >>> distribution(lm, params, td, buffers=buffers).log_prob(td["tokens"].full).shape
+        torch.Size([2, 3])
+    """
+    batch = _read(td, tokens_key, mask_key, "distribution")
+    found, mask = logits_of_ids(lm, params, batch.ids, batch.mask, buffers=buffers, rng=rng)
+    return MaskedCategorical(batch.shaped(found), batch.shaped(mask))
+
+
+class MaskedCategorical(Categorical):
+    """Categorical distributions of tokens, some of which are pads: log-prob and entropy are 0 there.
+
+    Args:
+        logits: (*B, T, V).
+        mask: True where a token is drawn (*B, T).
+    """
+
+    def __init__(self, logits: Tensor, mask: Tensor) -> None:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        super().__init__(logits=wide, validate_args=False)  # pyright: ignore[reportUnknownMemberType]
+        self.mask = mask
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log-probs of tokens (*B, T)."""
+        return torch.where(self.mask, super().log_prob(torch.where(self.mask, value, 0)), 0)
+
+    def entropy(self) -> Tensor:
+        """Return the entropies (*B, T), in nats."""
+        return torch.where(self.mask, super().entropy(), 0)
+
+
+def _read(td: TensorCollection, tokens_key: NestedKey, mask_key: NestedKey, call: str) -> TokenBatch:
+    return read_tokens(td, TokenKeys(tokens_key, mask_key, "masks"), "full", call)
+
+
+def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor | None:
+    """Return the support of the responses at the places of the rows, (N, T, K) with -1 for nothing; None without one.
+
+    Raises:
+        MissingKeyError: The rows are not prompts and responses.
+    """
+    if batch.prompt is None:
+        raise MissingKeyError(
+            'score: under="behaviour" takes tokens that have prompt and response.', got="full, of unknown parts"
+        )
+    support = get_value(td, (*path, "support"), None)
+    if support is None:
+        return None
+    dense = support.reshape(len(batch.ids), *support.shape[-2:]) if isinstance(support, Tensor) else None
+    parts: list[Any] = ragged_values(td, (*path, "support")) or [] if dense is None else list(dense)
+    starts = batch.prompt if isinstance(batch.prompt, list) else [batch.prompt] * len(parts)
+    width = max([part.shape[-1] for part in parts if part is not None])
+    found = batch.ids.new_full((*batch.ids.shape, width), -1)
+    for row, (start, part) in enumerate(zip(starts, parts, strict=True)):
+        # A row in which nothing was cut has none.
+        if part is not None:
+            found[row, start : start + part.shape[0], : part.shape[1]] = part
+    return found

@@ -1,0 +1,156 @@
+"""`Reader`: the tokens, texts or conversations of a tree as rows of ids, for wrappers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.llm.conversations.exact import TokenTemplate, grown_ids
+from tdfunc.llm.conversations.history import History
+from tdfunc.llm.encoding.chat import chat_rows, check_masks
+from tdfunc.llm.encoding.padding import EncodedRow, Layout
+from tdfunc.llm.encoding.text import added_around, text_rows
+from tdfunc.llm.rows.batch import Row, TokenBatch, flat_list
+from tdfunc.llm.rows.read import TokenKeys, check_batch, ragged_values, read_field, read_tokens
+from tdfunc.llm.templates.base import conversation_in, text_tokenizer
+from tdfunc.ops.reading import get_value
+
+
+class Inputs(NamedTuple):
+    """The inputs of a call.
+
+    Attributes:
+        rows: The tokens of each element of the batch.
+        batch: The padded tokens, where tokens were read and were padded.
+        texts: The texts, in text mode.
+        chats: The conversations, in history mode.
+    """
+
+    rows: list[Row]
+    batch: TokenBatch | None = None
+    texts: list[str] | None = None
+    # Any: History.
+    chats: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The way in which a wrapper reads its inputs.
+
+    Attributes:
+        mode: "history", "text" or "tokens".
+        keys: The places of the input and of masks.
+        call: The name of the wrapper's class, for messages.
+        tokenizer: The tokenizer; None for tokens.
+        template: The template of histories.
+        layout: How rows of texts and histories are cut.
+        add_special_tokens: Whether texts get the tokens that the tokenizer puts around them.
+    """
+
+    mode: str
+    keys: TokenKeys
+    call: str
+    # Any: a tokenizer or processor of transformers.
+    tokenizer: Any
+    template: TokenTemplate | None
+    layout: Layout
+    add_special_tokens: bool
+
+    def read(self, td: TensorCollection, field: str) -> Inputs:
+        """Return the rows of a field of the input.
+
+        Raises:
+            MissingKeyError: The tree has no input.
+            LeafMismatchError: The input has another shape than the batch, or a mask another than the tokens.
+        """
+        if self.mode == "tokens":
+            batch = read_tokens(td, self.keys, field, self.call)
+            check_batch(batch, td, self.keys.source, self.call)
+            return Inputs(batch.rows(), batch if batch.lengths is None else None)
+        if self.mode == "text":
+            texts = self._texts(td, field)
+            return Inputs(self._encode_texts(texts), texts=texts)
+        chats = self._chats(td, field)
+        return Inputs(self._encode_chats(chats, prompts=field == "prompt"), chats=chats)
+
+    def _texts(self, td: TensorCollection, field: str) -> list[str]:
+        """Return the texts of the batch."""
+        path = unravel(self.keys.source)
+        value = read_field(td, path, field, self.call)
+        size, record = td._batch_size, get_value(td, path)
+        if isinstance(value, str):
+            texts = [value] * size.numel()
+        elif isinstance(record, TensorCollection) and record._is_lazy:
+            # Its values are along the dimension of the stack, which need not be the first.
+            texts = ragged_values(td, (*path, field)) or []
+        else:
+            texts = ragged_values(td, path) or [] if td._is_lazy else flat_list(value, len(size))
+        wrong = [text for text in texts if not isinstance(text, str)]
+        if wrong:
+            raise LeafMismatchError(
+                f"{self.call}: {dotted((*path, field))!r} must be a text for each element of the batch.",
+                expected=f"batch size {list(size)}",
+                got=repr(wrong[0])[:200],
+            )
+        return texts
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[Row]:
+        """Return the ids of texts, with the special tokens that the tokenizer adds, which stay when a text is cut.
+
+        A text that begins with the tokenizer's `bos_token` was rendered by a template: it gets no second one.
+        """
+        bos = text_tokenizer(self.tokenizer).bos_token or ""
+        found: dict[int, Row] = {}
+        for special in (True, False):
+            whole = [self.add_special_tokens and not (bos and text.startswith(bos)) for text in texts]
+            places = [i for i, is_whole in enumerate(whole) if is_whole == special]
+            rows = text_rows(self.tokenizer, [texts[i] for i in places], add_special_tokens=special)
+            first, last = added_around(self.tokenizer) if special and places and self.layout.cuts else (0, 0)
+            for i, row in zip(places, rows, strict=True):
+                found[i] = _row(self.layout.cut(row, first=first, last=last))
+        return [found[i] for i in range(len(texts))]
+
+    # Any: histories.
+    def _chats(self, td: TensorCollection, field: str) -> list[Any]:
+        """Return the conversation of each element of the batch."""
+        path = unravel(self.keys.source)
+        value = read_field(td, path, field, self.call)
+        size = td._batch_size
+        if not isinstance(value, History) or len(value._batch_size) != len(size) + 1:
+            raise LeafMismatchError(
+                f"{self.call}: {dotted((*path, field))!r} must be a History with a dimension of messages.",
+                expected=f"batch size {[*size, -1]}",
+                got=f"batch size {list(value._batch_size)}" if isinstance(value, History) else type(value).__name__,
+            )
+        return flat_list(value, len(size))
+
+    def _encode_chats(self, chats: Sequence[Any], *, prompts: bool) -> list[Row]:
+        """Return the ids of conversations, with generation prompts or with assistant masks.
+
+        Conversations with replies that keep their ids are these ids; others are as the template renders them.
+        """
+        assert self.template is not None
+        conversations = [conversation_in(chat) for chat in chats]
+        kept = [any([message.get("token_ids") for message in each.messages]) for each in conversations]
+        plain = [each for each, is_kept in zip(conversations, kept, strict=True) if not is_kept]
+        made = chat_rows(self.tokenizer, self.template.template, plain, generation_prompt=prompts, masks=not prompts)
+        if not prompts:
+            check_masks(made, plain)
+        rest, rows = iter(made), list[EncodedRow]()
+        for conversation, is_kept in zip(conversations, kept, strict=True):
+            if not is_kept:
+                rows.append(next(rest))
+                continue
+            ids, wrote = grown_ids(self.template, conversation, 0, prompts, False)
+            rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64)})
+            if not prompts:
+                rows[-1]["assistant_masks"] = torch.tensor(wrote, dtype=torch.bool)
+        return [_row(self.layout.cut(row)) for row in rows]
+
+
+def _row(row: EncodedRow) -> Row:
+    return Row(row["input_ids"], assistant=row.get("assistant_masks"))

@@ -1,0 +1,66 @@
+"""Responses of a backend as rows, as texts, and as messages of a conversation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc.llm.conversations.exact import TokenTemplate, without_end
+from tdfunc.llm.generation.options import Response
+from tdfunc.llm.messages.message import Message
+from tdfunc.llm.rows.batch import Row
+from tdfunc.llm.templates.base import text_tokenizer
+
+# The tokens of the prompt that the text of a response is decoded with: some tokenizers drop the space in front of the
+# first token of a text.
+_CONTEXT = 4
+
+
+def decode_all(tokenizer: Any, rows: Sequence[Tensor], *, skip_special_tokens: bool = False) -> list[str]:
+    """Return the texts of rows of ids."""
+    return text_tokenizer(tokenizer).batch_decode(
+        [row.tolist() for row in rows],
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def reply_texts(
+    tokenizer: Any, prompts: Sequence[Row], responses: Sequence[Response], *, skip_special_tokens: bool = False
+) -> list[str]:
+    """Return the texts of responses as they follow their prompts; a backend's own where it gave no tokens."""
+    with_ids = [i for i, each in enumerate(responses) if each.tokens is not None]
+    texts = {i: each.text or "" for i, each in enumerate(responses) if each.tokens is None}
+    tails = [prompts[i].ids[-_CONTEXT:] for i in with_ids]
+    found = [responses[i].tokens for i in with_ids]
+    tokens = [each.to(tail.device) for tail, each in zip(tails, found, strict=True) if each is not None]
+    joined = [torch.cat(pair) for pair in zip(tails, tokens, strict=True)]
+    decoded = decode_all(tokenizer, [*tails, *joined, *tokens], skip_special_tokens=skip_special_tokens)
+    count = len(with_ids)
+    for place, i in enumerate(with_ids):
+        before, both, alone = decoded[place], decoded[count + place], decoded[2 * count + place]
+        # A token of the prompt may be part of a character.
+        texts[i] = both[len(before) :] if both.startswith(before) else alone
+    return [texts[i] for i in range(len(responses))]
+
+
+def reply_of(template: TokenTemplate, response: Response, text: str, stops: Sequence[str]) -> Message:
+    """Return the message of a response, with the ids that it was sampled as.
+
+    Args:
+        template: The template, which parses the text without its end of turn.
+        response: The response.
+        text: Its text, control tokens included.
+        stops: The stop sequences.
+    """
+    ids = [] if response.tokens is None else response.tokens.tolist()
+    reason: str = response.finish_reason
+    content = without_end(template, ids, text) if reason == "stop" else text
+    if reason == "stop" and content == text and any([stop in text for stop in stops]):
+        reason = "stop_string"
+    message = template.template.parse_reply(content)
+    if message.get("tool_calls") and reason == "stop":
+        reason = "tool_calls"
+    message |= {"finish_reason": reason, "is_complete": reason != "length"}
+    return message | {"token_ids": ids} if ids else message

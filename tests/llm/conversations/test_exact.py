@@ -1,0 +1,301 @@
+"""Token-exact conversations: ids only grow, replies keep theirs, and every change of earlier turns is reported."""
+
+import random
+import re
+
+import pytest
+
+from tdfunc.llm import (
+    ChatML,
+    History,
+    TokenTemplate,
+    append_messages,
+    chat_ids,
+    chatml,
+    deepseek,
+    find_mismatch,
+    gemma,
+    is_append_only,
+    llama,
+    mistral,
+    qwen,
+    to_training_rows,
+)
+from tdfunc.llm.templates.base import conversation_in
+from tests.llm.templates.test_templates import TOOLS
+from tests.llm.tokens import CHATML, FORGETFUL, SPECIAL, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
+
+MARKS = [mark for each in (llama, deepseek, mistral, gemma) for mark in each.control]
+HERMES = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response>"
+    "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A name, the template, whether it has a form for thinking, for tools, and for several calls.
+TEMPLATES = {
+    "chatml": (chatml, True, True, 2),
+    "qwen": (qwen, True, True, 2),
+    "llama": (llama, False, True, 1),
+    "deepseek": (deepseek, False, True, 2),
+    "mistral": (mistral, False, True, 2),
+    "gemma": (gemma, False, False, 0),
+    "hermes in Jinja": (HERMES, True, True, 2),
+    "zephyr in Jinja": (ZEPHYR, False, True, 2),
+    "text arguments in Jinja": (TEXT_ARGUMENTS, False, True, 2),
+    "dropped thinking in Jinja": (FORGETFUL, True, True, 2),
+}
+# Each of them renders a conversation as a prefix of a longer one.
+EXTENDING = [name for name in TEMPLATES if name not in ("qwen", "mistral", "dropped thinking in Jinja")]
+
+
+def make_template(name):
+    """A template with a tokenizer that has its control strings."""
+    source = TEMPLATES[name][0]
+    tokenizer = make_tokenizer(
+        source if isinstance(source, str) else CHATML, special=[*dict.fromkeys([*SPECIAL, *MARKS])], bos_token="<s>",
+        eos_token="</s>" if source is ZEPHYR else "<|im_end|>",
+    )  # fmt: skip
+    return TokenTemplate(tokenizer, None if isinstance(source, str) else source)
+
+
+def sampled(template, text, draws):
+    """Ids of a text as a model may sample them: of pieces cut anywhere but in control strings."""
+    ids = []
+    for part in re.split(f"({'|'.join(map(re.escape, template.control))})", text):
+        while part:
+            n = len(part) if part in template.control else draws.randint(1, 6)
+            ids += template.tokenizer(part[:n], add_special_tokens=False)["input_ids"]
+            part = part[n:]
+    return ids
+
+
+def words(draws):
+    """A text that tokenises in many ways, with line breaks and control strings."""
+    parts = ["the quick", " brown", "fox ", "\n", " ", "über", "<|im_end|>", "jumps over", '{"a": 1}', "</s>"]
+    return "".join(draws.choices(parts, k=draws.randint(1, 6)))
+
+
+def make_reply(name, draws, n):
+    """A random reply: text, thinking, or calls."""
+    _, thinks, has_tools, most = TEMPLATES[name]
+    reply = {"role": "assistant", "content": words(draws).replace("<|im_end|>", "").replace("</s>", "").strip() or "ok"}
+    if thinks and draws.random() < 0.5:
+        reply["reasoning_content"] = "hm " * draws.randint(1, 3) + "so"
+    if has_tools and draws.random() < 0.5:
+        calls = [
+            {
+                "id": f"call{n:02}{i:03}",
+                "type": "function",
+                "function": {
+                    "name": draws.choice(["now", "search"]),
+                    "arguments": {"q": draws.choice(["x", "ü", 'a"b'])},
+                },
+            }
+            for i in range(draws.randint(1, most))
+        ]
+        reply |= {"tool_calls": calls, "content": None}
+        reply.pop("reasoning_content", None)
+    return reply
+
+
+def roll_out(template, name, draws):
+    """Play a conversation of several turns token by token; return its history, and the ids that came out."""
+    chat = [{"role": "user", "content": words(draws)}]
+    if TEMPLATES[name][2] and draws.random() < 0.5:
+        chat = [{"role": "system", "content": words(draws)}, *chat]
+    history = History.from_chats(chat)
+    ids = chat_ids(template, history, add_generation_prompt=True)
+    for n in range(draws.randint(1, 4)):
+        reply = make_reply(name, draws, n)
+        whole = template.marked([*history.tolist(), reply])
+        prompt = template.marked(history.tolist(), prompt=True)
+        start = len(prompt.text) if whole.text.startswith(prompt.text) else whole.replies[-1].start
+        text = whole.text[start : whole.replies[-1].stop].removesuffix(template.template.end)
+        own = sampled(template, text, draws)
+        own += template.end_ids if draws.random() < 0.8 else []
+        ids += own
+        history = history.append(History.from_chats([{**reply, "token_ids": own}])[0])
+        if reply.get("tool_calls"):
+            news = [{"role": "tool", "content": words(draws), "tool_call_id": c["id"]} for c in reply["tool_calls"]]
+        else:
+            news = [{"role": "user", "content": words(draws)}]
+        new = History.from_chats(news)
+        longer = append_messages(template, ids, new)
+        assert longer[: len(ids)] == ids, "the ids so far never change"
+        ids, history = longer, history.extend(new)
+    return history, ids
+
+
+def check_roll_outs(name, count):
+    """Count tokens that differ between rollouts and the ids of their histories."""
+    template, draws, drifted, tokens = make_template(name), random.Random(name), 0, 0
+    control = set(template.tokenizer.convert_tokens_to_ids(list(template.control)))
+    for _ in range(count):
+        history, ids = roll_out(template, name, draws)
+        again = chat_ids(template, history, add_generation_prompt=True)
+        drifted += sum(a != b for a, b in zip(ids, again, strict=False)) + abs(len(ids) - len(again))
+        tokens += len(ids)
+        if name in EXTENDING and is_append_only(template, history):
+            rendered = template.template.texts([conversation_in(history)], generation_prompt=True)[0]
+            assert template.tokenizer.decode(ids) == rendered
+            assert sum(i in control for i in ids) == sum(i in control for i in _rendered(template, history))
+    assert tokens > 40 * count
+    return drifted
+
+
+def _rendered(template, history):
+    conversation = conversation_in(history)
+    return template.encode(template.marked(conversation.messages, conversation.tools, prompt=True))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_token_drifts(name):
+    """Replies cut anywhere, thinking, calls, cut-off turns: the ids of the history are those that were sampled."""
+    assert check_roll_outs(name, 5) == 0
+
+
+@pytest.mark.slow
+def test_no_token_drifts_in_a_thousand_conversations():
+    """0 in 1,000, over 10 templates."""
+    assert [check_roll_outs(name, 100) for name in TEMPLATES] == [0] * 10
+
+
+def test_rendering_again_would_drift():
+    """The count above can fail: the renders of the same conversations have other ids."""
+    template, draws = make_template("chatml"), random.Random(1)
+    history, ids = roll_out(template, "chatml", draws)
+
+    assert _rendered(template, history) != ids
+    found = find_mismatch(template, history)
+    assert found is not None
+    kept = chat_ids(template, history)
+    assert kept[: found.position] == template.encode(template.marked(history.tolist()))[: found.position]
+    assert found.kept.startswith(template.tokenizer.decode(kept[found.position : found.position + 1]))
+
+
+CHAT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "hm"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d", "reasoning_content": "so"},
+]
+
+
+def test_fork_where_thinking_is_dropped():
+    """Each reply stands once, behind the prompt that the template renders for it."""
+    template, history = make_template("qwen"), History.from_chats(CHAT)
+
+    rows = to_training_rows(template, history)
+
+    assert not is_append_only(template, history)
+    assert [row.replies for row in rows] == [(1,), (3,)]
+    decode = template.tokenizer.decode
+    texts = [decode([i for i, own in zip(row.ids, row.generated, strict=True) if own]) for row in rows]
+    assert texts == ["<think>\nhm\n</think>\n\nb<|im_end|>", "<think>\nso\n</think>\n\nd<|im_end|>"]
+    prompt = qwen.render(history[:3], add_generation_prompt=True)
+    assert decode(rows[1].ids).startswith(prompt)
+    assert [len(row.history.tolist()) for row in rows] == [2, 4]
+
+
+def test_fork_of_an_extending_template_is_one_row():
+    """All replies are trained in it, and its ids are those of the conversation."""
+    template, history = make_template("chatml"), History.from_chats([CHAT, CHAT[:1]])
+
+    rows = to_training_rows(template, history)
+
+    assert is_append_only(template, history) == [True, True]
+    assert [[row.replies for row in each] for each in rows] == [[(1, 3)], [()]]
+    assert rows[0][0].ids == chat_ids(template, history)[0]
+    assert find_mismatch(template, history) == [None, None]
+
+
+def test_tools_that_move_break_extension():
+    """Mistral writes the tools before the last message of the user."""
+    history = History.from_chats({"messages": [{k: m[k] for k in ("role", "content")} for m in CHAT], "tools": TOOLS})
+
+    assert not is_append_only(mistral, history)
+    assert is_append_only(mistral, history.set("tools", None))
+    assert is_append_only(llama, history)
+    assert [row.replies for row in to_training_rows(make_template("mistral"), history)] == [(1,), (3,)]
+
+
+def test_edited_messages_are_noticed():
+    """Ids that are not those of the text raise; so does nothing else: replies of another parser are taken."""
+    template = make_template("chatml")
+    ids = template.tokenizer("<think>\nhm\n</think>\n\nb")["input_ids"]
+    reply = {**CHAT[1], "token_ids": ids}
+    history = History.from_chats([CHAT[0], reply])
+
+    assert chat_ids(template, history)[-len(ids) :] == ids
+    parsed_elsewhere = History.from_chats([CHAT[0], {"role": "assistant", "content": "hm b", "token_ids": ids}])
+    with pytest.raises(ValueError, match=r"message 1 \(assistant\): token_ids must be those of its text"):
+        chat_ids(template, parsed_elsewhere)
+    edited = History.from_chats([CHAT[0], {**reply, "content": "no"}])
+    with pytest.raises(ValueError, match="retokenize=True"):
+        chat_ids(template, edited)
+    again = chat_ids(template, edited, retokenize=True)
+    assert template.tokenizer.decode(again).endswith("no<|im_end|>")
+
+
+def test_a_reply_that_was_cut_gets_its_end():
+    """Not as something that the assistant wrote."""
+    template = make_template("chatml")
+    ids = template.tokenizer("b")["input_ids"]
+    history = History.from_chats([CHAT[0], {"role": "assistant", "content": "b", "token_ids": ids}, CHAT[2]])
+
+    (row,) = to_training_rows(template, history)
+
+    assert template.tokenizer.decode(row.ids) == chatml.render(history)
+    assert sum(row.generated) == len(ids)
+    nothing = History.from_chats([CHAT[0], {"role": "assistant", "content": "", "token_ids": []}, CHAT[2]])
+    (row,) = to_training_rows(template, nothing)
+    assert template.tokenizer.decode(row.ids) == chatml.render(nothing)
+    assert not any(row.generated)
+
+
+def test_thinking_inside_a_content_breaks_extension():
+    """A template that cuts it out, and ends its prompt with the tag, gives a row for each reply."""
+    jinja = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:<think>{% endif %}"
+    )
+    template = TokenTemplate(make_tokenizer(jinja))
+    texts = ["hm</think>b", "so</think>d"]
+    ids = [[*template.tokenizer(text)["input_ids"], *template.end_ids] for text in texts]
+    replies = [{"role": "assistant", "content": text, "token_ids": own} for text, own in zip(texts, ids, strict=True)]
+    history = History.from_chats([CHAT[0], replies[0], CHAT[2], replies[1]])
+
+    rows = to_training_rows(template, history)
+
+    assert not is_append_only(template, history)
+    assert [row.replies for row in rows] == [(1,), (3,)]
+    assert [row.ids[-len(own) :] for row, own in zip(rows, ids, strict=True)] == ids
+    assert template.tokenizer.decode(rows[1].ids).startswith("user:a<|im_end|>assistant:b<|im_end|>user:c<|im_end|>")
+    assert find_mismatch(template, history).position == len(
+        template.tokenizer("user:a<|im_end|>assistant:")["input_ids"]
+    )
+
+
+def test_bridge_takes_one_message_and_nothing_else_changes():
+    """A single message, several, and none: the header of a reply."""
+    template = make_template("chatml")
+    ids = chat_ids(template, History.from_chats(CHAT[:2]))
+    text = template.tokenizer.decode(ids)
+
+    one = append_messages(template, ids, History(role="user", content="c"))
+    none = append_messages(template, ids, History.from_chats([]))
+    quiet = append_messages(template, ids, History(role="user", content="c"), add_generation_prompt=False)
+
+    assert template.tokenizer.decode(one) == text + "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert template.tokenizer.decode(none) == text + "\n<|im_start|>assistant\n"
+    assert template.tokenizer.decode(quiet) == text + "\n<|im_start|>user\nc<|im_end|>\n"
+
+
+def test_options_of_templates_decide_extension():
+    """The same conversation, with thinking kept and dropped."""
+    history = History.from_chats([CHAT, CHAT[:2]])
+
+    assert is_append_only(ChatML(), history) == [True, True]
+    assert is_append_only(ChatML(drop_thinking=True), history) == [False, True]

@@ -1,0 +1,111 @@
+"""The report on templates: each property, on templates that have it and on templates that do not."""
+
+import json
+
+import pytest
+
+from tdfunc.llm import JinjaTemplate, template_report
+from tests.cli.helpers import run
+from tests.llm.conversations.test_exact import HERMES
+from tests.llm.tokens import CHATML, FORGETFUL, GENERATION, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
+
+DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are nice.<|im_end|>\n{% endif %}" + CHATML
+OVERDRAWN = "{% generation %}" + CHATML + "{% endgeneration %}"
+NO_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+BOS = "{{ bos_token }}" + CHATML
+# The tools, or the system message, stand before the last message: they move.
+LAST_TOOLS = CHATML.replace("<|im_start|>{{", "{{ tools | tojson if tools and loop.last }}<|im_start|>{{", 1)
+LAST_SYSTEM = NO_SYSTEM.replace("<|im_start|>{{", "{{ messages[0].content if loop.last }}<|im_start|>{{", 1)
+
+
+def report(template, **options):
+    """The report on a template."""
+    return template_report(make_tokenizer(template, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "good", "detail"),
+    [
+        ("append-only", CHATML, True, "prefix"),
+        ("append-only", DEFAULT, True, "prefix"),
+        ("append-only with thinking", FORGETFUL, False, "to_training_rows"),
+        ("append-only with thinking", HERMES, True, "prefix"),
+        ("append-only", LAST_TOOLS, True, "prefix"),
+        ("append-only with tools", LAST_TOOLS, False, "to_training_rows"),
+        ("append-only with tools", CHATML, True, "prefix"),
+        ("append-only with system", LAST_SYSTEM, False, "to_training_rows"),
+        ("append-only with system", CHATML, True, "prefix"),
+        ("thinking", CHATML, None, "not rendered"),
+        ("thinking", FORGETFUL, False, "left out of earlier turns"),
+        ("thinking", HERMES, True, "kept"),
+        ("end of turn", CHATML, True, "'<|im_end|>'"),
+        ("end of turn", ZEPHYR, False, "eos_token is '<|im_end|>'"),
+        ("end of turn", "{{ messages[-1].content }}", False, "no control string"),
+        ("assistant masks", CHATML, True, "end of turn"),
+        ("assistant masks", GENERATION, True, "end of turn"),
+        ("assistant masks", "{{ messages[-1].content }}", False, ""),
+        ("generation tag", CHATML, None, "none"),
+        ("generation tag", GENERATION, True, "around replies"),
+        ("generation tag", OVERDRAWN, False, "draws"),
+        ("tools", CHATML, None, "not rendered"),
+        ("tools", "{{ tools | tojson }}" + CHATML, True, "rendered"),
+        ("tool calls", HERMES, True, "calls and results"),
+        ("tool calls", CHATML, False, "only results"),
+        ("arguments", FORGETFUL, True, "dict"),
+        ("arguments", TEXT_ARGUMENTS, True, "text"),
+        ("arguments", CHATML, True, "any"),
+        ("system message", CHATML, True, "without a default"),
+        ("system message", DEFAULT, False, "You are nice."),
+        ("system message", NO_SYSTEM, False, "dropped"),
+        ("control strings", CHATML, True, "ordinary text"),
+        ("control strings", CHATML.replace("m['content']", "m['content'] | upper"), False, "edits"),
+        ("bos", CHATML, True, "not doubled"),
+        ("parsing", CHATML, True, "as ChatML"),
+        ("parsing", ZEPHYR, None, "no template"),
+    ],
+)  # fmt: skip
+def test_findings(name, template, good, detail):
+    """A property is found where it is, and only there."""
+    found = report(template)[name]
+
+    assert found.good is good
+    assert detail in found.detail
+
+
+def test_a_doubled_bos_is_found():
+    """The tokenizer adds one, and the template writes one."""
+    import tokenizers
+
+    tokenizer = make_tokenizer(BOS, bos_token="<s>")
+    processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.backend_tokenizer.post_processor = processor
+
+    assert template_report(tokenizer)["bos"].good is False
+    assert template_report(make_tokenizer(BOS, bos_token="<s>"))["bos"].good is True
+
+
+def test_a_template_that_raises_is_reported():
+    """Its error is the finding, of every property that needs a render."""
+    made = report("{{ raise_exception('no') }}")
+
+    assert not any(each.good for each in made.checks if each.name != "arguments")
+    assert "no" in made["append-only"].detail
+    assert str(made).count("\n") == len(made.checks) - 1
+    assert JinjaTemplate(make_tokenizer("{{ raise_exception('no') }}")).alike is None
+
+
+def test_the_command(tmp_path):
+    """`tdfunc template check` prints a table or JSON, and its exit code tells."""
+    make_tokenizer(HERMES).save_pretrained(tmp_path / "good")
+    make_tokenizer(FORGETFUL).save_pretrained(tmp_path / "bad")
+
+    good, bad = run("template", "check", tmp_path / "good"), run("template", "check", tmp_path / "bad", "--json")
+
+    assert "control strings" in good.out
+    assert good.code == 0, good.out
+    assert json.loads(bad.out)["thinking"]["good"] is False
+    assert bad.code == 1
+    missing = run("template", "check", tmp_path / "nothing")
+    assert missing.code == 2

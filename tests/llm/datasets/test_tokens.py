@@ -1,0 +1,321 @@
+"""Data sets of tokens: rows are those of the tokenizer, batches are pure, and a cache is never stale or half there."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc.core.errors import ConcurrencyError, MissingKeyError
+from tdfunc.llm import History, PairwiseDataset, PromptData, chatml, load_tokens, read_records
+from tdfunc.llm.datasets import tokens as module
+from tests.llm.tokens import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+TEXTS = ["the fox", "", "jumps over the lazy dog", "yes\u2028no", "a"]
+CHAT = [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "yes"}]
+
+
+def ids_of(text):
+    """The ids of a text, by the tokenizer itself."""
+    return TOKENIZER(text)["input_ids"]
+
+
+def rows_of(batch):
+    """The ids of each row, without pads."""
+    return [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.text("the fox\n", max_size=20), max_size=6),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.booleans(),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from([None, 0, 7]),
+)
+def test_batches_are_the_rows_in_order_or_shuffled(texts, size, start, drop_last, side, seed):
+    """Oracle: lists. Each batch is padded to its longest row; to start later is to skip; a key shuffles all rows."""
+    data = load_tokens(TOKENIZER, texts)
+    key = None if seed is None else tdf.random.key(seed)
+    order = list(range(len(texts))) if key is None else tdf.random.permutation(key, len(texts)).tolist()
+    parts = [order[i : i + size] for i in range(0, len(order), size)]
+    kept = [part for part in parts if len(part) == size or not drop_last][start:]
+
+    batches = list(data.batches(size, key=key, start=start, drop_last=drop_last, padding_side=side))
+
+    assert len(data) == len(texts)
+    assert data.lengths.tolist() == [len(ids_of(text)) for text in texts]
+    assert [rows_of(batch) for batch in batches] == [[ids_of(texts[i]) for i in part] for part in kept]
+    for batch in batches:
+        mask = batch["attention_mask"] if side == "right" else batch["attention_mask"].flip(-1)
+        assert batch["input_ids"].dtype == torch.int64
+        assert torch.equal(mask, mask.sort(dim=-1, descending=True).values)
+        assert bool(mask.any(0).all())
+
+
+def test_files_are_read_by_their_suffix(tmp_path):
+    """A line of text is a record, also with separators of lines inside; empty lines are texts, but not in JSON."""
+    lines = tmp_path / "a.txt"
+    lines.write_text("".join(text + "\n" for text in TEXTS))
+    objects = tmp_path / "a.jsonl"
+    objects.write_text("\n\n".join(json.dumps({"text": text, "n": 1}) for text in TEXTS))
+
+    assert [record["text"] for record in read_records(lines)] == TEXTS
+    assert [record["text"] for record in read_records(objects)] == TEXTS
+    for source in (lines, str(objects), TEXTS, iter(TEXTS), [{"text": text} for text in TEXTS]):
+        data = load_tokens(TOKENIZER, source)
+        assert rows_of(data.batch(range(5))) == [ids_of(text) for text in TEXTS]
+
+
+def test_parquet_files(tmp_path):
+    """Rows of a parquet file are records."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": TEXTS, "messages": [CHAT] * 5}), path)
+
+    assert rows_of(load_tokens(TOKENIZER, path).batch(range(5))) == [ids_of(text) for text in TEXTS]
+    assert len(load_tokens(TOKENIZER, path, columns="messages")) == 5
+
+
+def test_conversations_have_their_masks():
+    """Rows of conversations, tools included, are those of `apply_chat_template`."""
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    chats = [{"messages": CHAT, "tools": tools}, {"messages": [*CHAT, *CHAT], "tools": None}, {"messages": CHAT[:1]}]
+    history = History.from_chats([{k: v for k, v in chat.items() if v} for chat in chats])
+    expected = history.apply_chat_template(
+        tokenizer=TOKENIZER,
+        chat_template=chatml,
+        add_generation_prompt=False,
+        return_assistant_tokens_mask=True,
+        padding=True,
+    )
+
+    data = load_tokens(TOKENIZER, chats, columns="messages", chat_template=chatml)
+
+    assert bool((data.batch(range(3)) == expected).all())
+    assert bool((data.batch([-1]) == data.batch(torch.tensor([2]))).all())
+    assert bool((data[1]["assistant_masks"] == data.batch([1])["assistant_masks"][0]).all())
+
+
+def test_prompts_and_pairs():
+    """Columns of a prompt with a response make the trees of prompts and pairs; long rows are cut."""
+    records = [
+        {"prompt": "the fox ", "chosen": "jumps", "rejected": "is lazy and brown"},
+        {"prompt": "dog", "chosen": "", "rejected": "x"},
+    ]
+    data = load_tokens(TOKENIZER, records, columns=("prompt", "chosen"))
+    prompts = PromptData.from_rows(data.batch([0, 1]))
+    ends = [prompts.input_ids[i, : end + 1] for i, end in enumerate(prompts.prompt_rindex.tolist())]
+    real = [prompts.attention_mask[i, : len(each)] for i, each in enumerate(ends)]
+    assert [each[mask].tolist() for each, mask in zip(ends, real, strict=True)] == [ids_of("the fox "), ids_of("dog")]
+
+    pairs = PairwiseDataset.from_dataset(TOKENIZER, records, max_length=6)
+    assert pairs.batch_size == (2,)
+    for name in ("chosen", "rejected"):
+        side = getattr(pairs, f"{name}_data")
+        expected = [(ids_of(record["prompt"]) + ids_of(record[name]))[:6] for record in records]
+        assert rows_of({"input_ids": side.input_ids, "attention_mask": side.attention_mask}) == expected
+        assert side.rewards is None
+    whole = PairwiseDataset.from_dataset(TOKENIZER, records, prompt=None, max_length=None)
+    assert whole.rejected_data.attention_mask.sum(1).tolist() == [len(ids_of(each["rejected"])) for each in records]
+    assert [type(batch) for batch in pairs.split(1)] == [PairwiseDataset] * 2
+
+
+def test_columns_by_name_stay_together():
+    """A batch of several columns is a tree of them, row by row."""
+    records = [{"a": "the", "b": "fox jumps"}, {"a": "", "b": "dog"}]
+    data = load_tokens(TOKENIZER, records, columns={"x": "a", "y": "b"})
+
+    batch = data.batch([1, 0])
+
+    assert batch.batch_size == (2,)
+    assert rows_of(batch["x"]) == [[], ids_of("the")]
+    assert rows_of(batch["y"]) == [ids_of("dog"), ids_of("fox jumps")]
+    assert data[0]["y"]["input_ids"].tolist() == ids_of("fox jumps")
+    assert data.lengths["x"].tolist() == [len(ids_of("the")), 0]
+
+
+# -- the cache --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The number of times that records were tokenized, as a list of one."""
+    count = [0]
+    tokenize = module._tokenize
+
+    def counted(*args):
+        count[0] += 1
+        return tokenize(*args)
+
+    monkeypatch.setattr(module, "_tokenize", counted)
+    return count
+
+
+def caches(folder):
+    """The caches in a folder."""
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
+def test_a_cache_is_made_once_for_each_tokenizer_option_and_data(tmp_path, made):
+    """The same call reads; a change of anything that rows depend on tokenizes again, also back and forth."""
+    path = tmp_path / "a.txt"
+    path.write_text("the fox\n")
+    other = make_tokenizer()
+    other.add_tokens(["fox"])
+    folder = tmp_path / "cache"
+
+    def read(tokenizer=TOKENIZER, source=path, **options):
+        return rows_of(load_tokens(tokenizer, source, cache_dir=folder, **options).batch([0]))
+
+    first = read()
+    assert read() == first == [ids_of("the fox")]
+    assert made == [1]
+    assert read(other) == [other("the fox")["input_ids"]] != first
+    path.write_text("the dog\n")
+    assert read() == [ids_of("the dog")]
+    path.write_text("the fox\n")
+    assert read() == first
+    read(add_special_tokens=False)
+    assert made == [4]
+    assert read(source=["the fox"]) == read(source=iter(["the fox"])) == first
+    assert made == [5]
+    assert len(caches(folder)) == 5
+    for name in ("b.txt", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "the fox"}\n')
+    assert read(source=tmp_path / "b.txt") == [ids_of('{"text": "the fox"}')]
+    assert read(source=tmp_path / "b.jsonl") == first
+    for record in ({"a": 1, "b": 2}, {"b": 2, "a": 1}):
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        records = [{"messages": chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": record}}]}]
+        options = {"columns": "messages", "chat_template": chatml}
+        assert read(source=records, **options) == rows_of(load_tokens(TOKENIZER, records, **options).batch([0]))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "other", "empty"])
+def test_a_damaged_cache_is_made_again(tmp_path, made, damage):
+    """A cut or altered file, or one of other data under its name, is not used."""
+    texts = ["the quick brown fox " * 20] * 50
+    load_tokens(TOKENIZER, texts, cache_dir=tmp_path)
+    (path,) = caches(tmp_path)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-100] ^= 1
+    tdf.save(tdf.TensorDict({"columns": torch.zeros(2)}), tmp_path / "other.safetensors")
+    contents = {
+        "cut": whole[:-50],
+        "flip": bytes(flipped),
+        "other": (tmp_path / "other.safetensors").read_bytes(),
+        "empty": b"",
+    }
+    path.write_bytes(contents[damage])
+
+    data = load_tokens(TOKENIZER, texts, cache_dir=tmp_path)
+
+    assert made == [2]
+    assert rows_of(data.batch([0, 49])) == [ids_of(texts[0])] * 2
+    assert path.read_bytes() == whole
+
+
+def test_data_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
+    """A file that gets another line between its digest and its tokens makes no cache."""
+    path = tmp_path / "a.txt"
+    path.write_text("the fox\n")
+    tokenize = module._tokenize
+
+    def late(*args):
+        path.write_text("the dog\n")
+        return tokenize(*args)
+
+    monkeypatch.setattr(module, "_tokenize", late)
+    with pytest.raises(ConcurrencyError, match="changed while it was read"):
+        load_tokens(TOKENIZER, path, cache_dir=tmp_path / "cache")
+
+    assert not caches(tmp_path / "cache")
+
+
+def test_an_error_leaves_nothing_behind(tmp_path):
+    """A bad record makes no cache, and no temporary file."""
+    with pytest.raises(TypeError, match=r"Record 1: 'text' must be a text"):
+        load_tokens(TOKENIZER, [{"text": "a"}, {"text": 1}], cache_dir=tmp_path)
+
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_threads_make_one_cache(tmp_path, made):
+    """Threads that need the same cache wait for the first."""
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(load_tokens, TOKENIZER, TEXTS, cache_dir=tmp_path) for _ in range(4)]
+        found = [rows_of(job.result(timeout=60).batch(range(5))) for job in jobs]
+
+    assert found == [[ids_of(text) for text in TEXTS]] * 4
+    assert made == [1]
+
+
+@pytest.mark.slow
+def test_processes_make_one_cache(tmp_path):
+    """Of two processes at once one tokenizes; both read the same rows."""
+    program = """if True:
+        import sys, time
+        from tdfunc.llm import datasets, load_tokens
+        from tests.llm.tokens import make_tokenizer
+        tokenize = datasets._tokenize
+        def slow(*args):
+            print("made", flush=True)
+            time.sleep(2)
+            return tokenize(*args)
+        datasets._tokenize = slow
+        print(load_tokens(make_tokenizer(), ["the fox", "a"], cache_dir=sys.argv[1]).batch([0])["input_ids"].tolist())
+    """
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    both = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    lines = sorted(line for process in both for line in process.communicate(timeout=120)[0].splitlines())
+
+    assert lines == [str([ids_of("the fox")])] * 2 + ["made"]
+    assert len(caches(tmp_path)) == 1
+
+
+ERRORS = [
+    (lambda: read_records("a.csv"), ValueError, r"must end in \.jsonl, \.txt or \.parquet"),
+    (lambda: load_tokens(TOKENIZER, {"text": ["a"]}), TypeError, "an iterable of records"),
+    (lambda: load_tokens(TOKENIZER, pandas.DataFrame({"text": ["a"]})), TypeError, "an iterable of records"),
+    (lambda: load_tokens(TOKENIZER, [1]), TypeError, "Record 0 must be a dict or a text"),
+    (lambda: load_tokens(TOKENIZER, [{"a": "b"}]), MissingKeyError, "Record 0 has no 'text'"),
+    (lambda: load_tokens(TOKENIZER, [{"text": "b"}, {"text": CHAT}]), TypeError, "Record 1: 'text' must be a text"),
+    (lambda: load_tokens(TOKENIZER, [{"m": CHAT}, {"m": "b"}], columns="m"), TypeError, "must be a list of messages"),
+    (lambda: load_tokens(TOKENIZER, [{"m": [{}]}], columns="m"), TypeError, "Record 0, message 0: a message must be"),
+    (lambda: load_tokens(TOKENIZER, ["a"]).batch([1]), IndexError, "The row must exist"),
+    (lambda: load_tokens(TOKENIZER, ["a"])[-2], IndexError, "The row must exist"),
+    (lambda: load_tokens(TOKENIZER, ["a"]).batch([0], padding=False), ValueError, "rows are padded"),
+    (lambda: load_tokens(TOKENIZER, ["a"]).batches(0), ValueError, "batch_size must be positive"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "pattern"), ERRORS)
+def test_errors(call, kind, pattern):
+    """Each mistake has a class and a message."""
+    with pytest.raises(kind, match=pattern):
+        call()
+
+
+def test_lines_that_are_not_json_are_named(tmp_path):
+    """The number of the line is in the message."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text"\n')
+    with pytest.raises(ValueError, match=r"line 2 must be JSON"):
+        load_tokens(TOKENIZER, path)
+    path.write_text('{"text": "a"}\n[1]\n')
+    with pytest.raises(ValueError, match=r"line 2 must be a JSON object"):
+        load_tokens(TOKENIZER, path)

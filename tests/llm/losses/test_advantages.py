@@ -1,0 +1,178 @@
+"""Advantages against loops over groups and tokens."""
+
+import itertools
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tdfunc import LeafMismatchError
+from tdfunc.llm.losses.advantages import (
+    batch_normalized,
+    group_normalized,
+    leave_one_out,
+    mc_returns,
+    penalized_rewards,
+)
+
+SEEDS = st.integers(0, 2**31)
+FUNCTIONS = [
+    group_normalized,
+    lambda r, m=None: group_normalized(r, m, scale="batch"),
+    lambda r, m=None: group_normalized(r, m, scale=None),
+    leave_one_out,
+    batch_normalized,
+]
+
+
+def rewards(seed, *, groups=5, samples=4, lead=()):
+    """Rewards, some of them missing and NaN; a group without rewards, one with a single one, and one of equal ones."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn((*lead, groups, samples), generator=generator, dtype=torch.float64)
+    mask = torch.rand(values.shape, generator=generator) < 0.8
+    values[..., 2, :], mask[..., 2, :] = 0.1, True
+    mask[..., 3, :], mask[..., 4, :] = False, False
+    mask[..., 4, 1] = True
+    return values.where(mask, torch.nan), mask
+
+
+def deviation(values):
+    """The sample deviation of a list; 0 of fewer than two."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def lists(values, mask):
+    """The rewards of each group."""
+    return [[v for v, m in zip(*row, strict=True) if m] for row in zip(values.tolist(), mask.tolist(), strict=True)]
+
+
+def check(found, mask, expected):
+    """Assert that a function gave these lists, one a group, and 0 elsewhere."""
+    want = torch.zeros(mask.shape, dtype=torch.float64)
+    want[mask] = torch.tensor([v for group in expected for v in group], dtype=torch.float64)
+    torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
+
+
+@settings(max_examples=10)
+@given(seed=SEEDS, eps=st.sampled_from([1e-4, 0.5]))
+def test_normalized_rewards_are_their_formulas(seed, eps):
+    """By the group's deviation, the batch's, or none; over the batch."""
+    values, mask = rewards(seed)
+    groups = lists(values, mask)
+    flat = sum(groups, [])
+    centred = [[v - statistics.fmean(group) for v in group] for group in groups]
+
+    scales = {
+        "group": [deviation(group) + eps for group in groups],
+        "batch": [deviation(flat) + eps] * 5,
+        None: [1] * 5,
+    }
+    for scale, divisors in scales.items():
+        expected = [[v / d for v in group] for group, d in zip(centred, divisors, strict=True)]
+        check(group_normalized(values, mask, scale=scale, eps=eps), mask, expected)
+    whole = [[(v - statistics.fmean(flat)) / (deviation(flat) + eps) for v in group] for group in groups]
+    check(batch_normalized(values, mask, eps=eps), mask, whole)
+
+
+@settings(max_examples=10)
+@given(seed=SEEDS)
+def test_leave_one_out_is_its_formula(seed):
+    """A baseline of the others alone, which no reward of its own can move."""
+    values, mask = rewards(seed)
+    expected = []
+    for group in lists(values, mask):
+        others = [group[:i] + group[i + 1 :] for i in range(len(group))]
+        expected.append([v - statistics.fmean(rest) if rest else 0.0 for v, rest in zip(group, others, strict=True)])
+
+    check(leave_one_out(values, mask), mask, expected)
+
+
+@settings(max_examples=10)
+@given(seed=SEEDS, gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]), width=st.sampled_from([0, 1, 2, 7, 8]))
+def test_returns_are_a_loop_from_the_end(seed, gamma, width):
+    """Masked positions neither reward nor discount."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(3, width, generator=generator) < 0.6
+    values = torch.randn(3, width, generator=generator, dtype=torch.float64).where(mask, torch.nan)
+    expected = torch.zeros(3, width, dtype=torch.float64)
+    for b in range(3):
+        after = 0.0
+        for t in reversed(range(width)):
+            if mask[b, t]:
+                expected[b, t] = after = values[b, t].item() + gamma * after
+
+    torch.testing.assert_close(mc_returns(values, mask, gamma=gamma), expected)
+
+
+def test_returns_of_long_rows_keep_their_digits():
+    """Thousands of tokens with a discount whose inverse would overflow."""
+    values = torch.ones(1, 3000, dtype=torch.float64)
+
+    found = mc_returns(values, values, gamma=0.5)
+    torch.testing.assert_close(found[0, :10], torch.full((10,), 2.0, dtype=torch.float64))
+
+
+def test_penalized_rewards_add_up_to_the_reward_and_the_penalties():
+    """The reward of a row stands at its last token, wherever that is; a row without tokens has none."""
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+    penalty = torch.rand(3, 6).where(mask.bool(), torch.nan)
+    found = penalized_rewards(torch.tensor([3.0, -2.0, 7.0]), penalty, mask)
+
+    kept = torch.where(mask.bool(), penalty, 0)
+    expected = -kept
+    expected[0, 4] += 3
+    expected[1, 1] -= 2
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_groups_without_spread_have_no_advantage(function):
+    """Equal rewards, a single one, none: 0, also where their mean is rounded."""
+    for samples, value in itertools.product((0, 1, 5, 7, 12), (0.1, -1000.1, 1e8 / 3)):
+        given = torch.full((3, samples), value)
+        assert torch.equal(function(given), torch.zeros_like(given))
+    assert function(torch.zeros(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_members_and_narrow_rewards(function):
+    """Vmap is a loop; 16 bits are computed in float32; rewards may be counts."""
+    values, mask = rewards(0, lead=(3,))
+    found = torch.vmap(function)(values, mask)
+
+    for i in range(3):
+        torch.testing.assert_close(found[i], function(values[i], mask[i]))
+    narrow = values.nan_to_num(0).bfloat16()
+    assert torch.equal(function(narrow), function(narrow.float()))
+    counts = torch.tensor([[0, 1, 1], [2, 0, 0]])
+    assert torch.equal(function(counts), function(counts.float()))
+
+
+def test_a_discount_of_each_member():
+    """As a tensor under vmap."""
+    values, gammas = torch.rand(2, 3, 5), torch.tensor([0.5, 1.0])
+    found = torch.vmap(lambda r, g: mc_returns(r, torch.ones_like(r), gamma=g))(values, gammas)
+
+    torch.testing.assert_close(found[0], mc_returns(values[0], torch.ones(3, 5), gamma=0.5))
+    torch.testing.assert_close(found[1], values[1].flip(-1).cumsum(-1).flip(-1))
+
+
+X = torch.zeros(2, 3)
+MISTAKES = [
+    (lambda: group_normalized(X, scale="std"), ValueError, "scale must be one of its names.*'std'"),
+    (lambda: group_normalized(X, X[:1]), LeafMismatchError, "group_normalized: the values must have the shape"),
+    (lambda: leave_one_out(X, X[:1]), LeafMismatchError, "leave_one_out: the values must have the shape"),
+    (lambda: batch_normalized(X, X[:1]), LeafMismatchError, "batch_normalized: the values must have the shape"),
+    (lambda: penalized_rewards(X, X, X), LeafMismatchError, r"a reward for each row.*\[2\].*\[2, 3\]"),
+    (lambda: penalized_rewards(X[:, 0], X[:1], X), LeafMismatchError, "penalty must have the shape of the mask"),
+    (lambda: mc_returns(X[:1], X), LeafMismatchError, "mc_returns: rewards must have the shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), MISTAKES)
+def test_mistakes_name_what_must_hold(call, kind, message):
+    """A wrong shape or option raises."""
+    with pytest.raises(kind, match="(?s)" + message):
+        call()

@@ -1,0 +1,118 @@
+"""Corrections against loops over tokens, and against what they are for: means under another distribution."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tdfunc import LeafMismatchError
+from tdfunc.llm.losses import dapo
+from tdfunc.llm.losses.corrections import masked_is, reject, truncated_is
+from tests.llm.losses.data import make, tokens
+
+LEVELS = ["token", "sequence", "geometric"]
+
+
+def ratios(s, level):
+    """The ratio of each token, for each row."""
+    found = []
+    for b, row in enumerate(tokens(s.mask)):
+        gaps = [(s.log_probs[b, t] - s.old[b, t]).item() for t in row]
+        whole = math.exp(sum(gaps) / (max(len(row), 1) if level == "geometric" else 1))
+        found.append({t: math.exp(gap) if level == "token" else whole for t, gap in zip(row, gaps, strict=True)})
+    return found
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**31), level=st.sampled_from(LEVELS), low=st.floats(0.5, 0.99), high=st.floats(1.01, 2))
+def test_corrections_are_their_formulas(seed, level, low, high):
+    """Cut, left out, rejected; 0 or False where the mask is False, whatever stands there."""
+    s = make(seed)
+    cut, left, kept = (torch.zeros(s.mask.shape, dtype=torch.float64) for _ in range(3))
+    for b, row in enumerate(ratios(s, level)):
+        for t, r in row.items():
+            cut[b, t] = min(max(r, low), high)
+            kept[b, t] = low <= r <= high
+            left[b, t] = r if kept[b, t] else 0
+    options = {"level": level, "low": low, "high": high}
+
+    torch.testing.assert_close(truncated_is(s.log_probs, s.old, s.mask, **options), cut)
+    torch.testing.assert_close(masked_is(s.log_probs, s.old, s.mask, **options), left)
+    assert torch.equal(reject(s.log_probs, s.old, s.mask, **options), kept.bool())
+
+
+def test_weights_correct_the_mean_of_another_distribution():
+    """Over all tokens, weighted by the engine's probabilities, unlimited weights give the trainer's mean."""
+    trainer, engine, values = torch.randn(3, 8, dtype=torch.float64)
+    trainer, engine = trainer.log_softmax(0), engine.log_softmax(0)
+    weights = truncated_is(trainer.unsqueeze(1), engine.unsqueeze(1), torch.ones(8, 1), high=math.inf).squeeze(1)
+
+    torch.testing.assert_close((engine.exp() * weights * values).sum(), (trainer.exp() * values).sum())
+
+
+def test_equal_log_probs_are_left_as_they_are():
+    """An engine without mismatch: weights of 1, nothing rejected."""
+    s = make(0)
+    for level in LEVELS:
+        for weights in (truncated_is, masked_is):
+            assert torch.equal(weights(s.log_probs, s.log_probs, s.mask, level=level), s.mask.double())
+        assert torch.equal(reject(s.log_probs, s.log_probs, s.mask, level=level, low=1, high=1), s.mask)
+
+
+def test_a_rejection_leaves_the_mean_and_a_weight_of_zero_does_not():
+    """Of two rows one is far off: the other counts whole, or half."""
+    log_probs = torch.tensor([[-1.0], [-1.0]])
+    engine, mask = torch.tensor([[-1.0], [-5.0]]), torch.ones(2, 1)
+    advantages = torch.ones(2)
+    kept = reject(log_probs, engine, mask, low=0.5, high=2)
+    weights = masked_is(log_probs, engine, mask)
+
+    torch.testing.assert_close(dapo(log_probs, advantages, kept).loss, torch.tensor(-1.0))
+    torch.testing.assert_close(dapo(log_probs, advantages, mask, weights=weights).loss, torch.tensor(-0.5))
+
+
+def test_weights_are_constants():
+    """No gradient flows through them."""
+    s = make(1)
+    log_probs = s.log_probs.requires_grad_()
+
+    assert not truncated_is(log_probs, s.old, s.mask).requires_grad
+    assert not masked_is(log_probs, s.old, s.mask).requires_grad
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_engines_far_off_give_finite_weights(level):
+    """Differences of a thousand nats."""
+    far, mask = torch.full((1, 3), -1000.0), torch.ones(1, 3)
+
+    for pair in ((far, 0 * far), (0 * far, far)):
+        assert truncated_is(*pair, mask, level=level, high=math.inf).isfinite().all()
+        assert not reject(*pair, mask, level=level, low=0.1, high=10).any()
+
+
+def test_members_and_narrow_log_probs():
+    """Vmap is a loop; 16 bits are computed in float32."""
+    s = make(2, lead=(3,))
+    found = torch.vmap(lambda x, y, m: truncated_is(x, y, m, level="geometric"))(s.log_probs, s.old, s.mask)
+    x, y = s.log_probs.bfloat16(), s.old.bfloat16()
+
+    for i in range(3):
+        torch.testing.assert_close(found[i], truncated_is(s.log_probs[i], s.old[i], s.mask[i], level="geometric"))
+    assert torch.equal(truncated_is(x, y, s.mask), truncated_is(x.float(), y.float(), s.mask))
+
+
+X = torch.zeros(2, 3)
+MISTAKES = [
+    (lambda: truncated_is(X, X[:1], X), LeafMismatchError, "truncated_is: behaviour must have the shape of the mask"),
+    (lambda: masked_is(X[:1], X, X), LeafMismatchError, "masked_is: log_probs must have the shape of the mask"),
+    (lambda: reject(X, X, X, low=0, high=1, level="row"), ValueError, "level of a ratio must be .*'row'"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), MISTAKES)
+def test_mistakes_name_what_must_hold(call, kind, message):
+    """A wrong shape or level raises."""
+    with pytest.raises(kind, match="(?s)" + message):
+        call()

@@ -1,0 +1,581 @@
+"""Log-probs of tokens in any layout against each row alone, for each family; transforms, memory, options."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
+from tdfunc.llm import (
+    History,
+    LogProbs,
+    Masks,
+    Tokens,
+    causal_lm,
+    distribution,
+    explain_scoring,
+    logits,
+    score,
+    score_ids,
+)
+from tdfunc.llm.rows.packing import bins, compact
+from tdfunc.llm.scoring.head import Head, chosen_log_probs
+from tdfunc.llm.scoring.ids import logits_of_ids
+from tdfunc.llm.scoring.model import PACKING
+from tests.helpers import examples
+from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:Model config"),
+]
+# Those whose rows influence each other when packed, by their positions or through a state.
+UNPACKED = ("falcon, alibi", "bloom", "gpt_oss", "lfm2", "qwen3_next", "qwen3_5", "bamba", "falcon_h1")
+# Those that are packed well, too, but that nobody needs.
+UNLISTED = ("granite", "cohere")
+MASKED = ("opt", "falcon")
+QUICK = ("llama", "gpt2", "opt", "gemma2, window")
+
+
+def rows(lengths, width, seed):
+    """Rows of random tokens with these lengths, among pads at random places."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (len(lengths), width), generator=generator)
+    mask = torch.zeros(len(lengths), width, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask[row, torch.randperm(width, generator=generator)[:length]] = True
+    return ids, mask
+
+
+def check_rows(model, found, ids, mask, temperature=1.0):
+    """Assert that each row has the log-probs of the row alone."""
+    for row, (tokens, valid) in enumerate(zip(ids, mask, strict=True)):
+        alone = tokens[valid]
+        assert int(found.mask[row].sum()) == max(len(alone) - 1, 0)
+        if len(alone) > 1:
+            expected = row_log_probs(model, alone, temperature)
+            # The chunks of gated delta nets sum in another order for rows of another length.
+            fine = 5e-5 if hasattr(model.config, "linear_num_key_heads") else 1e-5
+            tolerance = torch.where(expected < -20, 1e-4, fine)
+            assert ((found.log_probs[row][found.mask[row]] - expected).abs() <= tolerance).all()
+    assert (found.log_probs[~found.mask] == 0).all()
+
+
+def check_family(name, seed):
+    """Assert it for a family, with pads anywhere and at the left, packed and not."""
+    model = make(name)
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([11, 5, 5, 4, 3, 1, 0], 14, seed)
+    left = torch.arange(14) >= 14 - mask.sum(1, keepdim=True)
+
+    for layout in (mask, left):
+        for packed in (False, True):
+            check_rows(
+                model, score_ids(lm.with_options(packed=packed), params, ids, layout, buffers=buffers), ids, layout
+            )
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_all_layouts_equal_each_row_alone(name):
+    """Pads on any side and in between, empty rows, and packed rows do not change a number."""
+    check_family(name, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_families_equal_each_row_alone(name):
+    """The same for every family, on new tokens each time."""
+    check_family(name, int(torch.seed() % 2**31))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_table_of_packing_is_what_packing_does(name):
+    """A family is in the table with the way that keeps its rows apart; the others' rows meet in every way."""
+    model = make(name)
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([9, 5, 4, 4, 3], 9, seed=1)
+    exact = score_ids(lm, params, ids, mask, buffers=buffers).log_probs
+
+    def error(way):
+        other = dataclasses.replace(lm, packing=way)
+        return float(
+            (score_ids(other.with_options(packed=True), params, ids, mask, buffers=buffers).log_probs - exact)
+            .abs()
+            .max()
+        )
+
+    if lm.packing is not None:
+        assert error(lm.packing) < 2e-5
+    elif name not in (*UNLISTED, "falcon, alibi", "bloom"):
+        assert error("positions") > 0.1
+    assert (lm.packing is None) == (name in (*UNPACKED, *UNLISTED))
+    assert (lm.packing == "mask") == (name in MASKED)
+
+
+@examples(0.2)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), seed=st.integers(0, 2**16), data=st.data())
+def test_random_rows(lengths, seed, data):
+    """Any lengths, temperatures and chunks."""
+    model = make("llama")
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows(lengths, 9, seed)
+    temperature = data.draw(st.sampled_from([0.3, 1.0, 2.0]))
+    lm = lm.with_options(chunk_size=data.draw(st.sampled_from([None, 1, 3])))
+
+    check_rows(
+        model, score_ids(lm, params, ids, mask, buffers=buffers, temperature=temperature), ids, mask, temperature
+    )
+    heat = torch.full((len(lengths),), temperature)
+    lm = lm.with_options(packed=data.draw(st.booleans()))
+    each = score_ids(lm, params, ids, mask, buffers=buffers, temperature=heat)
+    check_rows(model, each, ids, mask, temperature)
+
+
+@given(lengths=st.lists(st.integers(0, 30), max_size=12))
+def test_bins_hold_each_row_once(lengths):
+    """Bins hold the rows that have tokens, and none is longer than the longest row."""
+    found = bins(lengths)
+
+    assert sorted(row for members in found for row in members) == [i for i, n in enumerate(lengths) if n]
+    assert all(sum(lengths[row] for row in members) <= max(lengths) for members in found)
+
+
+@given(lengths=st.lists(st.integers(0, 7), min_size=1, max_size=5), seed=st.integers(0, 2**16))
+def test_compacted_rows_are_put_back(lengths, seed):
+    """`scatter` undoes `gather` at the tokens, and the order of the tokens stays."""
+    ids, mask = rows(lengths, 7, seed)
+    found = compact(ids, mask)
+
+    assert [row[valid].tolist() for row, valid in zip(found.ids, found.mask, strict=True)] == [
+        row[valid].tolist() for row, valid in zip(ids, mask, strict=True)
+    ]
+    back = found.scatter(torch.where(found.mask, found.ids, 0).unsqueeze(-1)).squeeze(-1)
+    assert torch.equal(back, torch.where(mask, ids, 0))
+
+
+def test_the_page_has_the_table_of_packing():
+    """docs/llm.md names each family with its way."""
+    rows = [line.split("|")[1:3] for line in Path("docs/llm.md").read_text().splitlines() if line.startswith("| ")]
+    ways = {"positions that begin anew": "positions", "a mask of pairs": "mask"}
+    listed = {
+        name.removesuffix(" (rotary)").strip(): ways[way.strip()]
+        for names, way in rows
+        if way.strip() in ways
+        for name in names.strip().split(", ")
+    }
+
+    assert listed == PACKING
+
+
+def test_the_head_is_that_of_the_family():
+    """Scales and softcaps are found by comparison, and a head that differs is computed whole, with equal numbers."""
+    assert causal_lm(make("gemma2"))[0].head.softcap == 30.0
+    assert causal_lm(make("granite"))[0].head.scale == pytest.approx(1 / 3)
+
+    class Shifted(type(make("llama"))):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits * torch.linspace(0.5, 2, VOCAB)
+            return out
+
+    model = Shifted(make("llama").config).eval()
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([6, 3], 7, seed=2)
+    assert lm.head is None
+    assert "all positions at once" in explain_scoring(lm)
+    check_rows(model, score_ids(lm, params, ids, mask, buffers=buffers), ids, mask)
+
+
+# The norms and the softmax of Llama and Gemma compute in float32.
+@pytest.mark.parametrize(("name", "tolerance"), [("llama", 1e-4), ("gemma2", 1e-4), ("gpt2", 1e-9)])
+def test_gradients(name, tolerance):
+    """Gradients equal those of whole logits, also of each sample, of members, and of a temperature."""
+    model = make(name, attn_implementation="eager").double()
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([7, 5, 1], 8, seed=3)
+    lm = lm.with_options(chunk_size=4)
+
+    def total(params, ids, mask, temperature=1.0):
+        return score_ids(lm, params, ids, mask, temperature=temperature, buffers=buffers).log_probs.sum()
+
+    def whole(params, ids, mask, temperature=1.0):
+        found = logits_of_ids(lm, params, ids, mask, buffers=buffers)
+        lp = (found.log_probs / temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        return torch.where(found.mask, lp, 0).sum()
+
+    expected = torch.func.grad(whole)(params, ids, mask)
+    tdf.assert_close(torch.func.grad(total)(params, ids, mask), expected, rtol=tolerance, atol=tolerance)
+    each = torch.vmap(
+        torch.func.grad(lambda p, i, m: total(p, i[None], m[None])), in_dims=(None, 0, 0)
+    )(params, ids, mask)  # fmt: skip
+    tdf.assert_close(each.apply(lambda x: x.sum(0), batch_size=[]), expected, rtol=tolerance, atol=tolerance)
+    live = params.apply(lambda x: x.clone().requires_grad_())
+    total(live, ids, mask).backward()
+    tdf.assert_close(live.apply(lambda x: x.grad), expected, rtol=tolerance, atol=tolerance)
+    heat = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.func.grad(lambda t: total(params, ids, mask, t))(heat).sum(),
+        torch.func.grad(lambda t: whole(params, ids, mask, t[:, None, None]))(heat).sum(),
+    )
+    stacked = torch.stack([params, params.apply(lambda x: x * 1.1)])
+    members = torch.vmap(lambda p: score_ids(lm, p, ids, mask, buffers=buffers).log_probs)(stacked)
+    single = score_ids(lm, stacked[1], ids, mask, buffers=buffers).log_probs
+    torch.testing.assert_close(members[1], single, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_under_vmap():
+    """Gradients over low-rank adapters, a tree of their own: of all at once, and of each sample, those of a loop."""
+    lm, params, buffers = causal_lm(make("llama").double())
+    ids, mask = rows([7, 5], 8, seed=4)
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
+    draw, paths = torch.Generator().manual_seed(0), [path for path in params.paths() if "q_proj" in path]
+    adapters = TensorDict(
+        {
+            ".".join(path): TensorDict(
+                {
+                    "a": torch.randn(3, 2, params[path].shape[1], generator=draw, dtype=torch.float64),
+                    "b": torch.randn(3, params[path].shape[0], 2, generator=draw, dtype=torch.float64) / 10,
+                },
+                [3],
+            )
+            for path in paths
+        },
+        [3],
+    )
+
+    def loss(adapter, td):
+        whole = params
+        for path in paths:
+            part = adapter[".".join(path)]
+            whole = whole.set(path, params[path] + part["b"] @ part["a"])
+        found = score(lm, whole, td, buffers=buffers)["log_probs"]
+        return -found.full.sum()
+
+    alone = []
+    for adapter in adapters.unbind(0):
+        live = adapter.apply(lambda x: x.clone().requires_grad_())
+        loss(live, td).backward()
+        alone.append(live.apply(lambda x: x.grad))
+
+    found = torch.vmap(torch.func.grad(loss), (0, None))(adapters, td)
+    each = torch.vmap(torch.func.grad(lambda a, row: loss(a, row.unsqueeze(0))), (None, 0))(adapters[0], td)
+    assert len(paths) == 2
+    assert all([float(leaf.abs().max()) > 1e-3 for leaf in found.leaves()])
+    tdf.assert_close(found, torch.stack(alone), rtol=1e-4, atol=1e-4)
+    tdf.assert_close(each.apply(lambda x: x.sum(0), batch_size=[]), alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_second_derivatives():
+    """The derivative of a gradient is that of whole logits."""
+    lm, params, buffers = causal_lm(make("gpt2", attn_implementation="eager").double())
+    ids, mask = rows([6, 4], 6, seed=4)
+    direction = params.apply(torch.randn_like)
+
+    def along(loss):
+        def slope(p):
+            return sum(
+                (a * b).sum() for a, b in zip(torch.func.grad(loss)(p).leaves(), direction.leaves(), strict=True)
+            )
+
+        return torch.func.grad(slope)(params)
+
+    def total(p):
+        return score_ids(lm.with_options(chunk_size=3), p, ids, mask, buffers=buffers).log_probs.sum()
+
+    def whole(p):
+        found = logits_of_ids(lm, p, ids, mask, buffers=buffers)
+        return (found.log_probs.log_softmax(-1).gather(-1, ids[..., None])[..., 0] * found.mask).sum()
+
+    tdf.assert_close(along(total), along(whole), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_compiled():
+    """Scoring compiles as one graph, and once more for all other shapes."""
+    lm, params, buffers = causal_lm(make("llama"))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(lambda p, b, i, m: score_ids(lm, p, i, m, buffers=b), fullgraph=True, backend=backend)
+    for shape in ((3, 9), (4, 11), (5, 12), (6, 14)):
+        ids, mask = rows([3] * shape[0], shape[1], seed=5)
+        torch.testing.assert_close(
+            run(params, buffers, ids, mask).log_probs, score_ids(lm, params, ids, mask, buffers=buffers).log_probs
+        )
+
+    assert len(graphs) <= 2
+
+
+FUSED, UNFUSED = {"attn_implementation": "sdpa"}, {"attn_implementation": "eager"}
+TRAINED = [
+    ("gpt2", {**FUSED, "n_layer": 1}),
+    *[pytest.param(name, FUSED, marks=pytest.mark.slow) for name in ("llama", "mistral, window", "opt", "lfm2")],
+    *[pytest.param(name, UNFUSED, marks=pytest.mark.slow) for name in ("gemma2, window", "lfm2")],
+]
+
+
+@pytest.mark.parametrize(("name", "options"), TRAINED)
+def test_gradients_of_members_under_jit(name, options):
+    """They are those of each member alone, with fused attention too, and for a mask that comes later."""
+    lm, params, buffers = causal_lm(make(name, **options).double())
+    members = torch.stack([params, params.apply(lambda x: x * 1.1)])
+
+    def slopes(params, buffers, ids, mask):
+        return torch.func.grad(lambda p: score_ids(lm, p, ids, mask, buffers=buffers).log_probs.sum())(params)
+
+    step = tdf.jit(torch.vmap(slopes, in_dims=(0, None, None, None)))
+    for seed, lengths in enumerate(([7, 5], [3, 6])):
+        ids, mask = rows(lengths, 8, seed)
+        found = step(members, buffers, ids, mask)
+        expected = torch.stack([slopes(member, buffers, ids, mask) for member in members.unbind(0)])
+        tdf.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert max([float(leaf.abs().max()) for leaf in found.leaves() if leaf.numel()]) > 0.1
+
+
+def test_the_log_probs_equal_torch(generator):
+    """In 16 bits the softmax is computed in float32, as `F.linear_cross_entropy` does."""
+    lm, params, buffers = causal_lm(make("llama"))
+    low = params.to(torch.bfloat16)
+    ids = torch.randint(VOCAB, (2, 9), generator=generator)
+    states = lm.run(low, lambda m, i: m.base_model(i, use_cache=False).last_hidden_state, ids, buffers=buffers)
+    weight = low["lm_head", "weight"]
+    expected = -F.linear_cross_entropy(
+        states[:, :-1].flatten(0, 1).float(), weight.float(), ids[:, 1:].flatten(), reduction="none"
+    )
+
+    found = score_ids(lm, low, ids, buffers=buffers).log_probs
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found[:, 1:].flatten(), expected, rtol=0, atol=0.1)
+
+
+def test_no_tensor_of_all_logits():
+    """Neither pass makes a tensor of all positions and the vocabulary."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, mask = rows([40] * 8, 40, seed=6)
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    live = params.apply(lambda x: x.requires_grad_())
+    score_ids(lm, live, ids, mask, buffers=buffers)
+    with Sizes():
+        score_ids(lm.with_options(chunk_size=32), live, ids, mask, buffers=buffers).log_probs.sum().backward()
+
+    assert max(sizes) < 8 * 40 * VOCAB
+
+
+def test_the_peak_is_one_chunk_of_logits():
+    """All that the log-probs of chosen tokens allocate at a time, temporary tensors of operations included."""
+    hidden, weight, size = torch.randn(256, 8), torch.randn(1000, 8), 32
+    ids = torch.randint(1000, (256, 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        chosen_log_probs(Head(), hidden, (weight, None), ids, chunk_size=size)
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    live = list(itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+
+    chunk = size * 1000 * 4
+    assert chunk <= max(live) < 1.2 * chunk
+
+
+# -- trees ------------------------------------------------------------------------------------------------------
+
+
+def parts(ids, at):
+    """Fields of tokens, of which the first `at` are the prompt."""
+    return {"full": ids, "prompt": ids[..., :at], "response": ids[..., at:]}
+
+
+def test_score_keeps_the_layout_of_the_tree():
+    """Any batch size, with the mask at either place, and ragged stacks with rows of their own lengths."""
+    model = make("llama")
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([6, 4, 2, 6], 6, seed=7)
+    flat = score_ids(lm, params, ids, mask, buffers=buffers)
+    tree = TensorDict({"tokens": Tokens(**parts(ids.view(2, 2, 6), 4), batch_size=[2, 2])}, [2, 2])
+
+    for key, value in (
+        ("attention_mask", mask.view(2, 2, 6)),
+        ("masks", Masks(all_attention_mask=mask.view(2, 2, 6), batch_size=[2, 2])),
+    ):
+        given_tree = tree.set(key, value)
+        found = score(lm, params, given_tree, buffers=buffers)["log_probs"]
+        assert "log_probs" not in given_tree
+        assert torch.equal(found.full, flat.log_probs.view(2, 2, 6))
+        assert torch.equal(found.response, flat.log_probs.view(2, 2, 6)[..., 4:])
+        assert found.padded is True
+    ragged = tdf.lazy_stack([Tokens(**parts(row[valid], 1)) for row, valid in zip(ids, mask, strict=True)])
+    found = score(lm, params, TensorDict({"tokens": ragged}, [4]), buffers=buffers)["log_probs"]
+    assert isinstance(found, LogProbs)
+    for row, lp in enumerate(found.full):
+        torch.testing.assert_close(lp[1:], row_log_probs(model, ids[row][mask[row]]), rtol=0, atol=1e-5)
+        assert torch.equal(found.response[row], lp[1:])
+    plain = TensorDict({"tokens": ids}, [4])
+    assert score(lm, params, plain, buffers=buffers)["log_probs"].mask.sum() == 4 * 5
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ragged_rows_have_their_masks_and_places(dim):
+    """Pads in ragged rows are pads, and stacks of stacks along any dimension keep the place of each row."""
+    model = make("llama")
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([5, 3, 4, 1], 7, seed=13)
+    ends = [7, 6, 7, 5]
+    trees = [
+        TensorDict({"tokens": Tokens(full=i[:n]), "attention_mask": m[:n]})
+        for i, m, n in zip(ids, mask, ends, strict=True)
+    ]
+    td = tdf.lazy_stack([tdf.lazy_stack(trees[:2]), tdf.lazy_stack(trees[2:])], dim)
+
+    found = score(lm, params, td, buffers=buffers)["log_probs"]
+    dist = distribution(lm, params, td, buffers=buffers)
+    assert found.batch_size == dist.mask.shape[:2] == (2, 2)
+    for row in range(4):
+        at = divmod(row, 2) if dim == 0 else divmod(row, 2)[::-1]
+        alone = ids[row, : ends[row]][mask[row, : ends[row]]]
+        of_row = found[at]
+        assert torch.equal(of_row.mask, dist.mask[at][: ends[row]])
+        assert of_row.mask.sum() == max(len(alone) - 1, 0)
+        if len(alone) > 1:
+            torch.testing.assert_close(of_row.full[of_row.mask], row_log_probs(model, alone), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 0, 3), (0,)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_rows_and_no_tokens(shape, packed):
+    """Batches of no rows and rows of no tokens have empty results."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, lead = torch.zeros(shape, dtype=torch.int64), shape[:-1]
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=lead)}, lead)
+    lm, options = lm.with_options(packed=packed), {"buffers": buffers}
+
+    assert score(lm, params, td, **options)["log_probs"].full.shape == shape
+    assert score(lm, params, td, at=ids[..., None], **options)["log_probs"].full.shape == (*shape, 1)
+    assert logits(lm, params, td, **options)["logits"].shape == (*shape, VOCAB)
+    assert distribution(lm, params, td, **options).log_prob(ids).shape == shape
+
+
+def test_distribution_and_logits():
+    """Position i has the distribution of token i; pads and first tokens count nothing."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, mask = rows([6, 4], 6, seed=8)
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
+    scored = score(lm, params, td, buffers=buffers)["log_probs"]
+    dist = distribution(lm, params, td, buffers=buffers)
+
+    torch.testing.assert_close(dist.log_prob(ids), scored.full)
+    values = logits(lm, params, td, buffers=buffers)["logits"]
+    p = values.softmax(-1)
+    torch.testing.assert_close(dist.entropy(), torch.where(scored.mask, -(p * p.log()).sum(-1), 0))
+
+
+def test_behaviour_is_the_distribution_that_was_drawn_from():
+    """Under top-k and a temperature the log-probs are those over the tokens that were left."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, mask = rows([6, 5, 6], 6, seed=9)
+    td = TensorDict({"tokens": Tokens(**parts(ids, 3), batch_size=[3]), "attention_mask": mask}, [3])
+    warm = logits(lm, params, td, buffers=buffers)["logits"][:, 3:] / 0.7
+    support = warm.topk(5, -1).indices
+    support[..., 0] = ids[:, 3:]
+    support[0, 0] = -1  # nothing was cut here
+    kept = torch.full_like(warm, -torch.inf).scatter(-1, support.clamp(min=0), 0.0) + warm
+    kept[0, 0] = warm[0, 0]
+    expected = kept.log_softmax(-1).gather(-1, ids[:, 3:, None]).squeeze(-1)
+    td = td.set("log_probs", LogProbs(support=support, batch_size=[3]))
+
+    found = score(lm, params, td, buffers=buffers, under="behaviour", temperature=0.7)["log_probs"]
+    torch.testing.assert_close(found.behaviour, torch.where(mask[:, 3:], expected, 0))
+
+
+def test_candidates():
+    """`at` gives the log-probs of other tokens, as a teacher's."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, mask = rows([6, 4], 6, seed=10)
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
+    at = torch.randint(VOCAB, (2, 6, 4), generator=torch.Generator().manual_seed(1))
+    found = score(lm, params, td, buffers=buffers, at=at)["log_probs"]
+
+    expected = logits(lm, params, td, buffers=buffers)["logits"].log_softmax(-1).gather(-1, at)
+    torch.testing.assert_close(found.full, torch.where(found.mask.unsqueeze(-1), expected, 0))
+
+
+def test_the_model_is_left_alone():
+    """Neither the model's class, its forward nor its weights change, and training it does not change the trees."""
+    model = make("qwen2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lm, params, buffers = causal_lm(model)
+    ids, mask = rows([6, 4], 6, seed=11)
+    score_ids(lm, params, ids, mask, buffers=buffers)
+
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    assert "forward" not in vars(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert set(params.state_dict()) == set(before)
+
+
+def test_messages():
+    """Each misuse is named."""
+    model = make("gpt2")
+    lm, params, buffers = causal_lm(model)
+    short = dataclasses.replace(lm, max_length=3)
+    ids, mask = rows([6, 4], 6, seed=12)
+    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2])}, [2])
+    each = [TensorDict({"tokens": Tokens(full=row)}) for row in (ids[0, :3], ids[1])]
+    uneven = tdf.lazy_stack([tdf.lazy_stack(each), tdf.lazy_stack(each[:1])])
+    masked = tdf.lazy_stack([tree.set("attention_mask", mask[0, :3]) for tree in each])
+
+    for call, kind, pattern in (
+        (lambda: causal_lm(torch.nn.Linear(2, 2)), TypeError, "must be a causal language model"),
+        (lambda: score_ids(short, params, ids, mask, buffers=buffers), ValueError, "row 0 must not be longer"),
+        (lambda: score_ids(lm, params, ids, temperature=0.0), ValueError, "temperature must be above 0"),
+        (lambda: score_ids(lm, ids, params), LeafMismatchError, r"must be integers.*score_ids\(lm, params, ids"),
+        (lambda: score_ids(lm, params, mask, ids), LeafMismatchError, r"got: +torch.bool of shape \(2, 6\)"),
+        (lambda: score_ids(lm, params, ids, buffers), LeafMismatchError, "got: .*TensorDict"),
+        (lambda: score_ids(lm, params, ids, mask[:1], buffers=buffers), LeafMismatchError, r"bool of shape \(1, 6\)"),
+        (lambda: score_ids(lm, params, ids, at=ids.repeat(1, 2)[..., None]), LeafMismatchError, r"\(2, 12, 1\)"),
+        (
+            lambda: score(lm, params, TensorDict({"input_ids": ids}, [2])),
+            MissingKeyError,
+            r"'tokens.full'.*Tokens\(full=",
+        ),
+        (
+            lambda: score(lm, params, History(role="user", content="a")),
+            MissingKeyError,
+            r"History.*apply_chat_template\(tokenizer",
+        ),
+        (
+            lambda: score(lm, params, TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2])}, [2])),
+            MissingKeyError,
+            "'tokens.full'",
+        ),
+        (lambda: score(lm, params, td.set("attention_mask", mask[:, :3])), LeafMismatchError, r"shape \(2, 6\)"),
+        (lambda: score(lm, params, masked), LeafMismatchError, r"lengths of the tokens.*\n.*\[3, 6\]\n.*\[3, 3\]"),
+        (lambda: score(lm, params, uneven), LeafMismatchError, r"only the length of the rows.*\n.*\n.*\[2, -1\]"),
+        (lambda: score(lm, params, td, buffers=buffers, under="behavior"), ValueError, "'raw' or 'behaviour'"),
+        (lambda: score(lm, params, td, buffers=buffers, under="behaviour"), MissingKeyError, "prompt and response"),
+        (
+            lambda: torch.vmap(lambda i: score_ids(lm.with_options(packed=True), params, i, buffers=buffers).log_probs)(
+                ids[None]
+            ),
+            UnsupportedError,
+            "cannot be packed",
+        ),
+    ):
+        with pytest.raises(kind, match="(?s)" + pattern):
+            call()
+    assert "positions that begin anew" in explain_scoring(lm.with_options(packed=True))
+    assert "rows of one length" in explain_scoring(causal_lm(make("bloom"))[0].with_options(packed=True))

@@ -1,0 +1,237 @@
+"""Templates in Python: rendering against Jinja, parsing back, replies that cannot be parsed, and spans."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdfunc import UnsupportedError
+from tdfunc.llm import TEMPLATES, ChatML, History, chatml, deepseek, gemma, llama, mistral, qwen
+from tdfunc.llm.messages.message import as_compared
+from tdfunc.llm.templates.base import conversation_in
+from tests.llm.tokens import CHATML, calls, make_tokenizer, messages
+
+ALL = {"chatml": chatml, "qwen": qwen, "llama": llama, "deepseek": deepseek, "mistral": mistral, "gemma": gemma}
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+# Written for these tests, for conversations without tools.
+LLAMA = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+    "Today Date: 26 Jul 2024\n\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% endif %}<|eot_id|>"
+    "{% for m in messages %}{% if not (loop.first and m.role == 'system') %}"
+    "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+DEEPSEEK = (
+    "<｜begin▁of▁sentence｜>{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}<｜end▁of▁sentence｜>"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+JINJA = {"chatml": CHATML, "llama": LLAMA, "deepseek": DEEPSEEK, "mistral": MISTRAL, "gemma": GEMMA}
+CONTROL = sorted({mark for template in ALL.values() for mark in template.control} | {"<think>", "</think>"})
+FORGED = st.lists(st.sampled_from([*CONTROL, "user\n", "hi", "\n", " "]), max_size=4).map("".join)
+
+
+@pytest.mark.parametrize("name", JINJA)
+@given(messages(tools=False, thinking=False, system=False), st.booleans())
+def test_render_is_jinjas(name, chat, prompt):
+    """The text of conversations is the one that transformers renders."""
+    tokenizer = make_tokenizer(JINJA[name])
+    theirs = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+
+    assert ALL[name].render(History.from_chats(chat), add_generation_prompt=prompt) == theirs
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama", "mistral"])
+def test_system_messages_are_jinjas(name):
+    """So is that of a conversation with a system message."""
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    theirs = make_tokenizer(JINJA[name]).apply_chat_template(chat, tokenize=False)
+
+    assert ALL[name].render(History.from_chats(chat)) == theirs
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(
+    st.one_of(messages(), messages(words=FORGED), messages(tools=False, thinking=False)), st.booleans(), st.booleans()
+)
+def test_reversible_render_raises_or_parses_back(name, chat, tools, unsafe):
+    """Whatever the contents: no text is given that would be read as another conversation."""
+    template = ALL[name]
+    history = History.from_chats({"messages": chat, "tools": TOOLS if tools else None})
+    try:
+        text = template.render(history, reversible=True, unsafe=unsafe)
+    except (ValueError, UnsupportedError):
+        return
+
+    back = template.parse(text)
+    assert len(back.tolist()) == len(chat)
+    assert (back == history).all()
+
+
+EASY = [
+    {"role": "user", "content": "what time is it?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": {"zone": "ü"}}}
+        ],
+    },
+    {"role": "tool", "content": '{"time": [12, 30]}', "tool_call_id": "abcdefghi"},
+    {"role": "assistant", "content": "half past twelve"},
+    {"role": "user", "content": "thanks\n"},
+    {"role": "assistant", "content": "bye"},
+]
+
+
+def forget_ids(chat):
+    """The conversation without the ids of calls."""
+    found = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in chat]
+    for message in found:
+        if "tool_calls" in message:
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "id"} for call in message["tool_calls"]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "tools"),
+    [
+        (chatml, [{"role": "system", "content": "s"}, *forget_ids(EASY)], TOOLS),
+        (chatml, [*EASY[4:], {"role": "assistant", "content": "a", "reasoning_content": "why\nnot"}], None),
+        (qwen, [*forget_ids(EASY)[:3], {"role": "assistant", "content": "x", "reasoning_content": "hm"}], TOOLS),
+        (llama, [*forget_ids(EASY)[:4]], TOOLS),
+        (deepseek, [{"role": "system", "content": "s"}, *forget_ids(EASY)], None),
+        (mistral, [{"role": "system", "content": "s"}, *EASY], TOOLS),
+        (gemma, [EASY[0], EASY[3]], None),
+    ],
+)
+def test_ordinary_conversations_are_reversible(template, chat, tools):
+    """The property above is not empty: conversations with tools and thinking do parse back."""
+    history = History.from_chats({"messages": chat, "tools": tools})
+
+    back = template.parse(template.render(history, reversible=True))
+
+    assert [as_compared(m) for m in back.tolist()] == [as_compared(m) for m in chat]
+    assert back[:1].tools == tools
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(text=st.one_of(st.text(max_size=30), FORGED, calls(ids=False).map(json.dumps)))
+def test_no_reply_is_thrown_away(name, text):
+    """A reply parses, or stays as it is with a reason."""
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "[TOOL_CALLS]", '{"name": "f", "parameters": ', text]
+    for reply in (text, *[piece + text for piece in pieces], "".join(pieces)):
+        message = ALL[name].parse_reply(reply)
+        assert message["role"] == "assistant"
+        if "parse_error" in message:
+            assert message["content"] == reply
+            assert message["parse_error"]
+            continue
+        kept = as_compared(message)
+        texts = [kept.get("content", ""), kept.get("reasoning_content", "")]
+        assert all(part.strip("\n") in reply for part in texts)
+        if "tool_calls" not in kept:
+            assert sum(map(len, texts)) >= len(reply) - len("<think></think>") - reply.count("\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "reason"),
+    [
+        (qwen, '<tool_call>\n{"name": "f", "arguments": {}\n</tool_call>', "tool call 0: Expecting"),
+        (qwen, 'a\n<tool_call>\n{"name": "f"}\n</tool_call> b', "text follows"),
+        (qwen, '<tool_call>\n{"name": "f"}', "not closed"),
+        (qwen, '<tool_call>\n{"name": 3}\n</tool_call>', "must be text"),
+        (qwen, "<think>\nhm", "thinking is not closed"),
+        (llama, '{"name": "f", "parameters": {}', "one object"),
+        (llama, '{"name": 3, "parameters": {}}', "must be text"),
+        (deepseek, "<｜tool▁calls▁begin｜>x", "not closed"),
+        (deepseek, "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", "tool call 0"),
+        (mistral, "a[TOOL_CALLS][{", "list of objects"),
+        (mistral, '[TOOL_CALLS][{"name": "f"}]', "a call has a name"),
+    ],
+)
+def test_reasons_of_raw_replies(template, reply, reason):
+    """The reason says what could not be parsed."""
+    message = template.parse_reply(reply)
+
+    assert message["content"] == reply
+    assert reason in message["parse_error"]
+
+
+def test_parts_of_a_reply():
+    """Thinking, text and calls are apart; thinking may have begun in the prompt."""
+    reply = '<think>\nhm\n</think>\n\nwait\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+    message = qwen.parse_reply(reply)
+
+    assert message == {"role": "assistant", "content": "wait", "reasoning_content": "hm", "tool_calls": [call]}
+    assert qwen.parse_reply(reply.removeprefix("<think>\n")) == message
+    history = History.from_chats([{"role": "user", "content": "?"}, message])
+    assert qwen.render(history).endswith(f"assistant\n{reply}<|im_end|>\n")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_cut_texts_are_incomplete(name):
+    """A text that ends inside a reply gives it as far as it goes; the header of a reply alone gives none."""
+    template = ALL[name]
+    history = History.from_chats([{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}])
+    text = template.render(history)
+
+    back = template.parse(text[: text.index("bcd") + 2])
+
+    assert back.tolist()[-1] == {"role": "assistant", "content": "bc", "is_complete": False}
+    assert template.parse(template.render(history[:1], add_generation_prompt=True)).tolist() == history[:1].tolist()
+    assert template.render(history, continue_final_message=True).endswith("bcd")
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(st.one_of(messages(), messages(tools=False, thinking=False, system=False)))
+def test_reply_spans_are_what_follows_the_prompt(name, chat):
+    """A reply is the text behind the render of the messages before it, up to its end of turn."""
+    template = ALL[name]
+    conversation = conversation_in(History.from_chats(chat))
+    try:
+        marked = template.marked(conversation)
+    except UnsupportedError:
+        return
+
+    places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    assert [span.message for span in marked.replies] == places
+    for span in marked.replies:
+        reply = marked.text[span.start : span.stop]
+        assert reply.endswith(template.end)
+        if name != "qwen":
+            before = conversation._replace(messages=conversation.messages[: span.message])
+            assert marked.text[: span.start] == template.texts([before], generation_prompt=True)[0]
+
+
+def test_templates_are_values():
+    """They are equal by their options, and the table cannot be changed."""
+    assert ChatML(drop_thinking=True) == qwen != chatml
+    assert TEMPLATES["chatml_format"] is chatml
+    with pytest.raises(TypeError):
+        TEMPLATES["mine"] = chatml
+
+
+def test_ragged_and_nested_histories():
+    """Texts are nested as the batch; parsing them gives a ragged history."""
+    chats = [[{"role": "user", "content": "a"}] * n for n in (1, 2)]
+    history = History.from_chats([chats, chats])
+
+    texts = chatml.render(history)
+
+    assert [len(row) for row in texts] == [2, 2]
+    assert chatml.parse(texts).tolist() == history.tolist()
+    assert History.from_text(texts, "chatml_format").batch_size == history.batch_size
