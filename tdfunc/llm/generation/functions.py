@@ -8,9 +8,9 @@ from torch import Size, Tensor
 from tdfunc.core.errors import error
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.generation.options import GenerationOptions
-from tdfunc.llm.generation.rows import generate_tokens, row_of
-from tdfunc.llm.rows.batch import padded_batch, ragged_records
-from tdfunc.llm.rows.read import TokenKeys, check_batch, check_prompts, read_tokens
+from tdfunc.llm.generation.rows import generate_tokens, joined_rows
+from tdfunc.llm.rows.batch import check_prompts, padded_records, ragged_records
+from tdfunc.llm.rows.read import TokenKeys, check_batch, read_tokens
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.ops.edit import EditMethods
 from tdfunc.random import fold_in, key_of
@@ -102,8 +102,7 @@ def generate(
         tokenizer=tokenizer,
         prompt_log_probs=prompt_log_probs,
     )
-    pairs = zip([row for row in prompts for _ in range(count)], responses, strict=True)
-    rows = [row_of(prompt, response).to(prompt.ids.device) for prompt, response in pairs]
+    rows = joined_rows([row for row in prompts for _ in range(count)], responses, batch.ids.device)
     # Any: its methods are those of a class in a higher layer.
     out: Any = td
     if count > 1:
@@ -111,7 +110,7 @@ def generate(
     if pad_output or (pad_output is None and batch.lengths is None) or not rows:
         # As wide as the given prompts, whose masks stay in the tree.
         least = batch.ids.shape[1] if batch.lengths is None else 0
-        records = padded_batch(rows, lead, pad=0, least=least).records(rows)
+        records = padded_records(rows, lead, pad=0, least=least)
     else:
         records = ragged_records(rows, lead, None)
     for place, value in zip((tokens_key, masks_key, log_probs_key), records, strict=True):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from tdfunc.llm.generation.beams import search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
 from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.generation.probe import find_way
-from tdfunc.llm.rows.batch import Row
+from tdfunc.llm.rows.batch import Row, rows_on
 from tdfunc.llm.rows.packing import equal_lengths, pad_rows
 from tdfunc.llm.scoring.ids import score_ids
 from tdfunc.llm.scoring.model import CausalLM
@@ -83,27 +84,23 @@ def generate_tokens(
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
 
 
-def row_of(prompt: Row, response: Response) -> Row:
-    """Return a prompt and its response as one row."""
-    assert response.tokens is not None
-    device, n = response.tokens.device, len(prompt.ids)
-    ids = torch.cat([prompt.ids.to(device), response.tokens])
-    is_complete = torch.tensor(response.finish_reason == "stop", device=device)
-    if response.log_probs is None:
-        return Row(ids, n, is_complete=is_complete, version=response.version)
-    before = response.prompt_log_probs
-    scored = torch.arange(len(ids), device=device) > (n - 1 if before is None else 0)
-    before = response.log_probs.new_zeros(n) if before is None else before
-    return Row(
-        ids,
-        n,
-        log_probs=torch.cat([before, response.log_probs]),
-        scored=scored,
-        behaviour=response.behaviour,
-        support=response.support,
-        is_complete=is_complete,
-        version=response.version,
-    )
+def joined_rows(prompts: Sequence[Row], responses: Sequence[Response], device: torch.device | None = None) -> list[Row]:
+    """Return each prompt and its response as one row, on a device; without one where the prompt is."""
+    rows: list[Row] = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert response.tokens is not None
+        n, near = len(prompt.ids), response.tokens.device
+        ids = torch.cat([prompt.ids.to(near), response.tokens])
+        row = Row(ids, n, is_complete=torch.tensor(response.finish_reason == "stop"), version=response.version)
+        if response.log_probs is not None:
+            before = response.prompt_log_probs
+            scored = torch.arange(len(ids)) > (n - 1 if before is None else 0)
+            before = response.log_probs.new_zeros(n) if before is None else before
+            log_probs = torch.cat([before, response.log_probs])
+            drawn = {"behaviour": response.behaviour, "support": response.support}
+            row = replace(row, log_probs=log_probs, scored=scored, **drawn)
+        rows.append(row)
+    return rows_on(device, rows)
 
 
 def _empty(options: GenerationOptions, device: torch.device) -> Response:

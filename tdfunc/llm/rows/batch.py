@@ -11,6 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._lazystack import lazy_stack
+from tdfunc.core.errors import error
 from tdfunc.llm.rows.records import LogProbs, Masks, Tokens
 
 
@@ -40,16 +41,40 @@ class Row:
     is_complete: Tensor | None = None
     version: str | int | None = None
 
-    def to(self, device: torch.device) -> "Row":
-        """Return the row with its tensors on a device."""
-        return _moved(self, device)
-
     def parts(self, values: Tensor | None) -> dict[str, Any]:
         """Return values of the tokens (L, *K) as `full`, and as `prompt` and `response` where these are known."""
         if values is None:
             return {}
         n = self.prompt
         return {"full": values} | ({} if n is None else {"prompt": values[:n], "response": values[n:]})
+
+
+def rows_on(device: torch.device, rows: Sequence[Row]) -> list[Row]:
+    """Return rows with their tensors on a device."""
+    return [_moved(row, device) for row in rows]
+
+
+def scored_rows(rows: Sequence[Row], log_probs: Sequence[Tensor], device: torch.device) -> list[Row]:
+    """Return rows with the log-probs of their tokens, on a device; a row's first token has none."""
+    pairs = zip(rows, log_probs, strict=True)
+    found = [replace(row, log_probs=each, scored=torch.arange(len(row.ids)) > 0) for row, each in pairs]
+    return rows_on(device, found)
+
+
+def check_prompts(rows: Sequence[Row], size: Size) -> None:
+    """Raise if a prompt has no tokens.
+
+    Raises:
+        ValueError: The message has the place of the row.
+    """
+    for i, row in enumerate(rows):
+        if not len(row.ids):
+            place = torch.unravel_index(torch.tensor(i), size) if size else ()
+            raise error(
+                ValueError,
+                f"generate: the prompt of row {', '.join(str(int(at)) for at in place) or '0'} must have tokens.",
+                got="no tokens",
+            )
 
 
 class Records(NamedTuple):
@@ -239,6 +264,11 @@ def padded_batch(
     return TokenBatch(ids, mask, lead, before if known else None)
 
 
+def padded_records(rows: Sequence[Row], lead: Size, *, pad: int, least: int | None = None) -> Records:
+    """Return records in which all rows have one length; arguments as for `padded_batch`."""
+    return padded_batch(rows, lead, pad=pad, least=least).records(rows)
+
+
 def ragged_records(rows: Sequence[Row], lead: Size, layout: torch.layout | None) -> Records:
     """Return records in which each row has its own length: lazy stacks, or nested tensors in a layout of torch."""
     each = [_record_of(row) for row in rows]
@@ -269,6 +299,11 @@ def nest(items: Sequence[Any], lead: Size) -> Any:
         return items[0]
     size = len(items) // lead[0]
     return lazy_stack([nest(items[i * size : (i + 1) * size], lead[1:]) for i in range(lead[0])])
+
+
+def shaped_lists(lead: Size, **lists: Sequence[Any]) -> dict[str, Any]:
+    """Return lists of the elements of the batch, nested as the batch, by name."""
+    return {name: shaped_list(items, lead) for name, items in lists.items()}
 
 
 def shaped_list(items: Sequence[Any], lead: Size) -> Any:

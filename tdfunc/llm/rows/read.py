@@ -1,9 +1,8 @@
-"""The tokens of a tree, read with their masks as one `TokenBatch`; and single entries of its records.
+"""The tokens of a tree, read with their masks as one `TokenBatch`.
 
 N rows, T positions of padded rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,11 +10,10 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, MissingKeyError, error
+from tdfunc.core.errors import LeafMismatchError, MissingKeyError
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
-from tdfunc.llm.conversations.history import History
-from tdfunc.llm.rows.batch import Row, TokenBatch, flat_list
+from tdfunc.llm.rows.batch import TokenBatch, flat_list
 from tdfunc.llm.rows.packing import pad_rows
 from tdfunc.ops.reading import get_value
 
@@ -28,21 +26,8 @@ class TokenKeys(NamedTuple):
     masks: NestedKey
 
 
-def read_field(td: TensorCollection, source: NestedKey, field: str, call: str) -> Any:
-    """Return a field of the record at a key, or the entry itself where it is no record.
-
-    Raises:
-        MissingKeyError: There is none.
-    """
-    value = get_value(td, source, None)
-    if isinstance(value, TensorCollection) and not isinstance(value, History):
-        value = get_value(value, field, None)
-    if value is None:
-        raise _missing(td, (*unravel(source), field), call)
-    return value
-
-
-def _missing(td: TensorCollection, path: Path, call: str, hint: str | None = None) -> MissingKeyError:
+def missing_field(td: TensorCollection, path: Path, call: str, hint: str | None = None) -> MissingKeyError:
+    """Return the error of a tree that lacks an entry."""
     keys = ", ".join([repr(path) for path in td.keys(True, True)][:20])  # pyright: ignore
     got = f"a {type(td).__name__} with {keys or 'no keys'}"
     return MissingKeyError(f"{call}: the tree must have {dotted(path)!r}.", got=got, hint=hint)
@@ -68,7 +53,7 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
             "Tokens(full=ids, batch_size=ids.shape[:-1]) has ids, and tokens_key= names another place; "
             "history.apply_chat_template(tokenizer=tokenizer, return_dict=True) gives the ids of a history."
         )
-        raise _missing(td, (*source, field), call, hint)
+        raise missing_field(td, (*source, field), call, hint)
     first = parts[field if field in parts else "prompt"]
     if not isinstance(first, Tensor) or first.is_nested:
         batch = _read_ragged(td, keys, {name: places[name] for name in parts}, field, known, call)
@@ -193,19 +178,3 @@ def check_batch(batch: TokenBatch, td: TensorCollection, source: NestedKey, call
             expected=f"shape {(*td._batch_size, 'T')}",
             got=f"shape {(*batch.lead, batch.ids.shape[1])}",
         )
-
-
-def check_prompts(rows: Sequence[Row], size: Size) -> None:
-    """Raise if a prompt has no tokens.
-
-    Raises:
-        ValueError: The message has the place of the row.
-    """
-    for i, row in enumerate(rows):
-        if not len(row.ids):
-            place = torch.unravel_index(torch.tensor(i), size) if size else ()
-            raise error(
-                ValueError,
-                f"generate: the prompt of row {', '.join(str(int(at)) for at in place) or '0'} must have tokens.",
-                got="no tokens",
-            )

@@ -20,9 +20,19 @@ from tdfunc.llm.conversations.exact import TokenTemplate
 from tdfunc.llm.conversations.history import ChatHistory, History
 from tdfunc.llm.encoding.padding import Layout, pad_id_of
 from tdfunc.llm.generation.options import GenerationOptions, Response
-from tdfunc.llm.generation.rows import row_of
-from tdfunc.llm.rows.batch import Row, TokenBatch, nest, padded_batch, ragged_records, shaped_list
-from tdfunc.llm.rows.read import TokenKeys, check_prompts
+from tdfunc.llm.generation.rows import joined_rows
+from tdfunc.llm.rows.batch import (
+    Row,
+    TokenBatch,
+    nest,
+    padded_batch,
+    padded_records,
+    ragged_records,
+    rows_on,
+    scored_rows,
+    shaped_lists,
+)
+from tdfunc.llm.rows.read import TokenKeys
 from tdfunc.llm.rows.records import Text
 from tdfunc.llm.scoring.trees import MaskedCategorical
 from tdfunc.llm.templates.base import text_tokenizer
@@ -149,6 +159,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         """Put options into this very module: one that nobody else has yet."""
         self._options = options
         self._generation = GenerationOptions.parse(options.generate_kwargs, num_samples=options.num_samples)
+        self._draws = self._generation.samples
         self._batcher: Batcher[Any, Any] | None = None
         if options.batches:
             self._batcher = Batcher(
@@ -175,6 +186,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             given.get("add_special_tokens", True),
         )
         self._reader.layout.check("LLMWrapper")
+        self._pad = 0 if options.tokenizer is None else pad_id_of(text_tokenizer(options.tokenizer))
         self._outputs = {kind: as_key(key) for kind, key in options.outputs.items()}
         self.in_keys = [as_key(options.source)]
         selected = None if self._source is None else [key for key in self.out_keys]
@@ -256,10 +268,6 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         count = self._generation.num_return_sequences
         return count if self.num_samples is not None or count > 1 else None
 
-    @property
-    def _pad(self) -> int:
-        return 0 if self.tokenizer is None else pad_id_of(text_tokenizer(self.tokenizer))
-
     def _device_of(self, td: Any, inputs: Inputs, results: list[Tensor]) -> torch.device:
         if self.device is not None:
             return torch.device(self.device)
@@ -281,13 +289,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         mode = self.input_mode
         if mode != "tokens" and (out is not td or self.in_keys[0] != self._outputs.get(mode)):
             values[mode] = (
-                Text(full=shaped_list(inputs.texts, lead), batch_size=lead)
+                Text(**shaped_lists(lead, full=inputs.texts), batch_size=lead)
                 if inputs.texts is not None
                 else ChatHistory(full=nest(inputs.chats or [], lead), batch_size=lead)
             )
         if mode == "history":
             texts = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
-            values["text"] = Text(full=shaped_list(texts, lead), batch_size=lead)
+            values["text"] = Text(**shaped_lists(lead, full=texts), batch_size=lead)
         return values
 
     def _score_rows(self, td: Any, inputs: Inputs, training: bool, key: Any) -> list[Row]:
@@ -300,10 +308,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             group = ("score", torch.is_grad_enabled())
             found = _answers([self._batcher.submit((group, row, None), group=group) for row in ids])
         device = self._device_of(td, inputs, found)
-        return [
-            replace(row, log_probs=values, scored=torch.arange(len(row.ids)) > 0).to(device)
-            for row, values in zip(inputs.rows, found, strict=True)
-        ]
+        return scored_rows(inputs.rows, found, device)
 
     def _batch(self, rows: list[Row], inputs: Inputs, lead: Size, side: str = "left") -> TokenBatch:
         """Return the padded tokens as they came in; other rows padded at a side."""
@@ -344,7 +349,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         """Return the tokens of the input's `full`, padded."""
         inputs = self._reader.read(td, "full")
         device = self._device_of(td, inputs, [])
-        return self._batch([row.to(device) for row in inputs.rows], inputs, td._batch_size, side)
+        return self._batch(rows_on(device, inputs.rows), inputs, td._batch_size, side)
 
     def get_dist(
         self,
@@ -418,7 +423,6 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def _generated(self, td: Any, key: Any) -> dict[str, Any]:
         """Return the outputs of generation, by their kinds."""
         inputs = self._reader.read(td, "prompt")
-        check_prompts(inputs.rows, td._batch_size)
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
         responses = self._draw_rows([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
@@ -428,11 +432,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if all([each.tokens is not None for each in responses]):
             log_probs = [each.log_probs for each in responses if each.log_probs is not None]
             device = self._device_of(td, inputs, log_probs)
-            rows = [row_of(*pair).to(device) for pair in zip(prompts, responses, strict=True)]
+            rows = joined_rows(prompts, responses, device)
             if self.pad_output or not rows:
                 # As wide as the given prompts, whose masks stay in the tree.
                 least = 0 if inputs.batch is None else inputs.batch.ids.shape[1]
-                values |= padded_batch(rows, lead, pad=self._pad, least=least).records(rows)._asdict()
+                values |= padded_records(rows, lead, pad=self._pad, least=least)._asdict()
             else:
                 values |= ragged_records(rows, lead, self.layout)._asdict()
         if self.input_mode == "tokens":
@@ -446,13 +450,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if before is None:
             before = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
         before = [text for text in before for _ in range(count)]
-        values["text"] = Text(
-            prompt=shaped_list(before, lead),
-            response=shaped_list(texts, lead),
-            full=shaped_list([a + b for a, b in zip(before, texts, strict=True)], lead),
-            finish_reason=shaped_list([each.finish_reason for each in responses], lead),
-            batch_size=lead,
-        )
+        full, ends = [a + b for a, b in zip(before, texts, strict=True)], [each.finish_reason for each in responses]
+        lists = shaped_lists(lead, prompt=before, response=texts, full=full, finish_reason=ends)
+        values["text"] = Text(**lists, batch_size=lead)
         return values
 
     def _draw_rows(self, prompts: list[Tensor], keys: Tensor | None) -> list[Response]:
@@ -489,7 +489,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         Raises:
             ValueError: Tokens are sampled, and there is no key.
         """
-        if not self._generation.samples:
+        if not self._draws:
             return None
         if key is None:
             raise error(

@@ -12,10 +12,11 @@ from tdfunc.core.keys import dotted, unravel
 from tdfunc.llm.conversations.exact import TokenTemplate, grown_ids
 from tdfunc.llm.conversations.history import History
 from tdfunc.llm.encoding.chat import chat_rows, check_masks
+from tdfunc.llm.encoding.encode import encode_texts
 from tdfunc.llm.encoding.padding import EncodedRow, Layout
-from tdfunc.llm.encoding.text import added_around, text_rows
-from tdfunc.llm.rows.batch import Row, TokenBatch, flat_list
-from tdfunc.llm.rows.read import TokenKeys, check_batch, ragged_values, read_field, read_tokens
+from tdfunc.llm.encoding.text import added_around
+from tdfunc.llm.rows.batch import Row, TokenBatch, check_prompts, flat_list
+from tdfunc.llm.rows.read import TokenKeys, check_batch, missing_field, ragged_values, read_tokens
 from tdfunc.llm.templates.base import conversation_in, text_tokenizer
 from tdfunc.ops.reading import get_value
 
@@ -66,21 +67,36 @@ class Reader:
         Raises:
             MissingKeyError: The tree has no input.
             LeafMismatchError: The input has another shape than the batch, or a mask another than the tokens.
+            ValueError: A prompt has no tokens.
         """
         if self.mode == "tokens":
             batch = read_tokens(td, self.keys, field, self.call)
             check_batch(batch, td, self.keys.source, self.call)
-            return Inputs(batch.rows(), batch if batch.lengths is None else None)
-        if self.mode == "text":
+            inputs = Inputs(batch.rows(), batch if batch.lengths is None else None)
+        elif self.mode == "text":
             texts = self._texts(td, field)
-            return Inputs(self._encode_texts(texts), texts=texts)
-        chats = self._chats(td, field)
-        return Inputs(self._encode_chats(chats, prompts=field == "prompt"), chats=chats)
+            inputs = Inputs(self._encode_texts(texts), texts=texts)
+        else:
+            chats = self._chats(td, field)
+            inputs = Inputs(self._encode_chats(chats, prompts=field == "prompt"), chats=chats)
+        if field == "prompt":
+            check_prompts(inputs.rows, td._batch_size)
+        return inputs
+
+    # Any: texts or histories.
+    def _entry(self, td: TensorCollection, field: str) -> Any:
+        """Return a field of the record at the source, or the entry itself where it is no record."""
+        value = get_value(td, self.keys.source, None)
+        if isinstance(value, TensorCollection) and not isinstance(value, History):
+            value = get_value(value, field, None)
+        if value is None:
+            raise missing_field(td, (*unravel(self.keys.source), field), self.call)
+        return value
 
     def _texts(self, td: TensorCollection, field: str) -> list[str]:
         """Return the texts of the batch."""
         path = unravel(self.keys.source)
-        value = read_field(td, path, field, self.call)
+        value = self._entry(td, field)
         size, record = td._batch_size, get_value(td, path)
         if isinstance(value, str):
             texts = [value] * size.numel()
@@ -104,21 +120,23 @@ class Reader:
         A text that begins with the tokenizer's `bos_token` was rendered by a template: it gets no second one.
         """
         bos = text_tokenizer(self.tokenizer).bos_token or ""
+        whole = [self.add_special_tokens and not (bos and text.startswith(bos)) for text in texts]
         found: dict[int, Row] = {}
-        for special in (True, False):
-            whole = [self.add_special_tokens and not (bos and text.startswith(bos)) for text in texts]
+        for special in set(whole):
             places = [i for i, is_whole in enumerate(whole) if is_whole == special]
-            rows = text_rows(self.tokenizer, [texts[i] for i in places], add_special_tokens=special)
-            first, last = added_around(self.tokenizer) if special and places and self.layout.cuts else (0, 0)
-            for i, row in zip(places, rows, strict=True):
-                found[i] = _row(self.layout.cut(row, first=first, last=last))
+            made = encode_texts(self.tokenizer, [texts[i] for i in places], special=special)
+            rows: list[EncodedRow] = [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]
+            if self.layout.truncation:
+                first, last = added_around(self.tokenizer) if special else (0, 0)
+                rows = [self.layout.cut(row, first=first, last=last) for row in rows]
+            found |= zip(places, map(_row, rows), strict=True)
         return [found[i] for i in range(len(texts))]
 
     # Any: histories.
     def _chats(self, td: TensorCollection, field: str) -> list[Any]:
         """Return the conversation of each element of the batch."""
         path = unravel(self.keys.source)
-        value = read_field(td, path, field, self.call)
+        value = self._entry(td, field)
         size = td._batch_size
         if not isinstance(value, History) or len(value._batch_size) != len(size) + 1:
             raise LeafMismatchError(
@@ -149,7 +167,7 @@ class Reader:
             rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64)})
             if not prompts:
                 rows[-1]["assistant_masks"] = torch.tensor(wrote, dtype=torch.bool)
-        return [_row(self.layout.cut(row)) for row in rows]
+        return [_row(self.layout.cut(row) if self.layout.truncation else row) for row in rows]
 
 
 def _row(row: EncodedRow) -> Row:

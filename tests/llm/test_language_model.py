@@ -1,5 +1,8 @@
 """The program that trains a language model from nothing: its data, its steps, its checkpoints and its report."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +13,11 @@ from tests.helpers import assert_trees_equal
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
-from tdfunc.llm import demo  # noqa: E402
+
+PATH = Path(__file__).parents[2] / "docs/examples/language_model.py"
+SPEC = importlib.util.spec_from_file_location("language_model", PATH)
+demo = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(demo)
 
 PLAN = demo.Plan(text=3, chats=3, rewards=3, every=2)
 

@@ -1,13 +1,13 @@
-"""A program that trains a small language model from nothing: on text, on chats, and by rewards that a program checks.
+"""A small language model from nothing: on text, on chats, and by rewards that a program checks.
 
-`python -m tdfunc.llm.demo` trains on the documentation and the licence that ship with CPython, fine-tunes on chats that
-roll dice, and goes on with GRPO, which rewards high rolls: four learning rates at once, as the members of one ensemble.
-It can be stopped and started again at any time.
+It trains on the documentation and the licence that ship with CPython, fine-tunes on chats that roll dice, and
+continues with GRPO, which rewards high rolls: four learning rates at once, as the members of one ensemble. With `--out`
+it keeps checkpoints, a report and a plot in a folder, and a run that was stopped continues bit for bit.
 """
 
-import importlib.util
+import argparse
 import os
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,26 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc import random
-from tdfunc._gradient import grad, value_and_grad
-from tdfunc._jit import jit
-from tdfunc._lazystack import pad_sequence
-from tdfunc._tensordict import TensorDict
-from tdfunc.llm.conversations.history import History
-from tdfunc.llm.generation.functions import generate
-from tdfunc.llm.generation.options import GenerationOptions
+import tdfunc as tdf
+from tdfunc import CheckpointManager, TensorDict, random
+from tdfunc.llm import (
+    CausalLM,
+    GenerationOptions,
+    History,
+    Tokens,
+    causal_lm,
+    chatml,
+    generate,
+    score,
+    score_ids,
+)
+from tdfunc.llm.losses import dapo, sft
 from tdfunc.llm.losses.advantages import group_normalized
-from tdfunc.llm.losses.policy import dapo
-from tdfunc.llm.losses.sft import sft
-from tdfunc.llm.rows.records import Tokens
-from tdfunc.llm.scoring.ids import score_ids
-from tdfunc.llm.scoring.model import CausalLM, causal_lm
-from tdfunc.llm.scoring.trees import score
-from tdfunc.llm.templates.chatml import chatml
-from tdfunc.optim import adam
-from tdfunc.storage.manager.manager import CheckpointManager
 
-PACKAGES = ("transformers", "tokenizers", "matplotlib", "tqdm", "rich", "typer")
 RATES = (5e-5, 1e-4, 2e-4, 4e-4)
 DICE, ROLLS = (1, 2, 3), 100
 QUESTIONS = [f"Roll {count} dice" for count in DICE]
@@ -46,7 +42,7 @@ WINDOW, WINDOWS, CHATS, SAMPLES = 96, 12, 32, 16
 LONGEST = max(DICE) + 1
 # Steps over which the rewards of the report are averaged.
 RECENT = 8
-_IMITATION, _POLICY = adam(lr=3e-3), adam(lr=torch.tensor(RATES))
+_IMITATION, _POLICY = tdf.optim.adam(lr=3e-3), tdf.optim.adam(lr=torch.tensor(RATES))
 
 
 class Plan(NamedTuple):
@@ -87,7 +83,10 @@ class Setup(NamedTuple):
 def load_texts() -> list[str]:
     """Return the documentation that `help()` shows, and the licence where the installation has it."""
     licence = Path(os.__file__).parent / "LICENSE.txt"
-    return [*topics.values(), *([licence.read_text("utf-8")] if licence.exists() else [])]
+    return [
+        *topics.values(),
+        *([licence.read_text("utf-8")] if licence.exists() else []),
+    ]
 
 
 # Any: a tokenizer of transformers.
@@ -98,7 +97,9 @@ def train_tokenizer(texts: list[str]) -> Any:
 
     backend = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=512,
@@ -117,7 +118,12 @@ def make_chats(key: Tensor) -> History:
     for count, question, rows in zip(DICE, QUESTIONS, rolls, strict=True):
         for row in rows:
             reply = "".join(map(str, row[:count]))
-            chats.append([{"role": "user", "content": question}, {"role": "assistant", "content": reply}])
+            chats.append(
+                [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": reply},
+                ]
+            )
     return History.from_chats(chats)
 
 
@@ -143,23 +149,46 @@ def make_setup(seed: int, plan: Plan) -> Setup:
         max_position_embeddings=WINDOW,
         eos_token_id=tokenizer.eos_token_id,
         # torch's attention kernels have no rule for vmap on CPUs.
-        attn_implementation="eager",  # pyright: ignore[reportCallIssue]
+        attn_implementation="eager",
     )
     # transformers draws the first weights from torch's default generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm, params, buffers = causal_lm(LlamaForCausalLM(config))
-    options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": chatml, "padding": True, "return_dict": True}
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "chat_template": chatml,
+        "padding": True,
+        "return_dict": True,
+    }
     chats = make_chats(random.key(seed)).apply_chat_template(
-        **options, padding_side="right", add_generation_prompt=False, return_assistant_tokens_mask=True
+        **options,
+        padding_side="right",
+        add_generation_prompt=False,
+        return_assistant_tokens_mask=True,
     )
-    asked = History.from_chats([[{"role": "user", "content": question}] for question in QUESTIONS])
+    asked = History.from_chats(
+        [[{"role": "user", "content": question}] for question in QUESTIONS]
+    )
     asked = asked.apply_chat_template(**options)
     tokens = Tokens(prompt=asked["input_ids"], batch_size=asked.batch_size)
-    prompts = TensorDict({"tokens": tokens, "attention_mask": asked["attention_mask"]}, asked.batch_size)
+    prompts = TensorDict(
+        {"tokens": tokens, "attention_mask": asked["attention_mask"]}, asked.batch_size
+    )
     text = torch.tensor(tokenizer("\n".join(texts))["input_ids"])
     steps = _imitation(lm), _reinforcement(lm)
-    return Setup(plan, lm, params, buffers, tokenizer, text, chats, prompts, random.key(seed), *steps)
+    return Setup(
+        plan,
+        lm,
+        params,
+        buffers,
+        tokenizer,
+        text,
+        chats,
+        prompts,
+        random.key(seed),
+        *steps,
+    )
 
 
 # -- training ---------------------------------------------------------------------------------------------------
@@ -174,10 +203,10 @@ def _imitation(lm: CausalLM) -> Callable[..., Any]:
         return sft(found.log_probs, found.mask & mask).loss
 
     def step(params: Any, state: Any, buffers: Any, ids: Tensor, mask: Tensor) -> Any:
-        value, grads = value_and_grad(loss)(params, buffers, ids, mask)
+        value, grads = tdf.value_and_grad(loss)(params, buffers, ids, mask)
         return *_IMITATION.update(params, grads, state), value
 
-    return jit(step)
+    return tdf.jit(step)
 
 
 def _reinforcement(lm: CausalLM) -> Callable[..., Any]:
@@ -186,13 +215,15 @@ def _reinforcement(lm: CausalLM) -> Callable[..., Any]:
     def loss(params: Any, buffers: Any, drawn: Any) -> Any:
         found = score(lm, params, drawn, buffers=buffers)["log_probs"]
         old = drawn["log_probs"]
-        return dapo(found.full, group_normalized(drawn["reward"]), old.mask, old.full).loss
+        return dapo(
+            found.full, group_normalized(drawn["reward"]), old.mask, old.full
+        ).loss
 
     def step(members: Any, state: Any, buffers: Any, drawn: Any) -> Any:
-        grads = torch.vmap(grad(loss), (0, None, 0))(members, buffers, drawn)
+        grads = torch.vmap(tdf.grad(loss), (0, None, 0))(members, buffers, drawn)
         return _POLICY.update(members, grads, state)
 
-    return jit(step)
+    return tdf.jit(step)
 
 
 def start(setup: Setup) -> TensorDict:
@@ -204,7 +235,9 @@ def start(setup: Setup) -> TensorDict:
 def advance(setup: Setup, state: TensorDict, step: int) -> TensorDict:
     """Return the state after a step, which is a function of the state and the number of the step."""
     plan, key = setup.plan, random.fold_in(setup.key, step)
-    params, optim, sample, losses, rewards = map(state.get, ("params", "optim", "sample", "losses", "rewards"))
+    params, optim, sample, losses, rewards = map(
+        state.get, ("params", "optim", "sample", "losses", "rewards")
+    )
     if step < plan.text + plan.chats:
         if step in (0, plan.text):
             optim = _IMITATION.init(params)
@@ -216,14 +249,25 @@ def advance(setup: Setup, state: TensorDict, step: int) -> TensorDict:
             # The members differ in their learning rates alone.
             params = params.expand(len(RATES)).clone()
             optim = _POLICY.init(params)
-        drawn = [respond(setup, member, random.fold_in(key, i)) for i, member in enumerate(params)]
+        drawn = [
+            respond(setup, member, random.fold_in(key, i))
+            for i, member in enumerate(params)
+        ]
         # The longest responses of two members may differ.
-        drawn = pad_sequence(drawn, -1)
+        drawn = tdf.pad_sequence(drawn, -1)
         params, optim = setup.reinforce(params, optim, setup.buffers, drawn)
         rewards = torch.cat([rewards, drawn["reward"].mean((1, 2)).unsqueeze(0)])
     if step + 1 == plan.text:
         sample = continue_text(setup, params, "The statement ", key)
-    return TensorDict({"params": params, "optim": optim, "sample": sample, "losses": losses, "rewards": rewards})
+    return TensorDict(
+        {
+            "params": params,
+            "optim": optim,
+            "sample": sample,
+            "losses": losses,
+            "rewards": rewards,
+        }
+    )
 
 
 def _texts(setup: Setup, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,10 +283,17 @@ def _chats(setup: Setup, key: Tensor) -> tuple[Tensor, Tensor]:
 
 def respond(setup: Setup, params: Any, key: Tensor) -> TensorDict:
     """Return the responses that one model draws to all questions, with their rewards (questions, samples)."""
-    options = GenerationOptions.parse({"max_new_tokens": LONGEST, "temperature": 1.0}, num_samples=SAMPLES)
-    drawn = generate(setup.lm, params, setup.prompts, key=key, buffers=setup.buffers, options=options)
+    options = GenerationOptions.parse(
+        {"max_new_tokens": LONGEST, "temperature": 1.0}, num_samples=SAMPLES
+    )
+    drawn = generate(
+        setup.lm, params, setup.prompts, key=key, buffers=setup.buffers, options=options
+    )
     texts = [setup.tokenizer.batch_decode(rows) for rows in drawn["tokens"].response]
-    rewards = [[score_roll(text, count) for text in row] for count, row in zip(DICE, texts, strict=True)]
+    rewards = [
+        [score_roll(text, count) for text in row]
+        for count, row in zip(DICE, texts, strict=True)
+    ]
     return drawn.set("reward", torch.tensor(rewards))
 
 
@@ -250,7 +301,15 @@ def continue_text(setup: Setup, params: Any, prompt: str, key: Tensor) -> str:
     """Return a text and the words that a model writes after it."""
     ids = torch.tensor([setup.tokenizer(prompt)["input_ids"]])
     td = TensorDict({"tokens": Tokens(prompt=ids, batch_size=[1])}, [1])
-    out = generate(setup.lm, params, td, key=key, buffers=setup.buffers, max_new_tokens=40, temperature=0.7)
+    out = generate(
+        setup.lm,
+        params,
+        td,
+        key=key,
+        buffers=setup.buffers,
+        max_new_tokens=40,
+        temperature=0.7,
+    )
     return setup.tokenizer.decode(out["tokens"].full[0])
 
 
@@ -278,12 +337,33 @@ def plot(state: TensorDict, plan: Plan, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     losses = state["losses"].tolist()
     left.plot(range(plan.text), losses[: plan.text], color="#2c55b8", label="text")
-    left.plot(range(plan.text, len(losses)), losses[plan.text :], color="#e0591b", label="chats")
-    left.set(title="Text, then chats", xlabel="step", ylabel="negative log-likelihood (nats a token)", ylim=(0, None))
+    left.plot(
+        range(plan.text, len(losses)),
+        losses[plan.text :],
+        color="#e0591b",
+        label="chats",
+    )
+    left.set(
+        title="Text, then chats",
+        xlabel="step",
+        ylabel="negative log-likelihood (nats a token)",
+        ylim=(0, None),
+    )
     rewards = _smooth(state["rewards"])
-    for rate, member, shade in zip(RATES, rewards.T.tolist(), (0.75, 0.55, 0.3, 0.0), strict=True):
-        right.plot(member, color=(0.17 + 0.7 * shade, 0.33 + 0.5 * shade, 0.72), label=f"{rate:g}")
-    right.set(title="GRPO: four learning rates at once", xlabel="step", ylabel="mean reward", ylim=(0, 1.02))
+    for rate, member, shade in zip(
+        RATES, rewards.T.tolist(), (0.75, 0.55, 0.3, 0.0), strict=True
+    ):
+        right.plot(
+            member,
+            color=(0.17 + 0.7 * shade, 0.33 + 0.5 * shade, 0.72),
+            label=f"{rate:g}",
+        )
+    right.set(
+        title="GRPO: four learning rates at once",
+        xlabel="step",
+        ylabel="mean reward",
+        ylim=(0, 1.02),
+    )
     right.legend(title="learning rate", frameon=False)
     left.legend(frameon=False)
     for axes in (left, right):
@@ -293,7 +373,9 @@ def plot(state: TensorDict, plan: Plan, path: Path) -> None:
 
 def _smooth(curve: Tensor) -> Tensor:
     """Return the means of the last steps at each step."""
-    return torch.stack([curve[max(i + 1 - RECENT, 0) : i + 1].mean(0) for i in range(len(curve))])
+    return torch.stack(
+        [curve[max(i + 1 - RECENT, 0) : i + 1].mean(0) for i in range(len(curve))]
+    )
 
 
 def run(seed: int, out: Path, plan: Plan, *, progress: bool = True) -> str:
@@ -319,7 +401,11 @@ def run(seed: int, out: Path, plan: Plan, *, progress: bool = True) -> str:
     plot(state, plan, out / "training.svg")
     # In the first step of the rewards all members are the model of the chats.
     rewards = {"after the chats": state["rewards"][0].mean()}
-    rewards |= zip([f"GRPO, learning rate {rate:g}" for rate in RATES], _smooth(state["rewards"])[-1], strict=True)
+    rewards |= zip(
+        [f"GRPO, learning rate {rate:g}" for rate in RATES],
+        _smooth(state["rewards"])[-1],
+        strict=True,
+    )
     rows = "\n".join(f"| {name} | {reward:.2f} |" for name, reward in rewards.items())
     count = sum([leaf.numel() for leaf in setup.params.leaves()])
     report = "\n\n".join(
@@ -327,7 +413,7 @@ def run(seed: int, out: Path, plan: Plan, *, progress: bool = True) -> str:
             "# A language model from nothing",
             f"{count:,} parameters, {len(setup.text):,} tokens of text, seed {seed}; "
             f"{plan.total - resumed} of {plan.total} steps in {time.perf_counter() - started:.0f} s. "
-            "Written by `tdfunc.llm.demo`.",
+            "Written by `docs/examples/language_model.py`.",
             "![Losses of text and chats, and the rewards of four learning rates](training.svg)",
             f"## After the text\n\n```text\n{state['sample']}\n```",
             "## Loaded dice",
@@ -341,27 +427,20 @@ def run(seed: int, out: Path, plan: Plan, *, progress: bool = True) -> str:
 
 
 def main() -> None:
-    """Run the demo from the command line."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"tdfunc.llm.demo needs {', '.join(missing)}: pip install -e '.[demo,llm]' in a clone of tdfunc")
-    import typer
-    from rich.console import Console
-    from rich.markdown import Markdown
-
+    """Run the program from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, help="the folder of checkpoints, report, plot"
+    )
+    for name, steps in Plan._field_defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=steps, help="steps")
+    given = vars(parser.parse_args())
+    seed, out = given.pop("seed"), given.pop("out")
     # The matrices are small: more threads wait for each other more than they compute.
     torch.set_num_threads(1)
-
-    def command(
-        seed: int = typer.Option(0, help="Seeds the weights and all draws."),
-        out: Path = typer.Option(  # noqa: B008
-            Path("demo-output/llm"), help="Folder for the report, the plot and the checkpoints.", file_okay=False
-        ),
-    ) -> None:
-        """Train a small language model on text, on chats and by rewards, or go on where a run stopped."""
-        Console().print(Markdown(f"{run(seed, out, Plan())}\n\nReport, plot and checkpoints: {out / 'report.md'}"))
-
-    typer.run(command)
+    with tempfile.TemporaryDirectory() as folder:
+        print(run(seed, out or Path(folder), Plan(**given)))
 
 
 if __name__ == "__main__":
