@@ -52,7 +52,7 @@ def step_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], tupl
 
 
 def ensemble(i: int) -> Any:
-    return init_ensemble(demo.make_model, MEMBERS, seed=i)
+    return init_ensemble(demo.make_model, MEMBERS, key=i)
 
 
 def compile_counts(say: Callable[[str], None]) -> list[Compiled]:

@@ -1,6 +1,8 @@
 """tdfunc: immutable trees of tensors, and pure functions over them."""
 
-import builtins as _builtins
+import builtins
+import importlib
+import typing
 
 from tdfunc import averaging as averaging
 from tdfunc import calibration as calibration
@@ -40,17 +42,13 @@ from tdfunc.core.keys import Filter as Filter
 from tdfunc.core.keys import of_type as of_type
 from tdfunc.core.nontensor import NonTensorData as NonTensorData
 from tdfunc.core.nontensor import NonTensorStack as NonTensorStack
+from tdfunc.core.surface import surface as _surface
 from tdfunc.core.types import Kind as Kind
 from tdfunc.ensemble.ensemble import Ensemble as Ensemble
 from tdfunc.ensemble.mc_dropout import MCDropout as MCDropout
 from tdfunc.ensemble.stack import init_ensemble as init_ensemble
 from tdfunc.ensemble.stack import stack_modules as stack_modules
 from tdfunc.ensemble.stack import unstack as unstack
-from tdfunc.metrics import brier as brier
-from tdfunc.metrics import ece as ece
-from tdfunc.metrics import nll as nll
-from tdfunc.metrics import reliability_curve as reliability_curve
-from tdfunc.metrics import uncertainty as uncertainty
 from tdfunc.modules.checkpoint import checkpoint as checkpoint
 from tdfunc.modules.extract import from_module as from_module
 from tdfunc.modules.extract import split as split
@@ -82,11 +80,26 @@ from tdfunc.storage.safetensors.saved import open as open
 
 __version__ = "0.1.0"
 
-# `from tdfunc import *` leaves Python's own `map` and `open` alone, and gives no packages but the public ones.
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    name
-    for name, value in globals().items()
-    if not name.startswith("_") and not hasattr(_builtins, name)
-    if not isinstance(value, type(_builtins))
-    or name in ("averaging", "calibration", "metrics", "optim", "random", "sweep")
-]
+# Imported when they are first used.
+_LAZY = ("llm", "nn", "sklearn", "spec")
+
+if typing.TYPE_CHECKING:
+    from tdfunc import llm as llm
+    from tdfunc import nn as nn
+    from tdfunc import sklearn as sklearn
+    from tdfunc import spec as spec
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in _LAZY:
+            return importlib.import_module(f"tdfunc.{name}")
+        raise AttributeError(f"module 'tdfunc' has no attribute {name!r}")
+
+
+_NAMES, _ = _surface(globals(), "averaging", "calibration", "metrics", "optim", "random", "sweep")
+# `from tdfunc import *` leaves Python's own `map` and `open` as they are.
+__all__ = [name for name in _NAMES if not hasattr(builtins, name)]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __dir__() -> list[str]:
+    return [*_NAMES, *_LAZY, "__version__"]

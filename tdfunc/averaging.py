@@ -1,6 +1,6 @@
 """Models along one run: their average (SWA), a Gaussian around it (SWAG), the last of them (snapshots), `update_bn`.
 
-Each is a pair of pure functions over a state that is a tree: `init(params)` and `update(state, params)`. They take one
+Each is a pair of pure functions over a state that is a tree: `init(params)` and `update(params, state)`. They take one
 model or a stacked tree, whose members are averaged each by itself, and work under `torch.vmap`, `tdfunc.jit` and
 `torch.compile`. K is the number of models that are kept, E that of members.
 """
@@ -18,16 +18,17 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted
+from tdfunc.core.surface import surface
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
 from tdfunc.ensemble._variant import variant
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.modules.functional import Apply
-from tdfunc.modules.random import Rng, key_of
 from tdfunc.ops import cast, maps
 from tdfunc.ops.foreach import check_keys
 from tdfunc.ops.reading import get, has
 from tdfunc.optim._checks import check_dense, check_tree, list_trainable
 from tdfunc.optim._optimizer import Schedule
+from tdfunc.random import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -49,7 +50,7 @@ class SWA:
         >>> swa = SWA()
         >>> state = swa.init(TensorDict({"w": torch.zeros(2)}))
         >>> for value in (1.0, 2.0, 6.0):
-        ...     state = swa.update(state, TensorDict({"w": torch.full((2,), value)}))
+        ...     state = swa.update(TensorDict({"w": torch.full((2,), value)}), state)
         >>> state["mean", "w"]
         tensor([3., 3.])
     """
@@ -59,12 +60,12 @@ class SWA:
         _check_params("SWA.init", params)
         return _state(params, {"mean": maps.apply(params, lambda x: torch.zeros_like(x, dtype=_wide(x)), ())})
 
-    def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
+    def update(self, params: TensorCollection, state: T, *, active: Tensor | bool = True) -> T:
         """Return the state with one more model in the average.
 
         Args:
-            state: The result of `init`, or of the last `update`.
             params: The model, or the stacked members.
+            state: The result of `init`, or of the last `update`.
             active: Whether the model counts, for all members or for each: `active=(step + 1) % 100 == 0`.
 
         Raises:
@@ -101,8 +102,8 @@ class SWAG:
         >>> swag = SWAG(rank=3)
         >>> state = swag.init(TensorDict({"w": torch.zeros(2)}))
         >>> for i in range(5):
-        ...     state = swag.update(state, TensorDict({"w": tdf.random.normal(tdf.random.key(i), (2,))}))
-        >>> swag.sample(state, tdf.random.key(9), 16)["w"].shape
+        ...     state = swag.update(TensorDict({"w": tdf.random.normal(tdf.random.key(i), (2,))}), state)
+        >>> swag.sample(state, 16, key=9)["w"].shape
         torch.Size([16, 2])
     """
 
@@ -125,7 +126,7 @@ class SWAG:
             parts["deviations"] = _rows(zeros, self.rank)
         return _state(params, parts)
 
-    def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
+    def update(self, params: TensorCollection, state: T, *, active: Tensor | bool = True) -> T:
         """Return the state with one more model, which replaces the oldest deviation; arguments as in `SWA.update`."""
         old = self._parts("SWAG.update", state)
         count = _next_count("SWAG.update", old, params, old["mean"])
@@ -142,22 +143,22 @@ class SWAG:
             new["deviations"] = _pushed(old["deviations"], away)
         return _advance("SWAG.update", state, new, active)
 
-    def sample(self, state: TensorCollection, key: Tensor, n: int, *, scale: float = 1.0) -> "TensorDict":
-        """Return n draws from the Gaussian, stacked; draw i does not change with n.
+    def sample(self, state: TensorCollection, members: int, *, key: KeyLike, scale: float = 1.0) -> "TensorDict":
+        """Return models drawn from the Gaussian, stacked; member i does not change with their number.
 
         With deviations, half of the covariance is that of the variances and half that of the deviations.
 
         Args:
             state: The state of this class, after at least two updates.
-            key: A random key.
-            n: How many draws.
+            members: The number of models.
+            key: A random key, a seed or a generator.
             scale: A factor of the covariance.
 
         Returns:
-            A tree like the parameters with the batch size (n, *batch): the members of an `Ensemble`.
+            A tree like the parameters with the batch size (members, *batch): the members of an `Ensemble`.
 
         Shapes:
-            A leaf of shape (*S) becomes (n, *S), in float32 at least. A stack of E members gives (n, E, *S), which
+            A leaf of shape (*S) becomes (members, *S), in float32 at least. A stack of E gives (members, E, *S), which
             `flatten(0, 1)` makes one stack.
 
         Raises:
@@ -170,6 +171,7 @@ class SWAG:
             raise error(
                 ValueError, "SWAG.sample: there must be two models or more.", expected="count >= 2", got=count.tolist()
             )
+        key = key_of(key)
         size, means = mean._batch_size, list_leaves(mean)
         spread = [x.clamp(min=0).sqrt() for x in list_leaves(variance)]
         columns = list_leaves(parts["deviations"]) if self.rank else []
@@ -190,7 +192,7 @@ class SWAG:
                 leaves.append(x + root * half * noise)
             return rebuild(mean, leaves)
 
-        return torch.vmap(draw)(torch.arange(n, device=key.device))
+        return torch.vmap(draw)(torch.arange(members, device=key.device))
 
     def _parts(self, call: str, state: Any) -> dict[str, Any]:
         parts = _parts(call, state, {"mean", "variance", "deviations"} if self.rank else {"mean", "variance"})
@@ -220,7 +222,7 @@ class Snapshots:
         >>> state = snapshots.init(TensorDict({"w": torch.zeros(3)}))
         >>> for step in range(30):
         ...     params = TensorDict({"w": torch.full((3,), float(step))})
-        ...     state = snapshots.update(state, params, active=(step + 1) % 10 == 0)
+        ...     state = snapshots.update(params, state, active=(step + 1) % 10 == 0)
         >>> snapshots.stack(state)["w"][:, 0]
         tensor([19., 29.])
     """
@@ -235,7 +237,7 @@ class Snapshots:
         _check_params("Snapshots.init", params)
         return _state(params, {"members": _rows(params, self.members)})
 
-    def update(self, state: T, params: TensorCollection, *, active: Tensor | bool = True) -> T:
+    def update(self, params: TensorCollection, state: T, *, active: Tensor | bool = True) -> T:
         """Return the state with this model as the newest member; arguments as in `SWA.update`."""
         old = _parts("Snapshots.update", state, {"members"})
         count = _next_count("Snapshots.update", old, params, old["members"])
@@ -296,7 +298,9 @@ def cosine_cycles(peak_value: float | Tensor, cycle_steps: int) -> Schedule:
     return value
 
 
-def update_bn(apply: Apply, params: TensorCollection, buffers: T, batches: Iterable[Any], *, rng: Rng = None) -> T:
+def update_bn(
+    apply: Apply, params: TensorCollection, buffers: T, batches: Iterable[Any], *, rng: KeyLike | None = None
+) -> T:
     """Return the buffers with the statistics that the BatchNorm layers have for these parameters.
 
     An average of models has the statistics of none of them. They are computed anew: the average over the batches, by
@@ -375,7 +379,7 @@ def _parts(call: str, state: Any, names: set[str]) -> dict[str, Any]:
             f"{call}: the state must be of this class.",
             expected=f"a tree with the entries {sorted({'count', *names})}",
             got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
-            hint="state = init(params); the order is (state, params).",
+            hint="state = init(params); the order is update(params, state).",
         )
     return state._data
 
@@ -453,3 +457,6 @@ def _advance(call: str, state: T, new: dict[str, Any], active: Tensor | bool) ->
             got=f"shape {list(chosen.shape)}",
         )
     return torch.where(chosen.expand(size), changed, state)  # pyright: ignore
+
+
+__all__, __dir__ = surface(globals())

@@ -1,4 +1,4 @@
-"""Calibration after training: temperatures, conformal sets, and how well an uncertainty ranks the errors.
+"""Calibration after training: temperatures, conformal sets and prediction intervals.
 
 B is the batch (any dimensions), C the classes, N the examples of a calibration set. Temperatures and thresholds are
 fitted on examples that the models were not trained on. Everything is pure and works under `torch.vmap`, so a function
@@ -12,9 +12,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import check_outputs, log_mixture, member_weights, predicted, widen
+from tdfunc._mixture import check_outputs, log_mixture, member_weights, widen
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.surface import surface
 
 Method: TypeAlias = Literal["lac", "aps"]
 # Of the inverse temperature; beyond it float32 rounds the probabilities to 0 and 1, or to 1 / C.
@@ -93,7 +94,7 @@ def conformal_scores(p: Tensor, t: Tensor, *, method: Method = "lac") -> Tensor:
     """Return how badly probabilities fit labels, for `conformal_threshold`.
 
     Args:
-        p: Probabilities, such as `mean` in `tdf.uncertainty(y, "classification")`.
+        p: Probabilities, such as `mean` in `tdf.metrics.uncertainty(y, "classification")`.
         t: The right classes.
         method: `lac`, one minus the probability of the label (the smallest sets); or `aps`, the probability of the
             label and all more probable classes (sets that adapt to how hard an input is).
@@ -165,7 +166,7 @@ def regression_scores(y: Tensor, t: Tensor, *, scale: Tensor | None = None) -> T
     """Return how far predictions are from the truth, for `conformal_threshold`.
 
     Args:
-        y: Predictions of a model, of each member, or of the ensemble: `mean` in `tdf.uncertainty(y, "regression")`.
+        y: Predictions of a model, of each member, or of the ensemble: the `mean` of `tdf.metrics.uncertainty`.
         t: The true values.
         scale: How far off each prediction may be, such as the root of `variance` there; intervals are then wide where
             it is large. By default all intervals have one width.
@@ -210,113 +211,6 @@ def regression_intervals(y: Tensor, threshold: Tensor | float, *, scale: Tensor 
     return y - width, y + width
 
 
-def adaptive_ece(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | Sequence[float] | None = None) -> Tensor:
-    """Return the expected calibration error over bins that hold equally many predictions.
-
-    Args:
-        y: Logits of one model or of members, whose mixture predicts.
-        t: The right classes.
-        bins: How many; the first ones hold one prediction more, if they do not divide evenly.
-        weights: The share of each member, in any scale.
-
-    Shapes:
-        `y` is (*B, C) or (E, *B, C), `t` is (*B); the result has no dimensions.
-
-    Raises:
-        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
-        ValueError: `t` is empty or holds numbers of no class.
-
-    Source:
-        Nguyen and O'Connor, "Posterior calibration and exploratory analysis for natural language processing models"
-        (2015).
-    """
-    log_p, t = predicted("adaptive_ece", y, t, weights)
-    top, voted = log_p.exp().max(-1)
-    order = top.flatten().argsort(stable=True)
-    gap = ((voted == t).to(top.dtype) - top).flatten()[order]
-    parts = gap.tensor_split(min(bins, len(gap)))
-    return torch.stack([part.sum().abs() for part in parts]).sum() / len(gap)
-
-
-def auroc(score: Tensor, positive: Tensor) -> Tensor:
-    """Return the probability that a positive example has a higher score than a negative one; ties count half.
-
-    With the entropy of the mean as score it tells how well an ensemble finds its errors, or inputs from elsewhere.
-
-    Args:
-        score: A number for each example.
-        positive: Which examples are positive, bool.
-
-    Shapes:
-        `score` is (*E, N), `positive` is (N) or (*E, N); the result is (*E), and nan if all are positive, or none.
-
-    Raises:
-        LeafMismatchError: The shapes do not fit, or `positive` is not of bools or integers.
-
-    Source:
-        Mann and Whitney (1947).
-
-    Examples:
-        >>> auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True]))
-        tensor(0.7500)
-    """
-    _check_pairs("auroc", score, positive, bools=True)
-    ordered = score.sort(-1).values.contiguous()
-    below, upto = (torch.searchsorted(ordered, score.contiguous(), right=right) for right in (False, True))
-    rank = (below + upto + 1).to(torch.float64) / 2
-    hits = (positive != 0).to(torch.float64)
-    count, others = hits.sum(-1), (1 - hits).sum(-1)
-    area = ((rank * hits).sum(-1) - count * (count + 1) / 2) / (count * others)
-    return torch.where(score.isnan().any(-1), math.nan, area).to(torch.promote_types(score.dtype, torch.float32))
-
-
-def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
-    """Return the area under the risk-coverage curve: the mean loss of the surest k examples, averaged over k.
-
-    Args:
-        doubt: How unsure the model is of each example.
-        loss: The loss of each example, such as 0 where it is right and 1 where it is not.
-
-    Shapes:
-        `doubt` is (*E, N), `loss` is (N) or (*E, N); the result is (*E).
-
-    Raises:
-        LeafMismatchError: The shapes do not fit.
-
-    Source:
-        Geifman and El-Yaniv, "Selective classification for deep neural networks" (2017).
-
-    Examples:
-        >>> aurc(torch.tensor([0.1, 0.2, 0.9]), torch.tensor([0.0, 0.0, 1.0]))
-        tensor(0.1111)
-    """
-    return risk_coverage(doubt, loss).mean(-1)
-
-
-def risk_coverage(doubt: Tensor, loss: Tensor) -> Tensor:
-    """Return the mean loss of the surest k examples, for k from 1 to N: the risk at the coverages k / N.
-
-    The arguments and errors are those of `aurc`. Examples of equal doubt share their mean loss.
-
-    Shapes:
-        `doubt` is (*E, N), `loss` is (N) or (*E, N); the result is (*E, N).
-
-    Examples:
-        >>> risk_coverage(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1.0, 0.0, 0.0, 1.0]))
-        tensor([0.0000, 0.0000, 0.3333, 0.5000])
-    """
-    _check_pairs("risk_coverage", doubt, loss, bools=False)
-    order = doubt.argsort(dim=-1, stable=True)
-    ordered = doubt.gather(-1, order).contiguous()
-    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-    risk = loss.expand(order.shape).gather(-1, order)
-    # The mean over ties makes the curve independent of the order in which they came.
-    first, last = (torch.searchsorted(ordered, ordered, right=right) for right in (False, True))
-    sums = torch.nn.functional.pad(risk.cumsum(-1), (1, 0))
-    shared = (sums.gather(-1, last) - sums.gather(-1, first)) / (last - first)
-    return shared.cumsum(-1) / torch.arange(1, risk.shape[-1] + 1, device=risk.device)
-
-
 def _class_scores(p: Tensor, method: Method) -> Tensor:
     if method == "lac":
         return 1 - p
@@ -324,16 +218,6 @@ def _class_scores(p: Tensor, method: Method) -> Tensor:
         ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
         return torch.zeros_like(p).scatter(-1, order, ordered.cumsum(-1))
     raise error(ValueError, "conformal: method must be lac or aps.", got=repr(method))
-
-
-def _check_pairs(call: str, score: Tensor, other: Tensor, *, bools: bool) -> None:
-    fits = score.dim() > 0 and other.shape in (score.shape, score.shape[-1:]) and score.shape[-1] > 0
-    if not fits or (bools and other.is_floating_point()):
-        raise LeafMismatchError(
-            f"{call}: both arguments must have an entry for each example.",
-            expected=f"numbers of shape (*E, N), and {'bools' if bools else 'numbers'} of shape (N) or (*E, N)",
-            got=f"shape {list(score.shape)}, and {other.dtype} of shape {list(other.shape)}",
-        )
 
 
 def _check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> None:
@@ -347,3 +231,6 @@ def _check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> None:
         raise error(ValueError, f"{call}: there must be examples.", got=f"shape {list(t.shape)}")
     if has_values() and not t.is_meta and not bool(((t >= 0) & (t < y.shape[-1])).all()):
         raise error(ValueError, f"{call}: labels must name classes.", expected=f"0 <= t < {y.shape[-1]}")
+
+
+__all__, __dir__ = surface(globals())

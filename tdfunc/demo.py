@@ -125,7 +125,7 @@ def stacked_steps(data: Digits, rows: Tensor, seed: int) -> "Iterator[TensorDict
     """Train all members at once on images by number (steps, E, B), and yield their trees after each step."""
     device, members = data.train_x.device, rows.shape[1]
     apply, _, _ = functional(make_model())
-    params, buffers = split(init_ensemble(make_model, members, seed).to(device))
+    params, buffers = split(init_ensemble(make_model, members, key=seed).to(device))
     optimizer = adam(lr=learning_rates(members).to(device))
     state, key = optimizer.init(params), random.key(seed, device=device)
     # Traced once, replayed from then on.
@@ -143,7 +143,7 @@ def loop_steps(data: Digits, rows: Tensor, seed: int, *, keys: bool = False) -> 
     """
     device = data.train_x.device
     models = [make_model() for _ in range(rows.shape[1])]
-    for model, member in zip(models, unstack(init_ensemble(make_model, len(models), seed)), strict=True):
+    for model, member in zip(models, unstack(init_ensemble(make_model, len(models), key=seed)), strict=True):
         member.clone().to_module(model)
         model.to(device)
     rates = learning_rates(len(models)).tolist()

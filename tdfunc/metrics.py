@@ -1,10 +1,11 @@
-"""The uncertainty of an ensemble's outputs, and scores of predicted probabilities.
+"""The uncertainty of an ensemble's outputs, scores of predicted probabilities, and how well a score finds the errors.
 
 E is the number of members, B the batch (any dimensions), C the classes; entropies and log-likelihoods are in nats.
 Classification is computed from log-probabilities. Everything is in float32 at least, and works under `torch.vmap`,
 `torch.func.grad` and `tdfunc.jit`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from tdfunc._mixture import check_outputs, log_mixture, member_weights, predicted, widen
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.surface import surface
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -79,7 +81,7 @@ def uncertainty(
     Examples:
         >>> agree = torch.tensor([[4.0, 0.0], [4.0, 0.0]])
         >>> differ = torch.tensor([[4.0, 0.0], [0.0, 4.0]])
-        >>> u = tdf.uncertainty(torch.stack([agree, differ], 1), kind="classification")
+        >>> u = uncertainty(torch.stack([agree, differ], 1), kind="classification")
         >>> u.batch_size, u["disagreement"]
         (torch.Size([2]), tensor([0.0000, 0.5000]))
         >>> u["mutual_information"].round(decimals=2)
@@ -160,7 +162,7 @@ def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[floa
         ValueError: `t` is empty or holds numbers of no class, or weights are negative, not finite, or all 0.
 
     Examples:
-        >>> tdf.nll(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+        >>> nll(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
         tensor(0.6931)
     """
     log_p, t = predicted("nll", y, t, weights)
@@ -176,7 +178,7 @@ def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[fl
         Brier, "Verification of Forecasts Expressed in Terms of Probability": the sum over all classes.
 
     Examples:
-        >>> tdf.brier(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+        >>> brier(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
         tensor(0.5000)
     """
     log_p, t = predicted("brier", y, t, weights)
@@ -198,12 +200,40 @@ def ece(
         Guo et al., "On Calibration of Modern Neural Networks", with bins (lower, upper].
 
     Examples:
-        >>> tdf.ece(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]))
+        >>> ece(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]))
         tensor(0.4999)
     """
     confidence, right, inside = _binned("ece", y, t, bins, weights)
     # count / N * |accuracy - confidence| is the difference of two sums over N: an empty bin adds 0.
     return ((right - confidence).unsqueeze(-1) * inside).sum(0).abs().sum() / len(right) + 0 * confidence.sum()
+
+
+def adaptive_ece(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | Sequence[float] | None = None) -> Tensor:
+    """Return the expected calibration error over bins that hold equally many predictions.
+
+    Args:
+        y: Logits of one model or of members, whose mixture predicts.
+        t: The right classes.
+        bins: How many; the first ones hold one prediction more, if they do not divide evenly.
+        weights: The share of each member, in any scale.
+
+    Shapes:
+        `y` is (*B, C) or (E, *B, C), `t` is (*B); the result has no dimensions.
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, `y` is not floating point, or `t` is not of integers.
+        ValueError: `t` is empty or holds numbers of no class.
+
+    Source:
+        Nguyen and O'Connor, "Posterior calibration and exploratory analysis for natural language processing models"
+        (2015).
+    """
+    log_p, t = predicted("adaptive_ece", y, t, weights)
+    top, voted = log_p.exp().max(-1)
+    order = top.flatten().argsort(stable=True)
+    gap = ((voted == t).to(top.dtype) - top).flatten()[order]
+    parts = gap.tensor_split(min(bins, len(gap)))
+    return torch.stack([part.sum().abs() for part in parts]).sum() / len(gap)
 
 
 def reliability_curve(
@@ -221,7 +251,7 @@ def reliability_curve(
         The result has the batch size (bins,).
 
     Examples:
-        >>> curve = tdf.reliability_curve(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]), bins=2)
+        >>> curve = reliability_curve(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]), bins=2)
         >>> curve["count"], curve["accuracy"]
         (tensor([0, 2]), tensor([   nan, 0.5000]))
     """
@@ -250,6 +280,88 @@ def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor,
     place = ((confidence * bins).ceil() - 1).clamp(0, bins - 1).unsqueeze(-1)
     inside = place == torch.arange(bins, device=confidence.device)
     return confidence, (voted == t).to(confidence.dtype).reshape(-1), inside
+
+
+# -- how well an uncertainty ranks the errors -----------------------------------------------------------------
+
+
+def auroc(score: Tensor, positive: Tensor) -> Tensor:
+    """Return the probability that a positive example has a higher score than a negative one; ties count half.
+
+    With the entropy of the mean as score it tells how well an ensemble finds its errors, or inputs from elsewhere.
+
+    Args:
+        score: A number for each example.
+        positive: Which examples are positive, bool.
+
+    Shapes:
+        `score` is (*E, N), `positive` is (N) or (*E, N); the result is (*E), and nan if all are positive, or none.
+
+    Raises:
+        LeafMismatchError: The shapes do not fit, or `positive` is not of bools or integers.
+
+    Source:
+        Mann and Whitney (1947).
+
+    Examples:
+        >>> auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True]))
+        tensor(0.7500)
+    """
+    _check_pairs("auroc", score, positive, bools=True)
+    ordered = score.sort(-1).values.contiguous()
+    below, upto = (torch.searchsorted(ordered, score.contiguous(), right=right) for right in (False, True))
+    rank = (below + upto + 1).to(torch.float64) / 2
+    hits = (positive != 0).to(torch.float64)
+    count, others = hits.sum(-1), (1 - hits).sum(-1)
+    area = ((rank * hits).sum(-1) - count * (count + 1) / 2) / (count * others)
+    return torch.where(score.isnan().any(-1), math.nan, area).to(torch.promote_types(score.dtype, torch.float32))
+
+
+def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
+    """Return the area under the risk-coverage curve: the mean loss of the surest k examples, averaged over k.
+
+    Args:
+        doubt: How unsure the model is of each example.
+        loss: The loss of each example, such as 0 where it is right and 1 where it is not.
+
+    Shapes:
+        `doubt` is (*E, N), `loss` is (N) or (*E, N); the result is (*E).
+
+    Raises:
+        LeafMismatchError: The shapes do not fit.
+
+    Source:
+        Geifman and El-Yaniv, "Selective classification for deep neural networks" (2017).
+
+    Examples:
+        >>> aurc(torch.tensor([0.1, 0.2, 0.9]), torch.tensor([0.0, 0.0, 1.0]))
+        tensor(0.1111)
+    """
+    return risk_coverage(doubt, loss).mean(-1)
+
+
+def risk_coverage(doubt: Tensor, loss: Tensor) -> Tensor:
+    """Return the mean loss of the surest k examples, for k from 1 to N: the risk at the coverages k / N.
+
+    The arguments and errors are those of `aurc`. Examples of equal doubt share their mean loss.
+
+    Shapes:
+        `doubt` is (*E, N), `loss` is (N) or (*E, N); the result is (*E, N).
+
+    Examples:
+        >>> risk_coverage(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1.0, 0.0, 0.0, 1.0]))
+        tensor([0.0000, 0.0000, 0.3333, 0.5000])
+    """
+    _check_pairs("risk_coverage", doubt, loss, bools=False)
+    order = doubt.argsort(dim=-1, stable=True)
+    ordered = doubt.gather(-1, order).contiguous()
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    risk = loss.expand(order.shape).gather(-1, order)
+    # The mean over ties makes the curve independent of the order in which they came.
+    first, last = (torch.searchsorted(ordered, ordered, right=right) for right in (False, True))
+    sums = torch.nn.functional.pad(risk.cumsum(-1), (1, 0))
+    shared = (sums.gather(-1, last) - sums.gather(-1, first)) / (last - first)
+    return shared.cumsum(-1) / torch.arange(1, risk.shape[-1] + 1, device=risk.device)
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------
@@ -284,3 +396,16 @@ def _expected(p: Tensor, x: Tensor) -> Tensor:
 
 def _tree(data: dict[str, Tensor], size: torch.Size) -> Any:
     return TensorCollection._open._make(data, torch.Size(size))
+
+
+def _check_pairs(call: str, score: Tensor, other: Tensor, *, bools: bool) -> None:
+    fits = score.dim() > 0 and other.shape in (score.shape, score.shape[-1:]) and score.shape[-1] > 0
+    if not fits or (bools and other.is_floating_point()):
+        raise LeafMismatchError(
+            f"{call}: both arguments must have an entry for each example.",
+            expected=f"numbers of shape (*E, N), and {'bools' if bools else 'numbers'} of shape (N) or (*E, N)",
+            got=f"shape {list(score.shape)}, and {other.dtype} of shape {list(other.shape)}",
+        )
+
+
+__all__, __dir__ = surface(globals())

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import error
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.surface import surface
 
 Shape: TypeAlias = int | Sequence[int]
+KeyLike: TypeAlias = Tensor | int | torch.Generator
 
 
 def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tensor:
@@ -44,6 +46,43 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
     number = _as_int64(seed, "key: seed", device)
     number = number if device is None else number.to(device)
     return _derive(torch.tensor(_signed(_SEED), device=number.device), torch.ones_like(number), number, _SEED)
+
+
+def key_of(given: KeyLike) -> Tensor:
+    """Return the key that an argument called `key` or `rng` stands for.
+
+    Args:
+        given: A key, a seed, or a generator, which gives another key each time.
+
+    Raises:
+        TypeError: `given` is not a key, an integer or a generator.
+        UnsupportedError: A generator is drawn from inside a transform, a trace or a compiled region.
+
+    Examples:
+        >>> torch.equal(key_of(3), key(3))
+        True
+    """
+    if isinstance(given, torch.Generator):
+        if not has_values():
+            raise UnsupportedError(
+                "rng: a torch.Generator cannot be drawn from inside a transform, a trace or a compiled function.",
+                expected="a key",
+                got="a torch.Generator",
+                hint="pass key = tdfunc.random.key(seed) to the function as an argument, and give it as rng=; "
+                "tdfunc.random.fold_in(key, step) is the key of a step.",
+            )
+        return key(torch.randint(-(2**63), 2**63 - 1, (), generator=given, device=given.device))
+    if isinstance(given, Tensor) and given.dtype == torch.int64 and given.shape == (2,):
+        return given
+    if isinstance(given, bool | Tensor) or not hasattr(given, "__index__"):
+        raise error(
+            TypeError,
+            "rng, or key, must be a random key, a seed or a torch.Generator.",
+            expected="one key: int64 of shape (2,)",
+            got=f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given),
+            hint="tdfunc.random.key(seed) makes a key; tdfunc.Ensemble gives each member its own of one key.",
+        )
+    return key(operator.index(given))
 
 
 def split(key: Tensor, num: Shape = 2) -> Tensor:
@@ -493,3 +532,6 @@ def _symmetric(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return uniform numbers in (-1, 1), with each number its negative."""
     count = _PRECISION[dtype]
     return _integers(key, shape, dtype, count).add_(0.5).mul_(2.0 ** (1 - count))
+
+
+__all__, __dir__ = surface(globals())

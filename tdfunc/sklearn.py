@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tdfunc import optim, random, sweep
 from tdfunc._jit import jit
 from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.surface import surface
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
 from tdfunc.metrics import uncertainty
@@ -117,7 +118,7 @@ class _Ensemble(BaseEstimator):
         # A template of the structure, whose numbers are not used: torch's default generator stays as it is.
         with seeded(random.key(seed)):
             apply, _, _ = functional(make())
-        self.params_, self.buffers_ = split(init_ensemble(make, self.n_estimators, seed=seed))
+        self.params_, self.buffers_ = split(init_ensemble(make, self.n_estimators, key=seed))
         self.ensemble_ = Ensemble(apply.eval())
         found = self.ensemble_(self.params_, rows.x[:1], buffers=self.buffers_).shape
         if found != (self.n_estimators, 1, outputs):
@@ -180,7 +181,7 @@ class _Ensemble(BaseEstimator):
             self.n_iter_ = epoch
             if held is None or measure is None:
                 continue
-            stopping = patience.update(stopping, measure(params, buffers, tuple(held)))
+            stopping = patience.update(measure(params, buffers, tuple(held)), stopping)
             active = stopping["active"]
             self.params_ = sweep.keep_best(self.params_, params, stopping["improved"])
             self.buffers_ = sweep.keep_best(self.buffers_, buffers, stopping["improved"])
@@ -276,7 +277,7 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
         return self.classes_[best]
 
     def predict_uncertainty(self, X: Any) -> dict[str, Array]:
-        """Return the measures of `tdf.uncertainty` by name, `mean` (the probabilities) among them."""
+        """Return the measures of `tdf.metrics.uncertainty` by name, `mean` (the probabilities) among them."""
         return _arrays(uncertainty(self._outputs(X), "classification"))
 
 
@@ -464,3 +465,6 @@ def _gaussian_losses(out: Tensor, t: Tensor) -> Tensor:
 
 def _arrays(found: Any) -> dict[str, Array]:
     return {name: x.numpy(force=True) for name, x in found.items()}
+
+
+__all__, __dir__ = surface(globals())

@@ -15,6 +15,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.core.keys import missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.surface import surface
 from tdfunc.core.types import NestedKey
 from tdfunc.ops.cast import as_device
 
@@ -254,3 +255,6 @@ def _text(name: str, entries: Mapping[str, Any], keys: Any = ()) -> str:
         f"    {key}{': ' if key in keys else '='}{value}".replace("\n", "\n    ") for key, value in entries.items()
     ]
     return f"{name}(\n" + ",\n".join(lines) + ")"
+
+
+__all__, __dir__ = surface(globals())

@@ -16,6 +16,8 @@ from tdfunc import random
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.surface import surface
+from tdfunc.random import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -46,12 +48,12 @@ def grid(**axes: Values) -> "TensorDict":
     return _tree({name: column[row.flatten()] for name, column, row in zip(axes, columns, rows, strict=True)})
 
 
-def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
+def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
     """Return random hyperparameters; a member's do not change with the number of members, or of other names.
 
     Args:
-        key: A random key.
-        members: How many.
+        key: A random key, a seed or a generator.
+        members: The number of members.
         **spaces: For each name values to choose from, or a function of a key and a shape: `log_uniform(1e-4, 0.1)`,
             `uniform(0.0, 1.0)`, `tdf.random.normal`.
 
@@ -60,11 +62,11 @@ def random_search(key: Tensor, members: int, **spaces: Space) -> "TensorDict":
         BatchSizeError: A function gives another number of values than there are members.
 
     Examples:
-        >>> hyper = random_search(tdf.random.key(0), 64, lr=log_uniform(1e-4, 1e-1), dropout=[0.0, 0.1, 0.5])
+        >>> hyper = random_search(0, 64, lr=log_uniform(1e-4, 1e-1), dropout=[0.0, 0.1, 0.5])
         >>> hyper.batch_size
         torch.Size([64])
     """
-    drawn: dict[str, Tensor] = {}
+    key, drawn = key_of(key), dict[str, Tensor]()
     for name, space in spaces.items():
         own = random.fold_in(key, xxhash.xxh64_intdigest(name.encode()))
         if callable(space):
@@ -88,13 +90,13 @@ def log_uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
     return lambda key, shape: random.uniform(key, shape, minval=math.log(low), maxval=math.log(high)).exp()
 
 
-def kfold(examples: int, folds: int, *, key: Tensor | None = None) -> Tensor:
+def kfold(examples: int, folds: int, *, key: KeyLike | None = None) -> Tensor:
     """Return for each fold which examples it trains on; the others validate it.
 
     Args:
         examples: N.
         folds: K; each example validates exactly one of them, and their sizes differ by at most one.
-        key: A random key that orders the examples; by default folds are runs of neighbours.
+        key: A random key, a seed or a generator that orders the examples; by default folds are runs of neighbours.
 
     Shapes:
         (K, N), bool. `mask.nonzero()` gives indices; as a weight of each example's loss it serves `torch.vmap`.
@@ -115,11 +117,12 @@ def kfold(examples: int, folds: int, *, key: Tensor | None = None) -> Tensor:
     sizes = torch.tensor([examples // folds + (i < examples % folds) for i in range(folds)])
     fold_of = torch.arange(folds).repeat_interleave(sizes)
     if key is not None:
+        key = key_of(key)
         fold_of = random.permutation(key, fold_of.to(key.device))
     return fold_of != torch.arange(folds, device=fold_of.device).unsqueeze(1)
 
 
-def bootstrap(key: Tensor, examples: int, members: int) -> Tensor:
+def bootstrap(key: KeyLike, examples: int, members: int) -> Tensor:
     """Return for each member the indices of a sample with replacement; `weights_of` turns them into weights.
 
     Member i's do not change with the number of members.
@@ -128,9 +131,10 @@ def bootstrap(key: Tensor, examples: int, members: int) -> Tensor:
         (E, N), int64.
 
     Examples:
-        >>> bootstrap(tdf.random.key(0), 100, 16).shape
+        >>> bootstrap(0, 100, 16).shape
         torch.Size([16, 100])
     """
+    key = key_of(key)
     keys = random.fold_in(key, torch.arange(members, device=key.device))
     return torch.vmap(lambda own: random.randint(own, (examples,), 0, examples))(keys)
 
@@ -163,7 +167,7 @@ class EarlyStopping:
         >>> stopping = EarlyStopping(patience=2)
         >>> state = stopping.init(2)
         >>> for loss in ([1.0, 1.0], [0.9, 1.1], [0.8, 1.2]):
-        ...     state = stopping.update(state, torch.tensor(loss))
+        ...     state = stopping.update(torch.tensor(loss), state)
         >>> state["active"].tolist(), state["best"].tolist()
         ([True, False], [0.800000011920929, 1.0])
     """
@@ -181,7 +185,7 @@ class EarlyStopping:
             {"best": best, "waited": torch.zeros_like(yes, dtype=torch.int64), "improved": ~yes, "active": yes}
         )
 
-    def update(self, state: T, metric: Tensor) -> T:
+    def update(self, metric: Tensor, state: T) -> T:
         """Return the state after a metric of each member; a nan is no improvement.
 
         Shapes:
@@ -220,22 +224,22 @@ def rank(scores: Tensor, *, mode: Mode = "min") -> Tensor:
     return order[scores[order].isnan().argsort(stable=True)]
 
 
-def elites(tree: T, scores: Tensor, count: int, *, mode: Mode = "min") -> T:
+def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
     """Return the best members of a stacked tree, the best first: a smaller stack.
 
     Args:
         tree: A tree whose first batch dimension is the members; a tuple is not needed, as trees nest:
             `TensorDict({"params": params, "state": state, "hyper": hyper}, [E])`.
         scores: A number for each member. Those with a nan are kept only where there are too few others.
-        count: How many to keep.
+        members: The number of members to keep.
         mode: Whether small or large scores are good.
 
     Shapes:
-        `scores` is (E,); a tree of batch size (E, *S) gives one of (count, *S).
+        `scores` is (E,); a tree of batch size (E, *S) gives one of (members, *S).
 
     Raises:
         BatchSizeError: The tree does not have a member for each score.
-        ValueError: `count` is below 1 or above E, or all scores are nan (under a transform or `jit` these are not
+        ValueError: `members` is below 1 or above E, or all scores are nan (under a transform or `jit` these are not
             looked at).
 
     Examples:
@@ -250,14 +254,12 @@ def elites(tree: T, scores: Tensor, count: int, *, mode: Mode = "min") -> T:
             got=f"batch size {list(tree._batch_size)}, scores of shape {list(scores.shape)}",
             hint="tree.with_batch_size([E]), if its leaves are stacked.",
         )
-    members = scores.shape[0]
-    if not 1 <= count <= members:
-        raise error(
-            ValueError, "sweep: count must be one of the numbers of members.", expected=f"1 to {members}", got=count
-        )
+    total = scores.shape[0]
+    if not 1 <= members <= total:
+        raise error(ValueError, "sweep: members must be a number of members.", expected=f"1 to {total}", got=members)
     if has_values() and not scores.is_meta and bool(scores.isnan().all()):
-        raise error(ValueError, "sweep: one of the scores must be a number.", got=f"{members} times nan")
-    chosen: Any = rank(scores, mode=mode)[:count]
+        raise error(ValueError, "sweep: one of the scores must be a number.", got=f"{total} times nan")
+    chosen: Any = rank(scores, mode=mode)[:members]
     return tree[chosen]  # pyright: ignore
 
 
@@ -356,3 +358,6 @@ def _sign(mode: Mode) -> int:
 def _tree(data: dict[str, Any]) -> "TensorDict":
     size = next(iter(data.values())).shape[:1] if data else torch.Size()
     return TensorCollection._open._make(data, size, None, None)
+
+
+__all__, __dir__ = surface(globals())

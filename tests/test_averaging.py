@@ -39,7 +39,7 @@ def collect(rule, trees):
     """The state after all trees."""
     state = rule.init(trees[0])
     for tree in trees:
-        state = assert_pure(rule.update, state, tree)
+        state = assert_pure(rule.update, tree, state)
     return state
 
 
@@ -104,7 +104,7 @@ def test_samples_have_the_papers_moments(rank, scale):
     trees, n = run_of(1, 6), 200_000
     rule = averaging.SWAG(rank)
     state = collect(rule, trees)
-    drawn = rule.sample(state, random.key(3), n, scale=scale)
+    drawn = rule.sample(state, n, key=random.key(3), scale=scale)
     vectors = torch.cat([drawn["a", "w"].flatten(1), drawn["b"]], 1).numpy()
     covariance = np.diag(flat(state["variance"]))
     if rank:
@@ -120,11 +120,11 @@ def test_a_sample_does_not_depend_on_the_number():
     """Nor on vmap over keys; other keys give others."""
     rule, key = averaging.SWAG(3), random.key(0)
     state = collect(rule, run_of(0, 5))
-    many = rule.sample(state, key, 6)
+    many = rule.sample(state, 6, key=key)
 
-    assert_trees_equal(rule.sample(state, key, 2), many[:2])
-    assert_trees_equal(torch.vmap(lambda k: rule.sample(state, k, 6))(key.expand(3, 2))[1], many)
-    assert not torch.equal(rule.sample(state, random.key(1), 2)["b"], many[:2]["b"])
+    assert_trees_equal(rule.sample(state, 2, key=key), many[:2])
+    assert_trees_equal(torch.vmap(lambda k: rule.sample(state, 6, key=k))(key.expand(3, 2))[1], many)
+    assert not torch.equal(rule.sample(state, 2, key=random.key(1))["b"], many[:2]["b"])
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -135,8 +135,8 @@ def test_members_are_averaged_each_by_itself(name):
     jitted, mapped = rule.init(trees[0]), torch.vmap(rule.init)(trees[0])
     update, partly = tdf.jit(rule.update), rule.init(trees[0])
     for tree in trees:
-        jitted, mapped = update(jitted, tree), torch.vmap(rule.update)(mapped, tree)
-        partly = rule.update(partly, tree, active=torch.tensor([True, False, True]))
+        jitted, mapped = update(tree, jitted), torch.vmap(rule.update)(tree, mapped)
+        partly = rule.update(tree, partly, active=torch.tensor([True, False, True]))
 
     assert_trees_equal(jitted, state)
     assert_trees_equal(mapped, state)
@@ -153,7 +153,7 @@ def test_updates_compile(name):
     rule, trees = RULES[name], run_of(2, 4, (3,))
     compiled, state = torch.compile(rule.update, fullgraph=True, backend="aot_eager"), rule.init(trees[0])
     for tree in trees:
-        state = compiled(state, tree)
+        state = compiled(tree, state)
 
     assert_trees_equal(state, collect(rule, trees), atol=1e-12)
 
@@ -195,7 +195,7 @@ def test_cycles_are_those_of_warm_restarts():
 def test_trees_of_modules_keep_their_kinds_and_ties():
     """The average of a tied model is a tied model; counters are the last ones, and 16 bits are averaged in 32."""
     tree, rule = tdf.from_module(TiedLM()), averaging.SWA()
-    mean = rule.update(rule.init(tree), tree)["mean"]
+    mean = rule.update(tree, rule.init(tree))["mean"]
     assert mean["emb", "weight"] is mean["out", "weight"]
     assert not mean["emb", "weight"].requires_grad
 
@@ -259,41 +259,41 @@ MESSAGES = [
     (lambda: averaging.SWA().init({}), TypeError, "SWA.init: params must be a tree.*dict"),
     (lambda: averaging.Snapshots(0), ValueError, "there must be a member.*0"),
     (lambda: averaging.cosine_cycles(0.1, 0), ValueError, "a cycle must have a step.*0"),
-    (lambda: averaging.SWA().update(STACK, averaging.SWA().init(STACK)), tdf.TreeStructureError, "of this class.*'w'"),
+    (lambda: averaging.SWA().update(averaging.SWA().init(STACK), STACK), tdf.TreeStructureError, "of this class.*'w'"),
     (
-        lambda: averaging.SWAG(0).update(averaging.SWAG(2).init(STACK), STACK),
+        lambda: averaging.SWAG(0).update(STACK, averaging.SWAG(2).init(STACK)),
         tdf.TreeStructureError,
         "SWAG.update: the state must be of this class.*'deviations'",
     ),
     (
-        lambda: averaging.SWAG(3).sample(averaging.SWAG(2).init(STACK), random.key(0), 2),
+        lambda: averaging.SWAG(3).sample(averaging.SWAG(2).init(STACK), 2, key=0),
         tdf.TreeStructureError,
         "SWAG.sample: the state must be of this rank.*3.*2",
     ),
     (
-        lambda: averaging.SWAG(2).sample(averaging.SWAG(2).init(STACK), random.key(0), 2),
+        lambda: averaging.SWAG(2).sample(averaging.SWAG(2).init(STACK), 2, key=0),
         ValueError,
         r"two models or more.*\[0, 0\]",
     ),
     (lambda: averaging.SWA().init(tdf.lazy_stack([STACK, STACK])), tdf.UnsupportedError, "SWA.init: members must be"),
     (lambda: SNAPSHOTS.stack(SNAPSHOTS.init(STACK)), ValueError, r"equally many models, and at least one.*\[0, 0\]"),
     (
-        lambda: SNAPSHOTS.update(SNAPSHOTS.init(STACK), STACK[0]),
+        lambda: SNAPSHOTS.update(STACK[0], SNAPSHOTS.init(STACK)),
         tdf.BatchSizeError,
         r"Snapshots.update.*batch size of the state.*\[2\].*\[\]",
     ),
     (
-        lambda: SNAPSHOTS.update(SNAPSHOTS.init(STACK), STACK.apply(lambda x: x[:, :2])),
+        lambda: SNAPSHOTS.update(STACK.apply(lambda x: x[:, :2]), SNAPSHOTS.init(STACK)),
         tdf.LeafMismatchError,
         r"Snapshots.update: the leaf 'w'.*\[2, 3\].*\[2, 2\]",
     ),
     (
-        lambda: averaging.SWA().update(averaging.SWA().init(STACK), STACK.rename_key("w", "v")),
+        lambda: averaging.SWA().update(STACK.rename_key("w", "v"), averaging.SWA().init(STACK)),
         tdf.TreeStructureError,
         "SWA.update.*'v'",
     ),
     (
-        lambda: SNAPSHOTS.update(SNAPSHOTS.init(STACK), STACK, active=torch.ones(3).bool()),
+        lambda: SNAPSHOTS.update(STACK, SNAPSHOTS.init(STACK), active=torch.ones(3).bool()),
         tdf.BatchSizeError,
         r"active must be one bool.*\[2\].*\[3\]",
     ),

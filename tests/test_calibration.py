@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 
 import tdfunc as tdf
 from tdfunc import calibration as cal
-from tdfunc import random
+from tdfunc import metrics, random
 from tests.helpers import examples
 
 
@@ -31,7 +31,7 @@ def test_temperature_maximises_the_likelihood(seed, scale, classes):
     assert torch.allclose(fitted, torch.stack([cal.fit_temperature(member, t) for member in y]))
     assert torch.allclose(fitted, torch.vmap(lambda member: cal.fit_temperature(member, t))(y))
     for member, best in zip(y, fitted, strict=True):
-        at = [tdf.nll(member / (best * factor), t).item() for factor in (1.0, 0.99, 1.01)]
+        at = [tdf.metrics.nll(member / (best * factor), t).item() for factor in (1.0, 0.99, 1.01)]
         # At the end of the range the likelihood of some logits still grows.
         assert at[0] <= min(at[1:]) + (1e-12 if best < math.exp(11.9) else 1e-6)
 
@@ -79,7 +79,7 @@ def test_auroc_is_that_of_sklearn(seed, levels, size):
     positive = random.bernoulli(random.key(seed + 1), 0.4, (size,))
     assume(positive.any() and not positive.all())
 
-    assert cal.auroc(score, positive).item() == pytest.approx(roc_auc_score(positive.numpy(), score.numpy()))
+    assert metrics.auroc(score, positive).item() == pytest.approx(roc_auc_score(positive.numpy(), score.numpy()))
 
 
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 20))
@@ -91,8 +91,8 @@ def test_aurc_is_the_mean_risk(seed, size):
     distinct = doubt + torch.arange(size) / 100
 
     surest = loss[distinct.argsort()].numpy()
-    assert cal.aurc(distinct, loss).item() == pytest.approx(np.mean([surest[: k + 1].mean() for k in range(size)]))
-    torch.testing.assert_close(cal.aurc(doubt, loss), cal.aurc(doubt[order], loss[order]))
+    assert metrics.aurc(distinct, loss).item() == pytest.approx(np.mean([surest[: k + 1].mean() for k in range(size)]))
+    torch.testing.assert_close(metrics.aurc(doubt, loss), metrics.aurc(doubt[order], loss[order]))
 
 
 def risks_by_hand(doubt, error):
@@ -108,7 +108,7 @@ def test_curve_gives_the_area_of_torch_uncertainty(seed, size):
     risks = risks_by_hand(doubt.numpy(), wrong.numpy())
     area = np.sum((risks[1:] + risks[:-1]) / 2) / size / (1 - 1 / size)
 
-    curve = cal.risk_coverage(doubt, wrong)
+    curve = metrics.risk_coverage(doubt, wrong)
     np.testing.assert_allclose(curve.numpy(), risks)
     assert torch.trapezoid(curve).item() / (size - 1) == pytest.approx(area)
 
@@ -118,11 +118,11 @@ def test_members_are_measured_each_by_itself(seed, members, size):
     """A result for each member, as in a loop and under vmap; labels are shared or their own."""
     score = outputs(seed, members, size)
     truth = random.bernoulli(random.key(seed + 1), 0.4, (members, size))
-    for measure in (cal.auroc, cal.aurc, cal.risk_coverage):
+    for measure in (metrics.auroc, metrics.aurc, metrics.risk_coverage):
         for own in (truth, truth[0]):
             loop = [measure(s, own[i] if own.dim() == 2 else own) for i, s in enumerate(score)]
             torch.testing.assert_close(measure(score, own), torch.stack(loop), equal_nan=True)
-    torch.testing.assert_close(torch.vmap(cal.aurc)(score, truth), cal.aurc(score, truth))
+    torch.testing.assert_close(torch.vmap(metrics.aurc)(score, truth), metrics.aurc(score, truth))
 
 
 @given(seed=st.integers(0, 2**32), scale=st.floats(0.1, 20), weighted=st.booleans())
@@ -134,8 +134,8 @@ def test_ensemble_is_one_model(seed, scale, weighted):
     share = (torch.ones(3, dtype=torch.float64) if weights is None else weights).reshape(3, 1, 1)
 
     torch.testing.assert_close(together.exp(), (share * y.softmax(-1)).sum(0) / share.sum())
-    torch.testing.assert_close(cal.adaptive_ece(y, t, weights=weights), cal.adaptive_ece(together, t))
-    torch.testing.assert_close(tdf.nll(y, t, weights=weights), tdf.nll(together, t))
+    torch.testing.assert_close(metrics.adaptive_ece(y, t, weights=weights), metrics.adaptive_ece(together, t))
+    torch.testing.assert_close(tdf.metrics.nll(y, t, weights=weights), tdf.metrics.nll(together, t))
 
 
 def test_temperature_of_the_ensemble():
@@ -149,7 +149,7 @@ def test_temperature_of_the_ensemble():
 
     assert torch.allclose(cal.fit_temperature(y, t), torch.ones(8, dtype=torch.float64))
     assert fitted < 0.95
-    assert tdf.nll(together / fitted, t) < tdf.nll(together, t)
+    assert tdf.metrics.nll(together / fitted, t) < tdf.metrics.nll(together, t)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -208,7 +208,7 @@ def test_adaptive_ece_is_its_definition(seed, size, bins):
     parts = np.array_split(np.argsort(confidence, kind="stable"), min(bins, size))
     expected = sum(len(i) / size * abs(right[i].mean() - confidence[i].mean()) for i in parts)
 
-    assert cal.adaptive_ece(y, t, bins=bins).item() == pytest.approx(expected)
+    assert metrics.adaptive_ece(y, t, bins=bins).item() == pytest.approx(expected)
 
 
 def test_nan_is_not_hidden():
@@ -216,8 +216,8 @@ def test_nan_is_not_hidden():
     y = torch.tensor([[math.nan, 0.0], [1.0, 0.0]])
 
     assert cal.fit_temperature(y, torch.tensor([0, 1])).isnan()
-    assert cal.auroc(y[:, 0], torch.tensor([True, False])).isnan()
-    assert cal.aurc(y[:, 0], torch.tensor([0.0, 1.0])).isnan()
+    assert metrics.auroc(y[:, 0], torch.tensor([True, False])).isnan()
+    assert metrics.aurc(y[:, 0], torch.tensor([0.0, 1.0])).isnan()
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.4, 0.6])
@@ -233,14 +233,14 @@ def test_a_score_of_nan_is_the_worst(alpha):
 MESSAGES = [
     (lambda: cal.fit_temperature(torch.zeros(3, 2), torch.zeros(3)), tdf.LeafMismatchError, "fit_temperature.*float32"),
     (lambda: cal.conformal_scores(torch.zeros(3, 2), torch.zeros(2).long()), tdf.LeafMismatchError, r"\[3\].*\[2\]"),
-    (lambda: cal.auroc(torch.zeros(3), torch.ones(2).bool()), tdf.LeafMismatchError, r"auroc.*\[3\].*\[2\]"),
+    (lambda: metrics.auroc(torch.zeros(3), torch.ones(2).bool()), tdf.LeafMismatchError, r"auroc.*\[3\].*\[2\]"),
     (
-        lambda: cal.adaptive_ece(torch.zeros(3, 2), torch.full((3,), 9)),
+        lambda: metrics.adaptive_ece(torch.zeros(3, 2), torch.full((3,), 9)),
         ValueError,
         "labels must name classes.*0 <= t < 2",
     ),
-    (lambda: cal.aurc(torch.zeros(2, 3), torch.ones(2)), tdf.LeafMismatchError, r"risk_coverage.*\[2, 3\].*\[2\]"),
-    (lambda: cal.auroc(torch.zeros(3), torch.ones(3)), tdf.LeafMismatchError, "auroc.*bools.*float32"),
+    (lambda: metrics.aurc(torch.zeros(2, 3), torch.ones(2)), tdf.LeafMismatchError, r"risk_coverage.*\[2, 3\].*\[2\]"),
+    (lambda: metrics.auroc(torch.zeros(3), torch.ones(3)), tdf.LeafMismatchError, "auroc.*bools.*float32"),
     (
         lambda: cal.regression_scores(torch.zeros(2, 3), torch.zeros(2)),
         tdf.LeafMismatchError,

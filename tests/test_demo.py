@@ -9,9 +9,9 @@ import torch._dynamo.testing
 from sklearn.metrics import roc_auc_score
 from torch.testing import assert_close
 
-from tdfunc import Ensemble, demo, functional, load, optim, random, split, stack_modules, uncertainty
+from tdfunc import Ensemble, demo, functional, load, optim, random, split, stack_modules
 from tdfunc.ensemble.stack import init_ensemble
-from tdfunc.metrics import nll
+from tdfunc.metrics import nll, uncertainty
 from tests.helpers import assert_pure, assert_trees_equal
 
 

@@ -32,6 +32,15 @@ def test_import_loads_only_the_dependencies():
 
 
 @pytest.mark.slow
+def test_packages_are_imported_at_their_first_use():
+    """After `import tdfunc` the packages that it gives lazily are not in memory; using one imports it."""
+    code = "import sys, tdfunc\nfor n in ('llm', 'nn', 'sklearn', 'spec'): print('tdfunc.' + n in sys.modules)"
+
+    assert run_fresh(code).split() == ["False"] * 4
+    assert run_fresh(f"{code}\nprint(tdfunc.nn.dispatch, tdfunc.llm.History)").count("False") == 4
+
+
+@pytest.mark.slow
 def test_conversations_need_torch_only():
     """transformers, tokenizers and jinja2 are imported with the first tokenizer."""
     assert extra_packages("import tdfunc.llm; tdfunc.llm.chatml.parse('<|im_start|>user\\n')") == set()

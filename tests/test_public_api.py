@@ -1,9 +1,12 @@
 """Public names are the symbols that docs/api lists, package by package."""
 
 import ast
+import importlib
 import re
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 import tdfunc
 
@@ -81,6 +84,22 @@ def test_a_star_import_gives_the_public_names():
     exec("from tdfunc import *", names)
 
     assert names.keys() - {"__builtins__"} == read_exports("tdfunc") - {"map", "open"}
+
+
+@pytest.mark.parametrize("name", ["averaging", "calibration", "metrics", "nn", "optim", "optim.schedules", "random",
+                                  "sklearn", "spec", "sweep"])  # fmt: skip
+def test_a_module_shows_its_public_names(name):
+    """`dir`, `__all__` and the pages name the same functions and classes."""
+    module = importlib.import_module(f"tdfunc.{name}")
+
+    assert set(dir(module)) == {*module.__all__} == read_exports(module.__name__)
+
+
+def test_the_package_shows_its_public_names():
+    """`dir(tdfunc)` has the public names, and the packages that are imported at their first use."""
+    assert set(dir(tdfunc)) == {*read_exports("tdfunc"), "llm", "nn", "sklearn", "spec", "__version__"}
+    with pytest.raises(AttributeError, match="no attribute 'metric'"):
+        tdfunc.metric  # noqa: B018
 
 
 def test_symbols_and_exports_are_found():

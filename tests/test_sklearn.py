@@ -42,7 +42,7 @@ def by_hand(seed, member, rate, steps, weights=None):
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
 
     model = make()
-    tdf.init_ensemble(make, member + 1, seed=seed)[member].to_module(model)
+    tdf.init_ensemble(make, member + 1, key=seed)[member].to_module(model)
     w = torch.ones(len(X), dtype=torch.float64) if weights is None else weights
     x, t = torch.tensor((X - X.mean(0)) / X.std(0)), torch.tensor(Y)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
@@ -76,7 +76,7 @@ def test_predictions_are_those_of_the_mixture():
     model = EnsembleClassifier(**{**SMALL, "max_iter": 60}).fit(X, names[Y])
     x = (torch.tensor(X) - model.center_) / model.scale_
     logits = model.ensemble_(model.params_, x, buffers=model.buffers_)
-    expected = tdf.uncertainty(logits, "classification")
+    expected = tdf.metrics.uncertainty(logits, "classification")
 
     assert model.classes_.tolist() == names.tolist()
     np.testing.assert_allclose(model.predict_proba(X), logits.softmax(-1).mean(0).numpy())
@@ -169,7 +169,7 @@ def test_uneven_batches_count_each_example_once():
     model = EnsembleRegressor(make=Constant, n_estimators=2, random_state=0, batch_size=3, max_iter=1)
     values = model.fit(y[:, None], y).params_["value"]
     key = tdf.random.fold_in(tdf.random.fold_in(tdf.random.fold_in(tdf.random.key(seed_of(0)), 1), 1), 0)
-    start = tdf.init_ensemble(lambda: Constant().double(), 2, seed=seed_of(0))["value"]
+    start = tdf.init_ensemble(lambda: Constant().double(), 2, key=seed_of(0))["value"]
     t = torch.tensor((y - y.mean()) / y.std())
 
     for i in range(2):

@@ -100,7 +100,7 @@ def test_early_stopping_is_the_loop_in_python(history, patience, min_delta, mode
     sign = 1 if mode == "min" else -1
     best, waited, active = [sign * math.inf] * 3, [0] * 3, [True] * 3
     for row in history:
-        state = stopping.update(state, torch.tensor(row))
+        state = stopping.update(torch.tensor(row), state)
         for i, metric in enumerate(row):
             if active[i]:
                 improved = sign * (best[i] - metric) > min_delta
@@ -150,7 +150,7 @@ def test_choices_under_transforms():
     assert torch.vmap(sweep.rank)(scores).tolist() == [[2, 0, 1], [2, 0, 1]]
     stopping = sweep.EarlyStopping(2)
     assert_trees_equal(
-        tdf.jit(stopping.update)(stopping.init(3), scores[0]), stopping.update(stopping.init(3), scores[0])
+        tdf.jit(stopping.update)(scores[0], stopping.init(3)), stopping.update(scores[0], stopping.init(3))
     )
 
 
@@ -250,7 +250,7 @@ MESSAGES = [
     (lambda: sweep.elites(TREE, torch.zeros(2), 1), tdf.BatchSizeError, r"a member for each score.*\[2, ...\].*\[3\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3, 2), 1), tdf.BatchSizeError, r"for each score.*\[3, 2, ...\].*\[3, 2\]"),
     (lambda: sweep.elites(TREE, torch.tensor(0.0), 1), tdf.BatchSizeError, r"for each score.*\[3\].*shape \[\]"),
-    (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "count must be.*1 to 3.*4"),
+    (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "members must be.*1 to 3.*4"),
     (lambda: sweep.best(TREE, torch.full((3,), math.nan)), ValueError, "^sweep: one of the scores.*3 times nan"),
     (lambda: sweep.EarlyStopping(0), ValueError, "patience must be at least 1.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(3)), 0), ValueError, "rungs must be at.*0"),

@@ -47,7 +47,7 @@ def sum_losses(logits: Tensor, y: Tensor) -> Tensor:
 def report(name: str, logits: Tensor, y: Tensor) -> float:
     """Print the accuracy of the members and of the ensemble; return the latter."""
     alone = (logits.argmax(-1) == y).float().mean()
-    mean = tdf.uncertainty(logits, kind="classification")["mean"]
+    mean = tdf.metrics.uncertainty(logits, kind="classification")["mean"]
     together = (mean.argmax(-1) == y).float().mean().item()
     print(f"{name}: accuracy {alone:.3f} alone, {together:.3f} together")
     return together
@@ -93,7 +93,7 @@ def main() -> None:
 
     # The trunk is member 0 without its head. The heads are new, and only they train.
     _, trunk = tdf.partition(members[0], "head.*")
-    heads, _ = tdf.partition(tdf.init_ensemble(Attention, HEADS, seed=1), "head.*")
+    heads, _ = tdf.partition(tdf.init_ensemble(Attention, HEADS, key=1), "head.*")
     # Shared leaves have no dimension of members, and what they compute runs once.
     run = tdf.Ensemble(apply.eval(), shared=~tdf.Filter("head.*"))
 

@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
 
     # The mean of the weights of two steps; counters and generators have no mean.
     call(folder, f"average {steps} --filter params.* -o soup.safetensors")
-    a, b = (tdf.load(folder / step, keys="params.*") for step in steps.split())
+    a, b = (tdf.load(folder / step, where="params.*") for step in steps.split())
     tdf.assert_close(tdf.load(folder / "soup.safetensors"), (a + b) / 2)
 
     # A plain state dict for a program without tdfunc.

@@ -75,7 +75,7 @@ def train_epoch(run: TensorDict, train: TensorDict, held: TensorDict) -> TensorD
 
     # Its validation loss decides whether a member goes on, and which weights it keeps.
     losses = torch.vmap(loss, in_dims=(0, None))(members, held)
-    stops = stopping.update(run["stopping"], losses)
+    stops = stopping.update(losses, run["stopping"])
     kept = sweep.keep_best(run["kept"], members, stops["improved"])
     run = run.replace(members=members, state=state, kept=kept, stopping=stops)
     return run.replace(rng=tdf.get_rng_state())
@@ -107,7 +107,7 @@ def main(folder: Path) -> None:
     members[3].to_module(model)
     torch.testing.assert_close(model(test["x"]), logits[3])
 
-    doubt = tdf.uncertainty(logits, kind="classification")
+    doubt = tdf.metrics.uncertainty(logits, kind="classification")
     wrong = doubt["mean"].argmax(-1) != test["y"]
     alone = (logits.argmax(-1) != test["y"]).float().mean()
     print(f"errors: a member {alone:.1%}, the ensemble {wrong.float().mean():.1%}")

@@ -68,7 +68,7 @@ def main() -> None:
 
     # Predictions of all samples are one call.
     outputs = tdf.Ensemble(apply)(drawn, x)
-    spread = tdf.uncertainty(outputs, kind="regression")["variance"]
+    spread = tdf.metrics.uncertainty(outputs, kind="regression")["variance"]
     exact = (inputs @ covariance * inputs).sum(1, keepdim=True)
     torch.testing.assert_close(spread, exact, rtol=0.25, atol=0)
 

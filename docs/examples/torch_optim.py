@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
     assert len(steps) <= 3
 
     # A part of a step: only the leaves of the model are read.
-    model = again.manager.load(best, keys="model.*")["model"]
+    model = again.manager.load(best, where="model.*")["model"]
     model.to_module(again.model)
     right = again.model(again.x[120:]).argmax(-1) == again.y[120:]
     print(f"accuracy of the best step: {right.float().mean():.3f}")

@@ -147,7 +147,7 @@ class Filter:
     """A choice of leaves, combined with `|`, `&` and `~`.
 
     A str is a glob on the dotted path, in which `*` crosses dots; a compiled regex must match the whole path; a
-    `Kind` and a `torch.dtype` match leaves that have it; a function gets `(path, leaf)`. In `load(keys=)`, which
+    `Kind` and a `torch.dtype` match leaves that have it; a function gets `(path, leaf)`. In `load(where=)`, which
     chooses before it reads, that is a leaf without values. A tied leaf matches by any of its paths. A glob or regex
     that matches no leaf of the tree raises when the filter is used.
 

@@ -17,8 +17,8 @@ from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
 from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
-from tdfunc.modules.random import key_of
 from tdfunc.ops.reading import entries
+from tdfunc.random import key_of
 
 # A forward may return these besides tensors and containers: values that hold no tensor.
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), Enum)
@@ -164,7 +164,7 @@ def members_of(params: Any) -> int:
         got=f"batch size {list(size)}" if size is not None else type(params).__name__,
         hint='TensorDict(d, [E]).unflatten_keys(".") makes one of the dict of torch.func.stack_module_state.'
         if isinstance(params, Mapping)
-        else "tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, n) or torch.stack(trees) make one.",
+        else "tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, members) or torch.stack(trees) make one.",
     )
 
 

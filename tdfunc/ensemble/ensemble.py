@@ -38,7 +38,8 @@ from tdfunc.ensemble._call import (
 )
 from tdfunc.ensemble._draws import default_generators, foreign_states, run_seeded, watch
 from tdfunc.modules.functional import Apply
-from tdfunc.modules.random import Rng, seeded
+from tdfunc.modules.random import seeded
+from tdfunc.random import KeyLike
 
 How = Literal["auto", "loop", "vmap", "traced"]
 # Forward's output, and the buffers after it in plan order. Any: a forward returns any object.
@@ -142,7 +143,7 @@ class Ensemble:
         *args: Any,
         buffers: Any = None,
         in_dims: Any = None,
-        rng: Rng = None,
+        rng: KeyLike | None = None,
         **kwargs: Any,
     ) -> Any:
         """Return the members' outputs, stacked along a new first dimension.
@@ -172,7 +173,7 @@ class Ensemble:
         /,
         *args: Any,
         in_dims: Any = None,
-        rng: Rng = None,
+        rng: KeyLike | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """Return the stacked outputs and the stacked buffers after the call; the given ones are not written.

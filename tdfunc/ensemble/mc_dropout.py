@@ -10,7 +10,7 @@ from tdfunc import random
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ensemble._variant import variant
 from tdfunc.modules.functional import Apply
-from tdfunc.modules.random import Rng, key_of
+from tdfunc.random import KeyLike, key_of
 
 
 class MCDropout:
@@ -39,7 +39,7 @@ class MCDropout:
         >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
         >>> apply, params, _ = tdf.functional(model)
         >>> logits = tdf.MCDropout(apply, 32)(params, torch.zeros(5, 3), rng=0)
-        >>> tdf.uncertainty(logits, "classification")["mutual_information"].shape
+        >>> tdf.metrics.uncertainty(logits, "classification")["mutual_information"].shape
         torch.Size([5])
     """
 
@@ -67,7 +67,7 @@ class MCDropout:
 
         self.apply, self.members, self.chunk_size = variant(apply, switch), members, chunk_size
 
-    def __call__(self, params: Any, /, *args: Any, buffers: Any = None, rng: Rng, **kwargs: Any) -> Any:
+    def __call__(self, params: Any, /, *args: Any, buffers: Any = None, rng: KeyLike, **kwargs: Any) -> Any:
         """Return the outputs of all passes, stacked along a new first dimension.
 
         Args:

@@ -24,6 +24,7 @@ from tdfunc.modules.extract import unwrap, walk
 from tdfunc.modules.random import seeded
 from tdfunc.ops.index import unbind
 from tdfunc.ops.structure import restore_ties
+from tdfunc.random import KeyLike, key_of
 from tdfunc.storage.disk.raw import raw_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def stack_modules(modules: Sequence[nn.Module]) -> "TensorDict":
             "stack_modules: modules must be a list.",
             expected="a list of modules",
             got=type(modules).__name__,
-            hint="init_ensemble(make, n) makes n members.",
+            hint="init_ensemble(make, members) makes new ones.",
         )
     given = list(modules)
     if not given:
@@ -166,47 +167,48 @@ def _find_places(values: list[Any]) -> Sequence[int]:
     return [first.setdefault(id(value), i) for i, value in enumerate(values)]
 
 
-def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> "TensorDict":
-    """Return the stacked tree of `n` freshly initialised members, without keeping n modules alive.
+def init_ensemble(make: Callable[[], nn.Module], members: int, *, key: KeyLike = 0) -> "TensorDict":
+    """Return the stacked tree of freshly initialised members, without keeping more than two modules alive.
 
-    Member i draws from the key `fold_in(key(seed), i)`, so it does not change with n.
+    Member i draws from `fold_in(key, i)`, so it does not change with the number of members.
 
     Args:
         make: Returns a new module, initialised by the functions of `torch.nn.init` or other calls from Python.
-        n: The number of members.
-        seed: Seeds all members; torch's default generator is not used.
+        members: The number of members.
+        key: A random key, a seed or a generator; torch's default generator is not used.
 
     Returns:
-        A `TensorDict` of batch size [n].
+        A `TensorDict` of batch size [members].
 
     Raises:
-        ValueError: n is not positive, or two members came out equal.
+        ValueError: `members` is below 1, or two members came out equal.
         TreeStructureError, LeafMismatchError, TieError: As in `stack_modules`.
         UnsupportedError: `make` drew in a way that cannot be seeded, or from Python's or numpy's generator.
 
     Examples:
-        >>> tree = tdf.init_ensemble(lambda: nn.Linear(3, 2), 4, seed=1)
+        >>> tree = tdf.init_ensemble(lambda: nn.Linear(3, 2), 4, key=1)
         >>> tree["weight"].shape
         torch.Size([4, 2, 3])
     """
-    if n < 1:
-        raise error(ValueError, "init_ensemble: there must be a member.", expected="n >= 1", got=n)
-    members = _Members(_make(make, seed, 0), "init_ensemble")
+    if members < 1:
+        raise error(ValueError, "init_ensemble: there must be a member.", expected="members >= 1", got=members)
+    key = key_of(key)
+    stack = _Members(_make(make, random.fold_in(key, 0)), "init_ensemble")
     leaves: list[Any] = []
-    for place, value in zip(members.places, members.first, strict=True):
+    for place, value in zip(stack.places, stack.first, strict=True):
         if place < len(leaves):
             leaves.append(leaves[place])
         elif isinstance(value, ExtraState):
-            leaves.append([None] * n)
+            leaves.append([None] * members)
         else:
-            leaves.append(torch.empty((n, *value.shape), dtype=value.dtype, device=value.device))
+            leaves.append(torch.empty((members, *value.shape), dtype=value.dtype, device=value.device))
     prints: dict[int, int] = {}
-    for i in range(n):
-        values = members.first
+    for i in range(members):
+        values = stack.first
         if i:
-            module = _make(make, seed, i)
-            values = members.read(module, i)
-            members.check_leaves(module, values, i)
+            module = _make(make, random.fold_in(key, i))
+            values = stack.read(module, i)
+            stack.check_leaves(module, values, i)
         digest = xxhash.xxh3_128()
         for leaf, value in zip(leaves, values, strict=True):
             leaf[i] = value.value if isinstance(value, ExtraState) else value.detach()
@@ -222,12 +224,12 @@ def init_ensemble(make: Callable[[], nn.Module], n: int, seed: int = 0) -> "Tens
                 got="the same numbers in every parameter and buffer",
                 hint="make() must build a new, randomly initialised module at each call.",
             )
-    return members.build([NonTensorStack(*leaf) if isinstance(leaf, list) else leaf for leaf in leaves], n)
+    return stack.build([NonTensorStack(*leaf) if isinstance(leaf, list) else leaf for leaf in leaves], members)
 
 
-def _make(make: Callable[[], nn.Module], seed: int, member: int) -> nn.Module:
+def _make(make: Callable[[], nn.Module], key: Tensor) -> nn.Module:
     def build() -> nn.Module:
-        with seeded(random.fold_in(random.key(seed), member)):
+        with seeded(key):
             return make()
 
     before = foreign_states()

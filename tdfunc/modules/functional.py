@@ -23,11 +23,12 @@ from tdfunc.modules.checkpoint import Unmarked
 from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, weak_weights
-from tdfunc.modules.random import Rng, key_of, seeded
+from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
 from tdfunc.ops.foreach import can_foreach
 from tdfunc.ops.reading import entries
 from tdfunc.ops.structure import keep_leaves
+from tdfunc.random import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -106,7 +107,9 @@ class Apply:
         """Return an apply in which every submodule is in evaluation mode."""
         return self.train(False)
 
-    def __call__(self, params: Any, /, *args: Any, buffers: Any = None, rng: Rng = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, params: Any, /, *args: Any, buffers: Any = None, rng: KeyLike | None = None, **kwargs: Any
+    ) -> Any:
         """Run the module's forward with these parameters, and return its output.
 
         Args:
@@ -135,12 +138,12 @@ class Apply:
         kwargs: Mapping[str, Any] | None = None,
         *,
         buffers: Any = None,
-        rng: Rng = None,
+        rng: KeyLike | None = None,
     ) -> Any:
         """`apply` with forward's arguments as a tuple and a dict, whatever they are called."""
         return self._run(params, buffers, tuple(args), dict(kwargs or {}), rng)[0]
 
-    def with_buffers(self, params: Any, buffers: Any, /, *args: Any, rng: Rng = None, **kwargs: Any) -> Any:
+    def with_buffers(self, params: Any, buffers: Any, /, *args: Any, rng: KeyLike | None = None, **kwargs: Any) -> Any:
         """Return forward's output and the buffers after it; the given ones are not written.
 
         This is how BatchNorm trains under `vmap` and `grad`: the statistics are an output.
@@ -213,7 +216,7 @@ class Apply:
             hint="use apply.call(params, args, kwargs, buffers=, rng=).",
         )
 
-    def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: Rng, keep: bool = False) -> Any:
+    def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: KeyLike | None, keep: bool = False) -> Any:
         leaves = self._spec.leaves(params, buffers)
         mode = seeded(key_of(rng), strict=True) if rng is not None else None
         found = extra_values(params, buffers) if self._traced.owners else {}

@@ -7,7 +7,6 @@ served; `apply(..., rng=)` refuses them.
 """
 
 import math
-import operator
 import sys
 import types
 from collections.abc import Callable
@@ -21,45 +20,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from tdfunc import random
-from tdfunc.core.context import has_values, is_compiling
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.context import is_compiling
+from tdfunc.core.errors import UnsupportedError
 
-Rng: TypeAlias = Tensor | int | torch.Generator | None
 Server: TypeAlias = Callable[..., Any]
 Size: TypeAlias = tuple[int, ...]
 _CHECKPOINT: Any = vars(checkpoint)
 # The keys of so many draws are made together: one costs as much.
 _BLOCK = 16
-
-
-def key_of(rng: Any) -> Tensor:
-    """Return the key that `rng=` stands for; a generator gives another one each time.
-
-    Raises:
-        TypeError: `rng` is not a key, an integer or a generator.
-        UnsupportedError: A generator is drawn from inside a transform, a trace or a compiled region.
-    """
-    if isinstance(rng, torch.Generator):
-        if not has_values():
-            raise UnsupportedError(
-                "rng: a torch.Generator cannot be drawn from inside a transform, a trace or a compiled function.",
-                expected="a key",
-                got="a torch.Generator",
-                hint="pass key = tdfunc.random.key(seed) to the function as an argument, and give it as rng=; "
-                "tdfunc.random.fold_in(key, step) is the key of a step.",
-            )
-        return random.key(torch.randint(-(2**63), 2**63 - 1, (), generator=rng, device=rng.device))
-    if isinstance(rng, Tensor) and rng.dtype == torch.int64 and rng.shape == (2,):
-        return rng
-    if isinstance(rng, (bool, Tensor)) or not hasattr(rng, "__index__"):
-        raise error(
-            TypeError,
-            "rng must be a random key, a seed or a torch.Generator.",
-            expected="one key: int64 of shape (2,)",
-            got=f"{rng.dtype} of shape {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng),
-            hint="tdfunc.random.key(seed) makes a key; tdfunc.Ensemble gives each member its own of one key.",
-        )
-    return random.key(operator.index(rng))
 
 
 class seeded(TorchFunctionMode):

@@ -1,5 +1,6 @@
 """Modules on trees: `nn.Module`s that hold or run them."""
 
+from tdfunc.core.surface import surface as _surface
 from tdfunc.nn.base import TensorDictModuleBase as TensorDictModuleBase
 from tdfunc.nn.base import dispatch as dispatch
 from tdfunc.nn.batch_ensemble import BatchEnsembleConv2d as BatchEnsembleConv2d
@@ -15,3 +16,5 @@ from tdfunc.nn.probabilistic import ProbabilisticTensorDictModule as Probabilist
 from tdfunc.nn.probabilistic import ProbabilisticTensorDictSequential as ProbabilisticTensorDictSequential
 from tdfunc.nn.sequential import TensorDictSequential as TensorDictSequential
 from tdfunc.nn.typed import TensorClassModuleBase as TensorClassModuleBase
+
+__all__, __dir__ = _surface(globals())

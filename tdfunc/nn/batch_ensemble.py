@@ -23,6 +23,7 @@ from tdfunc.nn.ensemble import EnsembleModule
 from tdfunc.ops import maps
 from tdfunc.ops.reading import get, iter_items
 from tdfunc.ops.structure import combine, partition
+from tdfunc.random import KeyLike, key_of
 
 Init: TypeAlias = Literal["signs", "normal", "ones"]
 Size2: TypeAlias = "int | tuple[int, int]"
@@ -232,7 +233,7 @@ class TabM(nn.Module):
         >>> logits = model(torch.zeros(5, 10))
         >>> logits.shape
         torch.Size([8, 5, 3])
-        >>> tdf.uncertainty(logits, "classification").batch_size
+        >>> tdf.metrics.uncertainty(logits, "classification").batch_size
         torch.Size([5])
     """
 
@@ -266,7 +267,7 @@ class TabM(nn.Module):
 
 
 def batch_ensemble(
-    model: nn.Module, members: int, key: int | Tensor, *, init: Init | tuple[Init, Init] = "signs"
+    model: nn.Module, members: int, key: KeyLike, *, init: Init | tuple[Init, Init] = "signs"
 ) -> EnsembleModule:
     """Return the BatchEnsemble of a model: members that share its weights and differ by vectors.
 
@@ -277,7 +278,7 @@ def batch_ensemble(
     Args:
         model: Any module, which stays as it is: new, or trained already.
         members: E.
-        key: A random key or seed for the scales.
+        key: A random key, a seed or a generator for the scales.
         init: How the scales begin, as in `BatchEnsembleLinear`; `ones` starts all members at the model itself.
 
     Returns:
@@ -315,7 +316,7 @@ def batch_ensemble(
     own = Filter(partial(_is_in, frozenset({*paths, *(path for path, _ in iter_items(buffers, True, True))})))
     mine, shared = partition(combine(params, buffers), own)
     mine = maps.apply(mine, lambda x: x.expand(members, *x.shape).clone(), (), batch_size=[members])
-    keys = random.split(random.key(key) if isinstance(key, int) else key, (len(layers), 2))
+    keys = random.split(key_of(key), (len(layers), 2))
     for layer, pair in zip(layers, keys, strict=True):
         for name, kind, own_key in zip(_SCALES, kinds, pair, strict=True):
             scale = get(mine, (*layer, name))

@@ -1,5 +1,6 @@
 """Optimizers as pairs of pure functions over trees, for one model or a stack of members."""
 
+from tdfunc.core.surface import surface as _surface
 from tdfunc.optim import schedules as schedules
 from tdfunc.optim._base import AbstractOptimizer as AbstractOptimizer
 from tdfunc.optim._combine import Chain as Chain
@@ -45,3 +46,5 @@ from tdfunc.optim._wrappers.masters import Masters as Masters
 from tdfunc.optim._wrappers.masters import masters as masters
 from tdfunc.optim._wrappers.schedule_free import ScheduleFree as ScheduleFree
 from tdfunc.optim._wrappers.schedule_free import schedule_free as schedule_free
+
+__all__, __dir__ = _surface(globals(), "schedules")

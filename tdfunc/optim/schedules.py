@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
+from tdfunc.core.surface import surface
 from tdfunc.optim._optimizer import Schedule
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class ReduceOnPlateau:
         >>> plateau = ReduceOnPlateau(factor=0.5, patience=0)
         >>> state = plateau.init((2,))
         >>> for loss in ([1.0, 1.0], [0.5, 1.0]):
-        ...     state = plateau.update(state, torch.tensor(loss))
+        ...     state = plateau.update(torch.tensor(loss), state)
         >>> state["scale"]
         tensor([1.0000, 0.5000])
     """
@@ -273,7 +274,7 @@ class ReduceOnPlateau:
         }
         return TensorCollection._open._make(data, size, None, None)
 
-    def update(self, state: T, metric: Tensor) -> T:
+    def update(self, metric: Tensor, state: T) -> T:
         """Return the state after a metric, of the state's batch size; a nan is no improvement."""
         data: Any = state._data
         best, metric = data["best"], metric.detach().to(data["best"].dtype)
@@ -305,3 +306,6 @@ def _at(step: Tensor, value: Any) -> Tensor:
 def _check_positive(name: str, what: str, number: int) -> None:
     if number < 1:
         raise error(ValueError, f"{name}: {what} must be at least 1.", got=number)
+
+
+__all__, __dir__ = surface(globals())

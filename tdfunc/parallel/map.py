@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error, explain
 from tdfunc.core.keys import dotted
@@ -23,6 +24,7 @@ from tdfunc.ops import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk
+from tdfunc.random import KeyLike, key_of
 from tdfunc.storage.disk.raw import is_wrapped
 
 # Chunks that wait or run for each worker: one waits, so that no worker does.
@@ -43,7 +45,7 @@ class Options(NamedTuple):
     num_workers: int | None
     chunksize: int | None
     num_chunks: int | None
-    generator: torch.Generator | None
+    key: KeyLike | None
     worker_threads: int
     mp_start_method: str | None
     executor: Any
@@ -99,6 +101,7 @@ def _prepare(
     is_forked = is_own and not is_direct and options.mp_start_method == "fork"
     # Python's own processes find functions by their names; other executors may copy them.
     fn_apart = not (is_own or isinstance(executor, (ProcessPoolExecutor, ThreadPoolExecutor)))
+    key = key_of(torch.default_generator if options.key is None else options.key).cpu()
     job = Job(
         key=uuid.uuid4().hex,
         fn=None if fn_apart else fn,
@@ -106,7 +109,7 @@ def _prepare(
         tree=tree if is_forked or (not is_direct and _all_leaves(tree, is_in_file)) else None,
         out=out if not is_direct and out is not None and _all_leaves(out, is_shared_file) else None,
         modes=Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
-        seed=int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=options.generator)),
+        seed=int(random.bits(random.fold_in(key, 0))),
         generator=takes_generator(fn),
         parent=os.getpid(),
         threads=options.worker_threads,
@@ -114,7 +117,7 @@ def _prepare(
     parcel = None
     if not is_direct and not is_forked:
         parcel = to_parcel(job, "function", fn=fn, by_value=getattr(executor, "_by_value", False))
-    order = torch.randperm(size, generator=options.generator, device="cpu") if shuffle else None
+    order = random.permutation(random.fold_in(key, 1), torch.arange(size, device="cpu")) if shuffle else None
     count = 0 if is_here else min(workers, plan.chunks) if plan.chunks else 1
     job = job._replace(fn=fn)
     return _Work(tree, plan, job, options, count, is_direct, parcel, order)
@@ -342,7 +345,7 @@ class ParallelMethods(TensorCollection):
         out: Any = None,
         chunksize: int | None = None,
         num_chunks: int | None = None,
-        generator: torch.Generator | None = None,
+        key: KeyLike | None = None,
         worker_threads: int = 1,
         mp_start_method: str | None = None,
         executor: Any = None,
@@ -365,7 +368,8 @@ class ParallelMethods(TensorCollection):
                 the same path (each chunk is written over its own rows), but not share memory with it otherwise.
             chunksize: Rows in a chunk; 0 passes single rows without the dimension.
             num_chunks: The number of chunks, in place of their size. Without either, one for each worker.
-            generator: Draws the base of the chunks' seeds; without it torch's default generator does.
+            key: A random key, a seed or a generator, which gives the chunks their seeds; without it torch's default
+                generator does.
             worker_threads: The number of torch's threads in each process.
             mp_start_method: "forkserver" where the system has it, else "spawn"; "fork" for functions that exist in
                 a notebook only.
@@ -393,7 +397,7 @@ class ParallelMethods(TensorCollection):
         """
         return map_chunks(
             self, fn, dim, out,
-            Options(num_workers, chunksize, num_chunks, generator, worker_threads, mp_start_method, executor, pbar),
+            Options(num_workers, chunksize, num_chunks, key, worker_threads, mp_start_method, executor, pbar),
         )  # fmt: skip
 
     def map_iter(
@@ -405,7 +409,7 @@ class ParallelMethods(TensorCollection):
         shuffle: bool = False,
         chunksize: int | None = None,
         num_chunks: int | None = None,
-        generator: torch.Generator | None = None,
+        key: KeyLike | None = None,
         worker_threads: int = 1,
         mp_start_method: str | None = None,
         executor: Any = None,
@@ -423,7 +427,7 @@ class ParallelMethods(TensorCollection):
             shuffle: Put the rows in a random order first, so that a chunk has rows from everywhere.
             chunksize: As for `map`.
             num_chunks: As for `map`.
-            generator: Draws the order and the base of the chunks' seeds.
+            key: As for `map`; it gives the order of the rows, too.
             worker_threads: As for `map`.
             mp_start_method: As for `map`.
             executor: As for `map`.
@@ -439,8 +443,6 @@ class ParallelMethods(TensorCollection):
             tensor([1, 2, 3])
             tensor([4])
         """
-        options = Options(
-            num_workers, chunksize, num_chunks, generator, worker_threads, mp_start_method, executor, pbar
-        )
+        options = Options(num_workers, chunksize, num_chunks, key, worker_threads, mp_start_method, executor, pbar)
         work = _prepare(self, fn, dim, options, shuffle=shuffle)
         return (result for _, result in _results(work))

@@ -99,7 +99,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     like: Any = None,  # a tree or spec of anything that has a shape and a dtype
-    keys: "FilterLike | None" = None,
+    where: "FilterLike | None" = None,
     dtype: torch.dtype | None = None,
     device: "Device | None" = None,
     classes: "Classes" = (),
@@ -121,7 +121,7 @@ def load(
             a dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough, and
             a file of another program may lack buffers that are not persistent, which the result then lacks too);
             values, batch sizes and non-tensor data are not compared, and nothing is tied that was not saved so.
-        keys: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
+        where: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
             predicate gets leaves without values (on the meta device), which have a shape and a dtype.
         dtype: Cast leaves of floating dtypes (float8 included); integers, bools and complex leaves stay as they are.
         device: Where the leaves are put; without it, where the tree was (leaves of a tree without a device are on
@@ -137,21 +137,21 @@ def load(
 
     Raises:
         CorruptCheckpointError: The file was damaged or altered; the message names the leaf and both values.
-        UnsupportedError: A class, dtype, device or format version that is not here, or a predicate in `keys` that
+        UnsupportedError: A class, dtype, device or format version that is not here, or a predicate in `where` that
             reads values.
         TreeStructureError: Keys are not those of `like`, or an entry is not a field of the class that it was
             saved from, which has changed since. The message lists every difference.
         LeafMismatchError: Shapes or dtypes are not those of `like`; the message lists all of them.
-        FilterError: A pattern in `keys` matches no leaf.
+        FilterError: A pattern in `where` matches no leaf.
         FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
     """
     place = torch.device(device) if device is not None else None
-    return load_choice(as_name(path), Choice(keys, like, dtype, place, classes), verify=verify, progress=progress)
+    return load_choice(as_name(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
 
 
 def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = False) -> Any:
     """Load what was chosen from a file, shards or a memmap folder."""
-    files = RemoteFiles(name, fetch=choice.keys is None) if is_remote(name) else LocalFiles()
+    files = RemoteFiles(name, fetch=choice.where is None) if is_remote(name) else LocalFiles()
     if is_memmap(name, files):
         with outside_transforms():
             return narrow_tree(load_memmap(name, choice.device, classes=choice.classes), choice, name)
@@ -159,7 +159,7 @@ def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = Fal
     try:
         total = sum(source.size_bytes - source.begin for source in contents.sources)
         with progress_bar(progress, total, "load") as tick:
-            mapped = not (is_remote(name) and choice.keys is not None)
+            mapped = not (is_remote(name) and choice.where is not None)
             return read_tree(contents, replace(choice, tick=tick), mapped=mapped)
     finally:
         contents.close()

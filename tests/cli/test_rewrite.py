@@ -171,7 +171,7 @@ def test_extract(source, options, where, tmp_path):
 
 @pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
 def test_extract_of_tensors_that_are_data(source, tmp_path):
-    """Extra state that is a tensor, and tensors and trees in plain objects, are not leaves, as in load(keys=)."""
+    """Extra state that is a tensor, and tensors and trees in plain objects, are not leaves, as in load(where=)."""
     states = {
         "_extra_state": NonTensorData(torch.arange(3)),
         "optim": NonTensorData({0: torch.ones(2), "t": make_tree()}),
@@ -180,7 +180,7 @@ def test_extract_of_tensors_that_are_data(source, tmp_path):
     path, out = write_as(source, tree, tmp_path), tmp_path / "out.safetensors"
 
     assert run("extract", path, "-o", out, "--filter", "*").code == 0
-    assert_same(load(out), load(path, keys="*"))
+    assert_same(load(out), load(path, where="*"))
     assert load(out).paths() == [("0", "weight")]
     assert run("extract", path, "-o", out, "--exclude", "*.weight", "--force").code == 0
     assert_same(load(out), partition(load(path), "*.weight")[1])

@@ -74,7 +74,7 @@ def test_member_i_depends_on_its_seed_alone(name):
     """Member i is the same for any number of members, and torch's default generator is not drawn from."""
     make = MAKERS[name]
     before = torch.get_rng_state()
-    few, many = init_ensemble(make, 2, seed=3), init_ensemble(make, 4, seed=3)
+    few, many = init_ensemble(make, 2, key=3), init_ensemble(make, 4, key=3)
     assert torch.equal(before, torch.get_rng_state())
 
     assert_trees_equal(many[:2], few)
@@ -86,7 +86,7 @@ def test_member_i_depends_on_its_seed_alone(name):
 @given(seed=st.integers(-(2**62), 2**62), other=st.integers(-(2**62), 2**62))
 def test_law_seeds(seed, other):
     """A seed repeats its members, and two seeds share none."""
-    trees = [init_ensemble(lambda: nn.Linear(3, 2), 2, seed=s)["weight"] for s in (seed, seed, other)]
+    trees = [init_ensemble(lambda: nn.Linear(3, 2), 2, key=s)["weight"] for s in (seed, seed, other)]
 
     assert torch.equal(trees[0], trees[1])
     assert seed == other or not any(torch.equal(a, b) for a in trees[0] for b in trees[2])
@@ -97,11 +97,11 @@ def test_equal_across_processes():
     """Another process makes the same members."""
     code = (
         "import json, torch, tdfunc as tdf\n"
-        "tree = tdf.init_ensemble(lambda: torch.nn.Linear(3, 2), 2, seed=7)\n"
+        "tree = tdf.init_ensemble(lambda: torch.nn.Linear(3, 2), 2, key=7)\n"
         "print(json.dumps(tree['weight'].flatten().tolist()))"
     )
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    here = init_ensemble(lambda: nn.Linear(3, 2), 2, seed=7)["weight"].flatten().tolist()
+    here = init_ensemble(lambda: nn.Linear(3, 2), 2, key=7)["weight"].flatten().tolist()
 
     assert json.loads(printed) == here
 

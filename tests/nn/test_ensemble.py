@@ -232,7 +232,7 @@ def test_lightning_trains_and_restores_it(tmp_path):
 
     assert_trees_equal(module.tree, alone.tree, rtol=1e-5, atol=1e-6)
     assert module.tree["1", "num_batches_tracked"].tolist() == [8, 8, 8]
-    fresh = EnsembleModule(apply, tdf.init_ensemble(plain, 3, seed=1))
+    fresh = EnsembleModule(apply, tdf.init_ensemble(plain, 3, key=1))
     restored = Lit.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, net=fresh)
     assert_trees_equal(restored.net.tree, module.tree)
 

@@ -139,7 +139,7 @@ def test_reduce_on_plateau_is_that_of_torch(metrics, patience, cooldown, mode):
     state = plateau.init((2,))
     for metric in metrics:
         other.step(metric)
-        state = plateau.update(state, torch.tensor([metric, 1.0]))
+        state = plateau.update(torch.tensor([metric, 1.0]), state)
         assert state["scale"][0].item() == pytest.approx(opt.param_groups[0]["lr"])
 
 

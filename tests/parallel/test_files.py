@@ -107,7 +107,7 @@ def test_shuffled_rows_are_gathered_by_the_workers(pool, tmp_path):
     td = TensorDict({"x": torch.arange(1000), "y": torch.rand(1000, 3)}, [1000]).memmap(tmp_path / "d")
     generator = torch.Generator().manual_seed(1)
 
-    parts = list(td.map_iter(fns.same, chunksize=300, shuffle=True, generator=generator, executor=pool))
+    parts = list(td.map_iter(fns.same, chunksize=300, shuffle=True, key=generator, executor=pool))
 
     order = torch.cat([part["x"] for part in parts])
     assert sorted(order.tolist()) == list(range(1000))

@@ -218,8 +218,7 @@ def test_seeds_depend_on_the_chunk_only(pool, standard):
     td = rows()
 
     def noise(executor, **options):
-        generator = torch.Generator().manual_seed(7)
-        return td.map(fns.draw, executor=executor, chunksize=3, generator=generator, **options)["noise"]
+        return td.map(fns.draw, executor=executor, chunksize=3, key=7, **options)["noise"]
 
     first = noise(pool)
     assert torch.equal(first, noise(standard))
@@ -231,8 +230,8 @@ def test_seeds_depend_on_the_chunk_only(pool, standard):
 @EXECUTORS
 def test_a_generator_argument_is_given(executor):
     """A function that takes a generator draws the same numbers wherever it runs."""
-    made = run(rows(), fns.draw_from, executor, chunksize=3, generator=torch.Generator().manual_seed(7))
-    serial = rows().map(fns.draw_from, 0, 0, chunksize=3, generator=torch.Generator().manual_seed(7))
+    made = run(rows(), fns.draw_from, executor, chunksize=3, key=torch.Generator().manual_seed(7))
+    serial = rows().map(fns.draw_from, 0, 0, chunksize=3, key=tdf.random.key_of(torch.Generator().manual_seed(7)))
 
     assert torch.equal(made["noise"], serial["noise"])
 
@@ -244,7 +243,7 @@ def test_the_default_generator_draws_the_seed(pool):
     torch.manual_seed(3)
     assert torch.equal(first, rows().map(fns.draw, executor=pool, chunksize=3)["noise"])
     state = torch.get_rng_state()
-    rows().map(fns.draw_from, num_workers=2, executor="threads", generator=torch.Generator())
+    rows().map(fns.draw_from, num_workers=2, executor="threads", key=torch.Generator())
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -327,8 +326,7 @@ def test_map_iter_shuffles(pool):
     """Each row is there once, in an order that a seed repeats."""
 
     def order(chunksize, executor):
-        generator = torch.Generator().manual_seed(5)
-        parts = rows().map_iter(fns.same, chunksize=chunksize, shuffle=True, generator=generator, executor=executor)
+        parts = rows().map_iter(fns.same, chunksize=chunksize, shuffle=True, key=5, executor=executor)
         return [number for part in parts for number in part["x"].reshape(-1).tolist()]
 
     assert order(3, pool) == order(0, pool)

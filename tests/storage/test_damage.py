@@ -252,7 +252,7 @@ WHOLE = {
 # A leaf that is read alone is checked with the nodes on the way to it.
 PARTS = {
     "leaf": lambda path: _opened(path, lambda f: f["w"]),
-    "chosen": lambda path: load(path, keys="w"),
+    "chosen": lambda path: load(path, where="w"),
     "compared": lambda path: load(path, like={"w": torch.zeros(2)}),
     "meta": lambda path: load(path, device="meta"),
     "spec": lambda path: _opened(path, lambda f: f.spec()),

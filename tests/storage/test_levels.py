@@ -36,7 +36,7 @@ WAYS = {
     "load": lambda folder: load(folder / "x.safetensors")["a"],
     "without checks": lambda folder: load(folder / "x.safetensors", verify=False)["a"],
     "shards": lambda folder: load(folder / "shards")["n", "i"],
-    "keys": lambda folder: load(folder / "x.safetensors", keys="n.*")["n", "g"],
+    "keys": lambda folder: load(folder / "x.safetensors", where="n.*")["n", "g"],
     "like": lambda folder: load(folder / "shards", like=load(folder / "x.safetensors", device="meta"))["p"],
     "dtype": lambda folder: load(folder / "shards", dtype=torch.float64)["n", "h"],
     "a memmap folder": lambda folder: load(folder / "mapped", dtype=torch.float64)["p"],
@@ -48,7 +48,7 @@ PARTS = {
     "requires grad": lambda f: f["n", "g"],
     "a sub-tree": lambda f: f["n"].load()["h"],
     "the tree": lambda f: f.load()["p"],
-    "chosen": lambda f: f.load(keys="p")["p"],
+    "chosen": lambda f: f.load(where="p")["p"],
 }
 TRANSFORMS = {
     "grad": lambda fn, z: grad(fn)(z),

@@ -117,7 +117,7 @@ def test_options_of_load(manager):
     tree = tree_of(1.5)
     manager.save(0, tree).result()
 
-    assert_same(manager.load(keys="n.*"), tree.select("n"))
+    assert_same(manager.load(where="n.*"), tree.select("n"))
     assert manager.load(dtype=torch.float64)["w"].dtype == torch.float64
     assert manager.load(device="meta")["w"].is_meta
     assert_same(manager.load(like=tree), tree)

@@ -143,7 +143,7 @@ def test_reads_only_what_is_asked_for(layers, monkeypatch):
         f["layers", "9"].load()
         assert spans == [10 * 3 * 4]
         spans.clear()
-        f.load(keys="layers.1*.w")
+        f.load(where="layers.1*.w")
         assert spans == [10 * 3 * 4] * 11
 
 

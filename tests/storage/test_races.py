@@ -86,7 +86,7 @@ def test_an_index_that_another_program_wrote_again(tmp_path):
         with pytest.raises(CorruptCheckpointError, match=r"(?s)leaf .* is damaged.*expected: +xxh3-64 .*got: +xxh3-64"):
             load(tmp_path)
         with pytest.raises(CorruptCheckpointError, match=r"(?s)leaf .* is damaged"):
-            load(tmp_path, keys="*")
+            load(tmp_path, where="*")
         shard.write_bytes(raw)
 
 

@@ -93,7 +93,7 @@ def test_parts_are_fetched_alone(options, system, tree, monkeypatch):
         assert torch.equal(f.slice(("a", "w"), slice(5, 7)), tree["a", "w"][5:7])
         assert fetched == [24]
         assert_same(f.load(), tree)
-    assert_same(load(path, keys="b"), TensorDict({"b": tree["b"]}))
+    assert_same(load(path, where="b"), TensorDict({"b": tree["b"]}))
 
 
 def test_damage(system, tree):
@@ -104,7 +104,7 @@ def test_damage(system, tree):
     system.pipe_file("/bucket/t.safetensors", bytes(raw))
 
     with pytest.raises(CorruptCheckpointError, match=r'load memory://bucket/t\.safetensors: leaf "a\.w" is damaged'):
-        load("memory://bucket/t.safetensors", keys="a.w")
+        load("memory://bucket/t.safetensors", where="a.w")
 
 
 def test_what_is_not_there(system, tree):

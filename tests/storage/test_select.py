@@ -1,4 +1,4 @@
-"""`load` with `like=`, `keys=` and `dtype=`: what is compared, read and cast."""
+"""`load` with `like=`, `where=` and `dtype=`: what is compared, read and cast."""
 
 import types
 from collections import namedtuple
@@ -48,9 +48,9 @@ def test_keys_choose_as_partition_does(options, tree, choice, tmp_path_factory):
     chosen = {at for at, _ in iter_leaves(tree) if choice.random() < 0.5}
     where = Filter(lambda at, leaf: at in chosen)
 
-    assert_same(load(path, keys=where), partition(load(path), where)[0])
+    assert_same(load(path, where=where), partition(load(path), where)[0])
     with tdfunc.open(path) as f:
-        assert_same(f.load(keys=where), partition(load(path), where)[0])
+        assert_same(f.load(where=where), partition(load(path), where)[0])
 
 
 @examples(0.4)
@@ -72,11 +72,11 @@ def test_filters_read_and_verify_only_their_leaves(tmp_path):
     raw[-1] ^= 1
     path.write_bytes(raw)
 
-    assert_same(load(path, keys="a"), TensorDict({"a": torch.ones(100)}))
+    assert_same(load(path, where="a"), TensorDict({"a": torch.ones(100)}))
     with pytest.raises(CorruptCheckpointError, match='leaf "b" is damaged'):
-        load(path, keys="b")
+        load(path, where="b")
     with pytest.raises(FilterError, match="'c' matches no leaf"):
-        load(path, keys="c")
+        load(path, where="c")
 
 
 def test_filters_by_kind_and_dtype(tmp_path):
@@ -85,9 +85,9 @@ def test_filters_by_kind_and_dtype(tmp_path):
     tree = TensorDict.from_module(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     path = saved(tree, tmp_path)
 
-    assert load(path, keys=Filter(Kind.BUFFER)).paths() == partition(tree, Filter(Kind.BUFFER))[0].paths()
-    assert load(path, keys=Filter(torch.int64)).paths() == [("1", "num_batches_tracked")]
-    got = load(path, keys=Filter("1.*") & Kind.PARAMETER)
+    assert load(path, where=Filter(Kind.BUFFER)).paths() == partition(tree, Filter(Kind.BUFFER))[0].paths()
+    assert load(path, where=Filter(torch.int64)).paths() == [("1", "num_batches_tracked")]
+    got = load(path, where=Filter("1.*") & Kind.PARAMETER)
     assert_same(got, partition(tree, Filter("1.*") & Kind.PARAMETER)[0])
 
 
@@ -147,9 +147,9 @@ def test_what_may_be_like(tmp_path):
     specs = types.SimpleNamespace(keys=lambda: ["0"], items=lambda: [("0", {"weight": np.ones((2, 3), np.float32)})])
 
     assert_same(load(path, like=TensorDict.from_module(meta)), TensorDict.from_module(real))
-    assert load(path, like=specs, keys="0.weight").paths() == [("0", "weight")]
-    assert load(path, like={("0", "bias"): Spec((2,), None)}, keys="0.bias").paths() == [("0", "bias")]
-    assert load(path, like={"0": {"bias": Spec(None, np.float32)}}, keys="0.bias").paths() == [("0", "bias")]
+    assert load(path, like=specs, where="0.weight").paths() == [("0", "weight")]
+    assert load(path, like={("0", "bias"): Spec((2,), None)}, where="0.bias").paths() == [("0", "bias")]
+    assert load(path, like={"0": {"bias": Spec(None, np.float32)}}, where="0.bias").paths() == [("0", "bias")]
 
 
 def test_like_of_a_lazy_stack(tmp_path):
@@ -180,7 +180,7 @@ def test_dtype_casts_floating_leaves_and_no_others(tmp_path):
     assert not back["p"].requires_grad
     assert back["v"].dtype == torch.float32
     assert load(path, dtype=torch.float16, device="meta")["p"].dtype == torch.float16
-    assert load(path, dtype=torch.float16, keys="p")["p"].dtype == torch.float16
+    assert load(path, dtype=torch.float16, where="p")["p"].dtype == torch.float16
 
 
 def test_like_compares_what_dtype_gives(tmp_path):
@@ -199,7 +199,7 @@ def test_files_of_other_programs(tmp_path):
     safetensors.torch.save_file({"a.w": torch.ones(2), "a.i": torch.arange(3), "b": torch.ones(1)}, path)
 
     got = load(
-        path, keys="a.*", dtype=torch.float16, like={"a": {"w": Spec((2,), torch.float16), "i": torch.arange(3)}}
+        path, where="a.*", dtype=torch.float16, like={"a": {"w": Spec((2,), torch.float16), "i": torch.arange(3)}}
     )
 
     assert sorted(got.paths()) == [("a", "i"), ("a", "w")]
@@ -212,7 +212,7 @@ def test_memmap_folders(tmp_path):
     tree.memmap(tmp_path / "m")
 
     assert_same(load(tmp_path / "m"), tree)
-    assert load(tmp_path / "m", keys="b.*").paths() == [("b", "i")]
+    assert load(tmp_path / "m", where="b.*").paths() == [("b", "i")]
     assert load(tmp_path / "m", dtype=torch.float16)["a"].dtype == torch.float16
     with pytest.raises(LeafMismatchError, match=r"a: expected \[3\], got \[2, 3\]"):
         load(tmp_path / "m", like={"a": torch.ones(3), "b": {"i": torch.arange(2)}})
@@ -224,7 +224,7 @@ def test_the_method(tmp_path):
     path = saved(tree, tmp_path)
 
     assert_same(TensorDict.load(path), tree)
-    assert TensorDict.load(path, keys="a").paths() == [("a",)]
+    assert TensorDict.load(path, where="a").paths() == [("a",)]
 
 
 def test_progress(tmp_path, capsys):
@@ -279,14 +279,14 @@ def test_predicates_have_no_values(options, tmp_path):
     """A predicate that reads values ends in torch's error about meta tensors, and its own errors pass."""
     path = saved(TensorDict({"a": torch.ones(3), "b": {"c": torch.zeros(2, 2)}}), tmp_path, **options)
 
-    assert load(path, keys=lambda p, x: x.dim() == 2 and p[0] == "b").paths() == [("b", "c")]
+    assert load(path, where=lambda p, x: x.dim() == 2 and p[0] == "b").paths() == [("b", "c")]
     asks = (lambda x: (x > 0).any(), lambda x: x.sum().item(), torch.Tensor.tolist, torch.Tensor.numpy, torch.nonzero)
     for ask in asks:
         with pytest.raises((RuntimeError, TypeError), match="meta"):
-            load(path, keys=lambda _, x, ask=ask: ask(x))
+            load(path, where=lambda _, x, ask=ask: ask(x))
 
     def fail(*_):
         raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="^mine$"):
-        load(path, keys=fail)
+        load(path, where=fail)

@@ -238,7 +238,7 @@ def test_a_damaged_leaf(folder):
 
     with pytest.raises(CorruptCheckpointError, match='leaf "7" is damaged'):
         load(folder)
-    assert_same(load(folder, keys="[0-6]"), tree_of(1, 7))
+    assert_same(load(folder, where="[0-6]"), tree_of(1, 7))
     load(folder, verify=False)
 
 

@@ -246,7 +246,7 @@ class CheckpointManager(WaitMethods):
         *,
         fallback: bool = False,
         like: Any = None,  # a tree or spec of anything that has a shape and a dtype
-        keys: "FilterLike | None" = None,
+        where: "FilterLike | None" = None,
         dtype: torch.dtype | None = None,
         device: "Device | None" = None,
         classes: Classes = (),
@@ -258,7 +258,7 @@ class CheckpointManager(WaitMethods):
             step: Its number; without it the latest. If that is removed meanwhile, a newer one is loaded.
             fallback: Where the latest step is damaged, warn and load the newest one that is whole.
             like: The expected leaves, as in `tdfunc.load`.
-            keys: A glob on dotted paths or a `Filter`: only these leaves are read and verified.
+            where: A glob on dotted paths or a `Filter`: only these leaves are read and verified.
             dtype: Cast leaves of floating dtypes.
             device: Where the leaves are put; without it, where they were.
             classes: The classes of the tree's nodes where they are not TensorDicts, as in `tdfunc.load`.
@@ -278,7 +278,7 @@ class CheckpointManager(WaitMethods):
 
         place = torch.device(device) if device is not None else None
         # A resumed run goes on bit for bit only with leaves that lie as those of the first one did.
-        choice = Choice(keys, like, dtype, place, classes, aligned=True)
+        choice = Choice(where, like, dtype, place, classes, aligned=True)
         return self._use(step, "load", partial(load_step, choice=choice, verify=verify), fallback=fallback)
 
     def verify(self, step: int | None = None) -> int:

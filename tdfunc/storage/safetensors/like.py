@@ -62,7 +62,7 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
         count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
         raise kind(
             "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
-            hint=dots or "keys= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
+            hint=dots or "where= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
         )
 
 

@@ -162,7 +162,7 @@ class SavedTree:
         self,
         *,
         like: Any = None,  # a tree or spec, as in `tdfunc.load`
-        keys: "FilterLike | None" = None,
+        where: "FilterLike | None" = None,
         dtype: torch.dtype | None = None,
         device: "Device | None" = None,
         classes: "Classes | None" = None,
@@ -173,11 +173,11 @@ class SavedTree:
         classes = self._choice.classes if classes is None else classes
         sources = self._contents.sources
         # The whole file is mapped; of parts, no more than they are is read.
-        mapped = not self._at and keys is None and all(isinstance(source.data, LocalBytes) for source in sources)
+        mapped = not self._at and where is None and all(isinstance(source.data, LocalBytes) for source in sources)
         plan = self._contents.plan
         total = sum(plan.specs[i].size_bytes for i in plan.leaves_below(self._root)) if progress else 0
         with progress_bar(progress, total, "load") as tick:
-            choice = Choice(keys, like, dtype, place, classes, tick)
+            choice = Choice(where, like, dtype, place, classes, tick)
             # Any: the file decides the class of the tree.
             tree: Any = read_tree(self._contents, choice, root=self._root, mapped=mapped)
             return tree

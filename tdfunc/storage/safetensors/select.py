@@ -30,7 +30,7 @@ Leaves: TypeAlias = "dict[int, Tensor] | list[Tensor]"
 class Choice:
     """How a tree is to be read: the options of `load`."""
 
-    keys: "FilterLike | None" = None
+    where: "FilterLike | None" = None
     # A tree, mapping or spec of anything that has a shape and a dtype.
     like: Any = None
     dtype: torch.dtype | None = None
@@ -56,19 +56,19 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
     """Read a tree, or the sub-tree at a node; `mapped` leaves are read when they are first used.
 
     Raises:
-        FilterError: A pattern in `choice.keys` matches no leaf.
+        FilterError: A pattern in `choice.where` matches no leaf.
         TreeStructureError: Keys differ from those of `choice.like`.
         LeafMismatchError: Shapes or dtypes differ.
     """
     plan = contents.plan
     wanted: Sequence[int] = range(len(plan.specs)) if not root else plan.leaves_below(root)
-    if choice.keys is None:
+    if choice.where is None:
         if choice.like is not None:
             check_like(outline_tree(contents, choice, root)[0], choice.like, contents.path, is_ours=contents.is_ours)
         leaves = read_leaves(contents, wanted, choice, mapped=mapped)
         return _build(contents, leaves, choice, root)
     outline, numbers = outline_tree(contents, choice, root)
-    outline = partition(outline, choice.keys)[0]
+    outline = partition(outline, choice.where)[0]
     if choice.like is not None:
         check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
     wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
@@ -78,8 +78,8 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
 
 def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
     """Return the chosen part of a tree whose leaves are there already."""
-    if choice.keys is not None:
-        tree = partition(tree, choice.keys)[0]
+    if choice.where is not None:
+        tree = partition(tree, choice.where)[0]
     dtype = choice.dtype
     if dtype is not None:
         tree = tree._map(LeafOp("cast", lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf))
