@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tdfunc import TensorDict
-from tdfunc.ops import _generate, pointwise
+from tdfunc.ops.math import _generate, pointwise
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64,
