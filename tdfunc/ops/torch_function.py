@@ -19,7 +19,9 @@ from tdfunc.ops.batch import index, join, rearrange, shape
 from tdfunc.ops.batch.index import gather
 from tdfunc.ops.batch.shape import reshape
 from tdfunc.ops.math import arithmetic, compare
-from tdfunc.ops.math._generate import (
+from tdfunc.ops.math.compare import check_trees
+from tdfunc.ops.math.reduce import extreme, extremes, reduce, truth
+from tdfunc.ops.math.tables import (
     BINARY,
     BINARY_LEAFWISE,
     COMMUTATIVE,
@@ -28,8 +30,6 @@ from tdfunc.ops.math._generate import (
     UNARY,
     UNARY_LEAFWISE,
 )
-from tdfunc.ops.math.compare import check_trees
-from tdfunc.ops.math.reduce import extreme, extremes, reduce, truth
 
 REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "nansum", "nanmean", "logsumexp")
 # Second names of functions in torch.
