@@ -116,6 +116,13 @@ def test_lists_are_values_of_messages_or_rows():
     assert rows.tool_calls == [None, [CALL]]
     assert rows[1].token_ids == [2, 3]
     assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
+    # Of two dimensions, against one value for all: a list of other lengths or depths.
+    for given, read in (
+        ([[[1], None], [None, [2, 3]]], [[[1], None], [None, [2, 3]]]),
+        ([[1], [2]], [[[[1], [2]]] * 2] * 2),
+        ([[[1], [2]], [[3], 4]], [[[[[1], [2]], [[3], 4]]] * 2] * 2),
+    ):
+        assert History(role="user", token_ids=given, batch_size=[2, 2]).token_ids == read
 
 
 def test_content_base_becomes_parts():
