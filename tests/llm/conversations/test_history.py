@@ -117,12 +117,12 @@ def test_lists_are_values_of_messages_or_rows():
     assert rows[1].token_ids == [2, 3]
     assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
     # Of two dimensions, against one value for all: a list of other lengths or depths.
-    for given, read in (
+    for values, read in (
         ([[[1], None], [None, [2, 3]]], [[[1], None], [None, [2, 3]]]),
         ([[1], [2]], [[[[1], [2]]] * 2] * 2),
         ([[[1], [2]], [[3], 4]], [[[[[1], [2]], [[3], 4]]] * 2] * 2),
     ):
-        assert History(role="user", token_ids=given, batch_size=[2, 2]).token_ids == read
+        assert History(role="user", token_ids=values, batch_size=[2, 2]).token_ids == read
 
 
 def test_content_base_becomes_parts():
