@@ -4,6 +4,7 @@ A conversation is rendered a second time with a marker in the place of each cont
 same texts as the contents, they show where each content is, and that the template neither edits nor drops it.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from tdfunc.llm.templates.base import Conversation, Span, describe, strings_in, 
 # First characters of markers: of the private use areas, which no tokenizer or template gives a meaning.
 MARKS = ("\ue0b7", "\uf2a1", "\U000f3c09")
 _OPEN = "\ue0b8"
+# A string in a JSON text, and the colon behind a key.
+_JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')
 
 
 class Alignment:
@@ -31,7 +34,8 @@ class Alignment:
         self.mark = next((mark for mark in MARKS if mark not in texts), None)
         if self.mark is None:
             raise error(ValueError, "A content has every character by which contents are found.", got=str(MARKS))
-        self.originals: list[str] = []
+        # The text that each marker stands for, in the forms in which it was given.
+        self.originals: list[tuple[str, ...]] = []
         self.owners: list[int | None] = []
         self._control = control if everything else None
         messages = [self._marked_message(i, message) for i, message in enumerate(conversation.messages)]
@@ -39,7 +43,7 @@ class Alignment:
         self.marked = Conversation(messages, tools)
 
     def _marker(self, text: str, owner: int | None) -> str:
-        self.originals.append(text)
+        self.originals.append((text,))
         self.owners.append(owner)
         return f"{self.mark}{len(self.originals) - 1}{_OPEN}"
 
@@ -51,7 +55,7 @@ class Alignment:
         if isinstance(value, list):
             return [self._deep(item, owner, is_marked) for item in value]
         if isinstance(value, dict):
-            return {key: self._deep(item, owner, is_marked) for key, item in value.items()}
+            return {self._deep(key, owner, False): self._deep(item, owner, is_marked) for key, item in value.items()}
         return value
 
     def _marked_message(self, i: int, message: Message) -> Message:
@@ -79,10 +83,23 @@ class Alignment:
     def _marked_call(self, i: int, call: dict[str, Any], is_reply: bool) -> dict[str, Any]:
         function = call["function"]
         arguments = function["arguments"]
-        values = self._deep(read_json(arguments), i, is_reply)
         name = self._deep(function["name"], i, is_reply)
-        given = to_json(values) if isinstance(arguments, str) and not isinstance(values, str) else values
+        if isinstance(arguments, str) and isinstance(read_json(arguments), (dict, list)):
+            # Its spaces, numbers and escapes stay: a template may write the text as it is.
+            given = _JSON_STRING.sub(lambda match: self._marked_string(match, i, is_reply), arguments)
+        else:
+            given = self._deep(arguments, i, is_reply)
         return {**call, "function": {**function, "name": name, "arguments": given}}
+
+    def _marked_string(self, match: "re.Match[str]", i: int, is_reply: bool) -> str:
+        """Return a string in a JSON text with a marker inside, where it is to have one."""
+        inside, colon = match.groups()
+        text = json.loads(f'"{inside}"')
+        marked = self._deep(text, i, is_reply and not colon)
+        if marked == text:
+            return match[0]
+        self.originals[-1] = text, inside
+        return f'"{marked}"{colon or ""}'
 
 
 def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
@@ -94,7 +111,8 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
     places = list(re.finditer(rf"{alignment.mark}(\d+){_OPEN}", marked))
     pattern, at = "", 0
     for place in places:
-        choices = "|".join(map(re.escape, _forms(alignment.originals[int(place[1])])))
+        forms = dict.fromkeys([form for text in alignment.originals[int(place[1])] for form in _forms(text)])
+        choices = "|".join(map(re.escape, forms))
         pattern += f"{re.escape(marked[at : place.start()])}({choices})"
         at = place.end()
     match = re.compile(pattern + re.escape(marked[at:]), re.DOTALL).fullmatch(text)
@@ -107,10 +125,10 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
             got=repr(text[:300]),
             hint="take one of tdfunc.llm.TEMPLATES, or a template with {% generation %} for masks.",
         )
-    dropped = [i for i in missing if alignment.originals[i].strip() and alignment.owners[i] is None]
+    dropped = [i for i in missing if alignment.originals[i][0].strip() and alignment.owners[i] is None]
     if dropped:
         raise error(
-            ValueError, "The template drops a text of the tools.", got=repr(alignment.originals[dropped[0]])[:200]
+            ValueError, "The template drops a text of the tools.", got=repr(alignment.originals[dropped[0]][0])[:200]
         )
     return [Span(*match.span(n + 1), alignment.owners[int(place[1])]) for n, place in enumerate(places)]
 
