@@ -193,10 +193,11 @@ def _bos(template: JinjaTemplate) -> tuple[bool, str]:
 
 
 def _parsing(template: JinjaTemplate) -> tuple[bool | None, str]:
-    if template.alike is None:
-        return None, "no template of tdfunc renders as this one"
-    name = type(template.alike).__name__
     conversation = Conversation([_user(), _reply()])
-    back = template.parse_chat(template.texts([conversation])[0])
+    try:
+        back = template.parse_chat(template.texts([conversation])[0])
+    except ValueError:
+        return None, "no template of tdfunc reads it, and it has no fixed texts around turns"
+    way = "by its turns" if template.alike is None else f"as {type(template.alike).__name__}"
     same = [each["content"] for each in back.messages] == ["a", "b"]
-    return same, f"as {name}" if same else f"{name} reads another conversation"
+    return same, way if same else f"another conversation is read {way}"

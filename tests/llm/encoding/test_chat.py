@@ -202,7 +202,9 @@ def test_control_strings_in_contents_are_text(template, content):
 
 
 # Arguments as they are where they are text, else as JSON.
-RAW = ZEPHYR.replace("c.function.arguments | tojson", "c.function.arguments if c.function.arguments is string else '{}'")
+RAW = ZEPHYR.replace(
+    "c.function.arguments | tojson", "c.function.arguments if c.function.arguments is string else '{}'"
+)
 WRITERS = {
     "dict": lambda value: value,
     "Python": json.dumps,
