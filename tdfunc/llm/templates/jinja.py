@@ -95,6 +95,15 @@ class JinjaTemplate(AbstractTemplate):
         return eos if eos and eos in after else ""
 
     @cached_property
+    def inner_end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Another control string than `end`, where one stands between a reply and the start of the next turn."""
+        start = next((each for each in self.control if self.header.startswith(each)), None)
+        if start is None or self._turns is None:
+            return self.end
+        before, found, _ = self._turns.to_user.partition(start)
+        return before.strip() if found and before.strip() in self.control else self.end
+
+    @cached_property
     def arguments(self) -> str:
         """The form in which the template takes arguments of calls: "dict", "text" of JSON, or "any" of both."""
         if not self._writes_call({"k": "v"}, "{'k': 'v'}"):
@@ -238,7 +247,7 @@ class JinjaTemplate(AbstractTemplate):
 
     def search(self, generation_prompt: bool = False, open_end: bool = False) -> ReplySearch:
         """Return the search for replies that needs no `{% generation %}`."""
-        return ReplySearch(self.texts, self.end, self.header, generation_prompt, open_end)
+        return ReplySearch(self.texts, (self.end, self.inner_end), self.header, generation_prompt, open_end)
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
         """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""

@@ -145,11 +145,18 @@ def has_reply(conversation: Conversation) -> bool:
 
 
 class ReplySearch(NamedTuple):
-    """The search for replies: from the header that asks for one to the end of turn, which is included."""
+    """The search for replies: from the header that asks for one to the end of turn, which is included.
 
-    # Any: the method `texts` of a template.
+    Attributes:
+        render: The method `texts` of a template.
+        ends: The ends of a last turn, and of one that another follows.
+        header: The text that asks for a reply.
+        generation_prompt: As the method takes it.
+        open_end: As the method takes it.
+    """
+
     render: Callable[..., list[str]]
-    end: str
+    ends: tuple[str, str]
     header: str
     generation_prompt: bool
     open_end: bool
@@ -207,9 +214,10 @@ class ReplySearch(NamedTuple):
             at = text.rfind(self.header, before, start) if self.header else -1
             if at < 0 and strict:
                 return None
-            ended = text.find(self.end, stop, after) if self.end else -1
             first = at + len(self.header) if at >= 0 else start
-            replies.append(Span(first, ended + len(self.end) if ended >= 0 else stop, i))
+            found = [(text.find(end, stop, after), len(end)) for end in self.ends if end]
+            ended, length = min([each for each in found if each[0] >= 0], default=(stop, 0))
+            replies.append(Span(first, ended + length, i))
         return replies
 
     def _by_prefixes(self, conversation: Conversation, text: str) -> list[Span] | None:
@@ -230,6 +238,6 @@ class ReplySearch(NamedTuple):
                 return None
             if len(turn) == len(prompt) or not (turn.startswith(prompt) and text.startswith(turn)):
                 return None
-            ended = turn.rfind(self.end, len(prompt)) if self.end else -1
-            replies.append(Span(len(prompt), ended + len(self.end) if ended >= 0 else len(turn), i))
+            ended = turn.rfind(self.ends[0], len(prompt)) if self.ends[0] else -1
+            replies.append(Span(len(prompt), ended + len(self.ends[0]) if ended >= 0 else len(turn), i))
         return replies
