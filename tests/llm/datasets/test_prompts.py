@@ -9,6 +9,8 @@ import tdfunc as tdf
 from tdfunc.llm import PromptData
 from tests.helpers import assert_pure, assert_trees_equal
 
+IDS = torch.ones(2, 4)
+
 
 def make_prompts(rows, width, seed=0, dtype=torch.bool):
     """Random rows, some positions pads, with labels, logits and a loss."""
@@ -76,13 +78,11 @@ def test_a_prompt_ends_before_the_first_response(turns, side):
     ]
 
 
-def test_the_pad_id_must_be_given():
-    """There is no id that is the pad of every tokenizer."""
-    with pytest.raises(TypeError, match="pad_token_id"):
-        make_prompts(1, 2).mask_label()
-
-
-def test_required_fields_are_required():
-    """As of any dataclass: a TypeError that names the field."""
-    with pytest.raises(TypeError, match="prompt_rindex"):
-        PromptData(torch.ones(2, 4), torch.ones(2, 4), batch_size=[2])
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [(lambda: make_prompts(1, 2).mask_label(), "pad_token_id"), (lambda: PromptData(IDS, IDS), "prompt_rindex")],
+)
+def test_what_must_be_given(call, named):
+    """No id is the pad of every tokenizer, and no position the end of every prompt."""
+    with pytest.raises(TypeError, match=named):
+        call()

@@ -335,17 +335,6 @@ def test_other_kinds_of_tokenizers():
         assert plain == tokenizer.apply_chat_template(benign, add_generation_prompt=True, return_dict=False), name
 
 
-def test_from_text_with_a_tokenizer():
-    """The template of ours that renders as the tokenizer's does parses it; names of models play no part."""
-    history = History.from_chats(CHATS)
-    text = history.apply_chat_template(tokenizer=make_tokenizer(), add_generation_prompt=False)
-
-    assert History.from_text(text, tokenizer=make_tokenizer()).tolist() == CHATS
-    assert JinjaTemplate(make_tokenizer()).alike == chatml
-    assert JinjaTemplate(make_tokenizer(ZEPHYR)).alike is None
-    assert JinjaTemplate(make_tokenizer(name_or_path="qwen-llama")).alike == chatml
-
-
 def test_the_users_template_wins():
     """A template that is given comes before the tokenizer's; a name of ours before both."""
     chat = History.from_chats(CHATS[0])
