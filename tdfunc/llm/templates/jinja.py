@@ -247,7 +247,7 @@ class JinjaTemplate(AbstractTemplate):
 
     def search(self, generation_prompt: bool = False, open_end: bool = False) -> ReplySearch:
         """Return the search for replies that needs no `{% generation %}`."""
-        return ReplySearch(self.texts, (self.end, self.inner_end), self.header, generation_prompt, open_end)
+        return ReplySearch(self, generation_prompt, open_end)
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
         """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""

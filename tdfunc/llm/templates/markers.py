@@ -6,7 +6,7 @@ same texts as the contents, they show where each content is, and that the templa
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tdfunc.core.errors import error
@@ -148,16 +148,13 @@ class ReplySearch(NamedTuple):
     """The search for replies: from the header that asks for one to the end of turn, which is included.
 
     Attributes:
-        render: The method `texts` of a template.
-        ends: The ends of a last turn, and of one that another follows.
-        header: The text that asks for a reply.
-        generation_prompt: As the method takes it.
-        open_end: As the method takes it.
+        template: A template with a `header`.
+        generation_prompt: As its `texts` takes it.
+        open_end: As its `texts` takes it.
     """
 
-    render: Callable[..., list[str]]
-    ends: tuple[str, str]
-    header: str
+    # Any: an opaque template, which stands above.
+    template: Any
     generation_prompt: bool
     open_end: bool
 
@@ -170,7 +167,7 @@ class ReplySearch(NamedTuple):
         alignments = [Alignment(each) for each in conversations]
         options = {"generation_prompt": self.generation_prompt, "open_end": self.open_end}
         try:
-            marked: Sequence[str | None] = self.render([each.marked for each in alignments], **options)
+            marked: Sequence[str | None] = self.template.texts([each.marked for each in alignments], **options)
         # A template in Jinja raises what it likes.
         except Exception:
             marked = [None] * len(texts)
@@ -179,7 +176,7 @@ class ReplySearch(NamedTuple):
             headed = None if other is None else self._by_markers(conversation, text, other, alignment, strict=True)
             spans = self._by_prefixes(conversation, text) if headed is None else headed
             if spans is None:
-                other = self.render([alignment.marked], **options)[0] if other is None else other
+                other = self.template.texts([alignment.marked], **options)[0] if other is None else other
                 spans = self._by_markers(conversation, text, other, alignment, strict=False)
                 assert spans is not None
             found.append(spans)
@@ -211,13 +208,16 @@ class ReplySearch(NamedTuple):
             before = contents[own[0] - 1].stop if own[0] else 0
             after = contents[own[-1] + 1].start if own[-1] + 1 < len(contents) else len(text)
             start, stop = contents[own[0]].start, contents[own[-1]].stop
-            at = text.rfind(self.header, before, start) if self.header else -1
+            header = self.template.header
+            at = text.rfind(header, before, start) if header else -1
             if at < 0 and strict:
                 return None
-            first = at + len(self.header) if at >= 0 else start
-            found = [(text.find(end, stop, after), len(end)) for end in self.ends if end]
-            ended, length = min([each for each in found if each[0] >= 0], default=(stop, 0))
-            replies.append(Span(first, ended + length, i))
+            first = at + len(header) if at >= 0 else start
+            # The end of an inner turn is found by further renders, where it is another one.
+            end = self.template.end
+            end = end if end in text[stop:after] else self.template.inner_end
+            ended = text.find(end, stop, after) if end else -1
+            replies.append(Span(first, ended + len(end) if ended >= 0 else stop, i))
         return replies
 
     def _by_prefixes(self, conversation: Conversation, text: str) -> list[Span] | None:
@@ -231,13 +231,14 @@ class ReplySearch(NamedTuple):
                 return None
             is_open = self.open_end and i == len(messages) - 1
             try:
-                prompt = self.render([Conversation(messages[:i], tools)], generation_prompt=True)[0]
-                turn = self.render([Conversation(messages[: i + 1], tools)], open_end=is_open)[0]
+                prompt = self.template.texts([Conversation(messages[:i], tools)], generation_prompt=True)[0]
+                turn = self.template.texts([Conversation(messages[: i + 1], tools)], open_end=is_open)[0]
             # For example for a conversation that ends with a tool call.
             except Exception:
                 return None
             if len(turn) == len(prompt) or not (turn.startswith(prompt) and text.startswith(turn)):
                 return None
-            ended = turn.rfind(self.ends[0], len(prompt)) if self.ends[0] else -1
-            replies.append(Span(len(prompt), ended + len(self.ends[0]) if ended >= 0 else len(turn), i))
+            end = self.template.end
+            ended = turn.rfind(end, len(prompt)) if end else -1
+            replies.append(Span(len(prompt), ended + len(end) if ended >= 0 else len(turn), i))
         return replies
