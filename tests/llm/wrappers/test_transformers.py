@@ -133,6 +133,8 @@ def test_get_dist_and_log_prob_agree_with_the_scores(lengths, seed):
     assert "log_probs" not in wide
     again = wrapper.get_dist(wide, logits_key="logits", mask_key="attention_mask")
     torch.testing.assert_close(again.log_prob(ids), lp.full, atol=1e-5, rtol=1e-5)
+    computed = wrapper.get_dist(td, logits_key="logits", padding_value=0.0)
+    assert torch.equal(computed.log_prob(ids), dist.log_prob(ids))
     assert (wrapper.get_dist(td.set("none", lp.mask & False), mask_key="none").log_prob(ids) == 0).all()
 
 
