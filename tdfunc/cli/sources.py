@@ -22,8 +22,10 @@ from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
+from tdfunc.storage.api import find
+from tdfunc.storage.disk.commit import locate
 from tdfunc.storage.disk.mapped import open_inside
-from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, is_remote
 from tdfunc.storage.manager.steps import (
     ABOUT_FILE,
     StepRemovedError,
@@ -146,7 +148,7 @@ class Source:
 
 def open_source(path: str) -> Source:
     """Open a checkpoint of any format by its contents, not its name; of a folder of steps the latest."""
-    name = local_path(path)
+    name = find(path)
     source: Source | None = None
     if is_remote(name):
         source = _open_safetensors(name, RemoteFiles(name, fetch=False))
@@ -181,7 +183,8 @@ def step_of(folder: str) -> int | None:
     where, name = os.path.split(os.path.realpath(folder))
     if not os.path.isfile(os.path.join(folder, ABOUT_FILE)):
         return None
-    return next((step for step in list_steps(where) if step_name(step) == name), None)
+    own = os.path.join(where, name)
+    return next((step for step in list_steps(where) if locate(os.path.join(where, step_name(step))) == own), None)
 
 
 def steps_in(name: str) -> list[int]:

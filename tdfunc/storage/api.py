@@ -12,6 +12,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
+from tdfunc.storage.disk.commit import locate
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, is_remote, local_path
 from tdfunc.storage.memmap.read import load_memmap
@@ -146,7 +147,7 @@ def load(
         FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
     """
     place = torch.device(device) if device is not None else None
-    return load_choice(as_name(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
+    return load_choice(find(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
 
 
 def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = False) -> Any:
@@ -182,6 +183,12 @@ def progress_bar(show: bool, size_bytes: int, what: str) -> Generator[Callable[[
 def as_name(path: "str | bytes | os.PathLike[str]") -> str:
     """Return a path as text, of a file of this machine without its protocol."""
     return local_path(os.fsdecode(path))
+
+
+def find(path: "str | bytes | os.PathLike[str]") -> str:
+    """Return where a checkpoint is read, as text: a killed writer may have left its folder beside its name."""
+    name = as_name(path)
+    return name if is_remote(name) else locate(name)
 
 
 def check_target(path: str | os.PathLike[str], max_shard_size: int | str | None = None) -> tuple[str, int | None]:

@@ -26,6 +26,8 @@ def is_remote(path: str) -> bool:
 
 def local_path(path: str) -> str:
     """Return the path of a file of this machine."""
+    if "\0" in path:
+        raise error(ValueError, "a path must not have the character NUL.", got=repr(path))
     return path.removeprefix(_LOCAL)
 
 
@@ -79,7 +81,10 @@ class LocalBytes:
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Read once; the system may return fewer bytes."""
-        return os.preadv(self.fd, [view], offset)
+        try:
+            return os.preadv(self.fd, [view], offset)
+        except OSError as err:
+            raise OSError(err.errno, f"load: {err.strerror}", self._path) from err
 
     def close(self) -> None:
         """Give the descriptor back; a second time nothing happens."""
@@ -115,6 +120,10 @@ class LocalFiles:
     def open(self, path: str) -> Bytes:
         """Open a file."""
         return LocalBytes(path)
+
+    def remove(self, path: str) -> None:
+        """Delete a file."""
+        os.unlink(path)
 
 
 class RemoteBytes:

@@ -132,6 +132,11 @@ def _altered(expected: str, got: str) -> CorruptCheckpointError:
     )
 
 
+def is_ours(raw: bytes) -> bool:
+    """Return whether tdfunc wrote the file that begins so."""
+    return raw[8:].startswith(_START.encode())
+
+
 def check_algorithm(algorithm: str | None) -> None:
     """Raise for digests that this version of tdfunc cannot compute."""
     if algorithm != ALGORITHM:
