@@ -1,7 +1,7 @@
 """Counts what is left of saves in which one call to the system fails or is the last one.
 
-`python -m benchmarks.reliability.calls KIND FOLDER` goes through all calls of a save of one kind of writer
-(`kills.KINDS`), in a folder in which other programs have files, and prints the counts.
+`python -m benchmarks.reliability.calls KIND EVERY FOLDER` goes through the calls of a save of one kind of writer
+(`kills.KINDS`), all or one of some, in a folder in which other programs have files, and prints the counts.
 """
 
 import builtins
@@ -102,7 +102,7 @@ def _disturbed(plan: Disturbance, work: Callable[[], object]) -> tuple[int, Base
         warnings.simplefilter("ignore")
         names = _LIBC if plan.exchange else _LIBC[1:]
         fake = type("Libc", (), {name: staticmethod(calls.wrap(getattr(libc, name), is_c=True)) for name in names})
-        stack.enter_context(mock.patch.object(os, "fsync", lambda _: None))
+        stack.enter_context(mock.patch.object(os, "fsync", return_value=None))
         for place, name in [*((os, name) for name in _CALLS), (builtins, "open"), (fcntl, "flock")]:
             stack.enter_context(mock.patch.object(place, name, calls.wrap(getattr(place, name))))
         stack.enter_context(mock.patch.object(commit, "_libc", fake))
@@ -133,7 +133,7 @@ def prepare(kind: str, folder: Path, foreign: dict[str, str], index: str | None 
 
 
 def disturb(kind: str, folder: Path, value: int, plan: Disturbance) -> tuple[int, str]:
-    """Save a tree over the old one with a disturbance; return the number of calls, and `killed`, `failed` or `saved`."""
+    """Save a tree over the old one with a disturbance; return the number of calls, and the ending."""
 
     def work() -> None:
         KINDS[kind](folder, _SIZE).save(value, fsync=True)
@@ -167,7 +167,7 @@ def strays(kind: str, folder: Path, foreign: dict[str, str]) -> list[str]:
     return [name for name in names if commit.LEFTOVER.fullmatch(name) or (_SHARD.fullmatch(name) and name not in named)]
 
 
-def count_calls(kind: str, folder: Path, *, every: int = 1) -> dict[str, int]:
+def count_calls(kind: str, folder: Path, *, every: int) -> dict[str, int]:
     """Disturb each call of a save (or one of some) in each way, and count the results."""
     counts = {"calls": 0, "saves": 0, "killed": 0, "failed": 0, "saved": 0, "lost": 0, "not cleaned": 0}
     for exchange in (True, False):
@@ -204,7 +204,7 @@ def main() -> None:
     """Count for one kind."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print(json.dumps(count_calls(sys.argv[1], Path(sys.argv[2]))))
+    print(json.dumps(count_calls(sys.argv[1], Path(sys.argv[3]), every=int(sys.argv[2]))))
 
 
 if __name__ == "__main__":

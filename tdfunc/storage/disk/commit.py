@@ -340,7 +340,8 @@ def make_folder(path: str, *, fsync: bool) -> None:
     """Make a folder and those that it is in, as far as they are missing."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
-        make_folder(os.path.dirname(path), fsync=fsync)
+        if path != os.path.dirname(path):
+            make_folder(os.path.dirname(path), fsync=fsync)
         with suppress(FileExistsError):
             os.mkdir(path)
         if fsync:

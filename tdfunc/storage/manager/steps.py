@@ -104,7 +104,7 @@ def write_step(
         file = SINGLE if max_bytes is None else INDEX
         text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
         about = os.path.join(place, ABOUT_FILE)
-        commit.replace_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)
+        commit.put_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)
 
     path = os.path.join(folder, step_name(step))
     commit.make_folder(folder, fsync=fsync)

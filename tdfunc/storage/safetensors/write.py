@@ -8,6 +8,7 @@ reader finds the whole old checkpoint or the whole new one.
 import ctypes
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError
-from tdfunc.storage.disk.commit import copy_mode, is_absent, locked, naming, put_file, replace_file, settle, staged_folder, sweep
+from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_file, settle, staged_folder, sweep
 from tdfunc.storage.disk.raw import raw_bytes, raw_view, write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
 from tdfunc.storage.safetensors.contents import INDEX_SUFFIX, join, read_index
@@ -173,6 +174,10 @@ def _commit_shards(plan: SavePlan, folder: str, fsync: bool, tick: Tick) -> None
     index, single = os.path.join(folder, INDEX), os.path.join(folder, SINGLE)
     with locked(folder) as fd:
         with naming("save", folder, "the checkpoint was not replaced"):
+            # Readers take this file before an index: it is the old checkpoint until it goes.
+            has_single = False
+            with suppress(FileNotFoundError):
+                has_single = not stat.S_ISDIR(os.lstat(single).st_mode)
             sweep(folder)
             with staged_folder(index) as place:
                 write_into(plan, place, fsync=fsync, tick=tick)
@@ -192,11 +197,11 @@ def _commit_shards(plan: SavePlan, folder: str, fsync: bool, tick: Tick) -> None
                             with suppress(OSError):
                                 os.unlink(target)
                     raise
-            # Readers take this file before an index: it is the old checkpoint until it goes.
-            if _is_file(single):
+            if has_single:
                 if fsync:
                     os.fsync(fd)
-                os.unlink(single)
+                with suppress(FileNotFoundError):
+                    os.unlink(single)
         _clear(folder, plan.names, fsync, fd)
 
 
@@ -204,18 +209,15 @@ def _clear(folder: str, own: Iterable[str], fsync: bool, fd: int, index: str | N
     """Remove what a save replaced, once the disk has what replaces it: an index, and shards that no index names."""
 
     def clear() -> None:
-        if index is not None and _is_file(index):
-            os.unlink(index)
+        # A folder of this name is a sub-tree of a memmap.
+        if index is not None and not os.path.isdir(index):
+            with suppress(FileNotFoundError):
+                os.unlink(index)
         sweep(folder)
         remove_shards(folder or ".", os.listdir(folder or "."), own, LocalFiles())
 
     if not fsync or settle(folder, "a power failure may undo it", lambda: os.fsync(fd)):
         settle(folder, "files of the old checkpoint are still there", clear)
-
-
-def _is_file(path: str) -> bool:
-    # Not `isfile`, which is False where the system cannot tell. A folder is a sub-tree of a memmap.
-    return not is_absent(path) and not os.path.isdir(path)
 
 
 def remove_shards(folder: str, names: Iterable[str], own: Iterable[str], files: Files) -> None:
