@@ -1,7 +1,7 @@
 """Counts what is left of saves in which one call to the system fails or is the last one.
 
-`python -m benchmarks.reliability.calls KIND EVERY FOLDER` goes through the calls of a save of one kind of writer
-(`kills.KINDS`), all or one of some, in a folder in which other programs have files, and prints the counts.
+`python -m benchmarks.reliability.calls KIND FOLDER` goes through the calls of a save of one kind of writer
+(`kills.KINDS`), every third one, in a folder in which other programs have files, and prints the counts.
 """
 
 import builtins
@@ -29,6 +29,7 @@ from tdfunc.storage.disk import commit
 
 # Elements of a small leaf.
 _SIZE = 8
+_EVERY = 3
 _CALLS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "write", "fsync", "link", "chmod", "listdir",
           "scandir", "stat", "lstat", "preadv")  # fmt: skip
 _LIBC = ("renameat2", "fallocate64", "syncfs")
@@ -77,7 +78,7 @@ class _Calls:
         def call(*args: Any, **options: Any) -> Any:
             self.count += 1
             at, mode, code, _ = self.plan
-            is_hit = self.count == at or (mode == "errors" and self.count > at)
+            is_hit = self.count == at or (mode == "errors" and self.count > at > 0)
             if is_hit and mode == "killed before":
                 os.kill(os.getpid(), signal.SIGKILL)
             if is_hit and mode.startswith("error"):
@@ -172,16 +173,16 @@ def count_calls(kind: str, folder: Path, *, every: int) -> dict[str, int]:
     counts = {"calls": 0, "saves": 0, "killed": 0, "failed": 0, "saved": 0, "lost": 0, "not cleaned": 0}
     for exchange in (True, False):
         for value in (0, 3):
-            total = 1
-            at = 0
-            while at < total:
-                at += every
+            shutil.rmtree(folder, ignore_errors=True)
+            prepare(kind, folder, FOREIGN)
+            total = disturb(kind, folder, value, Disturbance(0, "error", exchange=exchange))[0]
+            counts["calls"] += total
+            for at in range(1, total + 1, every):
                 for mode in MODES:
                     shutil.rmtree(folder, ignore_errors=True)
                     prepare(kind, folder, FOREIGN, INDICES[at % len(INDICES)])
                     plan = Disturbance(at, mode, CODES[at % len(CODES)], exchange)
-                    count, ending = disturb(kind, folder, value, plan)
-                    total = max(total, count)
+                    ending = disturb(kind, folder, value, plan)[1]
                     counts["saves"] += 1
                     counts[ending] += 1
                     try:
@@ -196,7 +197,6 @@ def count_calls(kind: str, folder: Path, *, every: int) -> dict[str, int]:
                         counts["not cleaned"] += bool(left)
                         if left:
                             print(f"{kind}, {plan}, {value}: {left}", file=sys.stderr)
-            counts["calls"] += total
     return counts
 
 
@@ -204,7 +204,7 @@ def main() -> None:
     """Count for one kind."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print(json.dumps(count_calls(sys.argv[1], Path(sys.argv[3]), every=int(sys.argv[2]))))
+    print(json.dumps(count_calls(sys.argv[1], Path(sys.argv[2]), every=_EVERY)))
 
 
 if __name__ == "__main__":

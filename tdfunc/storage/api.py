@@ -48,7 +48,8 @@ def save(
 
     Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards next to
     `model.safetensors.index.json`, which replaces the checkpoint that was in the folder, one file or shards. A file
-    that is saved as `model.safetensors` also replaces an index in its folder. Other files in the folder stay.
+    that is saved as `model.safetensors` also replaces an index in its folder. Of the other files only old shards go,
+    which tdfunc wrote and no index in the folder names.
 
     Args:
         td: The tree, or several trees, tensors and plain objects by name.
@@ -62,7 +63,9 @@ def save(
     Raises:
         ValueError: The file name has another suffix, or `max_shard_size` is not a size.
         UnsupportedError: A leaf or value cannot be stored unchanged; the message names it. Nothing was written.
-        OSError: It could not be written; the old checkpoint is whole and nothing is left behind.
+        OSError: It could not be written; the old checkpoint is whole and nothing is left behind. After the new one is
+            in place an error is a `RuntimeWarning`.
+        TimeoutError: Another process kept the lock of the folder.
 
     Examples:
         >>> import tempfile

@@ -47,7 +47,8 @@ class CheckpointManager(WaitMethods):
 
     A step appears whole or not at all. The rest of a killed process's save is invisible, and removed by the next
     manager or save of the same folder. Several processes may save and load at the same time; a step that is being
-    loaded is not removed.
+    loaded is not removed. Only folders with their own, undamaged `checkpoint.json` are removed; such a folder goes
+    with all files in it.
 
     Args:
         folder: Where the steps are; it is made by the first save. A change of the current folder does not move it.
@@ -135,10 +136,12 @@ class CheckpointManager(WaitMethods):
             A handle. Its `result()` is the step's folder; without `async_save` the save is done.
 
         Raises:
-            FileExistsError: There is such a step. Of two processes that save one step at the same time, one gets this.
+            FileExistsError: There is such a step, or a folder of another program under its name. Of two processes that
+                save one step at the same time, one gets this.
             UnsupportedError: A leaf or an entry of the metadata cannot be stored unchanged; the message names it.
             ConcurrencyError: A leaf changed while it was saved (with `async_save`, from the handle).
-            OSError: The file system refused; the other steps are as they were.
+            OSError: The file system refused; the other steps are as they were. An error of the removal of old steps is
+                a `RuntimeWarning`.
             Exception: An earlier save in the background failed, and this is its error. Nothing was submitted.
         """
         number = as_step(step, "save")
