@@ -222,10 +222,7 @@ def replace_folder(
     """
     parent = os.path.dirname(path)
     with naming(call, path, "the folder was not replaced"):
-        # Where a writer was killed between two steps, the old folder gets its name back.
-        if (aside := locate(path)) != path:
-            with suppress(OSError):
-                os.rename(aside, path)
+        restore(path)
         sweep(parent, path)
         with _staged(path, _create_folder) as (temporary, fd):
             result = write(temporary)
@@ -313,6 +310,13 @@ def locate(path: str) -> str:
         entries = [os.path.join(parent, entry) for entry in os.listdir(parent) if entry.startswith(_start(real))]
         found = [entry for entry in entries if entry.endswith(_OLD) and os.path.lexists(_twin(entry))]
     return max(found, key=os.path.getmtime, default=path)
+
+
+def restore(path: str) -> None:
+    """Give the old folder of a writer that was killed between two steps its name back."""
+    if (aside := locate(path)) != path:
+        with suppress(OSError):
+            os.rename(aside, path)
 
 
 def remove_folder(path: str, check: Callable[[], None]) -> bool:

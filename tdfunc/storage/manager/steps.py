@@ -108,6 +108,8 @@ def write_step(
 
     path = os.path.join(folder, step_name(step))
     commit.make_folder(folder, fsync=fsync)
+    for other in list_steps(folder):
+        commit.restore(os.path.join(folder, step_name(other)))
     commit.sweep(folder)
     try:
         commit.replace_folder(path, fill, check=lambda: _check_own(path, "save"), overwrite=overwrite, fsync=fsync)
