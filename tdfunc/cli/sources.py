@@ -22,11 +22,10 @@ from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
-from tdfunc.storage.api import find
 from tdfunc.storage.disk.commit import locate
 from tdfunc.storage.disk.commit import naming as naming_system
 from tdfunc.storage.disk.mapped import open_inside
-from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, is_remote
+from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.manager.steps import (
     ABOUT_FILE,
     StepRemovedError,

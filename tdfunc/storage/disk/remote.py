@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
+from tdfunc.storage.disk.commit import locate
 
 _LOCAL = "file://"
 
@@ -31,9 +32,20 @@ def local_path(path: str) -> str:
     return path.removeprefix(_LOCAL)
 
 
+def as_name(path: "str | bytes | os.PathLike[str]") -> str:
+    """Return a path as text, of a file of this machine without its protocol."""
+    return local_path(os.fsdecode(path))
+
+
+def find(path: "str | bytes | os.PathLike[str]") -> str:
+    """Return where a checkpoint is read, as text: a killed writer may have left its folder beside its name."""
+    name = as_name(path)
+    return name if is_remote(name) else locate(name)
+
+
 def local_folder(path: "str | bytes | os.PathLike[str]", call: str) -> str:
     """Return the name of a folder of this machine."""
-    name = local_path(os.fsdecode(path))
+    name = as_name(path)
     if is_remote(name):
         raise UnsupportedError(
             f"{call} {name}: files are mapped or locked.",
