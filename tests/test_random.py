@@ -313,7 +313,10 @@ MESSAGES = [
     (lambda: random.choice(random.key(0), 3, 4, replace=False), "choice: without replacement.*at most 3.*4"),
     (lambda: random.choice(random.key(0), 4, 3, p=torch.ones(5)), r"a weight for each choice.*4.*\[5\]"),
     (lambda: random.choice(random.key(0), 3, 2, replace=False, p=torch.eye(3)[0]), "as many choices.*2 or more"),
-    (lambda: random.choice(random.key(0), 2, 3, p=torch.tensor([-1.0, 1.0])), "finite and at least 0.*-1.0"),
+    (
+        lambda: random.choice(random.key(0), 2, 3, p=torch.tensor([-1.0, 1.0])),
+        "finite and at least 0.*1 or more above 0",
+    ),
     (lambda: random.randint(random.key(0), (), 0, 300, dtype=torch.uint8), "numbers in the dtype.*0 to 255.*300"),
     (lambda: random.randint(random.key(0), (), 0, 2**64), "numbers in the dtype"),
     (lambda: random.randint(random.key(0), (), 0.5, 3), "randint: a bound must be an integer.*0.5"),

@@ -96,8 +96,24 @@ def is_random(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for i, argument in enumerate(func._schema.arguments):
-        # Attention is tagged as random whether it drops anything or not.
-        if argument.name == "dropout_p":
-            given = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return not isinstance(given, float) or given != 0.0
+        # Attention and recurrent layers are tagged as random whether they drop anything or not.
+        if argument.name in ("dropout_p", "dropout", "train", "training"):
+            given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+            if isinstance(given, (float, bool)) and not given:
+                return False
     return True
+
+
+def require_values(holds: Tensor, failure: Callable[[], Exception]) -> None:
+    """Raise an error unless a condition holds everywhere: for all members under `vmap`, at each replay of a trace.
+
+    Use it for checks of values inside transforms. A replay raises RuntimeError; compiled code checks nothing.
+    """
+    if is_compiling():
+        return
+    while _functorch.is_functorch_wrapped_tensor(holds):
+        holds = _functorch.get_unwrapped(holds)
+    if is_recording():
+        torch.ops.aten._assert_async.msg(holds.all(), str(failure()))
+    elif is_known(holds) and not bool(holds.all()):
+        raise failure()
