@@ -500,7 +500,10 @@ def _as_int64(number: int | Tensor, what: str, device: torch.device | str | None
 
 
 def _size(shape: Shape) -> tuple[int, ...]:
-    return (shape,) if isinstance(shape, int) else tuple(shape)
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any([n < 0 for n in size]):
+        raise error(ValueError, "shape: no dimension may be negative.", got=list(size))
+    return size
 
 
 def _shift(word: Tensor, count: int) -> Tensor:

@@ -3,14 +3,17 @@
 Every test of this kind in the package is one of these predicates; each says when to use it. Modes use `is_random`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 # torch has no public names for these.
 _peek: Callable[[], Any] = _functorch.peek_interpreter_stack
@@ -88,6 +91,16 @@ def is_fake(device: torch.device | None) -> bool:
     Use it before reading bytes for a tensor, and before mapping a file under one.
     """
     return (device is not None and device.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
+
+
+@contextmanager
+def outside() -> Generator[None]:
+    """Run the code inside as if no transform, trace or mode ran the caller.
+
+    Use it for operations on tensors that have nothing to do with those of the caller.
+    """
+    with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
+        yield
 
 
 # Any: the arguments of an operation, or the nodes of a graph that stand for them.
