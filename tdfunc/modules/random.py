@@ -156,12 +156,14 @@ def _keep(mode: seeded, shape: Size, p: float, device: torch.device) -> Tensor:
 def _out(drawn: Tensor, out: Any) -> Tensor:
     if out is None:
         return drawn
+    if out.dtype != drawn.dtype:
+        raise RuntimeError(f"dtype {drawn.dtype} does not match dtype of out parameter ({out.dtype})")
     # As torch does; `copy_` would broadcast.
     return (out if out.shape == drawn.shape else out.resize_(drawn.shape)).copy_(drawn)
 
 
 def _check(func: Any, *args: Any, **kwargs: Any) -> None:
-    """Have torch check the arguments of a draw: the call makes few numbers, or none, and nobody uses them."""
+    """Have torch check the arguments of a draw, by a draw of few numbers that nobody uses."""
     if is_compiling():
         return
     with outside():
@@ -169,7 +171,7 @@ def _check(func: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _check_in_place(func: Any, self: Tensor, *args: Any, **kwargs: Any) -> None:
-    _check(func, torch.empty(0, dtype=self.dtype, device="cpu"), *args, **kwargs)
+    _check(func, torch.empty(1, dtype=self.dtype, device="cpu"), *args, **kwargs)
 
 
 # -- dropout and attention ------------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ def _factory(draw: Callable[..., Tensor]) -> Server:
         out: Any = None, **kw: Any,
     ) -> Tensor:  # fmt: skip
         shape = kw["size"] if "size" in kw else size[0] if size and not isinstance(size[0], int) else size
-        dtype = dtype or (torch.get_default_dtype() if out is None else out.dtype)
+        dtype = _dtype(dtype, out, torch.get_default_dtype())
         return _finish(draw(mode, tuple(shape), dtype, _device(device)), requires_grad, out)
 
     return serve
@@ -262,6 +264,10 @@ def _device(device: Any) -> torch.device:
     return torch.empty(0).device if device is None else torch.device(device)
 
 
+def _dtype(given: Any, out: Any, default: torch.dtype) -> torch.dtype:
+    return given or (default if out is None else out.dtype)
+
+
 def _finish(drawn: Tensor, requires_grad: bool, out: Any = None) -> Tensor:
     drawn = _out(drawn, out)
     return drawn.requires_grad_() if requires_grad else drawn
@@ -275,11 +281,11 @@ def _bounds(bounds: tuple[int, ...], low: int | None, high: int | None) -> tuple
 
 def _randint(
     mode: seeded, func: Any, /, *args: Any, low: Any = None, high: Any = None, size: Any = None,
-    dtype: Any = torch.int64, device: Any = None, requires_grad: bool = False, out: Any = None, **kw: Any,
+    dtype: Any = None, device: Any = None, requires_grad: bool = False, out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
     *bounds, size = args if size is None else (*args, size)
     low, high = _bounds(tuple(bounds), low, high)
-    dtype = dtype or torch.int64
+    dtype = _dtype(dtype, out, torch.int64)
     _check(torch.randint, low, high, (0,), dtype=dtype)
     drawn = random.randint(mode.draw_key(_device(device)), tuple(size), low, high)
     return _finish(drawn.to(dtype), requires_grad, out)
@@ -298,12 +304,11 @@ def _randint_like(
 
 
 def _randperm(
-    mode: seeded, func: Any, /, n: int, *, dtype: Any = torch.int64, device: Any = None, requires_grad: bool = False,
+    mode: seeded, func: Any, /, n: int, *, dtype: Any = None, device: Any = None, requires_grad: bool = False,
     out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
-    dtype = dtype or torch.int64
-    if n:
-        _check(torch.randint, n, (0,), dtype=dtype)
+    dtype = _dtype(dtype, out, torch.int64)
+    _check(torch.randperm, n, dtype=dtype)
     drawn = random.permutation(mode.draw_key(_device(device)), n)
     return _finish(drawn.to(dtype), requires_grad, out)
 
@@ -316,7 +321,7 @@ def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None
     _check(torch.bernoulli, row) if p is None else _check(torch.bernoulli, row, p)
     key = mode.draw_key(input.device)
     drawn = random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))
-    return _out(drawn.to(input.dtype), out)
+    return _out(drawn.to(_dtype(None, out, input.dtype)), out)
 
 
 def _multinomial(
@@ -349,11 +354,7 @@ def _normal_of(
         size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
         dtype, device = like.dtype, like.device
     noise = _normal(mode, tuple(size), dtype or torch.get_default_dtype(), _device(device))
-    return _finish(mean + std * noise, requires_grad, out)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return _finish((mean + std * noise).to(noise.dtype), requires_grad, out)
 
 
 # -- in place -------------------------------------------------------------------------------------------------------
@@ -372,7 +373,9 @@ def _normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 0, std: flo
 
 def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std: float = 2) -> Tensor:
     _check_in_place(func, self, mean, std)
-    return self.copy_((_normal(mode, tuple(self.shape), _wide(self), self.device) * std + mean).exp())
+    # The exponential of a number rounded to 16 bits is wrong by more than it is rounded itself.
+    dtype = torch.promote_types(self.dtype, torch.float32)
+    return self.copy_((_normal(mode, tuple(self.shape), dtype, self.device) * std + mean).exp())
 
 
 def _exponential_(mode: seeded, func: Any, /, self: Tensor, lambd: float = 1) -> Tensor:
@@ -383,7 +386,7 @@ def _exponential_(mode: seeded, func: Any, /, self: Tensor, lambd: float = 1) ->
 def _cauchy_(mode: seeded, func: Any, /, self: Tensor, median: float = 0, sigma: float = 1) -> Tensor:
     _check_in_place(func, self, median, sigma)
     # The quotient of two normal variables.
-    above, below = _normal(mode, (2, *self.shape), _wide(self), self.device)
+    above, below = _normal(mode, (2, *self.shape), self.dtype, self.device)
     return self.copy_(above / below * sigma + median)
 
 
