@@ -243,11 +243,16 @@ def _tail(unit: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return the number between two bounds in the lower tail that has a share of the probability there below it."""
     # Without a derivative of the branch that is not taken.
     low, high = (torch.where(high < _TAIL, x, _TAIL) for x in (low, high))
-    floor, top = torch.special.log_ndtr(low), torch.special.log_ndtr(high)
-    share = (unit + (1 - unit) * (floor - top).exp()).log()
+
+    def log_share(x: Tensor) -> Tensor:
+        """Return the logarithm of the probability below x, as a share of that below `high`."""
+        scaled, unscaled = (torch.special.erfcx(-y / math.sqrt(2.0)) for y in (x, high))
+        return (high - x) * (high + x) / 2 + (scaled / unscaled).log()
+
+    share = (unit + (1 - unit) * log_share(low).exp()).log()
     # As of the density |x| exp(-x^2 / 2), and one step of Newton's method, by the slope -x.
     x = high * (1 - 2 * share / high.square()).sqrt()
-    return x + (torch.special.log_ndtr(x) - top - share) / x
+    return x + (log_share(x) - share) / x
 
 
 def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) -> Tensor:
