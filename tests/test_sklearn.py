@@ -15,7 +15,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
 import tdfunc as tdf
-from tdfunc import sweep
+from tdfunc import calibration, sweep
 from tdfunc.sklearn import EnsembleClassifier, EnsembleRegressor
 from tests.helpers import assert_trees_equal
 
@@ -255,6 +255,35 @@ def test_targets_far_from_0_keep_their_digits():
 
     assert np.ptp(near) > 0.5
     np.testing.assert_allclose(far - 1e9, near, atol=1e-4)
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1e25, 0.0), (1e-25, 0.0), (1500.0, 1.7e9), (0.0, 0.1)])
+def test_features_of_any_size_are_standardised(scale, offset):
+    """Of float32 as by scikit-learn, in float64: large, small, timestamps, and a constant."""
+    data = (X * scale + offset).astype(np.float32)
+    model = EnsembleClassifier(**{**SMALL, "max_iter": 1}).fit(data, Y)
+    theirs = StandardScaler().fit(data.astype(np.float64))
+
+    np.testing.assert_allclose(model.center_.numpy(), theirs.mean_)
+    np.testing.assert_allclose(model.scale_.numpy(), theirs.scale_)
+    scaled = torch.tensor(theirs.transform(data.astype(np.float64)), dtype=torch.float32)
+    expected = model.ensemble_(model.params_, scaled, buffers=model.buffers_)
+    torch.testing.assert_close(model._outputs(data), expected)
+
+
+@pytest.mark.slow
+def test_intervals_of_predictions_cover():
+    """The standard deviation is a scale of conformal intervals, by arrays alone."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, size=(900, 1))
+    y = np.sin(3 * x[:, 0]) + 0.2 * rng.normal(size=900)
+    model = EnsembleRegressor(**SMALL, loss="gaussian").fit(x[:300], y[:300])
+    (held, held_std), (mean, std) = (model.predict(part, return_std=True) for part in (x[300:600], x[600:]))
+    threshold = calibration.conformal_threshold(calibration.regression_scores(held, y[300:600], scale=held_std), 0.1)
+    low, high = calibration.regression_intervals(mean, threshold, scale=std)
+
+    np.testing.assert_allclose(std**2, model.predict_uncertainty(x[600:])["variance"])
+    assert 0.84 < ((low.numpy() <= y[600:]) & (y[600:] <= high.numpy())).mean() < 0.96
 
 
 @pytest.mark.slow
