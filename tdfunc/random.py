@@ -487,6 +487,9 @@ def _check_width(what: str, width: float | Tensor, limit: float) -> None:
 def _check_fit(call: str, size: tuple[int, ...], *parameters: Tensor) -> None:
     """Raise unless parameters broadcast to the shape of a draw: else several results would have one number."""
     shapes = [x.shape for x in parameters]
+    # broadcast_shapes takes longer than a draw of few numbers.
+    if all([shape == size[len(size) - len(shape) :] for shape in shapes]):
+        return
     if torch.broadcast_shapes(size, *shapes) != torch.Size(size):
         raise error(
             ValueError,

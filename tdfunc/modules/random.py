@@ -6,6 +6,7 @@ compiled, and when `torch.utils.checkpoint` runs a part of forward again. A serv
 torch's own refuses. Draws inside torch are not served; `apply(..., rng=)` notices and refuses them.
 """
 
+import functools
 import math
 import sys
 import types
@@ -162,16 +163,18 @@ def _out(drawn: Tensor, out: Any) -> Tensor:
     return (out if out.shape == drawn.shape else out.resize_(drawn.shape)).copy_(drawn)
 
 
-def _check(func: Any, *args: Any, **kwargs: Any) -> None:
-    """Have torch check the arguments of a draw, by a draw of few numbers that nobody uses."""
-    if is_compiling():
-        return
+def _check(func: Any, like: Tensor | None, *args: Any, **kwargs: Any) -> None:
+    """Have torch check the arguments of a draw, and the dtype of the tensor that it fills or reads."""
+    if not is_compiling() and not any([isinstance(x, Tensor) for x in (*args, *kwargs.values())]):
+        _try(func, None if like is None else ((1,) * like.dim(), like.dtype), *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=1000)
+def _try(func: Any, like: tuple[Size, torch.dtype] | None, *args: Any, **kwargs: Any) -> None:
+    """Draw few numbers, which nobody uses."""
     with outside():
-        func(*args, generator=torch.Generator(), **kwargs)
-
-
-def _check_in_place(func: Any, self: Tensor, *args: Any, **kwargs: Any) -> None:
-    _check(func, torch.empty(1, dtype=self.dtype, device="cpu"), *args, **kwargs)
+        given = () if like is None else (torch.ones(like[0], dtype=like[1]),)
+        func(*given, *args, generator=torch.Generator(), **kwargs)
 
 
 # -- dropout and attention ------------------------------------------------------------------------------------------
@@ -286,7 +289,7 @@ def _randint(
     *bounds, size = args if size is None else (*args, size)
     low, high = _bounds(tuple(bounds), low, high)
     dtype = _dtype(dtype, out, torch.int64)
-    _check(torch.randint, low, high, (0,), dtype=dtype)
+    _check(torch.randint, None, low, high, (0,), dtype=dtype)
     drawn = random.randint(mode.draw_key(_device(device)), tuple(size), low, high)
     return _finish(drawn.to(dtype), requires_grad, out)
 
@@ -298,7 +301,7 @@ def _randint_like(
     low, high = _bounds(bounds, low, high)
     device = input.device if device is None else _device(device)
     dtype = dtype or input.dtype
-    _check(torch.randint, low, high, (0,), dtype=dtype)
+    _check(torch.randint, None, low, high, (0,), dtype=dtype)
     drawn = random.randint(mode.draw_key(device), tuple(input.shape), low, high)
     return _finish(drawn.to(dtype), requires_grad)
 
@@ -308,7 +311,7 @@ def _randperm(
     out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
     dtype = _dtype(dtype, out, torch.int64)
-    _check(torch.randperm, n, dtype=dtype)
+    _check(torch.randperm, None, n, dtype=dtype)
     drawn = random.permutation(mode.draw_key(_device(device)), n)
     return _finish(drawn.to(dtype), requires_grad, out)
 
@@ -317,8 +320,7 @@ def _randperm(
 
 
 def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None, *, out: Any = None) -> Tensor:
-    row = torch.zeros(1, dtype=input.dtype, device="cpu")
-    _check(torch.bernoulli, row) if p is None else _check(torch.bernoulli, row, p)
+    _check(torch.bernoulli, input, *() if p is None else (p,))
     key = mode.draw_key(input.device)
     drawn = random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))
     return _out(drawn.to(_dtype(None, out, input.dtype)), out)
@@ -327,8 +329,9 @@ def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None
 def _multinomial(
     mode: seeded, func: Any, /, input: Tensor, num_samples: int, replacement: bool = False, *, out: Any = None
 ) -> Tensor:
-    row = torch.ones([1] * (input.dim() - 1) + [*input.shape[-1:]], dtype=input.dtype, device="cpu")
-    _check(torch.multinomial, row, num_samples, replacement)
+    if not is_compiling():
+        row = ((1,) * (input.dim() - 1) + tuple(input.shape[-1:]), input.dtype)
+        _try(torch.multinomial, row, num_samples, replacement)
     fits = ((input >= 0) & (input < math.inf)).all(-1) & (input.sum(-1) > 0)
     require_values(fits, lambda: RuntimeError("multinomial: weights must be finite, >= 0, and not all 0 in a row."))
     logits, key = input.to(torch.promote_types(input.dtype, torch.float32)).log(), mode.draw_key(input.device)
@@ -349,7 +352,7 @@ def _normal_of(
     if isinstance(std, Tensor):
         require_values(std >= 0, lambda: RuntimeError("normal: all elements of std must be at least 0."))
     else:
-        _check(torch.normal, 0.0, std, (0,))
+        _check(torch.normal, None, 0.0, std, (0,))
     if isinstance(like, Tensor):
         size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
         dtype, device = like.dtype, like.device
@@ -362,43 +365,43 @@ def _normal_of(
 
 def _uniform_(mode: seeded, func: Any, /, self: Tensor, a: float = 0, b: float = 1, **kw: float) -> Tensor:
     low, high = kw.get("from", a), kw.get("to", b)
-    _check_in_place(func, self, low, high)
+    _check(func, self, low, high)
     return self.copy_(_uniform(mode, tuple(self.shape), self.dtype, self.device) * (high - low) + low)
 
 
 def _normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 0, std: float = 1) -> Tensor:
-    _check_in_place(func, self, mean, std)
+    _check(func, self, mean, std)
     return self.copy_(_normal(mode, tuple(self.shape), self.dtype, self.device) * std + mean)
 
 
 def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std: float = 2) -> Tensor:
-    _check_in_place(func, self, mean, std)
+    _check(func, self, mean, std)
     # The exponential of a number rounded to 16 bits is wrong by more than it is rounded itself.
     dtype = torch.promote_types(self.dtype, torch.float32)
     return self.copy_((_normal(mode, tuple(self.shape), dtype, self.device) * std + mean).exp())
 
 
 def _exponential_(mode: seeded, func: Any, /, self: Tensor, lambd: float = 1) -> Tensor:
-    _check_in_place(func, self, lambd)
+    _check(func, self, lambd)
     return self.copy_(_exponential(mode, tuple(self.shape), self.dtype, self.device) / lambd)
 
 
 def _cauchy_(mode: seeded, func: Any, /, self: Tensor, median: float = 0, sigma: float = 1) -> Tensor:
-    _check_in_place(func, self, median, sigma)
+    _check(func, self, median, sigma)
     # The quotient of two normal variables.
     above, below = _normal(mode, (2, *self.shape), self.dtype, self.device)
     return self.copy_(above / below * sigma + median)
 
 
 def _geometric_(mode: seeded, func: Any, /, self: Tensor, p: float) -> Tensor:
-    _check_in_place(func, self, p)
+    _check(func, self, p)
     # The first success, in whole trials, of a process whose waiting time is exponential.
     waits = _exponential(mode, tuple(self.shape), torch.float64, self.device) / -math.log1p(-p)
     return self.copy_(waits.ceil())
 
 
 def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) -> Tensor:
-    _check_in_place(func, self, *bounds, **kw)
+    _check(func, self, *bounds, **kw)
     if bounds or kw:
         low, high = _bounds(bounds, kw.get("from"), kw.get("to"))
     elif self.is_floating_point():
@@ -410,8 +413,9 @@ def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) 
 
 
 def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tensor:
-    one = torch.zeros(1, dtype=p.dtype, device="cpu") if isinstance(p, Tensor) else p
-    _check(func, torch.empty(1, dtype=self.dtype, device="cpu"), one)
+    _check(func, self, p)
+    if isinstance(p, Tensor):
+        _check(torch.bernoulli, p)
     p = p.expand(self.shape) if isinstance(p, Tensor) else p
     return self.copy_(random.bernoulli(mode.draw_key(self.device), p, tuple(self.shape)))
 
