@@ -232,6 +232,7 @@ def test_a_score_of_nan_is_the_worst(alpha):
 
 P = torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25], [0.1, 0.1, 0.8]], dtype=torch.float64)
 T, V = torch.tensor([0, 1, 2]), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+SCORES = metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece
 CALLS = {
     "fit_temperature": (cal.fit_temperature, (P, T)),
     "ensemble_logits": (lambda y, w: cal.ensemble_logits(y, weights=w), (P, V)),
@@ -242,7 +243,13 @@ CALLS = {
     "regression_intervals": (lambda y, w, s: torch.stack(cal.regression_intervals(y, w, scale=s)), (P, V, V)),
     "auroc": (metrics.auroc, (V, T > 0)),
     "risk_coverage": (metrics.risk_coverage, (P, V)),
-    "adaptive_ece": (metrics.adaptive_ece, (P, T)),
+    "scores": (
+        lambda y, t, w: torch.stack(
+            [f(y, t, weights=w) for f in (metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece)]
+        ),
+        (P.expand(3, 3, 3), T, V),
+    ),
+    "uncertainty": (lambda y, w: metrics.uncertainty(y, "classification", weights=w)["entropy"], (P, V.ceil().long())),
 }
 
 
@@ -254,7 +261,8 @@ def test_arrays_are_tensors(name):
     for x in reversed_twice:
         x.flags.writeable = False
 
-    for others in (reversed_twice, [x.numpy() for x in given], [x.tolist() for x in given]):
+    lists = [x.tolist() for x in given]
+    for others in (reversed_twice, [x.numpy() for x in given], lists, list(map(tuple, lists))):
         torch.testing.assert_close(call(*others), call(*given), check_dtype=False)
 
 

@@ -310,29 +310,29 @@ def test_a_network_has_the_outputs_that_it_is_made_for(outputs):
 
 
 MESSAGES = [
-    ({"learning_rate": [0.1, 0.2]}, r"learning_rate must be one number, or one for each member.*3 numbers.*\[2\]"),
-    ({"n_estimators": 0}, "n_estimators must be at least 1.*0"),
-    ({"batch_size": 0}, "batch_size must be at least 1.*0"),
-    ({"early_stopping": True, "validation_fraction": 1.0}, "both parts must have an example.*n_samples = 150"),
+    (
+        EnsembleClassifier,
+        {"learning_rate": [0.1, 0.2]},
+        r"learning_rate must be one number, or one for each member.*3 numbers.*\[2\]",
+    ),
+    (EnsembleClassifier, {"n_estimators": 0}, "n_estimators must be at least 1.*0"),
+    (EnsembleClassifier, {"batch_size": 0}, "batch_size must be at least 1.*0"),
+    (
+        EnsembleClassifier,
+        {"early_stopping": True, "validation_fraction": 1.0},
+        "both parts must have an example.*n_samples = 150",
+    ),
+    (
+        EnsembleClassifier,
+        {"early_stopping": True, "validation_fraction": 0.01},
+        "both parts must have an example with a weight",
+    ),
+    (EnsembleRegressor, {"loss": "x"}, "loss must be squared_error or gaussian.*'x'"),
 ]
 
 
-@pytest.mark.parametrize(("options", "pattern"), MESSAGES)
-def test_messages(options, pattern):
-    """Each refusal names the option."""
+@pytest.mark.parametrize(("cls", "options", "pattern"), MESSAGES)
+def test_messages(cls, options, pattern):
+    """Each refusal names the option; without an example of a weight above 0 held out no member could improve."""
     with pytest.raises(ValueError, match=f"(?s){pattern}"):
-        EnsembleClassifier(**{**SMALL, **options}).fit(X, Y)
-
-
-def test_held_out_examples_have_weights():
-    """Without one above 0 no member could improve."""
-    model = EnsembleClassifier(**SMALL, early_stopping=True, validation_fraction=0.01)
-
-    with pytest.raises(ValueError, match="both parts must have an example with a weight"):
-        model.fit(X, Y, sample_weight=np.arange(150) == 3)
-
-
-def test_an_unknown_loss_is_refused():
-    """The message has the names of both."""
-    with pytest.raises(ValueError, match="(?s)loss must be squared_error or gaussian.*'x'"):
-        EnsembleRegressor(loss="x").fit(X, Y)
+        cls(**{**SMALL, **options}).fit(X, Y, sample_weight=np.arange(150) == 3)
