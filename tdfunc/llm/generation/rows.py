@@ -100,7 +100,7 @@ def joined_rows(prompts: Sequence[Row], responses: Sequence[Response], device: t
             drawn = {"behaviour": response.behaviour, "support": response.support}
             row = replace(row, log_probs=log_probs, scored=scored, **drawn)
         rows.append(row)
-    return rows_on(device, rows)
+    return rows if device is None else rows_on(device, rows)
 
 
 def _empty(options: GenerationOptions, device: torch.device) -> Response:

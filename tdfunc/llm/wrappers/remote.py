@@ -266,7 +266,9 @@ def _log_probs(pairs: list[tuple[float, int | None]], tokens: list[int]) -> Tens
     """
     found = torch.tensor([value for value, _ in pairs], dtype=torch.float32)
     if len(pairs) != len(tokens) or not bool((found <= _ROUNDING).all()):
-        raise ValueError(f"{len(pairs)} log-probs of {len(tokens)} tokens, the largest {max(found.tolist(), default=0)}")
+        raise ValueError(
+            f"{len(pairs)} log-probs of {len(tokens)} tokens, the largest {max(found.tolist(), default=0)}"
+        )
     for (_, name), token in zip(pairs, tokens, strict=True):
         if name not in (None, token):
             raise ValueError(f"a log-prob of token {name} in the place of {token}")
