@@ -109,7 +109,8 @@ def test_unread_experts_are_named():
     digests = push(engine, model).digests
     engine.digests = lambda: digests
     assert push(engine, model, proof="full", key=3).unread == {}
-    engine.fault, engine.digests = stale(name, next(i for i in range(96) if i not in rows)), dict
+    engine = FakeEngine(start)
+    engine.fault = stale(name, next(i for i in range(96) if i not in rows))
     with pytest.raises(ValueError, match="must be those of the tree"):
         push(engine, model, proof="full", key=3)
 
