@@ -1,12 +1,13 @@
 """Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
 
-The parts are `kills`, `faults`, `damage`, `hostile` and `fuzz` (`fuzz:TARGET` is one target of it); without a name all
-of them run, which takes more than an hour on two cores, and some need root. `page` only writes the page. What was
-counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares the page.
+The parts are `kills`, `faults`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target of it); without
+a name all of them run, which takes more than an hour on two cores, and some need root. `page` only writes the page.
+What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares the page.
 """
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,7 @@ PARTS = {
     "faults": lambda: _by_kind("faults"),
     "damage": lambda: _run("damage"),
     "hostile": lambda: _run("hostile"),
+    "pushes": lambda: _run("pushes"),
     **{f"fuzz:{target}": lambda target=target: _fuzz(target) for target in _TARGETS},
 }
 
@@ -103,7 +105,7 @@ def page() -> str:
     """The page: its text, and a table in each place that names one."""
     tables = {
         "kills": _kills, "full": _full, "shared": _shared, "damage": _damage, "hostile": _hostile, "fuzz": _fuzzed,
-        "memory": _memory, "runs": _runs,
+        "memory": _memory, "runs": _runs, "pushes": _pushes,
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
 
@@ -196,6 +198,15 @@ def _fuzzed() -> str:
         for target, what in _TARGETS.items()
     ]
     return _table(["what was changed", "seconds", "inputs", "findings"], rows)
+
+
+def _pushes() -> str:
+    rows = [
+        [kind, len(of["prompt"]), statistics.median(of["prompt"]), max(of["prompt"]), len(of["full"]), max(of["full"])]
+        for kind, of in _counted("pushes").items()
+    ]
+    head = ["fault", "trials", "pushes until caught: median", "most", "trials of a full proof", "most pushes"]
+    return _table(head, rows)
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import MissingKeyError, error
+from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey, Path
-from tdfunc.llm.rows.batch import TokenBatch
+from tdfunc.llm.rows.batch import TokenBatch, flat_list
 from tdfunc.llm.rows.read import TokenKeys, ragged_values, read_tokens
 from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
 from tdfunc.llm.scoring.model import CausalLM
@@ -48,7 +48,8 @@ def score(
         at: Other tokens to score at each position, such as a teacher's candidates.
         temperature: A divisor of the logits, for all or for each element of the batch.
         under: With "behaviour" the result also has `behaviour`: the log-probs of the responses at this temperature,
-            over the `support` of the tree's log-probs if these have one.
+            over the `support` of the tree's log-probs if these have one. Draws with a repetition penalty are refused,
+            and those with `min_new_tokens` that nothing else cuts.
         rng: A key for the dropout of `lm.train()`.
         tokens_key: The place of the tokens.
         mask_key: The place of the mask, True at tokens; without it `("masks", "all_attention_mask")`, else all are
@@ -63,6 +64,7 @@ def score(
         MissingKeyError: The tree has no tokens.
         LeafMismatchError: The mask has another shape than the tokens.
         ValueError: A row is longer than the model's positions; or `under` is another word.
+        UnsupportedError: The responses were drawn from distributions that their `support` does not describe.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -190,11 +192,21 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
 
     Raises:
         MissingKeyError: The rows are not prompts and responses.
+        UnsupportedError: More than a support changed the distributions.
     """
     if batch.prompt is None:
         raise MissingKeyError(
             'score: under="behaviour" takes tokens that have prompt and response.', got="full, of unknown parts"
         )
+    record = get_value(td, path, None)
+    lazy = isinstance(record, TensorCollection) and record._is_lazy
+    for each in flat_list(record, len(record._batch_size)) if lazy else [record]:
+        if isinstance(each, TensorCollection) and get_value(each, "adjusted", None) is not None:
+            raise UnsupportedError(
+                'score: under="behaviour" has the distributions of a temperature, top-k, top-p and min-p alone.',
+                got="responses drawn with a penalty or a least length, or by an engine that does not report its cuts",
+                hint='under="raw"; the log_probs of the generation have the `behaviour` that the engine reports.',
+            )
     support = get_value(td, (*path, "support"), None)
     if support is None:
         return None

@@ -432,7 +432,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if all([each.tokens is not None for each in responses]):
             log_probs = [each.log_probs for each in responses if each.log_probs is not None]
             device = self._device_of(td, inputs, log_probs)
-            rows = joined_rows(prompts, responses, device)
+            rows = joined_rows(prompts, responses, options, device)
             if self.pad_output or not rows:
                 # As wide as the given prompts, whose masks stay in the tree.
                 least = 0 if inputs.batch is None else inputs.batch.ids.shape[1]
