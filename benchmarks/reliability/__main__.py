@@ -7,7 +7,6 @@ What was counted is kept in `results/`, with the commit of the code that ran; te
 
 import json
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -202,11 +201,11 @@ def _fuzzed() -> str:
 
 def _pushes() -> str:
     rows = [
-        [kind, len(of["prompt"]), statistics.median(of["prompt"]), max(of["prompt"]), len(of["full"]), max(of["full"])]
-        for kind, of in _counted("pushes").items()
+        [f"{kind}: {name}", of["trials"], f"{of['median']:g}", of["most"], of["never caught"]]
+        for kind, proofs in _counted("pushes").items()
+        for name, of in (("one prompt", proofs["prompt"]), ("full", proofs["full"]))
     ]
-    head = ["fault", "trials", "pushes until caught: median", "most", "trials of a full proof", "most pushes"]
-    return _table(head, rows)
+    return _table(["fault: proof", "trials", "pushes until caught: median", "most", "never caught"], rows)
 
 
 def main() -> None:
