@@ -4,6 +4,7 @@ It reads conversations, texts or tokens as rows of ids, and makes the typed tree
 `generate_tokens` and `score_tokens`.
 """
 
+import inspect
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
@@ -133,6 +134,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     generate, input_mode, pad_output, pad_model_input = _Option(), _Option(), _Option(), _Option()
     tokenizer, device, layout, num_samples, inplace = _Option(), _Option(), _Option(), _Option(), _Option()
+
+    # Any: the arguments of a class statement.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = _with_options(cls)
 
     # Any: what a backend runs, and the options of `WrapperOptions`.
     def __init__(self, model: Any, **options: Any) -> None:
@@ -566,3 +572,15 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def __getstate__(self) -> dict[str, Any]:
         # It has no meaning in another process.
         return {**self.__dict__, "_collector": None}
+
+
+def _with_options(cls: type[LLMWrapperBase]) -> inspect.Signature:
+    """Return the signature of a class of wrappers, its options by name, as `help` and notebooks show it."""
+    own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    given = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {each.name for each in given}
+    options = inspect.signature(WrapperOptions).parameters.values() if len(given) < len(own) else ()
+    return inspect.Signature([*given, *[each for each in options if each.name not in names]])
+
+
+LLMWrapperBase.__signature__ = _with_options(LLMWrapperBase)
