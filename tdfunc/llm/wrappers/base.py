@@ -16,6 +16,7 @@ from torch import Size, Tensor
 from tdfunc import random
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
+from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.conversations.exact import TokenTemplate
 from tdfunc.llm.conversations.history import ChatHistory, History
@@ -35,7 +36,7 @@ from tdfunc.llm.rows.batch import (
 )
 from tdfunc.llm.rows.read import TokenKeys
 from tdfunc.llm.rows.records import Text
-from tdfunc.llm.scoring.trees import MaskedCategorical
+from tdfunc.llm.scoring.trees import MaskedCategorical, keep_draws
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.wrappers.backend import AbstractBackend
@@ -45,7 +46,7 @@ from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import CUTS, WrapperOptions
 from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts
 from tdfunc.nn.base import TensorDictModuleBase, as_key
-from tdfunc.ops.base.reading import has
+from tdfunc.ops.base.reading import get_value, has
 from tdfunc.random import key_of
 
 if TYPE_CHECKING:
@@ -250,7 +251,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 continue
             value = found.get(kind)
             if value is not None:
-                out = out.set(place, value)
+                scored = kind == "log_probs" and not self.generate
+                out = out.set(place, keep_draws(value, get_value(out, unravel(place), None)) if scored else value)
             elif kind in found and has(out, place):
                 # Of other tokens.
                 out = out.delete(place)

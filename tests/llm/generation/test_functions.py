@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError, lazy_stack, load, random, save
-from tdfunc.llm import GenerationOptions, LogProbs, Masks, Tokens, causal_lm, generate, generate_tokens, score
+from tdfunc.llm import (
+    GenerationOptions,
+    LogProbs,
+    Masks,
+    Tokens,
+    TransformersWrapper,
+    causal_lm,
+    generate,
+    generate_tokens,
+    score,
+)
 from tests.llm.generation.test_rows import prompts
 from tests.llm.models import VOCAB, make
 
@@ -78,6 +88,32 @@ def test_the_ratio_of_a_policy_with_itself_is_one(temperature, top_k, top_p, min
     ratio = (found.behaviour - out["log_probs"].behaviour).exp()[valid]
     assert (ratio - 1).abs().max() < 1e-5
     torch.testing.assert_close(raw.response[valid], out["log_probs"].response[valid], atol=1e-5, rtol=0)
+
+
+def test_scores_keep_what_the_draws_were_cut_to():
+    """Raw scores in the place of the generated ones keep the support; where it does not fit, behaviour is refused."""
+    model = make("llama")
+    lm, params, buffers = causal_lm(model)
+    td, _ = padded([4, 3])
+    scorer = TransformersWrapper(model, input_mode="tokens", generate=False)
+    cases = [(True, None), (False, None), (True, True), (False, False), (True, False)]
+    for pad_output, wrapped in [*cases, (False, True)]:
+        options = {"pad_output": pad_output, "max_new_tokens": 3, "temperature": 1.0, "top_k": 4}
+        out = generate(lm, params, td, key=1, buffers=buffers, **options)
+        out = out.set("attention_mask", out["masks"].all_attention_mask) if pad_output else out
+        raw = (
+            score(lm, params, out, buffers=buffers)
+            if wrapped is None
+            else scorer.get_new_version(pad_output=wrapped)(out)
+        )
+        if (pad_output, wrapped) in cases:
+            found, expected = (
+                score(lm, params, tree, buffers=buffers, under="behaviour")["log_probs"].behaviour
+                for tree in (raw, out)
+            )
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(UnsupportedError, match="min-p alone"):
+        score(lm, params, raw, buffers=buffers, under="behaviour")
 
 
 @pytest.mark.parametrize("pad_output", [True, False])
