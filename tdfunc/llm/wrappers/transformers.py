@@ -141,9 +141,8 @@ class _Prepared:
         """Return the specification of a model."""
         made = self._made
         # The tokens that end a response are those of the second.
-        settings = [
-            vars(each) for each in (model.config, getattr(model, "generation_config", None)) if each is not None
-        ]
+        found = [getattr(model, name, None) for name in ("config", "generation_config")]
+        settings = [vars(each) for each in found if each is not None]
         # Dynamo, which would guard each attribute, reads the specification as it is.
         if made is None or not (is_compiling() or made[1] == (_modules(model), settings)):
             self._made = made = causal_lm(model, copy=False)[0], (_modules(model), copy.deepcopy(settings))
