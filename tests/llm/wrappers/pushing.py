@@ -117,35 +117,24 @@ def swapped(name, i, j):
     return fault
 
 
-def place(kind, model, draws):
-    """A fault of a kind at a random place of a model with experts."""
-    experts = draws.choice([name for name, leaf in model.named_parameters() if leaf.dim() == 3])
-    vocabulary, count = model.config.vocab_size, model.get_parameter(experts).shape[0]
-    start = draws.randrange(8) * (vocabulary // 8)
-    return {
-        "one stale embedding": lambda: stale("model.embed_tokens.weight", draws.randrange(vocabulary)),
-        "one stale row of the head": lambda: stale("lm_head.weight", draws.randrange(vocabulary)),
-        "a stale shard of embeddings": lambda: stale(
-            "model.embed_tokens.weight", slice(start, start + vocabulary // 8)
-        ),
-        "one stale expert": lambda: stale(experts, draws.randrange(count)),
-        "two swapped experts": lambda: swapped(experts, *draws.sample(range(count), 2)),
-    }[kind]()
-
-
-KINDS = (
-    "one stale embedding",
-    "one stale row of the head",
-    "a stale shard of embeddings",
-    "one stale expert",
-    "two swapped experts",
-)
+EMBEDDINGS = "model.embed_tokens.weight"
+# For each kind of fault a function of the number of ids, the name of the experts, their number, and random draws.
+KINDS = {
+    "one stale embedding": lambda size, name, count, draws: stale(EMBEDDINGS, draws.randrange(size)),
+    "one stale row of the head": lambda size, name, count, draws: stale("lm_head.weight", draws.randrange(size)),
+    "a stale shard of embeddings": lambda size, name, count, draws: stale(
+        EMBEDDINGS, torch.arange(size // 8) + draws.randrange(8) * (size // 8)
+    ),
+    "one stale expert": lambda size, name, count, draws: stale(name, draws.randrange(count)),
+    "two swapped experts": lambda size, name, count, draws: swapped(name, *draws.sample(range(count), 2)),
+}
 
 
 def count_pushes(kind, start, model, draws, most, **options):
     """The number of pushes with a fault of a kind at one place until one raises; None if none does."""
     engine = FakeEngine(start, length=options.pop("length", 24))
-    engine.fault = place(kind, model, draws)
+    name = draws.choice([name for name, leaf in model.named_parameters() if leaf.dim() == 3])
+    engine.fault = KINDS[kind](model.config.vocab_size, name, model.get_parameter(name).shape[0], draws)
     for number in range(1, most + 1):
         try:
             push(engine, model, **options)
