@@ -140,7 +140,10 @@ def push_weights(
         raise error(ValueError, "push: proof must be 'prompt' or 'full'.", got=repr(proof))
     _check_names(leaves, shapes, set(optional))
     key = random.key(int.from_bytes(os.urandom(7), "big")) if key is None else random.key_of(key)
-    prompts = draw_prompts(key, *engine.limits(), whole=proof == "full")
+    vocabulary, length = engine.limits()
+    # The tree scores one token more.
+    length = length if lm.max_length is None else min(length, lm.max_length - 1)
+    prompts = draw_prompts(key, vocabulary, length, whole=proof == "full")
     # The cache now has this prompt under the present weights: if it stayed, the proof would read them.
     engine.probe(prompts[0])
     engine.set_label(_UNPROVEN + version)

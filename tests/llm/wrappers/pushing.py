@@ -1,6 +1,7 @@
 """An engine that is a model of transformers in this process, and loads that go wrong."""
 
 import copy
+import functools
 
 import torch
 
@@ -90,9 +91,12 @@ def other_weights(model, seed):
     return made
 
 
+trees_of = functools.cache(causal_lm)
+
+
 def push(engine, model, **options):
     """Push a model's weights."""
-    lm, params, buffers = causal_lm(model)
+    lm, params, buffers = trees_of(model)
     options = {"optional": [], "tree": params, "buffers": buffers, "version": "1", "tolerance": 1e-4, **options}
     leaves = options.pop("leaves", dict(model.named_parameters()))
     shapes = options.pop("shapes", {name: leaf.shape for name, leaf in leaves.items()})
