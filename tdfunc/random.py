@@ -16,8 +16,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from tdfunc.core import splitmix
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.splitmix import shift, signed
 from tdfunc.core.surface import surface
 
 Shape: TypeAlias = int | Sequence[int]
@@ -43,9 +45,9 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
         >>> torch.vmap(lambda k: normal(k, (3,)))(keys).shape
         torch.Size([16, 3])
     """
-    number = _as_int64(seed, "key: seed", device)
-    number = number if device is None else number.to(device)
-    return _derive(torch.tensor(_signed(_SEED), device=number.device), torch.ones_like(number), number, _SEED)
+    number = _as_number(seed, "key: seed")
+    place = number.device if isinstance(number, Tensor) and device is None else device
+    return splitmix.derive(torch.tensor([signed(splitmix.SEED), 1], device=place), _on(number, place), splitmix.SEED)
 
 
 def key_of(given: KeyLike) -> Tensor:
@@ -101,7 +103,7 @@ def split(key: Tensor, num: Shape = 2) -> Tensor:
     _check_key(key, "split")
     shape = _size(num)
     number = torch.arange(math.prod(shape), device=key.device).reshape(shape)
-    return _derive(key[0], key[1], number, _SPLIT)
+    return splitmix.derive(key, number, splitmix.SPLIT)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -122,7 +124,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         >>> step_keys = [fold_in(run, step) for step in range(3)]
     """
     _check_key(key, "fold_in")
-    return _derive(key[0], key[1], _as_int64(data, "fold_in: data", key.device).to(key.device), _FOLD)
+    return splitmix.derive(key, _on(_as_number(data, "fold_in: data"), key.device), splitmix.FOLD)
 
 
 def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -140,7 +142,7 @@ def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int64) ->
     if dtype not in (torch.int64, torch.int32):
         raise error(TypeError, "bits: dtype must be int64 or int32.", got=dtype)
     size = _size(shape)
-    return _words(key, size) if dtype == torch.int64 else _half_words(key, size)
+    return _words(key, size) if dtype == torch.int64 else splitmix.half_words(key, size)
 
 
 def uniform(
@@ -233,10 +235,10 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) 
         return _unit(key, p.shape if shape is None else shape, torch.float32) < p
     if not 0.0 <= p <= 1.0:
         raise error(ValueError, "bernoulli: p must be a probability.", expected="0 <= p <= 1", got=p)
-    words = _half_words(key, () if shape is None else _size(shape))
-    # u < p for u a multiple of 2^-24, as `uniform` makes it from the same word, without making it.
-    bound = math.ceil(p * 2**24) - 2**23
-    return words < (bound << 8) if bound < 2**23 else torch.ones_like(words, dtype=torch.bool)
+    words = splitmix.half_words(key, () if shape is None else _size(shape))
+    # u < p for u a multiple of 2^-24, as `uniform` makes it from the same bits, without making it.
+    bound = splitmix.half_bound(p)
+    return words < bound if bound < 2**31 else torch.ones_like(words, dtype=torch.bool)
 
 
 def randint(
@@ -269,7 +271,7 @@ def randint(
     limits = torch.iinfo(dtype)
     for bound in (minval, maxval):
         if not isinstance(bound, int):
-            _as_int64(bound, "randint: a bound")
+            _as_number(bound, "randint: a bound")
     if isinstance(minval, int) and isinstance(maxval, int):
         if not limits.min <= minval < maxval <= limits.max + 1 or dtype is torch.uint64:
             raise error(
@@ -398,16 +400,6 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
 # -- words ----------------------------------------------------------------------------------------------------------
 
 
-def _signed(number: int) -> int:
-    """Return the int64 of the lowest 64 bits of an integer."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-# Different derivations of keys start from different constants, so that none gives the keys of another.
-_SEED, _SPLIT, _FOLD = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7))
-_STAFFORD = (30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, None)
-_MURMUR = (33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, None)
-_ODD_BITS = _signed(0xAAAAAAAAAAAAAAAA)
 _LOW = (1 << 32) - 1
 
 
@@ -424,7 +416,7 @@ def _check_key(key: Tensor, call: str) -> None:
 
 
 def _span(span: int, key: Tensor) -> Tensor:
-    return torch.tensor(_signed(span), device=key.device)
+    return torch.tensor(signed(span), device=key.device)
 
 
 def _check_order(call: str, name: str, low: float | Tensor, high: float | Tensor) -> None:
@@ -432,65 +424,33 @@ def _check_order(call: str, name: str, low: float | Tensor, high: float | Tensor
         raise error(ValueError, f"{call}: {name} must not be below the other bound.", expected=f">= {low}", got=high)
 
 
-def _as_int64(number: int | Tensor, what: str, device: torch.device | str | None = None) -> Tensor:
+def _as_number(number: int | Tensor, what: str) -> int | Tensor:
+    """Return an integer, or an integer tensor as int64."""
     if isinstance(number, Tensor) and not number.is_floating_point() and not number.is_complex():
         return number.to(torch.int64)
     if not isinstance(number, Tensor) and hasattr(number, "__index__"):
-        return torch.tensor(_signed(operator.index(number)), device=device)
+        return operator.index(number)
     raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one, too.")
+
+
+def _on(number: int | Tensor, device: torch.device | str | None) -> int | Tensor:
+    return number.to(device) if isinstance(number, Tensor) else number
 
 
 def _size(shape: Shape) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
-def _shift(word: Tensor, count: int) -> Tensor:
-    """Shift right without the sign."""
-    return (word >> count).bitwise_and_((1 << (64 - count)) - 1)
-
-
-def _mix(word: Tensor, rounds: tuple[tuple[int, int | None], ...] = _STAFFORD) -> Tensor:
-    """Hash words one to one, in their own memory."""
-    for count, factor in rounds:
-        word = word.bitwise_xor_(_shift(word, count))
-        word = word if factor is None else word.mul_(factor)
-    return word
-
-
-def _derive(state: Tensor, gamma: Tensor, number: Tensor, salt: int) -> Tensor:
-    """Return the keys of a key and numbers: a state that differs for each number, and a gamma of its own."""
-    new_state = _mix(_mix(number * _SEED + (gamma ^ salt)) ^ state)
-    new_gamma = _mix(_mix(number * _SPLIT + (state ^ salt)) + gamma, _MURMUR) | 1
-    # A gamma of few changes between neighbouring bits hardly mixes (section 5 of the paper).
-    few = _count_bits(new_gamma ^ _shift(new_gamma, 1)) < 24
-    return torch.stack([new_state, torch.where(few, new_gamma ^ _ODD_BITS, new_gamma)], -1)
-
-
-def _count_bits(word: Tensor) -> Tensor:
-    """Count the bits of each word (Warren, "Hacker's delight", section 5-1)."""
-    word = word - (_shift(word, 1) & 0x5555555555555555)
-    word = (word & 0x3333333333333333) + (_shift(word, 2) & 0x3333333333333333)
-    word = (word + _shift(word, 4)) & 0x0F0F0F0F0F0F0F0F
-    return _shift(word * 0x0101010101010101, 56)
-
-
 def _words(key: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return 64 random bits for each number."""
-    index = torch.arange(1, math.prod(size) + 1, device=key.device)
-    return _mix((index * key[1]).add_(key[0])).reshape(size)
-
-
-def _half_words(key: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return 32 random bits for each number."""
-    count = math.prod(size)
-    return _words(key, ((count + 1) // 2,)).view(torch.int32)[:count].reshape(size)
+    return splitmix.words(key, math.prod(size)).reshape(size)
 
 
 def _high_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the upper 64 bits of the 128-bit products of unsigned words (Warren, section 8-2)."""
-    a_high, a_low, b_high, b_low = _shift(a, 32), a & _LOW, _shift(b, 32), b & _LOW
-    middle = a_high * b_low + _shift(a_low * b_low, 32)
-    return a_high * b_high + _shift(middle, 32) + _shift(a_low * b_high + (middle & _LOW), 32)
+    a_high, a_low, b_high, b_low = shift(a, 32), a & _LOW, shift(b, 32), b & _LOW
+    middle = a_high * b_low + shift(a_low * b_low, 32)
+    return a_high * b_high + shift(middle, 32) + shift(a_low * b_high + (middle & _LOW), 32)
 
 
 _PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -499,7 +459,9 @@ _PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfl
 def _integers(key: Tensor, shape: Shape, dtype: torch.dtype, count: int) -> Tensor:
     """Return uniform integers in [-2^(count-1), 2^(count-1)) as floats that hold them exactly."""
     size = _size(shape)
-    return (_words(key, size) >> (64 - count) if count > 32 else _half_words(key, size) >> (32 - count)).to(dtype)
+    return (_words(key, size) >> (64 - count) if count > 32 else splitmix.half_words(key, size) >> (32 - count)).to(
+        dtype
+    )
 
 
 def _floating(dtype: torch.dtype | None, call: str) -> torch.dtype:

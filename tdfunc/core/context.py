@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # torch has no public names for these.
 _peek: Callable[[], Any] = _functorch.peek_interpreter_stack
@@ -80,6 +81,18 @@ def has_values() -> bool:
     Use it for checks of values. A tensor on the meta device has none anywhere.
     """
     return not in_transform() and not is_tracing()
+
+
+# Any: the call of `jit`'s recorder, which stands above.
+def deferral() -> Callable[[Callable[..., None], list[Tensor], list[Tensor]], None] | None:
+    """Return `call(fn, writes, reads)` of the trace that the caller runs in, if it takes deferred calls.
+
+    Use it for work on real tensors that a replay does as one operation: `fn(writes, reads)` writes to the first.
+    """
+    if not is_tracing():
+        return None
+    modes: list[Any] = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "deferred", False)]
+    return modes[-1].call if modes else None
 
 
 def is_fake(device: torch.device | None) -> bool:

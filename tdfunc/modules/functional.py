@@ -36,13 +36,19 @@ if TYPE_CHECKING:
 _RESERVED = ("buffers", "rng")
 # Messages of torch for modules that cannot run in a transform, and a hint for each.
 _LOOP = 'use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.'
+_VALUES = f"a model of transformers takes the mask of tdfunc.llm.attention_inputs(model, mask); else {_LOOP}"
+_ATTENTION = (
+    "fused attention has a first derivative only, and only backward: run it under torch.nn.attention.sdpa_kernel("
+    'SDPBackend.MATH), or give the model attn_implementation="eager".'
+)
 _RECOMPUTE = "if forward calls torch.utils.checkpoint, it may call tdfunc.checkpoint(fn)(*args) instead, anywhere."
 _HINTS = {
     "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member statistics of "
     "its own (vmap over params and buffers, in_dims 0), or use apply.eval().",
     "Batching rule not implemented for": _LOOP,
-    "calling .item() on a Tensor": _LOOP,
-    "data-dependent control flow": _LOOP,
+    "calling .item() on a Tensor": _VALUES,
+    "data-dependent control flow": _VALUES,
+    "forward AD with _scaled_dot_product": _ATTENTION,
     "don't yet support saved tensor hooks": _RECOMPUTE,
     "it must override the setup_context staticmethod": _RECOMPUTE,
 }

@@ -20,14 +20,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from tdfunc import random
-from tdfunc.core.context import is_compiling
+from tdfunc.core import splitmix
+from tdfunc.core.context import deferral, is_compiling
 from tdfunc.core.errors import UnsupportedError
 
 Server: TypeAlias = Callable[..., Any]
 Size: TypeAlias = tuple[int, ...]
 _CHECKPOINT: Any = vars(checkpoint)
-# The keys of so many draws are made together: one costs as much.
-_BLOCK = 16
+# The keys of as many draws as there were, up to this number, are made together.
+_MOST_KEYS = 16
 
 
 class seeded(TorchFunctionMode):
@@ -45,7 +46,9 @@ class seeded(TorchFunctionMode):
     def __init__(self, key: Tensor, count: int = 0, *, strict: bool = False) -> None:
         super().__init__()
         self.key, self.count, self._strict = key, count, strict
+        # Those of the draws from the second number on.
         self._keys: Tensor | None = None
+        self._entered = self._start = count
         self._checkpoints = 0 if is_compiling() else len(_checkpoint_frames())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,14 +73,29 @@ class seeded(TorchFunctionMode):
 
     def draw_key(self, device: torch.device) -> Tensor:
         """Return the key of the next draw."""
+        number = self._next()
+        if deferral() is not None:
+            # One operation of a trace.
+            return random.fold_in(self.key, number).to(device)
+        place = number - self._start
+        if self._keys is None or not 0 <= place < len(self._keys):
+            place, self._start = 0, number
+            ahead = min(max(1, number - self._entered), _MOST_KEYS)
+            self._keys = random.fold_in(self.key, torch.arange(number, number + ahead, device=self.key.device))
+        return self._keys[place].to(device)
+
+    def draw_mask(self, shape: Size, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return 1 / p with probability p, and 0 elsewhere, from the key of the next draw."""
+        if deferral() is None or device != self.key.device:
+            return splitmix.mask(self.draw_key(device), shape, p, dtype)
+        return splitmix.mask(self.key, shape, p, dtype, fold=self._next())
+
+    def _next(self) -> int:
+        """Return the number of the next draw."""
         if not is_compiling():
             self._follow_checkpoints()
-        place = self.count % _BLOCK
-        if place == 0 or self._keys is None:
-            numbers = torch.arange(self.count - place, self.count - place + _BLOCK, device=self.key.device)
-            self._keys = random.fold_in(self.key, numbers)
         self.count += 1
-        return self._keys[place].to(device)
+        return self.count - 1
 
     def _follow_checkpoints(self) -> None:
         """Have the checkpoints that are being called repeat their draws when backward runs them again.
@@ -155,11 +173,6 @@ def _exponential(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.de
     return random.exponential(mode.draw_key(device), shape, dtype=dtype)
 
 
-def _keep(mode: seeded, shape: Size, p: float, device: torch.device) -> Tensor:
-    """Draw which elements a dropout of rate p keeps."""
-    return random.bernoulli(mode.draw_key(device), 1.0 - p, shape)
-
-
 def _out(drawn: Tensor, out: Any) -> Tensor:
     return drawn if out is None else out.copy_(drawn)
 
@@ -181,15 +194,19 @@ def _dropout(
         # dimension the channels come first, except for dropout2d, which reads three dimensions as (N, C, L).
         lead = 1 if (func, input.dim()) in _UNBATCHED else 2
         shape = (*shape[:lead], *[1] * (input.dim() - lead))
-    keep = _keep(mode, shape, p, input.device)
     if func in _ALPHA and p < 1.0:
         # Klambauer et al., Self-Normalizing Neural Networks (2017), section 3: dropped units take the value alpha'.
         alpha = -1.7580993408473766
         a = ((1 - p) * (1 + p * alpha**2)) ** -0.5
-        out = a * torch.where(keep, input, torch.full_like(input, alpha)) - a * alpha * p
+        out = (
+            a
+            * torch.where(
+                random.bernoulli(mode.draw_key(input.device), 1.0 - p, shape), input, torch.full_like(input, alpha)
+            )
+            - a * alpha * p
+        )
         return input.copy_(out) if inplace else out
-    # With p = 1 nothing is kept, whatever the scale.
-    scale = keep.to(input.dtype).div_(1.0 - p or 1.0)
+    scale = mode.draw_mask(shape, 1.0 - p, input.dtype, input.device)
     return input.mul_(scale) if inplace else input * scale
 
 

@@ -141,6 +141,11 @@ class Calls(nn.Linear):
         return self.fn(super().forward(x))
 
 
+def attend(y):
+    """Attention of one head, from the rows to themselves."""
+    return F.scaled_dot_product_attention(*[y[None, None]] * 3)
+
+
 class Named(nn.Linear):
     """A forward whose arguments are called as those of apply."""
 
@@ -249,6 +254,8 @@ CALLS = {
     "norm": (lambda: over_members(Norm()), RuntimeError, "batched tensor.*statistics of its own.*apply.eval"),
     "cumulative norm": (lambda: over_members(Norm(None)), RuntimeError, f"item.*{LOOP}"),
     "control flow": (lambda: over_members(Calls(lambda y: y if y.sum() > 0 else -y)), RuntimeError, f"control.*{LOOP}"),
+    "attention": (lambda: torch.func.jvp(lambda x: functional(Calls(attend))[0](functional(Calls())[1], x), (X,), (X,)),
+                  RuntimeError, r"forward AD with.*sdpa_kernel\(SDPBackend.MATH\).*attn_implementation"),
     "LSTM": (lambda: over_members(nn.LSTM(3, 4)), RuntimeError, f"Batching rule not implemented.*{LOOP}"),
     "forward": (lambda: functional(MLP)[0](functional(MLP)[1], X[:, :2]), RuntimeError, "^mat1 and mat2"),
     "probability": (lambda: draw(Calls(lambda y: F.dropout(y, 1.5))), ValueError, "between 0 and 1, but got 1.5"),
