@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tdfunc.core.context import in_functorch, is_compiling, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
@@ -42,6 +43,10 @@ _ATTENTION = (
     'SDPBackend.MATH), or give the model attn_implementation="eager".'
 )
 _RECOMPUTE = "if forward calls torch.utils.checkpoint, it may call tdfunc.checkpoint(fn)(*args) instead, anywhere."
+_PAST_KEY = (
+    "call these functions, or pass a number that was drawn outside; without rng= generators are drawn from as the "
+    'module would, and Ensemble(apply, how="loop") seeds torch\'s default one for each member.'
+)
 _HINTS = {
     "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member statistics of "
     "its own (vmap over params and buffers, in_dims 0), or use apply.eval().",
@@ -81,6 +86,8 @@ class Apply:
         self._fillers: dict[Hashable, Straight] = {}
         # None until a watched call.
         self._learned: _Learned | None = None
+        # Whether a call under a key was watched for other draws: from all generators (True), from foreign ones.
+        self._keyed: set[bool] = set()
 
     def _new_skeleton(self) -> Skeleton:
         return Skeleton(self._template, self._spec.order, self._spec.first)
@@ -325,8 +332,15 @@ class Apply:
         try:
             if mode is None and not self._recomputes:
                 return module(*args, **kwargs)
-            with mode or nullcontext(), Unmarked() if self._recomputes and in_functorch() else nullcontext():
-                return module(*args, **kwargs)
+            unmarked = Unmarked() if self._recomputes and in_functorch() else nullcontext()
+            if mode is None or mode.strict in self._keyed or is_compiling():
+                with mode or nullcontext(), unmarked:
+                    return module(*args, **kwargs)
+            generators = default_generators(tree_leaves((args, kwargs))) if mode.strict else ()
+            with refuse_draws("apply: forward draws random numbers past rng=.", _PAST_KEY, generators), mode, unmarked:
+                out = module(*args, **kwargs)
+            self._keyed.add(mode.strict)
+            return out
         except RuntimeError as err:
             # Of torch's own class: code that falls back to a loop catches RuntimeError.
             for text, hint in _HINTS.items():
