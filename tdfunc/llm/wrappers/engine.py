@@ -13,7 +13,7 @@ from tdfunc.llm.scoring.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.llm.wrappers.push import AbstractEngine, Probe, Push, proven_label, push_weights
 from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
-from tdfunc.random import KeyLike
+from tdfunc.random.draws import KeyLike
 from tdfunc.storage.api import save
 
 # How many candidates of the next token a proof compares, and the tokens of one of its prompts.

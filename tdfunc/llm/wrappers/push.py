@@ -17,6 +17,7 @@ from tdfunc import random
 from tdfunc.core.errors import ConcurrencyError, TreeStructureError, error
 from tdfunc.llm.scoring.ids import score_ids
 from tdfunc.llm.scoring.model import CausalLM
+from tdfunc.random.draws import KeyLike
 from tdfunc.storage.disk.raw import raw_bytes
 
 # The label of weights that were sent and not proven.
@@ -114,7 +115,7 @@ def push_weights(
     version: str,
     tolerance: float,
     proof: Literal["prompt", "full"] = "prompt",
-    key: random.KeyLike | None = None,
+    key: KeyLike | None = None,
 ) -> Push:
     """Send leaves to an engine and prove that it uses them; `vLLMWrapper.push` says what a proof leaves open.
 
