@@ -1,4 +1,4 @@
-"""Write the oracle of the merging methods: `python mergekit_oracle.py tests/weights/golden`, where mergekit is installed.
+"""Write the oracle of the merging methods, with mergekit installed: `python mergekit_oracle.py tests/weights/golden`.
 
 It runs mergekit's `merge_state_dicts` on each case of `cases.json`, and writes inputs and results to one file. The
 methods that draw numbers are compared at a density of 1; random parts have laws.
@@ -38,7 +38,9 @@ def main(folder):
     """Draw the inputs, run the cases, write the file."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (6, 5), "vector": (7,), "kernel": (3, 2, 2, 2)}
-    draw = lambda: {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}  # noqa: E731
+    draw = lambda: {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
+    }  # noqa: E731
     base = draw()
     # Models that have moved from the base by about half its size.
     models = [{name: base[name] + 0.5 * x for name, x in draw().items()} for _ in range(3)]

@@ -39,7 +39,8 @@ def test_pure_and_like_the_base(method):
 
     merged = assert_pure(lambda b, s: method(b, s, weights_of(method), **options_of(method)), base, stacked)
 
-    assert merged.batch_size == base.batch_size and merged.paths() == base.paths()
+    assert merged.batch_size == base.batch_size
+    assert merged.paths() == base.paths()
     assert all(x.dtype == torch.bfloat16 and x.isfinite().all() for x in merged.leaves())
 
 
@@ -92,7 +93,8 @@ def test_gradient_by_the_weights(method):
 
     torch.autograd.gradcheck(run, (weights,), eps=1e-7, atol=1e-4)
     (grad,) = torch.autograd.grad(sum(x.square().sum() for x in run(weights)), weights)
-    assert grad.isfinite().all() and grad.abs().max() > 0
+    assert grad.isfinite().all()
+    assert grad.abs().max() > 0
 
 
 @every
@@ -209,4 +211,5 @@ def test_errors_name_what_must_hold(call, kind, text):
 def test_the_table_has_a_method_that_was_added():
     """The table is made of the mapping that it is given."""
     assert "| `largest` | `b + max w d` |" in tdf.weights.table(METHODS)
-    assert "`largest`" not in tdf.weights.table() and repr(largest) == "<merging method largest>"
+    assert "`largest`" not in tdf.weights.table()
+    assert repr(largest) == "<merging method largest>"
