@@ -8,12 +8,14 @@ from tdfunc.weights.averages.multislerp import multislerp as multislerp
 from tdfunc.weights.averages.nuslerp import nuslerp as nuslerp
 from tdfunc.weights.averages.slerp import slerp as slerp
 from tdfunc.weights.method import Method as Method
+from tdfunc.weights.method import PerModel as PerModel
 from tdfunc.weights.method import method as method
 from tdfunc.weights.methods import METHODS as METHODS
 from tdfunc.weights.methods import table as table
 from tdfunc.weights.swaps.arcee_fusion import arcee_fusion as arcee_fusion
 from tdfunc.weights.swaps.nearswap import nearswap as nearswap
 from tdfunc.weights.swaps.passthrough import passthrough as passthrough
+from tdfunc.weights.swaps.stack_layers import stack_layers as stack_layers
 from tdfunc.weights.tasks.breadcrumbs import breadcrumbs as breadcrumbs
 from tdfunc.weights.tasks.breadcrumbs_ties import breadcrumbs_ties as breadcrumbs_ties
 from tdfunc.weights.tasks.dare_linear import dare_linear as dare_linear

@@ -20,6 +20,8 @@ from tdfunc.random import fold_in, key_of
 P = ParamSpec("P")
 T = TypeVar("T", bound=TensorCollection)
 Weights = Tensor | Sequence[float]
+# The annotation of an option that is one number for all models, or one for each.
+PerModel = float | Sequence[float] | Tensor
 
 
 class Method(Generic[P]):
@@ -37,6 +39,9 @@ class Method(Generic[P]):
         least: The fewest models that it merges, the base not counted.
         most: The largest number of models; None for any.
         weight: The name that mergekit gives the weights; None where it has none.
+        options: The keywords with their defaults, except `key`.
+        per_model: The names of options that may have a number for each model, annotated as `PerModel`.
+        is_random: Whether it takes a `key`.
     """
 
     def __init__(
@@ -55,9 +60,10 @@ class Method(Generic[P]):
         self.leaf = leaf
         self.formula, self.source, self.base = formula, source, base
         self.least, self.most, self.weight = least, most, weight
-        parameters = inspect.signature(leaf).parameters.values()
+        parameters = list(inspect.signature(leaf).parameters.values())
         # Any: the defaults of the options.
         self.options: dict[str, Any] = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+        self.per_model = frozenset(one.name for one in parameters if one.annotation == PerModel)
         self.is_random = self.options.pop("key", None) is not None
 
     def __call__(self, base: T | None, stacked: T, weights: Weights, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -35,6 +35,7 @@ _ALL: tuple[Method[...], ...] = (
     *(task_arithmetic, ties, dare_linear, dare_ties, della, della_linear, breadcrumbs, breadcrumbs_ties),
     *(sce, ram, ramplus_tl, nearswap, arcee_fusion, passthrough),
 )
+HEADER = ("method", "definition", "base", "models", "options", "source")
 METHODS: Methods = MappingProxyType({one.name: one for one in _ALL})
 
 
@@ -48,11 +49,19 @@ def table(methods: Methods = METHODS) -> str:
         | `linear` | `sum_k w_k x_k / sum_k w_k` | unused | any | `normalize=True` | Wortsman et al., Model soups \
 (arXiv 2203.05482) |
     """
-    lines = ["| method | definition | base | models | options | source |", "|---|---|---|---|---|---|"]
+    lines = [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
+    for name, formula, base, models, options, source in rows(methods):
+        # A bar would end the cell.
+        cells = (f"`{name}`", f"`{formula}`".replace("|", "\\|"), base, models, options and f"`{options}`", source)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rows(methods: Methods = METHODS) -> list[tuple[str, ...]]:
+    """Return the cells of the table, a row for each method."""
+    found: list[tuple[str, ...]] = []
     for name, one in methods.items():
         models = str(one.least) if one.least == one.most else "any" if one.least == 1 else f"{one.least} or more"
-        options = [f"`{key}={value!r}`" for key, value in one.options.items()] + ["`key`"] * one.is_random
-        formula = one.formula.replace("|", "\\|")
-        row = (f"`{name}`", f"`{formula}`", one.base, models, ", ".join(options), one.source)
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+        options = [f"{key}={value!r}" for key, value in one.options.items()] + ["key"] * one.is_random
+        found.append((name, one.formula, one.base, models, ", ".join(options), one.source))
+    return found

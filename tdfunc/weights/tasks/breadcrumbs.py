@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from tdfunc.weights.method import method
-from tdfunc.weights.tasks.core import PerModel, add_up, keep_middle
+from tdfunc.weights.method import PerModel, method
+from tdfunc.weights.tasks.core import add_up, keep_middle
 
 
 @method(

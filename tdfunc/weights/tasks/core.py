@@ -1,16 +1,11 @@
 """The shared parts of methods on task vectors: ranks of numbers, random masks, the vote on signs, the weighted sum."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tdfunc import random
 from tdfunc.random import KeyLike, key_of
-from tdfunc.weights.method import columns
-
-# One number for all models, or one for each.
-PerModel = float | Sequence[float] | Tensor
+from tdfunc.weights.method import PerModel, columns
 
 
 def per_model(value: PerModel, flat: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from tdfunc.random import KeyLike
-from tdfunc.weights.method import columns, method
-from tdfunc.weights.tasks.core import PerModel, add_up, keep_random, per_model
+from tdfunc.weights.method import PerModel, columns, method
+from tdfunc.weights.tasks.core import add_up, keep_random, per_model
 
 
 @method(

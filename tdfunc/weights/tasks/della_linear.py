@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from tdfunc.random import KeyLike
-from tdfunc.weights.method import method
-from tdfunc.weights.tasks.core import PerModel, add_up, keep_by_rank
+from tdfunc.weights.method import PerModel, method
+from tdfunc.weights.tasks.core import add_up, keep_by_rank
 
 
 @method(
