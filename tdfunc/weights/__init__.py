@@ -12,6 +12,14 @@ from tdfunc.weights.method import PerModel as PerModel
 from tdfunc.weights.method import method as method
 from tdfunc.weights.methods import METHODS as METHODS
 from tdfunc.weights.methods import table as table
+from tdfunc.weights.space.barriers import barrier as barrier
+from tdfunc.weights.space.barriers import barriers as barriers
+from tdfunc.weights.space.barriers import line_losses as line_losses
+from tdfunc.weights.space.distances import cosine as cosine
+from tdfunc.weights.space.distances import distance as distance
+from tdfunc.weights.space.matching import channel_groups as channel_groups
+from tdfunc.weights.space.matching import permute_channels as permute_channels
+from tdfunc.weights.space.matching import weight_matching as weight_matching
 from tdfunc.weights.swaps.arcee_fusion import arcee_fusion as arcee_fusion
 from tdfunc.weights.swaps.nearswap import nearswap as nearswap
 from tdfunc.weights.swaps.passthrough import passthrough as passthrough

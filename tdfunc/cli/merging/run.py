@@ -102,7 +102,8 @@ def _form(recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | No
         if vocabulary is not None and vocabulary.has(row):
             new = new.new_empty((vocabulary.size, *leaf.shape[1:]))
             resized.add(id(new))
-            note(f"{shown(row.path)}: {leaf.shape[0]} rows of the vocabulary become {vocabulary.size}")
+            if vocabulary.size != leaf.shape[0]:
+                note(f"{shown(row.path)}: {leaf.shape[0]} rows of the vocabulary become {vocabulary.size}")
         made[id(leaf)], found[id(new)] = new, row
     if vocabulary is not None and not resized:
         raise UnsupportedError("merge: no leaf has the vocabulary as its first dimension.", hint="leave tokenizer out.")

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tdfunc.cli.merging.config import Config
 from tdfunc.cli.merging.recipe import Row
-from tdfunc.cli.output import safe, shown
+from tdfunc.cli.output import note, safe, shown
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.ops.display.text import count_text
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ def make_vocabulary(config: Config, models: Sequence[str]) -> Vocabulary:
     count = out[-1][1] + 1
     if count != len(out):
         raise UnsupportedError("merge: the tokens of the result must be numbered without gaps.", got=f"{count} numbers")
+    known = {word for word, _ in out}
+    for name in models:
+        if lost := len(words[name].keys() - known):
+            note(f"{safe(name)}: {count_text(lost, 'token')} {'is' if lost == 1 else 'are'} not in the result")
     step = config.pad_to_multiple_of or 1
     rows = {name: torch.tensor([words[name].get(word, -1) for word, _ in out]) for name in models}
     return Vocabulary(made, base, -(-count // step) * step, count, sizes, rows)

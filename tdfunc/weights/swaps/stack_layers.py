@@ -44,8 +44,8 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
     Examples:
         >>> model = TensorDict({"layers": {"0": {"w": torch.zeros(1)}, "1": {"w": torch.ones(1)}}})
         >>> deep = stack_layers([(model, range(0, 2)), (model, range(1, 2))])
-        >>> deep["layers"].keys()
-        ('0', '1', '2')
+        >>> list(deep["layers"].keys())
+        ['0', '1', '2']
     """
     first = parts[0][0]
     where = find_layers(list_paths(first)) if at is None else unravel(at)
