@@ -1,5 +1,7 @@
 """Laws of every merging method in the registry, and mergekit's numbers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,6 +10,7 @@ import tdfunc as tdf
 from tests.helpers import assert_pure
 from tests.weights.matrix import CASES, GOLDEN, METHODS, largest, models_of, options_of, weights_of
 
+ROOT = Path(__file__).parent.parent.parent
 every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 random = pytest.mark.parametrize("method", [m for m in METHODS.values() if m.is_random], ids=lambda m: m.name)
 
@@ -213,3 +216,8 @@ def test_the_table_has_a_method_that_was_added():
     assert "| `largest` | `b + max w d` |" in tdf.weights.table(METHODS)
     assert "`largest`" not in tdf.weights.table()
     assert repr(largest) == "<merging method largest>"
+
+
+def test_the_guide_has_the_table():
+    """The table of docs/merging.md is that of the package."""
+    assert tdf.weights.table() in (ROOT / "docs" / "merging.md").read_text()

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from tdfunc.cli.merging.config import Config, Settings, Slice, setting, spellings
 from tdfunc.cli.output import safe, shown
 from tdfunc.cli.sources import Source, Stored, stored_leaves
@@ -152,7 +154,6 @@ def _before(slices: Sequence[Slice], source: Source, paths: Sequence[Path], wher
 def _module_order(source: Source) -> list[Path]:
     """Return the parameters of the model of a folder of transformers in the order of its modules; none without it."""
     try:
-        import torch
         import transformers
 
         # Any: without stubs.
