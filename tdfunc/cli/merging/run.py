@@ -22,13 +22,11 @@ from tdfunc.cli.torch_files import without_values
 from tdfunc.core.collection import LeafOp
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import dotted
+from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
-from tdfunc.storage.disk.commit import replace_file
 from tdfunc.weights.method import leaf_key
 from tdfunc.weights.methods import HEADER, Methods, rows
 
-# Files beside the weights that describe the model and its tokenizer.
-_KEPT = (".json", ".jinja", ".model", ".txt")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -137,11 +135,7 @@ def _write_beside(
     folder: str, origin: Source, recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None
 ) -> None:
     """Write the files that transformers reads beside the weights: those of the first model, with what has changed."""
-    files: dict[str, bytes] = {}
-    for name in sorted(os.listdir(origin.path)):
-        if name.endswith(_KEPT) and not name.endswith(".index.json"):
-            with open(os.path.join(origin.path, name), "rb") as file:
-                files[name] = file.read()
+    files = read_beside(origin.path)
     if "config.json" in files:
         config = json.loads(files["config.json"])
         if recipe.layers:
@@ -155,16 +149,8 @@ def _write_beside(
     if vocabulary is not None:
         with tempfile.TemporaryDirectory() as made:
             vocabulary.tokenizer.save_pretrained(made)
-            for name in os.listdir(made):
-                with open(os.path.join(made, name), "rb") as file:
-                    files[name] = file.read()
-    for name, data in files.items():
-
-        def fill(fd: int, data: bytes = data) -> None:
-            with open(fd, "wb", closefd=False) as file:
-                file.write(data)
-
-        replace_file(os.path.join(folder, name), fill, size_bytes=len(data), fsync=True)
+            files |= read_beside(made)
+    write_beside(folder, files)
 
 
 # Any: JSON.
