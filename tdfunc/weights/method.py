@@ -128,6 +128,8 @@ class Method(Generic[P]):
         dtype = torch.float32 if stacked.element_size() == 1 else torch.promote_types(stacked.dtype, torch.float32)
         real = dtype.to_real() if dtype.is_complex else dtype
         own = None if base is None or self.base == "unused" else base.to(dtype)
+        if not stacked.numel():
+            return stacked[0] if base is None else base
         merged = self.leaf(own, stacked.to(dtype), w.to(stacked.device, real), *args, **kwargs)
         return merged.to(stacked.dtype if base is None else base.dtype)
 

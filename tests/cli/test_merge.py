@@ -9,6 +9,7 @@ import yaml
 
 import tdfunc as tdf
 from tests.cli.helpers import run
+from tests.cli.test_main import peak_bytes
 from tests.weights.matrix import METHODS, options_of
 
 D = 4
@@ -291,6 +292,31 @@ def test_integers_must_be_equal(tmp_path):
     assert result.code == 2
     assert "n (torch.int64) must be equal" in result.err
     assert tdf.load(paths[0])["n"] == 0
+
+
+def test_other_data_must_be_equal(tmp_path):
+    """Non-tensor data that differ raise, by name."""
+    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for i, path in enumerate(paths):
+        tdf.save(tdf.TensorDict({"w": torch.randn(2), "name": f"model {i}"}), path)
+
+    result = run("merge", *paths, "-o", tmp_path / "o.safetensors", "--method", "linear")
+
+    assert result.code == 2
+    assert re.search("name in .*: 'model 1' instead of 'model 0'", result.err)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_models(tmp_path):
+    """A merge of two models with 160 MB each holds less than half of one."""
+    for i in range(2):
+        tree = tdf.TensorDict({str(j): torch.randn(250_000) for j in range(160)})
+        tdf.save(tree, tmp_path / str(i), max_shard_size="1GB")
+    base = peak_bytes("--version")
+
+    peak = peak_bytes("merge", tmp_path / "1", "--base", tmp_path / "0", "-o", tmp_path / "o", "--method", "ties")
+
+    assert peak - base < 80e6
 
 
 def test_the_methods_are_listed():

@@ -33,7 +33,7 @@ def options_of(method):
 def models_of(method, dtype=torch.float64):
     """A base and as many models as a method takes, near enough to each other to be merged."""
     generator = torch.Generator().manual_seed(3)
-    shapes = {"matrix": (4, 5), "vector": (6,), "column": (3, 1), "number": ()}
+    shapes = {"matrix": (4, 5), "vector": (6,), "column": (3, 1), "number": (), "none": (0, 3)}
     draw = lambda: {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}  # noqa: E731
     base = tdf.TensorDict({"layer": draw()})
     models = [base.apply(lambda b, d: b + 0.3 * d, tdf.TensorDict({"layer": draw()})) for _ in range(method.most or 3)]

@@ -114,6 +114,18 @@ def test_gradient_by_the_models_is_finite(method):
 
 
 @every
+def test_traced(method):
+    """A jitted merge replays with other weights."""
+    base, stacked = models_of(method)
+    run = tdf.jit(lambda b, s, w: method(b, s, w, **options_of(method)))
+    run(base, stacked, torch.ones_like(weights_of(method)))
+
+    merged = run(base, stacked, weights_of(method))
+
+    tdf.assert_close(merged, method(base, stacked, weights_of(method), **options_of(method)), atol=1e-9, rtol=1e-9)
+
+
+@every
 def test_leaf_by_leaf(method):
     """A leaf does not depend on the rest of the tree, so that a file can be merged in pieces."""
     base, stacked = models_of(method)

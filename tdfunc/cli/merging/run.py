@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tdfunc import random
+from tdfunc.cli.average import unequal_values
 from tdfunc.cli.convert import Target, find_dtype, make_target, write
 from tdfunc.cli.merging.config import Config
 from tdfunc.cli.merging.recipe import Models, Recipe, Row, plan
@@ -44,6 +45,9 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
         vocabulary = make_vocabulary(config, config.models) if config.tokenizer is not None else None
         recipe, resized = _form(recipe, vocabulary, out_dtype)
         _check(recipe, resized)
+        if lines := unequal_values(list(sources.values()), [source.tree for source in sources.values()]):
+            what = "merge: non-tensor data must be equal in all models, and these differ:"
+            raise LeafMismatchError("\n    ".join([what, *lines]))
         key, lost = random.key(seed), dict[int, int]()
         size = sum(part.stored.size_bytes for row in recipe.rows.values() for part in row.every)
         with progress("merge", size) as tick:
@@ -51,9 +55,10 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
             def read(row: Row) -> dict[str, Tensor]:
                 read: dict[str, Tensor] = {}
                 for model, one in row.every:
-                    pieces = list(sources[model].pieces(one.leaf, tick))
-                    flat = torch.cat(pieces) if pieces else one.leaf.new_empty(0, device="cpu")
-                    read[model] = flat.reshape(one.leaf.shape)
+                    read[model], at = torch.empty(one.leaf.shape, dtype=one.leaf.dtype), 0
+                    for piece in sources[model].pieces(one.leaf, tick):
+                        read[model].view(-1)[at : at + piece.numel()] = piece
+                        at += piece.numel()
                 return read
 
             def values(leaf: Tensor) -> Iterator[Tensor]:

@@ -49,7 +49,7 @@ def keep_middle(x: Tensor, density: PerModel, gamma: PerModel, rescale: bool) ->
 
 def keep_random(x: Tensor, probability: Tensor, key: KeyLike, rescale: bool) -> Tensor:
     """Return task vectors of which each number is kept with its probability, and divided by it if `rescale`."""
-    kept = random.bernoulli(key_of(key), probability.expand(x.shape))
+    kept = random.bernoulli(key_of(key).to(x.device), probability.expand(x.shape))
     scale = 1 / torch.where(probability > 0, probability, 1) if rescale else torch.ones_like(probability)
     return x * (kept * scale).to(x.dtype)
 
