@@ -93,6 +93,8 @@ def _prepare(
     if out is not None:
         _check_out(tree, out, dim, size)
     workers = options.num_workers
+    if workers is not None and workers < 0:
+        raise error(ValueError, "map: num_workers must be 0 or more.", got=workers)
     if workers is None:
         workers = getattr(executor, "_max_workers", None) or count_cpus()
     plan = make_plan(size, as_count(options.chunksize), as_count(options.num_chunks), workers)
