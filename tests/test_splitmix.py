@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc import random
-from tdfunc.core import splitmix
+from tdfunc.random import splitmix
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 # Around the counts at which another way is chosen.

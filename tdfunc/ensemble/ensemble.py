@@ -40,7 +40,7 @@ from tdfunc.ensemble._call import (
 from tdfunc.ensemble._draws import run_seeded, watch
 from tdfunc.modules.functional import Apply
 from tdfunc.modules.random import seeded
-from tdfunc.random import KeyLike
+from tdfunc.random.draws import KeyLike
 
 How = Literal["auto", "loop", "vmap", "traced"]
 # Forward's output, and the buffers after it in plan order. Any: a forward returns any object.

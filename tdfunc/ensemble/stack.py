@@ -25,7 +25,7 @@ from tdfunc.modules.extract import unwrap, walk
 from tdfunc.modules.random import seeded
 from tdfunc.ops.batch.index import unbind
 from tdfunc.ops.edits.structure import restore_ties
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.raw import raw_bytes
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_te
 from tdfunc.ops.base.foreach import can_foreach
 from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from tdfunc import random
-from tdfunc.core import splitmix
 from tdfunc.core.context import deferral, is_compiling, outside, require_values
+from tdfunc.random import splitmix
 
 Server: TypeAlias = Callable[..., Any]
 Size: TypeAlias = tuple[int, ...]

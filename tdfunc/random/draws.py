@@ -1,12 +1,4 @@
-"""Random keys: a draw is a pure function of a key and a shape, as in JAX.
-
-A key is an int64 tensor of shape (2,), so it is a leaf of a tree like any other: mapped by `torch.vmap`, an argument
-under `tdfunc.jit`, saved in a checkpoint. Draw i of a key is a hash of (key, i) by plain tensor operations: it is the
-same in a loop, under vmap, grad, jit and `torch.compile`, in a recomputation, and on each device. A key that is used
-twice gives the same numbers twice: `split` it, or `fold_in` a step's number.
-
-SplitMix64 with a gamma for each key: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
-"""
+"""Keys, and what is drawn from them: each draw is a function of a key and a shape."""
 
 import math
 import operator
@@ -16,11 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tdfunc.core import splitmix
 from tdfunc.core.context import has_values, require_values
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.core.splitmix import shift, signed
-from tdfunc.core.surface import surface
+from tdfunc.random import splitmix
+from tdfunc.random.splitmix import shift, signed
 
 Shape: TypeAlias = int | Sequence[int]
 KeyLike: TypeAlias = Tensor | int | torch.Generator
@@ -568,6 +559,3 @@ def _symmetric(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return uniform numbers in (-1, 1), with each number its negative."""
     count = _PRECISION[dtype]
     return _integers(key, shape, dtype, count).add_(0.5).mul_(2.0 ** (1 - count))
-
-
-__all__, __dir__ = surface(globals())
