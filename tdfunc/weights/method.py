@@ -15,7 +15,7 @@ from tdfunc.core.errors import BatchSizeError, LeafMismatchError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.foreach import check_keys
-from tdfunc.random import fold_in, key_of
+from tdfunc.random.draws import fold_in, key_of
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=TensorCollection)
