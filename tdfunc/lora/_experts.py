@@ -88,6 +88,9 @@ class _Experts(Adapted):
             else:
                 at, one = routes.experts_S, routes
                 a, b = factors(parts)
+                # The kernel takes strides of whole 16 bytes.
+                more = -a.shape[-2] % (16 // a.element_size()) if routes.ends_E is not None else 0
+                a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
             first, second = (b, a) if self.is_transposed else (a.mT, b.mT)
             low = _times(_times(dropped.to(a.dtype), first, one) * setting.scale, second, one)
             if "magnitude" in parts:

@@ -45,7 +45,11 @@ def gain(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
     weight = weight.flatten(1) if b.ndim == 2 else weight
     if is_output_last(magnitude, b):
         weight, a, b = weight.mT, b.mT, a.mT
-    inner = weight @ a.mT
+    # By F.linear, which under vmap over adapters does not copy the weight for each; so expert by expert.
+    if weight.ndim == 2:
+        inner = F.linear(a, weight).mT
+    else:
+        inner = torch.stack([F.linear(x, w) for x, w in zip(a.unbind(-3), weight.unbind(-3), strict=True)], -3).mT
     square = torch.linalg.vector_norm(weight, dim=-1).square() + 2 * scale * (b * inner).sum(-1)
     square = square + scale**2 * (b * (b @ (a @ a.mT))).sum(-1)
     return magnitude.reshape(square.shape) / square.clamp_min(0).sqrt()
