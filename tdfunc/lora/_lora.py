@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -155,13 +155,13 @@ class Lora:
         """
         found, whole = read_parts(self, params, adapters, "merge")
         new = params
+        for path, leaf in whole.items():
+            new = set_(new, path, leaf)
         for target, parts in found:
             new = set_(new, target.path, merged(target.leaf, parts, target.scale))
             if "bias" in parts:
                 path = _bias_path(params, target.path)
-                new = set_(new, path, get(params, path) + parts["bias"] * target.scale)
-        for path, leaf in whole.items():
-            new = set_(new, path, leaf)
+                new = set_(new, path, get(new, path) + parts["bias"] * target.scale)
         return new
 
     def unmerge(self, merged: T, adapters: TensorCollection) -> T:

@@ -80,16 +80,18 @@ def split_matrix(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     u, s, vh = torch.linalg.svd(matrix.float(), full_matrices=False)
     root = s[..., :rank].sqrt()
     a, b = root[..., None] * vh[..., :rank, :], u[..., :, :rank] * root[..., None, :]
-    return _padded(a, b, rank)
+    return padded(a, b, rank)
 
 
-def _padded(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def padded(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return factors of a rank; a matrix has no more singular values than its smaller side."""
     short = max(0, rank - a.shape[-2])
     return F.pad(a, (0, 0, 0, short)), F.pad(b, (0, short))
 
 
-def start(target: Target, shapes: dict[str, torch.Size], kind: str, key: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def start(
+    target: Target, shapes: dict[str, torch.Size], kind: str, key: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Return the leaves of a new adapter.
 
     Source:
@@ -115,7 +117,7 @@ def start(target: Target, shapes: dict[str, torch.Size], kind: str, key: Tensor,
         else:
             q, r = torch.linalg.qr(matrix.float().mT if last else matrix.float())
             q, r = q[..., :, : target.rank], r[..., : target.rank, :]
-            a, b = _padded(*((q.mT, r.mT) if last else (r, q)), target.rank)
+            a, b = padded(*((q.mT, r.mT) if last else (r, q)), target.rank)
         for name, value in (("A", a), ("B", b)):
             parts[name] = value.reshape(shapes[name]).to(dtype).contiguous()
             parts[f"{name}0"] = parts[name].clone()

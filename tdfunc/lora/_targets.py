@@ -135,9 +135,7 @@ def find_targets(
     if not chosen and not whole:
         raise FilterError("lora: `where` must choose a leaf.", got=f"{lora.where!r}, which chooses none")
     if twice:
-        raise FilterError(
-            f"lora: the leaf {dotted(min(twice))!r} must be chosen by `where` or by `whole`.", got="both"
-        )
+        raise FilterError(f"lora: the leaf {dotted(min(twice))!r} must be chosen by `where` or by `whole`.", got="both")
     targets: list[Target] = []
     ranks, alphas = _assigned(chosen, lora.rank, "rank"), _assigned(chosen, lora.alpha, "alpha")
     for (paths, leaf, _), rank, alpha in zip(chosen, ranks, alphas, strict=True):
@@ -161,7 +159,9 @@ def find_targets(
                 hint="Lora(..., dora=False), or leave the tied weight out.",
             )
         if lora.bias and (layout is Layout.EMBEDDING or layout.is_experts):
-            raise UnsupportedError(f"lora: the {layout.value} {dotted(paths[0])!r} cannot have a bias.", got="bias=True")
+            raise UnsupportedError(
+                f"lora: the {layout.value} {dotted(paths[0])!r} cannot have a bias.", got="bias=True"
+            )
         scale = 1.0 if alpha is None else alpha / (math.sqrt(rank) if lora.rslora else rank)
         targets.append(Target(paths, leaf, layout, rank, scale))
     return targets, whole

@@ -1,14 +1,11 @@
 """Laws of adapters on every layer: attached equals merged, fresh changes nothing, unmerge and extract undo merge."""
 
-import pickle
-
 import pytest
 import torch
-from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
-from tests.lora.layers import MODULES, Largest, Tied, experts, llama, logits, trained
+from tests.lora.layers import MODULES, Largest, Tied, experts, logits, trained
 
 OPTIONS = {
     "plain": {},
