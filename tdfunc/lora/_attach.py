@@ -48,7 +48,8 @@ class LoraApply:
                 layer, name = template.get_submodule(dotted(path[:-1])), path[-1]
                 settings = layer.__dict__.setdefault("_lora", {})
                 settings[name] = Setting(path, tuple(own), target.scale, lora.dropout, rows)
-                layer._parameters.update({f"{name}:{part}": slot for part, slot in own.items()})
+                table: dict[str, Any] = layer._parameters
+                table.update({f"{name}:{part}": slot for part, slot in own.items()})
                 slots |= {(*path[:-1], f"{name}:{part}"): (*target.path, part) for part in own}
                 if not isinstance(layer, Adapted):
                     layer.__class__ = (experts_class if target.layout.is_experts else layer_class)(type(layer))

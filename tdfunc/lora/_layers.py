@@ -6,6 +6,7 @@ forward that scales `super().forward(x)` scales the adapter's part too. The leav
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -110,7 +111,8 @@ class _Linear(_Layer):
 
 
 class _Transposed(_Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    # transformers names the input so.
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x)
 
     def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -139,6 +141,7 @@ class _Embedding(_Layer):
 class _Conv(_Layer):
     groups: int
     kernel_size: tuple[int, ...]
+    _conv_forward: Callable[..., Tensor]
 
     def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._conv_forward(x, weight, bias)

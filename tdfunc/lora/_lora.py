@@ -1,6 +1,5 @@
 """`Lora`: a choice of weights, ranks and scales as a value, with pure functions on trees of adapters."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
@@ -23,8 +22,8 @@ from tdfunc.random import KeyLike, key_of
 
 T = TypeVar("T", bound=TensorCollection)
 # One number for all leaves, or one for each filter; the first that matches a leaf counts.
-Ranks: TypeAlias = "int | Mapping[FilterLike, int]"
-Alphas: TypeAlias = "float | Mapping[FilterLike, float] | None"
+Ranks: TypeAlias = "int | dict[FilterLike, int]"
+Alphas: TypeAlias = "float | dict[FilterLike, float] | None"
 _HALF = (torch.float16, torch.bfloat16)
 
 

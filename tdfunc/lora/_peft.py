@@ -155,7 +155,7 @@ def _place(
             nested.setdefault(module, {})[depth] = parts
     for module, levels in nested.items():
         node = get(params, module, None)
-        keys = list(node.keys()) if isinstance(node, TensorCollection) else []
+        keys = list(node._keys()) if isinstance(node, TensorCollection) else []
         paths = [(*module, key) for key in keys]
         # Later parameters of a module are wrapped around the earlier ones.
         wanted = config.get("target_parameters") or []

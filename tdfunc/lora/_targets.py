@@ -172,7 +172,7 @@ def _chosen(found: Sequence[Entry], where: FilterLike) -> list[Entry]:
 
 
 def _assigned(chosen: Sequence[Entry], given: Any, name: str) -> list[Any]:
-    return assign(chosen, given, f"lora: {name}") if isinstance(given, Mapping) else [given] * len(chosen)
+    return assign(chosen, given, f"lora: {name}") if isinstance(given, dict) else [given] * len(chosen)
 
 
 def layouts_of(module: nn.Module) -> Callable[[Path], Layout]:

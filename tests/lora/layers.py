@@ -7,8 +7,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-import tdfunc as tdf
-
 
 class Tied(nn.Module):
     """A language model of one linear layer, whose head is its embedding."""
@@ -30,10 +28,12 @@ class Scaled(nn.Embedding):
 
 
 def images(*size):
+    """Four inputs of a size."""
     return lambda: torch.randn(4, *size)
 
 
 def ids(high):
+    """Four rows of ids above 0, which pads."""
     return lambda: torch.randint(1, high, (4, 5))
 
 
@@ -51,11 +51,13 @@ MODULES = {
 
 
 def llama(**options):
+    """A tiny Llama."""
     size = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
     return LlamaForCausalLM(LlamaConfig(**size | dict(num_key_value_heads=2, use_cache=False) | options)).eval()
 
 
 def experts(implementation="grouped_mm", **options):
+    """A tiny Qwen3 with experts, which are fused."""
     size = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     more = dict(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=8)
     config = Qwen3MoeConfig(**size | more | dict(use_cache=False) | options)
@@ -67,8 +69,11 @@ def trained(lora, params, apply, seed=0, scale=0.3):
     """Adapters that change something: those of `init` with noise in all trained leaves."""
     adapters = lora.init(params, key=seed, apply=apply)
     generator = torch.Generator().manual_seed(seed)
-    noise = lambda path, leaf: leaf + scale * torch.randn(leaf.shape, generator=generator)
-    return adapters.named_apply(lambda path, leaf: leaf if path[-1] in ("A0", "B0") else noise(path, leaf))
+
+    def noisy(path, leaf):
+        return leaf if path[-1] in ("A0", "B0") else leaf + scale * torch.randn(leaf.shape, generator=generator)
+
+    return adapters.named_apply(noisy)
 
 
 class Largest(TorchDispatchMode):
@@ -87,6 +92,3 @@ def logits(run, trees, buffers, ids):
     n = ids.shape[-1]
     mask = torch.full((n, n), float("-inf")).triu(1).expand(ids.shape[0], 1, n, n)
     return run(trees, ids, buffers=buffers, attention_mask=mask, position_ids=torch.arange(n)[None]).logits
-
-
-__all__ = ["MODULES", "Largest", "Scaled", "Tied", "experts", "llama", "logits", "tdf", "trained"]

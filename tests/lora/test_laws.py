@@ -24,6 +24,7 @@ TABLE = [
 
 
 def setup(name, options):
+    """The function, the parameters, the choice and an input of a module of the table."""
     torch.manual_seed(0)
     make, where, inputs = MODULES[name]
     module = make()
@@ -54,7 +55,9 @@ def test_a_row_and_a_member_equal_their_own_run(name, options):
     apply, params, lora, x = setup(name, options)
     run, many = lora.attach(apply), [trained(lora, params, apply, seed) for seed in range(3)]
     stacked, which = torch.stack(many), torch.tensor([2, 0, 0, 1])
-    loss = lambda adapters, x: run((params, adapters), x).square().mean()
+
+    def loss(adapters, x):
+        return run((params, adapters), x).square().mean()
 
     mixed = lora.attach(apply, rows=True)((params, stacked[which]), x)
     outs = torch.vmap(run, ((None, 0), None))((params, stacked), x)
@@ -74,7 +77,9 @@ def test_the_gradient_is_that_of_the_product(name):
     """A and B get the gradients of `W + s B A`."""
     apply, params, lora, x = setup(name, {})
     run, adapters = lora.attach(apply), trained(lora, params, apply)
-    fused = lambda adapters: apply(lora.merge(params, adapters), x).square().mean()
+
+    def fused(adapters):
+        return apply(lora.merge(params, adapters), x).square().mean()
 
     grads = torch.func.grad(lambda adapters: run((params, adapters), x).square().mean())(adapters)
 
