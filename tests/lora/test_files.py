@@ -80,9 +80,9 @@ def test_experts_are_oriented_by_their_version(version, tmp_path):
     apply, params, _ = tdf.functional(experts(moe_intermediate_size=8))
     a, b = torch.randn(8, 16), torch.randn(16, 8)
     only = {"target_parameters": ["experts.gate_up_proj"], "peft_version": version}
-    folder = folder_of(
-        tmp_path / "a", under("model.layers.0.mlp.experts", {"lora_A.weight": a, "lora_B.weight": b}), **only
-    )
+    name = "model.layers.0.mlp.experts"
+    leaves = under(name, {"lora_A.weight": a, "lora_B.weight": b})
+    folder = folder_of(tmp_path / "a", leaves, **only)
     by_expert = torch.einsum("ore,eri->eoi", b.view(16, 2, 4), a.view(4, 2, 16)) * 2
 
     lora, adapters = tdf.lora.load(folder, params, apply=apply)
