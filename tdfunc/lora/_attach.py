@@ -18,7 +18,7 @@ from tdfunc.modules.plan import Plan, Spec
 from tdfunc.modules.poison import Poison
 from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import duplicate
-from tdfunc.ops.reading import entries, iter_items
+from tdfunc.ops.base.reading import entries, iter_items
 from tdfunc.random import KeyLike, key_of
 
 if TYPE_CHECKING:

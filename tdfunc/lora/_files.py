@@ -24,7 +24,7 @@ from tdfunc.lora._peft import PREFIX, VERSION, Adapter, check_config, read_adapt
 from tdfunc.lora._targets import Layout, check_keys, find_targets, layouts_of, make_tree, parts_of, read_parts
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply
-from tdfunc.ops.reading import entries, get, iter_items
+from tdfunc.ops.base.reading import entries, get, iter_items
 from tdfunc.storage.api import load as load_tree
 from tdfunc.storage.api import save as save_tree
 from tdfunc.storage.disk.commit import replace_folder

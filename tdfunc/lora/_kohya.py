@@ -12,7 +12,7 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.types import Path
-from tdfunc.ops.reading import entries
+from tdfunc.ops.base.reading import entries
 
 _PARTS = {
     "lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight", "dora_scale": "lora_magnitude_vector",

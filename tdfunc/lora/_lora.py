@@ -16,8 +16,8 @@ from tdfunc.lora._attach import LoraApply
 from tdfunc.lora._math import change, merged, norm_of, split_matrix, start
 from tdfunc.lora._targets import find_targets, layouts_of, make_tree, parts_of, read_parts
 from tdfunc.modules.functional import Apply
-from tdfunc.ops.edit import set_
-from tdfunc.ops.reading import entries, get, has
+from tdfunc.ops.base.reading import entries, get, has
+from tdfunc.ops.edits.edit import set_
 from tdfunc.random import KeyLike, key_of
 
 T = TypeVar("T", bound=TensorCollection)

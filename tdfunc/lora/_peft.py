@@ -19,7 +19,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._math import padded, split_matrix
 from tdfunc.lora._targets import Layout, Target
-from tdfunc.ops.reading import entries, get, has
+from tdfunc.ops.base.reading import entries, get, has
 
 # The version whose layout of experts is written.
 VERSION = "0.21.2"

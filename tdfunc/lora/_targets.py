@@ -19,8 +19,8 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Kind, Path
-from tdfunc.ops.edit import set_
-from tdfunc.ops.reading import entries, get, has, iter_items
+from tdfunc.ops.base.reading import entries, get, has, iter_items
+from tdfunc.ops.edits.edit import set_
 
 if TYPE_CHECKING:
     from tdfunc.lora._lora import Lora
