@@ -70,8 +70,9 @@ SUITE = Suite(
     "lora",
     "Adapters",
     "A step of Adam, with `donate=True`, on a Llama of width 256 with four layers; adapters of rank 8 on its seven "
-    f"kinds of linear layers: {ADAPTERS} adapters with a learning rate and {LENGTH} tokens each, and one adapter with all "
-    f"{ADAPTERS * LENGTH} tokens. The third way adds each adapter to the weights, which are then as many as adapters.",
+    f"kinds of linear layers: {ADAPTERS} adapters with a learning rate and {LENGTH} tokens each, and one adapter with "
+    f"all {ADAPTERS * LENGTH} tokens. The third way adds each adapter to the weights, which are then as many as the "
+    "adapters.",
     lambda: [Case(CASE, step_ways())],
     (Row("64 adapters in one step, equal total tokens, d = 256", ONE, 1.2, "at most", (CASE,)),),
     (step_ways,),

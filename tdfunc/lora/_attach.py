@@ -36,6 +36,12 @@ class LoraApply:
         self._lora, self._base, self._rows = lora, apply, rows
         template = duplicate(apply.module, {})
         targets, whole = find_targets(lora, entries(from_module(template)), layouts_of(template))
+        if rows and whole:
+            raise UnsupportedError(
+                "attach: with rows=True all leaves must have adapters.",
+                got=f"{dotted(whole[0].paths[0])!r}, which is trained whole",
+                hint="torch.vmap over rows runs a whole leaf for each.",
+            )
         leaves: dict[Path, Tensor] = {}
         # The path of the adapter's leaf for each slot.
         slots: dict[Path, Path] = {}
@@ -145,15 +151,8 @@ class LoraApply:
             lead = Size(first.shape[:1]) if first is not None else EMPTY
         leaves = self._plan.checked(adapters, lead)
         if leaves is None:
-            paths = self._plan.paths
-            check_keys("lora", dict.fromkeys(paths), dict(iter_items(adapters, True, True)))
-            raise UnsupportedError("lora: the adapters must be a TensorDict in the order of `lora.init`.")
-        if self._rows and self._whole:
-            raise UnsupportedError(
-                "lora: with rows=True all leaves must have adapters.",
-                got=f"{dotted(self._whole[0][1])!r}, which is trained whole",
-                hint="torch.vmap over rows runs a whole leaf for each.",
-            )
+            check_keys("lora", dict.fromkeys(self._plan.paths), dict(iter_items(adapters, True, True)))
+        assert leaves is not None
         return leaves
 
 

@@ -173,14 +173,15 @@ def _by_value(values: Mapping[Path, Any], found: "Sequence[Entry]") -> Any:
 
 
 def _filter(paths: "Mapping[Path, Any] | Sequence[Path]", found: "Sequence[Entry]") -> FilterLike:
-    """Return a filter for the leaves at these paths: a glob by their last keys where that chooses no others."""
+    """Return a filter for the leaves at these paths: globs by their last keys where these choose no others."""
     wanted = set(paths)
-    ends = {".".join(path[-2:]) for path in wanted}
-    if len(ends) == 1:
-        glob = f"*{next(iter(ends))}"
-        chosen = Filter(glob).mask(found)
-        if {entry.paths[0] for entry, is_in in zip(found, chosen, strict=True) if is_in} == wanted:
-            return glob
+    first, *others = [f"*{end}" for end in sorted({".".join(path[-2:]) for path in wanted})]
+    globs: FilterLike = first
+    for other in others:
+        globs = Filter(globs) | other
+    chosen = Filter(globs).mask(found)
+    if {entry.paths[0] for entry, is_in in zip(found, chosen, strict=True) if is_in} == wanted:
+        return globs
     return Filter(re.compile("|".join(re.escape(dotted(path)) for path in sorted(wanted))))
 
 
@@ -235,6 +236,8 @@ def save(
             raise _no_peft(target.path, "DoRA of fused experts")
         if layout is Layout.CONV and getattr(apply.module.get_submodule(dotted(target.path[:-1])), "groups", 1) > 1:
             raise _no_peft(target.path, "the change of a grouped convolution")
+        if len(target.path) < 2:
+            raise _no_peft(target.path, "a layer without a name")
         parts = {name: given[(*target.path, name)] for name in parts_of(lora, target)}
         parts["A"], parts["B"] = (part.detach() for part in factors(parts))
         rank = parts["B"].shape[-1]
@@ -244,7 +247,9 @@ def save(
             plain = {name: part.detach() for name, part in parts.items() if name not in ("A0", "B0")}
             tensors |= write_parts(target, path, plain, len(later) - 1 - later.index(path) if later else 0)
             ranks["^" + re.escape(named)] = rank
-            alphas["^" + re.escape(named)] = target.scale * (math.sqrt(rank) if lora.rslora else rank)
+            alpha = target.scale * (math.sqrt(rank) if lora.rslora else rank)
+            # Some servers take whole numbers only.
+            alphas["^" + re.escape(named)] = round(alpha) if math.isclose(alpha, round(alpha)) else alpha
             chosen[layout.is_experts].add(named)
     everything = [dotted(path[:-1]) for entry in entries(base) for path in entry.paths]
     leaves = [dotted(path) for entry in entries(base) for path in entry.paths]

@@ -133,7 +133,8 @@ class Lora:
 
         Raises:
             FilterError: A pattern matches no leaf of the module.
-            UnsupportedError: A chosen weight belongs to a layer that has no adapters.
+            UnsupportedError: A chosen weight belongs to a layer that has no adapters, or with `rows` a leaf is trained
+                whole.
         """
         return LoraApply(self, apply, rows)
 

@@ -122,13 +122,14 @@ def find_targets(
 
     Args:
         lora: The choice.
-        found: The leaves of the base.
+        found: The leaves of the base, of which buffers are left out.
         layouts: The layout of a weight by its path; without it the shape decides.
 
     Raises:
         FilterError: A pattern matches no leaf, or a leaf is chosen twice.
         LeafMismatchError: A chosen leaf is not a matrix.
     """
+    found = [entry for entry in found if entry.kind in (None, Kind.PARAMETER)]
     chosen = _chosen(found, lora.where)
     whole = _chosen(found, lora.whole) if lora.whole is not None else []
     twice = {entry.paths[0] for entry in chosen} & {entry.paths[0] for entry in whole}

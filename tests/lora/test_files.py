@@ -246,6 +246,11 @@ ERRORS = {
         lambda: save_part(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), "0.weight", whole="1.weight"),
         tdf.UnsupportedError, "some leaves",
     ),
+    "rows of a whole leaf": (
+        lambda: Lora("0.weight", rank=2, whole="1.*").attach(tdf.functional(NET[:2])[0], rows=True),
+        tdf.UnsupportedError, "trained whole",
+    ),
+    "a layer without a name": (lambda: save_part(nn.Linear(3, 4), "weight"), tdf.UnsupportedError, "without a name"),
     "a pickle": (lambda: tdf.lora.load(".", linear()), FileNotFoundError, "adapter_config.json"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
@@ -127,3 +128,35 @@ def test_fused_experts_are_factored(implementation, options):
         torch.testing.assert_close(outs[i], own, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mixed[i], own[i], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(own, logits(apply, lora.merge(params, one), buffers, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_sixteen_bits_keep_their_dtype():
+    """Adapters of a bfloat16 base are float32, and its results stay bfloat16."""
+    apply, params, lora, x = setup("linear", {"dora": True})
+    params, x = params.to(torch.bfloat16), x.to(torch.bfloat16)
+    adapters = trained(lora, params, apply)
+
+    out = lora.attach(apply)((params, adapters), x)
+    merged = lora.merge(params, adapters)
+
+    assert {leaf.dtype for leaf in adapters.leaves()} == {torch.float32}
+    assert {out.dtype, *(leaf.dtype for leaf in merged.leaves())} == {torch.bfloat16}
+    torch.testing.assert_close(out, apply(merged, x), atol=0.1, rtol=0.1)
+
+
+def test_a_start_and_whole_leaves_are_parts_of_the_tree():
+    """`split` separates a start; leaves that are trained whole replace the base's, and statistics are updated."""
+    module = nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Linear(5, 2))
+    apply, params, buffers = tdf.functional(module)
+    lora, x = Lora("2.weight", rank=2, start="pissa", whole="1.*"), torch.randn(6, 3, 5)
+    run, adapters = lora.attach(apply), trained(lora, params, apply)
+
+    trainable, start = tdf.split(adapters)
+    out, new = run.with_buffers((params, adapters), buffers, x)
+
+    assert set(start["2", "weight"].keys()) == {"A0", "B0"}
+    assert ("1", "weight") in trainable.paths()
+    expected = apply.with_buffers(lora.merge(params, adapters), buffers, x)
+    torch.testing.assert_close(run((params, tdf.combine(trainable, start)), x, buffers=buffers), out)
+    torch.testing.assert_close(out, expected[0], atol=1e-4, rtol=1e-4)
+    tdf.assert_close(new, expected[1], atol=1e-4, rtol=1e-4)
