@@ -11,6 +11,7 @@ from tdfunc import metrics as metrics
 from tdfunc import optim as optim
 from tdfunc import random as random
 from tdfunc import sweep as sweep
+from tdfunc import weights as weights
 from tdfunc._control import associative_scan as associative_scan
 from tdfunc._control import cond as cond
 from tdfunc._control import map as map
@@ -97,7 +98,7 @@ else:
         raise AttributeError(f"module 'tdfunc' has no attribute {name!r}")
 
 
-_NAMES, _ = _surface(globals(), "averaging", "calibration", "lora", "metrics", "optim", "random", "sweep")
+_NAMES, _ = _surface(globals(), "averaging", "calibration", "lora", "metrics", "optim", "random", "sweep", "weights")
 # `from tdfunc import *` leaves Python's own `map` and `open` as they are.
 __all__ = [name for name in _NAMES if not hasattr(builtins, name)]  # pyright: ignore[reportUnsupportedDunderAll]
 
