@@ -14,7 +14,7 @@ from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
-from tdfunc.ops.foreach import check_keys
+from tdfunc.ops.base.foreach import check_keys
 from tdfunc.random import fold_in, key_of
 
 P = ParamSpec("P")

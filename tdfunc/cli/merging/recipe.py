@@ -15,7 +15,7 @@ from tdfunc.core.errors import TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
-from tdfunc.ops.reading import get, has
+from tdfunc.ops.base.reading import get, has
 from tdfunc.weights.swaps.stack_layers import find_layers, stack_layers
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.walk import list_leaves
-from tdfunc.ops.arithmetic import lerp
+from tdfunc.ops.math.arithmetic import lerp
 
 T = TypeVar("T", bound=TensorCollection)
 

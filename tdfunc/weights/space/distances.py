@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves
-from tdfunc.ops.foreach import check_keys
+from tdfunc.ops.base.foreach import check_keys
 
 
 def distance(a: TensorCollection, b: TensorCollection) -> Tensor:

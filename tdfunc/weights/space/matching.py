@@ -12,8 +12,8 @@ from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
-from tdfunc.ops.foreach import check_keys
-from tdfunc.ops.reading import get
+from tdfunc.ops.base.foreach import check_keys
+from tdfunc.ops.base.reading import get
 
 T = TypeVar("T", bound=TensorCollection)
 # The leaves that one order of neurons concerns, with the dimension of each; the first has the number of neurons.

@@ -8,7 +8,7 @@ from tdfunc.core.errors import TieError, TreeStructureError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.core.walk import list_paths, replace
-from tdfunc.ops.reading import get
+from tdfunc.ops.base.reading import get
 
 T = TypeVar("T", bound=TensorCollection)
 
