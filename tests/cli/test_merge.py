@@ -246,12 +246,15 @@ SLICE = {"sources": [{"model": "a", "layer_range": [0, 2]}]}
         (LINEAR | TWO | {"tokenizer_source": "union"}, "must have a tokenizer"),
         (LINEAR | {"models": [{"model": "a"}, {"model": "wide"}]}, r"one shape[\s\S]*embed.w[\s\S]*nothing is cut"),
         (LINEAR | {"models": [{"model": "a"}, {"model": "shallow"}]}, r"shallow must have the leaf layers\.2"),
+        (LINEAR | {"models": [{"model": "shallow"}, {"model": "a"}]}, r"a must have the layers of .*shallow"),
+        (PASS | {"slices": [{"sources": [{"model": "shallow", "layer_range": [0, 1]}]}]}, "number of layers, which"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(doc, text, tmp_path, models):
     """An entry, a parameter or a model that does not fit raises before anything is written."""
     write_model(tmp_path / "wide", 3, words=7)
     write_model(tmp_path / "shallow", 3, layers=2)
+    (tmp_path / "shallow" / "config.json").write_text("{}")
     names = "|".join([*models, "wide", "shallow"])
     written = re.sub(rf"\b(model|base_model): ({names})\b", rf"\1: {tmp_path}/\2", yaml.safe_dump(doc, width=1000))
     (tmp_path / "x.yml").write_text(written)
@@ -292,6 +295,24 @@ def test_integers_must_be_equal(tmp_path):
     assert result.code == 2
     assert "n (torch.int64) must be equal" in result.err
     assert tdf.load(paths[0])["n"] == 0
+
+
+def test_ties_must_be_equal(tmp_path):
+    """A tie that one model does not have raises, since a value would be lost; a leaf of the other one is told."""
+    tied = tdf.from_module(torch.nn.ModuleDict(dict.fromkeys("ab", torch.nn.Linear(2, 2, bias=False)))).detach()
+    trees = {"tied": tied, "untied": tied.untie(("b", "weight")), "more": tied.set("own", torch.zeros(1))}
+    for name, tree in trees.items():
+        tdf.save(tree, tmp_path / f"{name}.safetensors")
+    place = lambda name: tmp_path / f"{name}.safetensors"  # noqa: E731
+
+    lost = run("merge", place("tied"), place("untied"), "-o", place("o"), "--method", "linear")
+    told = run("merge", place("tied"), place("more"), "-o", place("o"), "--method", "linear")
+
+    assert lost.code == 2
+    assert "b.weight must be tied in" in lost.err
+    assert told.code == 0
+    assert "1 leaf not in" in told.err
+    tdf.assert_close(tdf.load(place("o")), tied)
 
 
 def test_other_data_must_be_equal(tmp_path):

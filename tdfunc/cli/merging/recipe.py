@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import torch
 
 from tdfunc.cli.merging.config import Config, Settings, Slice, setting, spellings
-from tdfunc.cli.output import safe, shown
+from tdfunc.cli.output import note, safe, shown
 from tdfunc.cli.sources import Source, Stored, stored_leaves
 from tdfunc.cli.torch_files import without_values
 from tdfunc.core.collection import LeafOp, TensorCollection
-from tdfunc.core.errors import TreeStructureError, UnsupportedError, error
+from tdfunc.core.errors import TieError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
 from tdfunc.ops.base.reading import get, has
+from tdfunc.ops.display.text import count_text
 from tdfunc.weights.swaps.stack_layers import find_layers, stack_layers
 
 
@@ -100,8 +101,10 @@ def plan(config: Config, models: Models) -> Recipe:
                 raise error(ValueError, what, hint="modules: {path: {slices: ...}} names a part with one.")
             tree = replace(tree, {where: _restack(models, origin, where, slices, ranges)})
             layers += [number for numbers in ranges for number in numbers]
-        elif where is not None:
-            ranges = [range(len(get(tree, where)._data))]
+        else:
+            ranges = [range(len(get(tree, where)._data) if where is not None else 0)]
+            for model in {each.model for each in slices[0].inputs} - {origin}:
+                _check_same(models, origin, model, at, where)
         order = [
             Place(one, i, i / (len(numbers) - 1) if len(numbers) > 1 else 1.0, where or ())
             for one, numbers in zip(slices, ranges, strict=True)
@@ -123,6 +126,21 @@ def plan(config: Config, models: Models) -> Recipe:
             raise UnsupportedError(f"merge: the leaf {shown(one.path)} is in none of the modules.", expected=known)
         rows[id(one.leaf)] = _row(config, models, path, *placed[path])
     return Recipe(tree, rows, layers)
+
+
+def _check_same(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:
+    """Raise if a model has more layers than the first or other ties; note its leaves that the first does not have."""
+    ours, theirs = models.leaves[origin], models.leaves[model]
+    others = [path for path in theirs if path[: len(at)] == at and path not in ours]
+    if where is not None and (layers := [path for path in others if path[: len(where)] == where]):
+        what = f"merge: {safe(model)} must have the layers of {safe(origin)}."
+        raise TreeStructureError(what, got=f"{shown(layers[0])} and more", hint="slices choose layers.")
+    untied = [path for path, one in ours.items() if theirs.get(path) is not theirs.get(one.path)]
+    if untied:
+        what = f"merge: {shown(untied[0])} must be tied in {safe(model)} as in {safe(origin)}."
+        raise TieError(what, hint="its values would be lost; a base without the tie has both.")
+    if others:
+        note(f"{safe(model)}: {count_text(len(others), 'leaf')} not in {safe(origin)} left out: {shown(others[0])}")
 
 
 def _restack(

@@ -48,6 +48,8 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
         if lines := unequal_values(list(sources.values()), [source.tree for source in sources.values()]):
             what = "merge: non-tensor data must be equal in all models, and these differ:"
             raise LeafMismatchError("\n    ".join([what, *lines]))
+        is_folder = target.format == "shards" and os.path.isdir(origin.path)
+        beside = _describe(origin, recipe, vocabulary, out_dtype) if is_folder else {}
         key, lost = random.key(seed), dict[int, int]()
         size = sum(part.stored.size_bytes for row in recipe.rows.values() for part in row.every)
         with progress("merge", size) as tick:
@@ -84,8 +86,7 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
                 yield made
 
             write(target, recipe.tree, values, origin, lost)
-        if target.format == "shards" and os.path.isdir(origin.path):
-            _write_beside(target.path, origin, recipe, vocabulary, out_dtype)
+        write_beside(target.path, beside)
 
 
 def print_methods(methods: Methods) -> None:
@@ -136,10 +137,10 @@ def _same(row: Row, leaves: dict[str, Tensor]) -> Tensor:
     return first
 
 
-def _write_beside(
-    folder: str, origin: Source, recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None
-) -> None:
-    """Write the files that transformers reads beside the weights: those of the first model, with what has changed."""
+def _describe(
+    origin: Source, recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None
+) -> dict[str, bytes]:
+    """Return the files that transformers reads beside the weights: those of the first model, with what has changed."""
     files = read_beside(origin.path)
     if "config.json" in files:
         config = json.loads(files["config.json"])
@@ -155,7 +156,7 @@ def _write_beside(
         with tempfile.TemporaryDirectory() as made:
             vocabulary.tokenizer.save_pretrained(made)
             files |= read_beside(made)
-    write_beside(folder, files)
+    return files
 
 
 # Any: JSON.
