@@ -11,14 +11,14 @@ from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
 from tdfunc.lora._experts import experts_class
 from tdfunc.lora._layers import Adapted, Setting, layer_class
-from tdfunc.lora._targets import check_keys, find_targets, layouts_of, make_tree, parts_of
+from tdfunc.lora._targets import check_leaves, find_targets, layouts_of, make_tree, parts_of
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply
 from tdfunc.modules.plan import Plan, Spec
 from tdfunc.modules.poison import Poison
 from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import duplicate
-from tdfunc.ops.base.reading import entries, iter_items
+from tdfunc.ops.base.reading import entries
 from tdfunc.random import KeyLike, key_of
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class LoraApply:
             lead = Size(first.shape[:1]) if first is not None else EMPTY
         leaves = self._plan.checked(adapters, lead)
         if leaves is None:
-            check_keys("lora", dict.fromkeys(self._plan.paths), dict(iter_items(adapters, True, True)))
+            check_leaves("lora", dict.fromkeys(self._plan.paths), adapters)
         assert leaves is not None
         return leaves
 

@@ -21,7 +21,7 @@ from tdfunc.lora._kohya import as_peft, is_kohya
 from tdfunc.lora._lora import Lora
 from tdfunc.lora._math import factors
 from tdfunc.lora._peft import PREFIX, VERSION, Adapter, check_config, read_adapters, short_names, write_parts
-from tdfunc.lora._targets import Layout, check_keys, find_targets, layouts_of, make_tree, parts_of, read_parts
+from tdfunc.lora._targets import Layout, check_leaves, find_targets, layouts_of, make_tree, parts_of, read_parts
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items
@@ -214,18 +214,8 @@ def save(
     """
     base = from_module(apply.module)
     targets, whole = find_targets(lora, entries(base), layouts_of(apply.module))
-    given = dict(iter_items(adapters, True, True))
     shapes = {(*t.path, name): size for t in targets for name, size in parts_of(lora, t).items()}
-    shapes |= {entry.paths[0]: entry.leaf.shape for entry in whole}
-    check_keys("lora.save", shapes, given)
-    for path, size in shapes.items():
-        if given[path].shape != size:
-            raise LeafMismatchError(
-                f"lora.save: the leaf {dotted(path)!r} does not fit its weight.",
-                expected=f"shape {tuple(size)}",
-                got=f"shape {tuple(given[path].shape)}",
-                hint="of stacked adapters save one: adapters[i].",
-            )
+    given = check_leaves("lora.save", shapes | {entry.paths[0]: entry.leaf.shape for entry in whole}, adapters)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -241,7 +231,7 @@ def save(
         parts = {name: given[(*target.path, name)] for name in parts_of(lora, target)}
         parts["A"], parts["B"] = (part.detach() for part in factors(parts))
         rank = parts["B"].shape[-1]
-        for path in paths if layout is not Layout.EMBEDDING else sorted(paths, key=paths.index):
+        for path in paths:
             later = [t.path for t in targets if layout.is_experts and t.path[:-1] == path[:-1]]
             named = dotted(path if layout.is_experts else path[:-1])
             plain = {name: part.detach() for name, part in parts.items() if name not in ("A0", "B0")}

@@ -219,31 +219,24 @@ def read_parts(
     """
     targets, whole = find_targets(lora, entries(params), lambda _: Layout.LINEAR)
     found: list[tuple[Target, dict[str, Tensor]]] = []
-    expected = {entry.paths[0]: entry.leaf.shape for entry in whole}
+    expected: dict[Path, torch.Size | None] = {entry.paths[0]: entry.leaf.shape for entry in whole}
     for target in targets:
         is_conv = has(adapters, (*target.path, "B")) and get(adapters, (*target.path, "B")).ndim < target.leaf.ndim
         target = target._replace(layout=Layout.CONV if is_conv else Layout.LINEAR)
         parts = parts_of(lora, target)
-        expected |= {(*target.path, name): shape for name, shape in parts.items()}
-        found.append((target, {name: get(adapters, (*target.path, name), None) for name in parts}))
-    given = {path: leaf for path, leaf in iter_items(adapters, True, True)}
-    check_keys(call, expected, given)
-    for path, shape in expected.items():
         # A bias has the outputs of a layer, which the weight alone does not tell; a magnitude has one of two forms.
-        if path[-1] not in ("magnitude", "bias") and given[path].shape != shape:
-            raise LeafMismatchError(
-                f"{call}: the leaf {dotted(path)!r} does not fit the base.",
-                expected=f"shape {tuple(shape)}",
-                got=f"shape {tuple(given[path].shape)}",
-                hint="the adapters are stacked: use torch.vmap, or one of them, adapters[i]."
-                if given[path].shape[1:] == shape
-                else None,
-            )
+        free = ("magnitude", "bias")
+        expected |= {(*target.path, name): None if name in free else shape for name, shape in parts.items()}
+        found.append((target, {name: get(adapters, (*target.path, name), None) for name in parts}))
+    given = check_leaves(call, expected, adapters)
     return found, {entry.paths[0]: given[entry.paths[0]] for entry in whole}
 
 
-def check_keys(call: str, expected: Mapping[Path, Any], given: Mapping[Path, Any]) -> None:
-    """Raise if two sets of paths differ."""
+def check_leaves(
+    call: str, expected: Mapping[Path, torch.Size | None], adapters: TensorCollection
+) -> dict[Path, Tensor]:
+    """Return the leaves of adapters by path; raise if these are others than the expected ones, or of another shape."""
+    given = dict(iter_items(adapters, True, True))
     missing = [dotted(path) for path in expected if path not in given]
     unknown = [dotted(path) for path in given if path not in expected]
     if missing or unknown:
@@ -253,3 +246,14 @@ def check_keys(call: str, expected: Mapping[Path, Any], given: Mapping[Path, Any
             got=f"{len(given)} leaves" + (f", also {unknown[:5]}" if unknown else ""),
             hint="lora.init(params, key=key) makes them; tdf.lora.load returns both.",
         )
+    for path, shape in expected.items():
+        if shape is not None and given[path].shape != shape:
+            raise LeafMismatchError(
+                f"{call}: the leaf {dotted(path)!r} does not fit the base.",
+                expected=f"shape {tuple(shape)}",
+                got=f"shape {tuple(given[path].shape)}",
+                hint="the adapters are stacked: use torch.vmap, or one of them, adapters[i]."
+                if given[path].shape[1:] == shape
+                else None,
+            )
+    return given
