@@ -29,7 +29,7 @@ from tdfunc.ops.base.reading import get, has
 from tdfunc.ops.edits import maps
 from tdfunc.optim._checks import check_dense, check_tree, list_trainable
 from tdfunc.optim._optimizer import Schedule
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

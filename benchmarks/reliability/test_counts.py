@@ -28,6 +28,11 @@ def test_no_full_disk_did_harm():
             assert {counts[name][key] for key in ("killed by a signal", "old tree lost", "left behind")} == {0}
 
 
+def test_no_call_did_harm():
+    """The counted calls that failed, or were the last ones, lost nothing and left nothing."""
+    assert {kind: n for kind, n in counted("calls").items() if n["lost"] or n["not cleaned"]} == {}
+
+
 def test_no_input_did_harm():
     """The counted inputs did no harm."""
     for what, libraries in counted("damage").items():

@@ -160,6 +160,8 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
     leaves = stored_leaves(tree)
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
+    for text in source.altered:
+        note(f"not kept: {safe(text)}")
     if target.format == "torch":
         skipped = {at for one in leaves if one.kind is Kind.NON_PERSISTENT for at in one.paths}
         state: dict[str, Tensor] = {}

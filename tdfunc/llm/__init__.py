@@ -43,6 +43,7 @@ from tdfunc.llm.rows.records import LogProbs as LogProbs
 from tdfunc.llm.rows.records import Masks as Masks
 from tdfunc.llm.rows.records import Text as Text
 from tdfunc.llm.rows.records import Tokens as Tokens
+from tdfunc.llm.scoring.attention import attention_inputs as attention_inputs
 from tdfunc.llm.scoring.compare import compare as compare
 from tdfunc.llm.scoring.head import Head as Head
 from tdfunc.llm.scoring.ids import explain_scoring as explain_scoring

@@ -23,7 +23,7 @@ from tdfunc.nn.ensemble import EnsembleModule
 from tdfunc.ops.base.reading import get, iter_items
 from tdfunc.ops.edits import maps
 from tdfunc.ops.edits.structure import combine, partition
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 
 Init: TypeAlias = Literal["signs", "normal", "ones"]
 Size2: TypeAlias = "int | tuple[int, int]"

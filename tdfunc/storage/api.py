@@ -12,7 +12,7 @@ from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
 from tdfunc.storage.disk.progress import progress_bar
 from tdfunc.storage.disk.raw import outside_transforms
-from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, as_name, is_remote
+from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.memmap.read import load_memmap
 from tdfunc.storage.safetensors.contents import is_memmap, open_contents
 from tdfunc.storage.safetensors.save import check_target, save_outline
@@ -42,7 +42,8 @@ def save(
 
     Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards next to
     `model.safetensors.index.json`, which replaces the checkpoint that was in the folder, one file or shards. A file
-    that is saved as `model.safetensors` also replaces an index in its folder. Other files in the folder stay.
+    that is saved as `model.safetensors` also replaces an index in its folder. Of the other files only old shards go,
+    which tdfunc wrote and no index in the folder names.
 
     Args:
         td: The tree, or several trees, tensors and plain objects by name.
@@ -56,7 +57,9 @@ def save(
     Raises:
         ValueError: The file name has another suffix, or `max_shard_size` is not a size.
         UnsupportedError: A leaf or value cannot be stored unchanged; the message names it. Nothing was written.
-        OSError: It could not be written; the old checkpoint is whole and nothing is left behind.
+        OSError: It could not be written; the old checkpoint is whole and nothing is left behind. After the new one is
+            in place an error is a `RuntimeWarning`.
+        TimeoutError: Another process kept the lock of the folder.
 
     Examples:
         >>> import tempfile
@@ -123,7 +126,7 @@ def load(
         FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
     """
     place = torch.device(device) if device is not None else None
-    return load_choice(as_name(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
+    return load_choice(find(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
 
 
 def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = False) -> Any:

@@ -64,6 +64,16 @@ class TokenTemplate:
         """The ids of the end of turn."""
         return encode_texts(self.tokenizer, [self.template.end])[0].ids if self.template.end else []
 
+    @cached_property
+    def inner_end_ids(self) -> list[int]:
+        """The ids of the end of a turn that another message follows."""
+        return encode_texts(self.tokenizer, [self.template.inner_end])[0].ids if self.template.inner_end else []
+
+    def closed(self, ids: list[int]) -> list[int]:
+        """Return ids that end with a reply and its end of turn, which is added where the reply was cut off."""
+        ends = [end for end in (self.end_ids, self.inner_end_ids) if end]
+        return ids if any([ids[-len(end) :] == end for end in ends]) else ids + self.inner_end_ids
+
     def encode(self, marked: Marked) -> list[int]:
         """Return the ids of a text, control strings in its contents as ordinary text."""
         return encode_marked(self.tokenizer, marked, self.control).ids
@@ -112,10 +122,7 @@ def append_messages(
         ValueError: The template drops or edits a message.
     """
     new = conversation_in(new_messages)
-    before = list(ids)
-    if template.end_ids and before[-len(template.end_ids) :] != template.end_ids:
-        before += template.end_ids
-    return before + _following(template, new, add_generation_prompt)
+    return template.closed(list(ids)) + _following(template, new, add_generation_prompt)
 
 
 def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list[int]:
@@ -134,15 +141,15 @@ def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list
     assert marked is not None
     if not marked.replies:
         raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
-    stop, end = marked.replies[0].stop, template.template.end
+    stop, end = marked.replies[0].stop, template.template.inner_end
     # The end of turn stands in front, so that the tokenizer does not take the text for the start of one.
     lead = end if marked.text.endswith(end, 0, stop) else ""
     start = stop - len(lead)
     contents = [Span(a - start, b - start, owner) for a, b, owner in marked.contents if a >= stop]
     text = Marked(marked.text[start:], contents, [])
     found = template.encode(text)
-    n = len(template.end_ids)
-    if lead and found[:n] == template.end_ids:
+    n = len(template.inner_end_ids)
+    if lead and found[:n] == template.inner_end_ids:
         return found[n:]
     rest = [Span(a - len(lead), b - len(lead), owner) for a, b, owner in contents]
     return template.encode(Marked(text.text[len(lead) :], rest, []))
@@ -216,8 +223,7 @@ def grown_ids(
         after = replies[place + 1] if place + 1 < len(replies) else len(messages)
         new, wants_reply = messages[i + 1 : after], after < len(messages) or prompt
         if new or wants_reply:
-            ids = ids + ([] if ids[-len(template.end_ids) :] == template.end_ids else template.end_ids)
-            ids = ids + _following(template, Conversation(new), wants_reply)
+            ids = template.closed(ids) + _following(template, Conversation(new), wants_reply)
             generated += [False] * (len(ids) - len(generated))
     return ids, generated
 

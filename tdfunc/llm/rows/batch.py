@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._lazystack import lazy_stack
-from tdfunc.core.errors import error
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.rows.records import LogProbs, Masks, Tokens
 
 
@@ -269,11 +269,26 @@ def padded_records(rows: Sequence[Row], lead: Size, *, pad: int, least: int | No
     return padded_batch(rows, lead, pad=pad, least=least).records(rows)
 
 
+def check_layout(lead: Size, layout: torch.layout | None) -> None:
+    """Raise if nested tensors cannot have the batch size.
+
+    Raises:
+        UnsupportedError: It has several dimensions.
+    """
+    if layout is not None and len(lead) > 1:
+        raise UnsupportedError(
+            "layout: nested tensors have one batch dimension.",
+            got=f"batch size {list(lead)}",
+            hint="layout=None gives lazy stacks; td.reshape(-1) has one dimension, num_samples= adds one.",
+        )
+
+
 def ragged_records(rows: Sequence[Row], lead: Size, layout: torch.layout | None) -> Records:
     """Return records in which each row has its own length: lazy stacks, or nested tensors in a layout of torch."""
     each = [_record_of(row) for row in rows]
     found = [nest(list(parts), lead) for parts in zip(*each, strict=True)]
-    return Records(*found) if layout is None or not lead else Records(*[part.nested(layout) for part in found])
+    records = Records(*found) if layout is None or not lead else Records(*[part.nested(layout) for part in found])
+    return records if all([row.log_probs is not None for row in rows]) else records._replace(log_probs=None)
 
 
 def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:

@@ -24,6 +24,7 @@ from tdfunc.llm.generation.rows import joined_rows
 from tdfunc.llm.rows.batch import (
     Row,
     TokenBatch,
+    check_layout,
     nest,
     padded_batch,
     padded_records,
@@ -32,6 +33,7 @@ from tdfunc.llm.rows.batch import (
     scored_rows,
     shaped_lists,
 )
+from tdfunc.llm.rows.packing import as_mask
 from tdfunc.llm.rows.read import TokenKeys
 from tdfunc.llm.rows.records import Text
 from tdfunc.llm.scoring.trees import MaskedCategorical
@@ -105,7 +107,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         pad_model_input: Score padded rows; False packs them, where the family can.
         inplace: None or False; nothing else, since trees are not written.
         device: The device of the results; by default that of the input.
-        layout: `torch.jagged` or `torch.strided` for ragged results as nested tensors; None for lazy stacks.
+        layout: `torch.jagged` or `torch.strided` for ragged results as nested tensors, which have one batch dimension;
+            None for lazy stacks.
         num_samples: Responses to each prompt, in a further batch dimension: the result's batch size is [B, N], and the
             input's entries are expanded to it.
         chat_template_name: The name of one of `tdfunc.llm.TEMPLATES`.
@@ -280,8 +283,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
         """Return the outputs of scoring, by their kinds: the record that was read stays as it is."""
-        inputs = self._reader.read(td, "full")
         lead = td._batch_size
+        check_layout(lead, None if self.pad_output else self.layout)
+        inputs = self._reader.read(td, "full")
         rows = self._score_rows(td, inputs, training, key)
         padded = self.pad_output or not rows
         records = self._batch(rows, inputs, lead).records(rows) if padded else ragged_records(rows, lead, self.layout)
@@ -360,6 +364,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         *,
         as_padded_tensor: bool | None = None,
         as_nested_tensor: bool | None = None,
+        padding_value: float | None = None,
         padding_side: Literal["left", "right"] = "left",
         layout: torch.layout | None = None,
         training: bool = False,
@@ -367,16 +372,17 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     ) -> MaskedCategorical:
         """Return the distribution from which each token of the input's `full` is drawn.
 
-        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie. Logits are
-        normalized, so that one value for those of a pad, as `padding_value` in torchrl, would change nothing.
+        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie.
 
         Args:
             tensordict: A tree with the input.
             tensordict_out: Nothing: a tree is not written to.
-            logits_key: The place of logits that `logits_only=True` has given; without it they are computed.
+            logits_key: The place of logits that `logits_only=True` has given. They are computed without it, and where
+                the tree has none there.
             mask_key: The place of a mask (*B, T) of the tokens that count, such as those of the assistant.
             as_padded_tensor: The results are padded, which is the default.
             as_nested_tensor: The results are nested tensors.
+            padding_value: A number for all logits of a pad. They are normalized, so that it changes nothing.
             padding_side: Where ragged tokens, texts and histories are padded.
             layout: The layout of nested results.
             training: As for `forward`.
@@ -400,13 +406,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             raise error(ValueError, "get_dist: results must be padded or nested.", got="both")
         if padding_side not in ("left", "right"):
             raise error(ValueError, "get_dist: padding_side must be 'left' or 'right'.", got=repr(padding_side))
-        if logits_key is None:
+        if logits_key is None or not has(tensordict, logits_key):
             logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
         else:
             batch = self._padded(tensordict, padding_side)
             logits, tokens = tensordict[logits_key], batch.shaped(batch.mask)
         drawn = tokens & (tokens.cumsum(-1) > 1)
-        own = drawn if mask_key is None else tensordict[mask_key].bool()
+        own = drawn if mask_key is None else as_mask(tensordict[mask_key], "get_dist")
         for name, shape in (("the logits", logits.shape[:-1]), ("the mask", own.shape)):
             if shape != tokens.shape:
                 raise LeafMismatchError(
@@ -425,6 +431,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         inputs = self._reader.read(td, "prompt")
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
+        check_layout(lead, None if self.pad_output else self.layout)
         responses = self._draw_rows([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
         prompts = [row for row in inputs.rows for _ in range(count)]
         values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}

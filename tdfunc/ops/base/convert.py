@@ -161,6 +161,9 @@ def as_rows(value: Sequence[Any], depth: int, size: Size, where: str) -> NonTens
     """Return the items of nested lists as non-tensor data, one for each row."""
     try:
         stack = NonTensorStack.from_nested(value, depth)
+        # The dimensions behind an empty one are not in the lists.
+        if 0 in size and value == (empty := np.empty(size, dtype=object)).tolist():
+            stack = NonTensorStack._wrap(empty)
     except ValueError as err:
         raise BatchSizeError(
             f"{where!r}: the list must not be ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)

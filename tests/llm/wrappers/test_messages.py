@@ -50,6 +50,8 @@ CASES = [
     (lambda: made()(TEXTS), MissingKeyError, "tokens.full"),
     (lambda: made()(TOKENS.set("attention_mask", IDS[:, :2] > 0)), LeafMismatchError, "shape of the tokens"),
     (lambda: made()(TensorDict({"tokens": IDS[0]}, [3])), LeafMismatchError, "rows of the batch"),
+    (lambda: made(layout=torch.jagged)(TOKENS.reshape(2, 1)), UnsupportedError, r"one batch dimension.\n.*\[2, 1\]"),
+    (lambda: made(generate=True, layout=torch.jagged, num_samples=1)(TOKENS), UnsupportedError, r"\[2, 1\]"),
     (lambda: made("text")(TensorDict({"text": IDS}, [2])), LeafMismatchError, "a text for each element"),
     (lambda: made("history")(TensorDict({"history": CHAT}, [1])), LeafMismatchError, "dimension of"),
     (lambda: made("text", generate=True)(TEXTS), ValueError, "row 1 must have tokens"),

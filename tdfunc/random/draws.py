@@ -1,12 +1,4 @@
-"""Random keys: a draw is a pure function of a key and a shape, as in JAX.
-
-A key is an int64 tensor of shape (2,), so it is a leaf of a tree like any other: mapped by `torch.vmap`, an argument
-under `tdfunc.jit`, saved in a checkpoint. Draw i of a key is a hash of (key, i) by plain tensor operations: it is the
-same in a loop, under vmap, grad, jit and `torch.compile`, in a recomputation, and on each device. A key that is used
-twice gives the same numbers twice: `split` it, or `fold_in` a step's number.
-
-SplitMix64 with a gamma for each key: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
-"""
+"""Keys, and what is drawn from them: each draw is a function of a key and a shape."""
 
 import math
 import operator
@@ -16,9 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tdfunc.core.context import has_values
+from tdfunc.core.context import has_values, require_values
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.core.surface import surface
+from tdfunc.random import splitmix
+from tdfunc.random.splitmix import shift, signed
 
 Shape: TypeAlias = int | Sequence[int]
 KeyLike: TypeAlias = Tensor | int | torch.Generator
@@ -43,9 +36,9 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
         >>> torch.vmap(lambda k: normal(k, (3,)))(keys).shape
         torch.Size([16, 3])
     """
-    number = _as_int64(seed, "key: seed", device)
-    number = number if device is None else number.to(device)
-    return _derive(torch.tensor(_signed(_SEED), device=number.device), torch.ones_like(number), number, _SEED)
+    number = _as_number(seed, "key: seed")
+    place = number.device if isinstance(number, Tensor) and device is None else device
+    return splitmix.derive(torch.tensor([signed(splitmix.SEED), 1], device=place), _on(number, place), splitmix.SEED)
 
 
 def key_of(given: KeyLike) -> Tensor:
@@ -101,7 +94,7 @@ def split(key: Tensor, num: Shape = 2) -> Tensor:
     _check_key(key, "split")
     shape = _size(num)
     number = torch.arange(math.prod(shape), device=key.device).reshape(shape)
-    return _derive(key[0], key[1], number, _SPLIT)
+    return splitmix.derive(key, number, splitmix.SPLIT)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -122,7 +115,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         >>> step_keys = [fold_in(run, step) for step in range(3)]
     """
     _check_key(key, "fold_in")
-    return _derive(key[0], key[1], _as_int64(data, "fold_in: data", key.device).to(key.device), _FOLD)
+    return splitmix.derive(key, _on(_as_number(data, "fold_in: data"), key.device), splitmix.FOLD)
 
 
 def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -140,7 +133,7 @@ def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int64) ->
     if dtype not in (torch.int64, torch.int32):
         raise error(TypeError, "bits: dtype must be int64 or int32.", got=dtype)
     size = _size(shape)
-    return _words(key, size) if dtype == torch.int64 else _half_words(key, size)
+    return _words(key, size) if dtype == torch.int64 else splitmix.half_words(key, size)
 
 
 def uniform(
@@ -162,16 +155,25 @@ def uniform(
         minval: The least value; a tensor broadcasts to `shape`.
         maxval: The bound; rounding of `minval + u * (maxval - minval)` can reach it.
 
+    Raises:
+        ValueError: `maxval` is below `minval`, their distance is not finite in the dtype, or they do not broadcast to
+            `shape`.
+
     Examples:
         >>> uniform(key(0), (2, 3)).shape
         torch.Size([2, 3])
     """
     _check_key(key, "uniform")
-    _check_order("uniform", "maxval", minval, maxval)
-    drawn = _unit(key, shape, _floating(dtype, "uniform"))
-    if isinstance(minval, float) and isinstance(maxval, float) and (minval, maxval) == (0.0, 1.0):
-        return drawn
-    return drawn * (maxval - minval) + minval
+    dtype = _floating(dtype, "uniform")
+    if not isinstance(minval, Tensor) and not isinstance(maxval, Tensor):
+        _check_width("uniform: maxval must not be below minval", maxval - minval, torch.finfo(dtype).max)
+        drawn = _unit(key, shape, dtype)
+        return drawn if (minval, maxval) == (0.0, 1.0) else drawn * (maxval - minval) + minval
+    low, high = (torch.as_tensor(x, device=key.device).to(dtype) for x in (minval, maxval))
+    _check_fit("uniform", _size(shape), low, high)
+    width = high - low
+    _check_width("uniform: maxval must not be below minval", width, torch.finfo(dtype).max)
+    return _unit(key, shape, dtype) * width + low
 
 
 def normal(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
@@ -203,18 +205,47 @@ def truncated_normal(
         upper: The greatest value.
         shape: The shape of the result.
         dtype: A floating-point dtype, by default torch's default one.
+
+    Raises:
+        ValueError: `upper` is below `lower`, or they do not broadcast to `shape`.
     """
     _check_key(key, "truncated_normal")
     dtype = _floating(dtype, "truncated_normal")
-    _check_order("truncated_normal", "upper", lower, upper)
     low, high = (torch.as_tensor(x, dtype=torch.float64, device=key.device) for x in (lower, upper))
+    _check_fit("truncated_normal", _size(shape), low, high)
+    is_tensor = isinstance(lower, Tensor) or isinstance(upper, Tensor)
+    width = high - low if is_tensor else upper - lower
+    _check_width("truncated_normal: upper must not be below lower", width, math.inf)
     # Probabilities are exact in the lower tail, so an interval above 0 is drawn from its mirror image.
     sign = 1 - 2 * (low > 0).to(torch.float64)
     ends = torch.minimum(sign * low, sign * high), torch.maximum(sign * low, sign * high)
     # torch.special.ndtr loses the tail, where erfc is exact.
     start, stop = (torch.erfc(-x / math.sqrt(2.0)) / 2 for x in ends)
-    drawn = sign * torch.special.ndtri(start + _open_unit(key, shape, torch.float64) * (stop - start))
-    return torch.clamp(drawn, low, high).to(dtype)
+    unit = _open_unit(key, shape, torch.float64)
+    drawn = torch.special.ndtri(start + unit * (stop - start))
+    if is_tensor or upper < _TAIL or lower > -_TAIL:
+        drawn = torch.where(ends[1] < _TAIL, _tail(unit, *ends), drawn)
+    return torch.clamp(sign * drawn, low, high).to(dtype)
+
+
+# Beyond it probabilities underflow.
+_TAIL = -37.0
+
+
+def _tail(unit: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return the number between two bounds in the lower tail that has a share of the probability there below it."""
+    # Without a derivative of the branch that is not taken.
+    low, high = (torch.where(high < _TAIL, x, _TAIL) for x in (low, high))
+
+    def log_share(x: Tensor) -> Tensor:
+        """Return the logarithm of the probability below x, as a share of that below `high`."""
+        scaled, unscaled = (torch.special.erfcx(-y / math.sqrt(2.0)) for y in (x, high))
+        return (high - x) * (high + x) / 2 + (scaled / unscaled).log()
+
+    share = (unit + (1 - unit) * log_share(low).exp()).log()
+    # As of the density |x| exp(-x^2 / 2), and one step of Newton's method, by the slope -x.
+    x = high * (1 - 2 * share / high.square()).sqrt()
+    return x + (log_share(x) - share) / x
 
 
 def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) -> Tensor:
@@ -225,18 +256,25 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) 
         p: The probability; a tensor broadcasts to `shape`.
         shape: The shape of the result, by default that of `p`.
 
+    Raises:
+        ValueError: `p` is not between 0 and 1, or does not broadcast to `shape`.
+
     Examples:
         >>> keep = bernoulli(key(0), 0.9, (2, 3))
     """
     _check_key(key, "bernoulli")
+    what, expected = "bernoulli: p must be a probability.", "0 <= p <= 1"
     if isinstance(p, Tensor):
-        return _unit(key, p.shape if shape is None else shape, torch.float32) < p
+        size = p.shape if shape is None else _size(shape)
+        _check_fit("bernoulli", size, p)
+        require_values((p >= 0) & (p <= 1), lambda: error(ValueError, what, expected=expected))
+        return _unit(key, size, torch.float32) < p
     if not 0.0 <= p <= 1.0:
-        raise error(ValueError, "bernoulli: p must be a probability.", expected="0 <= p <= 1", got=p)
-    words = _half_words(key, () if shape is None else _size(shape))
-    # u < p for u a multiple of 2^-24, as `uniform` makes it from the same word, without making it.
-    bound = math.ceil(p * 2**24) - 2**23
-    return words < (bound << 8) if bound < 2**23 else torch.ones_like(words, dtype=torch.bool)
+        raise error(ValueError, what, expected=expected, got=p)
+    words = splitmix.half_words(key, () if shape is None else _size(shape))
+    # u < p for u a multiple of 2^-24, as `uniform` makes it from the same bits, without making it.
+    bound = splitmix.half_bound(p)
+    return words < bound if bound < 2**31 else torch.ones_like(words, dtype=torch.bool)
 
 
 def randint(
@@ -259,33 +297,38 @@ def randint(
         dtype: An integer dtype.
 
     Raises:
-        ValueError: `maxval` is not above `minval`, or the dtype does not hold the numbers.
+        ValueError: `maxval` is not above `minval`, the dtype does not hold the numbers, or the bounds do not broadcast
+            to `shape`.
         TypeError: A bound is not an integer.
 
     Source:
         Lemire, "Fast random integer generation in an interval" (2019), without the rejection.
     """
     _check_key(key, "randint")
-    limits = torch.iinfo(dtype)
-    for bound in (minval, maxval):
-        if not isinstance(bound, int):
-            _as_int64(bound, "randint: a bound")
+    limits, size = torch.iinfo(dtype), _size(shape)
+    what = "randint: maxval must be above minval, and the numbers in the dtype."
+    expected = f"above {minval}, from {limits.min} to {limits.max}" if isinstance(minval, int) else f"in {dtype}"
     if isinstance(minval, int) and isinstance(maxval, int):
         if not limits.min <= minval < maxval <= limits.max + 1 or dtype is torch.uint64:
-            raise error(
-                ValueError,
-                "randint: maxval must be above minval, and the numbers in the dtype.",
-                expected=f"above {minval}, from {limits.min} to {limits.max}",
-                got=maxval,
-            )
-        words, span = _words(key, _size(shape)), maxval - minval
+            raise error(ValueError, what, expected=expected, got=maxval)
+        words, span = _words(key, size), maxval - minval
         # All numbers of int64: a span of 2^64 does not fit a word.
         drawn = words + minval if span == 2**64 else _high_product(words, _span(span, key)) + minval
         return drawn.to(dtype)
-    if has_values() and bool(torch.as_tensor(maxval <= minval).any()):
-        raise error(ValueError, "randint: maxval must be above minval.", got=f"{minval} and {maxval}")
-    words, span = _words(key, _size(shape)), torch.as_tensor(maxval - minval, device=key.device)
-    return (_high_product(words, span.to(torch.int64)) + minval).to(dtype)
+    # In int64 before any arithmetic: a span of int8 does not fit int8.
+    low = _as_bound(minval, key)
+    if isinstance(maxval, Tensor):
+        last = _as_bound(maxval, key) - 1
+        # One below the least number is the greatest one.
+        fits = (low <= last) & (last < 2**63 - 1)
+    else:
+        last = _as_bound(maxval - 1, key)
+        fits = low <= last
+    _check_fit("randint", size, low, last)
+    fits &= (low >= limits.min) & (last <= min(limits.max, 2**63 - 1))
+    require_values(fits, lambda: error(ValueError, what, expected=expected))
+    words, span = _words(key, size), last - low + 1
+    return (torch.where(span == 0, words, _high_product(words, span)) + low).to(dtype)
 
 
 def exponential(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
@@ -311,6 +354,9 @@ def categorical(key: Tensor, logits: Tensor, *, dim: int = -1, shape: Shape | No
         dim: The dimension of the classes.
         shape: The shape of the result, whose last dimensions are those of `logits` without `dim`.
 
+    Raises:
+        ValueError: A logit is nan or inf, or `logits` without `dim` do not broadcast to `shape`.
+
     Shapes:
         (*B, C) gives (*B), or `shape`, (*S, *B).
 
@@ -322,9 +368,13 @@ def categorical(key: Tensor, logits: Tensor, *, dim: int = -1, shape: Shape | No
         torch.Size([3, 4])
     """
     rows = logits.movedim(dim, -1)
+    # Noise of 16 bits has ties, and its sum with the logits is rounded: some classes would be drawn too often.
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     size = rows.shape[:-1] if shape is None else _size(shape)
-    dtype = rows.dtype if rows.is_floating_point() else None
-    return (gumbel(key, (*size, rows.shape[-1]), dtype=dtype) + rows).argmax(-1)
+    _check_fit("categorical", size, rows[..., 0])
+    what = "categorical: logits must be numbers below inf, or -inf."
+    require_values(rows < math.inf, lambda: error(ValueError, what))
+    return (gumbel(key, (*size, rows.shape[-1]), dtype=rows.dtype) + rows).argmax(-1)
 
 
 def permutation(key: Tensor, x: int | Tensor, *, dim: int = 0) -> Tensor:
@@ -373,17 +423,9 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         if p.shape != (count,):
             raise error(ValueError, "choice: p must have a weight for each choice.", expected=count, got=list(p.shape))
         least = 1 if replace else number
-        if (
-            has_values()
-            and not p.is_meta
-            and not (bool((p >= 0).all()) and bool(p.isfinite().all()) and int((p > 0).sum()) >= least)
-        ):
-            raise error(
-                ValueError,
-                "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn.",
-                expected=f"{least} or more above 0",
-                got=p.tolist(),
-            )
+        fits = (p >= 0).all() & p.isfinite().all() & ((p > 0).sum() >= least)
+        what = "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn."
+        require_values(fits, lambda: error(ValueError, what, expected=f"{least} or more above 0"))
     if p is None:
         drawn = randint(key, size, 0, count) if replace else permutation(key, count)[:number].reshape(size)
     elif replace:
@@ -398,16 +440,6 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
 # -- words ----------------------------------------------------------------------------------------------------------
 
 
-def _signed(number: int) -> int:
-    """Return the int64 of the lowest 64 bits of an integer."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-# Different derivations of keys start from different constants, so that none gives the keys of another.
-_SEED, _SPLIT, _FOLD = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7))
-_STAFFORD = (30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, None)
-_MURMUR = (33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, None)
-_ODD_BITS = _signed(0xAAAAAAAAAAAAAAAA)
 _LOW = (1 << 32) - 1
 
 
@@ -424,73 +456,66 @@ def _check_key(key: Tensor, call: str) -> None:
 
 
 def _span(span: int, key: Tensor) -> Tensor:
-    return torch.tensor(_signed(span), device=key.device)
+    return torch.tensor(signed(span), device=key.device)
 
 
-def _check_order(call: str, name: str, low: float | Tensor, high: float | Tensor) -> None:
-    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low <= high:
-        raise error(ValueError, f"{call}: {name} must not be below the other bound.", expected=f">= {low}", got=high)
+def _check_width(what: str, width: float | Tensor, limit: float) -> None:
+    fits = (width >= 0) & (width <= limit)
+    if isinstance(fits, Tensor):
+        require_values(fits, lambda: error(ValueError, f"{what}.", expected=f"a distance from 0 to {limit}"))
+    elif not fits:
+        raise error(ValueError, f"{what}.", expected=f"a distance from 0 to {limit}", got=width)
 
 
-def _as_int64(number: int | Tensor, what: str, device: torch.device | str | None = None) -> Tensor:
+def _check_fit(call: str, size: tuple[int, ...], *parameters: Tensor) -> None:
+    """Raise unless parameters broadcast to the shape of a draw: else several results would have one number."""
+    shapes = [x.shape for x in parameters]
+    # broadcast_shapes takes longer than a draw of few numbers.
+    if all([shape == size[len(size) - len(shape) :] for shape in shapes]):
+        return
+    if torch.broadcast_shapes(size, *shapes) != torch.Size(size):
+        raise error(
+            ValueError,
+            f"{call}: the parameters must broadcast to shape.",
+            expected=f"shape, whose last dimensions are those of {list(torch.broadcast_shapes(*shapes))}",
+            got=f"shape {list(size)}",
+        )
+
+
+def _as_number(number: int | Tensor, what: str) -> int | Tensor:
+    """Return an integer, or an integer tensor as int64."""
     if isinstance(number, Tensor) and not number.is_floating_point() and not number.is_complex():
         return number.to(torch.int64)
     if not isinstance(number, Tensor) and hasattr(number, "__index__"):
-        return torch.tensor(_signed(operator.index(number)), device=device)
+        return operator.index(number)
     raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one, too.")
 
 
+def _as_bound(number: int | Tensor, key: Tensor) -> Tensor:
+    return torch.as_tensor(_as_number(number, "randint: a bound"), device=key.device)
+
+
+def _on(number: int | Tensor, device: torch.device | str | None) -> int | Tensor:
+    return number.to(device) if isinstance(number, Tensor) else number
+
+
 def _size(shape: Shape) -> tuple[int, ...]:
-    return (shape,) if isinstance(shape, int) else tuple(shape)
-
-
-def _shift(word: Tensor, count: int) -> Tensor:
-    """Shift right without the sign."""
-    return (word >> count).bitwise_and_((1 << (64 - count)) - 1)
-
-
-def _mix(word: Tensor, rounds: tuple[tuple[int, int | None], ...] = _STAFFORD) -> Tensor:
-    """Hash words one to one, in their own memory."""
-    for count, factor in rounds:
-        word = word.bitwise_xor_(_shift(word, count))
-        word = word if factor is None else word.mul_(factor)
-    return word
-
-
-def _derive(state: Tensor, gamma: Tensor, number: Tensor, salt: int) -> Tensor:
-    """Return the keys of a key and numbers: a state that differs for each number, and a gamma of its own."""
-    new_state = _mix(_mix(number * _SEED + (gamma ^ salt)) ^ state)
-    new_gamma = _mix(_mix(number * _SPLIT + (state ^ salt)) + gamma, _MURMUR) | 1
-    # A gamma of few changes between neighbouring bits hardly mixes (section 5 of the paper).
-    few = _count_bits(new_gamma ^ _shift(new_gamma, 1)) < 24
-    return torch.stack([new_state, torch.where(few, new_gamma ^ _ODD_BITS, new_gamma)], -1)
-
-
-def _count_bits(word: Tensor) -> Tensor:
-    """Count the bits of each word (Warren, "Hacker's delight", section 5-1)."""
-    word = word - (_shift(word, 1) & 0x5555555555555555)
-    word = (word & 0x3333333333333333) + (_shift(word, 2) & 0x3333333333333333)
-    word = (word + _shift(word, 4)) & 0x0F0F0F0F0F0F0F0F
-    return _shift(word * 0x0101010101010101, 56)
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any([n < 0 for n in size]):
+        raise error(ValueError, "shape: no dimension may be negative.", got=list(size))
+    return size
 
 
 def _words(key: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return 64 random bits for each number."""
-    index = torch.arange(1, math.prod(size) + 1, device=key.device)
-    return _mix((index * key[1]).add_(key[0])).reshape(size)
-
-
-def _half_words(key: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return 32 random bits for each number."""
-    count = math.prod(size)
-    return _words(key, ((count + 1) // 2,)).view(torch.int32)[:count].reshape(size)
+    return splitmix.words(key, math.prod(size)).reshape(size)
 
 
 def _high_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the upper 64 bits of the 128-bit products of unsigned words (Warren, section 8-2)."""
-    a_high, a_low, b_high, b_low = _shift(a, 32), a & _LOW, _shift(b, 32), b & _LOW
-    middle = a_high * b_low + _shift(a_low * b_low, 32)
-    return a_high * b_high + _shift(middle, 32) + _shift(a_low * b_high + (middle & _LOW), 32)
+    a_high, a_low, b_high, b_low = shift(a, 32), a & _LOW, shift(b, 32), b & _LOW
+    middle = a_high * b_low + shift(a_low * b_low, 32)
+    return a_high * b_high + shift(middle, 32) + shift(a_low * b_high + (middle & _LOW), 32)
 
 
 _PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -499,7 +524,9 @@ _PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfl
 def _integers(key: Tensor, shape: Shape, dtype: torch.dtype, count: int) -> Tensor:
     """Return uniform integers in [-2^(count-1), 2^(count-1)) as floats that hold them exactly."""
     size = _size(shape)
-    return (_words(key, size) >> (64 - count) if count > 32 else _half_words(key, size) >> (32 - count)).to(dtype)
+    return (_words(key, size) >> (64 - count) if count > 32 else splitmix.half_words(key, size) >> (32 - count)).to(
+        dtype
+    )
 
 
 def _floating(dtype: torch.dtype | None, call: str) -> torch.dtype:
@@ -532,6 +559,3 @@ def _symmetric(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return uniform numbers in (-1, 1), with each number its negative."""
     count = _PRECISION[dtype]
     return _integers(key, shape, dtype, count).add_(0.5).mul_(2.0 ** (1 - count))
-
-
-__all__, __dir__ = surface(globals())
