@@ -1,9 +1,9 @@
-"""A merging method as a value: the function of one leaf, lifted to trees, with what it needs and where it is from."""
+"""A merging method as a value: the function of one leaf, lifted to trees, with its requirements and its source."""
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 
 import torch
 import xxhash
@@ -15,11 +15,12 @@ from tdfunc.core.errors import BatchSizeError, LeafMismatchError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.foreach import check_keys
-from tdfunc.random import fold_in, key_of
+from tdfunc.random.draws import fold_in, key_of
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=TensorCollection)
 Weights = Tensor | Sequence[float]
+Base = Literal["required", "optional", "unused"]
 # The annotation of an option that is one number for all models, or one for each.
 PerModel = float | Sequence[float] | Tensor
 
@@ -41,7 +42,7 @@ class Method(Generic[P]):
         weight: The name that mergekit gives the weights; None where it has none.
         options: The keywords with their defaults, except `key`.
         per_model: The names of options that may have a number for each model, annotated as `PerModel`.
-        is_random: Whether it takes a `key`.
+        is_random: True if it takes a `key`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Method(Generic[P]):
         *,
         formula: str,
         source: str,
-        base: str,
+        base: Base,
         least: int,
         most: int | None,
         weight: str | None,
@@ -151,7 +152,7 @@ def method(
     formula: str,
     *,
     source: str,
-    base: str = "required",
+    base: Base = "required",
     least: int = 1,
     most: int | None = None,
     weight: str | None = "weight",

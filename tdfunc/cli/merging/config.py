@@ -1,4 +1,4 @@
-"""A configuration file of mergekit as data: which models, layers, methods and parameters; what is not served raises."""
+"""A configuration file of mergekit as data: models, layers, a method and parameters. `read_config` raises at others."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What each leaf of the result is made of: the leaves of the models, the weights and the options of the method."""
+"""The plan of a merge: for each leaf of the result its leaves in the models, the weights and the options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A leaf of the result: of which leaves, weights and options it is made."""
+    """A leaf of the result: the leaves of the models, the weights and the options that make it."""
 
     path: Path
     base: Part | None
@@ -82,7 +82,7 @@ class Models:
 
 
 def plan(config: Config, models: Models) -> Recipe:
-    """Return what the leaves of the result are made of."""
+    """Return the plan of the result."""
     origin = config.models[0]
     tree = models.sources[origin].tree
     placed: dict[Path, tuple[str, Place]] = {}

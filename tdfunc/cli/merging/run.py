@@ -25,6 +25,7 @@ from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
+from tdfunc.storage.disk.remote import is_remote
 from tdfunc.weights.method import leaf_key
 from tdfunc.weights.methods import HEADER, Methods, rows
 
@@ -48,8 +49,11 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
         if lines := unequal_values(list(sources.values()), [source.tree for source in sources.values()]):
             what = "merge: non-tensor data must be equal in all models, and these differ:"
             raise LeafMismatchError("\n    ".join([what, *lines]))
-        is_folder = target.format == "shards" and os.path.isdir(origin.path)
-        beside = _describe(origin, recipe, vocabulary, out_dtype) if is_folder else {}
+        # Other folders, such as a step of a run, have files that would make the result one of their kind.
+        has_config = target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json"))
+        beside = _describe(origin, recipe, vocabulary, out_dtype) if has_config else {}
+        if beside and is_remote(target.path):
+            raise UnsupportedError(f"merge: {target.path}: a folder with config.json is written on this machine only.")
         key, lost = random.key(seed), dict[int, int]()
         size = sum(part.stored.size_bytes for row in recipe.rows.values() for part in row.every)
         with progress("merge", size) as tick:
@@ -140,18 +144,17 @@ def _same(row: Row, leaves: dict[str, Tensor]) -> Tensor:
 def _describe(
     origin: Source, recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None
 ) -> dict[str, bytes]:
-    """Return the files that transformers reads beside the weights: those of the first model, with what has changed."""
+    """Return the files that transformers reads beside the weights: those of the first model, with the new entries."""
     files = read_beside(origin.path)
-    if "config.json" in files:
-        config = json.loads(files["config.json"])
-        if recipe.layers:
-            _relayer(config, recipe)
-        if vocabulary is not None:
-            config["vocab_size"] = vocabulary.size
-        for name in ("dtype", "torch_dtype"):
-            if dtype is not None and name in config:
-                config[name] = str(dtype).removeprefix("torch.")
-        files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
+    config = json.loads(files["config.json"])
+    if recipe.layers:
+        _relayer(config, recipe)
+    if vocabulary is not None:
+        config["vocab_size"] = vocabulary.size
+    for name in ("dtype", "torch_dtype"):
+        if dtype is not None and name in config:
+            config[name] = str(dtype).removeprefix("torch.")
+    files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
     if vocabulary is not None:
         with tempfile.TemporaryDirectory() as made:
             vocabulary.tokenizer.save_pretrained(made)

@@ -1,4 +1,4 @@
-"""The losses on the line between models: whether they lie in one basin."""
+"""The losses on the line between models, and the height of the barrier on it."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tdfunc import random
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.weights.method import PerModel, columns
 
 

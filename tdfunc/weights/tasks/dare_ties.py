@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tdfunc.random import KeyLike
+from tdfunc.random.draws import KeyLike
 from tdfunc.weights.method import PerModel, columns, method
 from tdfunc.weights.tasks.core import add_up, keep_random, per_model
 
