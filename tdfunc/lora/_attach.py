@@ -19,7 +19,7 @@ from tdfunc.modules.poison import Poison
 from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import duplicate
 from tdfunc.ops.base.reading import entries
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc.lora._lora import Lora

@@ -18,7 +18,7 @@ from tdfunc.lora._targets import find_targets, layouts_of, make_tree, parts_of, 
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, has
 from tdfunc.ops.edits.edit import set_
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 
 T = TypeVar("T", bound=TensorCollection)
 # One number for all leaves, or one for each filter; the first that matches a leaf counts.
