@@ -1,8 +1,8 @@
 """Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
 
-The parts are `kills`, `faults`, `calls`, `damage`, `hostile` and `fuzz` (`fuzz:TARGET` is one target of it); without a
-name all of them run, which takes more than an hour on two cores, and some need root. `page` only writes the page. What
-was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares the page.
+The parts are `kills`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target of it);
+without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only writes the
+page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares it.
 """
 
 import json
@@ -72,6 +72,7 @@ PARTS = {
     "calls": lambda: _by_kind("calls"),
     "damage": lambda: _run("damage"),
     "hostile": lambda: _run("hostile"),
+    "pushes": lambda: _run("pushes"),
     **{f"fuzz:{target}": lambda target=target: _fuzz(target) for target in _TARGETS},
 }
 
@@ -105,7 +106,7 @@ def page() -> str:
     """The page: its text, and a table in each place that names one."""
     tables = {
         "kills": _kills, "full": _full, "disturbed": _disturbed, "shared": _shared, "damage": _damage,
-        "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs,
+        "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs, "pushes": _pushes,
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
 
@@ -204,6 +205,15 @@ def _fuzzed() -> str:
         for target, what in _TARGETS.items()
     ]
     return _table(["what was changed", "seconds", "inputs", "findings"], rows)
+
+
+def _pushes() -> str:
+    rows = [
+        [f"{kind}: {name}", of["trials"], f"{of['median']:g}", of["most"], of["never caught"]]
+        for kind, proofs in _counted("pushes").items()
+        for name, of in (("one prompt", proofs["prompt"]), ("full", proofs["full"]))
+    ]
+    return _table(["fault: proof", "trials", "pushes until caught: median", "most", "never caught"], rows)
 
 
 def main() -> None:
