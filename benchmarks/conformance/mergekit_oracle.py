@@ -38,9 +38,10 @@ def main(folder):
     """Draw the inputs, run the cases, write the file."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (6, 5), "vector": (7,), "kernel": (3, 2, 2, 2)}
-    draw = lambda: {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
-    }  # noqa: E731
+
+    def draw():
+        return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
     base = draw()
     # Models that have moved from the base by about half its size.
     models = [{name: base[name] + 0.5 * x for name, x in draw().items()} for _ in range(3)]
