@@ -6,6 +6,7 @@ import typing
 
 from tdfunc import averaging as averaging
 from tdfunc import calibration as calibration
+from tdfunc import lora as lora
 from tdfunc import metrics as metrics
 from tdfunc import optim as optim
 from tdfunc import random as random
@@ -97,7 +98,7 @@ else:
         raise AttributeError(f"module 'tdfunc' has no attribute {name!r}")
 
 
-_NAMES, _ = _surface(globals(), "averaging", "calibration", "metrics", "optim", "random", "sweep", "weights")
+_NAMES, _ = _surface(globals(), "averaging", "calibration", "lora", "metrics", "optim", "random", "sweep", "weights")
 # `from tdfunc import *` leaves Python's own `map` and `open` as they are.
 __all__ = [name for name in _NAMES if not hasattr(builtins, name)]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("modules", "storage parallel", "distributed"),
     ("_tensordict _tensorclass _lazystack spec",),
     ("_jit _control _gradient",),
-    ("ensemble optim weights _mixture metrics sweep calibration averaging sklearn",),
+    ("ensemble optim weights lora _mixture metrics sweep calibration averaging sklearn",),
     ("nn",),
     ("llm",),
     ("cli demo",),

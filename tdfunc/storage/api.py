@@ -92,7 +92,8 @@ def load(
     flat one where the names do not nest (`a` and `a.b`).
 
     A folder with `model.safetensors` is one file, else with `model.safetensors.index.json` shards, else with
-    `meta.json` a memmap folder.
+    `meta.json` a memmap folder, else with `adapter_model.safetensors` an adapter under PEFT's names, which
+    `tdfunc.lora.load` reads into one of a base.
 
     Args:
         path: The file or folder; with fsspec also a URL, whose files are fetched first.

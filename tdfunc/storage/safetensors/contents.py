@@ -27,7 +27,7 @@ from tdfunc.storage.safetensors.header import (
     parse_entries,
     split_digests,
 )
-from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
+from tdfunc.storage.safetensors.index import ADAPTER, INDEX, SINGLE, Index, parse_index
 from tdfunc.storage.safetensors.read import Source, naming, open_source, parsing, read_bytes
 from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, parse_tree
 from tdfunc.storage.tree.objects import OBJECT
@@ -412,13 +412,13 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
 
 def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
     # One file first, as in transformers. Again and again: shards and one file may take turns between two looks.
-    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards)) * _TRIES:
+    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards), (ADAPTER, _open_single)) * _TRIES:
         with suppress(FileNotFoundError, IsADirectoryError):
             return open_one(join(path, name), files, verify=verify)
     found = sorted(files.names(path))
     shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
     what, hint = f"load {path}: the folder must hold a checkpoint.", "load(path) of a file takes any name."
-    expected = f"{SINGLE}, {INDEX} or {_META}"
+    expected = f"{SINGLE}, {INDEX}, {ADAPTER} or {_META}"
     if _META in found:
         what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
