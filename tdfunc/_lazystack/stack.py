@@ -23,10 +23,10 @@ from tdfunc.core.pytree import _UNDECIDED, register
 from tdfunc.core.shapes import as_names, as_size, common_size, dim_index, normalize_index, stacked_size
 from tdfunc.core.ties import lift, merge
 from tdfunc.core.types import Kind, Names, NestedKey, Node, Ties
-from tdfunc.ops import index, join
-from tdfunc.ops.convert import accept
+from tdfunc.ops.base.convert import accept
+from tdfunc.ops.batch import index, join
 from tdfunc.ops.display.text import printable, tree_repr
-from tdfunc.ops.edit import set_
+from tdfunc.ops.edits.edit import set_
 from tdfunc.ops.interop import list_of
 
 

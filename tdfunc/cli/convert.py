@@ -16,14 +16,14 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Kind
 from tdfunc.ops.display.text import bytes_text, count_text
-from tdfunc.ops.structure import keep_leaves
+from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.storage.disk.remote import is_remote, local_path
 from tdfunc.storage.manager.steps import ABOUT_FILE, list_steps
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.write import check_target as check_memmap
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import as_bytes
-from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
+from tdfunc.storage.stream import memmap_stream, save_stream
 from tdfunc.storage.tree.specs import DTYPES
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")

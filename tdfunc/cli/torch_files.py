@@ -16,7 +16,7 @@ from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path
-from tdfunc.ops.edit import restore_ties
+from tdfunc.ops.edits.edit import restore_ties
 from tdfunc.storage.disk.commit import replace_file
 from tdfunc.storage.disk.raw import raw_bytes
 from tdfunc.storage.safetensors.contents import nests

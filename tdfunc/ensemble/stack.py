@@ -22,8 +22,8 @@ from tdfunc.ensemble._alike import ExtraState, Outline, Pair
 from tdfunc.ensemble._draws import default_generators, foreign_states, watch
 from tdfunc.modules.extract import unwrap, walk
 from tdfunc.modules.random import seeded
-from tdfunc.ops.index import unbind
-from tdfunc.ops.structure import restore_ties
+from tdfunc.ops.batch.index import unbind
+from tdfunc.ops.edits.structure import restore_ties
 from tdfunc.random import KeyLike, key_of
 from tdfunc.storage.disk.raw import raw_bytes
 

@@ -25,9 +25,9 @@ from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, weak_weights
 from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
-from tdfunc.ops.foreach import can_foreach
-from tdfunc.ops.reading import entries
-from tdfunc.ops.structure import keep_leaves
+from tdfunc.ops.base.foreach import can_foreach
+from tdfunc.ops.base.reading import entries
+from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.random import KeyLike, key_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_count, dim_index, dim_size
-from tdfunc.ops import join
+from tdfunc.ops.batch import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk

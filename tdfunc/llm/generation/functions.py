@@ -12,7 +12,7 @@ from tdfunc.llm.generation.rows import generate_tokens, joined_rows
 from tdfunc.llm.rows.batch import check_prompts, padded_records, ragged_records
 from tdfunc.llm.rows.read import TokenKeys, check_batch, read_tokens
 from tdfunc.llm.scoring.model import CausalLM
-from tdfunc.ops.edit import EditMethods
+from tdfunc.ops.edits.edit import EditMethods
 from tdfunc.random import fold_in, key_of
 
 T = TypeVar("T", bound=EditMethods)

@@ -84,8 +84,8 @@ def generate_tokens(
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
 
 
-def joined_rows(prompts: Sequence[Row], responses: Sequence[Response], device: torch.device | None = None) -> list[Row]:
-    """Return each prompt and its response as one row, on a device; without one where the prompt is."""
+def joined_rows(prompts: Sequence[Row], responses: Sequence[Response], device: torch.device) -> list[Row]:
+    """Return each prompt and its response as one row, on a device."""
     rows: list[Row] = []
     for prompt, response in zip(prompts, responses, strict=True):
         assert response.tokens is not None

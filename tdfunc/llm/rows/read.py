@@ -15,7 +15,7 @@ from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.llm.rows.batch import TokenBatch, flat_list
 from tdfunc.llm.rows.packing import pad_rows
-from tdfunc.ops.reading import get_value
+from tdfunc.ops.base.reading import get_value
 
 
 class TokenKeys(NamedTuple):

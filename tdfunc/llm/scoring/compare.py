@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
-from tdfunc.ops.reading import get_value
+from tdfunc.ops.base.reading import get_value
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

@@ -18,8 +18,8 @@ from tdfunc.llm.rows.batch import TokenBatch
 from tdfunc.llm.rows.read import TokenKeys, ragged_values, read_tokens
 from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
 from tdfunc.llm.scoring.model import CausalLM
-from tdfunc.ops.edit import EditMethods
-from tdfunc.ops.reading import get_value
+from tdfunc.ops.base.reading import get_value
+from tdfunc.ops.edits.edit import EditMethods
 
 T = TypeVar("T", bound=EditMethods)
 

@@ -44,7 +44,7 @@ from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import CUTS, WrapperOptions
 from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts
 from tdfunc.nn.base import TensorDictModuleBase, as_key
-from tdfunc.ops.reading import has
+from tdfunc.ops.base.reading import has
 from tdfunc.random import key_of
 
 if TYPE_CHECKING:

@@ -29,9 +29,14 @@ def local_path(path: str) -> str:
     return path.removeprefix(_LOCAL)
 
 
+def as_name(path: "str | bytes | os.PathLike[str]") -> str:
+    """Return a path as text, of a file of this machine without its protocol."""
+    return local_path(os.fsdecode(path))
+
+
 def local_folder(path: "str | bytes | os.PathLike[str]", call: str) -> str:
     """Return the name of a folder of this machine."""
-    name = local_path(os.fsdecode(path))
+    name = as_name(path)
     if is_remote(name):
         raise UnsupportedError(
             f"{call} {name}: files are mapped or locked.",

@@ -21,7 +21,7 @@ from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, Unsup
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device, Path, Ties
-from tdfunc.ops import storage_writes
+from tdfunc.ops.edits import storage_writes
 from tdfunc.storage.disk.commit import FOLDER, Descriptor, is_at, recover
 from tdfunc.storage.disk.mapped import map_descriptor, open_inside
 from tdfunc.storage.disk.raw import outside_transforms

@@ -11,7 +11,7 @@ from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.context import is_fake
 from tdfunc.core.errors import error
 from tdfunc.core.keys import FilterLike
-from tdfunc.ops.structure import partition
+from tdfunc.ops.edits.structure import partition
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.safetensors.contents import Contents
 from tdfunc.storage.safetensors.like import check_like

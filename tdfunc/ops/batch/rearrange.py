@@ -16,8 +16,8 @@ from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import dim_index, dim_size, dims_of, put_first
 from tdfunc.core.types import LeafFn, Names
-from tdfunc.ops.cast import keeps_number
-from tdfunc.ops.shape import reshape
+from tdfunc.ops.base.cast import keeps_number
+from tdfunc.ops.batch.shape import reshape
 
 if TYPE_CHECKING:
     from typing_extensions import Self

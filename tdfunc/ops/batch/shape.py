@@ -15,7 +15,7 @@ from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.shapes import as_int, dim_index, dim_size, dims_of, fill_size, int_or_ints, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names
-from tdfunc.ops.index import split_leaves
+from tdfunc.ops.batch.index import split_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Self

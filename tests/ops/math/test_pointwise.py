@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tdfunc import TensorDict
-from tdfunc.ops import _generate, pointwise
+from tdfunc.ops.math import pointwise, tables
+from tests.ops.math import generate
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64,
@@ -47,7 +48,7 @@ def tree_of(leaf):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", _generate.UNARY | _generate.UNARY_LEAFWISE)
+@pytest.mark.parametrize("name", tables.UNARY | tables.UNARY_LEAFWISE)
 def test_unary_equals_torch(name, dtype):
     """A kernel over lists promotes, rounds and refuses as torch does on a leaf."""
     leaf = leaf_of(dtype)
@@ -58,7 +59,7 @@ def test_unary_equals_torch(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", _generate.BINARY | _generate.BINARY_LEAFWISE)
+@pytest.mark.parametrize("name", tables.BINARY | tables.BINARY_LEAFWISE)
 def test_binary_equals_torch(name, dtype):
     """A number, tensor or tree as operand promotes and computes as torch does on a leaf."""
     leaf, fn = leaf_of(dtype), getattr(torch, name)
@@ -108,7 +109,7 @@ def test_numbers_of_numpy_and_the_rest():
     assert tree in [tree]
 
 
-@pytest.mark.parametrize("name", _generate.CASTS)
+@pytest.mark.parametrize("name", tables.CASTS)
 def test_casts(name):
     """A cast is torch's method of that name; a tree that has the dtype is returned as it is."""
     leaf = torch.tensor([[0.0, 1.5], [2.0, -3.0]])
@@ -123,4 +124,4 @@ def test_casts(name):
 
 def test_generated_file_is_up_to_date():
     """The methods are those of the table."""
-    assert Path(pointwise.__file__).read_text() == _generate.source()
+    assert Path(pointwise.__file__).read_text() == generate.source()

@@ -15,7 +15,7 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names, check_lead, one_shape, shape_of
 from tdfunc.core.ties import lift, merge
 from tdfunc.core.types import Node, Path
-from tdfunc.ops.cast import to
+from tdfunc.ops.base.cast import to
 
 T = TypeVar("T", bound=TensorCollection)
 _STR = frozenset((str,))

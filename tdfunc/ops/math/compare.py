@@ -13,7 +13,7 @@ from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.pytree import flatten
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
-from tdfunc.ops.foreach import check_same
+from tdfunc.ops.base.foreach import check_same
 
 
 def assert_close(

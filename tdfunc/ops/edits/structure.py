@@ -14,9 +14,9 @@ from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.ties import by_first_key, remap
 from tdfunc.core.types import Kind, NestedKey, Node, Path
 from tdfunc.core.walk import Difference, replace, zip_trees
-from tdfunc.ops.convert import resize
-from tdfunc.ops.edit import delete_paths, restore_ties, set_, update
-from tdfunc.ops.reading import check_same_keys, entries, get, get_value, has, iter_items, kind_of, refuse_inplace
+from tdfunc.ops.base.convert import resize
+from tdfunc.ops.base.reading import check_same_keys, entries, get, get_value, has, iter_items, kind_of, refuse_inplace
+from tdfunc.ops.edits.edit import delete_paths, restore_ties, set_, update
 
 if TYPE_CHECKING:
     from typing_extensions import Self

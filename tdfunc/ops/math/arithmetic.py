@@ -12,8 +12,8 @@ from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.shapes import dim_index
 from tdfunc.core.types import LeafFn
-from tdfunc.ops.foreach import binary, broadcast_size, check_same, foreach_pairs, over_batch_op
-from tdfunc.ops.index import check_condition
+from tdfunc.ops.base.foreach import binary, broadcast_size, check_same, foreach_pairs, over_batch_op
+from tdfunc.ops.batch.index import check_condition
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,8 +16,8 @@ from tdfunc.core.keys import is_key
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import dim_index, dim_size, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names, NestedKey
-from tdfunc.ops.foreach import broadcast_size, broadcaster, check_same, over_batch_op
-from tdfunc.ops.reading import get_value, value_of
+from tdfunc.ops.base.foreach import broadcast_size, broadcaster, check_same, over_batch_op
+from tdfunc.ops.base.reading import get_value, value_of
 
 if TYPE_CHECKING:
     from types import EllipsisType

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device
-from tdfunc.ops import storage_writes
+from tdfunc.ops.edits import storage_writes
 from tdfunc.storage.api import load
 from tdfunc.storage.memmap import read, write
 from tdfunc.storage.tree.build import Classes

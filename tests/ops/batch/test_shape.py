@@ -11,7 +11,7 @@ from torch.nn.functional import pad as pad_leaf
 from tdfunc import NonTensorStack, TensorDict, cat, stack
 from tdfunc.core.collection import iter_leaves
 from tdfunc.core.ties import by_identity
-from tdfunc.ops.rearrange import pad
+from tdfunc.ops.batch.rearrange import pad
 from tests.helpers import assert_pure, examples
 from tests.strategies import DTYPES, trees
 

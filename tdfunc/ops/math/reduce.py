@@ -14,7 +14,7 @@ from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import error
 from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names, Path
-from tdfunc.ops.reading import check_dense
+from tdfunc.ops.base.reading import check_dense
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -26,9 +26,9 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, 
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
-from tdfunc.ops.cast import keeps_values
-from tdfunc.ops.convert import as_tensor
-from tdfunc.ops.reading import check_dense, get, iter_items
+from tdfunc.ops.base.cast import keeps_values
+from tdfunc.ops.base.convert import as_tensor
+from tdfunc.ops.base.reading import check_dense, get, iter_items
 
 _NOTHING = "; nothing was written"
 

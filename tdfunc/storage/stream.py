@@ -10,11 +10,11 @@ from typing import TypeAlias
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.storage.api import check_target, save_outline
 from tdfunc.storage.disk.raw import raw_bytes, write_all
 from tdfunc.storage.memmap.layout import FileLeaf, plan_folder
 from tdfunc.storage.memmap.write import check_prefix, create, replace_folder, write_files
 from tdfunc.storage.safetensors.plan import Values
+from tdfunc.storage.safetensors.save import check_target, save_outline
 from tdfunc.storage.tree.encode import outline
 
 # Called with a leaf of the tree: its values in row-major order, as tensors of any shape.

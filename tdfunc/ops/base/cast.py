@@ -9,8 +9,8 @@ from torch import Tensor
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.keys import assign
 from tdfunc.core.walk import replace
-from tdfunc.ops.foreach import foreach_leaves
-from tdfunc.ops.reading import entries
+from tdfunc.ops.base.foreach import foreach_leaves
+from tdfunc.ops.base.reading import entries
 
 if TYPE_CHECKING:
     from typing_extensions import Self

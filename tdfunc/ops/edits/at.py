@@ -15,12 +15,12 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.shapes import EMPTY, dim_size
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
-from tdfunc.ops import storage_writes
-from tdfunc.ops.cast import keeps_number, keeps_values
-from tdfunc.ops.convert import NUMBERS, adopt, as_tensor, build
-from tdfunc.ops.foreach import binary, over_batch_op
-from tdfunc.ops.maps import apply
-from tdfunc.ops.reading import get, get_value, iter_items
+from tdfunc.ops.base.cast import keeps_number, keeps_values
+from tdfunc.ops.base.convert import NUMBERS, adopt, as_tensor, build
+from tdfunc.ops.base.foreach import binary, over_batch_op
+from tdfunc.ops.base.reading import get, get_value, iter_items
+from tdfunc.ops.edits import storage_writes
+from tdfunc.ops.edits.maps import apply
 
 T = TypeVar("T", bound=TensorCollection)
 

@@ -11,11 +11,11 @@ from tdfunc.core.collection import LeafOp, TensorCollection, per_tree
 from tdfunc.core.keys import unravel
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first
 from tdfunc.core.types import LeafFn
-from tdfunc.ops.cast import as_device, clone, on_device
-from tdfunc.ops.edit import delete_paths, replacements, set_
-from tdfunc.ops.maps import drop_empty
-from tdfunc.ops.reading import UNSET, has
-from tdfunc.ops.structure import rename_key, select
+from tdfunc.ops.base.cast import as_device, clone, on_device
+from tdfunc.ops.base.reading import UNSET, has
+from tdfunc.ops.edits.edit import delete_paths, replacements, set_
+from tdfunc.ops.edits.maps import drop_empty
+from tdfunc.ops.edits.structure import rename_key, select
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,11 +11,11 @@ from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.shapes import starts_with
 from tdfunc.core.ties import by_first_key, drop, group_of, merge, under
 from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
-from tdfunc.ops import storage_writes
-from tdfunc.ops.at import At
-from tdfunc.ops.cast import to
-from tdfunc.ops.convert import accept, adopt
-from tdfunc.ops.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
+from tdfunc.ops.base.cast import to
+from tdfunc.ops.base.convert import accept, adopt
+from tdfunc.ops.base.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
+from tdfunc.ops.edits import storage_writes
+from tdfunc.ops.edits.at import At
 
 if TYPE_CHECKING:
     from typing_extensions import Self

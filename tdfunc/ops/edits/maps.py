@@ -12,9 +12,9 @@ from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
 from tdfunc.core.types import Path
-from tdfunc.ops.cast import as_device
-from tdfunc.ops.foreach import check_same
-from tdfunc.ops.reading import UNSET, entries, holds_leaf, refuse_inplace
+from tdfunc.ops.base.cast import as_device
+from tdfunc.ops.base.foreach import check_same
+from tdfunc.ops.base.reading import UNSET, entries, holds_leaf, refuse_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
