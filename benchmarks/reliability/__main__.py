@@ -74,7 +74,7 @@ PARTS = {
 }
 
 
-def _commit() -> str:
+def commit_of_code() -> str:
     """The last commit that changed the code that runs, and its date."""
     root, code = PAGE.parent.parent, "tdfunc"
     said = [
@@ -86,13 +86,13 @@ def _commit() -> str:
 
 def _count(part: str) -> None:
     """Count one part, and keep the result with the commit of the code."""
-    commit, (name, _, target) = _commit(), part.partition(":")
+    commit, (name, _, target) = commit_of_code(), part.partition(":")
     counted = PARTS[part]()
-    _keep(name, {**_counted(name), target: counted} if target else counted)
-    _keep(_RUNS, {**_counted(_RUNS), part: commit})
+    keep(name, {**_counted(name), target: counted} if target else counted)
+    keep(_RUNS, {**_counted(_RUNS), part: commit})
 
 
-def _keep(name: str, counted: Any) -> None:
+def keep(name: str, counted: Any) -> None:
     (_RESULTS / f"{name}.json").write_text(json.dumps(counted, indent=1) + "\n")
 
 
