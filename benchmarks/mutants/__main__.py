@@ -1,13 +1,14 @@
 """Counts how many small changes the tests notice: `python -m benchmarks.mutants --seed 1 --files 20`.
 
 Each change is made alone in a copy of the repository. The test file of the changed file runs, then those of its folder.
-Changes that survive are made all at once for the fast tests, and each of them runs the tests that failed. The results go
-to `results/mutants.json` of benchmarks/reliability, and their table to `docs/reliability.md`. There a survivor gets
-a verdict by hand, in place of the null of its `verdict`: "equivalent" if it changes no result, "test" since a test notices it.
+Changes that survive are made all at once for the fast tests, and each of them runs the tests that failed. The results
+go to `mutants.json` in benchmarks/reliability/results after each change, and their table to docs/reliability.md.
+
+A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was
+written since notices it.
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -139,31 +140,33 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=180, help="seconds for one run of tests")
     parser.add_argument("--alone", action="store_true", help="do not run all fast tests with the survivors")
     options = parser.parse_args()
-    begun, results = time.monotonic(), dict[str, Any]()
+    begun, found, broken = time.monotonic(), list[dict[str, Any]](), set[str]()
+    survivors: list[tuple[dict[str, Any], tuple[str, Change]]] = []
+
+    def save() -> None:
+        about = {"seed": options.seed, "commit": commit, "minutes": round((time.monotonic() - begun) / 60)}
+        keep("mutants", {**about, "not run": sorted(broken), "changes": found})
+        PAGE.write_text(page())
+
     with tempfile.TemporaryDirectory() as folder:
-        copy, broken = Copy(folder, options.limit), set[str]()
+        copy, commit, checked = Copy(folder, options.limit), commit_of_code(), set[str]()
         drawn = sample(options.seed, options.files, options.each)
-        found: list[dict[str, Any]] = []
         for i, (path, one) in enumerate(drawn):
-            if not any(path == other for other, _ in drawn[:i]) and copy.run(targets(path)[0], "-x")[0] != "passed":
+            if path not in checked and any(copy.run(tests)[0] != "passed" for tests in targets(path)):
                 broken.add(path)
-            noticed = None if path in broken else notice(copy, path, one)
-            row = {"file": path, **one._asdict(), "noticed": noticed, "verdict": None}
-            found += [] if path in broken else [row]
-            print(
-                f"{i + 1}/{len(drawn)} {path}:{one.line} {one.kind} {one.old[:60]!r} -> {one.new[:60]!r}: {noticed}",
-                flush=True,
-            )
-        left = [row for row in found if row["noticed"] is None]
-        if left and not options.alone:
-            pairs = [(row["file"], Change(*[row[field] for field in Change._fields])) for row in left]
-            for row, noticed in zip(left, notice_together(copy, pairs), strict=True):
+            checked.add(path)
+            if path not in broken:
+                noticed = notice(copy, path, one)
+                about = {"kind": one.kind, "line": one.line, "old": one.old[:200], "new": one.new[:200]}
+                found.append({"file": path, **about, "noticed": noticed, "verdict": None})
+                survivors += [(found[-1], (path, one))] if noticed is None else []
+                print(f"{i + 1}/{len(drawn)}", *found[-1].values(), flush=True)
+            save()
+        if survivors and not options.alone:
+            noticed_by = notice_together(copy, [pair for _, pair in survivors])
+            for (row, _), noticed in zip(survivors, noticed_by, strict=True):
                 row["noticed"] = noticed
-    for row in found:
-        row["old"], row["new"] = row["old"][:200], row["new"][:200]
-    results = {"seed": options.seed, "commit": commit_of_code(), "minutes": round((time.monotonic() - begun) / 60)}
-    keep("mutants", {**results, "without tests of their own that pass": sorted(broken), "changes": found})
-    PAGE.write_text(page())
+            save()
 
 
 if __name__ == "__main__":

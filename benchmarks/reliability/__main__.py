@@ -103,7 +103,7 @@ def page() -> str:
     """The page: its text, and a table in each place that names one."""
     tables = {
         "kills": _kills, "full": _full, "shared": _shared, "damage": _damage, "hostile": _hostile, "fuzz": _fuzzed,
-        "memory": _memory, "runs": _runs,
+        "memory": _memory, "runs": _runs, "mutants": _mutants, "sample": _sample,
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
 
@@ -196,6 +196,24 @@ def _fuzzed() -> str:
         for target, what in _TARGETS.items()
     ]
     return _table(["what was changed", "seconds", "inputs", "findings"], rows)
+
+
+def _sample() -> str:
+    counted = _counted("mutants")
+    return f"seed {counted['seed']}, commit {counted['commit']}"
+
+
+def _mutants() -> str:
+    """A row for each folder: how many changes were noticed, and what came of the others."""
+    folders: dict[str, list[str]] = {}
+    for row in _counted("mutants")["changes"]:
+        folder = row["file"].removeprefix("tdfunc/").rpartition("/")[0].partition("/")[0] or "top"
+        outcome = "noticed" if row["noticed"] is not None else row["verdict"] or "undecided"
+        folders.setdefault(folder, []).append(outcome)
+    head = ["folder", "changes", "noticed", "no difference", "noticed by a test written since", "undecided"]
+    all_of = {**dict(sorted(folders.items())), "all": [outcome for some in folders.values() for outcome in some]}
+    keys = ("noticed", "equivalent", "test", "undecided")
+    return _table(head, [[name, len(some), *map(some.count, keys)] for name, some in all_of.items()])
 
 
 def main() -> None:
