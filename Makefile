@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance test-trl test-peft test-vllm reliability randomness pages outputs bench lint types docs notebooks clean
+.PHONY: install demo test test-all conformance test-trl test-peft test-vllm reliability mutants randomness pages outputs bench lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -48,6 +48,10 @@ conformance: install $(VENV)/tensordict-newer/tensordict
 # Kills, full disks, damage and fuzzing, counted: more than an hour. `make reliability PARTS="kills damage"` counts some.
 reliability: install
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.reliability $(PARTS)
+
+# Small changes to the code, and whether a test notices each: half an hour for the files of a seed.
+mutants: install
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.mutants --seed $(or $(SEED),1) --files $(or $(FILES),16) --each 3
 
 # Streams of random keys in dieharder, counted: half an hour. `make randomness STREAMS="one_key weyl"` counts some.
 randomness: install

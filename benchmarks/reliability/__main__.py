@@ -77,7 +77,7 @@ PARTS = {
 }
 
 
-def _commit() -> str:
+def commit_of_code() -> str:
     """The last commit that changed the code that runs, and its date."""
     root, code = PAGE.parent.parent, "tdfunc"
     said = [
@@ -89,13 +89,13 @@ def _commit() -> str:
 
 def _count(part: str) -> None:
     """Count one part, and keep the result with the commit of the code."""
-    commit, (name, _, target) = _commit(), part.partition(":")
+    commit, (name, _, target) = commit_of_code(), part.partition(":")
     counted = PARTS[part]()
-    _keep(name, {**_counted(name), target: counted} if target else counted)
-    _keep(_RUNS, {**_counted(_RUNS), part: commit})
+    keep(name, {**_counted(name), target: counted} if target else counted)
+    keep(_RUNS, {**_counted(_RUNS), part: commit})
 
 
-def _keep(name: str, counted: Any) -> None:
+def keep(name: str, counted: Any) -> None:
     (_RESULTS / f"{name}.json").write_text(json.dumps(counted, indent=1) + "\n")
 
 
@@ -107,6 +107,7 @@ def page() -> str:
     tables = {
         "kills": _kills, "full": _full, "disturbed": _disturbed, "shared": _shared, "damage": _damage,
         "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs, "pushes": _pushes,
+        "mutants": _mutants, "sample": _sample,
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
 
@@ -214,6 +215,24 @@ def _pushes() -> str:
         for name, of in (("one prompt", proofs["prompt"]), ("full", proofs["full"]))
     ]
     return _table(["fault: proof", "trials", "pushes until caught: median", "most", "never caught"], rows)
+
+
+def _sample() -> str:
+    counted = _counted("mutants")
+    return f"seed {counted['seed']}, commit {counted['commit']}"
+
+
+def _mutants() -> str:
+    """A row for each folder: how many changes were noticed, and what came of the others."""
+    folders: dict[str, list[str]] = {}
+    for row in _counted("mutants")["changes"]:
+        folder = row["file"].removeprefix("tdfunc/").rpartition("/")[0].partition("/")[0] or "top"
+        outcome = "noticed" if row["noticed"] is not None else row["verdict"] or "undecided"
+        folders.setdefault(folder, []).append(outcome)
+    head = ["folder", "changes", "noticed", "no difference", "noticed by a test written since", "undecided"]
+    all_of = {**dict(sorted(folders.items())), "all": [outcome for some in folders.values() for outcome in some]}
+    keys = ("noticed", "equivalent", "test", "undecided")
+    return _table(head, [[name, len(some), *map(some.count, keys)] for name, some in all_of.items()])
 
 
 def main() -> None:

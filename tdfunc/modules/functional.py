@@ -65,6 +65,8 @@ class _Learned(NamedTuple):
     params: list[int]
     buffers: list[int]
     hidden: bool
+    # The places of all leaves that it wrote.
+    written: frozenset[int]
 
 
 class Apply:
@@ -201,6 +203,12 @@ class Apply:
         """The paths of the leaves in plan order: parameters, then buffers."""
         return list(self._spec.order)
 
+    @property
+    def written_buffers(self) -> list[Path]:
+        """The paths of the buffers that the first call wrote."""
+        written = set[int]() if self._learned is None else self._learned.written
+        return [path for i, path in enumerate(self.paths) if i in written and i >= self.n_params]
+
     def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY, shared: Set[Path] = frozenset()) -> list[Any]:
         """Return the leaves that a call binds, in plan order.
 
@@ -295,9 +303,9 @@ class Apply:
                 places = watch.written()
                 if places is not None:
                     n = self._spec.n_params
-                    places |= skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
-                    params = [i for i in places if i < n]
-                    self._learned = _Learned(params, sorted(i for i in places if i >= n), hidden)
+                    may = places | skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
+                    params, buffers = [i for i in may if i < n], sorted(i for i in may if i >= n)
+                    self._learned = _Learned(params, buffers, hidden, frozenset(places))
             new = self._read_back(skeleton) if keep else new
             after = {
                 path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))

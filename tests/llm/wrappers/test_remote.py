@@ -329,10 +329,8 @@ def test_an_error_in_a_stream_is_that_of_its_code(serve):
 def test_a_silent_server_raises_and_a_slow_stream_does_not(serve):
     """The timeout is that of silence: a stream may take longer."""
     slow = serve(delay_s=0.6)
-    start = time.monotonic()
     with pytest.raises(RemoteError, match="ReadTimeout"):
         connect(slow, timeout_s=0.05, max_retries=1).generate_tokens(PROMPTS[:1], parse())
-    assert time.monotonic() - start < 0.6
     assert len(slow.requests) == 2
 
     service = serve()
