@@ -110,6 +110,14 @@ def test_the_package_shows_its_public_names():
         tdfunc.metric  # noqa: B018
 
 
+def test_packages_are_imported_when_they_are_named():
+    """`tdf.nn` and the like are modules that nothing has imported before; another name is missing."""
+    for name in ("llm", "nn", "sklearn", "spec"):
+        assert tdfunc.__getattr__(name) is importlib.import_module(f"tdfunc.{name}")
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        tdfunc.__getattr__("other")
+
+
 def test_symbols_and_exports_are_found():
     """Symbols of a page and exports of packages and modules are found."""
     package = "from tdfunc._a import x as x, _y as _y\nfrom tdfunc._b import Z as Z\n__all__ = ['x']\n"
