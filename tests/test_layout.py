@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("core random",),
     ("ops",),
-    ("modules", "storage parallel", "distributed"),
+    ("modules", "storage parallel distributed"),
     ("_tensordict _tensorclass _lazystack spec",),
     ("_jit _control _gradient",),
     ("ensemble optim weights _mixture metrics sweep calibration averaging sklearn",),

@@ -1,13 +1,16 @@
 """Comparing a checkpoint with an expected spec: keys, shapes and dtypes, with every difference in one error."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Kind, Path
+
+# Shape and dtype (by name, as numpy and torch call it) of each leaf; None where any will do.
+Found: TypeAlias = dict[Path, tuple[tuple[int, ...] | None, str | None]]
 
 
 def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = True) -> None:
@@ -44,7 +47,19 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
                     "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
                 )
     # Where dots are the difference, the two names are the same.
-    name = dotted if dots is None else repr
+    kind, lines = list_differences(expected, found, lacking, others, dotted if dots is None else repr)
+    if lines:
+        count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
+        raise kind(
+            "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
+            hint=dots or "where= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
+        )
+
+
+def list_differences(
+    expected: Found, found: Found, lacking: Sequence[Path], others: Sequence[Path], name: Callable[[Path], str] = dotted
+) -> tuple[type[TreeStructureError] | type[LeafMismatchError], list[str]]:
+    """Return a line for each leaf that is missing, unexpected, or of another shape or dtype, and the class of error."""
     lines = [f"missing:    {name(at)} ({_shown(expected[at])})" for at in lacking]
     lines += [f"unexpected: {name(at)} ({_shown(found[at])})" for at in others]
     kind = TreeStructureError if lines else LeafMismatchError
@@ -58,21 +73,16 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
             lines.append(f"shape:      {dotted(at)}: expected {list(shape)}, got {list(own_shape or ())}")
         if dtype is not None and dtype != own_dtype:
             lines.append(f"dtype:      {dotted(at)}: expected {dtype}, got {own_dtype}")
-    if lines:
-        count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
-        raise kind(
-            "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
-            hint=dots or "where= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
-        )
+    return kind, lines
 
 
-def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None]]:
-    """Return shape and dtype (by name, as numpy and torch call it) of every leaf that `like` describes.
+def read_specs(like: Any) -> Found:
+    """Return the shape and dtype of every leaf that `like` describes.
 
     Raises:
         TypeError: An entry is neither a mapping nor has a shape and dtype.
     """
-    found: dict[Path, tuple[tuple[int, ...] | None, str | None]] = {}
+    found: Found = {}
     stack: list[tuple[Path, Any]] = [((), like)]
     while stack:
         at, node = stack.pop()
