@@ -88,7 +88,7 @@ def _modules(rank):
     assert torch.equal(apply.eval()(tdf.from_module(wrapped), x), plain(x))
     assert list(tdf.from_module(wrapped).state_dict()) == list(wrapped.state_dict())
     members = torch.stack([params, params * 2])
-    assert tdf.Ensemble(apply)(members, x, buffers=buffers).shape == (2, 4, 2)
+    assert tdf.Ensemble(apply)(members, x, buffers=torch.stack([buffers] * 2)).shape == (2, 4, 2)
 
     plain = TinyMLP()
     parallel = parallelize_module(copy.deepcopy(plain), mesh, {"hidden": ColwiseParallel(), "out": RowwiseParallel()})
