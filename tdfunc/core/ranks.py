@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tdfunc.core import errors
+from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import PeerError
 
 # The first frame of a message, with its length and as much of it as fits.
@@ -166,6 +168,44 @@ class Ranks(NamedTuple):
         return answer, own
 
 
+# Any: DTensor, whose module takes long to import.
+def is_sharded(leaf: Any) -> bool:
+    """Return whether a leaf is a DTensor, of which each rank has a part."""
+    # Before that module is imported by another, there is none.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
+
+
+def has_sharded(tree: TensorCollection) -> bool:
+    """Return whether a tree has a DTensor."""
+    # Not by recursion: a tree may be deep.
+    stack = [tree] if "torch.distributed.tensor" in sys.modules else []
+    while stack:
+        for node in stack.pop()._data.values():
+            if isinstance(node, TensorCollection):
+                stack.append(node)
+            elif is_sharded(node):
+                return True
+    return False
+
+
+def own_part(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Return where this rank's part of a DTensor begins, its shape, and whether this is the first rank that has it."""
+    utils: Any = sys.modules["torch.distributed.tensor._utils"]
+    mesh, placements = leaf.device_mesh, leaf.placements
+    shape, start = utils.compute_local_shape_and_global_offset(leaf.shape, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    copies = [at for at, place in zip(coordinate or (), placements, strict=False) if place.is_replicate()]
+    return tuple(start), tuple(shape), coordinate is not None and not any(copies)
+
+
+def place_like(part: Tensor, like: Any) -> Tensor:
+    """Return a DTensor like another one, around this rank's part."""
+    stride = torch.empty(like.shape, device="meta").stride()
+    part = part.to(like.device_mesh.device_type)
+    return type(like).from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=stride)
+
+
 def as_tensor(raw: bytes) -> Tensor:
     """Return bytes as a tensor."""
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
@@ -177,11 +217,16 @@ def as_bytes(data: Tensor) -> bytes:
 
 
 def _write(err: Exception, rank: int | None = None) -> bytes:
-    text = str(err) if rank is None else f"{err} (raised by rank {rank})"
-    return json.dumps([type(err).__name__, text]).encode()
+    code, text = None, str(err)
+    if isinstance(err, OSError) and err.errno is not None:
+        code, text = err.errno, f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
+    text = text if rank is None else f"{text} (raised by rank {rank})"
+    return json.dumps([type(err).__name__, text, code]).encode()
 
 
 def _read(raw: bytes) -> Exception:
-    name, text = json.loads(raw)
+    name, text, code = json.loads(raw)
+    if code is not None:
+        return OSError(code, text)
     kind = getattr(errors, name, getattr(builtins, name, None))
     return kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError(f"{name}: {text}")

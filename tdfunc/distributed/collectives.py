@@ -16,9 +16,9 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.ranks import Ranks, as_bytes, as_tensor
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
-from tdfunc.distributed.messages import classes_of, describe, mismatch, parse
+from tdfunc.distributed.messages import classes_of
 from tdfunc.parallel.block import Packed, Structure, pack, unpack
-from tdfunc.storage.safetensors.like import Found
+from tdfunc.storage.safetensors.like import Found, check_ranks, mismatch
 from tdfunc.storage.tree.build import Classes
 
 T = TypeVar("T", bound=TensorCollection)
@@ -44,14 +44,8 @@ def _check_alike(ranks: Ranks, make: Callable[[], Structure | None], *, strict: 
 
     differ, sizes = json.loads(ranks.agree(first, compare))
     if differ:
-
-        def name(found: list[bytes]) -> bytes:
-            trees = [(rank, parse(raw)) for rank, raw in enumerate(found) if raw]
-            rank, other = next((rank, tree) for rank, tree in trees if tree != trees[0][1])
-            raise mismatch(ranks.call, f"rank {trees[0][0]} (expected) and rank {rank}", trees[0][1], other)
-
         own = made[0]
-        ranks.agree(lambda: _NO_TREE if own is None else describe(own.found), name)
+        check_ranks(ranks, None if own is None else own.found)
     return [(block, text) for block, text in sizes]
 
 

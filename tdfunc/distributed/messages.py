@@ -1,18 +1,16 @@
 """Trees from one rank to another: one header that the receiver answers, and one block of bytes."""
 
-import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar, final
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, TreeStructureError
 from tdfunc.core.keys import dotted
 from tdfunc.core.ranks import Ranks
 from tdfunc.ops.storage_writes import check_writable, write_tree
 from tdfunc.parallel.block import pack, pieces_of, read_structure, unpack
-from tdfunc.storage.safetensors.like import Found, list_differences
+from tdfunc.storage.safetensors.like import describe_found, mismatch, parse_found
 from tdfunc.storage.tree.build import Classes
 
 T = TypeVar("T", bound=TensorCollection)
@@ -23,26 +21,6 @@ _GO, _MISFIT = b"\0", b"\1"
 # The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
 _last: dict[tuple[str, str, int, int], "Future[Any]"] = {}
 _lock = threading.Lock()
-
-
-def describe(found: Found) -> bytes:
-    """Return the shape and dtype of each leaf as bytes, for the other side of a mismatch."""
-    return json.dumps([[path[0], shape, dtype] for path, (shape, dtype) in found.items()]).encode()
-
-
-def parse(raw: bytes) -> Found:
-    """Return what `describe` described."""
-    return {(name,): (tuple(shape), dtype) for name, shape, dtype in json.loads(raw)}
-
-
-def mismatch(call: str, who: str, expected: Found, got: Found) -> TreeStructureError | LeafMismatchError:
-    """Return the error that lists the differences between two trees."""
-    lacking, others = [at for at in expected if at not in got], [at for at in got if at not in expected]
-    kind, lines = list_differences(expected, got, lacking, others)
-    return kind(
-        "\n    ".join([f"{call}: {who} must have the same leaves; {len(lines)} difference(s):", *lines]),
-        hint="tdfunc.distributed.recv takes any tree; select(), set() and to() make trees alike.",
-    )
 
 
 def classes_of(tree: TensorCollection) -> dict[str, type[TensorCollection]]:
@@ -125,7 +103,9 @@ def _sender(td: TensorCollection, lane: _Lane) -> Callable[[], None]:
         ranks.send_bytes(structure.digest + structure.text, peer, tag)
         answer = ranks.recv_bytes(peer, back)
         if answer[:1] == _MISFIT:
-            raise mismatch(ranks.call, f"rank {peer} (expected) and this rank", parse(answer[1:]), structure.found)
+            raise mismatch(
+                ranks.call, f"rank {peer} (expected) and this rank", parse_found(answer[1:]), structure.found
+            )
         for piece in packed.pieces():
             ranks.send(piece, peer, tag)
 
@@ -142,7 +122,7 @@ def _receiver(like: T | None, lane: _Lane, classes: Classes = ()) -> Callable[[]
         raw = ranks.recv_bytes(peer, tag)
         digest, text = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
         if structure is not None and digest != structure.digest:
-            ranks.send_bytes(_MISFIT + describe(structure.found), peer, back)
+            ranks.send_bytes(_MISFIT + describe_found(structure.found), peer, back)
             who = f"this rank (expected) and rank {peer}"
             raise mismatch(ranks.call, who, structure.found, read_structure(text).found)
         ranks.send_bytes(_GO, peer, back)

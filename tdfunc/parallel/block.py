@@ -1,6 +1,6 @@
 """The values of many leaves in one block of bytes: packed piece by piece, and cut apart without a copy."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from operator import add, attrgetter
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from tdfunc.core.collection import PLAIN, Static, TensorCollection
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
 from tdfunc.storage.disk.raw import is_wrapped
 from tdfunc.storage.safetensors.header import Layout, lay_out
-from tdfunc.storage.safetensors.like import Found
+from tdfunc.storage.safetensors.like import Found, found_in
 from tdfunc.storage.safetensors.plan import is_plain
 from tdfunc.storage.safetensors.read import view_leaves
 from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
@@ -43,7 +43,7 @@ class Structure(NamedTuple):
     @property
     def found(self) -> Found:
         """The shape and dtype of each leaf by its name."""
-        return _found_in(self.names, self.specs)
+        return found_in(self.names, self.specs)
 
 
 class Packed(NamedTuple):
@@ -168,8 +168,3 @@ def unpack(text: bytes, block: Tensor, classes: Classes = ()) -> TensorCollectio
         leaf = leaves[i] if place is None else move_leaf(leaves[i], place)
         leaves[i] = flag_leaf(leaf, "" if IS_VALUE in flags else flags)
     return build_tree(plan, leaves, classes)
-
-
-def _found_in(names: Sequence[str], specs: Sequence[Spec]) -> Found:
-    shapes = [(tuple(spec.size), str(spec.dtype).removeprefix("torch.")) for spec in specs]
-    return {(name[1:-1],): shape for name, shape in zip(names, shapes, strict=True)}

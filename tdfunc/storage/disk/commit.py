@@ -90,6 +90,11 @@ def _open_folder(folder: str) -> Descriptor:
 
 def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
     """Give `path` the contents that `write` puts into a descriptor; `size_bytes` of them."""
+    replace_named(path, lambda fd, _: write(fd), size_bytes=size_bytes, fsync=fsync)
+
+
+def replace_named(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
+    """Give `path` the contents that `write`, given a descriptor and its name, and others put into the file."""
     with _open_folder(os.path.dirname(path)) as parent:
         try:
             sweep(os.path.dirname(path), _start(path))
@@ -104,7 +109,7 @@ def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fs
                     code = ctypes.get_errno()
                     if code in _NO_SPACE:
                         raise OSError(code, os.strerror(code))
-                write(fd)
+                write(fd, temporary)
                 _copy_mode(path, fd)
                 if fsync:
                     os.fsync(fd)

@@ -13,6 +13,7 @@ import torch
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, error, explain
 from tdfunc.core.keys import FilterLike
+from tdfunc.core.ranks import has_sharded
 from tdfunc.core.types import Device
 from tdfunc.storage.disk.commit import sweep
 from tdfunc.storage.disk.remote import anchored, local_folder
@@ -31,6 +32,7 @@ from tdfunc.storage.manager.steps import (
     write_step,
 )
 from tdfunc.storage.safetensors.plan import as_bytes
+from tdfunc.storage.safetensors.ranks import RankSave
 from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import outline
@@ -121,6 +123,9 @@ class CheckpointManager(WaitMethods):
     ) -> PendingSave:
         """Save a step, then remove those that are not to be kept.
 
+        A tree with DTensors is saved by all ranks of the default process group together, each its own parts, and not
+        in the background. Metadata are those of the first rank.
+
         Args:
             step: Its number.
             tree: A tree, or several trees, tensors and plain objects by name: `{"params": params, "optim":
@@ -170,6 +175,11 @@ class CheckpointManager(WaitMethods):
         path = self.path(number)
         if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
             raise exists_error(self._folder, number)
+        if self._max_bytes is None and has_sharded(td):
+            together = RankSave(td, f"save {path}", fsync=self._fsync)
+            save = PendingSave(path)
+            save.set_result(self._commit(number, together, described, overwrite))
+            return save
         if not self._async:
             save = PendingSave(path)
             save.set_result(self._commit(number, Snapshot(outline(td), {}), described, overwrite))
@@ -306,7 +316,9 @@ class CheckpointManager(WaitMethods):
 
     # -- parts --------------------------------------------------------------------------------------------------
 
-    def _commit(self, step: int, snapshot: Snapshot, metadata: dict[str, Any], overwrite: bool) -> pathlib.Path:
+    def _commit(
+        self, step: int, snapshot: Snapshot | RankSave, metadata: dict[str, Any], overwrite: bool
+    ) -> pathlib.Path:
         path = self.path(step)
         max_bytes, fsync = self._max_bytes, self._fsync
         try:
@@ -317,7 +329,8 @@ class CheckpointManager(WaitMethods):
             if err.errno is None:
                 raise
             raise OSError(err.errno, f"save: {os.strerror(err.errno)}; the step was not saved", str(path)) from err
-        self._remove_old(step)
+        if not isinstance(snapshot, RankSave) or snapshot.ranks.rank == 0:
+            self._remove_old(step)
         return path
 
     def _remove_old(self, saved: int) -> None:
