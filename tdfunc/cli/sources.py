@@ -35,8 +35,8 @@ from tdfunc.storage.manager.steps import (
 )
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, opened
-from tdfunc.storage.safetensors.contents import is_memmap, open_contents
 from tdfunc.storage.safetensors.blocks import Blocks
+from tdfunc.storage.safetensors.contents import is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.read import as_view, check_bytes, fill, read_bytes
