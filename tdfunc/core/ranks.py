@@ -189,6 +189,18 @@ def has_sharded(tree: TensorCollection) -> bool:
     return False
 
 
+def group_of(tree: TensorCollection) -> Any:
+    """Return the group of the ranks that have a tree: that of its mesh of one dimension, else None, the default one."""
+    stack: list[Any] = [tree]
+    while stack:
+        node = stack.pop()
+        if is_sharded(node):
+            mesh = node.device_mesh
+            return mesh.get_group() if mesh.ndim == 1 and mesh.size() < dist.get_world_size() else None
+        stack.extend(node._data.values() if isinstance(node, TensorCollection) else ())
+    return None
+
+
 def own_part(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """Return where this rank's part of a DTensor begins, its shape, and whether this is the first rank that has it."""
     utils: Any = sys.modules["torch.distributed.tensor._utils"]

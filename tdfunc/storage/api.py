@@ -47,7 +47,8 @@ def save(
     of these and of tensors and trees, such as the `state_dict()` of an optimizer. Each leaf and the header get a
     checksum. Memory layout is not kept: leaves are written row by row.
 
-    A tree with DTensors is saved by all ranks of the default process group, which all call this with the same path.
+    A tree with DTensors is saved by all ranks of the default process group, which all call this with the same path; on
+    a mesh of one dimension that has some of them, by those.
     Each writes its own parts into one file, nothing is gathered, and what is not a DTensor must be equal on all ranks.
     If one rank fails or dies, all raise, and the old file stays.
 

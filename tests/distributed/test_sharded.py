@@ -82,6 +82,11 @@ def _save(rank, folder):
     _fail(rank, folder, tree, grid)
     if rank == 0:
         assert_same(tdf.load(folder / "kept.safetensors"), TensorDict({"old": torch.ones(2)}))
+    pair = DeviceMesh("cpu", [1, 3])
+    if rank in (1, 3):
+        some = TensorDict({"x": distribute_tensor(torch.arange(5.0), pair, [S0], src_data_rank=None)})
+        tdf.save(some, folder / "pair.safetensors")
+        assert tdf.load(folder / "pair.safetensors")["x"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     manager = tdf.CheckpointManager(folder / "steps", keep_last=2)
     for step in range(3):
         path = manager.save(step, {"model": tree, "step": step}, metadata={"loss": 0.5}).result()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
-from tdfunc.core.ranks import Ranks, is_sharded, own_part
+from tdfunc.core.ranks import Ranks, group_of, is_sharded, own_part
 from tdfunc.storage.disk.commit import Descriptor, replace_named
 from tdfunc.storage.disk.raw import raw_bytes, write_all
 from tdfunc.storage.safetensors.blocks import Block, check_cover, cut_blocks, table_text
@@ -27,7 +27,7 @@ _EMPTY = xxhash.xxh3_64_hexdigest(b"")
 
 
 class RankSave:
-    """A save by all ranks of the default group, prepared: they have agreed on the tree and on who writes what.
+    """A save by the ranks of a mesh or of the default group: they have agreed on the tree and on the writers of its parts.
 
     Args:
         td: This rank's tree.
@@ -42,7 +42,7 @@ class RankSave:
     """
 
     def __init__(self, td: TensorCollection, call: str, *, fsync: bool) -> None:
-        self.ranks, self.fsync = Ranks(call), fsync
+        self.ranks, self.fsync = Ranks(call, group_of(td)), fsync
         self._told = False
         # For each leaf this rank's part, as far as it writes one.
         self._parts: list[tuple[int, Block, Tensor]] = []
