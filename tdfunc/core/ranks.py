@@ -3,9 +3,9 @@
 import builtins
 import json
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
-from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import PeerError
 
 # The first frame of a message, with its length and as much of it as fits.
-_FRAME_BYTES = 512
+_FRAME_BYTES = 4096
 _ROUND_TAG = 1 << 30
 # The root waits for less time than the others wait for it, so that it can name the rank that is missing.
 _ROOT_PATIENCE = 0.8
@@ -107,9 +107,13 @@ class Ranks(NamedTuple):
         if len(raw) > _FRAME_BYTES - 8:
             self.send(as_tensor(raw[_FRAME_BYTES - 8 :]), peer, tag)
 
-    def recv_bytes(self, peer: int, tag: int, *, wait_s: float | None = None) -> bytes:
+    def recv_bytes(self, peer: int, tag: int) -> bytes:
         """Return what `send_bytes` sent."""
-        first = as_bytes(self.recv_into(self.empty(_FRAME_BYTES), peer, tag, wait_s=wait_s))
+        return self._finish(self.recv_into(self.empty(_FRAME_BYTES), peer, tag), peer, tag)
+
+    def _finish(self, frame: Tensor, peer: int, tag: int) -> bytes:
+        """Return the bytes of a message whose first frame has come."""
+        first = as_bytes(frame)
         size = int.from_bytes(first[:8], "little")
         rest = size - (_FRAME_BYTES - 8)
         return first[8:] + as_bytes(self.recv_into(self.empty(rest), peer, tag)) if rest > 0 else first[8 : 8 + size]
@@ -144,14 +148,36 @@ class Ranks(NamedTuple):
         self, mine: bytes, decide: Callable[[list[bytes]], bytes], own: Exception | None
     ) -> tuple[bytes, Exception | None]:
         """Hear all ranks and answer them; return the answer, or this rank's own error."""
-        end = monotonic() + self.patience_s * _ROOT_PATIENCE
-        heard, silent = [mine], list[int]()
-        for rank in range(1, self.size):
+        heard, silent, is_done = [mine], list[int](), threading.Event()
+
+        # A send of gloo ends when its receiver is ready: all are, so that the ranks can go on to hear the answer.
+        peers = [self.world_rank(rank) for rank in range(1, self.size)]
+        frames = [self.empty(_FRAME_BYTES) for _ in peers]
+        works: list[Any] = []
+        for peer, frame in zip(peers, frames, strict=True):
             try:
-                heard.append(self.recv_bytes(self.world_rank(rank), _ROUND_TAG, wait_s=end - monotonic()))
-            except PeerError as err:
-                silent.append(rank)
-                heard.append(_FAILED + _write(err))
+                works.append(dist.irecv(frame, peer, self.group, _ROUND_TAG))
+            except RuntimeError as err:
+                works.append(err)
+
+        def listen() -> None:
+            for rank, (peer, frame, work) in enumerate(zip(peers, frames, works, strict=True), 1):
+                try:
+                    if isinstance(work, RuntimeError):
+                        raise self.lost(f"rank {peer}", work)
+                    self._await(lambda work=work: work, peer, 2 * self.patience_s)
+                    heard.append(self._finish(frame, peer, _ROUND_TAG))
+                except PeerError as err:
+                    silent.append(rank)
+                    heard.append(_FAILED + _write(err))
+            is_done.set()
+
+        # In a thread: a timeout of gloo's own closes the connections to all ranks, which then could not be told.
+        threading.Thread(target=listen, name="tdfunc-round", daemon=True).start()
+        if not is_done.wait(self.patience_s * _ROOT_PATIENCE):
+            silent.append(len(heard))
+            late = self.lost(f"rank {self.world_rank(len(heard))}", TimeoutError("nothing"))
+            heard = [*heard, _FAILED + _write(late)]
         failed = next((answer for answer in heard if answer[:1] == _FAILED), None)
         if failed is None:
             try:
@@ -164,7 +190,7 @@ class Ranks(NamedTuple):
             try:
                 self.send_bytes(answer, self.world_rank(rank), _ROUND_TAG)
             except PeerError as err:
-                own = own or err
+                own = own or (err if failed is None else None)
         return answer, own
 
 

@@ -27,7 +27,7 @@ _EMPTY = xxhash.xxh3_64_hexdigest(b"")
 
 
 class RankSave:
-    """A save by the ranks of a mesh or of the default group: they have agreed on the tree and on the writers of its parts.
+    """A save by the ranks of a mesh or of the default group, which have agreed on the tree and on who writes what.
 
     Args:
         td: This rank's tree.
