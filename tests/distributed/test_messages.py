@@ -51,8 +51,8 @@ def through_bytes(tree):
 @given(trees() | tied_trees())
 def test_a_block_keeps_everything(tree):
     """Packing and unpacking is the identity, at the first call and with the known structure."""
-    assert_same(through_bytes(tree), tree)
-    assert_same(through_bytes(tree.clone() if not tree.ties() else tree), tree)
+    for _ in range(2):
+        assert_same(through_bytes(tree), tree)
 
 
 def test_large_leaves_and_layouts_in_a_block():
