@@ -7,10 +7,12 @@ import typing
 from tdfunc import averaging as averaging
 from tdfunc import calibration as calibration
 from tdfunc import distributed as distributed
+from tdfunc import lora as lora
 from tdfunc import metrics as metrics
 from tdfunc import optim as optim
 from tdfunc import random as random
 from tdfunc import sweep as sweep
+from tdfunc import weights as weights
 from tdfunc._control import associative_scan as associative_scan
 from tdfunc._control import cond as cond
 from tdfunc._control import map as map
@@ -57,17 +59,17 @@ from tdfunc.modules.extract import split as split
 from tdfunc.modules.functional import Apply as Apply
 from tdfunc.modules.functional import functional as functional
 from tdfunc.ops.abstract import eval_shape as eval_shape
-from tdfunc.ops.compare import assert_close as assert_close
-from tdfunc.ops.compare import tree_equal as tree_equal
+from tdfunc.ops.batch.join import cat as cat
+from tdfunc.ops.batch.join import stack as stack
+from tdfunc.ops.batch.rearrange import pad as pad
+from tdfunc.ops.edits.structure import combine as combine
+from tdfunc.ops.edits.structure import in_dims as in_dims
+from tdfunc.ops.edits.structure import partition as partition
 from tdfunc.ops.interop import collate as collate
 from tdfunc.ops.interop import scalars as scalars
-from tdfunc.ops.join import cat as cat
-from tdfunc.ops.join import stack as stack
-from tdfunc.ops.rearrange import pad as pad
-from tdfunc.ops.structure import combine as combine
-from tdfunc.ops.structure import in_dims as in_dims
-from tdfunc.ops.structure import partition as partition
-from tdfunc.ops.vector import ravel as ravel
+from tdfunc.ops.math.compare import assert_close as assert_close
+from tdfunc.ops.math.compare import tree_equal as tree_equal
+from tdfunc.ops.math.vector import ravel as ravel
 from tdfunc.parallel.pool import WorkerPool as WorkerPool
 from tdfunc.parallel.ray import RayExecutor as RayExecutor
 from tdfunc.storage.api import load as load
@@ -98,7 +100,9 @@ else:
         raise AttributeError(f"module 'tdfunc' has no attribute {name!r}")
 
 
-_NAMES, _ = _surface(globals(), "averaging", "calibration", "distributed", "metrics", "optim", "random", "sweep")
+_NAMES, _ = _surface(
+    globals(), "averaging", "calibration", "distributed", "lora", "metrics", "optim", "random", "sweep", "weights"
+)
 # `from tdfunc import *` leaves Python's own `map` and `open` as they are.
 __all__ = [name for name in _NAMES if not hasattr(builtins, name)]  # pyright: ignore[reportUnsupportedDunderAll]
 

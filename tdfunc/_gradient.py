@@ -12,8 +12,8 @@ from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
-from tdfunc.ops.reading import check_dense, entries
-from tdfunc.ops.structure import keep_leaves
+from tdfunc.ops.base.reading import check_dense, entries
+from tdfunc.ops.edits.structure import keep_leaves
 
 # A filter for the tree, or one for each of several trees; None is all leaves with a gradient.
 Wrt: TypeAlias = "FilterLike | Sequence[FilterLike | None] | None"

@@ -1,20 +1,34 @@
 """The mixture of an ensemble's members, and checks of logits and labels, for `metrics` and `calibration`."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import LeafMismatchError, error
 
+# Any: numbers of any dtype, in sequences of sequences.
+Numbers: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
+
+
+def as_tensor(values: Numbers, device: torch.device | None = None) -> Tensor:
+    """Return a tensor as it is, and lists and arrays as tensors on a device."""
+    if isinstance(values, Tensor):
+        return values
+    # A copy: torch takes no arrays that cannot be written, or whose strides are negative.
+    return torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values, device=device)
+
 
 # Any: tensors, or lists and arrays of their values.
 def predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
     """Return log-probabilities, of the mixture if there are members, and the checked labels."""
-    y = torch.as_tensor(y)
+    y = as_tensor(y)
     check_outputs(call, y, 1)
-    t = t if isinstance(t, Tensor) else torch.as_tensor(t, device=y.device)
+    t = as_tensor(t, y.device)
     fits = y.dim() - t.dim() in (1, 2) and y.shape[y.dim() - 1 - t.dim() : -1] == t.shape
     if not fits or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
         raise LeafMismatchError(
@@ -57,7 +71,11 @@ def member_weights(y: Tensor, weights: Any) -> Tensor:
     if weights is None:
         w = torch.full((members,), 1 / members, dtype=dtype, device=y.device)
     else:
-        w = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+        w = (
+            weights
+            if isinstance(weights, Tensor)
+            else torch.tensor(np.array(weights), dtype=torch.float64, device="cpu")
+        )
         if w.shape != (members,):
             raise LeafMismatchError(
                 "weights: there must be one for each member.",

@@ -11,25 +11,25 @@ from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.types import NestedKey
 from tdfunc.distributed.methods import DistributedMethods
 from tdfunc.modules.bind import ModuleMethods
-from tdfunc.ops.arithmetic import ArithmeticMethods
 from tdfunc.ops.autograd import MemoryMethods
-from tdfunc.ops.cast import CastMethods, as_device, to
-from tdfunc.ops.convert import adopt, is_plain, read_mapping, resize
+from tdfunc.ops.base.cast import CastMethods, as_device, to
+from tdfunc.ops.base.convert import adopt, is_plain, read_mapping, resize
+from tdfunc.ops.base.reading import ReadMethods, refuse_options
+from tdfunc.ops.batch.index import IndexMethods
+from tdfunc.ops.batch.rearrange import RearrangeMethods
+from tdfunc.ops.batch.shape import ShapeMethods
 from tdfunc.ops.display.show import ShowMethods
-from tdfunc.ops.edit import EditMethods, update
-from tdfunc.ops.index import IndexMethods
+from tdfunc.ops.edits.edit import EditMethods, update
+from tdfunc.ops.edits.make import MakeMethods
+from tdfunc.ops.edits.maps import MapMethods
+from tdfunc.ops.edits.structure import StructureMethods
 from tdfunc.ops.interop import FromMethods, InteropMethods
-from tdfunc.ops.make import MakeMethods
-from tdfunc.ops.maps import MapMethods
-from tdfunc.ops.pointwise import DtypeMethods, PointwiseMethods
-from tdfunc.ops.reading import ReadMethods, refuse_options
-from tdfunc.ops.rearrange import RearrangeMethods
-from tdfunc.ops.reduce import ExtremeMethods, ReduceMethods
-from tdfunc.ops.shape import ShapeMethods
-from tdfunc.ops.structure import StructureMethods
+from tdfunc.ops.math.arithmetic import ArithmeticMethods
+from tdfunc.ops.math.pointwise import DtypeMethods, PointwiseMethods
+from tdfunc.ops.math.reduce import ExtremeMethods, ReduceMethods
 from tdfunc.ops.torch_function import DispatchMethods
 from tdfunc.parallel.map import ParallelMethods
-from tdfunc.storage.memmap.methods import MemmapMethods
+from tdfunc.storage.methods import MemmapMethods
 
 
 class TreeMethods(

@@ -23,12 +23,13 @@ from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
 from tdfunc.ensemble._variant import variant
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.modules.functional import Apply
-from tdfunc.ops import cast, maps
-from tdfunc.ops.foreach import check_keys
-from tdfunc.ops.reading import get, has
+from tdfunc.ops.base import cast
+from tdfunc.ops.base.foreach import check_keys
+from tdfunc.ops.base.reading import get, has
+from tdfunc.ops.edits import maps
 from tdfunc.optim._checks import check_dense, check_tree, list_trainable
 from tdfunc.optim._optimizer import Schedule
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

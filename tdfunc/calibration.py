@@ -2,18 +2,17 @@
 
 B is the batch (any dimensions), C the classes, N the examples of a calibration set. Temperatures and thresholds are
 fitted on examples that the models were not trained on. Everything is pure and works under `torch.vmap`, so a function
-of one model serves each member of an ensemble.
+of one model serves each member of an ensemble. Lists and numpy arrays are accepted in place of tensors.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import check_outputs, log_mixture, member_weights, widen
-from tdfunc.core.context import has_values
+from tdfunc._mixture import Numbers, as_tensor, check_outputs, log_mixture, member_weights, widen
+from tdfunc.core.context import require_values
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.surface import surface
 
@@ -22,7 +21,7 @@ Method: TypeAlias = Literal["lac", "aps"]
 _LOG_RANGE, _STEPS = 12.0, 60
 
 
-def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
+def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
     """Return the temperature whose division of the logits makes the labels most likely.
 
     The logits of one model, of each member (a temperature each), or of the ensemble: `ensemble_logits(y)`, which may
@@ -48,11 +47,12 @@ def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
         >>> fit_temperature(logits, torch.tensor([0, 0, 0, 1]))  # right in 3 of 4: odds of 3
         tensor(3.6410)
     """
-    _check_labels("fit_temperature", y, t, y.shape[-2:-1])
+    y = as_tensor(y)
+    t = _labels("fit_temperature", y, t, y.shape[-2:-1])
     wide = widen(y.detach())
     # A class that cannot be has no part in the expectation; the labels' logits must be finite.
     wide = wide - wide.amax(-1, keepdim=True)
-    wanted = wide.gather(-1, t.long().expand(wide.shape[:-1]).unsqueeze(-1)).squeeze(-1).mean(-1)
+    wanted = wide.gather(-1, t.expand(wide.shape[:-1]).unsqueeze(-1)).squeeze(-1).mean(-1)
     finite = torch.where(wide == -math.inf, 0, wide)
     low = torch.full_like(wanted, -_LOG_RANGE)
     high = torch.full_like(wanted, _LOG_RANGE)
@@ -64,7 +64,7 @@ def fit_temperature(y: Tensor, t: Tensor) -> Tensor:
     return torch.where(wide.isnan().any(-1).any(-1), math.nan, (-(low + high) / 2).exp())
 
 
-def ensemble_logits(y: Tensor, *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
+def ensemble_logits(y: Numbers, *, weights: Numbers | None = None) -> Tensor:
     """Return the log-probabilities of the mixture of the members: the logits of the ensemble as one model.
 
     Args:
@@ -86,11 +86,12 @@ def ensemble_logits(y: Tensor, *, weights: Tensor | Sequence[float] | None = Non
         >>> ensemble_logits(logits).exp()
         tensor([[0.7500, 0.2500]])
     """
+    y = as_tensor(y)
     check_outputs("ensemble_logits", y, 2)
     return log_mixture(widen(y).log_softmax(-1), member_weights(y, weights))
 
 
-def conformal_scores(p: Tensor, t: Tensor, *, method: Method = "lac") -> Tensor:
+def conformal_scores(p: Numbers, t: Numbers, *, method: Method = "lac") -> Tensor:
     """Return how badly probabilities fit labels, for `conformal_threshold`.
 
     Args:
@@ -106,11 +107,12 @@ def conformal_scores(p: Tensor, t: Tensor, *, method: Method = "lac") -> Tensor:
         Sadinle et al., "Least ambiguous set-valued classifiers with bounded error levels" (2019); Romano et al.,
         "Classification with valid and adaptive coverage" (2020), without randomisation.
     """
-    _check_labels("conformal_scores", p, t, p.shape[:-1])
-    return _class_scores(p, method).gather(-1, t.long().unsqueeze(-1)).squeeze(-1)
+    p = as_tensor(p)
+    t = _labels("conformal_scores", p, t, p.shape[:-1])
+    return _class_scores(p, method).gather(-1, t.unsqueeze(-1)).squeeze(-1)
 
 
-def conformal_threshold(scores: Tensor, alpha: float) -> Tensor:
+def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
     """Return the threshold under which sets hold the right answer with a probability of at least 1 - alpha.
 
     It is the ceil((N + 1) (1 - alpha))-th smallest score, and infinite if there are too few for `alpha`. The scores are
@@ -136,6 +138,7 @@ def conformal_threshold(scores: Tensor, alpha: float) -> Tensor:
     """
     if not 0.0 < alpha < 1.0:
         raise error(ValueError, "conformal_threshold: alpha must lie between 0 and 1.", got=alpha)
+    scores = as_tensor(scores)
     count = scores.shape[-1]
     # Rounded, since (10 + 1) * (1 - 0.2) is a little more than 8.8, and so may be what should be whole.
     place = math.ceil(round((count + 1) * (1 - alpha), 9))
@@ -145,7 +148,7 @@ def conformal_threshold(scores: Tensor, alpha: float) -> Tensor:
     return scores.nan_to_num(math.inf, math.inf, -math.inf).sort(-1).values[..., place - 1]
 
 
-def conformal_sets(p: Tensor, threshold: Tensor | float, *, method: Method = "lac") -> Tensor:
+def conformal_sets(p: Numbers, threshold: Numbers | float, *, method: Method = "lac") -> Tensor:
     """Return for each input the classes whose score is at most a threshold; `p` and `method` as in `conformal_scores`.
 
     Shapes:
@@ -157,12 +160,14 @@ def conformal_sets(p: Tensor, threshold: Tensor | float, *, method: Method = "la
         tensor([[ True, False, False],
                 [ True,  True, False]])
     """
-    if isinstance(threshold, Tensor):
+    p = as_tensor(p)
+    if not isinstance(threshold, float | int):
+        threshold = as_tensor(threshold, p.device)
         threshold = threshold.reshape(*threshold.shape, *[1] * (p.dim() - threshold.dim()))
     return _class_scores(p, method) <= threshold
 
 
-def regression_scores(y: Tensor, t: Tensor, *, scale: Tensor | None = None) -> Tensor:
+def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -> Tensor:
     """Return how far predictions are from the truth, for `conformal_threshold`.
 
     Args:
@@ -180,6 +185,8 @@ def regression_scores(y: Tensor, t: Tensor, *, scale: Tensor | None = None) -> T
     Source:
         Lei et al., "Distribution-free predictive inference for regression" (2018), sections 2.2 and 5.2.
     """
+    y = as_tensor(y)
+    t, scale = as_tensor(t, y.device), None if scale is None else as_tensor(scale, y.device)
     if y.shape[-1:] != t.shape or (scale is not None and scale.shape not in (y.shape, t.shape)):
         raise LeafMismatchError(
             "regression_scores: there must be a true value, and a scale, for each prediction.",
@@ -190,7 +197,9 @@ def regression_scores(y: Tensor, t: Tensor, *, scale: Tensor | None = None) -> T
     return (y - t).abs() if scale is None else (y - t).abs() / scale
 
 
-def regression_intervals(y: Tensor, threshold: Tensor | float, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def regression_intervals(
+    y: Numbers, threshold: Numbers | float, *, scale: Numbers | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the bounds between which each true value lies with a probability of at least 1 - alpha.
 
     Args:
@@ -206,8 +215,11 @@ def regression_intervals(y: Tensor, threshold: Tensor | float, *, scale: Tensor 
         >>> regression_intervals(torch.tensor([3.0, 5.0]), threshold)
         (tensor([-4., -2.]), tensor([10., 12.]))
     """
-    width = torch.as_tensor(threshold, dtype=y.dtype, device=y.device).unsqueeze(-1)
-    width = width if scale is None else width * scale
+    y = as_tensor(y)
+    is_number = isinstance(threshold, float | int)
+    width = torch.tensor(threshold, dtype=y.dtype) if is_number else as_tensor(threshold)
+    width = width.to(y.device, y.dtype).unsqueeze(-1)
+    width = width if scale is None else width * as_tensor(scale, y.device)
     return y - width, y + width
 
 
@@ -220,7 +232,8 @@ def _class_scores(p: Tensor, method: Method) -> Tensor:
     raise error(ValueError, "conformal: method must be lac or aps.", got=repr(method))
 
 
-def _check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> None:
+def _labels(call: str, y: Tensor, t: Numbers, shape: torch.Size) -> Tensor:
+    t = as_tensor(t, y.device)
     if not y.is_floating_point() or t.shape != shape or t.is_floating_point() or t.dtype is torch.bool:
         raise LeafMismatchError(
             f"{call}: labels must fit the outputs.",
@@ -229,8 +242,11 @@ def _check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> None:
         )
     if not t.numel():
         raise error(ValueError, f"{call}: there must be examples.", got=f"shape {list(t.shape)}")
-    if has_values() and not t.is_meta and not bool(((t >= 0) & (t < y.shape[-1])).all()):
-        raise error(ValueError, f"{call}: labels must name classes.", expected=f"0 <= t < {y.shape[-1]}")
+    # Narrow integers cannot be compared with the number of classes.
+    t, classes = t.long(), y.shape[-1]
+    what = f"{call}: labels must name classes."
+    require_values((t >= 0) & (t < classes), lambda: error(ValueError, what, expected=f"0 <= t < {classes}"))
+    return t
 
 
 __all__, __dir__ = surface(globals())

@@ -31,8 +31,8 @@ from tdfunc.metrics import brier, ece, nll, uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import functional
 from tdfunc.modules.random import seeded
-from tdfunc.ops.compare import assert_close
-from tdfunc.ops.structure import combine
+from tdfunc.ops.edits.structure import combine
+from tdfunc.ops.math.compare import assert_close
 from tdfunc.optim import Optimizer, adam
 from tdfunc.storage.api import load, save
 

@@ -2,17 +2,16 @@
 
 E is the number of members, B the batch (any dimensions), C the classes; entropies and log-likelihoods are in nats.
 Classification is computed from log-probabilities. Everything is in float32 at least, and works under `torch.vmap`,
-`torch.func.grad` and `tdfunc.jit`.
+`torch.func.grad` and `tdfunc.jit`. Lists and numpy arrays are accepted in place of tensors.
 """
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import check_outputs, log_mixture, member_weights, predicted, widen
+from tdfunc._mixture import Numbers, as_tensor, check_outputs, log_mixture, member_weights, predicted, widen
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.surface import surface
@@ -25,10 +24,10 @@ _KINDS = {"classification": 2, "regression": 1, "gaussian": 2}
 
 
 def uncertainty(
-    y: Tensor,
+    y: Numbers,
     kind: Literal["classification", "regression", "gaussian"],
     *,
-    weights: Tensor | Sequence[float] | None = None,
+    weights: Numbers | None = None,
     nan: Literal["propagate", "omit"] = "propagate",
 ) -> "TensorDict":
     """Return the mean of an ensemble's outputs, its uncertainty, and the disagreement of its members.
@@ -91,7 +90,7 @@ def uncertainty(
         if value not in known:
             what = f"uncertainty: {name} must be one of its names."
             raise error(ValueError, what, expected=" or ".join(map(repr, known)), got=repr(value))
-    y = torch.as_tensor(y)
+    y = as_tensor(y)
     check_outputs("uncertainty", y, _KINDS[kind])
     if kind == "gaussian" and y.shape[-1] != 2:
         raise LeafMismatchError(
@@ -146,7 +145,7 @@ def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
 # -- scores -----------------------------------------------------------------------------------------------------
 
 
-def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
+def nll(y: Numbers, t: Numbers, *, weights: Numbers | None = None) -> Tensor:
     """Return the mean negative log-likelihood of the labels, in nats.
 
     Args:
@@ -169,7 +168,7 @@ def nll(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[floa
     return -log_p.gather(-1, t.unsqueeze(-1)).mean()
 
 
-def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[float] | None = None) -> Tensor:
+def brier(y: Numbers, t: Numbers, *, weights: Numbers | None = None) -> Tensor:
     """Return the mean Brier score: the squared distance of the probabilities from the right answer, from 0 to 2.
 
     The arguments, shapes and errors are those of `nll`; the probabilities are those of the members' mixture.
@@ -186,9 +185,7 @@ def brier(y: Tensor, t: Tensor | Sequence[int], *, weights: Tensor | Sequence[fl
     return (log_p.exp() - right).square().sum(-1).mean()
 
 
-def ece(
-    y: Tensor, t: Tensor | Sequence[int], *, bins: int = 15, weights: Tensor | Sequence[float] | None = None
-) -> Tensor:
+def ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | None = None) -> Tensor:
     """Return the expected calibration error: the gap between confidence and accuracy, averaged over bins.
 
     The other arguments, shapes and errors are those of `nll`; the probabilities are those of the members' mixture.
@@ -208,7 +205,7 @@ def ece(
     return ((right - confidence).unsqueeze(-1) * inside).sum(0).abs().sum() / len(right) + 0 * confidence.sum()
 
 
-def adaptive_ece(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | Sequence[float] | None = None) -> Tensor:
+def adaptive_ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | None = None) -> Tensor:
     """Return the expected calibration error over bins that hold equally many predictions.
 
     Args:
@@ -236,9 +233,7 @@ def adaptive_ece(y: Tensor, t: Tensor, *, bins: int = 15, weights: Tensor | Sequ
     return torch.stack([part.sum().abs() for part in parts]).sum() / len(gap)
 
 
-def reliability_curve(
-    y: Tensor, t: Tensor | Sequence[int], *, bins: int = 15, weights: Tensor | Sequence[float] | None = None
-) -> "TensorDict":
+def reliability_curve(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | None = None) -> "TensorDict":
     """Return accuracy against confidence, the data of a reliability diagram.
 
     The arguments and errors are those of `ece`.
@@ -285,7 +280,7 @@ def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor,
 # -- how well an uncertainty ranks the errors -----------------------------------------------------------------
 
 
-def auroc(score: Tensor, positive: Tensor) -> Tensor:
+def auroc(score: Numbers, positive: Numbers) -> Tensor:
     """Return the probability that a positive example has a higher score than a negative one; ties count half.
 
     With the entropy of the mean as score it tells how well an ensemble finds its errors, or inputs from elsewhere.
@@ -307,7 +302,7 @@ def auroc(score: Tensor, positive: Tensor) -> Tensor:
         >>> auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True]))
         tensor(0.7500)
     """
-    _check_pairs("auroc", score, positive, bools=True)
+    score, positive = _pairs("auroc", score, positive, bools=True)
     ordered = score.sort(-1).values.contiguous()
     below, upto = (torch.searchsorted(ordered, score.contiguous(), right=right) for right in (False, True))
     rank = (below + upto + 1).to(torch.float64) / 2
@@ -317,7 +312,7 @@ def auroc(score: Tensor, positive: Tensor) -> Tensor:
     return torch.where(score.isnan().any(-1), math.nan, area).to(torch.promote_types(score.dtype, torch.float32))
 
 
-def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
+def aurc(doubt: Numbers, loss: Numbers) -> Tensor:
     """Return the area under the risk-coverage curve: the mean loss of the surest k examples, averaged over k.
 
     Args:
@@ -340,7 +335,7 @@ def aurc(doubt: Tensor, loss: Tensor) -> Tensor:
     return risk_coverage(doubt, loss).mean(-1)
 
 
-def risk_coverage(doubt: Tensor, loss: Tensor) -> Tensor:
+def risk_coverage(doubt: Numbers, loss: Numbers) -> Tensor:
     """Return the mean loss of the surest k examples, for k from 1 to N: the risk at the coverages k / N.
 
     The arguments and errors are those of `aurc`. Examples of equal doubt share their mean loss.
@@ -352,7 +347,7 @@ def risk_coverage(doubt: Tensor, loss: Tensor) -> Tensor:
         >>> risk_coverage(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1.0, 0.0, 0.0, 1.0]))
         tensor([0.0000, 0.0000, 0.3333, 0.5000])
     """
-    _check_pairs("risk_coverage", doubt, loss, bools=False)
+    doubt, loss = _pairs("risk_coverage", doubt, loss, bools=False)
     order = doubt.argsort(dim=-1, stable=True)
     ordered = doubt.gather(-1, order).contiguous()
     loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
@@ -398,7 +393,9 @@ def _tree(data: dict[str, Tensor], size: torch.Size) -> Any:
     return TensorCollection._open._make(data, torch.Size(size))
 
 
-def _check_pairs(call: str, score: Tensor, other: Tensor, *, bools: bool) -> None:
+def _pairs(call: str, score: Numbers, other: Numbers, *, bools: bool) -> tuple[Tensor, Tensor]:
+    score = as_tensor(score)
+    other = as_tensor(other, score.device)
     fits = score.dim() > 0 and other.shape in (score.shape, score.shape[-1:]) and score.shape[-1] > 0
     if not fits or (bools and other.is_floating_point()):
         raise LeafMismatchError(
@@ -406,6 +403,7 @@ def _check_pairs(call: str, score: Tensor, other: Tensor, *, bools: bool) -> Non
             expected=f"numbers of shape (*E, N), and {'bools' if bools else 'numbers'} of shape (N) or (*E, N)",
             got=f"shape {list(score.shape)}, and {other.dtype} of shape {list(other.shape)}",
         )
+    return score, other
 
 
 __all__, __dir__ = surface(globals())

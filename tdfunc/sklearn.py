@@ -6,7 +6,7 @@ targets.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -92,9 +92,9 @@ class _Ensemble(BaseEstimator):
         """Return the members' raw outputs, (E, N, outputs)."""
         check_is_fitted(self)
         checked = validate_data(self, X, reset=False, dtype=_FLOATS)
-        x = torch.tensor(checked, device=self.center_.device).to(self.center_.dtype)
+        x = torch.tensor(checked, dtype=torch.float64, device=self.center_.device)
         with torch.no_grad():
-            chunks = ((x - self.center_) / self.scale_).split(_CHUNK)
+            chunks = ((x - self.center_) / self.scale_).to(self._dtype).split(_CHUNK)
             return torch.cat([self.ensemble_(self.params_, chunk, buffers=self.buffers_) for chunk in chunks], 1)
 
     def _train(self, data: Array, t: Tensor, weights: Array, outputs: int, losses: Losses) -> None:
@@ -104,9 +104,9 @@ class _Ensemble(BaseEstimator):
                 raise error(ValueError, f"{name} must be at least 1.", got=getattr(self, name))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         key = random.key(seed, device=self.device)
-        rows = _Rows(torch.tensor(data, device=self.device), t, torch.tensor(weights, device=self.device))
-        self.center_, self.scale_ = _moments(rows.x, rows.w)
-        rows = rows._replace(x=(rows.x - self.center_) / self.scale_)
+        x, w = (torch.tensor(array, device=self.device) for array in (data, weights))
+        self._dtype, (self.center_, self.scale_) = x.dtype, _moments(x, w)
+        rows = _Rows(((x - self.center_) / self.scale_).to(x.dtype), t, w)
 
         def make() -> nn.Module:
             if self.make is None:
@@ -365,7 +365,8 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         t = torch.tensor(values.astype(np.result_type(data, values)), device=self.device)
         self._is_flat = t.dim() == 1
         t = t.unsqueeze(1) if self._is_flat else t
-        self.target_center_, self.target_scale_ = _moments(t, torch.tensor(weights, device=self.device, dtype=t.dtype))
+        self._target_dtype = t.dtype
+        self.target_center_, self.target_scale_ = _moments(t, torch.tensor(weights, device=self.device))
         t = ((t - self.target_center_) / self.target_scale_).to(
             torch.float32 if data.dtype == np.float32 else torch.float64
         )
@@ -373,9 +374,19 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         self._train(data, t, weights, outputs, losses)
         return self
 
-    def predict(self, X: Any) -> Array:
-        """Return the mean prediction of the members, (N) or (N, K) as in `fit`."""
-        return self.predict_uncertainty(X)["mean"]
+    @overload
+    def predict(self, X: Any, return_std: Literal[False] = False) -> Array: ...
+    @overload
+    def predict(self, X: Any, return_std: Literal[True]) -> tuple[Array, Array]: ...
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Return the mean prediction of the members, (N) or (N, K) as in `fit`.
+
+        Args:
+            X: Features of shape (N, F).
+            return_std: Whether the result is a pair: the mean, and the standard deviation of the members' mixture.
+        """
+        found = self.predict_uncertainty(X)
+        return (found["mean"], np.sqrt(found["variance"])) if return_std else found["mean"]
 
     def predict_uncertainty(self, X: Any) -> dict[str, Array]:
         """Return the `mean` and `variance` of the members' mixture, in the units of `y`.
@@ -392,7 +403,9 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
             name: self.target_center_ + self.target_scale_ * x if name == "mean" else self.target_scale_**2 * x
             for name, x in found.items()
         }
-        return _arrays({name: x.squeeze(1) if self._is_flat else x for name, x in parts.items()})
+        return _arrays(
+            {name: (x.squeeze(1) if self._is_flat else x).to(self._target_dtype) for name, x in parts.items()}
+        )
 
 
 # -- training -----------------------------------------------------------------------------------------------------
@@ -441,7 +454,9 @@ def _perceptron(features: int, hidden: Sequence[int], outputs: int) -> nn.Module
 
 
 def _moments(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weighted mean and deviation of each column; 1 for the deviation of a constant."""
+    """Return the weighted mean and deviation of each column, in float64; 1 for the deviation of a constant."""
+    # In float32 the squares of small numbers vanish, and a deviation is lost beside a large mean.
+    x, w = x.double(), w.double()
     share = (w / w.sum()).unsqueeze(1)
     center = (share * x).sum(0)
     scale = (share * (x - center).square()).sum(0).sqrt()

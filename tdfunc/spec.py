@@ -17,7 +17,7 @@ from tdfunc.core.keys import missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.surface import surface
 from tdfunc.core.types import NestedKey
-from tdfunc.ops.cast import as_device
+from tdfunc.ops.base.cast import as_device
 
 
 def _size(shape: Any) -> Size:

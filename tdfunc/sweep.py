@@ -17,7 +17,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.core.surface import surface
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

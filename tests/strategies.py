@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tdfunc import Kind, NonTensorStack, TensorClass, TensorDict, lazy_stack
 from tdfunc.core.collection import iter_leaves
 from tdfunc.core.ties import by_identity
-from tdfunc.ops.edit import restore_ties
+from tdfunc.ops.edits.edit import restore_ties
 
 # Ordinary words, names of methods, separators, keys that a file system refuses, other alphabets.
 KEYS = st.sampled_from(["a", "b", "weight", "keys", "shape", "device", "_type", "a.b", "a/b", "../x", "é", "x" * 300])

@@ -230,6 +230,42 @@ def test_a_score_of_nan_is_the_worst(alpha):
     assert cal.conformal_sets(torch.tensor([0.7, 0.3]), cal.conformal_threshold(scores[0], 0.2)).all()
 
 
+P = torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25], [0.1, 0.1, 0.8]], dtype=torch.float64)
+T, V = torch.tensor([0, 1, 2]), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+SCORES = metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece
+CALLS = {
+    "fit_temperature": (cal.fit_temperature, (P, T)),
+    "ensemble_logits": (lambda y, w: cal.ensemble_logits(y, weights=w), (P, V)),
+    "conformal_scores": (cal.conformal_scores, (P, T)),
+    "conformal_threshold": (lambda scores: cal.conformal_threshold(scores, 0.5), (V,)),
+    "conformal_sets": (cal.conformal_sets, (P[:, None], V)),
+    "regression_scores": (lambda y, t, scale: cal.regression_scores(y, t, scale=scale), (P, V, V)),
+    "regression_intervals": (lambda y, w, s: torch.stack(cal.regression_intervals(y, w, scale=s)), (P, V, V)),
+    "auroc": (metrics.auroc, (V, T > 0)),
+    "risk_coverage": (metrics.risk_coverage, (P, V)),
+    "scores": (
+        lambda y, t, w: torch.stack(
+            [f(y, t, weights=w) for f in (metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece)]
+        ),
+        (P.expand(3, 3, 3), T, V),
+    ),
+    "uncertainty": (lambda y, w: metrics.uncertainty(y, "classification", weights=w)["entropy"], (P, V.ceil().long())),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_are_tensors(name):
+    """Arrays, those that cannot be written and those with negative strides among them, and lists."""
+    call, given = CALLS[name]
+    reversed_twice = [x.numpy()[::-1].copy()[::-1] for x in given]
+    for x in reversed_twice:
+        x.flags.writeable = False
+
+    lists = [x.tolist() for x in given]
+    for others in (reversed_twice, [x.numpy() for x in given], lists, list(map(tuple, lists))):
+        torch.testing.assert_close(call(*others), call(*given), check_dtype=False)
+
+
 MESSAGES = [
     (lambda: cal.fit_temperature(torch.zeros(3, 2), torch.zeros(3)), tdf.LeafMismatchError, "fit_temperature.*float32"),
     (lambda: cal.conformal_scores(torch.zeros(3, 2), torch.zeros(2).long()), tdf.LeafMismatchError, r"\[3\].*\[2\]"),

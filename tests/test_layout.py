@@ -6,6 +6,7 @@ Each check takes sources by module name and returns its findings, so that it can
 import ast
 import functools
 import sys
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -21,7 +22,7 @@ LAYERS = (
     ("modules", "storage parallel distributed"),
     ("_tensordict _tensorclass _lazystack spec",),
     ("_jit _control _gradient",),
-    ("ensemble optim weights _mixture metrics sweep calibration averaging sklearn",),
+    ("ensemble optim weights lora _mixture metrics sweep calibration averaging sklearn",),
     ("nn",),
     ("llm",),
     ("cli demo",),
@@ -36,6 +37,7 @@ PLACES = {
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "optree", "xxhash"}
 MAX_FILE_LINES, MAX_PUBLIC_METHODS, MAX_BODY_LINES = 800, 20, 60
+MAX_FOLDER_FILES = 14
 
 
 def read_sources(*folders):
@@ -165,6 +167,35 @@ def check_cycles(sources):
     return []
 
 
+def check_folder_cycles(sources):
+    """The files and folders in one folder form no loop: what a folder imports is complete before it."""
+    graphs = {}
+    for name, targets in import_graph(sources).items():
+        for target in targets:
+            ours, theirs = name.split("."), target.split(".")
+            depth = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+            # A file and the package that it lies in are told apart by check_cycles.
+            if depth is not None and "__init__" not in (ours[depth], theirs[depth]):
+                graphs.setdefault(".".join(ours[:depth]), {}).setdefault(ours[depth], set()).add(theirs[depth])
+    found = []
+    for folder, graph in graphs.items():
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            found.append(f"{folder}: loop between {' -> '.join(error.args[1])}")
+    return found
+
+
+def check_folder_sizes(sources):
+    """A folder holds at most 14 files, so that its list is read at a glance."""
+    counts = Counter(name.rpartition(".")[0] for name in sources)
+    return [
+        f"{folder}: {count} files, the limit is {MAX_FOLDER_FILES}"
+        for folder, count in counts.items()
+        if count > MAX_FOLDER_FILES
+    ]
+
+
 def check_sizes(sources):
     """Files, classes and function bodies stay under their limits; generated files have none."""
     found = []
@@ -202,9 +233,11 @@ def _body_lines(node):
     return node.end_lineno - start
 
 
-@pytest.mark.parametrize("check", [check_import_style, check_import_direction, check_cycles])
-def test_imports(check):
-    """Imports are absolute, at the top and downwards, without cycles."""
+@pytest.mark.parametrize(
+    "check", [check_import_style, check_import_direction, check_cycles, check_folder_cycles, check_folder_sizes]
+)
+def test_package(check):
+    """Imports are absolute, at the top and downwards, without cycles of files or folders; folders are small."""
     assert check(read_sources("tdfunc")) == []
 
 
@@ -307,6 +340,27 @@ def test_cycles_can_fail():
 
     assert check_cycles(module("from tdfunc.ops import edit") | edit) != []
     assert check_cycles(module("if TYPE_CHECKING:\n    from tdfunc.ops import edit") | edit) == []
+
+
+def test_folder_cycles_can_fail():
+    """Two folders that import each other through different files are found, at any depth."""
+    rows = {
+        "tdfunc.llm.rows.read": "from tdfunc.llm.scoring import ids",
+        "tdfunc.llm.scoring.trees": "import tdfunc.llm.rows.batch",
+    }
+    files = dict.fromkeys(["tdfunc.llm.rows.batch", "tdfunc.llm.scoring.ids"], "")
+
+    assert check_folder_cycles(files | rows) == ["tdfunc.llm: loop between rows -> scoring -> rows"]
+    assert check_cycles(files | rows) == []
+    assert check_folder_cycles(files | dict(list(rows.items())[:1])) == []
+
+
+def test_folder_sizes_can_fail():
+    """A folder with one file too many is named; the files of its sub-folders are theirs."""
+    names = [f"tdfunc.llm.losses.f{i}" for i in range(MAX_FOLDER_FILES)]
+
+    assert check_folder_sizes(dict.fromkeys([*names, "tdfunc.llm.losses.inner.f"], "")) == []
+    assert check_folder_sizes(dict.fromkeys([*names, "tdfunc.llm.losses.more"], "")) != []
 
 
 LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)

@@ -286,21 +286,6 @@ def test_ece_is_zero_when_calibrated():
     torch.testing.assert_close(ece(y, torch.tensor([1, 1, 1, 1])), torch.tensor(0.75))
 
 
-@pytest.mark.parametrize("make", [list, tuple, np.asarray])
-def test_lists_are_tensors(make, generator):
-    """Labels and weights may be lists, tuples and arrays."""
-    y, t = labelled(generator)
-    weights = torch.tensor([1.0, 2.0, 0.5])
-
-    for score in (nll, brier, ece):
-        got = score(y.numpy(), make(t.tolist()), weights=make(weights.tolist()))
-        torch.testing.assert_close(got, score(y, t, weights=weights))
-    got = uncertainty(y.tolist(), "classification", weights=make(weights.tolist()))
-    assert_trees_equal(got, uncertainty(y.to(got["mean"].dtype), "classification", weights=weights))
-    whole = uncertainty(y, "classification", weights=make([1, 2, 4]))
-    assert_trees_equal(whole, uncertainty(y, "classification", weights=torch.tensor([1.0, 2.0, 4.0])))
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
 def test_labels_of_narrow_integers(dtype, generator):
     """Labels of any integer dtype name the same classes, also where there are more classes than it can count."""

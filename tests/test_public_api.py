@@ -57,6 +57,14 @@ def test_docs_list_every_public_name_once():
     assert [symbol for symbol, count in Counter(symbols).items() if count > 1] == []
 
 
+def test_one_spelling_of_a_size():
+    """An argument is called `chunk_size`, except in `map`, where it has tensordict's name."""
+    sources = [(path, ast.walk(ast.parse(path.read_text()))) for path in (ROOT / "tdfunc").rglob("*.py")]
+    folders = {path.parent.name for path, nodes in sources for n in nodes if getattr(n, "arg", None) == "chunksize"}
+
+    assert folders == {"parallel"}
+
+
 def test_docs_list_every_method_of_a_tree_once():
     """The page of methods has each public method and property of `TensorDict` in one of its families."""
     listed = Counter(symbol.removeprefix("tdfunc.TensorDict.") for symbol in listed_symbols(METHODS.read_text()))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import special, stats
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tdfunc as tdf
@@ -143,6 +143,21 @@ def test_uniform_stays_in_its_interval(dtype):
         assert values.isfinite().all(), name
 
 
+class Far:
+    """The normal distribution below -bound, by the logarithm of its function."""
+
+    def __init__(self, bound):
+        self.bound = -bound
+
+    def cdf(self, x):
+        """How probable smaller numbers are."""
+        # The difference of two logarithms, of which a rounded bound would lose the last digits.
+        return np.exp(
+            (self.bound - x) * (self.bound + x) / 2
+            + np.log(special.erfcx(-x / 2**0.5) / special.erfcx(-self.bound / 2**0.5))
+        )
+
+
 CONTINUOUS = {
     "uniform": (lambda k, n: random.uniform(k, n), stats.uniform()),
     "normal": (lambda k, n: random.normal(k, n), stats.norm()),
@@ -151,6 +166,11 @@ CONTINUOUS = {
     "one-sided": (lambda k, n: random.truncated_normal(k, 1.0, math.inf, n), stats.truncnorm(1.0, math.inf)),
     "upper tail": (lambda k, n: random.truncated_normal(k, 8.0, 9.0, n), stats.truncnorm(8.0, 9.0)),
     "lower tail": (lambda k, n: random.truncated_normal(k, -math.inf, -12.0, n), stats.truncnorm(-math.inf, -12.0)),
+    "far tail": (lambda k, n: random.truncated_normal(k, -60.0, -40.0, n, dtype=torch.float64), Far(40.0)),
+    "farther": (
+        lambda k, n: -random.truncated_normal(k, torch.tensor(1e6), math.inf, n, dtype=torch.float64),
+        Far(1e6),
+    ),
     "exponential": (lambda k, n: random.exponential(k, n), stats.expon()),
     "gumbel": (lambda k, n: random.gumbel(k, n), stats.gumbel_r()),
 }
@@ -171,6 +191,13 @@ DISCRETE = {
     "randint": (lambda k, n: random.randint(k, n, 0, 7), np.ones(7)),
     "bernoulli": (lambda k, n: random.bernoulli(k, 0.3, n), np.array([0.7, 0.3])),
     "categorical": (lambda k, n: random.categorical(k, torch.tensor([1.0, 2.0, 5.0]).log(), shape=n), [1, 2, 5]),
+    "categorical of 16 bits": (
+        lambda k, n: random.categorical(k, torch.linspace(0, 6, 8).bfloat16(), shape=n),
+        torch.linspace(0, 6, 8).bfloat16().double().exp(),
+    ),
+    "randint between tensors": (
+        lambda k, n: random.randint(k, n, torch.tensor(-100, dtype=torch.int8), torch.tensor(100)) + 100, np.ones(200),
+    ),
     "choice": (lambda k, n: random.choice(k, 3, n, p=torch.tensor([1.0, 2.0, 5.0])), [1, 2, 5]),
     "first of a permutation": (
         lambda k, n: torch.vmap(lambda k: random.permutation(k, 5)[0])(random.split(k, n)), np.ones(5),
@@ -214,10 +241,15 @@ def test_randint_is_the_upper_half_of_a_product(low, span, seed):
 
 
 def test_randint_of_all_integers():
-    """The whole range of int64, whose span does not fit a word, and of narrow dtypes."""
+    """The whole range of int64, whose span does not fit a word, and of narrow dtypes; by tensors of any dtype, too."""
     key = random.key(0)
 
-    assert torch.equal(random.randint(key, 9, -(2**63), 2**63), random.bits(key, 9) - 2**63)
+    for least in (-(2**63), torch.tensor(-(2**63))):
+        assert torch.equal(random.randint(key, 9, least, 2**63), random.bits(key, 9) - 2**63)
+    drawn = random.randint(
+        key, 9, torch.tensor(-(2**31), dtype=torch.int32), torch.tensor(2**31 - 1), dtype=torch.int32
+    )
+    assert torch.equal(drawn, random.randint(key, 9, -(2**31), 2**31 - 1, dtype=torch.int32))
     for dtype in (torch.int8, torch.uint8):
         limits = torch.iinfo(dtype)
         drawn = random.randint(key, 20_000, limits.min, limits.max + 1, dtype=dtype)
@@ -275,12 +307,15 @@ def test_categorical_broadcasts_and_skips_impossible_classes():
 
 
 def test_gradients_flow_to_parameters_of_a_draw():
-    """Reparametrised: bounds are differentiable, and grad under vmap is a loop of grads."""
+    """Reparametrised: bounds are differentiable, and grad under vmap is a loop of grads; a tail has them, too."""
     keys = random.split(random.key(0), 3)
     low = torch.tensor([0.0, 1.0, 2.0])
     fn = torch.func.grad(lambda low, key: random.uniform(key, 4, minval=low, maxval=5.0).sum())
 
     assert torch.equal(torch.vmap(fn)(low, keys), torch.stack([fn(a, k) for a, k in zip(low, keys, strict=True)]))
+    assert random.uniform(keys[0], 3, dtype=torch.float32, minval=low.double(), maxval=5.0).dtype == torch.float32
+    far = torch.func.grad(lambda bound: random.truncated_normal(keys[0], -1.0, bound, (), dtype=torch.float64))
+    assert far(torch.tensor(2.0)).isfinite()
 
 
 def test_keys_are_leaves():
@@ -313,11 +348,28 @@ MESSAGES = [
     (lambda: random.choice(random.key(0), 3, 4, replace=False), "choice: without replacement.*at most 3.*4"),
     (lambda: random.choice(random.key(0), 4, 3, p=torch.ones(5)), r"a weight for each choice.*4.*\[5\]"),
     (lambda: random.choice(random.key(0), 3, 2, replace=False, p=torch.eye(3)[0]), "as many choices.*2 or more"),
-    (lambda: random.choice(random.key(0), 2, 3, p=torch.tensor([-1.0, 1.0])), "finite and at least 0.*-1.0"),
+    (
+        lambda: random.choice(random.key(0), 2, 3, p=torch.tensor([-1.0, 1.0])),
+        "finite and at least 0.*1 or more above 0",
+    ),
     (lambda: random.randint(random.key(0), (), 0, 300, dtype=torch.uint8), "numbers in the dtype.*0 to 255.*300"),
     (lambda: random.randint(random.key(0), (), 0, 2**64), "numbers in the dtype"),
     (lambda: random.randint(random.key(0), (), 0.5, 3), "randint: a bound must be an integer.*0.5"),
     (lambda: random.randint(random.key(0), (), torch.tensor(3), torch.tensor(1)), "maxval must be above minval"),
+    (lambda: random.randint(random.key(0), 8, torch.tensor(0), 1000, dtype=torch.int8), "numbers in the dtype.*int8"),
+    (lambda: random.randint(random.key(0), 8, 0, torch.tensor(-(2**63))), "maxval must be above minval"),
+    (lambda: random.randint(random.key(0), 3, torch.zeros(2, 3).long(), 5), r"randint: .* broadcast.*\[2, 3\].*\[3\]"),
+    (lambda: random.uniform(random.key(0), 4, minval=torch.zeros(3, 4)), "uniform: the parameters must broadcast"),
+    (lambda: random.uniform(random.key(0), maxval=torch.tensor(-1.0)), "uniform: maxval must not be below"),
+    (lambda: random.uniform(random.key(0), minval=-3e38, maxval=3e38), "uniform: maxval.*a distance"),
+    (lambda: random.truncated_normal(random.key(0), torch.zeros(3), 1.0, 4), "broadcast"),
+    (lambda: random.bernoulli(random.key(0), torch.full((3, 4), 0.5), 4), "bernoulli: the parameters must broadcast"),
+    (lambda: random.bernoulli(random.key(0), torch.tensor(1.5)), "p must be a probability"),
+    (lambda: random.categorical(random.key(0), torch.zeros(4, 9), shape=(5, 1)), r"categorical: .*\[4\].*\[5, 1\]"),
+    (lambda: random.categorical(random.key(0), torch.tensor([0.0, math.nan])), "categorical: logits must be numbers"),
+    (lambda: random.normal(random.key(0), (2, -1)), r"no dimension may be negative.*\[2, -1\]"),
+    (lambda: torch.vmap(lambda p: random.bernoulli(random.key(0), p))(torch.tensor([0.5, 2.0])), "a probability"),
+    (lambda: torch.vmap(lambda p: random.choice(random.key(0), 2, 3, p=p))(torch.eye(2) - 1), "as many choices"),
     (lambda: random.bernoulli(random.key(0), math.nan), "p must be a probability.*nan"),
     (lambda: random.uniform(random.key(0), minval=1.0, maxval=0.5), "uniform: maxval must not be below"),
     (lambda: random.truncated_normal(random.key(0), 1.0, -1.0), "truncated_normal: upper must not be below"),
@@ -327,5 +379,5 @@ MESSAGES = [
 @pytest.mark.parametrize(("call", "pattern"), MESSAGES)
 def test_messages(call, pattern):
     """Each refusal names the call, what it takes and what it got."""
-    with pytest.raises((TypeError, ValueError), match=f"(?s){pattern}"):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=f"(?s){pattern}"):
         call()

@@ -15,7 +15,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
 import tdfunc as tdf
-from tdfunc import sweep
+from tdfunc import calibration, sweep
 from tdfunc.sklearn import EnsembleClassifier, EnsembleRegressor
 from tests.helpers import assert_trees_equal
 
@@ -257,6 +257,35 @@ def test_targets_far_from_0_keep_their_digits():
     np.testing.assert_allclose(far - 1e9, near, atol=1e-4)
 
 
+@pytest.mark.parametrize(("scale", "offset"), [(1e25, 0.0), (1e-25, 0.0), (1500.0, 1.7e9), (0.0, 0.1)])
+def test_features_of_any_size_are_standardised(scale, offset):
+    """Of float32 as by scikit-learn, in float64: large, small, timestamps, and a constant."""
+    data = (X * scale + offset).astype(np.float32)
+    model = EnsembleClassifier(**{**SMALL, "max_iter": 1}).fit(data, Y)
+    theirs = StandardScaler().fit(data.astype(np.float64))
+
+    np.testing.assert_allclose(model.center_.numpy(), theirs.mean_)
+    np.testing.assert_allclose(model.scale_.numpy(), theirs.scale_)
+    scaled = torch.tensor(theirs.transform(data.astype(np.float64)), dtype=torch.float32)
+    expected = model.ensemble_(model.params_, scaled, buffers=model.buffers_)
+    torch.testing.assert_close(model._outputs(data), expected)
+
+
+@pytest.mark.slow
+def test_intervals_of_predictions_cover():
+    """The standard deviation is a scale of conformal intervals, by arrays alone."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, size=(900, 1))
+    y = np.sin(3 * x[:, 0]) + 0.2 * rng.normal(size=900)
+    model = EnsembleRegressor(**SMALL, loss="gaussian").fit(x[:300], y[:300])
+    (held, held_std), (mean, std) = (model.predict(part, return_std=True) for part in (x[300:600], x[600:]))
+    threshold = calibration.conformal_threshold(calibration.regression_scores(held, y[300:600], scale=held_std), 0.1)
+    low, high = calibration.regression_intervals(mean, threshold, scale=std)
+
+    np.testing.assert_allclose(std**2, model.predict_uncertainty(x[600:])["variance"])
+    assert 0.84 < ((low.numpy() <= y[600:]) & (y[600:] <= high.numpy())).mean() < 0.96
+
+
 @pytest.mark.slow
 def test_the_attributes_are_those_of_the_last_fit():
     """Losses on held-out examples do not outlive it."""
@@ -281,29 +310,29 @@ def test_a_network_has_the_outputs_that_it_is_made_for(outputs):
 
 
 MESSAGES = [
-    ({"learning_rate": [0.1, 0.2]}, r"learning_rate must be one number, or one for each member.*3 numbers.*\[2\]"),
-    ({"n_estimators": 0}, "n_estimators must be at least 1.*0"),
-    ({"batch_size": 0}, "batch_size must be at least 1.*0"),
-    ({"early_stopping": True, "validation_fraction": 1.0}, "both parts must have an example.*n_samples = 150"),
+    (
+        EnsembleClassifier,
+        {"learning_rate": [0.1, 0.2]},
+        r"learning_rate must be one number, or one for each member.*3 numbers.*\[2\]",
+    ),
+    (EnsembleClassifier, {"n_estimators": 0}, "n_estimators must be at least 1.*0"),
+    (EnsembleClassifier, {"batch_size": 0}, "batch_size must be at least 1.*0"),
+    (
+        EnsembleClassifier,
+        {"early_stopping": True, "validation_fraction": 1.0},
+        "both parts must have an example.*n_samples = 150",
+    ),
+    (
+        EnsembleClassifier,
+        {"early_stopping": True, "validation_fraction": 0.01},
+        "both parts must have an example with a weight",
+    ),
+    (EnsembleRegressor, {"loss": "x"}, "loss must be squared_error or gaussian.*'x'"),
 ]
 
 
-@pytest.mark.parametrize(("options", "pattern"), MESSAGES)
-def test_messages(options, pattern):
-    """Each refusal names the option."""
+@pytest.mark.parametrize(("cls", "options", "pattern"), MESSAGES)
+def test_messages(cls, options, pattern):
+    """Each refusal names the option; without an example of a weight above 0 held out no member could improve."""
     with pytest.raises(ValueError, match=f"(?s){pattern}"):
-        EnsembleClassifier(**{**SMALL, **options}).fit(X, Y)
-
-
-def test_held_out_examples_have_weights():
-    """Without one above 0 no member could improve."""
-    model = EnsembleClassifier(**SMALL, early_stopping=True, validation_fraction=0.01)
-
-    with pytest.raises(ValueError, match="both parts must have an example with a weight"):
-        model.fit(X, Y, sample_weight=np.arange(150) == 3)
-
-
-def test_an_unknown_loss_is_refused():
-    """The message has the names of both."""
-    with pytest.raises(ValueError, match="(?s)loss must be squared_error or gaussian.*'x'"):
-        EnsembleRegressor(loss="x").fit(X, Y)
+        cls(**{**SMALL, **options}).fit(X, Y, sample_weight=np.arange(150) == 3)

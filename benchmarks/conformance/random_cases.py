@@ -9,8 +9,8 @@ from benchmarks.conformance.differential import Case, UnfitError
 from benchmarks.conformance.random_trees import Branch, Lazy, like, parts, random_leaf, random_tree
 from benchmarks.conformance.recorder import written_down
 from tdfunc import TensorDict
-from tdfunc.ops.cast import on_device
-from tdfunc.ops.rearrange import pad as pad_tree
+from tdfunc.ops.base.cast import on_device
+from tdfunc.ops.batch.rearrange import pad as pad_tree
 from tests.incumbent import Incumbent
 from tests.random_index import random_index
 

@@ -36,8 +36,9 @@ from tdfunc import TensorDict
 from tdfunc._lazystack import stack as lazystack
 from tdfunc.core.collection import iter_leaves
 from tdfunc.core.ties import by_identity
-from tdfunc.ops import cast, foreach, join
-from tdfunc.ops.edit import restore_ties
+from tdfunc.ops.base import cast, foreach
+from tdfunc.ops.batch import join
+from tdfunc.ops.edits.edit import restore_ties
 from tests.incumbent import tensordict
 
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"

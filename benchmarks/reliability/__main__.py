@@ -1,8 +1,8 @@
 """Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
 
-The parts are `kills`, `faults`, `damage`, `hostile` and `fuzz` (`fuzz:TARGET` is one target of it); without a name all
-of them run, which takes more than an hour on two cores, and some need root. `page` only writes the page. What was
-counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares the page.
+The parts are `kills`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target of it);
+without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only writes the
+page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares it.
 """
 
 import json
@@ -39,7 +39,8 @@ def _run(module: str, *args: Any) -> Any:
 
 def _by_kind(module: str, *args: Any) -> dict[str, Any]:
     results = {}
-    for kind in KINDS:
+    # A background save makes its calls in another thread, after the disturbance.
+    for kind in [kind for kind in KINDS if module != "calls" or not kind.endswith("async_save")]:
         with tempfile.TemporaryDirectory() as folder:
             # Another user tries to write to it.
             Path(folder).chmod(0o755)
@@ -68,8 +69,10 @@ def fuzz_counts(log: str) -> dict[str, int]:
 PARTS = {
     "kills": lambda: _by_kind("kills", _KILLS),
     "faults": lambda: _by_kind("faults"),
+    "calls": lambda: _by_kind("calls"),
     "damage": lambda: _run("damage"),
     "hostile": lambda: _run("hostile"),
+    "pushes": lambda: _run("pushes"),
     **{f"fuzz:{target}": lambda target=target: _fuzz(target) for target in _TARGETS},
 }
 
@@ -102,8 +105,8 @@ def _keep(name: str, counted: Any) -> None:
 def page() -> str:
     """The page: its text, and a table in each place that names one."""
     tables = {
-        "kills": _kills, "full": _full, "shared": _shared, "damage": _damage, "hostile": _hostile, "fuzz": _fuzzed,
-        "memory": _memory, "runs": _runs,
+        "kills": _kills, "full": _full, "disturbed": _disturbed, "shared": _shared, "damage": _damage,
+        "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs, "pushes": _pushes,
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
 
@@ -159,6 +162,12 @@ def _full() -> str:
     return _table(head, rows)
 
 
+def _disturbed() -> str:
+    keys = ("calls", "saves", "killed", "failed", "saved", "lost", "not cleaned")
+    head = ["writer", "calls of four saves", "saves", "killed", "raised", "went on", "a file lost", "left behind"]
+    return _table(head, [[kind, *(n[key] for key in keys)] for kind, n in _counted("calls").items()])
+
+
 def _shared() -> str:
     head = ["place", "reads while two processes wrote", "trees seen", "not whole", "writers that failed", "left behind"]
     keys = ("reads", "trees seen", "not whole", "writers that failed", "left behind")
@@ -196,6 +205,15 @@ def _fuzzed() -> str:
         for target, what in _TARGETS.items()
     ]
     return _table(["what was changed", "seconds", "inputs", "findings"], rows)
+
+
+def _pushes() -> str:
+    rows = [
+        [f"{kind}: {name}", of["trials"], f"{of['median']:g}", of["most"], of["never caught"]]
+        for kind, proofs in _counted("pushes").items()
+        for name, of in (("one prompt", proofs["prompt"]), ("full", proofs["full"]))
+    ]
+    return _table(["fault: proof", "trials", "pushes until caught: median", "most", "never caught"], rows)
 
 
 def main() -> None:

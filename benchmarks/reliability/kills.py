@@ -19,11 +19,13 @@ import torch
 from tdfunc import CheckpointManager, TensorDict, load, save
 
 _LEAVES, _VALUES = 24, 4
+# Elements of a small leaf.
+_SIZE = 1 << 14
 
 
-def tree_of(value: int) -> TensorDict:
+def tree_of(value: int, size: int = _SIZE) -> TensorDict:
     """A tree of small and larger leaves, all of one value."""
-    leaves = {str(i): torch.full((1 << 14 if i % 4 else 1 << 16,), float(value)) for i in range(_LEAVES)}
+    leaves = {str(i): torch.full((size if i % 4 else 4 * size,), float(value)) for i in range(_LEAVES)}
     return TensorDict({"n": leaves, "value": torch.tensor(float(value)), "note": str(value)})
 
 
@@ -44,9 +46,9 @@ def value_of(tree) -> int:
 class AbstractKind:
     """A writer and its reader, in a folder of their own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.trees = [tree_of(value) for value in range(_VALUES)]
+    def __init__(self, folder: Path, size: int = _SIZE) -> None:
+        self.folder, self.shard_bytes = folder, 50 * size
+        self.trees = [tree_of(value, size) for value in range(_VALUES)]
 
     def save(self, value: int, *, fsync: bool = True) -> None:
         """Save over the old tree."""
@@ -86,7 +88,7 @@ class Shards(AbstractKind):
     """A folder of shards."""
 
     def save(self, value, *, fsync=True):
-        save(self.trees[value], self.folder / "m", max_shard_size=800_000, fsync=fsync)
+        save(self.trees[value], self.folder / "m", max_shard_size=self.shard_bytes, fsync=fsync)
 
     def load(self):
         return load(self.folder / "m")
@@ -131,8 +133,8 @@ class Manager(AbstractKind):
 
     background = False
 
-    def __init__(self, folder):
-        super().__init__(folder)
+    def __init__(self, folder, size=_SIZE):
+        super().__init__(folder, size)
         self._manager = None
         self._latest = -1
 

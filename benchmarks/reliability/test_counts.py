@@ -28,6 +28,11 @@ def test_no_full_disk_did_harm():
             assert {counts[name][key] for key in ("killed by a signal", "old tree lost", "left behind")} == {0}
 
 
+def test_no_call_did_harm():
+    """The counted calls that failed, or were the last ones, lost nothing and left nothing."""
+    assert {kind: n for kind, n in counted("calls").items() if n["lost"] or n["not cleaned"]} == {}
+
+
 def test_no_input_did_harm():
     """The counted inputs did no harm."""
     for what, libraries in counted("damage").items():
@@ -38,6 +43,13 @@ def test_no_input_did_harm():
         if "tdfunc" in name or "TensorDict" in name:
             harm = ("another error", "hung", "crashed", "ran code", "left the folder", "wrote")
             assert [counts[key] for key in harm] == [0] * len(harm), name
+
+
+def test_every_faulty_push_was_caught():
+    """None passed for ever, and a full proof caught each at once."""
+    for kind, counts in counted("pushes").items():
+        assert counts["prompt"]["never caught"] == counts["full"]["never caught"] == 0, kind
+        assert counts["full"]["most"] == 1, kind
 
 
 def test_the_end_of_a_fuzzer_is_read():

@@ -19,6 +19,7 @@ from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_fun
 from tdfunc._jit.tracing import named_leaves, trace
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error, explain
+from tdfunc.core.generators import refuse_draws
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -176,7 +177,9 @@ class Jitted(Generic[P, R]):
                     got=f"a tensor of shape {list(leaf.shape)} with requires_grad=True, with grad mode on",
                     hint="detach the argument, or call under torch.no_grad().",
                 )
-        recorded = trace(self._fn, args, kwargs, given.leaves, self._environment, deferred=self._backend is None)
+        hint = "draw by torch or tdfunc.random, which replays do anew; or pass the number as a tensor."
+        with refuse_draws(f"{self} draws while it is recorded.", hint, named=self._environment.named_values()):
+            recorded = trace(self._fn, args, kwargs, given.leaves, self._environment, deferred=self._backend is None)
         module = recorded.graph
         memory = clean(module)
         if self._backend is None:
@@ -222,7 +225,7 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
     cells, defaults and globals that the code of the function, or of its package's functions that it names, reads; the
     mode of modules among these; grad mode, autocast, default dtype and device, deterministic algorithms. State that the
     function reaches in another way (attributes of objects, containers and arrays of over 1000 items, files, the clock),
-    or changes itself, is read once, and its side effects happen once. Random numbers are drawn at every replay.
+    or changes itself, is read once, and its side effects happen once. Every replay draws torch's random numbers anew.
 
     Gradients are taken inside the function: its results are not differentiable.
 
@@ -239,8 +242,9 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
         CaptureError: The function uses a tensor that is not one of its arguments; the message names it.
         ImmutableError: The function writes to an argument in place, other than through `donate=True`.
         UnsupportedError: An argument requires grad while grad mode is on; the function uses the value of a tensor, or
-            reads `.grad` or `.storage_offset()` of an argument; it assigns to `.data`; it seeds a generator; it keeps
-            a tensor outside of its result; an argument cannot be part of the key; a result cannot be made again.
+            reads `.grad` or `.storage_offset()` of an argument; it assigns to `.data`; it seeds a generator, or draws
+            from numpy's or Python's; it keeps a tensor outside of its result; an argument cannot be part of the key; a
+            result cannot be made again.
         ConcurrencyError: Another thread assigned a closure's variable or a global during the first call.
 
     Examples:

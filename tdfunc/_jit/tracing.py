@@ -5,8 +5,6 @@ repeat are refused while they happen, with the name of the tensor and the user's
 """
 
 import gc
-import os
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,15 +30,12 @@ from tdfunc._jit.environment import Environment, contents, seeds_error
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import is_tracing
-from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError
+from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.pytree import flatten
 from tdfunc.core.walk import node_like
 
-_OWN_FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
-)
 # Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`).
 _HIDDEN_WRITES = {
     torch.ops.aten.native_batch_norm.default: (3, 5),
@@ -96,7 +91,7 @@ class Recorder(TorchDispatchMode):
                 if name is not None:
                     raise ImmutableError(
                         f"jit: the function writes to {name} in place ({func}).",
-                        got=_user_line(),
+                        got=user_line(),
                         hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
                     )
             out = func(*args, **kwargs)
@@ -120,7 +115,7 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"jit: the function uses {name}, a tensor that is not one of its arguments.",
                 expected="every tensor among the arguments: a replay would keep using this one's present value",
-                got=f"shape {list(tensor.shape)}, {tensor.dtype} at {_user_line()}",
+                got=f"shape {list(tensor.shape)}, {tensor.dtype} at {user_line()}",
                 hint="pass it as an argument (a module's weights: apply, params, buffers = tdfunc.functional(module)).",
             )
 
@@ -131,7 +126,7 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 torch.set_rng_state(self._state)
         if seeded or any([self._find(generator) is None for generator in generators]):
-            raise seeds_error("the function", _user_line())
+            raise seeds_error("the function", user_line())
 
     def refuse_kept(self) -> None:
         """Raise if a tensor of the trace is alive after it: it has no value that another reader could use."""
@@ -165,14 +160,14 @@ class Guard(TorchFunctionMode):
         if func == _SET_DATA:
             raise UnsupportedError(
                 "jit: the function assigns to .data, which a replay does not.",
-                got=_user_line(),
+                got=user_line(),
                 hint="write values by copy_(), or give the new tensor a name of its own.",
             )
         if func in _UNKEYED and id(args[0]) in self._arguments:
             raise UnsupportedError(
                 f"jit: the function reads {_UNKEYED[func]} of {self._arguments[id(args[0])]}, which a replay does not.",
                 expected="shapes, strides, dtypes, devices and values of tensors",
-                got=_user_line(),
+                got=user_line(),
                 hint="pass the value as an argument of its own.",
             )
         out = func(*args, **kwargs)
@@ -344,19 +339,10 @@ def named_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], *kinds: type) ->
     return found
 
 
-def _user_line(err: BaseException | None = None) -> str:
-    """Return the innermost line that is neither torch's nor ours, as `file:number: code`."""
-    frames = traceback.extract_tb(err.__traceback__) if err is not None else traceback.extract_stack()
-    for frame in reversed(frames):
-        if not os.path.abspath(frame.filename).startswith(_OWN_FOLDERS) and not frame.filename.startswith("<"):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "(no line found)"
-
-
 def _data_error(err: BaseException) -> UnsupportedError:
     return UnsupportedError(
         "jit: the function uses the value of a tensor, which a trace does not have.",
-        got=_user_line(err),
+        got=user_line(err),
         hint="use torch.where and masks instead of `if`, .item() and boolean indexing, or jit less.",
     )
 

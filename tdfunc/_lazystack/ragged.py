@@ -14,9 +14,9 @@ from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import stacked_size
 from tdfunc.core.types import NestedKey, Node, Path
-from tdfunc.ops.cast import keeps_number
-from tdfunc.ops.join import defined_twice
-from tdfunc.ops.reading import has
+from tdfunc.ops.base.cast import keeps_number
+from tdfunc.ops.base.reading import has
+from tdfunc.ops.batch.join import defined_twice
 
 # A tree, and a tree of masks, True where it is not padding; None without padding.
 Padded = tuple[Any, Any]

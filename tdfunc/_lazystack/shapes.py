@@ -12,7 +12,8 @@ from torch import Size, Tensor
 from tdfunc._lazystack.ragged import check_alike, same_keys
 from tdfunc.core.collection import LeafOp, TensorCollection, no_one_shape
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
-from tdfunc.ops import at, index, join, shape
+from tdfunc.ops.batch import index, join, shape
+from tdfunc.ops.edits import at
 
 
 def _split_index(stack: Any, parts: Sequence[Any], call: str) -> tuple[Any, tuple[Any, ...], int]:

@@ -18,15 +18,15 @@ from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, no_one_shape
 from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.core.keys import missing
-from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import _UNDECIDED, register
 from tdfunc.core.shapes import as_names, as_size, common_size, dim_index, normalize_index, stacked_size
 from tdfunc.core.ties import lift, merge
 from tdfunc.core.types import Kind, Names, NestedKey, Node, Ties
-from tdfunc.ops import index, join
-from tdfunc.ops.convert import accept
+from tdfunc.ops.base.convert import accept
+from tdfunc.ops.batch import index, join
 from tdfunc.ops.display.text import printable, tree_repr
-from tdfunc.ops.edit import set_
+from tdfunc.ops.edits.edit import set_
 from tdfunc.ops.interop import list_of
 
 
@@ -546,12 +546,31 @@ def _read_field(name: str, stack: Any) -> Any:
     """Return a field of each tree; None if it is empty in all, and in its place if it is in some."""
     if name in stack._keys():
         return stack[name]
-    values = [tree[name] if name in tree._keys() else None for tree in stack._trees]
-    return None if all([value is None for value in values]) else tuple(values)
+    # A tree that is a stack itself may have the field in some of its trees.
+    values = [getattr(tree, name) for tree in stack._trees]
+    if all([value is None for value in values]):
+        return None
+    data = _as_data(name, stack)
+    return tuple(values) if data is None else data.value
+
+
+def _as_data(name: str, tree: Any) -> NonTensorBase | None:
+    """Return a field as non-tensor data, None where it is empty; None where the field holds something else."""
+    if name in tree._keys():
+        node = tree._get(name)
+        return node if isinstance(node, NonTensorBase) else None
+    if not tree._is_lazy:
+        return NonTensorData(None, tree._batch_size)
+    nodes = [_as_data(name, each) for each in tree._trees]
+    found = [node for node in nodes if node is not None]
+    return _Values(found) if len(found) == len(nodes) else None
 
 
 class _Values(NonTensorBase):
-    """The non-tensor data under one key of all trees; reads as the list of their values."""
+    """The non-tensor data under one key of all trees; reads as the list of their values.
+
+    Where one has a value for each row, all read as nested lists.
+    """
 
     __slots__ = ("nodes",)
     nodes: list[Any]
@@ -564,8 +583,16 @@ class _Values(NonTensorBase):
         return Size((len(self.nodes),))
 
     @property
+    def has_rows(self) -> bool:
+        """Whether one of them has a value for each row."""
+        return any([isinstance(node, NonTensorStack) or getattr(node, "has_rows", False) for node in self.nodes])
+
+    @property
     def value(self) -> list[Any]:
-        return [node.value for node in self.nodes]
+        return self.tolist() if self.has_rows else [node.value for node in self.nodes]
+
+    def tolist(self) -> list[Any]:
+        return [node.tolist() for node in self.nodes]
 
     def __repr__(self) -> str:
         return repr(self.value)

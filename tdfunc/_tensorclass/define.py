@@ -26,9 +26,9 @@ from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.pytree import register
 from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.types import Node
-from tdfunc.ops.cast import as_device
-from tdfunc.ops.convert import lift_ties
-from tdfunc.ops.reading import value_of
+from tdfunc.ops.base.cast import as_device
+from tdfunc.ops.base.convert import lift_ties
+from tdfunc.ops.base.reading import value_of
 
 
 def unchanged(instance: Any) -> Any:

@@ -17,7 +17,7 @@ from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Node
-from tdfunc.ops.convert import as_rows, convert
+from tdfunc.ops.base.convert import as_rows, convert
 
 # The arguments that every constructor takes: no option makes these fields.
 CONSTRUCTOR = ("batch_size", "device", "names")

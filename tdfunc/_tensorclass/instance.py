@@ -23,9 +23,9 @@ from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureErr
 from tdfunc.core.keys import did_you_mean
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Device, Kind, Node
-from tdfunc.ops.cast import all_shared, clone
+from tdfunc.ops.base.cast import all_shared, clone
 from tdfunc.ops.display.text import describe_leaf
-from tdfunc.ops.edit import replace_nodes, replacements
+from tdfunc.ops.edits.edit import replace_nodes, replacements
 
 if TYPE_CHECKING:
     from typing_extensions import Self

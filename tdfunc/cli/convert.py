@@ -16,14 +16,14 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Kind
 from tdfunc.ops.display.text import bytes_text, count_text
-from tdfunc.ops.structure import keep_leaves
+from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.storage.disk.remote import is_remote, local_path
 from tdfunc.storage.manager.steps import ABOUT_FILE, list_steps
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.write import check_target as check_memmap
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import as_bytes
-from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
+from tdfunc.storage.stream import memmap_stream, save_stream
 from tdfunc.storage.tree.specs import DTYPES
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -50,14 +50,7 @@ class Part(NamedTuple):
 
 def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = None) -> None:
     """Write (a part of) a checkpoint in a format, cast on the way."""
-    dtype = None
-    if dtype_name is not None:
-        known = {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point and has_values(dtype)}
-        text = dtype_name.lower().removeprefix("torch.").replace("fp", "f")
-        dtype = known.get(text, getattr(torch, text, None))
-        if dtype is None or dtype not in known.values():
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in known.values()))
-            raise error(ValueError, "--dtype must be a floating dtype.", expected=names, got=repr(dtype_name))
+    dtype = None if dtype_name is None else find_dtype(dtype_name)
     with open_source(path) as source:
         target = make_target(target, source)
         tree = chosen_part(source, part)
@@ -85,6 +78,17 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
                     yield made
 
             write(target, tree, values, source, lost)
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """Return the floating dtype of a name, as torch or safetensors write it."""
+    known = {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point and has_values(dtype)}
+    text = name.lower().removeprefix("torch.").replace("fp", "f")
+    dtype = known.get(text, getattr(torch, text, None))
+    if dtype is None or dtype not in known.values():
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in known.values()))
+        raise error(ValueError, "--dtype must be a floating dtype.", expected=names, got=repr(name))
+    return dtype
 
 
 def chosen_part(source: Source, part: Part) -> TensorCollection:
@@ -156,6 +160,8 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
     leaves = stored_leaves(tree)
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
+    for text in source.altered:
+        note(f"not kept: {safe(text)}")
     if target.format == "torch":
         skipped = {at for one in leaves if one.kind is Kind.NON_PERSISTENT for at in one.paths}
         state: dict[str, Tensor] = {}

@@ -12,6 +12,7 @@ from tdfunc.core.types import Path
 from tdfunc.ops.display.text import count_text
 
 EQUAL, DIFFERENT = 0, 1
+_MAX_PATHS = 3
 
 
 class Found(NamedTuple):
@@ -56,7 +57,11 @@ def diff(
         print_json({"code": code, "values_compared": compared, "differences": named})
         return code
     if found:
-        rows = [(entry.what, shown(entry.path), short(str(entry.a)), short(str(entry.b))) for entry in found]
+        # One row for all leaves that differ in the same way, as those of a mean of Parameters differ from Parameters.
+        alike: dict[tuple[str, str, str], list[Path]] = {}
+        for entry in found:
+            alike.setdefault((entry.what, short(str(entry.a)), short(str(entry.b))), []).append(entry.path)
+        rows = [(what, _shown_all(paths), a, b) for (what, a, b), paths in alike.items()]
         print_table(Table(("difference", "path", "A", "B"), rows))
     if values:
         rows: list[tuple[str, ...]] = []
@@ -71,6 +76,11 @@ def diff(
     return code
 
 
+def _shown_all(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - _MAX_PATHS} more" if len(paths) > _MAX_PATHS else ""
+    return ", ".join(map(shown, paths[:_MAX_PATHS])) + more
+
+
 # Facts by name, of a "leaf", a non-tensor "value" or a "tree" at a path.
 Facts = dict[tuple[str, Path], dict[str, Any]]
 
@@ -81,8 +91,8 @@ def _leaf_facts(leaves: Sequence[Stored], is_described: bool) -> Facts:
     for one in leaves:
         facts: dict[str, Any] = {"shape": list(one.leaf.shape), "dtype": one.dtype_name}
         if is_described:
-            kind = [one.kind.value if one.kind is not None else "none", type(one.leaf).__name__]
-            facts["kind"] = ", ".join([*kind, *(["requires grad"] if one.leaf.requires_grad else [])])
+            facts["kind"] = one.kind.value if one.kind is not None else "none"
+            facts["class"] = type(one.leaf).__name__ + (", requires grad" if one.leaf.requires_grad else "")
             facts["tied"] = ", ".join(sorted(map(dotted, one.paths))) if len(one.paths) > 1 else "no"
         found |= {("leaf", path): facts for path in one.paths}
     return found

@@ -22,8 +22,10 @@ from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
+from tdfunc.storage.disk.commit import locate
+from tdfunc.storage.disk.commit import naming as naming_system
 from tdfunc.storage.disk.mapped import open_inside
-from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.manager.steps import (
     ABOUT_FILE,
     StepRemovedError,
@@ -40,6 +42,7 @@ from tdfunc.storage.safetensors.contents import is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.read import as_view, check_bytes, fill, read_bytes
+from tdfunc.storage.safetensors.read import naming as naming_errors
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 from tdfunc.storage.tree.objects import OBJECT, PlainObject
 
@@ -130,6 +133,8 @@ class Source:
     size_bytes: int
     # Saved beside the tree: strings of the header, and the metadata of a step.
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    # Facts of the file that a tree cannot hold.
+    altered: Sequence[str] = ()
     # Of a folder of steps: the one that was opened, and all.
     step: int | None = None
     steps: Sequence[int] = ()
@@ -142,7 +147,13 @@ class Source:
 
     def pieces(self, leaf: Tensor, tick: Tick | None = None) -> Iterator[Tensor]:
         """Yield the values of a leaf in row-major order, in flat pieces; damage may be found only at their end."""
-        for part in self.readers[id(leaf)].read(COUNT):
+        parts = self.readers[id(leaf)].read(COUNT)
+        while True:
+            # With several sources an error must say of which it is.
+            with naming_errors(self.path), naming_system("read", self.path, "nothing was written"):
+                part = next(parts, None)
+            if part is None:
+                return
             yield part
             if tick is not None:
                 tick(part.numel() * part.element_size())
@@ -156,7 +167,7 @@ class Source:
 
 def open_source(path: str) -> Source:
     """Open a checkpoint of any format by its contents, not its name; of a folder of steps the latest."""
-    name = local_path(path)
+    name = find(path)
     source: Source | None = None
     if is_remote(name):
         source = _open_safetensors(name, RemoteFiles(name, fetch=False))
@@ -177,8 +188,8 @@ def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
         raise UnsupportedError(f"{name} must be a file or a folder.")
     if is_torch_file(name):
-        tree, leaves = read_torch(name)
-        return Source(name, "torch", tree, dict[int, Reader](leaves), [name], os.path.getsize(name))
+        tree, leaves, altered = read_torch(name)
+        return Source(name, "torch", tree, dict[int, Reader](leaves), [name], os.path.getsize(name), altered=altered)
     step = step_of(name)
     metadata = read_about(name, step).metadata if step is not None else {}
     source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())
@@ -191,7 +202,8 @@ def step_of(folder: str) -> int | None:
     where, name = os.path.split(os.path.realpath(folder))
     if not os.path.isfile(os.path.join(folder, ABOUT_FILE)):
         return None
-    return next((step for step in list_steps(where) if step_name(step) == name), None)
+    own = os.path.join(where, name)
+    return next((step for step in list_steps(where) if locate(os.path.join(where, step_name(step))) == own), None)
 
 
 def steps_in(name: str) -> list[int]:

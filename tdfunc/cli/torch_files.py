@@ -4,6 +4,7 @@ import os
 import pickle
 import tempfile
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,13 +17,14 @@ from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path
-from tdfunc.ops.edit import restore_ties
+from tdfunc.ops.edits.edit import restore_ties
 from tdfunc.storage.disk.commit import replace_file
 from tdfunc.storage.disk.raw import raw_bytes
 from tdfunc.storage.safetensors.contents import nests
+from tdfunc.storage.safetensors.header import is_torch
+from tdfunc.storage.tree.objects import is_json, pack
 
 _EMPTY = Size(())
-_PICKLE, _ZIP = b"\x80", b"PK"
 _ALIGN = 64
 
 
@@ -43,16 +45,16 @@ def is_torch_file(path: str) -> bool:
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        start = file.read(16)
-    # The length of a safetensors header could begin with the same bytes; then `{` follows it.
-    return start.startswith((_ZIP, _PICKLE)) and start[8:9] != b"{"
+        return is_torch(file.read(16))
 
 
-def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf]]:
-    """Read a file of torch.save by the restricted reader; return the tree on the meta device, and the leaves.
+def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf], list[str]]:
+    """Read a file of torch.save by the restricted reader.
 
-    Dicts become trees, keys with dots nest where that is unambiguous, and lists and tuples in which there are tensors
-    become trees with the keys 0, 1, ...; other values become non-tensor data, tuples as lists.
+    Returns the tree on the meta device, the leaves, and what is not kept as it is.
+
+    Dicts of tensors by name become trees, and keys with dots nest where that is unambiguous. Everything else stays a
+    plain object, as in `save`: a dict with a list, a tuple or keys of another type in it is one as a whole.
     """
     is_archive = zipfile.is_zipfile(path)
     if is_archive:
@@ -83,7 +85,7 @@ def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf]]:
     builder = _Builder(path)
     tree = builder.tree(loaded if isinstance(loaded, Mapping) else {"value": loaded}, ())
     ties = tuple(tuple(paths) for paths in builder.paths.values() if len(paths) > 1)
-    return restore_ties(tree, ties), builder.leaves
+    return restore_ties(tree, ties), builder.leaves, builder.altered
 
 
 class _Builder:
@@ -94,12 +96,14 @@ class _Builder:
         self.leaves: dict[int, TorchLeaf] = {}
         self.known: dict[Any, Tensor] = {}
         self.paths: dict[Any, list[Path]] = {}
+        # What cannot be kept as it is.
+        self.altered: list[str] = []
 
     def tree(self, found: Mapping[Any, Any], at: Path) -> TensorCollection:
         """Make a tree of a dict."""
-        keys = [str(key) if type(key) is int else key for key in found]
-        if not all(type(key) is str and key for key in keys) or len(set(keys)) < len(keys):
-            raise self._refusal(at, "keys that are distinct as texts or whole numbers", repr(list(found))[:300])
+        if not all(type(key) is str and key for key in found):
+            found = {"value": found}
+        keys = list(found)
         split = [tuple(key.split(".")) for key in keys]
         level: dict[str, Any] = {}
         for path, value in zip(split if nests(split) else [(key,) for key in keys], found.values(), strict=True):
@@ -118,22 +122,38 @@ class _Builder:
             return self._build(value, at)
         if isinstance(value, Tensor):
             return self._leaf(value, at)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and _is_tree(value):
             return self.tree(value, at)
-        if isinstance(value, list | tuple) and _has_tensors(value):
-            return self.tree(dict(enumerate(value)), at)
-        return NonTensorData(_plain(value), _EMPTY)
+        if is_json(value):
+            return NonTensorData(value, _EMPTY)
+        plain = self._plain(value, at)
+        return pack(plain, _EMPTY, lambda place, what: self._refusal((*at, *filter(None, [place])), "plain data", what))
 
-    def _leaf(self, leaf: Tensor, at: Path) -> Tensor:
+    def _plain(self, value: Any, at: Path) -> Any:
+        """Return a plain object without values in its tensors, and with Python's own classes for those of others."""
+        if isinstance(value, Tensor):
+            return self._leaf(value, at, in_object=True)
+        if not isinstance(value, list | tuple | Mapping):
+            return value
+        known = next(cls for cls in (OrderedDict, Counter, Mapping, list, tuple) if isinstance(value, cls))
+        made: Any = known if known is not Mapping else dict
+        if type(value) is not made:
+            self.altered.append(f"{dotted(at)}: {type(value).__name__} becomes {made.__name__}")
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        parts = [(key, self._plain(item, (*at, str(key)))) for key, item in items]
+        return made(dict(parts) if isinstance(value, Mapping) else [part for _, part in parts])
+
+    def _leaf(self, leaf: Tensor, at: Path, *, in_object: bool = False) -> Tensor:
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
             raise self._refusal(at, "a dense tensor", f"{leaf.layout}, {leaf.dtype}, {leaf.device}")
         memory = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
         # Empty tensors have no memory to share.
-        mark = memory if leaf.numel() else at
+        mark = (in_object, *memory) if leaf.numel() else at
         if mark not in self.known:
             made = self.known[mark] = without_values(leaf, leaf.dtype)
             self.leaves[id(made)] = TorchLeaf(leaf)
-        self.paths.setdefault(mark, []).append(at)
+        if not in_object:
+            self.paths.setdefault(mark, []).append(at)
         return self.known[mark]
 
     def _refusal(self, at: Path, expected: str, got: str) -> UnsupportedError:
@@ -154,16 +174,21 @@ def without_values(leaf: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_tensors, value.values()))
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensors, value)))
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Tensor) or any(map(_has_tensors, parts))
 
 
-def _plain(value: Any) -> Any:
-    """Return plain data as JSON can hold it, where that is clear: tuples as lists, whole numbers as keys as text."""
-    if isinstance(value, Mapping):
-        return {str(key) if type(key) is int else key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+def _is_tree(found: Mapping[Any, Any]) -> bool:
+    """Return whether a dict is one of tensors by name, perhaps with dicts like it and plain data beside them."""
+    if not found or not _has_tensors(found):
+        return not found
+    texts = all(type(key) is str and key for key in found)
+    return texts and all(
+        _is_tree(part)
+        if isinstance(part, Mapping) and _has_tensors(part)
+        else isinstance(part, Tensor) or is_json(part)
+        for part in found.values()
+    )
 
 
 def damaged_entry(path: str) -> str | None:

@@ -3,14 +3,17 @@
 Every test of this kind in the package is one of these predicates; each says when to use it. Modes use `is_random`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 # torch has no public names for these.
 _peek: Callable[[], Any] = _functorch.peek_interpreter_stack
@@ -82,6 +85,18 @@ def has_values() -> bool:
     return not in_transform() and not is_tracing()
 
 
+# Any: the call of `jit`'s recorder, which stands above.
+def deferral() -> Callable[[Callable[..., None], list[Tensor], list[Tensor]], None] | None:
+    """Return `call(fn, writes, reads)` of the trace that the caller runs in, if it takes deferred calls.
+
+    Use it for work on real tensors that a replay does as one operation: `fn(writes, reads)` writes to the first.
+    """
+    if is_compiling() or not is_tracing():
+        return None
+    modes: list[Any] = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "deferred", False)]
+    return modes[-1].call if modes else None
+
+
 def is_fake(device: torch.device | None) -> bool:
     """Return whether tensors made for this device have no values: it is meta, or a FakeTensorMode is active.
 
@@ -90,14 +105,40 @@ def is_fake(device: torch.device | None) -> bool:
     return (device is not None and device.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
 
 
+@contextmanager
+def outside() -> Generator[None]:
+    """Run the code inside as if no transform, trace or mode ran the caller.
+
+    Use it for operations on tensors that have nothing to do with those of the caller.
+    """
+    with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
+        yield
+
+
 # Any: the arguments of an operation, or the nodes of a graph that stand for them.
 def is_random(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of an operation draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for i, argument in enumerate(func._schema.arguments):
-        # Attention is tagged as random whether it drops anything or not.
-        if argument.name == "dropout_p":
-            given = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return not isinstance(given, float) or given != 0.0
+        # Attention and recurrent layers are tagged as random whether they drop anything or not.
+        if argument.name in ("dropout_p", "dropout", "train", "training"):
+            given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+            if isinstance(given, (float, bool)) and not given:
+                return False
     return True
+
+
+def require_values(holds: Tensor, failure: Callable[[], Exception]) -> None:
+    """Raise an error unless a condition holds everywhere: for all members under `vmap`, at each replay of a trace.
+
+    Use it for checks of values inside transforms. A replay raises RuntimeError; compiled code checks nothing.
+    """
+    if is_compiling():
+        return
+    while _functorch.is_functorch_wrapped_tensor(holds):
+        holds = _functorch.get_unwrapped(holds)
+    if is_recording():
+        torch.ops.aten._assert_async.msg(holds.all(), str(failure()))
+    elif is_known(holds) and not bool(holds.all()):
+        raise failure()

@@ -3,10 +3,17 @@
 Each is a subclass of the builtin error that a caller would catch anyway; `error` builds plain builtin errors likewise.
 """
 
+import os
+import traceback
 from dataclasses import FrozenInstanceError
 from typing import TypeVar
 
+import torch
+
 E = TypeVar("E", bound=Exception)
+_OWN_FOLDERS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
+)
 
 
 def explain(what: object = "", *, expected: object = None, got: object = None, hint: str | None = None) -> str:
@@ -18,6 +25,15 @@ def explain(what: object = "", *, expected: object = None, got: object = None, h
 def error(kind: type[E], what: object, *, expected: object = None, got: object = None, hint: str | None = None) -> E:
     """Return a builtin error with a message of four parts."""
     return kind(explain(what, expected=expected, got=got, hint=hint))
+
+
+def user_line(err: BaseException | None = None) -> str:
+    """Return the innermost line that is neither torch's nor ours, as `file:number: code`."""
+    frames = traceback.extract_tb(err.__traceback__) if err is not None else traceback.extract_stack()
+    for frame in reversed(frames):
+        if not os.path.abspath(frame.filename).startswith(_OWN_FOLDERS) and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "(no line found)"
 
 
 class _Explained(Exception):

@@ -14,10 +14,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
-from tdfunc.core.ranks import Ranks, as_bytes, as_tensor
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.distributed.messages import classes_of
 from tdfunc.parallel.block import Packed, Structure, pack, unpack
+from tdfunc.storage.disk.ranks import Ranks, as_bytes, as_tensor
 from tdfunc.storage.safetensors.like import Found, check_ranks, mismatch
 from tdfunc.storage.tree.build import Classes
 

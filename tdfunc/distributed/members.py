@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from tdfunc.core.errors import LeafMismatchError
-from tdfunc.core.ranks import is_sharded
+from tdfunc.storage.disk.ranks import is_sharded
 
 
 def _tensor_module() -> Any:

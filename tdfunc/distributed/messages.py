@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.keys import dotted
-from tdfunc.core.ranks import Ranks
-from tdfunc.ops.storage_writes import check_writable, write_tree
+from tdfunc.ops.edits.storage_writes import check_writable, write_tree
 from tdfunc.parallel.block import pack, pieces_of, read_structure, unpack
+from tdfunc.storage.disk.ranks import Ranks
 from tdfunc.storage.safetensors.like import describe_found, mismatch, parse_found
 from tdfunc.storage.tree.build import Classes
 

@@ -17,7 +17,7 @@ from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
 from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
-from tdfunc.ops.reading import entries
+from tdfunc.ops.base.reading import entries
 from tdfunc.random import key_of
 
 # A forward may return these besides tensors and containers: values that hold no tensor.

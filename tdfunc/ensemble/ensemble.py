@@ -22,6 +22,7 @@ from tdfunc._jit import Jitted
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
 from tdfunc.core.keys import Filter, FilterLike
 from tdfunc.core.types import Path
 from tdfunc.ensemble._call import (
@@ -36,10 +37,10 @@ from tdfunc.ensemble._call import (
     stack_outputs,
     versions,
 )
-from tdfunc.ensemble._draws import default_generators, foreign_states, run_seeded, watch
+from tdfunc.ensemble._draws import run_seeded, watch
 from tdfunc.modules.functional import Apply
 from tdfunc.modules.random import seeded
-from tdfunc.random import KeyLike
+from tdfunc.random.draws import KeyLike
 
 How = Literal["auto", "loop", "vmap", "traced"]
 # Forward's output, and the buffers after it in plan order. Any: a forward returns any object.
@@ -52,6 +53,7 @@ _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerE
 # Their classes read no globals that change.
 _NOT_FOLLOWED = ("torch", "builtins")
 _RANDOM_IN_VMAP = "called random operation"
+_OWN_DRAWS = 'draw by torch, under rng=; or use how="loop", where each member draws its own numbers.'
 
 RULE = """The rule of how="auto", by the first line that applies:
   loop    there is one member, or autocast is on for a device of the call (torch's vmap of a linear layer drops it).
@@ -235,7 +237,15 @@ class Ensemble:
         self._last = (self.how, "given as how=.", members)
         if self.how == "traced":
             return self._trace(call)
-        return self._loop(call) if self.how == "loop" else self._vmap(call)
+        if self.how == "loop":
+            return self._loop(call)
+        kind = call.kind()
+        if kind in self._tried:
+            return self._vmap(call)
+        with refuse_draws("Ensemble: forward draws once for all members.", _OWN_DRAWS):
+            result = self._vmap(call)
+        self._remember(kind, None)
+        return result
 
     def _auto(self, call: Call) -> Result:
         kind, reason = call.kind(), ""
@@ -308,7 +318,7 @@ class Ensemble:
         readable = key is None or is_known(key)
 
         def run() -> Result:
-            # Where the default generator cannot be seeded, no draw may come from it.
+            # A default generator that cannot be seeded must not be drawn from.
             mode = None if key is None else seeded(key, strict=not readable)
             return self.apply.run_leaves(leaves, args, call.kwargs, mode, keep=call.keep)
 

@@ -10,7 +10,7 @@ from tdfunc import random
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.ensemble._variant import variant
 from tdfunc.modules.functional import Apply
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 
 
 class MCDropout:

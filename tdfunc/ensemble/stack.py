@@ -15,16 +15,17 @@ from torch import Size, Tensor, nn
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, UnsupportedError, error
+from tdfunc.core.generators import default_generators, foreign_states
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorStack
 from tdfunc.core.types import Path, Ties
 from tdfunc.ensemble._alike import ExtraState, Outline, Pair
-from tdfunc.ensemble._draws import default_generators, foreign_states, watch
+from tdfunc.ensemble._draws import watch
 from tdfunc.modules.extract import unwrap, walk
 from tdfunc.modules.random import seeded
-from tdfunc.ops.index import unbind
-from tdfunc.ops.structure import restore_ties
-from tdfunc.random import KeyLike, key_of
+from tdfunc.ops.batch.index import unbind
+from tdfunc.ops.edits.structure import restore_ties
+from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.raw import raw_bytes
 
 if TYPE_CHECKING:

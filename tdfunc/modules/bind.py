@@ -28,7 +28,7 @@ from tdfunc.modules.extract import (
     unwrap,
 )
 from tdfunc.modules.plan import FLAT, tie_error
-from tdfunc.ops.reading import iter_items
+from tdfunc.ops.base.reading import iter_items
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

@@ -260,7 +260,7 @@ class _Surroundings:
         # The key may be of a transform: it is among the inputs of the second run.
         mode = next((mode for mode in reversed(modes) if isinstance(mode, seeded)), None)
         self.keys = [] if mode is None else [mode.key]
-        self._draws = None if mode is None else (mode.count, mode._strict)
+        self._draws = None if mode is None else mode.count
         self._symbolic = _is_symbolic()
         self._kind = next(iter(kinds - {"cpu"}), "cpu")
         if not self._symbolic:
@@ -281,7 +281,7 @@ class _Surroundings:
             for mode in self._default_device:
                 stack.enter_context(mode)
             if self._draws is not None:
-                stack.enter_context(seeded(keys[0], self._draws[0], strict=self._draws[1]))
+                stack.enter_context(seeded(keys[0], self._draws))
             yield
 
 

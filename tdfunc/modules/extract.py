@@ -18,9 +18,9 @@ from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.ties import by_identity
 from tdfunc.core.types import Kind, Path
-from tdfunc.ops.edit import restore_ties
-from tdfunc.ops.reading import entries
-from tdfunc.ops.structure import partition
+from tdfunc.ops.base.reading import entries
+from tdfunc.ops.edits.edit import restore_ties
+from tdfunc.ops.edits.structure import partition
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tdfunc.core.context import in_functorch, is_compiling, is_tracing
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
@@ -26,10 +27,10 @@ from tdfunc.modules.poison import Originals, Watch, weak_weights
 from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
 from tdfunc.modules.unsharded import unsharded
-from tdfunc.ops.foreach import can_foreach
-from tdfunc.ops.reading import entries
-from tdfunc.ops.structure import keep_leaves
-from tdfunc.random import KeyLike, key_of
+from tdfunc.ops.base.foreach import can_foreach
+from tdfunc.ops.base.reading import entries
+from tdfunc.ops.edits.structure import keep_leaves
+from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -37,13 +38,23 @@ if TYPE_CHECKING:
 _RESERVED = ("buffers", "rng")
 # Messages of torch for modules that cannot run in a transform, and a hint for each.
 _LOOP = 'use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.'
+_VALUES = f"a model of transformers takes the mask of tdfunc.llm.attention_inputs(model, mask); else {_LOOP}"
+_ATTENTION = (
+    "fused attention has a first derivative only, and only backward: run it under torch.nn.attention.sdpa_kernel("
+    'SDPBackend.MATH), or give the model attn_implementation="eager".'
+)
 _RECOMPUTE = "if forward calls torch.utils.checkpoint, it may call tdfunc.checkpoint(fn)(*args) instead, anywhere."
+_PAST_KEY = (
+    "call these functions, or pass a number that was drawn outside; without rng= generators are drawn from as the "
+    'module would, and Ensemble(apply, how="loop") seeds torch\'s default one for each member.'
+)
 _HINTS = {
     "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member statistics of "
     "its own (vmap over params and buffers, in_dims 0), or use apply.eval().",
     "Batching rule not implemented for": _LOOP,
-    "calling .item() on a Tensor": _LOOP,
-    "data-dependent control flow": _LOOP,
+    "calling .item() on a Tensor": _VALUES,
+    "data-dependent control flow": _VALUES,
+    "forward AD with _scaled_dot_product": _ATTENTION,
     "don't yet support saved tensor hooks": _RECOMPUTE,
     "it must override the setup_context staticmethod": _RECOMPUTE,
 }
@@ -76,6 +87,8 @@ class Apply:
         self._fillers: dict[Hashable, Straight] = {}
         # None until a watched call.
         self._learned: _Learned | None = None
+        # Whether a call under a key was watched for other draws: from all generators (True), from foreign ones.
+        self._keyed: set[bool] = set()
 
     def _new_skeleton(self) -> Skeleton:
         return Skeleton(self._template, self._spec.order, self._spec.first)
@@ -320,8 +333,15 @@ class Apply:
         try:
             if mode is None and not self._recomputes:
                 return module(*args, **kwargs)
-            with mode or nullcontext(), Unmarked() if self._recomputes and in_functorch() else nullcontext():
-                return module(*args, **kwargs)
+            unmarked = Unmarked() if self._recomputes and in_functorch() else nullcontext()
+            if mode is None or mode.strict in self._keyed or is_compiling():
+                with mode or nullcontext(), unmarked:
+                    return module(*args, **kwargs)
+            generators = default_generators(tree_leaves((args, kwargs))) if mode.strict else ()
+            with refuse_draws("apply: forward draws random numbers past rng=.", _PAST_KEY, generators), mode, unmarked:
+                out = module(*args, **kwargs)
+            self._keyed.add(mode.strict)
+            return out
         except RuntimeError as err:
             # Of torch's own class: code that falls back to a loop catches RuntimeError.
             for text, hint in _HINTS.items():

@@ -20,7 +20,7 @@ from tdfunc.core.ties import group_of
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
 from tdfunc.modules.extract import EXTRA_STATE, is_one_tensor
-from tdfunc.ops.reading import entries, iter_items
+from tdfunc.ops.base.reading import entries, iter_items
 
 _SHAPE = attrgetter("shape")
 FLAT = 'the keys are those of a state dict: tree.unflatten_keys(".") nests them.'

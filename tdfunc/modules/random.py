@@ -2,10 +2,11 @@
 
 A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Draw n of a forward is a function
 of `fold_in(key, n)` by plain tensor operations: the same in a loop, under `vmap` and `grad`, in a replay, when
-compiled, and when `torch.utils.checkpoint` runs a part of forward again. Functions that draw inside torch are not
-served; `apply(..., rng=)` refuses them.
+compiled, and when `torch.utils.checkpoint` runs a part of forward again. A served draw refuses the arguments that
+torch's own refuses. Draws inside torch are not served; `apply(..., rng=)` notices and refuses them.
 """
 
+import functools
 import math
 import sys
 import types
@@ -20,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from tdfunc import random
-from tdfunc.core.context import is_compiling
-from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.context import deferral, is_compiling, outside, require_values
+from tdfunc.random import splitmix
 
 Server: TypeAlias = Callable[..., Any]
 Size: TypeAlias = tuple[int, ...]
 _CHECKPOINT: Any = vars(checkpoint)
-# The keys of so many draws are made together: one costs as much.
-_BLOCK = 16
+# The keys of as many draws as there were, up to this number, are made together.
+_MOST_KEYS = 16
 
 
 class seeded(TorchFunctionMode):
@@ -39,23 +40,19 @@ class seeded(TorchFunctionMode):
     Args:
         key: The key.
         count: How many draws were made before.
-        strict: Whether functions that cannot be served raise, rather than draw from torch's default generator.
+        strict: Whether `apply` refuses draws from torch's default generators, which nobody has seeded.
     """
 
     def __init__(self, key: Tensor, count: int = 0, *, strict: bool = False) -> None:
         super().__init__()
-        self.key, self.count, self._strict = key, count, strict
+        self.key, self.count, self.strict = key, count, strict
+        # Those of the draws from the second number on.
         self._keys: Tensor | None = None
+        self._entered = self._start = count
         self._checkpoints = 0 if is_compiling() else len(_checkpoint_frames())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._strict and func in _UNSERVED and _UNSERVED[func](*args, **kwargs):
-            raise UnsupportedError(
-                f"apply: {func.__name__} draws random numbers inside torch, where no key can be given to it.",
-                expected="draws by F.dropout, torch.rand, attention and other functions that a key serves",
-                hint='leave rng= out (torch\'s default generator), or use tdfunc.Ensemble(apply, how="loop").',
-            )
         if func in _BODIES:
             # torch calls no mode for what its function calls in turn.
             with self:
@@ -70,14 +67,29 @@ class seeded(TorchFunctionMode):
 
     def draw_key(self, device: torch.device) -> Tensor:
         """Return the key of the next draw."""
+        number = self._next()
+        if deferral() is not None:
+            # One operation of a trace.
+            return random.fold_in(self.key, number).to(device)
+        place = number - self._start
+        if self._keys is None or not 0 <= place < len(self._keys):
+            place, self._start = 0, number
+            ahead = min(max(1, number - self._entered), _MOST_KEYS)
+            self._keys = random.fold_in(self.key, torch.arange(number, number + ahead, device=self.key.device))
+        return self._keys[place].to(device)
+
+    def draw_mask(self, shape: Size, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return 1 / p with probability p, and 0 elsewhere, from the key of the next draw."""
+        if deferral() is None or device != self.key.device:
+            return splitmix.mask(self.draw_key(device), shape, p, dtype)
+        return splitmix.mask(self.key, shape, p, dtype, fold=self._next())
+
+    def _next(self) -> int:
+        """Return the number of the next draw."""
         if not is_compiling():
             self._follow_checkpoints()
-        place = self.count % _BLOCK
-        if place == 0 or self._keys is None:
-            numbers = torch.arange(self.count - place, self.count - place + _BLOCK, device=self.key.device)
-            self._keys = random.fold_in(self.key, numbers)
         self.count += 1
-        return self._keys[place].to(device)
+        return self.count - 1
 
     def _follow_checkpoints(self) -> None:
         """Have the checkpoints that are being called repeat their draws when backward runs them again.
@@ -93,17 +105,17 @@ class seeded(TorchFunctionMode):
                 holder, name = frame.f_locals.get("ctx"), "run_function"
             run = getattr(holder, name, None)
             if run is not None and not isinstance(run, _Resumed):
-                setattr(holder, name, _Resumed(run, self.key, self.count, self._strict))
+                setattr(holder, name, _Resumed(run, self.key, self.count))
 
 
 class _Resumed:
     """A function that runs under a key, from one count of draws on."""
 
-    def __init__(self, run: Callable[..., Any], key: Tensor, count: int, strict: bool) -> None:
-        self._run, self._key, self._count, self._strict = run, key, count, strict
+    def __init__(self, run: Callable[..., Any], key: Tensor, count: int) -> None:
+        self._run, self._key, self._count = run, key, count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with seeded(self._key, self._count, strict=self._strict):
+        with seeded(self._key, self._count):
             return self._run(*args, **kwargs)
 
 
@@ -122,10 +134,10 @@ def _compiled_checkpoint(mode: seeded, func: Any, /, run: Any, *args: Any, **kwa
 
     The captured part may not write to objects outside of it, so it has a mode of its own, whose count is a result.
     """
-    key, count, strict = mode.key, mode.count, mode._strict
+    key, count = mode.key, mode.count
 
     def counted(*args: Any, **kwargs: Any) -> tuple[Any, int]:
-        inner = seeded(key, count, strict=strict)
+        inner = seeded(key, count)
         with inner:
             out = run(*args, **kwargs)
         return out, inner.count
@@ -155,13 +167,27 @@ def _exponential(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.de
     return random.exponential(mode.draw_key(device), shape, dtype=dtype)
 
 
-def _keep(mode: seeded, shape: Size, p: float, device: torch.device) -> Tensor:
-    """Draw which elements a dropout of rate p keeps."""
-    return random.bernoulli(mode.draw_key(device), 1.0 - p, shape)
-
-
 def _out(drawn: Tensor, out: Any) -> Tensor:
-    return drawn if out is None else out.copy_(drawn)
+    if out is None:
+        return drawn
+    if out.dtype != drawn.dtype:
+        raise RuntimeError(f"dtype {drawn.dtype} does not match dtype of out parameter ({out.dtype})")
+    # As torch does; `copy_` would broadcast.
+    return (out if out.shape == drawn.shape else out.resize_(drawn.shape)).copy_(drawn)
+
+
+def _check(func: Any, like: Tensor | None, *args: Any, **kwargs: Any) -> None:
+    """Have torch check the arguments of a draw, and the dtype of the tensor that it fills or reads."""
+    if not is_compiling() and not any([isinstance(x, Tensor) for x in (*args, *kwargs.values())]):
+        _try(func, None if like is None else ((1,) * like.dim(), like.dtype), *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=1000)
+def _try(func: Any, like: tuple[Size, torch.dtype] | None, *args: Any, **kwargs: Any) -> None:
+    """Draw few numbers, which nobody uses."""
+    with outside():
+        given = () if like is None else (torch.ones(like[0], dtype=like[1]),)
+        func(*given, *args, generator=torch.Generator(), **kwargs)
 
 
 # -- dropout and attention ------------------------------------------------------------------------------------------
@@ -181,15 +207,19 @@ def _dropout(
         # dimension the channels come first, except for dropout2d, which reads three dimensions as (N, C, L).
         lead = 1 if (func, input.dim()) in _UNBATCHED else 2
         shape = (*shape[:lead], *[1] * (input.dim() - lead))
-    keep = _keep(mode, shape, p, input.device)
     if func in _ALPHA and p < 1.0:
         # Klambauer et al., Self-Normalizing Neural Networks (2017), section 3: dropped units take the value alpha'.
         alpha = -1.7580993408473766
         a = ((1 - p) * (1 + p * alpha**2)) ** -0.5
-        out = a * torch.where(keep, input, torch.full_like(input, alpha)) - a * alpha * p
+        out = (
+            a
+            * torch.where(
+                random.bernoulli(mode.draw_key(input.device), 1.0 - p, shape), input, torch.full_like(input, alpha)
+            )
+            - a * alpha * p
+        )
         return input.copy_(out) if inplace else out
-    # With p = 1 nothing is kept, whatever the scale.
-    scale = keep.to(input.dtype).div_(1.0 - p or 1.0)
+    scale = mode.draw_mask(shape, 1.0 - p, input.dtype, input.device)
     return input.mul_(scale) if inplace else input * scale
 
 
@@ -230,9 +260,8 @@ def _factory(draw: Callable[..., Tensor]) -> Server:
         out: Any = None, **kw: Any,
     ) -> Tensor:  # fmt: skip
         shape = kw["size"] if "size" in kw else size[0] if size and not isinstance(size[0], int) else size
-        return _finish(
-            draw(mode, tuple(shape), dtype or torch.get_default_dtype(), _device(device)), requires_grad, out
-        )
+        dtype = _dtype(dtype, out, torch.get_default_dtype())
+        return _finish(draw(mode, tuple(shape), dtype, _device(device)), requires_grad, out)
 
     return serve
 
@@ -255,6 +284,10 @@ def _device(device: Any) -> torch.device:
     return torch.empty(0).device if device is None else torch.device(device)
 
 
+def _dtype(given: Any, out: Any, default: torch.dtype) -> torch.dtype:
+    return given or (default if out is None else out.dtype)
+
+
 def _finish(drawn: Tensor, requires_grad: bool, out: Any = None) -> Tensor:
     drawn = _out(drawn, out)
     return drawn.requires_grad_() if requires_grad else drawn
@@ -268,12 +301,14 @@ def _bounds(bounds: tuple[int, ...], low: int | None, high: int | None) -> tuple
 
 def _randint(
     mode: seeded, func: Any, /, *args: Any, low: Any = None, high: Any = None, size: Any = None,
-    dtype: Any = torch.int64, device: Any = None, requires_grad: bool = False, out: Any = None, **kw: Any,
+    dtype: Any = None, device: Any = None, requires_grad: bool = False, out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
     *bounds, size = args if size is None else (*args, size)
     low, high = _bounds(tuple(bounds), low, high)
+    dtype = _dtype(dtype, out, torch.int64)
+    _check(torch.randint, None, low, high, (0,), dtype=dtype)
     drawn = random.randint(mode.draw_key(_device(device)), tuple(size), low, high)
-    return _finish(drawn.to(dtype or torch.int64), requires_grad, out)
+    return _finish(drawn.to(dtype), requires_grad, out)
 
 
 def _randint_like(
@@ -282,30 +317,40 @@ def _randint_like(
 ) -> Tensor:  # fmt: skip
     low, high = _bounds(bounds, low, high)
     device = input.device if device is None else _device(device)
+    dtype = dtype or input.dtype
+    _check(torch.randint, None, low, high, (0,), dtype=dtype)
     drawn = random.randint(mode.draw_key(device), tuple(input.shape), low, high)
-    return _finish(drawn.to(dtype or input.dtype), requires_grad)
+    return _finish(drawn.to(dtype), requires_grad)
 
 
 def _randperm(
-    mode: seeded, func: Any, /, n: int, *, dtype: Any = torch.int64, device: Any = None, requires_grad: bool = False,
+    mode: seeded, func: Any, /, n: int, *, dtype: Any = None, device: Any = None, requires_grad: bool = False,
     out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
+    dtype = _dtype(dtype, out, torch.int64)
+    _check(torch.randperm, None, n, dtype=dtype)
     drawn = random.permutation(mode.draw_key(_device(device)), n)
-    return _finish(drawn.to(dtype or torch.int64), requires_grad, out)
+    return _finish(drawn.to(dtype), requires_grad, out)
 
 
 # -- draws by tensors of parameters ---------------------------------------------------------------------------------
 
 
 def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None, *, out: Any = None) -> Tensor:
+    _check(torch.bernoulli, input, *() if p is None else (p,))
     key = mode.draw_key(input.device)
     drawn = random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))
-    return _out(drawn.to(input.dtype), out)
+    return _out(drawn.to(_dtype(None, out, input.dtype)), out)
 
 
 def _multinomial(
     mode: seeded, func: Any, /, input: Tensor, num_samples: int, replacement: bool = False, *, out: Any = None
 ) -> Tensor:
+    if not is_compiling():
+        row = ((1,) * (input.dim() - 1) + tuple(input.shape[-1:]), input.dtype)
+        _try(torch.multinomial, row, num_samples, replacement)
+    fits = ((input >= 0) & (input < math.inf)).all(-1) & (input.sum(-1) > 0)
+    require_values(fits, lambda: RuntimeError("multinomial: weights must be finite, >= 0, and not all 0 in a row."))
     logits, key = input.to(torch.promote_types(input.dtype, torch.float32)).log(), mode.draw_key(input.device)
     if replacement:
         drawn = random.categorical(key, logits, shape=(num_samples, *input.shape[:-1])).movedim(0, -1)
@@ -321,11 +366,15 @@ def _normal_of(
     requires_grad: bool = False, out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
     like = mean if isinstance(mean, Tensor) else std
+    if isinstance(std, Tensor):
+        require_values(std >= 0, lambda: RuntimeError("normal: all elements of std must be at least 0."))
+    else:
+        _check(torch.normal, None, 0.0, std, (0,))
     if isinstance(like, Tensor):
         size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
         dtype, device = like.dtype, like.device
     noise = _normal(mode, tuple(size), dtype or torch.get_default_dtype(), _device(device))
-    return _finish(mean + std * noise, requires_grad, out)
+    return _finish((mean + std * noise).to(noise.dtype), requires_grad, out)
 
 
 # -- in place -------------------------------------------------------------------------------------------------------
@@ -333,34 +382,43 @@ def _normal_of(
 
 def _uniform_(mode: seeded, func: Any, /, self: Tensor, a: float = 0, b: float = 1, **kw: float) -> Tensor:
     low, high = kw.get("from", a), kw.get("to", b)
+    _check(func, self, low, high)
     return self.copy_(_uniform(mode, tuple(self.shape), self.dtype, self.device) * (high - low) + low)
 
 
 def _normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 0, std: float = 1) -> Tensor:
+    _check(func, self, mean, std)
     return self.copy_(_normal(mode, tuple(self.shape), self.dtype, self.device) * std + mean)
 
 
 def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std: float = 2) -> Tensor:
-    return self.copy_((_normal(mode, tuple(self.shape), self.dtype, self.device) * std + mean).exp())
+    _check(func, self, mean, std)
+    # The exponential of a number rounded to 16 bits is wrong by more than it is rounded itself.
+    dtype = torch.promote_types(self.dtype, torch.float32)
+    return self.copy_((_normal(mode, tuple(self.shape), dtype, self.device) * std + mean).exp())
 
 
 def _exponential_(mode: seeded, func: Any, /, self: Tensor, lambd: float = 1) -> Tensor:
+    _check(func, self, lambd)
     return self.copy_(_exponential(mode, tuple(self.shape), self.dtype, self.device) / lambd)
 
 
 def _cauchy_(mode: seeded, func: Any, /, self: Tensor, median: float = 0, sigma: float = 1) -> Tensor:
+    _check(func, self, median, sigma)
     # The quotient of two normal variables.
     above, below = _normal(mode, (2, *self.shape), self.dtype, self.device)
     return self.copy_(above / below * sigma + median)
 
 
 def _geometric_(mode: seeded, func: Any, /, self: Tensor, p: float) -> Tensor:
+    _check(func, self, p)
     # The first success, in whole trials, of a process whose waiting time is exponential.
     waits = _exponential(mode, tuple(self.shape), torch.float64, self.device) / -math.log1p(-p)
     return self.copy_(waits.ceil())
 
 
 def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) -> Tensor:
+    _check(func, self, *bounds, **kw)
     if bounds or kw:
         low, high = _bounds(bounds, kw.get("from"), kw.get("to"))
     elif self.is_floating_point():
@@ -372,6 +430,9 @@ def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) 
 
 
 def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tensor:
+    _check(func, self, p)
+    if isinstance(p, Tensor):
+        _check(torch.bernoulli, p)
     p = p.expand(self.shape) if isinstance(p, Tensor) else p
     return self.copy_(random.bernoulli(mode.draw_key(self.device), p, tuple(self.shape)))
 
@@ -419,25 +480,3 @@ _BODIES: dict[Any, Server] = {
     func: _body(func)
     for func in (F.multi_head_attention_forward, F.gumbel_softmax, init.uniform_, init.normal_, init.kaiming_uniform_)
 }
-
-
-def _recurs(*args: Any, **_: Any) -> bool:
-    # (input, hx, weights, has_biases, num_layers, dropout, train, ...), or with batch_sizes before hx.
-    numbers = [a for a in args if isinstance(a, (bool, int, float))]
-    return len(numbers) > 3 and numbers[2] > 0.0 and bool(numbers[3])
-
-
-# Functions whose draws cannot be served, and whether a call of them draws.
-_UNSERVED: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurs),
-    **dict.fromkeys((F.rrelu, torch.rrelu), lambda input, lower=0, upper=0, training=False, inplace=False: training),
-    **dict.fromkeys(
-        [getattr(torch, f"{name}dropout{end}") for name in ("", "feature_", "alpha_", "feature_alpha_")
-         for end in ("", "_")], lambda input, p, train: train and p > 0.0,
-    ),
-    **dict.fromkeys(
-        (F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d,
-         F.fractional_max_pool3d_with_indices, torch.poisson, torch.binomial,
-         *[getattr(torch, name) for name in ("_standard_gamma", "_sample_dirichlet")]), lambda *_, **__: True,
-    ),
-}  # fmt: skip

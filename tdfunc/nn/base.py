@@ -14,7 +14,7 @@ from tdfunc.core.errors import MissingKeyError, error
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.reset import reset_module, reset_tree
-from tdfunc.ops.reading import get, has
+from tdfunc.ops.base.reading import get, has
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,10 +20,10 @@ from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
 from tdfunc.modules.functional import functional
 from tdfunc.nn.ensemble import EnsembleModule
-from tdfunc.ops import maps
-from tdfunc.ops.reading import get, iter_items
-from tdfunc.ops.structure import combine, partition
-from tdfunc.random import KeyLike, key_of
+from tdfunc.ops.base.reading import get, iter_items
+from tdfunc.ops.edits import maps
+from tdfunc.ops.edits.structure import combine, partition
+from tdfunc.random.draws import KeyLike, key_of
 
 Init: TypeAlias = Literal["signs", "normal", "ones"]
 Size2: TypeAlias = "int | tuple[int, int]"

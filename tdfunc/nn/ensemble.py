@@ -14,7 +14,7 @@ from tdfunc.ensemble._call import find_shared, members_of
 from tdfunc.ensemble.ensemble import Ensemble, How
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply
-from tdfunc.ops.reading import entries, iter_items
+from tdfunc.ops.base.reading import entries, iter_items
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -19,7 +19,7 @@ from tdfunc.nn.base import (
     read_inputs,
     split_keys,
 )
-from tdfunc.ops.reading import get, has
+from tdfunc.ops.base.reading import get, has
 
 
 class TensorDictModule(TensorDictModuleBase):

@@ -8,11 +8,11 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths
-from tdfunc.ops import storage_writes
-from tdfunc.ops.cast import detach
-from tdfunc.ops.compare import check_trees
+from tdfunc.ops.base.cast import detach
+from tdfunc.ops.base.foreach import check_same
 from tdfunc.ops.display.text import stored_bytes
-from tdfunc.ops.foreach import check_same
+from tdfunc.ops.edits import storage_writes
+from tdfunc.ops.math.compare import check_trees
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -28,12 +28,12 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import common_prefix
 from tdfunc.core.types import Kind, Path
-from tdfunc.ops.convert import adopt, as_tensor, resize
-from tdfunc.ops.edit import update
-from tdfunc.ops.index import unbind
-from tdfunc.ops.join import stack
-from tdfunc.ops.reading import get_value, iter_items, kind_of
-from tdfunc.ops.structure import flatten_keys, to_dict
+from tdfunc.ops.base.convert import adopt, as_tensor, resize
+from tdfunc.ops.base.reading import get_value, iter_items, kind_of
+from tdfunc.ops.batch.index import unbind
+from tdfunc.ops.batch.join import stack
+from tdfunc.ops.edits.edit import update
+from tdfunc.ops.edits.structure import flatten_keys, to_dict
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,8 +12,16 @@ from torch.nn import functional as F
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import BatchSizeError, ImmutableError, UnsupportedError, error
 from tdfunc.core.shapes import dim_index
-from tdfunc.ops import arithmetic, autograd, cast, compare, index, join, rearrange, shape
-from tdfunc.ops._generate import (
+from tdfunc.ops import autograd
+from tdfunc.ops.base import cast
+from tdfunc.ops.base.foreach import binary, broadcast_size, check_same, reversed_binary, unary
+from tdfunc.ops.batch import index, join, rearrange, shape
+from tdfunc.ops.batch.index import gather
+from tdfunc.ops.batch.shape import reshape
+from tdfunc.ops.math import arithmetic, compare
+from tdfunc.ops.math.compare import check_trees
+from tdfunc.ops.math.reduce import extreme, extremes, reduce, truth
+from tdfunc.ops.math.tables import (
     BINARY,
     BINARY_LEAFWISE,
     COMMUTATIVE,
@@ -22,11 +30,6 @@ from tdfunc.ops._generate import (
     UNARY,
     UNARY_LEAFWISE,
 )
-from tdfunc.ops.compare import check_trees
-from tdfunc.ops.foreach import binary, broadcast_size, check_same, reversed_binary, unary
-from tdfunc.ops.index import gather
-from tdfunc.ops.reduce import extreme, extremes, reduce, truth
-from tdfunc.ops.shape import reshape
 
 REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "nansum", "nanmean", "logsumexp")
 # Second names of functions in torch.

@@ -22,8 +22,8 @@ from tdfunc.optim._rules.adadelta import adadelta as adadelta
 from tdfunc.optim._rules.adafactor import adafactor as adafactor
 from tdfunc.optim._rules.adagrad import adagrad as adagrad
 from tdfunc.optim._rules.adam import adam as adam
+from tdfunc.optim._rules.adam import adamax as adamax
 from tdfunc.optim._rules.adam import adamw as adamw
-from tdfunc.optim._rules.adamax import adamax as adamax
 from tdfunc.optim._rules.asgd import asgd as asgd
 from tdfunc.optim._rules.lion import lion as lion
 from tdfunc.optim._rules.muon import muon as muon

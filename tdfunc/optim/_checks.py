@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -179,10 +180,15 @@ def check_scheduled(name: str, what: str, value: Any, size: torch.Size) -> Coeff
     return value.double()
 
 
-def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise unless every number in a hyperparameter lies in [low, high); schedules have no numbers yet."""
+def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math.inf) -> Any:
+    """Return a hyperparameter, of which every number must lie in [low, high); lists and arrays become tensors.
+
+    Schedules have no numbers yet.
+    """
+    if isinstance(value, (list, tuple, np.ndarray)):
+        value = torch.tensor(value, dtype=torch.float64)
     if callable(value) or (isinstance(value, Tensor) and not has_values()):
-        return
+        return value
     if isinstance(value, dict):
         raise error(
             TypeError,
@@ -199,6 +205,7 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
             expected=f"{low} <= {name}" + (f" < {high}" if high < math.inf else ", finite"),
             got=value,
         )
+    return value
 
 
 def path_of(tree: TensorCollection, i: int) -> str:

@@ -9,8 +9,8 @@ from tdfunc.core.errors import FilterError, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
-from tdfunc.ops.reading import entries
-from tdfunc.ops.structure import keep_leaves
+from tdfunc.ops.base.reading import entries
+from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_keys, check_state, check_tree
 from tdfunc.optim._maps import GradientMap

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tdfunc.ops.at import as_leaf
+from tdfunc.ops.edits.at import as_leaf
 
 # A number, or a float64 tensor over the leading dimensions of the leaves.
 Coefficient: TypeAlias = float | Tensor

@@ -15,7 +15,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
-from tdfunc.ops.reading import entries
+from tdfunc.ops.base.reading import entries
 from tdfunc.optim._checks import check_dense, check_hyper, check_tree, list_matching
 from tdfunc.optim._lists import Leaves
 

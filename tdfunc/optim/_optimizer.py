@@ -3,11 +3,12 @@
 The arithmetic of one step is in the rule's own file; `_run` runs it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
@@ -33,17 +34,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=TensorCollection)
 Schedule: TypeAlias = Callable[[Tensor], "Tensor | float"]
-Hyper: TypeAlias = float | Tensor | Schedule
+# Any: numbers of any dtype.
+Hyper: TypeAlias = float | Tensor | Schedule | Sequence[float] | NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Optimizer(AbstractOptimizer):
     """A rule and its hyperparameters: made by `sgd`, `adam` and all others that train by one rule.
 
-    A hyperparameter is a float, which is fixed; a tensor with a value for each member, which `init` puts into the state
-    under its own name, where `state.set` changes it; or a function from the number of steps done so far (an integer
-    tensor) to a float or tensor, of no dimensions or of the batch size of the parameters. Tensors are differentiated
-    where they require grad, and inside `torch.func.grad`, through `init` and `update`.
+    A hyperparameter is a float, which is fixed; a tensor, list or array with a value for each member, which `init` puts
+    into the state under its own name, where `state.set` changes it; or a function from the number of steps done so far
+    (an integer tensor) to a float or tensor, of no dimensions or of the batch size of the parameters. Tensors are
+    differentiated where they require grad, and inside `torch.func.grad`, through `init` and `update`.
 
     Args:
         rule: The arithmetic of one step.
@@ -51,7 +53,7 @@ class Optimizer(AbstractOptimizer):
     """
 
     rule: Rule
-    hyper: Mapping[str, Hyper]
+    hyper: Mapping[str, float | Tensor | Schedule]
 
     def __repr__(self) -> str:
         return f"{self.rule.name}({', '.join(f'{name}={_shown(value)}' for name, value in self.hyper.items())})"
@@ -125,13 +127,14 @@ class Optimizer(AbstractOptimizer):
 
 def make_optimizer(rule: Rule, hyper: Mapping[str, Hyper], **limits: tuple[float, float]) -> Optimizer:
     """Return an optimizer whose hyperparameters lie in [0, inf), betas in [0, 1), others in their own `limits`."""
+    checked: dict[str, Any] = {}
     for name, value in hyper.items():
         low, high = limits.get(name, (0.0, 1.0 if name.startswith("beta") else torch.inf))
-        check_hyper(rule.name, name, value, low, high)
-    return Optimizer(rule, hyper)
+        checked[name] = check_hyper(rule.name, name, value, low, high)
+    return Optimizer(rule, checked)
 
 
-def _shown(value: Hyper) -> str:
+def _shown(value: float | Tensor | Schedule) -> str:
     if isinstance(value, Tensor):
         return f"tensor of shape {list(value.shape)}" if value.dim() else f"{value.item():g}"
     return "<a function>" if callable(value) else f"{value:g}"

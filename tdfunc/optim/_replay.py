@@ -1,9 +1,7 @@
 """Steps of a trace: on tensors of one layout, again and again, so that what the layout decides is decided once."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
-
-from torch import Tensor
+from collections.abc import Callable
+from typing import TypeAlias
 
 from tdfunc.optim._lists import Leaves
 
@@ -31,13 +29,6 @@ class Replay:
             self._short, self._looked = self._shorten(writes, reads), True
         if self._short is None or not self._short(writes, reads):
             self._kernel(writes, reads)
-
-
-def read_floats(hyper: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return hyperparameters that are numbers at every step; None if one is a tensor or a schedule."""
-    if any([isinstance(value, Tensor) or callable(value) for value in hyper.values()]):
-        return None
-    return {name: float(value) for name, value in hyper.items()}
 
 
 def are_apart(lengths: list[int], tensors: Leaves) -> bool:

@@ -18,11 +18,13 @@ from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
-from tdfunc.optim._replay import Replay, Short, are_apart, read_floats
+from tdfunc.optim._replay import Replay, Short, are_apart
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
 _FUSED_DTYPES = (torch.float32, torch.float64)
+# In elements that list arithmetic reads and writes meanwhile: the views of a leaf's member, and a whole step.
+_VIEW_ELEMENTS, _LISTS_ELEMENTS = 1500, 40_000
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Values: TypeAlias = dict[str, Coefficient]
 Slots: TypeAlias = dict[str, Leaves]
@@ -109,7 +111,7 @@ class Run:
             if trace is None:
                 kernel(new, reads)
             else:
-                trace.call(Replay(kernel, partial(_shorten, self.rule, self.hyper)), new, reads)
+                trace.call(Replay(kernel, partial(_shorten, self.rule, self.hyper, tuple(self.tensors))), new, reads)
             if active is not None:
                 new = select_members(active, new, old)
         for leaf, before in zip(new, params, strict=False):
@@ -231,13 +233,15 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
             params = [writes[i] for i in group]
             work = Work(params, [grads[i] for i in group], slots, dict(scalars), step, count.dim())
             targets = [work.params, *slots.values()]
-            fits = not varies and dtype in _FUSED_DTYPES and device.type in _FUSED_DEVICES
-            if fits and rule.fused is not None and all(map(_are_laid_out, *targets)):
+            fused = rule.fused if dtype in _FUSED_DTYPES and device.type in _FUSED_DEVICES else None
+            if fused is not None and varies:
+                fused = partial(_fused_by_member, fused) if _take_views(targets, work, values) else None
+            if fused is not None and all(map(_are_laid_out, *targets)):
                 aligned = [
                     grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
                     for grad, param in zip(work.grads, params, strict=True)
                 ]
-                if rule.fused(replace(work, grads=aligned), values):
+                if fused(replace(work, grads=aligned), values):
                     continue
             work = _promote(work)
             rule.lists(Lists(inplace=True), work, values)
@@ -247,6 +251,32 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
             # Every group computes the same.
             for name, value in stored.items():
                 value.copy_(torch.as_tensor(work.scalars[name]))
+
+
+def _take_views(lists: list[Leaves], work: Work, values: Values) -> bool:
+    """Return whether the fused kernel of each member costs less than list arithmetic on all of them."""
+    leaves = lists[0]
+    views = len(leaves) * max(value.numel() for value in (work.step, *values.values()) if isinstance(value, Tensor))
+    paid = views * _VIEW_ELEMENTS < sum([leaf.numel() for leaf in leaves]) + _LISTS_ELEMENTS
+    return paid and all([leaf.device.type == "cpu" and leaf.is_contiguous() for rows in lists for leaf in rows])
+
+
+def _fused_by_member(fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
+    """Call the fused kernel on each member with its own numbers, as a run of this member does."""
+    numbers: Values = {**values, "": work.step}
+    size = next(value.shape for value in numbers.values() if isinstance(value, Tensor))
+    columns = [
+        value.flatten().tolist() if isinstance(value, Tensor) else [value] * size.numel() for value in numbers.values()
+    ]
+    lists = [work.params, work.grads, *work.slots.values()]
+    views = [zip(*[leaf.flatten(0, len(size) - 1).unbind(0) for leaf in leaves], strict=True) for leaves in lists]
+    for row, *leaves in zip(zip(*columns, strict=True), *views, strict=True):
+        params, grads, *slots = map(list, leaves)
+        own = dict(zip(numbers, row, strict=True))
+        member = Work(params, grads, dict(zip(work.slots, slots, strict=True)), {}, own.pop(""), 0)
+        if not fused(member, own):
+            return False
+    return True
 
 
 def _merge(value: Tensor) -> Tensor:
@@ -260,32 +290,35 @@ def _merge(value: Tensor) -> Tensor:
 
 
 # Any: schedules and floats.
-def _shorten(rule: Rule, hyper: Mapping[str, Any], writes: Leaves, reads: Leaves) -> Short | None:
+def _shorten(
+    rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes: Leaves, reads: Leaves
+) -> Short | None:
     """Return the call of the fused kernel that `_kernel` comes to for tensors laid out like these; None for another."""
-    values, n = read_floats(hyper), len(writes) // (1 + len(rule.slots))
-    params, grads, count = writes[:n], reads[:n], reads[-1]
-    one_number = count.device.type == "cpu" and not any(count.stride())
-    if (
-        values is None
-        or rule.fused is None
-        or rule.scalars
-        or len(reads) != n + 1
-        or not one_number
-        or not count.numel()
-    ):
-        return None
+    n = len(reads) - 1 - len(names)
+    params, grads, count, tensors = writes[:n], reads[:n], reads[n], reads[n + 1 :]
     kinds = {(leaf.dtype, leaf.device) for leaf in params}
-    if len(kinds) != 1 or params[0].dtype not in _FUSED_DTYPES or params[0].device.type not in _FUSED_DEVICES:
+    one_number = count.device.type == "cpu" and not any(count.stride()) and count.numel() > 0
+    if rule.fused is None or rule.scalars or any(map(callable, hyper.values())) or not one_number or len(kinds) != 1:
+        return None
+    if params[0].dtype not in _FUSED_DTYPES or params[0].device.type not in _FUSED_DEVICES:
         return None
     rows = [writes[n * k : n * (k + 1)] for k in range(1 + len(rule.slots))]
     if not all(map(_are_laid_out, *rows)) or [x.stride() for x in grads] != [x.stride() for x in params]:
         return None
     fused, first, slots = rule.fused, (0,) * count.dim(), list(enumerate(rule.slots, 1))
+    floats = {name: 0.0 if name in names else float(value) for name, value in hyper.items()}
 
     def run(writes: Leaves, reads: Leaves) -> bool:
         kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
-        return fused(Work(writes[:n], reads[:n], kept, {}, reads[n][first].item() + 1.0, len(first)), values)
+        work = Work(writes[:n], reads[:n], kept, {}, reads[n][first].item() + 1.0, len(first))
+        values: Values = {name: _number(value) for name, value in zip(names, reads[n + 1 :], strict=True)}
+        return step(work, floats | values)
 
+    step = fused
+    if any([x.numel() != 1 for x in tensors]):
+        if not _take_views(rows, Work([], [], {}, {}, 0.0, 0), dict(zip(names, tensors, strict=True))):
+            return None
+        step = partial(_fused_by_member, fused)
     return run
 
 
@@ -314,7 +347,7 @@ def _are_laid_out(param: Tensor, *slots: Tensor) -> bool:
 
 def _number(value: Coefficient) -> Coefficient:
     # On other devices it would wait for the device.
-    return value.item() if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu" else value
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" else value
 
 
 def free_lists(leaves: Leaves) -> Lists:

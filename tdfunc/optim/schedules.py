@@ -1,7 +1,8 @@
 """Schedules: functions from the number of steps done so far to a hyperparameter, under optax's names.
 
 The number is an integer tensor, of no dimensions or with an entry for each member, and so are the values: a peak of
-shape (E,) is a schedule for each member. Everything is arithmetic of tensors, which `torch.vmap` and `tdfunc.jit` run.
+shape (E,) is a schedule for each member. Everything is arithmetic of tensors, which `torch.vmap` and `tdfunc.jit` run:
+in float64, as in the optimizers, unless a peak of several members has another dtype.
 """
 
 import math
@@ -58,7 +59,7 @@ def linear(init_value: Value, end_value: Value, transition_steps: int, *, transi
     Examples:
         >>> warmup = linear(0.0, 0.1, 100)
         >>> warmup(torch.tensor(50))
-        tensor(0.0500)
+        tensor(0.0500, dtype=torch.float64)
     """
     return polynomial(init_value, end_value, transition_steps, transition_begin=transition_begin)
 
@@ -153,7 +154,7 @@ def exponential_decay(
 
     def value(step: Tensor) -> Tensor:
         share = (_real(step) - transition_begin).clamp(min=0) / transition_steps
-        decayed = init_value * torch.as_tensor(decay_rate) ** (share.floor() if staircase else share)
+        decayed = init_value * decay_rate ** (share.floor() if staircase else share)
         if end_value is None:
             return decayed
         bound = torch.as_tensor(end_value, dtype=decayed.dtype, device=decayed.device)
@@ -295,12 +296,12 @@ class ReduceOnPlateau:
 
 
 def _real(step: Tensor) -> Tensor:
-    return step.to(torch.get_default_dtype())
+    return step.to(torch.float64)
 
 
 def _at(step: Tensor, value: Any) -> Tensor:
     """Return a value with the dimensions of the step count."""
-    return torch.as_tensor(value, device=step.device) + torch.zeros_like(_real(step))
+    return (value.to(step.device) if isinstance(value, Tensor) else value) + torch.zeros_like(_real(step))
 
 
 def _check_positive(name: str, what: str, number: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.memory import mapped_file
-from tdfunc.ops.storage_writes import write_row
+from tdfunc.ops.edits.storage_writes import write_row
 
 
 class Plan(NamedTuple):

@@ -20,11 +20,11 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_count, dim_index, dim_size
-from tdfunc.ops import join
+from tdfunc.ops.batch import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk
-from tdfunc.random import KeyLike, key_of
+from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.raw import is_wrapped
 
 # Chunks that wait or run for each worker: one waits, so that no worker does.
@@ -93,6 +93,8 @@ def _prepare(
     if out is not None:
         _check_out(tree, out, dim, size)
     workers = options.num_workers
+    if workers is not None and workers < 0:
+        raise error(ValueError, "map: num_workers must be 0 or more.", got=workers)
     if workers is None:
         workers = getattr(executor, "_max_workers", None) or count_cpus()
     plan = make_plan(size, as_count(options.chunksize), as_count(options.num_chunks), workers)

@@ -1,35 +1,30 @@
 """`save` and `load`: a whole tree in one safetensors file, or in shards, that any reader of the format opens."""
 
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike
-from tdfunc.core.ranks import has_sharded
 from tdfunc.core.types import Device
+from tdfunc.storage.disk.progress import progress_bar
+from tdfunc.storage.disk.ranks import has_sharded
 from tdfunc.storage.disk.raw import outside_transforms
-from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, is_remote, local_path
+from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.memmap.read import load_memmap
 from tdfunc.storage.safetensors.contents import is_memmap, open_contents
-from tdfunc.storage.safetensors.plan import Values, as_bytes, plan_save
 from tdfunc.storage.safetensors.ranks import save_by_ranks
+from tdfunc.storage.safetensors.save import check_target, save_outline
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
-from tdfunc.storage.safetensors.write import commit
 from tdfunc.storage.tree.build import Classes
-from tdfunc.storage.tree.encode import Outline, outline
+from tdfunc.storage.tree.encode import outline
 from tdfunc.storage.tree.objects import as_tree
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
-
-_SUFFIX = ".safetensors"
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def save(
@@ -54,7 +49,8 @@ def save(
 
     Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards next to
     `model.safetensors.index.json`, which replaces the checkpoint that was in the folder, one file or shards. A file
-    that is saved as `model.safetensors` also replaces an index in its folder. Other files in the folder stay.
+    that is saved as `model.safetensors` also replaces an index in its folder. Of the other files only old shards go,
+    which tdfunc wrote and no index in the folder names.
 
     Args:
         td: The tree, or several trees, tensors and plain objects by name.
@@ -68,7 +64,9 @@ def save(
     Raises:
         ValueError: The file name has another suffix, or `max_shard_size` is not a size.
         UnsupportedError: A leaf or value cannot be stored unchanged; the message names it. Nothing was written.
-        OSError: It could not be written; the old checkpoint is whole and nothing is left behind.
+        OSError: It could not be written; the old checkpoint is whole and nothing is left behind. After the new one is
+            in place an error is a `RuntimeWarning`.
+        TimeoutError: Another process kept the lock of the folder.
 
     Examples:
         >>> import tempfile
@@ -85,25 +83,6 @@ def save(
         save_by_ranks(tree, target, fsync=fsync)
         return
     save_outline(outline(tree), target, max_bytes, fsync=fsync, progress=progress)
-
-
-def save_outline(
-    out: Outline,
-    target: str,
-    max_bytes: int | None = None,
-    *,
-    fsync: bool = True,
-    digests: Mapping[str, str] | None = None,
-    values: Values | None = None,
-    progress: bool = False,
-) -> None:
-    """Write a tree that was outlined, as one file or as shards of `max_bytes`; a leaf with a digest must still have it.
-
-    With `values` the leaves need none: their bytes come from that.
-    """
-    plan = plan_save(out, max_bytes, digests, values)
-    with progress_bar(progress, plan.size_bytes, "save") as tick:
-        commit(plan, target, fsync=fsync, tick=tick)
 
 
 def load(
@@ -124,7 +103,8 @@ def load(
     flat one where the names do not nest (`a` and `a.b`).
 
     A folder with `model.safetensors` is one file, else with `model.safetensors.index.json` shards, else with
-    `meta.json` a memmap folder.
+    `meta.json` a memmap folder, else with `adapter_model.safetensors` an adapter under PEFT's names, which
+    `tdfunc.lora.load` reads into one of a base.
 
     Args:
         path: The file or folder; with fsspec also a URL, whose files are fetched first.
@@ -159,7 +139,7 @@ def load(
         FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
     """
     place = torch.device(device) if device is not None else None
-    return load_choice(as_name(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
+    return load_choice(find(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
 
 
 def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = False) -> Any:
@@ -176,50 +156,3 @@ def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = Fal
             return read_tree(contents, replace(choice, tick=tick), mapped=mapped)
     finally:
         contents.close()
-
-
-@contextmanager
-def progress_bar(show: bool, size_bytes: int, what: str) -> Generator[Callable[[int], object] | None, None, None]:
-    """Yield a function to call with each number of bytes done; None where nothing is to be shown."""
-    if not show:
-        yield None
-        return
-    try:
-        from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
-    except ImportError as err:
-        raise UnsupportedError("progress=True needs tqdm, which is not installed.", hint="pip install tqdm.") from err
-    with tqdm(total=size_bytes, unit="B", unit_scale=True, unit_divisor=1000, desc=what) as bar:
-        yield bar.update
-
-
-def as_name(path: "str | bytes | os.PathLike[str]") -> str:
-    """Return a path as text, of a file of this machine without its protocol."""
-    return local_path(os.fsdecode(path))
-
-
-def check_target(path: str | os.PathLike[str], max_shard_size: int | str | None = None) -> tuple[str, int | None]:
-    """Return the name of a file or folder that a tree can be saved as, and the most bytes of a shard."""
-    target = as_name(path)
-    if max_shard_size is not None:
-        taken = not is_remote(target) and os.path.lexists(target) and not os.path.isdir(target)
-        if taken or target.endswith((_SUFFIX, *_TORCH_SUFFIXES)):
-            raise error(
-                ValueError,
-                f"save {target}: shards are saved in a folder.",
-                expected="the name of a folder",
-                got="that of a file",
-                hint="name a folder, or leave out max_shard_size=.",
-            )
-        return target.rstrip("/") or target, as_bytes(max_shard_size)
-    suffix = os.path.splitext(target)[1]
-    if suffix != _SUFFIX:
-        raise error(
-            ValueError,
-            f"save {target}: the file name must end in {_SUFFIX}.",
-            expected=_SUFFIX,
-            got=suffix or "none",
-            hint="torch.save(td.state_dict(), path) writes .pt; max_shard_size= writes a folder of shards.",
-        )
-    if not is_remote(target) and os.path.isdir(target):
-        raise error(IsADirectoryError, f"save {target}: this is a folder.", expected="the name of a file")
-    return target, None

@@ -71,7 +71,7 @@ def test_chosen_leaves_are_compared(tmp_path):
         (lambda t: t.set("n", t["n"].with_batch_size([3])), "batch size", ["n"]),
         (lambda t: t.set("n", t["n"].with_batch_size([3]).with_names(["x"])), "names", ["n"]),
         (lambda t: t._replace(t._data, kinds={"w": Kind.BUFFER}), "kind", ["w"]),
-        (lambda t: t.set("w", torch.nn.Parameter(torch.arange(4.0))), "kind", ["w"]),
+        (lambda t: t.set("w", torch.nn.Parameter(torch.arange(4.0))), "class", ["w"]),
         (lambda t: t.set("e", TensorDict({})), "empty tree", ["e"]),
         (lambda t: TensorDict({key: t[key] for key in ("n", "w", "note")}), "order of keys", []),
     ],
@@ -89,6 +89,18 @@ def test_every_difference_is_found(change, what, path, tmp_path):
     assert (what, path) in [(one["what"], one["path"]) for one in found.json["differences"]]
     assert what in plain.out
     assert "difference" in plain.out.splitlines()[-1]
+
+
+def test_leaves_that_differ_in_the_same_way_are_one_row(tmp_path):
+    """A mean of Parameters, which are plain tensors, differs from Parameters in one row."""
+    tree = TensorDict({str(i): torch.nn.Parameter(torch.ones(2)) for i in range(9)})
+    save(tree, tmp_path / "a.safetensors")
+    save((tree + tree) / 2, tmp_path / "b.safetensors")
+
+    lines = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values").out.splitlines()
+
+    assert "0, 1, 2 and 6 more" in lines[1]
+    assert lines[2:] == ["9 differences; values compared: all"]
 
 
 def test_metadata_can_be_left_out(tmp_path):

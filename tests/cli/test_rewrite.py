@@ -80,20 +80,38 @@ def test_state_dict_says_what_it_leaves_out(tmp_path):
 
 
 def test_whole_training_state_converts(tmp_path):
-    """A file of models, optimizers and counters converts."""
+    """A file of models, optimizers and counters converts: the model is a tree, and the rest comes back equal."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "t.pt")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "size": torch.Size([2])}
+    torch.save(state, tmp_path / "t.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    results = [run("convert", tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors") for name in "to"]
 
-    assert run("convert", tmp_path / "t.pt", tmp_path / "t.safetensors").code == 0
-
-    tree = load(tmp_path / "t.safetensors")
+    tree, alone = load(tmp_path / "t.safetensors"), load(tmp_path / "o.safetensors")
+    assert [result.code for result in results] == [0, 0]
+    assert ["not kept: size: Size becomes tuple" in result.err for result in results] == [True, False]
     assert torch.equal(tree["model", "weight"], model.weight)
-    assert torch.equal(tree["optimizer", "state", "0", "exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
-    assert tree["optimizer", "param_groups"][0]["betas"] == [0.9, 0.999]
-    assert tree["epoch"] == 3
+    assert (repr(tree["optimizer"]), tree["epoch"], tree["size"]) == (repr(optimizer.state_dict()), 3, (2,))
+    assert repr({key: alone[key] for key in ("state", "param_groups")}) == repr(optimizer.state_dict())
+    optimizer.load_state_dict(tree["optimizer"])
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_errors_name_the_file(tmp_path):
+    """A damaged input, and one that the system cannot read, is named."""
+    for name in "ab":
+        save(TensorDict({"w": torch.ones(100)}), tmp_path / f"{name}.safetensors")
+    raw = bytearray((tmp_path / "b.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "b.safetensors").write_bytes(raw)
+
+    for args in (["average", tmp_path / "a.safetensors"], ["cast", "--dtype", "f16"]):
+        result = run(*args, tmp_path / "b.safetensors", "-o", tmp_path / "o.safetensors")
+        assert (result.code, 'b.safetensors: leaf "w" is damaged' in result.err) == (2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -108,10 +126,10 @@ def test_shapes_of_torch_files(legacy, tmp_path):
         assert run("convert", tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors").code == 0
 
     tree = load(tmp_path / "t.safetensors")
-    assert torch.equal(tree["list", "0"], base.T)
-    assert torch.equal(tree["list", "1", "a"], base[1:])
+    assert torch.equal(tree["list"][0], base.T)
+    assert torch.equal(tree["list"][1]["a"], base[1:])
     assert isinstance(tree["p"], torch.nn.Parameter)
-    assert (tree["tuple"], tree["a"]) == ([1, 2], 5)
+    assert (tree["tuple"], tree["a"]) == ((1, 2), 5)
     assert torch.equal(tree["a.b"], base)
     assert torch.equal(load(tmp_path / "one.safetensors")["value"], base)
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from tdfunc import TensorDict, combine
 from tdfunc.core.ties import by_identity, drop, group_of, lift, merge, remap, spanning, under
-from tdfunc.ops.edit import restore_ties
+from tdfunc.ops.edits.edit import restore_ties
 
 PATHS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=2).map(tuple)
 GROUPS = st.lists(st.lists(PATHS, min_size=2, max_size=3, unique=True).map(tuple), max_size=4).map(tuple)

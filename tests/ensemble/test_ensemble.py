@@ -23,7 +23,7 @@ from tdfunc import (
     split,
     stack_modules,
 )
-from tdfunc.ops.join import stack
+from tdfunc.ops.batch.join import stack
 from tests.ensemble.models import Returns, ensemble_of, make_cnn, make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_pure, assert_trees_equal, examples, quick
 

@@ -134,8 +134,12 @@ MESSAGES = [
     (lambda: run([make_mlp(0.5)], "auto"), UnsupportedError, "no rng was given", "rng=key", "rng=None", "apply.eval"),
     (lambda: run([Returns(lambda y: torch.poisson(y.exp())) for _ in range(2)], "vmap", rng=0), UnsupportedError,
      "past its member's key", "default generator", 'how="loop"'),
+    (lambda: run([Returns(lambda y: y * random.random())] * 2, "vmap"), UnsupportedError, "once for all members",
+     "Python's generator", 'how="loop"'),
+    (lambda: run([Returns(lambda y: y * random.random())] * 2, "auto", rng=0), UnsupportedError, "past rng="),
+    (lambda: run([Returns(lambda y: y * random.random())] * 2, "traced"), UnsupportedError, "draws while", "Python's"),
     (lambda: run([nn.Sequential(nn.Linear(3, 4), nn.RReLU())], "traced", rng=0), UnsupportedError,
-     "rrelu draws", 'how="loop"'),
+     "past rng=", "aten.rrelu", 'how="loop"'),
 ]  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, split, stack_modules
-from tdfunc.ensemble._draws import default_generators, run_seeded
+from tdfunc.core.generators import default_generators
+from tdfunc.ensemble._draws import run_seeded
 from tests.ensemble.models import Attention, Returns, ensemble_of, line, make_transformer
 from tests.helpers import assert_trees_equal, examples
 

@@ -30,7 +30,7 @@ from tdfunc import (
     stack_modules,
     unstack,
 )
-from tdfunc.ops.join import stack
+from tdfunc.ops.batch.join import stack
 from tests.ensemble.models import ensemble_of, make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_trees_equal
 

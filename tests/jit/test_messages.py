@@ -1,6 +1,7 @@
 """What `jit` refuses: each call, the class of the error, and the parts of its message."""
 
 import functools
+import random
 import re
 import threading
 
@@ -23,7 +24,7 @@ class Holder:
         self.inner = {"mask": torch.ones(3)}
 
 
-HOLDER = Holder()
+HOLDER, MINE, THEIRS = Holder(), np.random.default_rng(0), random.Random(0)
 
 
 @functools.lru_cache
@@ -116,6 +117,10 @@ REFUSED = [
     (lambda x: x + torch.rand(3, generator=torch.Generator()), (X,), UnsupportedError, "function seeds or makes", LINE),
     (seed_and_draw, (X,), UnsupportedError, "seed_and_draw seeds or makes", "torch.Generator outside"),
     (seed_elsewhere, (X,), UnsupportedError, "function seeds or makes", LINE, "torch.Generator outside"),
+    (lambda x: x * np.random.rand(), (X,), UnsupportedError, "draws while it is recorded", "numpy's", "tdfunc.random"),
+    (lambda x: x * random.random(), (X,), UnsupportedError, "draws while it is recorded", "Python's"),
+    (lambda x: x * MINE.random(), (X,), UnsupportedError, "draws while it is recorded", "'MINE' generator"),
+    (lambda x: x * THEIRS.random(), (X,), UnsupportedError, "draws while it is recorded", "'THEIRS' generator"),
     (lambda x: x * positions(3), (X,), UnsupportedError, "keeps a tensor", "sin", "[3]", "clear that cache"),
     (lambda x: HOLDER.inner.update(last=x), (X,), UnsupportedError, "keeps", "HOLDER.inner['last']", "argument 0"),
     (lambda x: Holder(), (X,), UnsupportedError, "the result", "Holder"),

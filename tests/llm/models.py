@@ -71,6 +71,7 @@ FAMILIES = {
         {**_COMMON, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
         | {"mamba_d_state": 8, "mamba_expand": 2},
     ),
+    "mamba": ("Mamba", {**_COMMON, "state_size": 8}),
     "falcon_h1": (
         "FalconH1",
         {**_WIDE, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_n_groups": 1, "mamba_d_state": 8},

@@ -1,8 +1,10 @@
 """The messages of modules/: each row is a call, the class that it raises, and a pattern of the message."""
 
+import random
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,6 +143,11 @@ class Calls(nn.Linear):
         return self.fn(super().forward(x))
 
 
+def attend(y):
+    """Attention of one head, from the rows to themselves."""
+    return F.scaled_dot_product_attention(*[y[None, None]] * 3)
+
+
 class Named(nn.Linear):
     """A forward whose arguments are called as those of apply."""
 
@@ -191,10 +198,10 @@ def draw(model, rng=0):
     return functional(model)[0](functional(model)[1], X, rng=rng)
 
 
-def trace(rng):
-    """Draw from a generator in a traced function."""
-    apply, params, _ = functional(nn.Dropout(0.5).train())
-    return tdf.jit(lambda x, rng: apply(params, x, rng=rng))(X, rng)
+def trace(rng, model=nn.Dropout(0.5)):  # noqa: B008
+    """Draw in a traced function."""
+    apply, params, _ = functional(model.train())
+    return tdf.jit(lambda params, x, rng: apply(params, x, rng=rng))(params, X, rng)
 
 
 def enter_twice():
@@ -249,6 +256,8 @@ CALLS = {
     "norm": (lambda: over_members(Norm()), RuntimeError, "batched tensor.*statistics of its own.*apply.eval"),
     "cumulative norm": (lambda: over_members(Norm(None)), RuntimeError, f"item.*{LOOP}"),
     "control flow": (lambda: over_members(Calls(lambda y: y if y.sum() > 0 else -y)), RuntimeError, f"control.*{LOOP}"),
+    "attention": (lambda: torch.func.jvp(lambda x: functional(Calls(attend))[0](functional(Calls())[1], x), (X,), (X,)),
+                  RuntimeError, r"forward AD with.*sdpa_kernel\(SDPBackend.MATH\).*attn_implementation"),
     "LSTM": (lambda: over_members(nn.LSTM(3, 4)), RuntimeError, f"Batching rule not implemented.*{LOOP}"),
     "forward": (lambda: functional(MLP)[0](functional(MLP)[1], X[:, :2]), RuntimeError, "^mat1 and mat2"),
     "probability": (lambda: draw(Calls(lambda y: F.dropout(y, 1.5))), ValueError, "between 0 and 1, but got 1.5"),
@@ -257,10 +266,14 @@ CALLS = {
     "rng, several": (lambda: draw(MLP, tdf.random.split(tdf.random.key(0), 3)), TypeError,
                      r"one key.*int64 of shape \(3, 2\).*Ensemble"),
     "drawing LSTM": (lambda: draw(nn.LSTM(3, 4, 2, dropout=0.5)), UnsupportedError,
-                     f"lstm draws.*leave rng= out.*{LOOP}"),
-    "drawing rrelu": (lambda: draw(nn.Sequential(nn.Linear(3, 4), nn.RReLU())), UnsupportedError, "rrelu draws"),
+                     f"past rng=.*F.dropout.*generator by aten.*test_messages.py.*without rng=.*{LOOP}"),
+    "drawing rrelu": (lambda: draw(nn.Sequential(nn.Linear(3, 4), nn.RReLU())), UnsupportedError, "aten.rrelu"),
     "drawing torch.dropout": (lambda: draw(Calls(lambda y: torch.dropout(y, 0.5, True))), UnsupportedError, "dropout"),
-    "drawing poisson": (lambda: draw(Calls(lambda y: torch.poisson(y.exp()))), UnsupportedError, "poisson draws"),
+    "drawing poisson": (lambda: draw(Calls(lambda y: torch.poisson(y.exp()))), UnsupportedError, "aten.poisson"),
+    "drawing by numpy": (lambda: draw(Calls(lambda y: y * np.random.rand())), UnsupportedError, "past rng=.*numpy's"),
+    "drawing by Python": (lambda: draw(Calls(lambda y: y * random.random())), UnsupportedError, "past rng=.*Python's"),
+    "drawing, traced": (lambda: trace(tdf.random.key(0), Calls(lambda y: torch.native_dropout(y, 0.5, True)[0])),
+                        UnsupportedError, "past rng=.*aten.native_dropout"),
     "traced generator": (lambda: trace(torch.Generator()), UnsupportedError,
                          r"Generator cannot be drawn from inside.*tdfunc.random.key\(seed\).*as an argument"),
     "mapped generator": (lambda: torch.vmap(lambda p: functional(MLP)[0](p, X, rng=torch.Generator()))(

@@ -1,10 +1,14 @@
 """`rng=`: one key, one result, however it runs; torch's distributions; nothing from the default generator."""
 
+import itertools
 import math
+import secrets
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -104,12 +108,10 @@ SAMPLES = {
     "normal": lambda: torch.normal(BIG, 2.0),
     "rand_like": lambda: torch.rand_like(BIG),
     "randint_like": lambda: torch.randint_like(BIG, 2, 7),
-    "exponential_": lambda: torch.empty(N).exponential_(3.0),
-    "log_normal_": lambda: torch.empty(N).log_normal_(0.5, 0.3),
-    "cauchy_": lambda: torch.empty(N).cauchy_(1.0, 2.0),
     "geometric_": lambda: torch.empty(N).geometric_(0.2),
     "random_": lambda: torch.empty(N).random_(3, 9),
-    "randn": lambda: torch.randn(N),
+    "random_ of all": lambda: torch.empty(N, dtype=torch.int32).random_() / 2**20,
+    "random_ of floats": lambda: torch.empty(N).random_() / 2**13,
     "randn complex": lambda: torch.randn(N, dtype=torch.complex64).abs(),
     "gumbel_softmax": lambda: F.gumbel_softmax(torch.tensor([0.0, 1.0]).expand(N, 2))[:, 0],
     "attention": lambda: F.scaled_dot_product_attention(BIG[:, None, None], *torch.ones(2, N, 4, 1), dropout_p=0.3)[
@@ -180,10 +182,139 @@ def test_a_generator_of_ones_own_is_kept():
     assert mode.count == 0
 
 
-def test_a_default_device_is_followed():
-    """Numbers are made on the default device."""
+def test_devices_are_followed():
+    """Numbers are made on the default device, and on the one that is asked for."""
     with torch.device("meta"), seeded(random.key(0, device="cpu")):
         assert torch.rand(3).is_meta
+    with seeded(random.key(0)):
+        for draw in (torch.rand, torch.randn, lambda n, device: torch.randint(9, (n,), device=device), torch.randperm):
+            assert draw(3, device="meta").is_meta
+        for like in (torch.rand_like, torch.randn_like, lambda x, device: torch.randint_like(x, 9, device=device)):
+            assert like(ONES, device="meta").is_meta
+
+
+NAN, INF = math.nan, math.inf
+BOUNDS = [(0, 1), (5, 5), (5, 2), (0, 256), (0, 257), (-129, 0), (0, 2049), (0, 2**17), (0, 2**63 - 1), (-(2**63), 0)]
+SPREADS = [(0, 1), (0, 0), (0, -1), (0, NAN), (NAN, 1), (0, INF)]
+CHANCES = [(p,) for p in (0.5, 0, 1, -0.1, 1.1, NAN, 1e-30)]
+FLOATS = [torch.float64, torch.float16, torch.bfloat16]
+DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.int8, torch.bool, torch.complex64]
+SIZES = [((-1,),), ((-1, -1),), ((2, -1),), ((-1, 0),), ((0,),)]
+ROWS = [[NAN, 1.0], [-1.0, 2.0], [0.0, 0.0], [INF, 1.0], [1.0, 0.0], [], [[0.0], [1.0]]]
+WEIGHTS = [(torch.tensor(row), k, r) for row in ROWS for k in (0, 1, 2) for r in (False, True)]
+OUT = [(None,), *[(dtype,) for dtype in DTYPES]]
+# By name a function of a dtype and further arguments, these, and the dtypes if not all.
+REFUSALS = {
+    "uniform_": (lambda d, *a: torch.ones(5, dtype=d).uniform_(*a),
+                 [*BOUNDS[:3], (NAN, 1), (0, INF), (-INF, 0), (-6e4, 6e4), (-3e38, 3e38)]),
+    "normal_": (lambda d, *a: torch.ones(5, dtype=d).normal_(*a), SPREADS),
+    "log_normal_": (lambda d, *a: torch.ones(5, dtype=d).log_normal_(*a), SPREADS),
+    "cauchy_": (lambda d, *a: torch.ones(5, dtype=d).cauchy_(*a), SPREADS),
+    "exponential_": (lambda d, *a: torch.ones(5, dtype=d).exponential_(*a), [(1,), (0,), (-1,), (NAN,), (INF,)]),
+    "geometric_": (lambda d, *a: torch.ones(5, dtype=d).geometric_(*a), CHANCES),
+    "bernoulli_": (lambda d, *a: torch.ones(5, dtype=d).bernoulli_(*a), CHANCES),
+    "bernoulli_ tensor": (lambda d, p: torch.ones(5).bernoulli_(torch.full((5,), p).to(d)), CHANCES),
+    "bernoulli": (lambda d, *a: torch.bernoulli(torch.ones(5, dtype=d), *a), [(), *CHANCES]),
+    "bernoulli tensor": (lambda d, p: torch.bernoulli(torch.full((5,), p).to(d)), CHANCES),
+    "random_": (lambda d, *a: torch.ones(5, dtype=d).random_(*a), [(), (0,), *BOUNDS]),
+    "randint": (lambda d, *a: torch.randint(*a, (5,), dtype=d), BOUNDS),
+    "randint_like": (lambda d, *a: torch.randint_like(torch.ones(5, dtype=d), *a), BOUNDS),
+    "randperm": (lambda d, n: torch.randperm(n, dtype=d), [(n,) for n in (-1, 0, 1, 2, 129, 256, 257, 2050, 5000)]),
+    "normal": (lambda d, m, s: torch.normal(m, s, (3,), dtype=d), SPREADS),
+    "normal mean": (lambda d, m, s: torch.normal(torch.ones(3, dtype=d), s), SPREADS),
+    "normal std": (lambda d, m, s: torch.normal(m, torch.full((3,), s).to(d)), SPREADS),
+    "normal shapes": (lambda d, a, b: torch.normal(torch.ones(a, dtype=d), torch.ones(b)), [((2, 3), 4), ((2, 1), 3)]),
+    "multinomial": (lambda d, w, *a: torch.multinomial(w.to(d), *a), WEIGHTS),
+    "multinomial dims": (lambda d, *a: torch.multinomial(torch.ones(a, dtype=d), 1), [(), (2, 2, 2), (0, 3)]),
+    "rand": (lambda d, *a: torch.rand(*a, dtype=d), SIZES),
+    "randn": (lambda d, *a: torch.randn(*a, dtype=d), SIZES[:-1]),
+    "randint size": (lambda d, *a: torch.randint(1, *a, dtype=d), SIZES),
+    "rand_like": (lambda d: torch.rand_like(torch.ones(3, dtype=d)), [()]),
+    "randn_like": (lambda d: torch.randn_like(torch.ones(3, dtype=d)), [()]),
+    "dropout": (lambda d, p: F.dropout(torch.ones(3, dtype=d), p), CHANCES, FLOATS),
+    "dropout2d": (lambda d, p: F.dropout2d(torch.ones(2, 3, 4, 5, dtype=d), p), CHANCES, FLOATS),
+    "alpha_dropout": (lambda d, p: F.alpha_dropout(torch.ones(3, dtype=d), p, True), CHANCES, FLOATS),
+    "attention": (lambda d, p: F.scaled_dot_product_attention(*torch.ones(3, 6, 5), dropout_p=p), CHANCES[:3]),
+    "rand, out": (lambda d, dtype: torch.rand(3, dtype=dtype, out=torch.ones(0, dtype=d)), OUT),
+    "randint, out": (lambda d, dtype: torch.randint(1, (3,), dtype=dtype, out=torch.ones(0, dtype=d)), OUT),
+    "randperm, out": (lambda d, dtype: torch.randperm(2, dtype=dtype, out=torch.ones(5, dtype=d)[:0]), OUT),
+    "bernoulli, out": (lambda d: torch.bernoulli(ONES, out=torch.ones(0, dtype=d)), [()], DTYPES[:-1]),
+    "multinomial, out": (lambda d: torch.multinomial(ONES, 2, out=torch.ones(0, dtype=d)), [()]),
+}  # fmt: skip
+
+
+# Torch's own, of integers that a float does not hold, of outputs that it resizes, and of dropped real parts.
+@pytest.mark.filterwarnings("ignore:.* out of bounds", "ignore:An output with one", "ignore:Casting complex")
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_served_draw_refuses_what_torchs_own_refuses(name):
+    """On extreme and invalid arguments a served function raises if torch's does, else gives its shape and dtype."""
+    draw, arguments, *kinds = REFUSALS[name]
+
+    def outcome(*given):
+        try:
+            drawn = draw(*given)
+        except (RuntimeError, ValueError, TypeError):
+            return "raises"
+        return drawn.dtype, drawn.shape
+
+    for dtype, given in itertools.product(*kinds or [DTYPES], arguments):
+        expected = outcome(dtype, *given)
+        with seeded(random.key(0)):
+            assert outcome(dtype, *given) == expected, (dtype, given)
+
+
+BAD = {
+    "multinomial": (lambda w: torch.multinomial(w, 1), [[1.0, 1.0], [NAN, 1.0]]),
+    "multinomial of nothing": (lambda w: torch.multinomial(w, 1), [[1.0, 1.0], [0.0, 0.0]]),
+    "bernoulli": (torch.bernoulli, [[0.5, 1.0], [0.5, 1.5]]),
+    "normal": (lambda std: torch.normal(0.0, std), [[1.0, 1.0], [1.0, -1.0]]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_members_bad_values_are_refused(name):
+    """Inside vmap, under grad, in a replay and in both, as outside."""
+    (draw, values), key = BAD[name], random.key(0)
+    values = torch.tensor(values)
+    apply, params, _ = functional(Calls(draw))
+    run = lambda x: apply(params, x, rng=key)  # noqa: E731
+    mapped = torch.vmap(run)
+    replay = tdf.jit(lambda x, key: torch.vmap(lambda x: apply(params, x, rng=key))(x))
+    gradient = torch.func.grad(lambda x: (run(x) * x.sum()).sum())
+
+    assert replay(values[:1], key).shape == mapped(values[:1]).shape
+    for call in (mapped, lambda x: run(x[1]), lambda x: gradient(x[1]), lambda x: replay(x[1:], key)):
+        with pytest.raises((RuntimeError, ValueError), match="must be|weights"):
+            call(values)
+
+
+def new_key():
+    """A key that no run has had before."""
+    return random.key(secrets.randbits(64))
+
+
+LAWS = {
+    "normal_": (lambda x: x.normal_(1, 3), stats.norm(1, 3)),
+    "exponential_": (lambda x: x.exponential_(0.3), stats.expon(scale=1 / 0.3)),
+    "cauchy_": (lambda x: x.cauchy_(1, 2), stats.cauchy(1, 2)),
+    "log_normal_": (lambda x: x.log_normal_(0.5, 3.0), stats.lognorm(3.0, scale=math.exp(0.5))),
+    "randn_like": (torch.randn_like, stats.norm()),
+    "gumbel": (lambda x: random.gumbel(new_key(), x.shape, dtype=x.dtype), stats.gumbel_r()),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_draws_fit_their_law_in_every_dtype(name, dtype):
+    """With a new seed each time: numbers that round to the same one, spread again, fit scipy's distribution."""
+    (draw, law), key = LAWS[name], new_key()
+    with seeded(key):
+        drawn = draw(torch.empty(10**5, dtype=dtype))
+    ends = [(drawn.double() + drawn.nextafter(drawn.new_tensor(end)).double()) / 2 for end in (-INF, INF)]
+    low, high = (law.cdf(end.numpy()) for end in ends)
+    share = np.random.default_rng(key.tolist()[0] & 0xFFFF).uniform(size=low.shape)
+
+    assert stats.kstest(low + share * (high - low), "uniform").pvalue > 1e-7, key
 
 
 # -- apply --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tdfunc import (
     UnsupportedError,
 )
 from tdfunc.core.walk import Difference
-from tdfunc.ops.edit import _UPDATE_OPTIONS
+from tdfunc.ops.edits.edit import _UPDATE_OPTIONS
 from tests.helpers import TiedLM
 
 A, B = torch.arange(6.0).reshape(2, 3), torch.tensor([1, 2])

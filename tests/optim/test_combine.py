@@ -14,7 +14,7 @@ from torch import nn
 
 from tdfunc import Filter, TensorDict
 from tdfunc._jit import jit
-from tdfunc.ops.reading import entries
+from tdfunc.ops.base.reading import entries
 from tdfunc.optim import (
     accumulate,
     adam,

@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -75,7 +76,8 @@ MESSAGES = [
     (lambda: adam(lr=-1.0), ValueError, "adam: lr", "0.0 <= lr", "-1.0"),
     (lambda: adam(lr=NAN), ValueError, "lr", "nan"),
     (lambda: adam(lr=math.inf), ValueError, "lr", "inf"),
-    (lambda: adam(lr=[0.1, 0.2]), TypeError, "list"),
+    (lambda: adam(lr=[0.1, 0.2]).init(make_tree()), BatchSizeError, "lr", "[3]", "[2]"),
+    (lambda: adam(lr=np.array([0.1, -0.2])), ValueError, "adam: lr", "-0.2"),
     (lambda: adam(lr="0.1"), TypeError, "str"),
     (lambda: clip_by_global_norm("1.0"), TypeError, "str"),
     (lambda: adamw(weight_decay={"*.bias": 0.0}), TypeError, 'multi({"*.bias": adamw(weight_decay=...)'),

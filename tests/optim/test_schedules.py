@@ -77,7 +77,7 @@ TORCH = {
 def test_values_are_those_of_optax(name):
     """One step at a time, all at once, under vmap and jit."""
     schedule, steps = SCHEDULES[name], torch.arange(0, 16, 3)
-    expected = torch.tensor(OPTAX[name])
+    expected = torch.tensor(OPTAX[name], dtype=torch.float64)
 
     torch.testing.assert_close(torch.stack([schedule(step) for step in steps]), expected, atol=1e-6, rtol=0)
     for fn in (schedule, torch.vmap(schedule), tdf.jit(schedule)):
@@ -86,11 +86,11 @@ def test_values_are_those_of_optax(name):
 
 @pytest.mark.parametrize(("scheduler", "schedule"), TORCH.values(), ids=TORCH)
 def test_values_are_those_of_torch(scheduler, schedule):
-    """A step of the scheduler is a step of the count."""
+    """A step of the scheduler is a step of the count, in the numbers of Python's floats."""
     opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     other = scheduler(opt)
     for step in range(16):
-        assert schedule(torch.tensor(step)).item() == pytest.approx(opt.param_groups[0]["lr"], abs=1e-6)
+        assert schedule(torch.tensor(step)).item() == pytest.approx(opt.param_groups[0]["lr"], rel=1e-12)
         opt.step()
         other.step()
 
@@ -121,6 +121,16 @@ def test_jit_takes_a_schedule_with_tensors_of_its_own(schedule):
         found, expected = step(found[0], grads, found[1]), opt.update(expected[0], grads, expected[1])
 
     assert torch.equal(found[0]["w"], expected[0]["w"])
+
+
+@pytest.mark.parametrize(("schedule", "step", "expected"), [
+    (schedules.exponential_decay(1.0, 1, 0.99999), 10**6, 0.99999**10**6),
+    (schedules.linear(0.0, 1.0, 2**25), 2**24 + 1, 0.5 + 2.0**-25),
+    (schedules.join_schedules([schedules.constant(0.1), schedules.constant(0.3)], [5]), 7, 0.3),
+])  # fmt: skip
+def test_values_are_those_of_long_runs(schedule, step, expected):
+    """Counts and rates are exact after more steps than float32 can tell apart."""
+    assert schedule(torch.tensor(step)).item() == pytest.approx(expected, rel=1e-9)
 
 
 @given(

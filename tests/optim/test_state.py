@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,14 +74,16 @@ def test_state_rows_are_members_states():
     assert_trees_equal(*again)
 
 
-def test_hyperparameters_live_in_the_state():
-    """A learning rate in the state changes without a new optimizer or trace."""
-    opt = sgd(lr=torch.tensor([0.1, 0.2, 0.3]))
+@pytest.mark.parametrize("make", [torch.tensor, np.array, list, tuple])
+def test_hyperparameters_live_in_the_state(make):
+    """A learning rate in the state, from whatever it was made, changes without a new optimizer or trace."""
+    opt = sgd(lr=make([0.1, 0.2, 0.3]))
     update = jit(opt.update)
     state = opt.init(make_tree())
     update(make_tree(), make_tree(), state)
+    torch.testing.assert_close(state["lr"], torch.tensor([0.1, 0.2, 0.3]), check_dtype=False)
 
-    params, _ = update(make_tree(), make_tree(), state.set("lr", torch.tensor([0.0, 0.5, 1.0])))
+    params, _ = update(make_tree(), make_tree(), state.set("lr", torch.tensor([0.0, 0.5, 1.0]).to(state["lr"])))
 
     torch.testing.assert_close(params["b"][:, 0], torch.tensor([1.0, 0.5, 0.0]))
     assert update.cache_info().misses == 1

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import stat
 from types import SimpleNamespace
@@ -86,7 +87,6 @@ def test_leftovers_go_with_the_next_save(tmp_path):
     assert sorted(left)[-1] == "c.safetensors"
     assert os.path.basename(running) in left
     assert len(left) == 3
-    assert len(os.listdir(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -114,13 +114,20 @@ def test_a_temporary_name_that_is_deleted_before_it_is_locked(what, tmp_path, mo
 
 STEP = "step-0000000000"
 ORDERS = {
-    "file": (lambda folder: save(OLD, folder / "c.safetensors"), ["file", "c.safetensors", "folder"]),
-    "memmap": (lambda folder: OLD.memmap(folder / "c", sync=True), ["files", "folder", "c", "folder"]),
-    "step": (
-        lambda folder: CheckpointManager(folder).save(0, OLD),
-        ["file", "model.safetensors", "folder", "file", "checkpoint.json", "folder", "folder", STEP, "folder"],
+    "file": (lambda folder: save(OLD, folder / "c.safetensors"), ["new", "-> c.safetensors", "."]),
+    "memmap": (lambda folder: OLD.memmap(folder / "c", sync=True), ["all of new", "new", "-> c", "."]),
+    "shards": (
+        lambda folder: save(OLD, folder, max_shard_size=100),
+        ["new/new", "-> SHARD", "new/new", "-> INDEX", "-> SHARD", ".", "-> INDEX", "."],
     ),
-}
+    "step": (
+        lambda folder: CheckpointManager(folder / "run").save(0, OLD),
+        [
+            ".", "run/new/new", "-> model.safetensors", "run/new/new", "-> checkpoint.json", "run/new", f"-> {STEP}",
+            "run",
+        ],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -135,18 +142,49 @@ def test_the_disk_has_the_contents_before_the_name_and_the_name_at_the_end(name,
 
         return call
 
-    def renamed(_, path):
-        return os.path.basename(path)
+    def shown(path):
+        # By name: which folder is synced matters as much as when.
+        text = re.sub(r"\.tdfunc-\w+-\w+\.tmp", "new", os.path.relpath(path, tmp_path))
+        return re.sub(r"model-.*-of-.*", "SHARD", text.replace("model.safetensors.index.json", "INDEX"))
 
-    monkeypatch.setattr(
-        os, "fsync", record(os.fsync, lambda fd: "folder" if os.path.isdir(f"/dev/fd/{fd}") else "file")
-    )
+    def renamed(_, path):
+        return "-> " + os.path.basename(shown(path))
+
+    monkeypatch.setattr(os, "fsync", record(os.fsync, lambda fd: shown(os.readlink(f"/proc/self/fd/{fd}"))))
     monkeypatch.setattr(os, "replace", record(os.replace, renamed))
     monkeypatch.setattr(os, "rename", record(os.rename, renamed))
-    monkeypatch.setattr(commit, "sync_files", record(commit.sync_files, lambda _: "files"))
+    monkeypatch.setattr(commit, "sync_files", record(commit.sync_files, lambda path: f"all of {shown(path)}"))
     ORDERS[name][0](tmp_path)
 
     assert calls == ORDERS[name][1]
+
+
+def test_a_lock_that_is_kept(tmp_path, monkeypatch):
+    """A save that waits too long for another one names the process, and writes nothing."""
+    monkeypatch.setattr(commit, "_WAIT_S", 0.05)
+    with commit.locked(str(tmp_path)), pytest.raises(TimeoutError, match=rf"{tmp_path}[\s\S]*process {os.getpid()} \("):
+        save(OLD, tmp_path, max_shard_size=100)
+
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forks_keep_no_lock(tmp_path, monkeypatch):
+    """A process that was forked during a save does not keep its lock, nor take it from its parent."""
+    monkeypatch.setattr(commit, "_WAIT_S", 0.05)
+    out, into = os.pipe()
+    with commit.locked(str(tmp_path)):
+        child = os.fork()
+        if not child:
+            os.read(out, 1)
+            os._exit(0)
+        with pytest.raises(TimeoutError), commit.locked(str(tmp_path)):
+            pass
+    with commit.locked(str(tmp_path)):
+        os.write(into, b".")
+    os.waitpid(child, 0)
+    os.close(out)
+    os.close(into)
 
 
 def test_permissions(tmp_path):

@@ -249,13 +249,41 @@ def test_a_step_that_cannot_be_removed(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(0, tree_of(0))
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(manager_module, "remove_step", refuse)
     with pytest.warns(RuntimeWarning, match=r"step 0 could not be removed(.|\n)*Permission denied"):
         manager.save(1, tree_of(1))
     assert manager.steps() == [0, 1]
+
+
+def test_only_steps_are_removed(tmp_path):
+    """A damaged step never fails a later save and stays, as does a folder of another program under a step's name."""
+    foreign = [tmp_path / f"step-{step:010d}" / "weights.npz" for step in (5, 900)]
+    for path in foreign:
+        path.parent.mkdir()
+        path.write_text("mine")
+    manager = CheckpointManager(tmp_path, keep_last=2, keep_best=1, metric="loss")
+    for step in range(3):
+        manager.save(step, tree_of(step), metadata={"loss": step})
+    about = manager.path(0) / "checkpoint.json"
+    raw = about.read_bytes()
+    about.write_bytes(raw[:-5] + bytes([raw[-5] ^ 1]) + raw[-4:])
+
+    for step in (3, 4):
+        with pytest.warns(RuntimeWarning, match=r"step 0 could not be removed(.|\n)*is damaged"):
+            manager.save(step, tree_of(step), metadata={"loss": step})
+    assert manager.steps() == [0, 1, 3, 4]
+    with pytest.raises(CorruptCheckpointError, match="step 0"):
+        manager.best()
+    with pytest.raises(FileExistsError, match=r"(?s)only folders of a CheckpointManager.*checkpoint\.json.*weights"):
+        manager.save(900, tree_of(1), overwrite=True)
+    with pytest.raises(FileExistsError, match=r"only folders of a CheckpointManager"):
+        manager.delete(5)
+    manager.delete(0)
+    assert manager.steps() == [1, 3, 4]
+    assert [path.read_text() for path in foreign] == ["mine", "mine"]
 
 
 def test_delete(manager):

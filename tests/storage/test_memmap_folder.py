@@ -16,6 +16,7 @@ from tdfunc import (
     TreeStructureError,
     UnsupportedError,
     lazy_stack,
+    load,
 )
 from tdfunc.core.memory import mapped_file
 from tdfunc.storage.disk import commit
@@ -524,12 +525,30 @@ def test_killed_between_the_two_steps(tmp_path):
     """The old folder of a writer that was killed between its two renames is found and loaded."""
     tree = TensorDict({"a": torch.ones(2)})
     tree.memmap(tmp_path / "d")
-    # What `_take_place` leaves when it is killed after its first rename.
-    os.rename(tmp_path / "d", tmp_path / f"{commit._start('d')}0.old")
+    # What `_take_place` leaves when it is killed after its first rename, and when it is after the second.
+    new = tmp_path / os.path.basename(commit._temporary("d"))
+    (tree + 1).memmap(new)
+    os.rename(tmp_path / "d", new.with_suffix(".old"))
+    (tree + 2).memmap((tmp_path / os.path.basename(commit._temporary("d"))).with_suffix(".old"))
 
-    assert_same(TensorDict.load_memmap(tmp_path / "d"), tree)
+    for read in (TensorDict.load_memmap, load):
+        assert_same(read(tmp_path / "d"), tree)
     tree.memmap(tmp_path / "d")
     assert os.listdir(tmp_path) == ["d"]
+
+
+def test_names_of_other_files(tmp_path):
+    """A sub-tree may have the name of a checkpoint's file; a `meta.json` of another program names no file of ours."""
+    tree = TensorDict({"model.safetensors": {"w": torch.ones(2)}, "model.safetensors.index.json": {"w": torch.ones(2)}})
+    tree.memmap(tmp_path / "d")
+    assert_same(load(tmp_path / "d"), tree)
+
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "meta.json").write_text('{"a": {"shape": [2]}, "b": {"type": "float"}}')
+    (tmp_path / "e" / "a.memmap").write_text("mine")
+    with pytest.raises(FileExistsError, match="must not be deleted"):
+        tree.memmap(tmp_path / "e")
+    assert (tmp_path / "e" / "a.memmap").read_text() == "mine"
 
 
 def test_a_write_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):

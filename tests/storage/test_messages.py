@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tdfunc as tdf
-from tdfunc import AsyncSaver, CheckpointManager, CorruptCheckpointError, MissingKeyError, TensorDict
+from tdfunc import AsyncSaver, CheckpointManager, CorruptCheckpointError, MissingKeyError, TensorDict, UnsupportedError
 from tests.storage.trees import small_tree
 
 # A call in a folder that holds `d`, a memmap of a small tree, and `t.safetensors`, the same as one file.
@@ -73,7 +73,14 @@ ROWS = {
     "load_memmap: no meta": (lambda: TensorDict.load_memmap("."), FileNotFoundError, "must have a meta.json"),
     "load_memmap: a file": (lambda: TensorDict.load_memmap("file"), NotADirectoryError, r"tdfunc\.load"),
     "a step below 0": (lambda: CheckpointManager(RUN).save(-1, small_tree()), ValueError, r"(?s)save: .*0 or more.*-1"),
-    "a step that is text": (lambda: CheckpointManager(RUN).save("1", small_tree()), AttributeError, "__index__"),
+    "a step that is text": (
+        lambda: CheckpointManager(RUN).save("1", small_tree()),
+        TypeError,
+        "whole number(?s:.*)'1'",
+    ),
+    "half a step": (lambda: CheckpointManager(RUN).save(1.5, small_tree()), TypeError, r"save: the step(?s:.*)1\.5"),
+    "NUL in a path": (lambda: tdf.load("a\0b"), ValueError, r"NUL(?s:.*)a\\x00b"),
+    "load: torch.save's": (lambda: tdf.load("x.pt"), UnsupportedError, r"x\.pt: (?s:.*)tdfunc convert"),
     "a list for a tree": (lambda: CheckpointManager(RUN).save(0, [1]), TypeError, "save .*run: there must be a tree"),
     "no step kept": (lambda: CheckpointManager(RUN, keep_last=0), ValueError, r"(?s)1 or more.*keep_last=0"),
     "no best kept": (lambda: CheckpointManager(RUN, keep_best=0, metric="m"), ValueError, "(?s)more.*keep_best=0"),
@@ -111,6 +118,7 @@ def test_messages(row, tmp_path, monkeypatch):
     small_tree().memmap("d")
     tdf.save(small_tree(), FILE)
     (tmp_path / "file").write_text("")
+    torch.save({"w": torch.ones(1)}, "x.pt")
     (tmp_path / "words").write_text("nothing of the kind, in a few words more")
     (tmp_path / "f.safetensors").mkdir()
     (tmp_path / "f.safetensors" / "other.txt").touch()

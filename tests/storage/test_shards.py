@@ -13,7 +13,7 @@ import xxhash
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
 from tdfunc.storage.api import load, save
-from tdfunc.storage.safetensors import contents, write
+from tdfunc.storage.safetensors import contents
 from tests.storage.trees import assert_same
 
 INDEX = "model.safetensors.index.json"
@@ -138,55 +138,6 @@ def test_one_file_is_read_before_an_index(tmp_path):
     save(tree_of(2), tmp_path, max_shard_size=10_000)
     assert_same(load(tmp_path), tree_of(2))
     assert listed(tmp_path)[0] == [INDEX]
-
-
-def test_shards_of_others_are_replaced(tmp_path):
-    """Shards of another program that the replaced index named go with it."""
-    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    for i, name in enumerate(names):
-        safetensors.torch.save_file({f"a.{i}": torch.ones(2)}, tmp_path / name)
-    index = {"metadata": {}, "weight_map": {"a.0": names[0], "a.1": names[1]}}
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    assert_same(load(tmp_path), TensorDict({"a": {"0": torch.ones(2), "1": torch.ones(2)}}))
-
-    save(tree_of(1), tmp_path, max_shard_size=10_000)
-
-    assert listed(tmp_path)[0] == [INDEX]
-
-
-def test_a_failed_save_changes_nothing(tmp_path, monkeypatch):
-    """An error between the shards and the index leaves the old checkpoint and nothing else."""
-    save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
-    before = sorted(os.listdir(tmp_path / "m"))
-    plain = write.replace_file
-
-    def failing(path, write, **options):
-        if path.endswith(INDEX):
-            raise OSError("disk full")
-        plain(path, write, **options)
-
-    monkeypatch.setattr("tdfunc.storage.safetensors.write.replace_file", failing)
-    with pytest.raises(OSError, match="disk full"):
-        save(tree_of(2), tmp_path / "m", max_shard_size=10_000)
-
-    assert sorted(os.listdir(tmp_path / "m")) == before
-    assert_same(load(tmp_path / "m"), tree_of(1))
-
-
-def test_an_error_after_the_commit_keeps_the_new_one(tmp_path, monkeypatch):
-    """An error after the index was replaced leaves the new checkpoint whole."""
-    plain = write.replace_file
-
-    def failing(path, write, **options):
-        plain(path, write, **options)
-        if path.endswith(INDEX):
-            raise OSError("fsync failed")
-
-    monkeypatch.setattr("tdfunc.storage.safetensors.write.replace_file", failing)
-    with pytest.raises(OSError, match="fsync failed"):
-        save(tree_of(2), tmp_path / "m", max_shard_size=10_000)
-
-    assert_same(load(tmp_path / "m"), tree_of(2))
 
 
 def test_refusals_come_before_the_first_byte(tmp_path):

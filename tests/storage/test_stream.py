@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc import TensorDict, UnsupportedError, load, save
-from tdfunc.storage.safetensors.stream import memmap_stream, save_stream
+from tdfunc.storage.stream import memmap_stream, save_stream
 from tests.storage.trees import assert_same, tied_trees, trees
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tdfunc._tensorclass import TensorClass, tensorclass
 from tdfunc._tensordict import TensorDict
-from tdfunc.ops.join import stack
+from tdfunc.ops.batch.join import stack
 from tdfunc.storage.api import load
 from tdfunc.storage.manager.manager import CheckpointManager
 

@@ -22,7 +22,6 @@ from tdfunc.llm.templates.base import (
     Span,
     conversation_in,
     describe,
-    strings_in,
     text_tokenizer,
 )
 from tdfunc.llm.templates.find import find_template
@@ -63,6 +62,16 @@ class TokenTemplate:
     def end_ids(self) -> list[int]:
         """The ids of the end of turn."""
         return encode_texts(self.tokenizer, [self.template.end])[0].ids if self.template.end else []
+
+    @cached_property
+    def inner_end_ids(self) -> list[int]:
+        """The ids of the end of a turn that another message follows."""
+        return encode_texts(self.tokenizer, [self.template.inner_end])[0].ids if self.template.inner_end else []
+
+    def closed(self, ids: list[int]) -> list[int]:
+        """Return ids that end with a reply and its end of turn, which is added where the reply was cut off."""
+        ends = [end for end in (self.end_ids, self.inner_end_ids) if end]
+        return ids if any([ids[-len(end) :] == end for end in ends]) else ids + self.inner_end_ids
 
     def encode(self, marked: Marked) -> list[int]:
         """Return the ids of a text, control strings in its contents as ordinary text."""
@@ -112,10 +121,7 @@ def append_messages(
         ValueError: The template drops or edits a message.
     """
     new = conversation_in(new_messages)
-    before = list(ids)
-    if template.end_ids and before[-len(template.end_ids) :] != template.end_ids:
-        before += template.end_ids
-    return before + _following(template, new, add_generation_prompt)
+    return template.closed(list(ids)) + _following(template, new, add_generation_prompt)
 
 
 def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list[int]:
@@ -134,15 +140,15 @@ def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list
     assert marked is not None
     if not marked.replies:
         raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
-    stop, end = marked.replies[0].stop, template.template.end
+    stop, end = marked.replies[0].stop, template.template.inner_end
     # The end of turn stands in front, so that the tokenizer does not take the text for the start of one.
     lead = end if marked.text.endswith(end, 0, stop) else ""
     start = stop - len(lead)
     contents = [Span(a - start, b - start, owner) for a, b, owner in marked.contents if a >= stop]
     text = Marked(marked.text[start:], contents, [])
     found = template.encode(text)
-    n = len(template.end_ids)
-    if lead and found[:n] == template.end_ids:
+    n = len(template.inner_end_ids)
+    if lead and found[:n] == template.inner_end_ids:
         return found[n:]
     rest = [Span(a - len(lead), b - len(lead), owner) for a, b, owner in contents]
     return template.encode(Marked(text.text[len(lead) :], rest, []))
@@ -201,7 +207,7 @@ def grown_ids(
     generated = [False] * len(ids)
     for place, i in enumerate(replies):
         own = messages[i].get("token_ids")
-        if own is not None and not _fits(template, messages[i], own):
+        if own is not None and not _fits(template, messages[: i + 1], tools, own):
             if not retokenize:
                 raise error(
                     ValueError,
@@ -211,28 +217,25 @@ def grown_ids(
                     hint="message.replace(token_ids=None) after an edit, or retokenize=True.",
                 )
             own = None
-        sampled = _reply_ids(template, messages[: i + 1], tools) if own is None else list(own)
+        sampled = template.encode(_reply(template, messages[: i + 1], tools)) if own is None else list(own)
         ids, generated = ids + sampled, generated + [True] * len(sampled)
         after = replies[place + 1] if place + 1 < len(replies) else len(messages)
         new, wants_reply = messages[i + 1 : after], after < len(messages) or prompt
         if new or wants_reply:
-            ids = ids + ([] if ids[-len(template.end_ids) :] == template.end_ids else template.end_ids)
-            ids = ids + _following(template, Conversation(new), wants_reply)
+            ids = template.closed(ids) + _following(template, Conversation(new), wants_reply)
             generated += [False] * (len(ids) - len(generated))
     return ids, generated
 
 
-def _reply_ids(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None) -> list[int]:
-    """Return the ids of the last message as the template renders it, from the header of a reply on."""
+def _reply(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None) -> Marked:
+    """Return the last message as the template renders it, from the header of a reply on."""
     marked = template.marked(messages, tools)
     prompt = template.marked(messages[:-1], tools, prompt=True) if len(messages) > 1 else None
     start, stop, _ = marked.replies[-1]
     if prompt is not None and marked.text.startswith(prompt.text):
         start = len(prompt.text)
     contents = [Span(max(a, start) - start, b - start, owner) for a, b, owner in marked.contents if b > start]
-    return template.encode(
-        Marked(marked.text[start:stop], [span for span in contents if span.stop <= stop - start], [])
-    )
+    return Marked(marked.text[start:stop], [span for span in contents if span.stop <= stop - start], [])
 
 
 def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
@@ -244,18 +247,24 @@ def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
     return text.removesuffix(last.content) if last is not None and last.special else text
 
 
-def _fits(template: TokenTemplate, message: Message, ids: Sequence[int]) -> bool:
-    """Return whether ids may be those of a message: they parse to it, or its texts are in theirs."""
+def _fits(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None, ids: Sequence[int]) -> bool:
+    """Return whether ids are those of the last message: they parse to it, or are its render, spaces around it aside."""
     text = decode(template.tokenizer, ids)
-    parsed = template.template.parse_reply(without_end(template, ids, text))
-    shown = [as_compared({**each, "role": "assistant"}) for each in (message, parsed)]
-    for each in shown:
-        each["tool_calls"] = [call["function"] for call in each.get("tool_calls", ())]
-    if shown[0] == shown[1]:
+    # A reply that was cut off may have a special token of its own at the end.
+    forms = {text, without_end(template, ids, text)}
+    message = _compared(messages[-1])
+    if any([_compared(template.template.parse_reply(form)) == message for form in forms]):
         return True
-    parts = [message.get("content") or "", message.get("reasoning_content") or ""]
-    parts += [call["function"]["name"] for call in message.get("tool_calls") or ()]
-    return any(parts) and all([part.strip() in text for part in strings_in(parts)])
+    rendered = _reply(template, messages, tools).text
+    return any([form.strip() == rendered.removesuffix(template.template.end or "").strip() for form in forms])
+
+
+def _compared(message: Message) -> Message:
+    """Return what a reply says, without the ids of its calls and the spaces around its texts."""
+    shown = as_compared({**message, "role": "assistant"})
+    shown["tool_calls"] = [call["function"] for call in shown.get("tool_calls", ())]
+    stripped = {name: value.strip() if isinstance(value, str) else value for name, value in shown.items()}
+    return {name: value for name, value in stripped.items() if value}
 
 
 def is_append_only(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:

@@ -41,7 +41,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     """Conversations: messages along the last batch dimension, conversations along those before it.
 
     `History(role="user", content="hi")` is one message. `from_chats` reads conversations; of a list of them it makes a
-    ragged history, in which each has its own length. Every method gives a new history.
+    ragged history, in which each has its own length. Every method gives a new history. A field reads as a value for
+    each message, in lists nested as the batch, or as None where it is empty; `tools` as one list for a conversation.
 
     `==` compares messages elementwise, without `is_complete`, `token_ids`, `finish_reason` and `parse_error`.
 
@@ -94,16 +95,14 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
                 got=f"{role.data!r} with batch size {list(size)}"[:200],
                 hint=f"batch_size=[{len(role.data)}] for a list." if isinstance(role.data, list) else None,
             )
-        for name in _LISTS:
-            node = self._data.get(name)
-            if isinstance(node, NonTensorData) and size and _is_rows(node.data, size):
+        for name, node in self._data.items():
+            is_one = isinstance(node, NonTensorData)
+            if is_one and size and name in _LISTS and _is_rows(node.data, size):
                 changes[name] = NonTensorStack.from_nested(node.data, len(size))
-        content = self._data.get("content")
-        if isinstance(content, NonTensorData):
-            if not isinstance(content.data, str):
-                changes["content"] = NonTensorData(as_content(content.data), size)
-        elif content is not None:
-            changes["content"] = NonTensorStack._wrap(column(self, "content"))
+            elif is_one and not size:
+                changes |= {name: NonTensorData(as_content(node.data))} if name == "content" else {}
+            elif (is_one and name != "tools") or name == "content":
+                changes[name] = NonTensorStack._wrap(column(self, name))
         return self._put(changes) if changes else self
 
     # -- making -------------------------------------------------------------------------------------------------

@@ -57,10 +57,10 @@ def template_report(tokenizer: Any, *, chat_template: str | None = None) -> Temp
     template = JinjaTemplate(tokenizer, chat_template)
     tokens = TokenTemplate(tokenizer, template)
     tests: dict[str, Callable[[], tuple[bool | None, str]]] = {
-        "append-only": lambda: _extends(template),
-        "append-only with thinking": lambda: _extends(template, reasoning_content=f"{_MARK}r"),
-        "append-only with tools": lambda: _extends(template, tools=[_TOOL]),
-        "append-only with system": lambda: _extends(template, {"role": "system", "content": "s"}),
+        "append-only": lambda: _appends_only(template),
+        "append-only with thinking": lambda: _appends_only(template, reasoning_content=f"{_MARK}r"),
+        "append-only with tools": lambda: _appends_only(template, tools=[_TOOL]),
+        "append-only with system": lambda: _appends_only(template, {"role": "system", "content": "s"}),
         "thinking": lambda: _thinking(template),
         "end of turn": lambda: _end(tokens),
         "assistant masks": lambda: _masks(tokens),
@@ -77,7 +77,7 @@ def template_report(tokenizer: Any, *, chat_template: str | None = None) -> Temp
     for name, check in tests.items():
         try:
             good, detail = check()
-        # A template in Jinja raises what it likes, and that is a finding.
+        # A template in Jinja raises what it likes, and that is reported.
         except Exception as err:
             good, detail = False, f"{type(err).__name__}: {err}".split("\n")[0]
         found.append(TemplateCheck(name, good, detail))
@@ -96,7 +96,7 @@ def _text(template: JinjaTemplate, *messages: Message, tools: list[Any] | None =
     return template.texts([Conversation(list(messages), tools)])[0]
 
 
-def _extends(
+def _appends_only(
     template: JinjaTemplate, *first: Message, tools: list[Any] | None = None, **fields: Any
 ) -> tuple[bool, str]:
     turns = [*first, _user(), _reply(**fields), _user("c"), _reply("d", **fields)]
@@ -193,10 +193,11 @@ def _bos(template: JinjaTemplate) -> tuple[bool, str]:
 
 
 def _parsing(template: JinjaTemplate) -> tuple[bool | None, str]:
-    if template.alike is None:
-        return None, "no template of tdfunc renders as this one"
-    name = type(template.alike).__name__
     conversation = Conversation([_user(), _reply()])
-    back = template.parse_chat(template.texts([conversation])[0])
+    try:
+        back = template.parse_chat(template.texts([conversation])[0])
+    except ValueError:
+        return None, "no template of tdfunc reads it, and it has no fixed texts around turns"
+    way = "by its turns" if template.alike is None else f"as {type(template.alike).__name__}"
     same = [each["content"] for each in back.messages] == ["a", "b"]
-    return same, f"as {name}" if same else f"{name} reads another conversation"
+    return same, way if same else f"another conversation is read {way}"

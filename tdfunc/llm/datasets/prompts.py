@@ -51,7 +51,8 @@ class PromptData(TensorClass):
         """Return padded rows of prompts and responses, with their ids as labels.
 
         Args:
-            rows: `input_ids`, `attention_mask`, and `assistant_masks`, which is True on the responses.
+            rows: `input_ids`, `attention_mask`, and `assistant_masks`, which is True on the responses. The prompt of a
+                conversation ends before its first response; a row without a response is a prompt.
 
         Shapes:
             Entries are (B, T), `prompt_rindex` is (B,): -1, or the position before the first, where a prompt is empty.
@@ -64,7 +65,7 @@ class PromptData(TensorClass):
         """
         real = rows["attention_mask"]
         ids, pads = rows["input_ids"], (real.cumsum(-1) == 0).sum(-1)
-        size = (real & ~rows["assistant_masks"]).sum(-1)
+        size = (real & (rows["assistant_masks"].cumsum(-1) == 0)).sum(-1)
         return cls(ids, real, pads + size - 1, labels=ids, batch_size=rows.batch_size)
 
     def mask_label(self, pad_token_id: int) -> "Self":

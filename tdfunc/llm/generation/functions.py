@@ -12,7 +12,7 @@ from tdfunc.llm.generation.rows import generate_tokens, joined_rows
 from tdfunc.llm.rows.batch import check_prompts, padded_records, ragged_records
 from tdfunc.llm.rows.read import TokenKeys, check_batch, read_tokens
 from tdfunc.llm.scoring.model import CausalLM
-from tdfunc.ops.edit import EditMethods
+from tdfunc.ops.edits.edit import EditMethods
 from tdfunc.random import fold_in, key_of
 
 T = TypeVar("T", bound=EditMethods)
@@ -102,7 +102,7 @@ def generate(
         tokenizer=tokenizer,
         prompt_log_probs=prompt_log_probs,
     )
-    rows = joined_rows([row for row in prompts for _ in range(count)], responses, batch.ids.device)
+    rows = joined_rows([row for row in prompts for _ in range(count)], responses, options, batch.ids.device)
     # Any: its methods are those of a class in a higher layer.
     out: Any = td
     if count > 1:

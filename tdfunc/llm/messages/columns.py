@@ -50,11 +50,9 @@ def rows_of(history: Any) -> list[Message]:
     data = history._data
     rows: list[Message] = [{} for _ in range(prod(history._batch_size))]
     for name, node in data.items():
-        if name == "is_complete" and isinstance(node, NonTensorData) and node.data is True:
-            # The default.
-            continue
         for row, value in zip(rows, _values(node, name, history._batch_size), strict=True):
-            if value is not None:
+            # True is the default.
+            if value is not None and not (value is True and name == "is_complete"):
                 row[name] = value
     return rows
 
@@ -80,8 +78,6 @@ def conversation_of(cls: Any, messages: Sequence[Message], *, scalar: bool = Fal
         if scalar:
             if values[0] is not None:
                 data[name] = NonTensorData(values[0])
-        elif name == "is_complete" and all(values):
-            data[name] = NonTensorData(True, size)
         elif name == "tools":
             data[name] = NonTensorData(tools_of(messages), size)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tdfunc.core.context import is_known
+from tdfunc.core.errors import LeafMismatchError
 
 
 class Rows(NamedTuple):
@@ -47,6 +48,22 @@ def pad_rows(rows: Sequence[Tensor], *, side: str) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([len(row) for row in rows], device=ids.device).unsqueeze(1)
     at = torch.arange(ids.shape[1], device=ids.device)
     return ids, at < lengths if side == "right" else at >= ids.shape[1] - lengths
+
+
+def as_mask(mask: Tensor, call: str) -> Tensor:
+    """Return a mask of bools or integers as bools.
+
+    Raises:
+        LeafMismatchError: It has numbers to add to attention scores, of which the one for a token is 0.
+    """
+    if mask.is_floating_point() or (is_known(mask) and mask.dtype is not torch.bool and bool((mask < 0).any())):
+        raise LeafMismatchError(
+            f"{call}: the mask must be True or 1 at tokens.",
+            expected="torch.bool, or integers from 0",
+            got=f"{mask.dtype}" if mask.is_floating_point() else "numbers below 0",
+            hint="mask == 0, where the mask is added to attention scores; mask.bool() of ones and zeros.",
+        )
+    return mask.bool()
 
 
 def compact(ids_BT: Tensor, mask_BT: Tensor) -> Rows:

@@ -14,8 +14,8 @@ from tdfunc.core.errors import LeafMismatchError, MissingKeyError
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.llm.rows.batch import TokenBatch, flat_list
-from tdfunc.llm.rows.packing import pad_rows
-from tdfunc.ops.reading import get_value
+from tdfunc.llm.rows.packing import as_mask, pad_rows
+from tdfunc.ops.base.reading import get_value
 
 
 class TokenKeys(NamedTuple):
@@ -84,7 +84,7 @@ def _read_padded(
             expected=f"shape {tuple(ids.shape)}",
             got=", ".join([f"shape {tuple(mask.shape)}" for mask in found]),
         )
-    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else _as_mask(mask, call)
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask(mask, call)
     wrote = get_value(td, (*masks, "all_assistant_mask"), None)
     rows = Size((ids.shape[:-1].numel(), ids.shape[-1]))
     return TokenBatch(
@@ -94,22 +94,6 @@ def _read_padded(
         parts["prompt"].shape[-1] if known else None,
         assistant=wrote.reshape(rows) if isinstance(wrote, Tensor) and wrote.shape == ids.shape else None,
     )
-
-
-def _as_mask(mask: Tensor, call: str) -> Tensor:
-    """Return a mask of bools or integers as bools.
-
-    Raises:
-        LeafMismatchError: It has numbers to add to attention scores, of which the one for a token is 0.
-    """
-    if mask.is_floating_point():
-        raise LeafMismatchError(
-            f"{call}: the mask must be True or 1 at tokens.",
-            expected="torch.bool or integers",
-            got=str(mask.dtype),
-            hint="mask == 0, where the mask is added to attention scores.",
-        )
-    return mask.bool()
 
 
 def _read_ragged(
@@ -133,7 +117,7 @@ def _read_ragged(
         # A prompt comes first.
         wide = [mask[:length] for mask, length in zip(wide, lengths, strict=True)]
     found = [
-        [torch.ones_like(row, dtype=torch.bool) if m is None else _as_mask(m, call) for row, m in pairs]
+        [torch.ones_like(row, dtype=torch.bool) if m is None else as_mask(m, call) for row, m in pairs]
         for pairs in (list(zip(rows, each, strict=True)) for each in (own, wide) if each is not None)
     ]
     valid = next((each for each in found if [len(mask) for mask in each] == lengths), None)

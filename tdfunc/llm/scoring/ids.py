@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tdfunc.core.context import has_values, is_known
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
-from tdfunc.llm.rows.packing import Rows, compact, equal_lengths, pack
+from tdfunc.llm.rows.packing import Rows, as_mask, compact, equal_lengths, pack
 from tdfunc.llm.scoring.head import chosen_log_probs, log_probs_of
 from tdfunc.llm.scoring.model import CausalLM, hidden_states, own_logits
 
@@ -182,7 +182,7 @@ def _rows_of(lm: CausalLM, ids: Tensor, mask: Tensor | None, at: Tensor | None) 
             expected="score_ids(lm, params, ids, mask, buffers=buffers)",
             got=", ".join([_describe(each) for each in (ids, *others)]),
         )
-    rows = compact(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool())
+    rows = compact(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask(mask, "score"))
     limit, width = lm.max_length, rows.ids.shape[1]
     if limit is None or width <= limit or (lm.allow_long and lm.extendable):
         return rows

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tdfunc.core.context import is_compiling, is_recording
+from tdfunc.core.context import is_compiling, is_known, is_recording
 from tdfunc.core.errors import error
 from tdfunc.core.types import Path
 from tdfunc.llm.scoring.head import Head
@@ -96,7 +96,21 @@ class CausalLM:
     # Any: the function's arguments and result.
     def run(self, params: Any, fn: Callable[..., Any], *args: Any, buffers: Any = None, rng: Any = None) -> Any:
         """Return `fn(model, *args)` on a private model with these parameters."""
-        return self.apply.call(params, (fn, *args), buffers=buffers, rng=rng)
+        try:
+            return self.apply.call(params, (fn, *args), buffers=buffers, rng=rng)
+        except IndexError as err:
+            # Any: transformers is optional.
+            module: Any = self.apply.module
+            ids, size = args[0], len(module.get_input_embeddings().weight)
+            if not is_known(ids) or not bool(((ids < 0) | (ids >= size)).any()):
+                raise
+            raise error(
+                IndexError,
+                f"{self.family}: all tokens must be of the model's vocabulary.",
+                expected=f"ids from 0 to {size - 1}",
+                got=f"ids from {int(ids.min())} to {int(ids.max())}",
+                hint="a mask leaves positions out, such as those of labels of -100.",
+            ) from err
 
 
 def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, TensorDict, TensorDict]":
@@ -214,7 +228,8 @@ def hidden_states(
     head = model.get_output_embeddings()
     base = model.base_model
     out = base(**_inputs(model, type(base).forward, ids_BT, positions_BT, mask))
-    return out.last_hidden_state, head.weight, getattr(head, "bias", None)
+    # State space models keep their states in float32.
+    return out.last_hidden_state.to(head.weight.dtype), head.weight, getattr(head, "bias", None)
 
 
 def own_logits(model: Any, ids_BT: Tensor, positions_BT: Tensor | None, mask: Any) -> Tensor:

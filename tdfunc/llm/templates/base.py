@@ -68,6 +68,11 @@ class AbstractTemplate(ABC):
     def end(self) -> str:
         """Return the end of an assistant's turn."""
 
+    @property
+    def inner_end(self) -> str:
+        """Return the end of an assistant's turn that another message follows."""
+        return self.end
+
     @abstractmethod
     def texts(
         self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False

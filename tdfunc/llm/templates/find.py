@@ -6,7 +6,7 @@ from typing import Any
 from tdfunc.core.errors import error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.llm.templates.base import AbstractTemplate
-from tdfunc.llm.templates.jinja import JinjaTemplate
+from tdfunc.llm.templates.jinja import JinjaTemplate, renders_itself
 from tdfunc.llm.templates.named import TEMPLATES
 
 
@@ -17,7 +17,7 @@ def find_template(
     """Return a template: itself, the one with a name, one in Jinja, or the tokenizer's own.
 
     Raises:
-        ValueError: No template has the name, or `options` are given for one that takes none.
+        ValueError: No template has the name, the tokenizer has none, or `options` are given for one that takes none.
         TypeError: There is neither a template nor a tokenizer.
     """
     if isinstance(template, str) and template in TEMPLATES:
@@ -39,6 +39,13 @@ def find_template(
             hint=did_you_mean(template, list(TEMPLATES)) if isinstance(template, str) else None,
         )
     own = getattr(tokenizer, "chat_template", None)
+    if template is None and own is None and not renders_itself(tokenizer):
+        raise error(
+            ValueError,
+            f"{type(tokenizer).__name__} has no chat template.",
+            expected=f"chat_template_name= one of {list(TEMPLATES)}, or chat_template=",
+            hint='chat_template_name="chatml", which is common where a model was not trained on conversations.',
+        )
     if template is not None and "{" not in template and not (isinstance(own, dict) and template in own):
         raise error(
             ValueError,

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any, final
 
 from tdfunc.core.errors import error
@@ -24,6 +25,7 @@ from tdfunc.llm.templates.base import (
 )
 from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
 from tdfunc.llm.templates.named import TEMPLATES
+from tdfunc.llm.templates.turns import Turns, learn_turns
 
 # Conversations by which a template of ours is recognised: one that renders all of them alike parses the rest, too.
 _PROBES = (
@@ -93,6 +95,15 @@ class JinjaTemplate(AbstractTemplate):
         return eos if eos and eos in after else ""
 
     @cached_property
+    def inner_end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Another control string than `end`, where one stands between a reply and the start of the next turn."""
+        start = next((each for each in self.control if self.header.startswith(each)), None)
+        if start is None or self._turns is None:
+            return self.end
+        before, found, _ = self._turns.to_user.partition(start)
+        return before.strip() if found and before.strip() in self.control else self.end
+
+    @cached_property
     def arguments(self) -> str:
         """The form in which the template takes arguments of calls: "dict", "text" of JSON, or "any" of both."""
         if not self._writes_call({"k": "v"}, "{'k': 'v'}"):
@@ -110,27 +121,53 @@ class JinjaTemplate(AbstractTemplate):
 
     @cached_property
     def alike(self) -> AbstractTemplate | None:
-        """The template of ours that renders probes as this one does; None where there is none."""
-        expected: list[str | None] = []
-        for probe in _PROBES:
-            try:
-                expected.append(self._render([probe], None)[0])
-            except Exception:
-                expected.append(None)
-        if all([text is None for text in expected]):
+        """The template of ours that renders probes as this one does, else one that reads them; None without one."""
+        texts = self._probe_texts
+        if all([text is None for text in texts]):
             return None
-        begins = ("", getattr(text_tokenizer(self.tokenizer), "bos_token", None) or "")
-        for template in TEMPLATES.values():
-            if all([_alike(template, probe, text, begins) for probe, text in zip(_PROBES, expected, strict=True)]):
-                return template
+        pairs = list(zip(_PROBES, texts, strict=True))
+        for fits in (self._renders_alike, self._reads):
+            for template in TEMPLATES.values():
+                if all([text is None or fits(template, probe, text) for probe, text in pairs]):
+                    return template
         return None
 
-    def _render(self, chats: list[list[Message]], tools: list[Any] | None, **options: Any) -> list[str]:
-        from transformers import PreTrainedTokenizerBase
+    @cached_property
+    def _probe_texts(self) -> list[str | None]:
+        found: list[str | None] = []
+        for probe in _PROBES:
+            try:
+                found.append(self._without_bos(self._render([probe], None)[0]))
+            # A template in Jinja raises what it likes.
+            except Exception:
+                found.append(None)
+        return found
 
-        if type(self.tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+    def _without_bos(self, text: str) -> str:
+        return text.removeprefix(getattr(text_tokenizer(self.tokenizer), "bos_token", None) or "")
+
+    def _renders_alike(self, template: AbstractTemplate, probe: list[Message], text: str) -> bool:
+        return self._without_bos(template.texts([Conversation(probe)])[0]) == text
+
+    def _reads(self, template: AbstractTemplate, probe: list[Message], text: str) -> bool:
+        try:
+            messages = template.parse_chat(text).messages
+        except ValueError:
+            return False
+        # A default system message may come first.
+        before = [each["role"] for each in messages[: -len(probe)]]
+        return messages[-len(probe) :] == probe and before in ([], ["system"])
+
+    @cached_property
+    def _turns(self) -> Turns | None:
+        def render(chat: list[Message], header: bool) -> str:
+            return self._without_bos(self._render([chat], None, add_generation_prompt=header)[0])
+
+        return learn_turns(render)
+
+    def _render(self, chats: list[list[Message]], tools: list[Any] | None, **options: Any) -> list[str]:
+        if not renders_itself(self.tokenizer):
             return self._render_jinja(chats, tools, **options)[0]
-        # A processor, or a tokenizer that renders in another way.
         return self.tokenizer.apply_chat_template(
             chats, tools=tools, chat_template=self.chat_template, tokenize=False, **{**self.options, **options}
         )
@@ -210,7 +247,7 @@ class JinjaTemplate(AbstractTemplate):
 
     def search(self, generation_prompt: bool = False, open_end: bool = False) -> ReplySearch:
         """Return the search for replies that needs no `{% generation %}`."""
-        return ReplySearch(self.texts, self.end, self.header, generation_prompt, open_end)
+        return ReplySearch(self, generation_prompt, open_end)
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
         """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""
@@ -233,14 +270,46 @@ class JinjaTemplate(AbstractTemplate):
         return [Span(start, stop) for (start, _), stop in zip(indices[0], stops, strict=True) if stop > start]
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
-        if self.alike is None:
-            raise error(
-                ValueError,
-                "parse: no template of tdfunc renders as this tokenizer's does.",
-                hint="keep the messages: from_chats; or parse with a template of your own: chat_template=.",
-            )
-        bos = getattr(text_tokenizer(self.tokenizer), "bos_token", None)
-        return self.alike.parse_chat(text.removeprefix(bos) if bos else text)
+        text = self._without_bos(text)
+        if self.alike is not None:
+            found = self.alike.parse_chat(text)
+            rest = found._replace(messages=found.messages[1:])
+            # A default system message, which is not part of the conversation.
+            is_default = found.messages and found.messages[0]["role"] == "system" and self._gives(rest, text)
+            return rest if is_default else found
+        for messages in [] if self._turns is None else self._turns.readings(text):
+            found = Conversation(messages)
+            if not is_forged(found, self.control) and self._gives(found, text):
+                return found
+        raise error(
+            ValueError,
+            "parse: no template reads this text, and it has no turns of this tokenizer's template.",
+            expected=f"a text of one of {list(TEMPLATES)}, or contents of users and assistants in turn",
+            got=repr(text[:200]),
+            hint=f"keep the messages: from_chats; or chat_template= of your own. {self._differences()}",
+        )
+
+    def _gives(self, conversation: Conversation, text: str) -> bool:
+        """Return whether this template renders a text, which may be cut off at its end."""
+        for prompt in (False, True):
+            try:
+                made = self.texts([conversation], generation_prompt=prompt)[0]
+            # A template in Jinja raises what it likes.
+            except Exception:
+                return False
+            if self._without_bos(made).startswith(text.rstrip()):
+                return True
+        return False
+
+    def _differences(self) -> str:
+        """Return where the templates of ours first differ from this one."""
+        probe, text = next(((p, t) for p, t in zip(_PROBES, self._probe_texts, strict=True) if t is not None), ([], ""))
+        parts: list[str] = []
+        for name, template in TEMPLATES.items():
+            own = self._without_bos(template.texts([Conversation(probe)])[0])
+            at = len(commonprefix([own, text]))
+            parts.append(f"{name} has {own[at : at + 20]!r} for {text[at : at + 20]!r}")
+        return "; ".join(parts)
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
         if getattr(self.tokenizer, "response_template", None) is not None:
@@ -253,8 +322,9 @@ class JinjaTemplate(AbstractTemplate):
         return {"role": "assistant", "content": text} if self.alike is None else self.alike.parse_reply(text)
 
 
-def _alike(template: AbstractTemplate, probe: list[Message], text: str | None, begins: Sequence[str]) -> bool:
-    if text is None:
-        return True
-    own = template.texts([Conversation(probe)])[0]
-    return any([begin + own == text for begin in begins])
+# Any: transformers is optional.
+def renders_itself(tokenizer: Any) -> bool:
+    """Return whether this is a processor, or a tokenizer that renders in another way than transformers' own do."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template

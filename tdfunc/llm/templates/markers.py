@@ -4,8 +4,9 @@ A conversation is rendered a second time with a marker in the place of each cont
 same texts as the contents, they show where each content is, and that the template neither edits nor drops it.
 """
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tdfunc.core.errors import error
@@ -15,6 +16,8 @@ from tdfunc.llm.templates.base import Conversation, Span, describe, strings_in, 
 # First characters of markers: of the private use areas, which no tokenizer or template gives a meaning.
 MARKS = ("\ue0b7", "\uf2a1", "\U000f3c09")
 _OPEN = "\ue0b8"
+# A string in a JSON text, and the colon behind a key.
+_JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')
 
 
 class Alignment:
@@ -31,7 +34,8 @@ class Alignment:
         self.mark = next((mark for mark in MARKS if mark not in texts), None)
         if self.mark is None:
             raise error(ValueError, "A content has every character by which contents are found.", got=str(MARKS))
-        self.originals: list[str] = []
+        # The text that each marker stands for, in the forms in which it was given.
+        self.originals: list[tuple[str, ...]] = []
         self.owners: list[int | None] = []
         self._control = control if everything else None
         messages = [self._marked_message(i, message) for i, message in enumerate(conversation.messages)]
@@ -39,7 +43,7 @@ class Alignment:
         self.marked = Conversation(messages, tools)
 
     def _marker(self, text: str, owner: int | None) -> str:
-        self.originals.append(text)
+        self.originals.append((text,))
         self.owners.append(owner)
         return f"{self.mark}{len(self.originals) - 1}{_OPEN}"
 
@@ -51,7 +55,7 @@ class Alignment:
         if isinstance(value, list):
             return [self._deep(item, owner, is_marked) for item in value]
         if isinstance(value, dict):
-            return {key: self._deep(item, owner, is_marked) for key, item in value.items()}
+            return {self._deep(key, owner, False): self._deep(item, owner, is_marked) for key, item in value.items()}
         return value
 
     def _marked_message(self, i: int, message: Message) -> Message:
@@ -79,10 +83,23 @@ class Alignment:
     def _marked_call(self, i: int, call: dict[str, Any], is_reply: bool) -> dict[str, Any]:
         function = call["function"]
         arguments = function["arguments"]
-        values = self._deep(read_json(arguments), i, is_reply)
         name = self._deep(function["name"], i, is_reply)
-        given = to_json(values) if isinstance(arguments, str) and not isinstance(values, str) else values
+        if isinstance(arguments, str) and isinstance(read_json(arguments), (dict, list)):
+            # Its spaces, numbers and escapes stay: a template may write the text as it is.
+            given = _JSON_STRING.sub(lambda match: self._marked_string(match, i, is_reply), arguments)
+        else:
+            given = self._deep(arguments, i, is_reply)
         return {**call, "function": {**function, "name": name, "arguments": given}}
+
+    def _marked_string(self, match: "re.Match[str]", i: int, is_reply: bool) -> str:
+        """Return a string in a JSON text with a marker inside, where it is to have one."""
+        inside, colon = match.groups()
+        text = json.loads(f'"{inside}"')
+        marked = self._deep(text, i, is_reply and not colon)
+        if marked == text:
+            return match[0]
+        self.originals[-1] = text, inside
+        return f'"{marked}"{colon or ""}'
 
 
 def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
@@ -94,7 +111,8 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
     places = list(re.finditer(rf"{alignment.mark}(\d+){_OPEN}", marked))
     pattern, at = "", 0
     for place in places:
-        choices = "|".join(map(re.escape, _forms(alignment.originals[int(place[1])])))
+        forms = dict.fromkeys([form for text in alignment.originals[int(place[1])] for form in _forms(text)])
+        choices = "|".join(map(re.escape, forms))
         pattern += f"{re.escape(marked[at : place.start()])}({choices})"
         at = place.end()
     match = re.compile(pattern + re.escape(marked[at:]), re.DOTALL).fullmatch(text)
@@ -107,10 +125,10 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
             got=repr(text[:300]),
             hint="take one of tdfunc.llm.TEMPLATES, or a template with {% generation %} for masks.",
         )
-    dropped = [i for i in missing if alignment.originals[i].strip() and alignment.owners[i] is None]
+    dropped = [i for i in missing if alignment.originals[i][0].strip() and alignment.owners[i] is None]
     if dropped:
         raise error(
-            ValueError, "The template drops a text of the tools.", got=repr(alignment.originals[dropped[0]])[:200]
+            ValueError, "The template drops a text of the tools.", got=repr(alignment.originals[dropped[0]][0])[:200]
         )
     return [Span(*match.span(n + 1), alignment.owners[int(place[1])]) for n, place in enumerate(places)]
 
@@ -127,12 +145,16 @@ def has_reply(conversation: Conversation) -> bool:
 
 
 class ReplySearch(NamedTuple):
-    """The search for replies: from the header that asks for one to the end of turn, which is included."""
+    """The search for replies: from the header that asks for one to the end of turn, which is included.
 
-    # Any: the method `texts` of a template.
-    render: Callable[..., list[str]]
-    end: str
-    header: str
+    Attributes:
+        template: A template with a `header`.
+        generation_prompt: As its `texts` takes it.
+        open_end: As its `texts` takes it.
+    """
+
+    # Any: an opaque template, which stands above.
+    template: Any
     generation_prompt: bool
     open_end: bool
 
@@ -145,7 +167,7 @@ class ReplySearch(NamedTuple):
         alignments = [Alignment(each) for each in conversations]
         options = {"generation_prompt": self.generation_prompt, "open_end": self.open_end}
         try:
-            marked: Sequence[str | None] = self.render([each.marked for each in alignments], **options)
+            marked: Sequence[str | None] = self.template.texts([each.marked for each in alignments], **options)
         # A template in Jinja raises what it likes.
         except Exception:
             marked = [None] * len(texts)
@@ -154,7 +176,7 @@ class ReplySearch(NamedTuple):
             headed = None if other is None else self._by_markers(conversation, text, other, alignment, strict=True)
             spans = self._by_prefixes(conversation, text) if headed is None else headed
             if spans is None:
-                other = self.render([alignment.marked], **options)[0] if other is None else other
+                other = self.template.texts([alignment.marked], **options)[0] if other is None else other
                 spans = self._by_markers(conversation, text, other, alignment, strict=False)
                 assert spans is not None
             found.append(spans)
@@ -186,12 +208,16 @@ class ReplySearch(NamedTuple):
             before = contents[own[0] - 1].stop if own[0] else 0
             after = contents[own[-1] + 1].start if own[-1] + 1 < len(contents) else len(text)
             start, stop = contents[own[0]].start, contents[own[-1]].stop
-            at = text.rfind(self.header, before, start) if self.header else -1
+            header = self.template.header
+            at = text.rfind(header, before, start) if header else -1
             if at < 0 and strict:
                 return None
-            ended = text.find(self.end, stop, after) if self.end else -1
-            first = at + len(self.header) if at >= 0 else start
-            replies.append(Span(first, ended + len(self.end) if ended >= 0 else stop, i))
+            first = at + len(header) if at >= 0 else start
+            # The end of an inner turn is found by further renders, where it is another one.
+            end = self.template.end
+            end = end if end in text[stop:after] else self.template.inner_end
+            ended = text.find(end, stop, after) if end else -1
+            replies.append(Span(first, ended + len(end) if ended >= 0 else stop, i))
         return replies
 
     def _by_prefixes(self, conversation: Conversation, text: str) -> list[Span] | None:
@@ -205,13 +231,14 @@ class ReplySearch(NamedTuple):
                 return None
             is_open = self.open_end and i == len(messages) - 1
             try:
-                prompt = self.render([Conversation(messages[:i], tools)], generation_prompt=True)[0]
-                turn = self.render([Conversation(messages[: i + 1], tools)], open_end=is_open)[0]
+                prompt = self.template.texts([Conversation(messages[:i], tools)], generation_prompt=True)[0]
+                turn = self.template.texts([Conversation(messages[: i + 1], tools)], open_end=is_open)[0]
             # For example for a conversation that ends with a tool call.
             except Exception:
                 return None
             if len(turn) == len(prompt) or not (turn.startswith(prompt) and text.startswith(turn)):
                 return None
-            ended = turn.rfind(self.end, len(prompt)) if self.end else -1
-            replies.append(Span(len(prompt), ended + len(self.end) if ended >= 0 else len(turn), i))
+            end = self.template.end
+            ended = turn.rfind(end, len(prompt)) if end else -1
+            replies.append(Span(len(prompt), ended + len(end) if ended >= 0 else len(turn), i))
         return replies

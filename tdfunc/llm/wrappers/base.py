@@ -4,6 +4,7 @@ It reads conversations, texts or tokens as rows of ids, and makes the typed tree
 `generate_tokens` and `score_tokens`.
 """
 
+import inspect
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Size, Tensor
 from tdfunc import random
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
+from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.conversations.exact import TokenTemplate
 from tdfunc.llm.conversations.history import ChatHistory, History
@@ -24,6 +26,7 @@ from tdfunc.llm.generation.rows import joined_rows
 from tdfunc.llm.rows.batch import (
     Row,
     TokenBatch,
+    check_layout,
     nest,
     padded_batch,
     padded_records,
@@ -32,9 +35,10 @@ from tdfunc.llm.rows.batch import (
     scored_rows,
     shaped_lists,
 )
+from tdfunc.llm.rows.packing import as_mask
 from tdfunc.llm.rows.read import TokenKeys
 from tdfunc.llm.rows.records import Text
-from tdfunc.llm.scoring.trees import MaskedCategorical
+from tdfunc.llm.scoring.trees import MaskedCategorical, keep_draws
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.wrappers.backend import AbstractBackend
@@ -44,7 +48,7 @@ from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import CUTS, WrapperOptions
 from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts
 from tdfunc.nn.base import TensorDictModuleBase, as_key
-from tdfunc.ops.reading import has
+from tdfunc.ops.base.reading import get_value, has
 from tdfunc.random import key_of
 
 if TYPE_CHECKING:
@@ -105,7 +109,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         pad_model_input: Score padded rows; False packs them, where the family can.
         inplace: None or False; nothing else, since trees are not written.
         device: The device of the results; by default that of the input.
-        layout: `torch.jagged` or `torch.strided` for ragged results as nested tensors; None for lazy stacks.
+        layout: `torch.jagged` or `torch.strided` for ragged results as nested tensors, which have one batch dimension;
+            None for lazy stacks.
         num_samples: Responses to each prompt, in a further batch dimension: the result's batch size is [B, N], and the
             input's entries are expanded to it.
         chat_template_name: The name of one of `tdfunc.llm.TEMPLATES`.
@@ -133,6 +138,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     generate, input_mode, pad_output, pad_model_input = _Option(), _Option(), _Option(), _Option()
     tokenizer, device, layout, num_samples, inplace = _Option(), _Option(), _Option(), _Option(), _Option()
+
+    # Any: the arguments of a class statement.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = _with_options(cls)
 
     # Any: what a backend runs, and the options of `WrapperOptions`.
     def __init__(self, model: Any, **options: Any) -> None:
@@ -244,7 +254,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 continue
             value = found.get(kind)
             if value is not None:
-                out = out.set(place, value)
+                scored = kind == "log_probs" and not self.generate
+                out = out.set(place, keep_draws(value, get_value(out, unravel(place), None)) if scored else value)
             elif kind in found and has(out, place):
                 # Of other tokens.
                 out = out.delete(place)
@@ -280,8 +291,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
         """Return the outputs of scoring, by their kinds: the record that was read stays as it is."""
-        inputs = self._reader.read(td, "full")
         lead = td._batch_size
+        check_layout(lead, None if self.pad_output else self.layout)
+        inputs = self._reader.read(td, "full")
         rows = self._score_rows(td, inputs, training, key)
         padded = self.pad_output or not rows
         records = self._batch(rows, inputs, lead).records(rows) if padded else ragged_records(rows, lead, self.layout)
@@ -360,6 +372,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         *,
         as_padded_tensor: bool | None = None,
         as_nested_tensor: bool | None = None,
+        padding_value: float | None = None,
         padding_side: Literal["left", "right"] = "left",
         layout: torch.layout | None = None,
         training: bool = False,
@@ -367,16 +380,17 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     ) -> MaskedCategorical:
         """Return the distribution from which each token of the input's `full` is drawn.
 
-        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie. Logits are
-        normalized, so that one value for those of a pad, as `padding_value` in torchrl, would change nothing.
+        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie.
 
         Args:
             tensordict: A tree with the input.
             tensordict_out: Nothing: a tree is not written to.
-            logits_key: The place of logits that `logits_only=True` has given; without it they are computed.
+            logits_key: The place of logits that `logits_only=True` has given. They are computed without it, and where
+                the tree has none there.
             mask_key: The place of a mask (*B, T) of the tokens that count, such as those of the assistant.
             as_padded_tensor: The results are padded, which is the default.
             as_nested_tensor: The results are nested tensors.
+            padding_value: A number for all logits of a pad. They are normalized, so that it changes nothing.
             padding_side: Where ragged tokens, texts and histories are padded.
             layout: The layout of nested results.
             training: As for `forward`.
@@ -400,13 +414,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             raise error(ValueError, "get_dist: results must be padded or nested.", got="both")
         if padding_side not in ("left", "right"):
             raise error(ValueError, "get_dist: padding_side must be 'left' or 'right'.", got=repr(padding_side))
-        if logits_key is None:
+        if logits_key is None or not has(tensordict, logits_key):
             logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
         else:
             batch = self._padded(tensordict, padding_side)
             logits, tokens = tensordict[logits_key], batch.shaped(batch.mask)
         drawn = tokens & (tokens.cumsum(-1) > 1)
-        own = drawn if mask_key is None else tensordict[mask_key].bool()
+        own = drawn if mask_key is None else as_mask(tensordict[mask_key], "get_dist")
         for name, shape in (("the logits", logits.shape[:-1]), ("the mask", own.shape)):
             if shape != tokens.shape:
                 raise LeafMismatchError(
@@ -425,6 +439,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         inputs = self._reader.read(td, "prompt")
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
+        check_layout(lead, None if self.pad_output else self.layout)
         responses = self._draw_rows([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
         prompts = [row for row in inputs.rows for _ in range(count)]
         values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}
@@ -432,7 +447,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if all([each.tokens is not None for each in responses]):
             log_probs = [each.log_probs for each in responses if each.log_probs is not None]
             device = self._device_of(td, inputs, log_probs)
-            rows = joined_rows(prompts, responses, device)
+            rows = joined_rows(prompts, responses, options, device)
             if self.pad_output or not rows:
                 # As wide as the given prompts, whose masks stay in the tree.
                 least = 0 if inputs.batch is None else inputs.batch.ids.shape[1]
@@ -566,3 +581,15 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def __getstate__(self) -> dict[str, Any]:
         # It has no meaning in another process.
         return {**self.__dict__, "_collector": None}
+
+
+def _with_options(cls: type[LLMWrapperBase]) -> inspect.Signature:
+    """Return the signature of a class of wrappers, its options by name, as `help` and notebooks show it."""
+    own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    given = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {each.name for each in given}
+    options = inspect.signature(WrapperOptions).parameters.values() if len(given) < len(own) else ()
+    return inspect.Signature([*given, *[each for each in options if each.name not in names]])
+
+
+LLMWrapperBase.__signature__ = _with_options(LLMWrapperBase)

@@ -18,7 +18,7 @@ from tdfunc.llm.encoding.text import added_around
 from tdfunc.llm.rows.batch import Row, TokenBatch, check_prompts, flat_list
 from tdfunc.llm.rows.read import TokenKeys, check_batch, missing_field, ragged_values, read_tokens
 from tdfunc.llm.templates.base import conversation_in, text_tokenizer
-from tdfunc.ops.reading import get_value
+from tdfunc.ops.base.reading import get_value
 
 
 class Inputs(NamedTuple):

@@ -20,7 +20,7 @@ from tdfunc.ops.display.text import (
     leaf_type,
     printable,
 )
-from tdfunc.ops.structure import partition
+from tdfunc.ops.edits.structure import partition
 
 ROWS = 1000
 

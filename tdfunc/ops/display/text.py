@@ -16,7 +16,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import shape_of
 from tdfunc.core.types import Kind, Path
-from tdfunc.ops.cast import all_shared, is_shared
+from tdfunc.ops.base.cast import all_shared, is_shared
 
 # The methods that return the tensors of a sparse leaf.
 _ROWS, _COLUMNS = ("values", "crow_indices", "col_indices"), ("values", "ccol_indices", "row_indices")

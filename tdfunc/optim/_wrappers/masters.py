@@ -8,8 +8,8 @@ import torch
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
-from tdfunc.ops.reading import entries
-from tdfunc.ops.structure import keep_leaves
+from tdfunc.ops.base.reading import entries
+from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._lists import Leaves

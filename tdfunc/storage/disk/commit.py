@@ -4,21 +4,30 @@ New contents are written under a temporary name next to their place, `.tdfunc-<n
 writer holds. They are made durable and take the place in one step, so a reader finds the whole old or the whole new
 contents, also after an error, a kill or a full disk. A temporary name without a lock was left by a writer that died;
 the next write to the same place removes it.
+
+Until the new contents have the place, an error is an error and nothing of the old ones goes. After that it is a
+warning: the save has succeeded, and the warning says what was left undone.
 """
 
 import ctypes
 import errno
 import importlib
 import os
+import re
 import secrets
 import shutil
 import stat
 import sys
+import time
+import warnings
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import xxhash
+
+from tdfunc.core.errors import error, explain
 
 T = TypeVar("T")
 # Not a plain import: Windows lacks it, and `import tdfunc` should work there.
@@ -29,20 +38,24 @@ NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 # Without O_NONBLOCK opening a pipe waits for a writer.
 _ANY = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | NO_LINK
 _PREFIX, _NEW, _OLD = ".tdfunc-", ".tmp", ".old"
+LEFTOVER = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.(tmp|old)")
 _AT_FDCWD, _EXCHANGE = -100, 2
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
+_WAIT_S, _LOOK_S = 600.0, 0.02
 
 
 class Descriptor:
     """An open file or folder; its `with` block gives the number, closes it and gives up its lock.
 
-    Processes that were forked meanwhile have the descriptor too: closing it here alone would leave them the lock.
+    A process that is forked meanwhile closes its copy, whose lock would outlive this process. One that was forked
+    without Python has it still: closing it here alone would leave it the lock.
     """
 
     def __init__(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         self.fd = -1
+        _descriptors.add(self)
         self.fd = os.open(path, flags, mode, dir_fd=dir_fd)
 
     def close(self) -> None:
@@ -64,6 +77,45 @@ class Descriptor:
         self.close()
 
 
+_descriptors: "weakref.WeakSet[Descriptor]" = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for held in list(_descriptors):
+        fd, held.fd = held.fd, -1
+        if fd >= 0:
+            # Not `close`, which would take the lock from the parent.
+            os.close(fd)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_copies)
+
+
+@contextmanager
+def naming(call: str, path: str, state: str) -> Generator[None, None, None]:
+    """Give errors of the system the call, the path, and the state in which it is."""
+    try:
+        yield
+    except OSError as err:
+        # Those without a number are the package's own.
+        if err.errno is None:
+            raise
+        raise OSError(err.errno, f"{call}: {os.strerror(err.errno)}; {state}", path) from err
+
+
+def settle(path: str, undone: str, work: Callable[[], object]) -> bool:
+    """Do what follows a commit, of which every error is a warning; return whether it is done."""
+    try:
+        work()
+    # Other machines have errors of all kinds.
+    except Exception as err:
+        what = explain(f"save {path}: the save is in place, but {undone}.", got=str(err))
+        warnings.warn(what, RuntimeWarning, stacklevel=3)
+        return False
+    return True
+
+
 def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
     """Lock an open file or folder; `shared` with others that do so."""
     if _fcntl is None:
@@ -73,19 +125,48 @@ def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
 
 @contextmanager
 def locked(folder: str) -> Generator[int, None, None]:
-    """Wait until no other save writes to a folder; a lock of a killed process is gone with it."""
+    """Wait until no other save writes to a folder; a lock of a killed process is gone with it.
+
+    Raises:
+        TimeoutError: Another save, or a process that was forked during one, kept the lock.
+    """
     with _open_folder(folder) as fd:
-        # Without locks two saves at once are the user's to avoid.
-        with suppress(OSError):
-            lock(fd, wait=True)
+        end = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                lock(fd)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise error(
+                        TimeoutError,
+                        f"save {folder}: another process must end its save first; nothing was written.",
+                        expected=f"the lock of the folder within {_WAIT_S:.0f} s",
+                        got=", ".join(_find_users(fd)) or "a process that cannot be seen from here",
+                        hint="end that process if it saves nothing: its lock goes with it.",
+                    ) from None
+                time.sleep(_LOOK_S)
+                continue
+            except OSError:
+                # Without locks two saves at once are the user's to avoid.
+                pass
+            break
         yield fd
 
 
+def _find_users(fd: int) -> Generator[str, None, None]:
+    """Yield the processes that have a folder open, as Linux lists them."""
+    own = f"/proc/{os.getpid()}/fd/{fd}"
+    for process in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with suppress(OSError):
+            links = [f"/proc/{process}/fd/{name}" for name in os.listdir(f"/proc/{process}/fd")]
+            if any(link != own and os.readlink(link) == os.readlink(own) for link in links):
+                with open(f"/proc/{process}/comm") as file:
+                    yield f"process {process} ({file.read().strip()})"
+
+
 def _open_folder(folder: str) -> Descriptor:
-    try:
+    with naming("save", folder, "the folder must exist"):
         return Descriptor(folder or ".", FOLDER)
-    except OSError as err:
-        raise OSError(err.errno, f"save: {err.strerror}; the folder must exist", folder) from err
 
 
 def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
@@ -96,64 +177,84 @@ def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fs
 def replace_named(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
     """Give `path` the contents that `write`, given a descriptor and its name, and others put into the file."""
     with _open_folder(os.path.dirname(path)) as parent:
-        try:
-            sweep(os.path.dirname(path), _start(path))
-            new = os.O_RDWR | os.O_CREAT | os.O_EXCL
-            with _staged(path, lambda name: Descriptor(name, new, 0o666)) as (temporary, fd):
-                # Take the space before the first byte is written, so that a full disk shows at once. It also speeds up
-                # a save without fsync: ext4 writes delayed blocks out when a file is renamed over another one (its
-                # mount option `auto_da_alloc`), and these are not delayed.
-                # Not os.posix_fallocate: where a file system cannot do this, it writes zeros instead.
-                fallocate, size = getattr(_libc, "fallocate64", None), ctypes.c_int64(size_bytes)
-                if fallocate is not None and size_bytes and fallocate(fd, 0, ctypes.c_int64(0), size):
-                    code = ctypes.get_errno()
-                    if code in _NO_SPACE:
-                        raise OSError(code, os.strerror(code))
-                write(fd, temporary)
-                _copy_mode(path, fd)
-                if fsync:
-                    os.fsync(fd)
-                os.replace(temporary, path)
-        except OSError as err:
-            raise OSError(err.errno, f"save: {err.strerror}; the file was not replaced", path) from err
+        _put_file(path, write, size_bytes=size_bytes, fsync=fsync)
         if fsync:
-            os.fsync(parent)
+            settle(path, "a power failure may undo it", lambda: os.fsync(parent))
 
 
-def _copy_mode(path: str, fd: int) -> None:
+def put_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
+    """The same as `replace_file`, in a folder whose names the caller makes durable."""
+    _put_file(path, lambda fd, _: write(fd), size_bytes=size_bytes, fsync=fsync)
+
+
+def _put_file(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
+    with naming("save", path, "the file was not replaced"):
+        sweep(os.path.dirname(path), path)
+        new = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        with _staged(path, lambda name: Descriptor(name, new, 0o666)) as (temporary, fd):
+            # Take the space before the first byte is written, so that a full disk shows at once. It also speeds up
+            # a save without fsync: ext4 writes delayed blocks out when a file is renamed over another one (its
+            # mount option `auto_da_alloc`), and these are not delayed.
+            # Not os.posix_fallocate: where a file system cannot do this, it writes zeros instead.
+            fallocate, size = getattr(_libc, "fallocate64", None), ctypes.c_int64(size_bytes)
+            if fallocate is not None and size_bytes and fallocate(fd, 0, ctypes.c_int64(0), size):
+                code = ctypes.get_errno()
+                if code in _NO_SPACE:
+                    raise OSError(code, os.strerror(code))
+            write(fd, temporary)
+            copy_mode(path, fd)
+            if fsync:
+                os.fsync(fd)
+            os.replace(temporary, path)
+
+
+def copy_mode(path: str, new: int | str) -> None:
     """Keep the permissions of the old file or folder; a link is not followed."""
     with suppress(OSError):
         old = os.stat(path, follow_symlinks=False)
         if not stat.S_ISLNK(old.st_mode):
-            os.fchmod(fd, stat.S_IMODE(old.st_mode))
+            os.chmod(new, stat.S_IMODE(old.st_mode))
 
 
 def replace_folder(
     path: str,
     write: Callable[[str], T],
     *,
+    call: str = "save",
     check: Callable[[], None] | None = None,
     overwrite: bool = True,
     fsync: bool,
 ) -> T:
     """Give `path` the contents that `write` puts into an empty folder, and makes durable; return its result.
 
-    `check` is called before the folder takes its place, and may raise.
+    `check` is called before the folder takes its place, and raises if the one that is there must not go.
     """
-    parent, start = os.path.dirname(path), _start(path)
-    sweep(parent, start)
-    with _staged(path, _create_folder) as (temporary, fd):
-        result = write(temporary)
-        _copy_mode(path, fd)
-        if fsync:
-            os.fsync(fd)
-        if check is not None:
-            check()
-        _take_place(temporary, path, overwrite)
-        if fsync:
-            sync_folder(parent)
-    sweep(parent, start, _OLD)
+    parent = os.path.dirname(path)
+    with naming(call, path, "the folder was not replaced"):
+        restore(path)
+        sweep(parent, path)
+        with _staged(path, _create_folder) as (temporary, fd):
+            result = write(temporary)
+            copy_mode(path, fd)
+            if fsync:
+                os.fsync(fd)
+            if check is not None:
+                check()
+            _take_place(temporary, path, overwrite)
+    if not fsync or settle(path, "a power failure may undo it", lambda: sync_folder(parent)):
+        # The old folder, under the one name or the other, also where nothing can be locked.
+        _remove(temporary)
+        _remove(_twin(temporary))
+        sweep(parent, path)
     return result
+
+
+@contextmanager
+def staged_folder(path: str) -> Generator[str, None, None]:
+    """Make a temporary folder beside `path` for files that are moved out of it; what is left at the end goes."""
+    with _staged(path, _create_folder) as (temporary, _):
+        yield temporary
+        _remove(temporary)
 
 
 def _create_folder(path: str) -> Descriptor:
@@ -162,51 +263,76 @@ def _create_folder(path: str) -> Descriptor:
 
 
 def _take_place(temporary: str, path: str, overwrite: bool) -> None:
-    """Give a folder its name; one that has it gets the temporary name."""
-    try:
-        # Over an empty folder this works.
-        os.rename(temporary, path)
-        return
-    except OSError as err:
-        if err.errno not in _TAKEN:
-            raise
-        if not overwrite:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from err
-    renameat2 = getattr(_libc, "renameat2", None)
-    if renameat2 is not None:
-        places = _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path)
-        if not renameat2(*places, ctypes.c_uint(_EXCHANGE)):
+    """Give a folder its name; one that has it gets the temporary name, or that of a leftover."""
+    while True:
+        try:
+            # Over an empty folder this works.
+            os.rename(temporary, path)
             return
-        code = ctypes.get_errno()
-        # Another process removed the old folder since the first attempt; without the new one this raises there.
-        if code == errno.ENOENT:
-            _take_place(temporary, path, overwrite)
+        except OSError as err:
+            if err.errno not in _TAKEN:
+                raise
+            if not overwrite:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from err
+        renameat2 = getattr(_libc, "renameat2", None)
+        if renameat2 is not None:
+            places = _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path)
+            if not renameat2(*places, ctypes.c_uint(_EXCHANGE)):
+                return
+            code = ctypes.get_errno()
+            # Another process removed the old folder since the first attempt; without the new one that raises.
+            if code == errno.ENOENT:
+                continue
+            if code not in _NO_EXCHANGE:
+                raise OSError(code, os.strerror(code), path)
+        # In two steps, between which `locate` finds the old folder.
+        old = _twin(temporary)
+        try:
+            os.rename(path, old)
+        except FileNotFoundError:
+            continue
+        try:
+            os.rename(temporary, path)
             return
-        if code not in _NO_EXCHANGE:
-            raise OSError(code, os.strerror(code), path)
-    # In two steps, between which `recover` finds the old folder.
-    old = temporary.removesuffix(_NEW) + _OLD
-    os.rename(path, old)
-    try:
-        os.rename(temporary, path)
-    except BaseException:
-        os.rename(old, path)
-        raise
+        except BaseException as err:
+            if not isinstance(err, OSError) or err.errno not in _TAKEN:
+                os.rename(old, path)
+                raise
+            # Another writer took the place meanwhile.
+            _remove(old)
 
 
-def recover(path: str) -> str | None:
-    """Return the old folder of a writer that was killed between the two steps with which it replaced `path`."""
-    path = os.path.realpath(path)
-    parent, start = os.path.dirname(path), _start(path)
+def locate(path: str) -> str:
+    """Return where a file or folder is: its path, or the old folder of a writer that was killed between two steps.
+
+    That one is known by the new folder beside it, which the second step would have given the place. A leftover alone
+    was replaced.
+    """
+    real = os.path.realpath(path)
+    parent, name = os.path.split(real)
+    if os.path.lexists(real) or parent == real:
+        return path
+    if (above := locate(parent)) != parent:
+        return os.path.join(above, name)
+    found: list[str] = []
     with suppress(OSError):
-        for entry in sorted(os.listdir(parent)):
-            if entry.startswith(start) and entry.endswith(_OLD):
-                return os.path.join(parent, entry)
-    return None
+        entries = [os.path.join(parent, entry) for entry in os.listdir(parent) if entry.startswith(_start(real))]
+        found = [entry for entry in entries if entry.endswith(_OLD) and os.path.lexists(_twin(entry))]
+    return max(found, key=os.path.getmtime, default=path)
 
 
-def remove_folder(path: str) -> bool:
-    """Remove a folder as a whole; False if another reader or writer holds its lock (or it is not there)."""
+def restore(path: str) -> None:
+    """Give the old folder of a writer that was killed between two steps its name back."""
+    if (aside := locate(path)) != path:
+        with suppress(OSError):
+            os.rename(aside, path)
+
+
+def remove_folder(path: str, check: Callable[[], None]) -> bool:
+    """Remove a folder as a whole; False if another reader or writer holds its lock (or it is not there).
+
+    `check` raises if it must not go.
+    """
     with suppress(FileNotFoundError), Descriptor(path, FOLDER | NO_LINK) as fd:
         try:
             lock(fd)
@@ -215,6 +341,7 @@ def remove_folder(path: str) -> bool:
         except OSError:
             pass
         if is_at(fd, path):
+            check()
             temporary = _temporary(path)
             os.rename(path, temporary)
             shutil.rmtree(temporary, ignore_errors=True)
@@ -226,30 +353,41 @@ def make_folder(path: str, *, fsync: bool) -> None:
     """Make a folder and those that it is in, as far as they are missing."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
-        make_folder(os.path.dirname(path), fsync=fsync)
+        if path != os.path.dirname(path):
+            make_folder(os.path.dirname(path), fsync=fsync)
         with suppress(FileExistsError):
             os.mkdir(path)
         if fsync:
             sync_folder(os.path.dirname(path))
 
 
-def sweep(folder: str, start: str = _PREFIX, suffix: str = _NEW) -> None:
-    """Remove the temporary files and folders of writers that are gone; `start` selects those of one place."""
+def sweep(folder: str, place: str | None = None) -> None:
+    """Remove the temporary files and folders of writers that are gone; with `place` only those beside that path."""
     entries: list[str] = []
     with suppress(OSError):
         entries = os.listdir(folder or ".")
-    for entry in entries:
-        if entry.startswith(start) and entry.endswith(suffix):
+    is_taken = place is not None and os.path.lexists(place)
+    # A new folder before the old one beside it, which would count as superseded without that.
+    for entry in sorted(entries, reverse=True):
+        if LEFTOVER.fullmatch(entry) and entry.startswith(_PREFIX if place is None else _start(place)):
             path = os.path.join(folder, entry)
             # Two writers may sweep at once; an entry that cannot be opened or locked belongs to another one.
             with suppress(OSError), Descriptor(path, _ANY) as fd:
                 lock(fd)
-                _remove(path)
+                # The old folder of a writer that was killed between two steps is what readers find.
+                if (is_taken and entry.endswith(_NEW)) or is_absent(_twin(path)):
+                    _remove(path)
+
+
+def _twin(path: str) -> str:
+    """Return the name of the old folder beside a new one, and the other way round."""
+    stem, suffix = os.path.splitext(path)
+    return stem + (_OLD if suffix == _NEW else _NEW)
 
 
 @contextmanager
 def _staged(path: str, create: Callable[[str], Descriptor]) -> Generator[tuple[str, int], None, None]:
-    """Make a temporary file or folder and lock it; at the end its name is removed, with half of a write or the old."""
+    """Make a temporary file or folder and lock it; after an error it is removed."""
     while True:
         temporary = _temporary(path)
         try:
@@ -258,18 +396,20 @@ def _staged(path: str, create: Callable[[str], Descriptor]) -> Generator[tuple[s
             if os.path.isdir(os.path.dirname(path) or "."):
                 continue
             raise
-        with suppress(OSError):
-            lock(held.fd, wait=True)
-        # Another writer may have removed it as a leftover before it was locked.
-        if is_at(held.fd, temporary):
-            break
-        held.close()
-    # The lock is given up last.
-    with held as fd:
-        try:
-            yield temporary, fd
-        finally:
-            _remove(temporary)
+        # The lock is given up last.
+        with held as fd:
+            try:
+                with suppress(OSError):
+                    lock(fd, wait=True)
+                # Another writer may have removed it as a leftover before it was locked.
+                if is_at(fd, temporary):
+                    yield temporary, fd
+                    return
+            except BaseException:
+                # If the old folder could not get its name back, the new one is the sign by which `locate` finds it.
+                if is_absent(_twin(temporary)):
+                    _remove(temporary)
+                raise
 
 
 def _temporary(path: str) -> str:
@@ -287,6 +427,17 @@ def is_at(fd: int, path: str) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
+
+
+def is_absent(path: str) -> bool:
+    """Return whether there is certainly nothing; False if the system cannot tell."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _remove(path: str) -> None:

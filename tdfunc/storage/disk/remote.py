@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
+from tdfunc.storage.disk.commit import locate
 
 _LOCAL = "file://"
 
@@ -26,12 +27,25 @@ def is_remote(path: str) -> bool:
 
 def local_path(path: str) -> str:
     """Return the path of a file of this machine."""
+    if "\0" in path:
+        raise error(ValueError, "a path must not have the character NUL.", got=repr(path))
     return path.removeprefix(_LOCAL)
+
+
+def as_name(path: "str | bytes | os.PathLike[str]") -> str:
+    """Return a path as text, of a file of this machine without its protocol."""
+    return local_path(os.fsdecode(path))
+
+
+def find(path: "str | bytes | os.PathLike[str]") -> str:
+    """Return where a checkpoint is read, as text: a killed writer may have left its folder beside its name."""
+    name = as_name(path)
+    return name if is_remote(name) else locate(name)
 
 
 def local_folder(path: "str | bytes | os.PathLike[str]", call: str) -> str:
     """Return the name of a folder of this machine."""
-    name = local_path(os.fsdecode(path))
+    name = as_name(path)
     if is_remote(name):
         raise UnsupportedError(
             f"{call} {name}: files are mapped or locked.",
@@ -79,7 +93,10 @@ class LocalBytes:
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Read once; the system may return fewer bytes."""
-        return os.preadv(self.fd, [view], offset)
+        try:
+            return os.preadv(self.fd, [view], offset)
+        except OSError as err:
+            raise OSError(err.errno, f"load: {err.strerror}", self._path) from err
 
     def close(self) -> None:
         """Give the descriptor back; a second time nothing happens."""
@@ -115,6 +132,10 @@ class LocalFiles:
     def open(self, path: str) -> Bytes:
         """Open a file."""
         return LocalBytes(path)
+
+    def remove(self, path: str) -> None:
+        """Delete a file."""
+        os.unlink(path)
 
 
 class RemoteBytes:

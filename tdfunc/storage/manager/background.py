@@ -27,8 +27,8 @@ from tdfunc.core.errors import ConcurrencyError, error, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
-from tdfunc.storage.api import check_target, save_outline
 from tdfunc.storage.disk.remote import anchored, is_remote
+from tdfunc.storage.safetensors.save import check_target, save_outline
 from tdfunc.storage.safetensors.write import pieces
 from tdfunc.storage.tree.encode import Outline, outline
 from tdfunc.storage.tree.objects import as_tree, parts_of

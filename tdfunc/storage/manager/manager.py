@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, error, explain
+from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, error
 from tdfunc.core.keys import FilterLike
-from tdfunc.core.ranks import has_sharded
 from tdfunc.core.types import Device
-from tdfunc.storage.disk.commit import sweep
+from tdfunc.storage.disk.commit import naming, settle, sweep
+from tdfunc.storage.disk.ranks import has_sharded
 from tdfunc.storage.disk.remote import anchored, local_folder
 from tdfunc.storage.manager.background import PendingSave, SaveQueue, Snapshot, WaitMethods, Write, take_snapshot
 from tdfunc.storage.manager.steps import (
@@ -49,7 +49,8 @@ class CheckpointManager(WaitMethods):
 
     A step appears whole or not at all. The rest of a killed process's save is invisible, and removed by the next
     manager or save of the same folder. Several processes may save and load at the same time; a step that is being
-    loaded is not removed.
+    loaded is not removed. Only folders with their own, undamaged `checkpoint.json` are removed; such a folder goes
+    with all files in it.
 
     Args:
         folder: Where the steps are; it is made by the first save. A change of the current folder does not move it.
@@ -140,10 +141,12 @@ class CheckpointManager(WaitMethods):
             A handle. Its `result()` is the step's folder; without `async_save` the save is done.
 
         Raises:
-            FileExistsError: There is such a step. Of two processes that save one step at the same time, one gets this.
+            FileExistsError: There is such a step, or a folder of another program under its name. Of two processes that
+                save one step at the same time, one gets this.
             UnsupportedError: A leaf or an entry of the metadata cannot be stored unchanged; the message names it.
             ConcurrencyError: A leaf changed while it was saved (with `async_save`, from the handle).
-            OSError: The file system refused; the other steps are as they were.
+            OSError: The file system refused; the other steps are as they were. An error of the removal of old steps is
+                a `RuntimeWarning`.
             Exception: An earlier save in the background failed, and this is its error. Nothing was submitted.
         """
         number = as_step(step, "save")
@@ -199,9 +202,10 @@ class CheckpointManager(WaitMethods):
         Raises:
             FileNotFoundError: The step does not exist.
             BlockingIOError: It is being loaded.
+            FileExistsError: The folder may be another program's: it has no `checkpoint.json`, and other files.
         """
         number = as_step(step, "delete")
-        if not remove_step(self._folder, number):
+        if not remove_step(self._folder, number, damaged=True):
             with reading(self._folder, number, "delete"):
                 raise error(
                     BlockingIOError, f"delete {self._folder}: step {number} is being loaded.", hint="try again later."
@@ -322,40 +326,39 @@ class CheckpointManager(WaitMethods):
         path = self.path(step)
         max_bytes, fsync = self._max_bytes, self._fsync
         try:
-            write_step(self._folder, step, snapshot, metadata, max_bytes=max_bytes, overwrite=overwrite, fsync=fsync)
+            with naming("save", str(path), "the step was not saved"):
+                write_step(
+                    self._folder, step, snapshot, metadata, max_bytes=max_bytes, overwrite=overwrite, fsync=fsync
+                )
         except ConcurrencyError as err:
             raise ConcurrencyError(f"save {path}: {err}") from err
-        except OSError as err:
-            if err.errno is None:
-                raise
-            raise OSError(err.errno, f"save: {os.strerror(err.errno)}; the step was not saved", str(path)) from err
-        if not isinstance(snapshot, RankSave) or snapshot.ranks.rank == 0:
-            self._remove_old(step)
+        is_first = not isinstance(snapshot, RankSave) or snapshot.ranks.rank == 0
+        if is_first and (self._keep_last is not None or self._keep_best is not None):
+            settle(str(path), "older steps are still there", lambda: self._remove_old(step, path))
         return path
 
-    def _remove_old(self, saved: int) -> None:
-        if self._keep_last is None and self._keep_best is None:
-            return
+    def _remove_old(self, saved: int, path: pathlib.Path) -> None:
         steps = self.steps()
         kept = {saved, *steps[-(self._keep_last or 1) :]}
         if self._keep_best is not None:
-            kept.update(self._by_metric(steps)[: self._keep_best])
+            kept.update(self._by_metric(steps, damaged=True)[: self._keep_best])
         for step in steps:
             if step not in kept:
-                try:
-                    remove_step(self._folder, step)
-                except OSError as err:
-                    # The new step is safe, so the save did not fail.
-                    what = f"save {self._folder}: step {step} could not be removed."
-                    warnings.warn(explain(what, got=str(err)), RuntimeWarning, stacklevel=2)
+                remove = partial(remove_step, self._folder, step)
+                settle(str(path), f"step {step} could not be removed", remove)
 
-    def _by_metric(self, steps: Sequence[int]) -> list[int]:
-        """Return the steps that have the metric, best first."""
+    def _by_metric(self, steps: Sequence[int], *, damaged: bool = False) -> list[int]:
+        """Return the steps that have the metric, best first; with `damaged` those count that cannot be read."""
         found: list[tuple[Any, int]] = []
         for step in steps:
             try:
                 value = self.metadata(step).get(self._metric or "")
             except FileNotFoundError:
+                continue
+            except (CorruptCheckpointError, UnsupportedError):
+                # It is never best, and it stays.
+                if not damaged:
+                    raise
                 continue
             if _is_number(value):
                 found.append((value, step))

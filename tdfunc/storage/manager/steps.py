@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from operator import index
 from typing import Any, NamedTuple
 
 import xxhash
@@ -18,7 +19,7 @@ from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import plan_save
 from tdfunc.storage.safetensors.ranks import RankSave
 from tdfunc.storage.safetensors.select import Choice
-from tdfunc.storage.safetensors.write import write_into
+from tdfunc.storage.safetensors.write import SHARD, write_into
 from tdfunc.storage.tree.specs import no_constant, unique
 
 # With more digits a name is longer than a file system takes.
@@ -54,21 +55,34 @@ def step_name(step: int) -> str:
 
 
 def as_step(step: int, call: str) -> int:
-    """Return a step as a plain int; raise for a negative number."""
-    number = step.__index__()
+    """Return a step as a plain int; raise for a negative or other number."""
+    try:
+        number = index(step)
+    except TypeError as err:
+        raise error(TypeError, f"{call}: the step must be a whole number.", got=repr(step)) from err
     if number < 0:
         raise error(ValueError, f"{call}: the step must be 0 or more.", got=repr(number))
     return number
 
 
 def list_steps(folder: str) -> list[int]:
-    """Return the steps in a folder, in order; other entries do not count."""
+    """Return the steps in a folder, in order; other entries do not count, nor do folders without a file of a step."""
     found: list[int] = []
+    aside: list[str] = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             match = _NAME.fullmatch(entry.name)
             if match is not None and step_name(int(match[1])) == entry.name and entry.is_dir(follow_symlinks=False):
-                found.append(int(match[1]))
+                if any(os.path.lexists(os.path.join(entry.path, name)) for name in (ABOUT_FILE, SINGLE, INDEX)):
+                    found.append(int(match[1]))
+            elif entry.name.endswith(".old") and commit.LEFTOVER.fullmatch(entry.name):
+                aside.append(entry.path)
+    for path in aside:
+        # The old folder of a step whose writer was killed before the new one had its name.
+        with suppress(OSError, CorruptCheckpointError, UnsupportedError):
+            step = read_about(path, None).step
+            if commit.locate(os.path.join(folder, step_name(step))) == path:
+                found.append(step)
     return sorted(found)
 
 
@@ -125,14 +139,34 @@ def _replace_step(
         write(place)
         text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
         about = os.path.join(place, ABOUT_FILE)
-        commit.replace_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)
+        commit.put_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)
 
+    path = os.path.join(folder, step_name(step))
     commit.make_folder(folder, fsync=fsync)
+    for other in list_steps(folder):
+        commit.restore(os.path.join(folder, step_name(other)))
     commit.sweep(folder)
     try:
-        commit.replace_folder(path, fill, overwrite=overwrite, fsync=fsync)
+        commit.replace_folder(path, fill, check=lambda: _check_own(path, "save"), overwrite=overwrite, fsync=fsync)
     except FileExistsError as err:
+        if err.errno is None:
+            raise
         raise exists_error(folder, step) from err
+
+
+def _check_own(path: str, call: str) -> None:
+    """Raise if a folder may be another program's: it has no `checkpoint.json`, and more than the files of a step."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(path)
+        foreign = [name for name in names if name not in (SINGLE, INDEX) and not SHARD.fullmatch(name)]
+        if foreign and ABOUT_FILE not in names:
+            raise error(
+                FileExistsError,
+                f"{call} {path}: only folders of a CheckpointManager are removed.",
+                expected=f"a folder with {ABOUT_FILE}",
+                got=", ".join(sorted(names)[:5]),
+                hint="move or remove it by hand.",
+            )
 
 
 def exists_error(folder: str, step: int) -> FileExistsError:
@@ -151,21 +185,24 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
     """Hold a step so that it is not removed, and yield its path; errors name the call."""
     path = os.path.join(folder, step_name(step))
     while True:
+        place = commit.locate(path)
         try:
-            held = commit.Descriptor(path, commit.FOLDER | commit.NO_LINK)
+            held = commit.Descriptor(place, commit.FOLDER | commit.NO_LINK)
         except FileNotFoundError as err:
+            if commit.locate(path) != place:
+                continue
             raise _removed(folder, step, call) from err
         # Without the lock (its writer still has it, or the file system has none) a reader may find the step gone.
         with suppress(OSError):
             commit.lock(held.fd, shared=True)
-        if commit.is_at(held.fd, path):
+        if commit.is_at(held.fd, place):
             break
         held.close()
     with held as fd:
         try:
-            yield path
+            yield place
         except (FileNotFoundError, CorruptCheckpointError) as err:
-            if commit.is_at(fd, path):
+            if commit.is_at(fd, place):
                 raise
             if os.path.isdir(path):
                 raise StepReplacedError(str(err)) from err
@@ -183,9 +220,23 @@ def _removed(folder: str, step: int, call: str) -> StepRemovedError:
     )
 
 
-def remove_step(folder: str, step: int) -> bool:
-    """Remove a step as a whole; False if it is being read (or is not there)."""
-    return commit.remove_folder(os.path.join(folder, step_name(step)))
+def remove_step(folder: str, step: int, *, damaged: bool = False) -> bool:
+    """Remove a step as a whole; False if it is being read (or is not there).
+
+    Raises:
+        CorruptCheckpointError: It is damaged, and `damaged` does not include such.
+        FileExistsError: It may be another program's.
+    """
+    path = os.path.join(folder, step_name(step))
+
+    def check() -> None:
+        # A name proves nothing; its own `checkpoint.json` does.
+        if damaged:
+            _check_own(path, "delete")
+        else:
+            read_about(path, step)
+
+    return commit.remove_folder(path, check)
 
 
 # Any: the class of the tree is the one that was saved.
@@ -203,8 +254,8 @@ def _describe(about: About) -> memoryview:
     return memoryview(raw.replace(b"0" * _DIGEST_DIGITS, xxhash.xxh3_64_hexdigest(raw).encode(), 1))
 
 
-def read_about(folder: str, step: int) -> About:
-    """Read the `checkpoint.json` of a step."""
+def read_about(folder: str, step: int | None) -> About:
+    """Read the `checkpoint.json` of a step; without a number, of any."""
     path = os.path.join(folder, ABOUT_FILE)
     with naming_step(folder, step):
         with open(path, "rb") as file:
@@ -232,7 +283,7 @@ def read_about(folder: str, step: int) -> About:
                 got=repr(version)[:100],
                 hint="a later version of tdfunc wrote it.",
             )
-        if about.step != step or about.file not in (SINGLE, INDEX):
+        if about.step != (about.step if step is None else step) or about.file not in (SINGLE, INDEX):
             raise CorruptCheckpointError(
                 "the folder must have the name of its step.",
                 expected=f"step {step} in {SINGLE} or {INDEX}",
@@ -263,7 +314,7 @@ def _header_digest(path: str) -> str:
 
 
 @contextmanager
-def naming_step(folder: str, step: int) -> Generator[None, None, None]:
+def naming_step(folder: str, step: int | None) -> Generator[None, None, None]:
     """Name the step in every sign of damage."""
     what = f"step {step} in {os.path.dirname(folder)} is damaged:"
     try:

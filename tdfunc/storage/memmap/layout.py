@@ -30,6 +30,7 @@ LEAF_SUFFIX = ".memmap"
 PICKLES = ("other.pickle", "pickle.pkl")
 # The keys of meta.json that tensordict uses for other things than entries, and the key of the document.
 RESERVED = ("shape", "device", "_type", "")
+_TYPE_START = "<class '"
 TREE_TYPE = "<class 'tensordict._td.TensorDict'>"
 LAZY_TYPE = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
 VALUE_TYPE = "<class 'tensordict.tensorclass.NonTensorData'>"
@@ -91,6 +92,9 @@ def owned_names(meta: dict[str, Any]) -> Owned:
     """Return the names of the files and folders that a `meta.json` of any version describes."""
     files, folders, own = {META}, set[str](), meta.get("")
     fields: dict[str, Any] = own if type(own) is dict else {}
+    if "tdfunc" not in fields and not str(meta.get("_type")).startswith(_TYPE_START):
+        # Another program's, which may name files in any way.
+        return Owned(set(), set())
     node = fields.get("node", {})
     for key, item in zip(node.get("keys", ()), node.get("items", ()), strict=False):
         is_leaf = type(item) is not dict

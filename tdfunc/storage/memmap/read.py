@@ -21,8 +21,8 @@ from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, Unsup
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device, Path, Ties
-from tdfunc.ops import storage_writes
-from tdfunc.storage.disk.commit import FOLDER, Descriptor, is_at, recover
+from tdfunc.ops.edits import storage_writes
+from tdfunc.storage.disk.commit import FOLDER, Descriptor, is_at, locate
 from tdfunc.storage.disk.mapped import map_descriptor, open_inside
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import local_folder
@@ -102,7 +102,7 @@ def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
                 return read(root)
             except (CorruptCheckpointError, UnsupportedError, OSError):
                 # A writer may have put another folder here meanwhile, and deleted this one.
-                if is_at(root, os.path.realpath(name)):
+                if is_at(root, os.path.realpath(locate(name))):
                     raise
     raise OSError(errno.EBUSY, f"{call}: the folder was replaced again and again while it was read", name)
 
@@ -141,14 +141,14 @@ def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list
 def opened(name: str, call: str) -> Generator[int, None, None]:
     """Open a folder, or the old one of a writer that was killed between two steps."""
     try:
-        root = Descriptor(name, FOLDER)
+        try:
+            root = Descriptor(name, FOLDER)
+        except FileNotFoundError:
+            root = Descriptor(locate(name), FOLDER)
     except FileNotFoundError:
-        old = recover(name)
-        if old is None:
-            raise FileNotFoundError(
-                errno.ENOENT, explain(f"{call}: the folder must exist.", expected="a folder with meta.json"), name
-            ) from None
-        root = Descriptor(old, FOLDER)
+        raise FileNotFoundError(
+            errno.ENOENT, explain(f"{call}: the folder must exist.", expected="a folder with meta.json"), name
+        ) from None
     except NotADirectoryError as err:
         hint = "tdfunc.load reads a .safetensors file."
         raise NotADirectoryError(

@@ -5,7 +5,6 @@ The layout is tensordict's (`docs/memmap.md`), so that each library opens the fo
 
 import errno
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -34,8 +33,6 @@ from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import parse_json
 
 T = TypeVar("T")
-# A temporary name that a killed write to a part of the folder left.
-_LEFT = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
 
 
 def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, share_non_tensor: bool) -> Any:
@@ -171,7 +168,10 @@ def _commit(
 
     if target is None:
         # The files have no name once they are mapped, and go with the last tensor on them.
-        with tempfile.TemporaryDirectory(prefix="tdfunc-memmap-") as folder:
+        with (
+            commit.naming(call, tempfile.gettempdir(), "nothing was written"),
+            tempfile.TemporaryDirectory(prefix="tdfunc-memmap-") as folder,
+        ):
             return write(folder)
     return replace_folder(target, write, call=call, exist_ok=existsok, sync=sync)
 
@@ -208,7 +208,8 @@ def replace_folder(path: str, write: Callable[[str], T], *, call: str, exist_ok:
     path = os.path.realpath(path)
     check = partial(check_target, path, call, exist_ok=exist_ok)
     check()
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with commit.naming(call, path, "the folder was not replaced"):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
 
     def fill(folder: str) -> T:
         result = write(folder)
@@ -217,7 +218,7 @@ def replace_folder(path: str, write: Callable[[str], T], *, call: str, exist_ok:
         return result
 
     # Checked again: another process may have put something there since.
-    return commit.replace_folder(path, fill, check=check, fsync=sync)
+    return commit.replace_folder(path, fill, call=call, check=check, fsync=sync)
 
 
 def check_target(path: str, call: str, *, exist_ok: bool) -> None:
@@ -272,7 +273,7 @@ def _check_owned(path: str, call: str) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     is_named = entry.name in owned.folders or (owned.numbered and entry.name.isdigit())
                     # Nothing is lost with a folder without files.
-                    if is_named or not _LEFT.fullmatch(entry.name):
+                    if is_named or not commit.LEFTOVER.fullmatch(entry.name):
                         waiting.append((entry.path, is_named))
                 elif entry.name not in owned.files:
                     raise error(

@@ -30,14 +30,14 @@ from tdfunc.storage.safetensors.header import (
     parse_entries,
     split_digests,
 )
-from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
+from tdfunc.storage.safetensors.index import ADAPTER, INDEX, SINGLE, Index, parse_index
 from tdfunc.storage.safetensors.read import Digest, Source, naming, open_source, parsing, read_bytes
 from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, parse_tree
 from tdfunc.storage.tree.objects import OBJECT
 from tdfunc.storage.tree.specs import Spec, malformed, parse_json, spec_of
 
 _META = "meta.json"
-_INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
 _TRIES = 10
 _MAX_FOREIGN_DEPTH = 64
 
@@ -423,7 +423,7 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
     Raises:
         FileNotFoundError: The path does not exist, or the folder is without a checkpoint; the message lists its files.
     """
-    if path.endswith(_INDEX_SUFFIX):
+    if path.endswith(INDEX_SUFFIX):
         return _open_shards(path, files, verify=verify)
     if files.is_folder(path):
         return _open_folder(path, files, verify=verify)
@@ -432,13 +432,13 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
 
 def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
     # One file first, as in transformers. Again and again: shards and one file may take turns between two looks.
-    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards)) * _TRIES:
-        with suppress(FileNotFoundError):
-            return open_one(_join(path, name), files, verify=verify)
+    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards), (ADAPTER, _open_single)) * _TRIES:
+        with suppress(FileNotFoundError, IsADirectoryError):
+            return open_one(join(path, name), files, verify=verify)
     found = sorted(files.names(path))
     shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
     what, hint = f"load {path}: the folder must hold a checkpoint.", "load(path) of a file takes any name."
-    expected = f"{SINGLE}, {INDEX} or {_META}"
+    expected = f"{SINGLE}, {INDEX}, {ADAPTER} or {_META}"
     if _META in found:
         what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
@@ -447,12 +447,14 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
 
 def is_memmap(path: str, files: Files) -> bool:
     """Return whether a path is a memmap folder of this machine, and no folder of safetensors."""
-    if not isinstance(files, LocalFiles) or not files.exists(_join(path, _META)):
+    if not isinstance(files, LocalFiles) or not files.exists(join(path, _META)):
         return False
-    return not files.exists(_join(path, INDEX)) and not files.exists(_join(path, SINGLE))
+    # A sub-tree of such a name is a folder.
+    return not any(os.path.isfile(join(path, name)) for name in (INDEX, SINGLE))
 
 
-def _join(folder: str, name: str) -> str:
+def join(folder: str, name: str) -> str:
+    """Return the path of a file in a folder, or its URL."""
     return f"{folder.rstrip('/')}/{name}" if "://" in folder else os.path.join(folder, name)
 
 

@@ -135,6 +135,17 @@ def _altered(expected: str, got: str) -> CorruptCheckpointError:
     )
 
 
+def is_ours(raw: bytes) -> bool:
+    """Return whether tdfunc wrote the file that begins so."""
+    return raw[8:].startswith(_START.encode())
+
+
+def is_torch(raw: bytes) -> bool:
+    """Return whether the file that begins so is one of torch.save: a zip archive, or a pickle."""
+    # The length of a safetensors header could begin with the same bytes; then `{` follows it.
+    return raw.startswith((b"PK", b"\x80")) and raw[8:9] != b"{"
+
+
 def check_algorithm(algorithm: str | None) -> None:
     """Raise for digests that this version of tdfunc cannot compute."""
     if algorithm != ALGORITHM:

@@ -8,8 +8,8 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.ranks import Ranks
 from tdfunc.core.types import Kind, Path
+from tdfunc.storage.disk.ranks import Ranks
 from tdfunc.storage.tree.specs import Spec
 
 # Shape and dtype (by name, as numpy and torch call it) of each leaf; None where any will do.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
-from tdfunc.core.ranks import Ranks, group_of, is_sharded, own_part
 from tdfunc.storage.disk.commit import Descriptor, replace_named
+from tdfunc.storage.disk.ranks import Ranks, group_of, is_sharded, own_part
 from tdfunc.storage.disk.raw import raw_bytes, write_all
 from tdfunc.storage.safetensors.blocks import Block, check_cover, cut_blocks, table_text
 from tdfunc.storage.safetensors.header import DIGITS, lay_out, render, seal

@@ -17,7 +17,7 @@ from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStru
 from tdfunc.storage.disk.raw import is_wrapped, raw_view
 from tdfunc.storage.disk.remote import Bytes, LocalBytes
 from tdfunc.storage.safetensors.blocks import Block, Blocks
-from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, parse
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, is_torch, parse
 from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import Spec
 
@@ -59,9 +59,12 @@ def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source
             raw = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
             length, limit = int.from_bytes(raw[:8], "little"), min(size_bytes - 8, MAX_HEADER_BYTES)
             if length > limit:
+                if is_torch(raw):
+                    raise UnsupportedError(
+                        "the file must be a safetensors file; torch.save writes others, which load never reads.",
+                        hint="tdfunc convert FILE x.safetensors, in a shell; or torch.load(path, weights_only=True).",
+                    )
                 hint = "give the path of a .safetensors file; if this was one, restore it from a copy."
-                if raw.startswith((b"PK", b"\x80")):
-                    hint = "torch.load(path, weights_only=True) reads a file of torch.save, which tdfunc never reads."
                 is_long = length > MAX_HEADER_BYTES
                 raise CorruptCheckpointError(
                     "the file must be a safetensors file." if is_long else "the file is cut short.",

@@ -12,10 +12,10 @@ from tdfunc.core.context import is_fake
 from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted, unravel
 from tdfunc.core.types import Device, NestedKey, Path
-from tdfunc.ops.reading import get_value, has
-from tdfunc.storage.api import as_name, progress_bar
+from tdfunc.ops.base.reading import get_value, has
+from tdfunc.storage.disk.progress import progress_bar
 from tdfunc.storage.disk.raw import outside_transforms
-from tdfunc.storage.disk.remote import LocalBytes, LocalFiles, RemoteFiles, is_remote
+from tdfunc.storage.disk.remote import LocalBytes, LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.safetensors.contents import Contents, Leaf, open_contents
 from tdfunc.storage.safetensors.read import parsing, plan_rows, read_leaf, read_rows
 from tdfunc.storage.safetensors.select import Choice, outline_tree, read_tree
@@ -61,7 +61,7 @@ def open(
         >>> head["weight"].shape, rows.shape
         (torch.Size([2, 3]), torch.Size([2, 3]))
     """
-    name = as_name(path)
+    name = find(path)
     files = RemoteFiles(name, fetch=False) if is_remote(name) else LocalFiles()
     place = torch.device(device) if device is not None else None
     return SavedTree(open_contents(name, files, verify=verify), Choice(device=place, classes=classes))

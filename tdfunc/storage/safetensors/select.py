@@ -11,8 +11,8 @@ from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.context import is_fake
 from tdfunc.core.errors import error
 from tdfunc.core.keys import FilterLike
-from tdfunc.core.ranks import has_sharded, is_sharded, own_part, place_like
-from tdfunc.ops.structure import partition
+from tdfunc.ops.edits.structure import partition
+from tdfunc.storage.disk.ranks import has_sharded, is_sharded, own_part, place_like
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.safetensors.blocks import Block
 from tdfunc.storage.safetensors.contents import Contents

@@ -1,13 +1,14 @@
 """The bytes of a save: leaves checksummed as they are written, and one file or shards with an index, committed as one.
 
-Shards carry names that no other save uses. The index is replaced last, in one step, and only then the files go that
-no index names any more, the one file of an old save first, which readers prefer to an index. A reader finds the whole
-old checkpoint or the whole new one.
+Shards carry names that no other save uses. The index is replaced last, in one step, and only then the shards of tdfunc
+go that no index in the folder names, and before them the one file of an old save, which readers prefer to an index. A
+reader finds the whole old checkpoint or the whole new one.
 """
 
 import ctypes
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -17,21 +18,23 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc.core.errors import ConcurrencyError
-from tdfunc.storage.disk.commit import locked, replace_file, sweep
+from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError
+from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_file, settle, staged_folder, sweep
 from tdfunc.storage.disk.raw import raw_bytes, raw_view, write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
-from tdfunc.storage.safetensors.contents import read_index
-from tdfunc.storage.safetensors.header import seal
+from tdfunc.storage.safetensors.contents import INDEX_SUFFIX, join, read_index
+from tdfunc.storage.safetensors.header import is_ours, seal
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import FilePlan, SavePlan, is_plain
+from tdfunc.storage.safetensors.read import read_bytes
 
 # A piece is still in the processor's cache when it is written after it was hashed.
 _PIECE_BYTES = 4 << 20
 # Up to this size a copy into the shared buffer is faster than a system call.
 SMALL_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 20
-_SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
+SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
+_START_BYTES = 64
 Tick = Callable[[int], object] | None
 
 
@@ -136,92 +139,134 @@ def commit(plan: SavePlan, target: str, *, fsync: bool, tick: Tick = None) -> No
     """Write a plan to its place, a file or a folder of shards, which holds the old checkpoint or the new one."""
     if is_remote(target):
         _upload(plan, target, tick)
-    elif plan.render is None and os.path.basename(target) != SINGLE:
-        _replace(plan.files[0], target, fsync, tick)
+    elif plan.render is not None:
+        _commit_shards(plan, target, fsync, tick)
+    elif os.path.basename(target) == SINGLE:
+        folder = os.path.dirname(target)
+        with locked(folder) as fd:
+            _replace(put_file, plan.files[0], target, fsync, tick)
+            _clear(folder, [], fsync, fd, os.path.join(folder, INDEX))
     else:
-        _commit_folder(plan, target if plan.render is not None else os.path.dirname(target), fsync, tick)
+        _replace(replace_file, plan.files[0], target, fsync, tick)
 
 
 def write_into(plan: SavePlan, folder: str, *, fsync: bool, tick: Tick = None) -> None:
-    """Write a plan into a folder without other writers; the index comes last."""
+    """Write a plan into a folder without other writers, which the caller makes durable; the index comes last."""
     paths = [os.path.join(folder, name) for name in plan.names or [SINGLE]]
-    digests = [_replace(file, path, fsync, tick) for file, path in zip(plan.files, paths, strict=True)]
+    digests = [_replace(put_file, file, path, fsync, tick) for file, path in zip(plan.files, paths, strict=True)]
     if plan.render is not None:
         raw = plan.render(digests)
         index = os.path.join(folder, INDEX)
-        replace_file(index, lambda fd: write_all(fd, memoryview(raw)), size_bytes=len(raw), fsync=fsync)
+        put_file(index, lambda fd: write_all(fd, memoryview(raw)), size_bytes=len(raw), fsync=fsync)
 
 
-def _replace(file: FilePlan, path: str, fsync: bool, tick: Tick) -> str:
+def _replace(put: Callable[..., None], file: FilePlan, path: str, fsync: bool, tick: Tick) -> str:
     """Write one file; return the digest of its header."""
     digests: list[str] = []
-    replace_file(path, lambda fd: digests.append(write_file(fd, file, tick)), size_bytes=file.size_bytes, fsync=fsync)
+    put(path, lambda fd: digests.append(write_file(fd, file, tick)), size_bytes=file.size_bytes, fsync=fsync)
     return digests[-1]
 
 
-def _commit_folder(plan: SavePlan, folder: str, fsync: bool, tick: Tick) -> None:
-    """Replace the checkpoint in a folder; other files in it stay."""
-    if plan.render is not None:
-        with suppress(FileExistsError):
-            try:
-                os.mkdir(folder)
-            except FileNotFoundError as err:
-                raise OSError(err.errno, f"save: {err.strerror}; the folder above must exist", folder) from err
-    index = os.path.join(folder, INDEX)
+def _commit_shards(plan: SavePlan, folder: str, fsync: bool, tick: Tick) -> None:
+    """Replace the checkpoint in a folder by shards; other files in it stay."""
+    with suppress(FileExistsError), naming("save", folder, "the folder above must exist, and take a new one"):
+        os.mkdir(folder)
+    index, single = os.path.join(folder, INDEX), os.path.join(folder, SINGLE)
     with locked(folder) as fd:
-        old = _named_by(index, LocalFiles())
-        if plan.render is not None:
-            # Shards of a save that was killed take space.
-            _sweep(folder, old, set())
-        try:
-            write_into(plan, folder, fsync=fsync, tick=tick)
-        except BaseException:
-            # The index may have been replaced before the error.
-            if plan.names and not _named_by(index, LocalFiles()).intersection(plan.names):
-                _sweep(folder, old, set(plan.names))
-            raise
-        if plan.render is not None:
+        with naming("save", folder, "the checkpoint was not replaced"):
+            # Readers take this file before an index: it is the old checkpoint until it goes.
+            has_single = False
             with suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, SINGLE))
-            _sweep(folder, set(plan.names), old)
-        elif os.path.lexists(index):
-            os.unlink(index)
-            _sweep(folder, set(), old)
-        if fsync:
-            os.fsync(fd)
+                has_single = not stat.S_ISDIR(os.lstat(single).st_mode)
+            sweep(folder)
+            with staged_folder(index) as place:
+                write_into(plan, place, fsync=fsync, tick=tick)
+                made = {os.path.join(place, name): os.path.join(folder, name) for name in plan.names}
+                new = os.path.join(place, INDEX)
+                copy_mode(index, new)
+                try:
+                    for source, target in made.items():
+                        os.rename(source, target)
+                    if fsync:
+                        os.fsync(fd)
+                    os.replace(new, index)
+                except BaseException:
+                    # As long as the new index is here, the old one has its place, and names none of these.
+                    if os.path.lexists(new):
+                        for target in [target for source, target in made.items() if not os.path.lexists(source)]:
+                            with suppress(OSError):
+                                os.unlink(target)
+                    raise
+            if has_single:
+                if fsync:
+                    os.fsync(fd)
+                with suppress(FileNotFoundError):
+                    os.unlink(single)
+        _clear(folder, plan.names, fsync, fd)
 
 
-def _named_by(index: str, files: Files) -> set[str]:
-    """Return the shards that an index names; none if it cannot be read, which no save may depend on."""
-    try:
-        return set(read_index(index, files, verify=False)[1].files)
-    except (OSError, TypeError, ValueError):
-        return set()
+def _clear(folder: str, own: Iterable[str], fsync: bool, fd: int, index: str | None = None) -> None:
+    """Remove what a save replaced, once the disk has what replaces it: an index, and shards that no index names."""
+
+    def clear() -> None:
+        # A folder of this name is a sub-tree of a memmap.
+        if index is not None and not os.path.isdir(index):
+            with suppress(FileNotFoundError):
+                os.unlink(index)
+        sweep(folder)
+        remove_shards(folder or ".", os.listdir(folder or "."), own, LocalFiles())
+
+    if not fsync or settle(folder, "a power failure may undo it", lambda: os.fsync(fd)):
+        settle(folder, "files of the old checkpoint are still there", clear)
 
 
-def _sweep(folder: str, keep: set[str], old: set[str]) -> None:
-    """Remove shards of saves that were killed or replaced, and `old` files of other names."""
-    sweep(folder)
-    for name in os.listdir(folder or "."):
-        if name not in keep and (name in old or _SHARD.fullmatch(name)):
-            with suppress(OSError):
-                os.unlink(os.path.join(folder, name))
+def remove_shards(folder: str, names: Iterable[str], own: Iterable[str], files: Files) -> None:
+    """Remove those of some files that are shards of tdfunc and that no index names; `own` ones stay in any case.
+
+    Raises:
+        OSError: An index cannot be read. Nothing was removed.
+    """
+    found = [name for name in set(names).difference(own) if SHARD.fullmatch(name)]
+    if not found:
+        return
+    named: set[str] = set()
+    for index in [name for name in files.names(folder) if name.endswith(INDEX_SUFFIX)]:
+        # One that is not an index names nothing; one that cannot be read may name any.
+        with suppress(IsADirectoryError, CorruptCheckpointError):
+            named.update(read_index(join(folder, index), files, verify=False)[1].files)
+    for name in sorted({*found} - named):
+        path = join(folder, name)
+        # Another program may use such a name.
+        data = files.open(path)
+        try:
+            is_shard = is_ours(read_bytes(data, 0, min(data.size_bytes, _START_BYTES)))
+        finally:
+            data.close()
+        if is_shard:
+            files.remove(path)
 
 
 def _upload(plan: SavePlan, target: str, tick: Tick) -> None:
     """Upload all files, the index last; then remove those that readers would prefer or that no index names any more."""
     files = RemoteFiles(target, fetch=False)
     folder, _, name = target.rpartition("/") if plan.render is None else (target, "", "")
-    old = _named_by(f"{folder}/{INDEX}", files) if plan.render is not None or name == SINGLE else set[str]()
+    index, old = f"{folder}/{INDEX}", list[str]()
+    if plan.render is not None or name == SINGLE:
+        # Shards of other saves may be of one that runs.
+        with suppress(OSError, TypeError, ValueError):
+            old = read_index(index, files, verify=False)[1].files
     digests: list[str] = []
     for file, own in zip(plan.files, plan.names or [name], strict=True):
         files.replace(f"{folder}/{own}", lambda fd, file=file: digests.append(write_file(fd, file, tick)))
     if plan.render is not None:
         raw = plan.render(digests)
-        files.replace(f"{folder}/{INDEX}", lambda fd: write_all(fd, memoryview(raw)))
-        old.add(SINGLE)
-    elif name == SINGLE:
-        old.add(INDEX)
-    for name in sorted(old):
-        if files.exists(f"{folder}/{name}"):
-            files.remove(f"{folder}/{name}")
+        files.replace(index, lambda fd: write_all(fd, memoryview(raw)))
+        if files.exists(f"{folder}/{SINGLE}"):
+            files.remove(f"{folder}/{SINGLE}")
+
+    def clear() -> None:
+        if name == SINGLE and files.exists(index):
+            files.remove(index)
+        remove_shards(folder, old, plan.names, files)
+
+    settle(target, "files of the old checkpoint are still there", clear)

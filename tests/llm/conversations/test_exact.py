@@ -4,6 +4,8 @@ import random
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tdfunc.llm import (
     ChatML,
@@ -33,6 +35,11 @@ HERMES = (
     "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 # A name, the template, whether it has a form for thinking, for tools, and for several calls.
 TEMPLATES = {
     "chatml": (chatml, True, True, 2),
@@ -47,7 +54,7 @@ TEMPLATES = {
     "dropped thinking in Jinja": (FORGETFUL, True, True, 2),
 }
 # Each of them renders a conversation as a prefix of a longer one.
-EXTENDING = [name for name in TEMPLATES if name not in ("qwen", "mistral", "dropped thinking in Jinja")]
+APPENDING = [name for name in TEMPLATES if name not in ("qwen", "mistral", "dropped thinking in Jinja")]
 
 
 def make_template(name):
@@ -130,19 +137,19 @@ def roll_out(template, name, draws):
 
 def check_roll_outs(name, count):
     """Count tokens that differ between rollouts and the ids of their histories."""
-    template, draws, drifted, tokens = make_template(name), random.Random(name), 0, 0
+    template, draws, changed, tokens = make_template(name), random.Random(name), 0, 0
     control = set(template.tokenizer.convert_tokens_to_ids(list(template.control)))
     for _ in range(count):
         history, ids = roll_out(template, name, draws)
         again = chat_ids(template, history, add_generation_prompt=True)
-        drifted += sum(a != b for a, b in zip(ids, again, strict=False)) + abs(len(ids) - len(again))
+        changed += sum(a != b for a, b in zip(ids, again, strict=False)) + abs(len(ids) - len(again))
         tokens += len(ids)
-        if name in EXTENDING and is_append_only(template, history):
+        if name in APPENDING and is_append_only(template, history):
             rendered = template.template.texts([conversation_in(history)], generation_prompt=True)[0]
             assert template.tokenizer.decode(ids) == rendered
             assert sum(i in control for i in ids) == sum(i in control for i in _rendered(template, history))
     assert tokens > 40 * count
-    return drifted
+    return changed
 
 
 def _rendered(template, history):
@@ -151,18 +158,18 @@ def _rendered(template, history):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_no_token_drifts(name):
+def test_no_token_changes(name):
     """Replies cut anywhere, thinking, calls, cut-off turns: the ids of the history are those that were sampled."""
     assert check_roll_outs(name, 5) == 0
 
 
 @pytest.mark.slow
-def test_no_token_drifts_in_a_thousand_conversations():
+def test_no_token_changes_in_a_thousand_conversations():
     """0 in 1,000, over 10 templates."""
     assert [check_roll_outs(name, 100) for name in TEMPLATES] == [0] * 10
 
 
-def test_rendering_again_would_drift():
+def test_rendering_again_would_change_tokens():
     """The count above can fail: the renders of the same conversations have other ids."""
     template, draws = make_template("chatml"), random.Random(1)
     history, ids = roll_out(template, "chatml", draws)
@@ -183,7 +190,7 @@ CHAT = [
 ]
 
 
-def test_fork_where_thinking_is_dropped():
+def test_rows_where_thinking_is_dropped():
     """Each reply stands once, behind the prompt that the template renders for it."""
     template, history = make_template("qwen"), History.from_chats(CHAT)
 
@@ -199,7 +206,7 @@ def test_fork_where_thinking_is_dropped():
     assert [len(row.history.tolist()) for row in rows] == [2, 4]
 
 
-def test_fork_of_an_extending_template_is_one_row():
+def test_one_row_where_a_template_only_appends():
     """All replies are trained in it, and its ids are those of the conversation."""
     template, history = make_template("chatml"), History.from_chats([CHAT, CHAT[:1]])
 
@@ -211,7 +218,7 @@ def test_fork_of_an_extending_template_is_one_row():
     assert find_mismatch(template, history) == [None, None]
 
 
-def test_tools_that_move_break_extension():
+def test_tools_that_move_begin_a_row():
     """Mistral writes the tools before the last message of the user."""
     history = History.from_chats({"messages": [{k: m[k] for k in ("role", "content")} for m in CHAT], "tools": TOOLS})
 
@@ -221,22 +228,36 @@ def test_tools_that_move_break_extension():
     assert [row.replies for row in to_training_rows(make_template("mistral"), history)] == [(1,), (3,)]
 
 
-def test_edited_messages_are_noticed():
-    """Ids that are not those of the text raise; so does nothing else: replies of another parser are taken."""
+@given(st.text("ab .", min_size=1, max_size=8), st.data())
+@settings(max_examples=30, deadline=None)
+def test_edited_messages_are_noticed(said, data):
+    """Ids raise unless the text, spaces around it aside, is theirs: not if it is shorter, longer or another."""
+    template = make_template("chatml")
+    ids = template.tokenizer(said, add_special_tokens=False)["input_ids"] + data.draw(
+        st.sampled_from([[], template.end_ids])
+    )
+    start = data.draw(st.integers(0, len(said)))
+    cut = said[start : data.draw(st.integers(start, len(said)))]
+    text = data.draw(st.sampled_from([cut, said, f" {said}\n", said + "b", cut + "a" + cut]))
+    history = History.from_chats([CHAT[0], {"role": "assistant", "content": text, "token_ids": ids}])
+
+    if text.strip() == said.strip():
+        assert chat_ids(template, history)[-len(ids) :] == ids
+    else:
+        with pytest.raises(ValueError, match=r"message 1 \(assistant\): token_ids must be(?s:.*)retokenize=True"):
+            chat_ids(template, history)
+        again = chat_ids(template, history, retokenize=True)
+        assert template.tokenizer.decode(again).endswith(f"{text}<|im_end|>")
+
+
+def test_replies_of_other_fields_keep_their_ids():
+    """A reply that was parsed into thinking and content has the ids of its whole text, and no others."""
     template = make_template("chatml")
     ids = template.tokenizer("<think>\nhm\n</think>\n\nb")["input_ids"]
-    reply = {**CHAT[1], "token_ids": ids}
-    history = History.from_chats([CHAT[0], reply])
-
-    assert chat_ids(template, history)[-len(ids) :] == ids
-    parsed_elsewhere = History.from_chats([CHAT[0], {"role": "assistant", "content": "hm b", "token_ids": ids}])
-    with pytest.raises(ValueError, match=r"message 1 \(assistant\): token_ids must be those of its text"):
-        chat_ids(template, parsed_elsewhere)
-    edited = History.from_chats([CHAT[0], {**reply, "content": "no"}])
-    with pytest.raises(ValueError, match="retokenize=True"):
-        chat_ids(template, edited)
-    again = chat_ids(template, edited, retokenize=True)
-    assert template.tokenizer.decode(again).endswith("no<|im_end|>")
+    assert chat_ids(template, History.from_chats([CHAT[0], {**CHAT[1], "token_ids": ids}]))[-len(ids) :] == ids
+    for change in ({"reasoning_content": "h"}, {"reasoning_content": None}, {"content": "hm b"}):
+        with pytest.raises(ValueError, match="token_ids must be"):
+            chat_ids(template, History.from_chats([CHAT[0], {**CHAT[1], **change, "token_ids": ids}]))
 
 
 def test_a_reply_that_was_cut_gets_its_end():
@@ -255,7 +276,26 @@ def test_a_reply_that_was_cut_gets_its_end():
     assert not any(row.generated)
 
 
-def test_thinking_inside_a_content_breaks_extension():
+@pytest.mark.parametrize(
+    ("sampled_end", "end"), [("<|return|>", "<|return|>"), ("<|end|>", "<|end|>"), ("", "<|end|>")]
+)
+def test_a_reply_ends_once(sampled_end, end):
+    """Where a last turn ends in another way than an inner one: with the end that was sampled, else the inner one."""
+    template = TokenTemplate(make_tokenizer(HARMONY, special=["<|start|>", "<|message|>", "<|end|>", "<|return|>"]))
+    start = template.tokenizer("<|start|>user<|message|>a<|end|><|start|>assistant<|message|>b")["input_ids"]
+    ids = start + template.tokenizer(sampled_end)["input_ids"]
+
+    text = template.tokenizer.decode(append_messages(template, ids, History(role="user", content="c")))
+    plain = History.from_chats([{key: each[key] for key in ("role", "content")} for each in CHAT])
+    tree = plain.apply_chat_template(
+        tokenizer=template.tokenizer, add_generation_prompt=False, return_assistant_tokens_mask=True
+    )
+    assert text.endswith(f"b{end}<|start|>user<|message|>c<|end|><|start|>assistant")
+    assert template.tokenizer.decode(tree["input_ids"][tree["assistant_masks"]]).count("<|") == 4
+    assert (template.template.end, template.template.inner_end) == ("<|return|>", "<|end|>")
+
+
+def test_thinking_inside_a_content_begins_a_row():
     """A template that cuts it out, and ends its prompt with the tag, gives a row for each reply."""
     jinja = (
         "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
@@ -278,7 +318,7 @@ def test_thinking_inside_a_content_breaks_extension():
     )
 
 
-def test_bridge_takes_one_message_and_nothing_else_changes():
+def test_one_message_is_appended_and_nothing_else_changes():
     """A single message, several, and none: the header of a reply."""
     template = make_template("chatml")
     ids = chat_ids(template, History.from_chats(CHAT[:2]))
@@ -293,7 +333,7 @@ def test_bridge_takes_one_message_and_nothing_else_changes():
     assert template.tokenizer.decode(quiet) == text + "\n<|im_start|>user\nc<|im_end|>\n"
 
 
-def test_options_of_templates_decide_extension():
+def test_options_of_templates_decide():
     """The same conversation, with thinking kept and dropped."""
     history = History.from_chats([CHAT, CHAT[:2]])
 

@@ -65,25 +65,27 @@ def test_append_adds_a_message_to_each(chats):
     assert [chat[-1]["content"] for chat in same.tolist()] == ["r"] * len(chats)
 
 
-def test_append_of_a_dict():
-    """A message as OpenAI writes it."""
-    message = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-    }
-    chat = History.from_chats([{"role": "user", "content": "hi"}])
+A, B = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+REPLY = {"role": "assistant", "tool_calls": [CALL]}
+EXAMPLES = {
+    "a dict is appended": (lambda: History.from_chats([A]).append({**REPLY, "content": None}), [A, REPLY]),
+    "a conversation is": (lambda: History.from_chats([[A]]).append(History.from_chats([B, B]), dim=0), [[A], [B, B]]),
+    "stacked messages": (lambda: lazy_stack([History(**A), History(**REPLY)]), [A, REPLY]),
+    "and one more": (lambda: lazy_stack([History(**A), History(**REPLY)]).append(History(**B)), [A, REPLY, B]),
+    "no chats": (lambda: History.from_chats([]), []),
+    "no messages": (lambda: History.from_chats([[], [A]]), [[], [A]]),
+    "one for each": (lambda: History.from_chats([[], [A]]).append(History(**B, batch_size=[2])), [[B], [A, B]]),
+    "more dimensions": (lambda: History.from_chats([[[A], []], [[B]]]).extend(NESTED), [[[A, B], []], [[B, B]]]),
+}
+NESTED = History.from_chats([[[B], []], [[B]]])
 
-    assert chat.append(message).tolist()[1] == drop_empty([message])[0]
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_messages_of(name):
+    """Conversations of all depths and lengths, none included."""
+    made, expected = EXAMPLES[name]
 
-def test_append_of_a_conversation():
-    """Along the batch, the element is a conversation."""
-    history = History.from_chats(RAGGED)
-
-    longer = history.append(History.from_chats(RAGGED[0]), dim=0)
-
-    assert longer.tolist() == [*RAGGED, RAGGED[0]]
+    assert made().tolist() == expected
 
 
 def test_dense_histories_stay_dense():
@@ -100,15 +102,6 @@ def test_dense_histories_stay_dense():
     assert history.extend(history, dim=0).batch_size == torch.Size([4, 1])
 
 
-def test_stack_of_messages_is_a_conversation():
-    """A lazy stack of single messages, whose fields differ, counts as one."""
-    parts = [History(role="user", content="a"), History(role="assistant", tool_calls=[CALL])]
-    history = lazy_stack(parts)
-
-    assert history.tolist() == [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]}]
-    assert len(history.append(History(role="tool", content="1")).tolist()) == 3
-
-
 def test_lists_are_values_of_messages_or_rows():
     """A list of lists (or None) is a value for each message; a list of calls is one value."""
     assert History(role="assistant", tool_calls=[CALL]).tool_calls == [CALL]
@@ -116,6 +109,13 @@ def test_lists_are_values_of_messages_or_rows():
     assert rows.tool_calls == [None, [CALL]]
     assert rows[1].token_ids == [2, 3]
     assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
+    # Of two dimensions, against one value for all: a list of other lengths or depths.
+    for values, read in (
+        ([[[1], None], [None, [2, 3]]], [[[1], None], [None, [2, 3]]]),
+        ([[1], [2]], [[[[1], [2]]] * 2] * 2),
+        ([[[1], [2]], [[3], 4]], [[[[[1], [2]], [[3], 4]]] * 2] * 2),
+    ):
+        assert History(role="user", token_ids=values, batch_size=[2, 2]).token_ids == read
 
 
 def test_content_base_becomes_parts():
@@ -142,22 +142,6 @@ def test_tools_belong_to_the_conversation():
     assert longer[1].tools is None
     assert longer.to_chats()[0]["tools"] == TOOLS
     assert "tools" not in longer.tolist()[0][0]
-
-
-def test_empty_chats():
-    """No chats are an empty history; so are chats without messages."""
-    assert History.from_chats([]).batch_size == torch.Size([0])
-    history = History.from_chats([[], [{"role": "user", "content": "a"}]])
-    assert history.tolist() == [[], [{"role": "user", "content": "a"}]]
-    assert len(history.append(History(role="user", content="x", batch_size=[2])).tolist()[0]) == 1
-
-
-def test_nested_lists_are_more_dimensions():
-    """Several chats of each prompt: ragged in both."""
-    history = History.from_chats([[RAGGED[0], RAGGED[1]], [RAGGED[1]]])
-
-    assert history.batch_size == torch.Size([2, -1, -1])
-    assert history.extend(history).tolist()[1][0] == RAGGED[1] * 2
 
 
 def test_shapes_of_ragged_histories():

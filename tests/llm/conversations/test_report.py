@@ -61,7 +61,8 @@ def report(template, **options):
         ("control strings", CHATML.replace("m['content']", "m['content'] | upper"), False, "edits"),
         ("bos", CHATML, True, "not doubled"),
         ("parsing", CHATML, True, "as ChatML"),
-        ("parsing", ZEPHYR, None, "no template"),
+        ("parsing", ZEPHYR, True, "by its turns"),
+        ("parsing", "{% for m in messages %}{{ m.content | upper }}{% endfor %}", None, "no template"),
     ],
 )  # fmt: skip
 def test_findings(name, template, good, detail):

@@ -9,6 +9,8 @@ import tdfunc as tdf
 from tdfunc.llm import PromptData
 from tests.helpers import assert_pure, assert_trees_equal
 
+IDS = torch.ones(2, 4)
+
 
 def make_prompts(rows, width, seed=0, dtype=torch.bool):
     """Random rows, some positions pads, with labels, logits and a loss."""
@@ -59,13 +61,28 @@ def test_mask_label_under_vmap_and_jit_and_of_one_row():
     assert_trees_equal(tdf.jit(mask)(data), expected)
 
 
-def test_the_pad_id_must_be_given():
-    """There is no id that is the pad of every tokenizer."""
-    with pytest.raises(TypeError, match="pad_token_id"):
-        make_prompts(1, 2).mask_label()
+@given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=4), st.sampled_from(["left", "right"]))
+def test_a_prompt_ends_before_the_first_response(turns, side):
+    """Oracle: lists. Of rows with several turns, none, or an empty prompt, padded at either side."""
+    made = [[i % 2 == 1 for i, length in enumerate(row) for _ in range(length)] for row in turns]
+    width = max(map(len, made)) + 1
+    mask, wrote = torch.zeros(2, len(made), width, dtype=torch.bool)
+    starts = [0 if side == "right" else width - len(row) for row in made]
+    for i, (row, start) in enumerate(zip(made, starts, strict=True)):
+        mask[i, start : start + len(row)], wrote[i, start : start + len(row)] = True, torch.tensor(row).bool()
+    rows = tdf.TensorDict({"input_ids": mask * 5, "attention_mask": mask, "assistant_masks": wrote}, [len(made)])
+
+    ends = [start + (row.index(True) if True in row else len(row)) - 1 for row, start in zip(made, starts, strict=True)]
+    assert PromptData.from_rows(rows).prompt_rindex.tolist() == [
+        end if row or side == "left" else width - 1 for end, row in zip(ends, made, strict=True)
+    ]
 
 
-def test_required_fields_are_required():
-    """As of any dataclass: a TypeError that names the field."""
-    with pytest.raises(TypeError, match="prompt_rindex"):
-        PromptData(torch.ones(2, 4), torch.ones(2, 4), batch_size=[2])
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [(lambda: make_prompts(1, 2).mask_label(), "pad_token_id"), (lambda: PromptData(IDS, IDS), "prompt_rindex")],
+)
+def test_what_must_be_given(call, named):
+    """No id is the pad of every tokenizer, and no position the end of every prompt."""
+    with pytest.raises(TypeError, match=named):
+        call()

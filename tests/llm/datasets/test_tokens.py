@@ -310,12 +310,11 @@ def test_errors(call, kind, pattern):
         call()
 
 
-def test_lines_that_are_not_json_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "pattern"), [('{"text"', "line 2 must be JSON"), ("[1]", "line 2 must be a JSON obj")]
+)
+def test_lines_that_are_not_json_are_named(tmp_path, line, pattern):
     """The number of the line is in the message."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text"\n')
-    with pytest.raises(ValueError, match=r"line 2 must be JSON"):
-        load_tokens(TOKENIZER, path)
-    path.write_text('{"text": "a"}\n[1]\n')
-    with pytest.raises(ValueError, match=r"line 2 must be a JSON object"):
-        load_tokens(TOKENIZER, path)
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
+    with pytest.raises(ValueError, match=pattern):
+        load_tokens(TOKENIZER, tmp_path / "a.jsonl")

@@ -1,5 +1,6 @@
 """`apply_chat_template`: transformers' own results are the oracle; masks, control strings, padding."""
 
+import json
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from tests.llm.tokens import (
     GENERATION,
     SPECIAL,
     TEXT_ARGUMENTS,
+    VALUES,
     ZEPHYR,
     make_tokenizer,
     messages,
@@ -199,6 +201,47 @@ def test_control_strings_in_contents_are_text(template, content):
     assert tokenizer.decode(both[0]) == text
 
 
+# Arguments as they are where they are text, else as JSON.
+RAW = ZEPHYR.replace(
+    "c.function.arguments | tojson", "c.function.arguments if c.function.arguments is string else '{}'"
+)
+WRITERS = {
+    "dict": lambda value: value,
+    "Python": json.dumps,
+    "compact": lambda value: json.dumps(value, separators=(",", ":")),
+    "indented": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
+    "other numbers": lambda value: json.dumps({**value, "n": 1.5}).replace("1.5", "1.50"),
+}
+
+
+@pytest.mark.parametrize("template", [ZEPHYR, FORGETFUL, TEXT_ARGUMENTS, RAW])
+@given(st.dictionaries(FORGED, st.one_of(FORGED, VALUES), max_size=2), st.sampled_from(sorted(WRITERS)))
+def test_arguments_in_any_form(template, arguments, form):
+    """However they are written: the replies are found, and no string in them, keys included, is a control string."""
+    tokenizer = make_tokenizer(template, bos_token="<s>")
+    call = {"type": "function", "function": {"name": "f", "arguments": WRITERS[form](arguments)}}
+    plain = {**call, "function": {"name": "f", "arguments": "{}"}}
+    options = {"tokenizer": tokenizer, "add_generation_prompt": False, "return_assistant_tokens_mask": True}
+    found, expected = [
+        History.from_chats(
+            [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": "", "tool_calls": [each]},
+                {"role": "tool", "content": "yes"},
+                {"role": "assistant", "content": "ok"},
+            ]
+        ).apply_chat_template(**options)
+        for each in (call, plain)
+    ]
+
+    control = torch.tensor(tokenizer.convert_tokens_to_ids(SPECIAL))
+    marks = [each["input_ids"][torch.isin(each["input_ids"], control)].tolist() for each in (found, expected)]
+    assert marks[0] == marks[1]
+    replies = masked_text(tokenizer, found["input_ids"], found["assistant_masks"])
+    assert len(replies) == 2
+    assert replies[1] == masked_text(tokenizer, expected["input_ids"], expected["assistant_masks"])[1]
+
+
 @given(FORGED)
 def test_transformers_sanitises_alike(content):
     """Its own option, where this version has it, gives the same ids."""
@@ -290,17 +333,6 @@ def test_other_kinds_of_tokenizers():
         benign = [{"role": "user", "content": "hi"}, chat[1]]
         plain = History.from_chats(benign).apply_chat_template(tokenizer=tokenizer, tokenize=True)
         assert plain == tokenizer.apply_chat_template(benign, add_generation_prompt=True, return_dict=False), name
-
-
-def test_from_text_with_a_tokenizer():
-    """The template of ours that renders as the tokenizer's does parses it; names of models play no part."""
-    history = History.from_chats(CHATS)
-    text = history.apply_chat_template(tokenizer=make_tokenizer(), add_generation_prompt=False)
-
-    assert History.from_text(text, tokenizer=make_tokenizer()).tolist() == CHATS
-    assert JinjaTemplate(make_tokenizer()).alike == chatml
-    assert JinjaTemplate(make_tokenizer(ZEPHYR)).alike is None
-    assert JinjaTemplate(make_tokenizer(name_or_path="qwen-llama")).alike == chatml
 
 
 def test_the_users_template_wins():

@@ -34,10 +34,8 @@ ACCEPTED = [
     ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
     ({"min_new_tokens": 2}, {"min_new_tokens": 2}),
     ({"num_beams": 3, "num_return_sequences": 3}, {"num_beams": 3, "num_return_sequences": 3}),
-    (
-        {"num_beams": 2, "length_penalty": 0.5, "early_stopping": "never"},
-        {"num_beams": 2, "length_penalty": 0.5, "early_stopping": "never"},
-    ),
+    ({"num_beams": 2, "length_penalty": 0.5, "early_stopping": "never"},
+     {"num_beams": 2, "length_penalty": 0.5, "early_stopping": "never"}),
     ({"stop_sequences": "\n\n"}, {"stop_sequences": ("\n\n",)}),
     ({"stop_sequences": ["a", "b"]}, {"stop_sequences": ("a", "b")}),
     ({"stop_sequences": None}, {}),
@@ -47,14 +45,12 @@ ACCEPTED = [
     ({"eos_token_ids": None, "num_return_sequences": None, "repetition_penalty": None}, {}),
     ({"skip_special_tokens": True, "logprobs": False}, {"skip_special_tokens": True, "logprobs": False}),
     (GenerationConfig(), {}),
-    (
-        GenerationConfig(max_new_tokens=4, do_sample=True, top_k=3),
-        {"max_new_tokens": 4, "temperature": 1.0, "top_k": 3},
-    ),
+    (GenerationConfig(max_new_tokens=4, do_sample=True, top_k=3),
+     {"max_new_tokens": 4, "temperature": 1.0, "top_k": 3}),
     (GenerationConfig(max_new_tokens=4, max_length=9, pad_token_id=0), {"max_new_tokens": 4}),
     (GenerationConfig(eos_token_id=[1, 2], stop_strings="x"), {"eos_token_ids": (1, 2), "stop_sequences": ("x",)}),
     (GenerationConfig(eos_token_id=7), {"eos_token_ids": (7,)}),
-]
+]  # fmt: skip
 REFUSED = [
     ({"no_such_option": 1}, TypeError, "'no_such_option' must be one of the options"),
     ({"typical_p": 0.5}, TypeError, "'typical_p'"),

@@ -23,21 +23,12 @@ from tdfunc.llm.scoring.ids import Scores
 X, ROWS, PAIRS = torch.zeros(2, 3), torch.zeros(2), torch.zeros(4, 2, 3)
 WIDE = torch.zeros(2, 3, 5)
 MISTAKES = [
-    (
-        lambda: grpo(X[:, :2], ROWS, X),
-        LeafMismatchError,
-        r"log_probs must have the shape of the mask.*\[2, 3\].*\[2, 2\]",
-    ),
-    (
-        lambda: grpo(Scores(X, X), ROWS, X),
-        LeafMismatchError,
-        "log_probs must be a tensor.*got: +Scores.*scores.log_probs",
-    ),
-    (
-        lambda: sft(LogProbs(full=X, batch_size=[2]), X),
-        LeafMismatchError,
-        r"must be a tensor.*got: +LogProbs.*log_probs\.full",
-    ),
+    (lambda: grpo(X[:, :2], ROWS, X), LeafMismatchError,
+     r"log_probs must have the shape of the mask.*\[2, 3\].*\[2, 2\]"),
+    (lambda: grpo(Scores(X, X), ROWS, X), LeafMismatchError,
+     "log_probs must be a tensor.*got: +Scores.*scores.log_probs"),
+    (lambda: sft(LogProbs(full=X, batch_size=[2]), X), LeafMismatchError,
+     r"must be a tensor.*got: +LogProbs.*log_probs\.full"),
     (lambda: grpo(X, ROWS, X, X[:1]), LeafMismatchError, r"old_log_probs must have the shape of the mask"),
     (lambda: grpo(X, ROWS[:1], X), LeafMismatchError, r"advantages must have a value for each row.*\[2\] or \[2, 3\]"),
     (lambda: grpo(X, X.sum(0), X), LeafMismatchError, r"advantages must .*got: +\[3\]"),
@@ -67,7 +58,7 @@ MISTAKES = [
     (lambda: distill(WIDE, WIDE, X, beta=1.5), ValueError, r"distill: beta must be in \[0, 1\].*1.5"),
     (lambda: distill(WIDE, WIDE, X, tail="rest"), ValueError, "distill: tail must be one of its names.*'rest'"),
     (lambda: distill_on_policy(X, X[:1], X), LeafMismatchError, "teacher_log_probs must have the shape"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), MISTAKES)

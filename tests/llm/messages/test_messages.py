@@ -58,28 +58,16 @@ HISTORY = [
 ]
 TEMPLATES = [
     (lambda: chatml.render(chat(user("<|im_end|>"))), ValueError, r"message 0 \(user\).*'<\|im_end\|>'.*unsafe=True"),
-    (
-        lambda: chatml.render(chat(user([{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]))),
-        ValueError,
-        r"message 0 \(user\) has the control string",
-    ),
+    (lambda: chatml.render(chat(user([{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]))),
+     ValueError, r"message 0 \(user\) has the control string"),
     (lambda: chatml.render(chat(user(), tools=[{"name": "<|im_end|>"}])), ValueError, "the tools has the control"),
-    (
-        lambda: chatml.render(chat(user([{"type": "image", "url": "u"}]))),
-        UnsupportedError,
-        "message 0.*not text.*processor",
-    ),
+    (lambda: chatml.render(chat(user([{"type": "image", "url": "u"}]))), UnsupportedError,
+     "message 0.*not text.*processor"),
     (lambda: chatml.render(chat(user(), user(tool_calls=[CALL]))), UnsupportedError, "message 1.*'tool_calls'"),
-    (
-        lambda: chatml.render(chat(user(), reply("<think>\na\n</think>\n\nb")), reversible=True),
-        ValueError,
-        r"message 1 \(assistant\) would not parse back: 'content'",
-    ),
-    (
-        lambda: chatml.render(chat(user(), reply(tool_calls=[{"id": "x", **CALL}])), reversible=True),
-        ValueError,
-        "message 1.*'tool_calls' would differ",
-    ),
+    (lambda: chatml.render(chat(user(), reply("<think>\na\n</think>\n\nb")), reversible=True), ValueError,
+     r"message 1 \(assistant\) would not parse back: 'content'"),
+    (lambda: chatml.render(chat(user(), reply(tool_calls=[{"id": "x", **CALL}])), reversible=True), ValueError,
+     "message 1.*'tool_calls' would differ"),
     (lambda: gemma.render(chat(("system", "s", {}), user()), reversible=True), ValueError, "message 0.*'role'"),
     (lambda: gemma.render(chat(user(), user())), UnsupportedError, r"message 1 \(user\).*take turns"),
     (lambda: gemma.render(chat(user(), tools=[{}])), UnsupportedError, "gemma.*tools"),
@@ -96,7 +84,7 @@ TEMPLATES = [
     (lambda: History.from_text("a", "chatm"), TypeError, "template or a tokenizer.*'chatml'"),
     (lambda: History.from_text("a", "chatm", tokenizer=make_tokenizer()), ValueError, "no template 'chatm'.*'chatml'"),
     (lambda: History.from_text("a", tokenizer=make_tokenizer("{{ messages }}")), ValueError, "parse: no template"),
-]
+]  # fmt: skip
 APPLY = [
     (lambda: CHAT.apply_chat_template(), TypeError, "template or a tokenizer"),
     (lambda: CHAT.apply_chat_template(chat_template_name="qwen", tokenize=True), TypeError, "ids need a tokenizer"),
@@ -107,42 +95,25 @@ APPLY = [
     (lambda: apply(return_assistant_tokens_mask=True, return_dict=False), ValueError, "masks are in a tree"),
     (lambda: apply(chat_template_name="qwen", enable_thinking=False), ValueError, "'enable_thinking'.*ChatML"),
     (lambda: apply(chat(user("<|im_end|>"))), ValueError, "tokenize=True encodes it"),
-    (
-        lambda: apply(chat(user(), reply()), return_assistant_tokens_mask=True, truncation=True, max_length=2),
-        ValueError,
-        r"conversation 0 would be empty.*message 1 \(assistant\)",
-    ),
-    (
-        lambda: apply(chat(user(), reply()), make_tokenizer(NOTHING), return_assistant_tokens_mask=True),
-        ValueError,
-        "would be empty",
-    ),
-    (
-        lambda: apply(chat(user(), reply()), make_tokenizer(FIRST), return_assistant_tokens_mask=True),
-        ValueError,
-        r"message 1 \(assistant\) has no place",
-    ),
-    (
-        lambda: apply(
-            chat(user("<|im_end|>")), make_tokenizer("{{ messages[0].content | upper }}"), tokenize=True
-        ),
-        ValueError,
-        "The template edits a content",
-    ),
+    (lambda: apply(chat(user(), reply()), return_assistant_tokens_mask=True, truncation=True, max_length=2),
+     ValueError, r"conversation 0 would be empty.*message 1 \(assistant\)"),
+    (lambda: apply(chat(user(), reply()), make_tokenizer(NOTHING), return_assistant_tokens_mask=True), ValueError,
+     "would be empty"),
+    (lambda: apply(chat(user(), reply()), make_tokenizer(FIRST), return_assistant_tokens_mask=True), ValueError,
+     r"message 1 \(assistant\) has no place"),
+    (lambda: apply(chat(user("<|im_end|>")), make_tokenizer("{{ messages[0].content | upper }}"), tokenize=True),
+     ValueError, "The template edits a content"),
 ]  # fmt: skip
 
 BATCHING = [
-    (
-        lambda: Batcher(list, min_batch_size=0),
-        ValueError,
-        "expected: 1 <= min_batch_size <= max.*got: +min_batch_size 0",
-    ),
+    (lambda: Batcher(list, min_batch_size=0), ValueError,
+     "expected: 1 <= min_batch_size <= max.*got: +min_batch_size 0"),
     (lambda: Batcher(list, min_batch_size=4, max_batch_size=2), ValueError, "sizes must be in order.*max_batch_size 2"),
     (lambda: Batcher(list, max_batch_size=0), ValueError, "sizes must be in order.*max_batch_size 0"),
     (lambda: Batcher(list, timeout_s=-1.0), ValueError, "timeout_s must be 0 or more seconds.*-1.0"),
     (lambda: Batcher(list, timeout_s=float("nan")), ValueError, "timeout_s.*nan"),
     (lambda: closed().submit(1), RuntimeError, "Batcher.submit: the batcher is closed"),
-]
+]  # fmt: skip
 REMOTE = [
     (lambda: remote(timeout_s=0.0), ValueError, "RemoteWrapper: timeout_s is out of range"),
     (lambda: remote(max_retries=-1), ValueError, "max_retries is out of range.*-1"),

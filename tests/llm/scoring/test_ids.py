@@ -1,19 +1,18 @@
 """Log-probs of tokens in any layout against each row alone, for each family; transforms, memory, options."""
 
+import copy
 import dataclasses
 import itertools
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
+from tdfunc import LeafMismatchError, TensorDict, UnsupportedError
 from tdfunc.llm import (
-    History,
     LogProbs,
     Masks,
     Tokens,
@@ -36,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Model config"),
 ]
 # Those whose rows influence each other when packed, by their positions or through a state.
-UNPACKED = ("falcon, alibi", "bloom", "gpt_oss", "lfm2", "qwen3_next", "qwen3_5", "bamba", "falcon_h1")
+UNPACKED = ("falcon, alibi", "bloom", "gpt_oss", "lfm2", "qwen3_next", "qwen3_5", "bamba", "mamba", "falcon_h1")
 # Those that are packed well, too, but that nobody needs.
 UNLISTED = ("granite", "cohere")
 MASKED = ("opt", "falcon")
@@ -136,6 +135,37 @@ def test_random_rows(lengths, seed, data):
     lm = lm.with_options(packed=data.draw(st.booleans()))
     each = score_ids(lm, params, ids, mask, buffers=buffers, temperature=heat)
     check_rows(model, each, ids, mask, temperature)
+
+
+class Counted:
+    """An apply that keeps the shapes of the tokens that it was run on."""
+
+    def __init__(self, apply):
+        self.apply, self.shapes = apply, []
+
+    def call(self, params, args, **options):
+        """Run it."""
+        self.shapes.append(tuple(args[1].shape))
+        return self.apply.call(params, args, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "packed", "shapes"),
+    [
+        ("llama", False, [(6, 9)]),
+        ("llama", True, [(3, 9)]),
+        ("bloom", False, [(6, 9)]),
+        ("bloom", True, [(1, 1), (1, 3), (2, 5), (1, 9)]),
+    ],
+)
+def test_the_number_of_runs(name, packed, shapes):
+    """One for all rows, in bins if these are packed; one for each length where a family cannot pack."""
+    lm, params, buffers = causal_lm(make(name))
+    lm = dataclasses.replace(lm.with_options(packed=packed), apply=Counted(lm.apply))
+
+    score_ids(lm, params, *rows([9, 5, 5, 3, 1, 0], 9, seed=15), buffers=buffers)
+
+    assert lm.apply.shapes == shapes
 
 
 @given(lengths=st.lists(st.integers(0, 30), max_size=12))
@@ -343,20 +373,27 @@ def test_gradients_of_members_under_jit(name, options):
     assert max([float(leaf.abs().max()) for leaf in found.leaves() if leaf.numel()]) > 0.1
 
 
-def test_the_log_probs_equal_torch(generator):
-    """In 16 bits the softmax is computed in float32, as `F.linear_cross_entropy` does."""
-    lm, params, buffers = causal_lm(make("llama"))
-    low = params.to(torch.bfloat16)
-    ids = torch.randint(VOCAB, (2, 9), generator=generator)
-    states = lm.run(low, lambda m, i: m.base_model(i, use_cache=False).last_hidden_state, ids, buffers=buffers)
-    weight = low["lm_head", "weight"]
-    expected = -F.linear_cross_entropy(
-        states[:, :-1].flatten(0, 1).float(), weight.float(), ids[:, 1:].flatten(), reduction="none"
-    )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_the_softmax_is_in_float32(name, dtype):
+    """Of logits in 16 bits, also where the states before the head are wider; one in 16 bits would show."""
+    model = make(name)
+    lm, params, buffers = causal_lm(copy.deepcopy(model).to(dtype))
+    ids, mask = rows([9, 6], 9, seed=14)
+    whole = logits_of_ids(lm, params, ids, mask, buffers=buffers)
+    wide, narrow = [
+        torch.where(whole.mask, x.log_softmax(-1).gather(-1, ids[..., None])[..., 0], 0)
+        for x in (whole.log_probs.float(), whole.log_probs)
+    ]
 
-    found = score_ids(lm, low, ids, buffers=buffers).log_probs
+    found = score_ids(lm, params, ids, mask, buffers=buffers).log_probs
+    assert lm.head is not None
+    assert whole.log_probs.dtype is dtype
     assert found.dtype is torch.float32
-    torch.testing.assert_close(found[:, 1:].flatten(), expected, rtol=0, atol=0.1)
+    torch.testing.assert_close(found, wide, rtol=0, atol=1e-5)
+    assert (found - narrow).abs().max() > 1e-3
+    alone = copy.deepcopy(model).to(dtype)(ids[:1, mask[0]]).logits[0, :-1].float().log_softmax(-1)
+    torch.testing.assert_close(found[0, 1:], alone.gather(-1, ids[0, 1:, None]).squeeze(-1), rtol=0, atol=1e-5)
 
 
 def test_no_tensor_of_all_logits():
@@ -527,55 +564,29 @@ def test_the_model_is_left_alone():
     assert set(params.state_dict()) == set(before)
 
 
-def test_messages():
-    """Each misuse is named."""
-    model = make("gpt2")
-    lm, params, buffers = causal_lm(model)
-    short = dataclasses.replace(lm, max_length=3)
-    ids, mask = rows([6, 4], 6, seed=12)
-    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2])}, [2])
-    each = [TensorDict({"tokens": Tokens(full=row)}) for row in (ids[0, :3], ids[1])]
-    uneven = tdf.lazy_stack([tdf.lazy_stack(each), tdf.lazy_stack(each[:1])])
-    masked = tdf.lazy_stack([tree.set("attention_mask", mask[0, :3]) for tree in each])
+def test_ways_of_scoring_are_explained():
+    """Packed rows take a family that keeps them apart, and tokens with values."""
+    lm, params, _ = causal_lm(make("gpt2"))
+    packed = lm.with_options(packed=True)
 
+    assert "positions that begin anew" in explain_scoring(packed)
+    assert "rows of one length" in explain_scoring(causal_lm(make("bloom"))[0].with_options(packed=True))
+    with pytest.raises(UnsupportedError, match="cannot be packed"):
+        torch.vmap(lambda ids: score_ids(packed, params, ids).log_probs)(torch.ones(1, 2, 6, dtype=torch.int64))
+    with pytest.raises(TypeError, match="must be a causal language model"):
+        causal_lm(torch.nn.Linear(2, 2))
+
+
+def test_values_that_do_not_fit_are_named():
+    """Masks to add, and ids outside of the vocabulary."""
+    lm, params, buffers = causal_lm(make("gpt2"))
+    ids, mask = rows([6, 4], 6, seed=12)
+    below = TensorDict({"tokens": Tokens(full=-ids - 1, batch_size=[2])}, [2])
     for call, kind, pattern in (
-        (lambda: causal_lm(torch.nn.Linear(2, 2)), TypeError, "must be a causal language model"),
-        (lambda: score_ids(short, params, ids, mask, buffers=buffers), ValueError, "row 0 must not be longer"),
-        (lambda: score_ids(lm, params, ids, temperature=0.0), ValueError, "temperature must be above 0"),
-        (lambda: score_ids(lm, ids, params), LeafMismatchError, r"must be integers.*score_ids\(lm, params, ids"),
-        (lambda: score_ids(lm, params, mask, ids), LeafMismatchError, r"got: +torch.bool of shape \(2, 6\)"),
-        (lambda: score_ids(lm, params, ids, buffers), LeafMismatchError, "got: .*TensorDict"),
-        (lambda: score_ids(lm, params, ids, mask[:1], buffers=buffers), LeafMismatchError, r"bool of shape \(1, 6\)"),
-        (lambda: score_ids(lm, params, ids, at=ids.repeat(1, 2)[..., None]), LeafMismatchError, r"\(2, 12, 1\)"),
-        (
-            lambda: score(lm, params, TensorDict({"input_ids": ids}, [2])),
-            MissingKeyError,
-            r"'tokens.full'.*Tokens\(full=",
-        ),
-        (
-            lambda: score(lm, params, History(role="user", content="a")),
-            MissingKeyError,
-            r"History.*apply_chat_template\(tokenizer",
-        ),
-        (
-            lambda: score(lm, params, TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2])}, [2])),
-            MissingKeyError,
-            "'tokens.full'",
-        ),
-        (lambda: score(lm, params, td.set("attention_mask", mask[:, :3])), LeafMismatchError, r"shape \(2, 6\)"),
-        (lambda: score(lm, params, masked), LeafMismatchError, r"lengths of the tokens.*\n.*\[3, 6\]\n.*\[3, 3\]"),
-        (lambda: score(lm, params, uneven), LeafMismatchError, r"only the length of the rows.*\n.*\n.*\[2, -1\]"),
-        (lambda: score(lm, params, td, buffers=buffers, under="behavior"), ValueError, "'raw' or 'behaviour'"),
-        (lambda: score(lm, params, td, buffers=buffers, under="behaviour"), MissingKeyError, "prompt and response"),
-        (
-            lambda: torch.vmap(lambda i: score_ids(lm.with_options(packed=True), params, i, buffers=buffers).log_probs)(
-                ids[None]
-            ),
-            UnsupportedError,
-            "cannot be packed",
-        ),
+        (lambda: score_ids(lm, params, ids, (~mask).long() * -9), LeafMismatchError, "mask must.*below 0.*mask == 0"),
+        (lambda: score_ids(lm, params, ids, (~mask) * -1e9), LeafMismatchError, "mask must be.*torch.float32"),
+        (lambda: score_ids(lm, params, ids + 60, buffers=buffers), IndexError, r"vocabulary.*0 to 96.*from \d+ to 1"),
+        (lambda: logits(lm, params, below, buffers=buffers), IndexError, "gpt2.*from -"),
     ):
         with pytest.raises(kind, match="(?s)" + pattern):
             call()
-    assert "positions that begin anew" in explain_scoring(lm.with_options(packed=True))
-    assert "rows of one length" in explain_scoring(causal_lm(make("bloom"))[0].with_options(packed=True))

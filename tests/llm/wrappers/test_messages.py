@@ -16,6 +16,7 @@ TOKENS = TensorDict({"tokens": Tokens(prompt=IDS, full=IDS, batch_size=[2])}, [2
 LONG = TensorDict({"tokens": torch.ones(6, dtype=torch.int64)})
 TEXTS = TensorDict({"text": Text(prompt=["a", ""], batch_size=[2])}, [2])
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
+SAMPLER = TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})
 
 
 def made(mode="tokens", **options):
@@ -50,6 +51,8 @@ CASES = [
     (lambda: made()(TEXTS), MissingKeyError, "tokens.full"),
     (lambda: made()(TOKENS.set("attention_mask", IDS[:, :2] > 0)), LeafMismatchError, "shape of the tokens"),
     (lambda: made()(TensorDict({"tokens": IDS[0]}, [3])), LeafMismatchError, "rows of the batch"),
+    (lambda: made(layout=torch.jagged)(TOKENS.reshape(2, 1)), UnsupportedError, r"one batch dimension.\n.*\[2, 1\]"),
+    (lambda: made(generate=True, layout=torch.jagged, num_samples=1)(TOKENS), UnsupportedError, r"\[2, 1\]"),
     (lambda: made("text")(TensorDict({"text": IDS}, [2])), LeafMismatchError, "a text for each element"),
     (lambda: made("history")(TensorDict({"history": CHAT}, [1])), LeafMismatchError, "dimension of"),
     (lambda: made("text", generate=True)(TEXTS), ValueError, "row 1 must have tokens"),
@@ -79,14 +82,7 @@ CASES = [
         "longer than the positions",
     ),
     (
-        lambda: torch.func.grad(
-            lambda x: (
-                TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})(
-                    TOKENS
-                )
-                and x
-            )
-        )(torch.tensor(0.0)),
+        lambda: torch.func.grad(lambda x: SAMPLER(TOKENS) and x)(torch.tensor(0.0)),
         UnsupportedError,
         "inside a transform",
     ),

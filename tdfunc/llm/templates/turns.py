@@ -1,0 +1,82 @@
+"""The turns of a template, learned from its renders, by which texts of it are read back."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tdfunc.llm.messages.message import Message
+from tdfunc.llm.templates.markers import MARKS
+
+_PLACES = [f"{MARKS[0]}{i}{MARKS[1]}" for i in range(4)]
+
+
+class Turns(NamedTuple):
+    """The texts around the contents of conversations in which users and assistants take turns.
+
+    Attributes:
+        first: The text before a first message of the user.
+        system: The texts before and behind a system message that comes first; None where there is no form for one.
+        to_reply: The text between a user and the assistant.
+        to_user: The text between the assistant and a user.
+        ends: The texts that may stand behind a last message of the user, and of the assistant.
+    """
+
+    first: str
+    system: tuple[str, str] | None
+    to_reply: str
+    to_user: str
+    ends: dict[str, tuple[str, ...]]
+
+    def readings(self, text: str) -> list[list[Message]]:
+        """Return the conversations that may have given a text, whose end may be cut off, the likeliest first."""
+        found = [self._read(text.removeprefix(self.first))] if text.startswith(self.first) else []
+        if self.system is not None and text.startswith(self.system[0]):
+            content, closed, rest = text.removeprefix(self.system[0]).partition(self.system[1])
+            if closed:
+                # Where the text begins alike with and without one, it is without.
+                at = 0 if len(self.system[0]) > len(self.first) else len(found)
+                found.insert(at, [{"role": "system", "content": content}, *self._read(rest)])
+        return found
+
+    def _read(self, text: str) -> list[Message]:
+        role, other = "user", "assistant"
+        content, found, rest = text.partition(self.to_reply)
+        messages: list[Message] = []
+        while found:
+            messages.append({"role": role, "content": content})
+            role, other = other, role
+            content, found, rest = rest.partition(self.to_user if role == "assistant" else self.to_reply)
+        # Nothing behind a header is not a message yet.
+        if content:
+            tail = next((each for each in self.ends[role] if content.endswith(each)), None)
+            last: Message = {"role": role, "content": content.removesuffix(tail or "")}
+            messages.append(last if tail is not None else {**last, "is_complete": False})
+        return messages
+
+
+def learn_turns(render: Callable[[list[Message], bool], str]) -> Turns | None:
+    """Return the turns of a template, found by rendering markers; None where they have no fixed texts around them.
+
+    Args:
+        render: The template: the text of a conversation, with the header of a reply or without.
+    """
+
+    def around(*roles: str, header: bool = False) -> Sequence[str]:
+        places = _PLACES[: len(roles)]
+        text = render([{"role": role, "content": place} for role, place in zip(roles, places, strict=True)], header)
+        match = re.fullmatch("(.*)".join(["", *map(re.escape, places), ""]), text, re.DOTALL)
+        return match.groups() if match else ()
+
+    # A template in Jinja raises what it likes.
+    try:
+        first, to_reply, to_user, again, end = around("user", "assistant", "user", "assistant")
+        asked, header = around("user")[1], around("user", header=True)[1]
+        ends = {"user": (header, asked, asked.rstrip()), "assistant": (end, end.rstrip())}
+    except Exception:
+        return None
+    try:
+        before, behind, _ = around("system", "user")
+        system = (before, behind)
+    except Exception:
+        system = None
+    return Turns(first, system, to_reply, to_user, ends) if to_reply == again and to_reply and to_user else None

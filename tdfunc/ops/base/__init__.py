@@ -1,0 +1,1 @@
+"""What other operations are made of: reading nodes, converting values, casts, foreach kernels."""

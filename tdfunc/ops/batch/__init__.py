@@ -1,0 +1,1 @@
+"""Operations on batch dimensions: indices, shapes, joins, rows in another order."""

@@ -1,0 +1,1 @@
+"""New trees by edits of keys, rows, leaves and structure; the writes into existing storage."""

@@ -1,0 +1,421 @@
+"""Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or raises."""
+
+from collections.abc import Iterable, Mapping, Set
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves, per_tree
+from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.shapes import starts_with
+from tdfunc.core.ties import by_first_key, drop, group_of, merge, under
+from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
+from tdfunc.ops.base.cast import to
+from tdfunc.ops.base.convert import accept, adopt
+from tdfunc.ops.base.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
+from tdfunc.ops.edits import storage_writes
+from tdfunc.ops.edits.at import At
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T", bound=TensorCollection)
+# Options of tensordict's method; as entries by keyword they would become keys in silence.
+_UPDATE_OPTIONS = ("clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size")
+
+
+@per_tree(cut=2)
+def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
+    """Return a tree with one value replaced or added; every path of a tied leaf gets it."""
+    path = unravel(key)
+    new = _set_path(tree, path, value, kind)
+    # A typed tree takes None, which empties a field.
+    if not new._ties or not has(new, path):
+        return new
+    node = get(new, path)
+    for other in group_of(tree._ties, path):
+        if other != path:
+            new = _set_path(new, other, node, kind)
+    return _record_ties(new, new._ties)
+
+
+def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
+    if tree._is_lazy:
+        return set_(tree, path, value, kind)
+    key, rest = path[0], path[1:]
+    if not rest:
+        node = accept(tree, key, value, dotted((*at, key)))
+        return tree._put({key: node}, {key: kind} if kind is not None else None)
+    has_key = key in tree._keys()
+    child = tree._get(key) if has_key else _empty(tree)
+    if not isinstance(child, TensorCollection):
+        raise _under_leaf("set", (*at, key), (*at, *path))
+    new = _set_path(child, rest, value, kind, (*at, key))
+    return tree._put({key: new if has_key else _as_field(tree, key, new, at)})
+
+
+def _empty(tree: TensorCollection) -> TensorCollection:
+    return TensorCollection._open._make({}, tree._batch_size, tree._device)
+
+
+def _as_field(tree: TensorCollection, key: str, new: TensorCollection, at: Path) -> Node:
+    """Return the tree that the path of an edit began, as the class of its field if the field has one."""
+    if tree._accept is None:
+        return new
+    try:
+        return accept(tree, key, new, dotted((*at, key)))
+    except TreeStructureError as err:
+        raise TreeStructureError(
+            f"{dotted((*at, key))!r} is an empty field, which this path does not fill.",
+            expected="fields of its class, all without a default among them",
+            got=str(list(new._keys())),
+            hint=f"set the whole field: td.set({(*at, key) if at else key!r}, {{...}}).",
+        ) from err
+
+
+def _under_leaf(call: str, leaf: Path, path: Path) -> MissingKeyError:
+    return MissingKeyError(
+        f"{call}: {dotted(leaf)!r} is a leaf, {dotted(path)!r} cannot be put under it.",
+        hint=f"delete it first: td.delete({leaf!r}).",
+    )
+
+
+def _record_ties(tree: T, ties: Ties) -> T:
+    """Return an edited tree with its groups recorded at every node.
+
+    Raises:
+        TieError: The edit gave two paths of one group different tensors.
+    """
+    for group in ties:
+        first = _stored(tree, group[0])
+        for path in group[1:]:
+            if _stored(tree, path) is not first:
+                raise TieError(
+                    f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
+                    expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
+                    got=f"{_summary(first)} and {_summary(_stored(tree, path))}",
+                    hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
+                )
+    return restore_ties(tree, ties)
+
+
+def _stored(tree: TensorCollection, path: Path) -> Any:
+    """Return the leaf at a path of a group, which leads through the trees of a lazy stack by their numbers."""
+    node: Any = tree
+    for key in path:
+        node = node._data[key]
+    return node
+
+
+def _summary(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)} at {id(leaf):#x}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def restore_ties(tree: T, ties: Ties) -> T:
+    """Return a complete tree with the given groups recorded at every node that they concern."""
+    if not ties:
+        return tree
+    inside: dict[str, list[Any]] = {}
+    for group in ties:
+        for key in dict.fromkeys(path[0] for path in group):
+            inside.setdefault(key, []).append(group)
+    data = {
+        key: restore_ties(node, under(tuple(inside[key]), key))
+        if key in inside and isinstance(node, TensorCollection)
+        else node
+        for key, node in tree._data.items()
+    }
+    return tree._replace(data, ties=merge(tree._ties, ties))
+
+
+@per_tree(cut=1)
+def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
+    """Return a tree with the entries of `other` written over its own, nested trees merged."""
+    if isinstance(other, TensorCollection) and tree._device is not None:
+        # As one tree, so that a tied leaf is moved once.
+        other = to(other, tree._device)
+    given: list[Path] = []
+    new = _merge(tree, other, (), given)
+    theirs = other._ties if isinstance(other, TensorCollection) else ()
+    ties = merge(new._ties, theirs)
+    return _write_groups(new, ties, set(given)) if ties else new
+
+
+def _write_groups(tree: T, ties: Ties, written: Set[Path]) -> T:
+    """Return an edited tree in which all paths of a group have the value that was written at some of them."""
+    for group in ties:
+        sources = [path for path in group if path in written]
+        for path in group:
+            if sources and path not in written:
+                tree = _set_path(tree, path, get(tree, sources[0]), None)
+    return _record_ties(tree, ties)
+
+
+def replace_nodes(tree: T, nodes: dict[str, Node]) -> T:
+    """Return a tree with nodes under its keys, put there in one step; other paths of a tied leaf get it, too."""
+    new = tree._put(nodes)
+    written = {(key,) for key, node in nodes.items() if node is not None and not isinstance(node, TensorCollection)}
+    return _write_groups(new, new._ties, written)
+
+
+def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given: list[Path]) -> T:
+    """Return `update` without the ties of other paths; the paths of leaves that were written go to `given`."""
+    if tree._is_lazy:
+        return update(tree, other)
+    if isinstance(other, TensorCollection):
+        check_one_shape(other, "update", f" at {dotted(at)!r}" if at else "")
+    changes: dict[str, Node] = {}
+    kinds: dict[str, Kind] = {}
+    nested: dict[str, dict[Path, Any]] = {}
+    theirs = other._kinds if isinstance(other, TensorCollection) else {}
+    for name, value in _entries(other):
+        key, *rest = unravel(name)
+        if rest:
+            nested.setdefault(key, {})[tuple(rest)] = value
+            continue
+        mine = tree._get(key) if key in tree._keys() else None
+        if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
+            changes[key] = _merge(mine, value, (*at, key), given)
+            continue
+        node = changes[key] = accept(tree, key, value, dotted((*at, key)))
+        if isinstance(node, TensorCollection):
+            given.extend((*at, key, *path) for path, _ in iter_leaves(node))
+        elif node is not None:
+            given.append((*at, key))
+        if key in theirs:
+            kinds[key] = theirs[key]
+    for key, inner in nested.items():
+        has_key = key in changes or key in tree._keys()
+        child = changes.get(key) if key in changes else tree._get(key) if has_key else _empty(tree)
+        if not isinstance(child, TensorCollection):
+            raise _under_leaf("update", (*at, key), (*at, key, *next(iter(inner))))
+        changed = _merge(child, inner, (*at, key), given)
+        changes[key] = changed if has_key else _as_field(tree, key, changed, at)
+    return tree._put(changes, kinds or None)
+
+
+# Any: whatever the caller gave.
+def as_mapping(other: Any) -> Mapping[Any, Any] | TensorCollection:
+    """Return a dict or tree as it is, and pairs, as `dict.update` takes them, as a dict."""
+    given = adopt(other)
+    return given if isinstance(given, (TensorCollection, Mapping)) else dict(given)
+
+
+def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
+    return ((key, other._get(key)) for key in other._keys()) if isinstance(other, TensorCollection) else other.items()
+
+
+def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the arguments of `replace` as one dict."""
+    if isinstance(changes, TensorCollection):
+        check_one_shape(changes, "replace")
+    return {**dict(() if changes is None else _entries(as_mapping(changes))), **entries}
+
+
+def delete(tree: T, key: NestedKey) -> T:
+    """Return a tree without a path; the other paths of a tied leaf keep it."""
+    path = unravel(key)
+    get(tree, path)
+    return delete_paths(tree, [path])
+
+
+@per_tree()
+def delete_paths(tree: T, paths: Iterable[Path]) -> T:
+    """Return a tree without the given paths; those that do not exist are no error."""
+    changes: dict[str, Node] = {}
+    for key, inner in by_first_key(paths).items():
+        if key not in tree._keys():
+            continue
+        if () in inner:
+            changes[key] = None
+        elif isinstance(child := tree._get(key), TensorCollection):
+            new = delete_paths(child, inner)
+            if new is not child:
+                changes[key] = new
+    return tree._put(changes) if changes else tree
+
+
+def untie(tree: T, key: NestedKey) -> T:
+    """Return a tree in which a path of a tied leaf stands alone, with its own copy of the tensor."""
+    path = unravel(key)
+    leaf = get(tree, path)
+    if len(group_of(tree._ties, path)) == 1:
+        groups = [[dotted(p) for p in group] for group in tree._ties]
+        raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
+    return _untie_path(tree, path, leaf.clone())
+
+
+def _untie_path(tree: T, path: Path, leaf: Any) -> T:
+    key, rest = path[0], path[1:]
+    # Groups of tied paths lead through the stored nodes: of a stack, its trees.
+    inner: Any = tree._data[key]
+    node = _untie_path(inner, rest, leaf) if rest else leaf
+    return tree._replace(tree._data | {key: node}, ties=drop(tree._ties, path))
+
+
+class EditMethods(TensorCollection):
+    """`set`, `update`, `delete`, `pop`, `at` and their kin."""
+
+    __slots__ = ()
+
+    # Both, because Python looks for both before it calls the first.
+    def __enter__(self) -> NoReturn:
+        raise ImmutableError(
+            "with: a tree is never written to, so the end of a block has nothing to write back.",
+            got=f"with a {type(self).__name__}",
+            hint='undo it on the result: flat = td.flatten_keys(".").set("a.b", x); td = flat.unflatten_keys(".").',
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never reached: `__enter__` raises."""
+
+    def set(
+        self, key: NestedKey, value: Any, inplace: bool = False, non_blocking: bool = False, *, kind: Kind | None = None
+    ) -> "Self":
+        """Return a tree with one entry replaced or added; intermediate trees are made.
+
+        Every path of a tied leaf gets the value.
+
+        Args:
+            key: A str or nested tuple of str.
+            value: A tensor, tree, dict, number, list or any other object but None.
+            inplace: Write the values into the storage that the entry has now, and return this tree.
+            non_blocking: Move tensors to the device of the tree without waiting, as `Tensor.to`.
+            kind: The kind of the leaf, for trees of a module's parameters.
+
+        Raises:
+            BatchSizeError: The value does not start with the batch size; the message names the path.
+            MissingKeyError: A part of the path is a leaf.
+            TieError: A sub-tree would separate tied paths.
+
+        Examples:
+            >>> td = TensorDict({"a": torch.zeros(3)}, [3])
+            >>> td.set(("b", "c"), torch.ones(3, 2))["b", "c"].shape, "b" in td
+            (torch.Size([3, 2]), False)
+        """
+        # The common call, without the walk; other classes store otherwise.
+        if (
+            type(key) is str
+            and type(value) is Tensor
+            and self._static is None
+            and self._device is None
+            and not inplace
+            and kind is None
+            and key
+            and type(self) is self._open
+            and starts_with(value, self._batch_size)
+        ):
+            data = self._data.copy()
+            data[key] = value
+            return self._make(data, self._batch_size, None, self._names)
+        if non_blocking and self._device is not None:
+            if isinstance(value, TensorCollection):
+                value = to(value, self._device, non_blocking=True)
+            elif isinstance(value, Tensor):
+                value = value.to(self._device, non_blocking=True)
+        if inplace:
+            storage_writes.write_leaf(self, unravel(key), value)
+            return self
+        return set_(self, key, value, kind)
+
+    def update(
+        self,
+        other: Mapping[Any, Any] | TensorCollection | Iterable[tuple[Any, Any]] | None = None,
+        inplace: bool = False,
+        **entries: Any,
+    ) -> "Self":
+        """Return a tree with the entries of a dict or tree written over its own; nested trees merge.
+
+        Args:
+            other: A dict whose keys may be nested, pairs of such keys and values, or a tree.
+            inplace: Only False: a tree is never changed.
+            **entries: More entries, by keyword.
+
+        Raises:
+            BatchSizeError: A value does not start with the batch size; the message names the path.
+            MissingKeyError: A part of a path is a leaf.
+            TieError: Two paths of one tied leaf are given different tensors.
+            TypeError: `other` is none of these, or a keyword next to it is an option of tensordict's `update`.
+
+        Examples:
+            >>> td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(3)}}, [3])
+            >>> td.update({"b": {"d": torch.ones(3)}}, e=1.0).paths()
+            [('a',), ('b', 'c'), ('b', 'd'), ('e',)]
+        """
+        refuse_inplace(inplace, "update(other)")
+        if entries and other is not None:
+            refuse_options(entries, _UPDATE_OPTIONS, "update")
+        tree = update(self, as_mapping(other)) if other is not None else self
+        return update(tree, entries) if entries else tree
+
+    def delete(self, key: NestedKey) -> "Self":
+        """Return a tree without one entry (a leaf or a sub-tree).
+
+        Raises:
+            MissingKeyError: There is no such entry.
+        """
+        return delete(self, key)
+
+    def pop(self, key: NestedKey, default: Any = UNSET) -> "tuple[Any, Self]":
+        """Return the value of an entry and a tree without it.
+
+        Raises:
+            MissingKeyError: There is no such entry and no default.
+
+        Examples:
+            >>> value, rest = TensorDict({"a": torch.ones(2), "b": torch.zeros(2)}).pop("a")
+            >>> value, list(rest.keys())
+            (tensor([1., 1.]), ['b'])
+        """
+        if has(self, key):
+            return get_value(self, key), delete(self, key)
+        return get_value(self, key, default), self
+
+    def untie(self, key: NestedKey) -> "Self":
+        """Return a tree in which one path of a tied leaf stands alone, with a copy of the tensor.
+
+        Raises:
+            TieError: The path is not tied.
+        """
+        return untie(self, key)
+
+    @property
+    def at(self) -> "_AtGetter[Self]":
+        """The pure spelling of assignment: `td.at[index].set(value)`, `.add`, `.mul`, `.apply(fn)`, `.get()`."""
+        return _AtGetter(self)
+
+    # -- storage writes: values into the memory that the tree has, as torch's names that end in _ -----------------
+
+    def set_(self, key: NestedKey, value: Any) -> "Self":
+        """Write values into the storage of an existing entry, in its dtype and on its device; returns this tree.
+
+        Where `Tensor.copy_` casts any value, a cast that could lose more than floating-point precision is refused:
+        of floats to integers, of integers to narrower ones, of numbers to bools.
+
+        Raises:
+            MissingKeyError: There is no such entry.
+            LeafMismatchError: The value's shape or dtype does not fit, or the leaf's memory overlaps itself.
+        """
+        storage_writes.write_leaf(self, unravel(key), value)
+        return self
+
+    def update_(self, other: Mapping[Any, Any] | TensorCollection) -> "Self":
+        """Write the entries of `other` into the storage of entries that exist; returns this tree."""
+        storage_writes.write_tree(self, other, complete=False)
+        return self
+
+    def copy_(self, other: Mapping[Any, Any] | TensorCollection) -> "Self":
+        """Write the values of a tree with the same keys into the storage of this one; returns this tree."""
+        storage_writes.write_tree(self, other, complete=True)
+        return self
+
+
+class _AtGetter(Generic[T]):
+    __slots__ = ("_tree",)
+
+    def __init__(self, tree: T) -> None:
+        self._tree = tree
+
+    def __getitem__(self, place: Any) -> At[T]:
+        return At(self._tree, place)

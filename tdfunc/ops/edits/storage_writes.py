@@ -1,0 +1,335 @@
+"""The only writes in `ops/`: values into storage that a tree already has, under names that end in `_`.
+
+Structure never changes here. A leaf whose memory overlaps itself (an expanded one) is refused: one write would
+change many elements.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_shape, has_leaf, iter_leaves, per_tree
+from tdfunc.core.context import is_compiling
+from tdfunc.core.errors import (
+    BatchSizeError,
+    LeafMismatchError,
+    MissingKeyError,
+    TieError,
+    UnsupportedError,
+)
+from tdfunc.core.keys import dotted, missing, unravel
+from tdfunc.core.memory import Places, mapped_file, repeats_itself
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, as_array, same_value
+from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
+from tdfunc.core.types import Path
+from tdfunc.core.walk import Difference, zip_trees
+from tdfunc.ops.base.cast import keeps_values
+from tdfunc.ops.base.convert import as_tensor
+from tdfunc.ops.base.reading import check_dense, get, iter_items
+
+_NOTHING = "; nothing was written"
+
+
+def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
+    """Return a normalized index that has been checked against the batch size."""
+    parts = normalize_index(index, size)
+    index_size(parts, size)
+    return parts
+
+
+def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
+    """Raise if writing the value into the leaf's storage would change it, or if there is none."""
+    if value.is_meta and not leaf.is_meta:
+        raise LeafMismatchError(
+            f"{where}: the value must have data{_NOTHING}.",
+            got="a tensor on the meta device",
+        )
+    if not keeps_values(value.dtype, leaf.dtype):
+        raise LeafMismatchError(
+            f"{where}: the values would be altered.",
+            expected=f"a dtype that {leaf.dtype} can hold",
+            got=str(value.dtype),
+            hint=f"cast it first: value.to({leaf.dtype}).",
+        )
+
+
+def check_writable(leaf: Tensor, where: str) -> None:
+    """Raise for a leaf whose writes would not reach its file, or in which elements share one memory location."""
+    check_reaches_file(leaf, where)
+    if not is_compiling() and leaf.is_inference() and not torch.is_inference_mode_enabled():
+        raise LeafMismatchError(
+            f"{where}: the leaf was made in inference mode, torch writes to it nowhere else.",
+            hint="write inside torch.inference_mode(), or to td.clone().",
+        )
+    if repeats_itself(leaf):
+        raise LeafMismatchError(
+            f"{where}: the leaf is expanded or overlaps itself, one write would change many elements.",
+            got=f"shape {list(leaf.shape)} with strides {list(leaf.stride())}",
+            hint="write td = td.clone() first, or use the pure td.at[...].set(...).",
+        )
+
+
+def check_reaches_file(leaf: Tensor, where: str) -> None:
+    """Raise for a leaf that is mapped copy-on-write: a write to it would stay in this process."""
+    file = None if is_compiling() else mapped_file(leaf)
+    if file is not None and file.mode == "c":
+        raise LeafMismatchError(
+            f"{where}: the leaf is mapped copy-on-write, a write would not reach its file.",
+            got=f"a copy-on-write mapping of {file.path}",
+            hint='load_memmap(prefix, mode="r+") writes to the files; td.clone() is in memory.',
+        )
+
+
+def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
+    """Copy a value into the storage of an existing entry (a leaf, or a sub-tree from a tree)."""
+    parent: Any = tree
+    for i, key in enumerate(path):
+        if not isinstance(parent, TensorCollection) or key not in parent._keys():
+            known = parent._keys() if isinstance(parent, TensorCollection) else []
+            raise missing(path[: i + 1], known, "set_", parent)
+        parent = parent._get(key)
+    if isinstance(parent, TensorCollection):
+        if not isinstance(value, (TensorCollection, Mapping, list, tuple)):
+            raise Difference(path, "kind", parent, value).error("set_", hint="give a tree or dict.", note=_NOTHING)
+        write_tree(parent, value, complete=True)
+        return
+    if isinstance(value, (TensorCollection, Mapping)):
+        raise Difference(path, "kind", parent, value).error("set_", hint="td.set replaces the entry.", note=_NOTHING)
+    # All are checked before the first is written to: in a lazy stack a leaf is one tensor of each tree.
+    writes = _leaf_writes(tree, path, value)
+    places = Places([leaf for leaf, _ in writes])
+    for leaf, new in [(leaf, _copy_overlap(new, places)) for leaf, new in writes]:
+        with torch.no_grad():
+            leaf.copy_(new)
+
+
+def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the leaf at a path with the value for it, once for each tree of a lazy stack on the way."""
+    node: Any = tree
+    for i, key in enumerate(path):
+        writes: list[tuple[Tensor, Tensor]] = []
+
+        def add(inner: Any, part: Any, rest: Path = path[i:], to: list[Any] = writes) -> Any:
+            to.extend(_leaf_writes(inner, rest, part))
+            return inner
+
+        if node._is_lazy:
+            node._each(add, value)
+            return writes
+        node = node._get(key)
+    leaf, where = node, f"set_ {dotted(path)!r}"
+    if not isinstance(leaf, Tensor):
+        raise LeafMismatchError(
+            f"{where}: only tensors have storage to write into.",
+            got=type(leaf).__name__,
+            hint="use td.set.",
+        )
+    check_writable(leaf, where)
+    if isinstance(value, Tensor):
+        check_dtype(value, leaf, where)
+    else:
+        value = as_tensor(value, where)
+        # Python numbers have no width of their own: integers that fit are taken.
+        if value.dtype is not torch.int64 or not torch.equal(value.to(leaf.dtype).to(value.dtype), value):
+            check_dtype(value, leaf, where)
+    if not fits_into(value.shape, leaf.shape):
+        raise LeafMismatchError(
+            f"{where}: the value does not fit the leaf.",
+            expected=f"shape {list(leaf.shape)}",
+            got=f"shape {list(value.shape)}",
+        )
+    return [(leaf, value)]
+
+
+def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
+    """Copy the values of `other` into the leaves of `tree`; all keys are checked before the first write."""
+    call = "copy_" if complete else "update_"
+    given = _cut(tree, other, call, ())
+    mine, theirs = _leaves_of_both(call, tree, given, complete)
+    _write(call, mine, theirs, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
+
+
+def _leaves_of_both(
+    call: str, tree: TensorCollection, given: TensorCollection, complete: bool
+) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    """Return the leaves of both trees by path; raise unless the first has those of the second (and the same ones)."""
+    mine, theirs = dict(iter_leaves(tree)), dict(iter_leaves(given))
+    if theirs.keys() - mine.keys() or (complete and mine.keys() != theirs.keys()):
+        check_kinds(call, tree, given)
+        raise MissingKeyError(
+            f"{call}: the trees have different keys{_NOTHING}.",
+            expected=f"{sorted(map(dotted, mine))}",
+            got=f"{sorted(map(dotted, theirs))}",
+            hint="rows that were written earlier would be zeros there: allocate all keys first, foo().new_zeros([N])."
+            if call.startswith("at")
+            else None,
+        )
+    return mine, theirs
+
+
+def _write(
+    call: str,
+    leaves: dict[Path, Any],
+    values: dict[Path, Any],
+    wanted: Callable[[Tensor], Size],
+    write: Callable[[Tensor, Tensor], object],
+) -> None:
+    """Write values of the wanted shapes into leaves, after all of them were checked."""
+    for path, value in values.items():
+        leaf, where = leaves[path], f"{call} {dotted(path)!r}"
+        check_writable(leaf, where)
+        if value.shape != wanted(leaf):
+            raise LeafMismatchError(
+                f"{where}: the values do not fit{_NOTHING}.",
+                expected=f"shape {list(wanted(leaf))}",
+                got=f"shape {list(value.shape)}",
+            )
+        check_dtype(value, leaf, where)
+    # A tensor that stands at several paths, tied or not, is given one value.
+    first: dict[int, Path] = {}
+    for path, value in values.items():
+        other = first.setdefault(id(leaves[path]), path)
+        if other is not path and value is not values[other] and not torch.equal(value, values[other]):
+            both = f"{dotted(other)!r} and {dotted(path)!r}"
+            raise TieError(
+                f"the tied paths {both} are given different values{_NOTHING}.",
+                expected="one value for the one tensor at both",
+            )
+    places = Places(leaves.values())
+    apart = {path: _copy_overlap(value, places) for path, value in values.items() if value is not leaves[path]}
+    with torch.no_grad():
+        for path, value in apart.items():
+            write(leaves[path], value)
+
+
+def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> None:
+    """Raise where a leaf of one tree is a tree in the other."""
+    found = zip_trees(tree, given, shared=True)
+    if isinstance(found, Difference):
+        raise found.error(call, note=_NOTHING if call.endswith("_") else "")
+
+
+@per_tree(cut=1)
+def _cut(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
+    """Return the value for a tree as a tree, cut for the trees of a lazy stack where there is one."""
+    if not isinstance(other, TensorCollection):
+        return TensorCollection._open(_cut_mapping(tree, other, call, at) or other, tree._batch_size)
+    check_one_shape(other, call, f" at {dotted(at)!r}" if at else "")
+    changes: dict[str, Any] = {}
+    for key, node in tree._data.items():
+        twin = other._data.get(key)
+        if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
+            beside = _cut(node, twin, call, (*at, key))
+            if beside is not twin:
+                changes[key] = beside
+    return other._replace({**other._data, **changes}) if changes else other
+
+
+def _cut_mapping(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
+    """Return a mapping with the values for sub-trees as trees; None for another value."""
+    if not isinstance(other, Mapping):
+        return None
+    entries: dict[Any, Any] = {}
+    nested: dict[str, dict[Path, Any]] = {}
+    for name, value in other.items():
+        key, *rest = unravel(name)
+        node = tree._data.get(key)
+        if not isinstance(node, TensorCollection):
+            entries[name] = value
+        elif rest:
+            nested.setdefault(key, {})[tuple(rest)] = value
+        elif isinstance(value, (TensorCollection, Mapping)) or node._is_lazy:
+            entries[name] = _cut(node, value, call, (*at, key))
+        else:
+            entries[name] = value
+    for key, inner in nested.items():
+        if key in entries:
+            entries |= {(key, *rest): value for rest, value in inner.items()}
+        else:
+            entries[key] = _cut(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
+    return entries
+
+
+def _copy_overlap(value: Tensor, places: Places) -> Tensor:
+    """Return the value, copied where it lies in memory that is written to, as when leaves are swapped."""
+    return value.clone() if places.holds(value) else value
+
+
+def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
+    """Write one row (or rows) of a batch in place; a tree without leaves is allocated first, as zeros."""
+    call = "at[...].set_"
+    parts = index_parts(index, tree._batch_size)
+    size = index_size(parts, tree._batch_size)
+    # torch would look at the positions of one leaf after another was written to.
+    check_positions(parts, tree._batch_size)
+    if not isinstance(row, TensorCollection):
+        row = TensorCollection._open(row, size)
+    check_one_shape(row, call)
+    check_dense(tree, call)
+    if row._batch_size != size:
+        raise BatchSizeError(
+            f"{call}: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))
+        )
+    if not has_leaf(tree):
+        full, k = tree._batch_size, len(size)
+        zeros = LeafOp(
+            "new_zeros",
+            lambda x: x.new_zeros((*full, *x.shape[k:])),
+            lambda old: full + old[k:],
+            lambda _: None,
+        )
+        tree = tree._put(row._map(zeros)._data)
+    leaves, rows = _leaves_of_both(call, tree, row, True)
+    _check_values(tree, parts, row)
+    n = len(tree._batch_size)
+
+    def write(leaf: Tensor, value: Tensor) -> None:
+        leaf[parts] = value.to(leaf.dtype)
+
+    _write(call, leaves, rows, lambda leaf: size + leaf.shape[n:], write)
+    return tree
+
+
+def _check_values(tree: TensorCollection, parts: tuple[Any, ...], row: TensorCollection) -> None:
+    """Raise for non-tensor data that differ: they have no storage to write into."""
+    for path, node in iter_items(row, True, True):
+        mine = get(tree, path, None)
+        if not isinstance(node, NonTensorBase) or (isinstance(mine, NonTensorBase) and mine[parts].equal(node).all()):
+            continue
+        raise LeafMismatchError(
+            f"at[...].set_: {dotted(path)!r} must be a tensor to be written in place{_NOTHING}.",
+            expected=repr(mine),
+            got=repr(node),
+            hint="td.at[index].set(row) returns a tree that has it.",
+        )
+
+
+def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBase) -> NonTensorBase:
+    """Return (purely) non-tensor data with the values at an index replaced."""
+    if isinstance(node, NonTensorData) and isinstance(new, NonTensorData) and same_value(node.data, new.data):
+        return node
+    array = np.array(node._array, dtype=object)
+    # A 0-d object array assigned to one place would be put there itself.
+    values = new._array if new._array.ndim else new._array[()]
+    array[tuple(as_array(p) if isinstance(p, Tensor) else p for p in parts)] = values
+    return NonTensorStack._wrap(array)
+
+
+def share(tree: TensorCollection) -> None:
+    """Move the storage of every leaf to shared memory."""
+    for path, leaf in iter_leaves(tree):
+        if isinstance(leaf, Tensor):
+            check_reaches_file(leaf, f"share_memory_ {dotted(path)!r}")
+            # As of torch 2.13 sharing a DTensor ends the process: it has no storage of its own.
+            if type(leaf) not in PLAIN and hasattr(leaf, "to_local"):
+                raise UnsupportedError(
+                    f"share_memory_: {dotted(path)!r} is spread over processes.",
+                    got=f"a {type(leaf).__name__}",
+                    hint="td.apply(lambda x: x.to_local()) has the part of this one, x.full_tensor() all.",
+                )
+    for _, leaf in iter_leaves(tree):
+        if isinstance(leaf, Tensor):
+            leaf.share_memory_()

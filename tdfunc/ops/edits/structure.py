@@ -1,0 +1,489 @@
+"""Structure: selecting, flattening and renaming entries, splitting by filters; batch size and names as metadata."""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from tdfunc.core.collection import PLAIN, TensorCollection, no_one_shape, per_tree
+from tdfunc.core.errors import MissingKeyError, error
+from tdfunc.core.keys import Filter, FilterLike, assign, dotted, unravel
+from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.core.shapes import as_names, as_size
+from tdfunc.core.ties import by_first_key, remap
+from tdfunc.core.types import Kind, NestedKey, Node, Path
+from tdfunc.core.walk import Difference, replace, zip_trees
+from tdfunc.ops.base.convert import resize
+from tdfunc.ops.base.reading import check_same_keys, entries, get, get_value, has, iter_items, kind_of, refuse_inplace
+from tdfunc.ops.edits.edit import delete_paths, restore_ties, set_, update
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T", bound=TensorCollection)
+_STR = frozenset((str,))
+
+
+# -- keys -------------------------------------------------------------------------------------------------------
+
+
+def select(tree: T, keys: Sequence[NestedKey], strict: bool) -> T:
+    """Keep the given entries."""
+    if _is_flat(tree, keys):
+        wanted, data = set(keys), tree._data
+        # In the order of the tree, and no further than the last one wanted.
+        kept = {key: data[key] for key in islice(filter(wanted.__contains__, data), len(wanted))}
+        if len(kept) == len(wanted):
+            return tree if len(kept) == len(data) else tree._replace(kept)
+    paths = [unravel(key) for key in keys]
+    if strict:
+        for path in paths:
+            get(tree, path)
+    return _keep(tree, paths)
+
+
+def _is_flat(tree: TensorCollection, keys: Sequence[NestedKey]) -> bool:
+    """Return True if the keys name entries of this very node, and it has no kinds and ties."""
+    # A class with another representation has the primitives only.
+    plain = tree._static is None and type(tree)._get is TensorCollection._get
+    return plain and _STR.issuperset(map(type, keys)) and "" not in keys
+
+
+def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
+    """Leave out the given entries."""
+    if _is_flat(tree, keys):
+        gone = set(keys)
+        data = {key: node for key, node in tree._data.items() if key not in gone}
+        return tree if len(data) == len(tree._data) else tree._replace(data)
+    return delete_paths(tree, [unravel(key) for key in keys])
+
+
+@per_tree()
+def _keep(tree: T, paths: Sequence[Path]) -> T:
+    wanted = by_first_key(paths)
+    # A class with another representation has the primitives only.
+    plain = type(tree)._get is TensorCollection._get
+    data = tree._data if plain else {key: tree._get(key) for key in tree._keys()}
+    kept: dict[str, Node] = {}
+    for key, node in data.items():
+        paths = wanted.get(key, [])
+        if () in paths:
+            kept[key] = node
+        # The paths below this tree may not exist.
+        elif isinstance(node, TensorCollection) and any([has(node, path) for path in paths]):
+            kept[key] = _keep(node, paths)
+    if plain and tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
+        return tree._replace(kept)
+    changes = {key: kept.get(key) for key, node in data.items() if kept.get(key) is not node}
+    return tree._put(changes) if changes else tree
+
+
+@per_tree()
+def flatten_keys(tree: TensorCollection, separator: str) -> Any:
+    """Join nested keys; tie paths and kinds follow their leaves. A nested lazy stack is flattened inside."""
+    data: dict[str, Node] = {}
+    kinds: dict[str, Kind] = {}
+    clash = _flatten_into(data, kinds, tree, separator, "")
+    if clash is not None:
+        paths = [path for path, _ in iter_items(tree, True, True) if separator.join(unravel(path)) == clash]
+        raise MissingKeyError(
+            f"flatten_keys: two paths become the key {clash!r}.",
+            got=" and ".join([str(unravel(path)) for path in paths]),
+            hint="choose another separator.",
+        )
+    ties = remap(tree._ties, lambda path: (separator.join(path),))
+    new = TensorCollection._open._make(data, tree._batch_size, tree._device, tree._names)
+    return new._replace(data, kinds=kinds, ties=ties) if kinds or ties else new
+
+
+def _flatten_into(
+    data: dict[str, Node], kinds: dict[str, Kind], tree: TensorCollection, separator: str, prefix: str
+) -> str | None:
+    """Add the entries of a tree; return the first name that is there already."""
+    for key in tree._keys():
+        node, name = tree._get(key), prefix + key
+        if isinstance(node, TensorCollection):
+            if not node._is_lazy:
+                clash = _flatten_into(data, kinds, node, separator, name + separator)
+                if clash is not None:
+                    return clash
+                continue
+            node = flatten_keys(node, separator)
+        if name in data:
+            return name
+        data[name] = node
+    kinds.update({prefix + key: kind for key, kind in tree._kinds.items()})
+    return None
+
+
+class _Branch(dict[str, Any]):
+    """Entries on their way to becoming a tree: nodes with their kinds, and branches."""
+
+    # A tree that an unsplit key holds here; the entries are written over its own.
+    base: TensorCollection | None = None
+
+
+@per_tree()
+def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
+    """Split keys at the separator into nested trees."""
+    root = _Branch()
+    renamed: dict[str, Path] = {}
+    for key in tree._keys():
+        parts = tuple(key.split(separator))
+        path = renamed[key] = parts if all(parts) else (key,)
+        here = root
+        for i, part in enumerate(path[:-1]):
+            here = here.setdefault(part, _Branch())
+            if not isinstance(here, _Branch):
+                raise _clash(key, path[: i + 1], separator)
+        node, last = tree._get(key), path[-1]
+        if isinstance(node, TensorCollection):
+            here = here.setdefault(last, _Branch())
+            if not isinstance(here, _Branch) or here.base is not None:
+                raise _clash(key, path, separator)
+            here.base = node
+        elif last in here:
+            raise _clash(key, path, separator)
+        else:
+            here[last] = (node, tree._kinds.get(key))
+    ties = remap(tree._ties, lambda path: (*renamed[path[0]], *path[1:]))
+    new = _grow(root, tree, separator)
+    return restore_ties(new._replace(names=tree._names, batch_size=tree._batch_size), ties)
+
+
+def _clash(key: str, path: Path, separator: str) -> MissingKeyError:
+    return MissingKeyError(
+        f"unflatten_keys: the key {key!r} cannot become {dotted(path)!r}: another key has taken it.",
+        got=f"separator {separator!r}",
+        hint="rename one of them first.",
+    )
+
+
+def _grow(branch: _Branch, like: TensorCollection, separator: str) -> Any:
+    data: dict[str, Node] = {}
+    kinds: dict[str, Kind] = {}
+    for key, item in branch.items():
+        if isinstance(item, _Branch):
+            data[key] = _grow(item, like, separator)
+        else:
+            data[key], kind = item
+            if kind is not None:
+                kinds[key] = kind
+    new = TensorCollection._open._make(data, like._batch_size, like._device)
+    new = new._replace(kinds=kinds) if kinds else new
+    if branch.base is None:
+        return new
+    for path, node in iter_items(new, True, False):
+        # Neither a leaf over what the base has, nor a tree over a leaf of it.
+        there = get(branch.base, path, None)
+        if there is not None and not (isinstance(node, TensorCollection) and isinstance(there, TensorCollection)):
+            raise _clash(dotted(path), path, separator)
+    return update(branch.base, new) if data else branch.base
+
+
+@per_tree()
+def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
+    """Move an entry to another path, keeping its place among its siblings when the parent stays the same."""
+    source, target = unravel(old), unravel(new)
+    get(tree, source)
+    if source == target:
+        return tree
+    if safe and has(tree, target):
+        raise MissingKeyError(
+            f"rename_key: {dotted(target)!r} exists.",
+            got=f"{dotted(source)!r}",
+            hint="delete it first, or pass safe=False.",
+        )
+    n = len(source)
+    # The leaf at the target is overwritten, and leaves its groups.
+    kept = remap(tree._ties, lambda path: None if path[: len(target)] == target and path[:n] != source else path)
+    ties = remap(kept, lambda path: target + path[n:] if path[:n] == source else path)
+    bare = _drop_ties(tree)
+    if source[:-1] == target[:-1]:
+        moved = _rename_here(bare, source, target[-1])
+    else:
+        node, kind = get(bare, source), kind_of(tree, source)
+        if isinstance(node, tuple) and source[0] != target[0]:
+            # The key of a lazy stack: its trees have a tensor each.
+            raise no_one_shape(f"rename_key of {dotted(source)!r}", get(bare, source[:-1]))
+        moved = set_(delete_paths(bare, [source]), target, node, kind)
+    return restore_ties(moved, ties)
+
+
+def _drop_ties(tree: T) -> T:
+    """Return the tree with no group recorded at any node."""
+    if not tree._ties:
+        return tree
+    data = {key: _drop_ties(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+    return tree._replace(data, ties=())
+
+
+@per_tree()
+def _rename_here(tree: T, path: Path, new: str) -> T:
+    old = path[0]
+    if len(path) > 1:
+        return tree._put({old: _rename_here(tree._get(old), path[1:], new)})
+    data = {(new if key == old else key): node for key, node in tree._data.items() if key != new}
+    kinds = {(new if key == old else key): kind for key, kind in tree._kinds.items() if key != new}
+    return tree._replace(data, kinds=kinds)
+
+
+# -- batch size and names ---------------------------------------------------------------------------------------
+
+
+def with_names(tree: T, names: Sequence[str | None] | None) -> T:
+    """Name the batch dimensions."""
+    given = as_names(names, len(tree._batch_size))
+    return tree._make(tree._data, tree._batch_size, tree._device, given, tree._static)
+
+
+# -- dicts ------------------------------------------------------------------------------------------------------
+
+
+def to_dict(tree: TensorCollection, call: str = "to_dict") -> dict[str, Any]:
+    """Return nested dicts of the leaves and plain values."""
+    check_same_keys(tree, call)
+    return _to_dict(tree)
+
+
+def _to_dict(tree: TensorCollection) -> dict[str, Any]:
+    if PLAIN.issuperset(map(type, tree._data.values())):
+        return tree._data.copy()
+    result: dict[str, Any] = {key: tree._get(key) for key in tree._keys()}
+    for key, node in result.items():
+        if isinstance(node, TensorCollection):
+            result[key] = _to_dict(node)
+        elif not isinstance(node, torch.Tensor):
+            result[key] = get_value(tree, key)
+    return result
+
+
+def state_dict(tree: TensorCollection, prefix: str, keep_vars: bool, flatten: bool) -> dict[str, Any]:
+    """Return the `state_dict` of the module that the tree came from."""
+    check_same_keys(tree, "state_dict")
+    result: dict[str, Any] = {}
+    for path, node in iter_items(tree, True, True):
+        kind = kind_of(tree, path)
+        if kind is Kind.NON_PERSISTENT or (isinstance(node, NonTensorBase) and kind is not Kind.EXTRA_STATE):
+            continue
+        value = get_value(tree, path) if isinstance(node, NonTensorBase) else node
+        if isinstance(value, torch.Tensor) and not keep_vars:
+            value = value.detach()
+        if flatten:
+            key = prefix + dotted(path)
+            if key in result:
+                raise MissingKeyError(
+                    f"state_dict: two paths become the key {key!r}.",
+                    expected="one",
+                    got=str(path),
+                    hint="rename_key one of them, or pass flatten=False.",
+                )
+            result[key] = value
+        else:
+            inner = result
+            for key in path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[path[-1]] = value
+    return result
+
+
+# -- filters ----------------------------------------------------------------------------------------------------
+
+
+def partition(tree: T, where: FilterLike) -> tuple[T, T]:
+    """Split a tree into the leaves that a filter chooses and the rest.
+
+    Each side lacks the keys of the other; a tied leaf goes whole to the side that any of its paths matches, and
+    non-tensor data and empty sub-trees go to the rest. `combine` puts the sides together again.
+
+    Args:
+        tree: Any tree.
+        where: A glob on the dotted path, or a `Filter`.
+
+    Returns:
+        The chosen part and the rest.
+
+    Raises:
+        FilterError: A pattern matches no leaf.
+
+    Examples:
+        >>> head, rest = tdf.partition(TensorDict({"head": torch.zeros(1), "body": torch.zeros(2)}), "head*")
+        >>> list(head.keys()), list(rest.keys())
+        (['head'], ['body'])
+    """
+    found = entries(tree)
+    chosen = {path for entry, yes in zip(found, Filter(where).mask(found), strict=True) if yes for path in entry.paths}
+    rest = {path for entry in found for path in entry.paths} - chosen
+    return keep_leaves(tree, chosen), keep_leaves(tree, rest, nontensors=True)
+
+
+def keep_leaves(tree: T, paths: set[Path], nontensors: bool = False, at: Path = ()) -> T:
+    """Return a tree with exactly these leaves, and with `nontensors` all other nodes; trees left empty go."""
+    data: dict[str, Node] = {}
+    for key, node in tree._data.items():
+        path = (*at, key)
+        if isinstance(node, TensorCollection):
+            inner = keep_leaves(node, paths, nontensors, path)
+            if inner._data or (nontensors and not node._data):
+                data[key] = inner
+        elif path in paths or (nontensors and isinstance(node, NonTensorBase)):
+            data[key] = node
+    if tree._static is None:
+        return tree._replace(data)
+    kinds = {key: kind for key, kind in tree._kinds.items() if key in data}
+    ties = remap(tree._ties, lambda path: path if (*at, *path) in paths else None)
+    return tree._replace(data, kinds=kinds, ties=ties)
+
+
+def combine(*trees: T) -> T:
+    """Put disjoint parts of a tree together; keys come in the order of the first tree, then the next.
+
+    Args:
+        *trees: Parts with no leaf in common, as `partition` and `split` return them.
+
+    Raises:
+        ValueError: Two trees have the same leaf; the message names it.
+        TreeStructureError: A leaf of one is a tree in another.
+
+    Examples:
+        >>> list(tdf.combine(TensorDict({"a": torch.zeros(1)}), TensorDict({"b": torch.zeros(2)})).keys())
+        ['a', 'b']
+    """
+    if not all([isinstance(tree, TensorCollection) for tree in trees]):
+        raise error(TypeError, "combine: the arguments must be trees.", got=trees, hint="combine(*parts) for a list.")
+    result, *others = trees
+    for other in others:
+        found = zip_trees(result, other, shared=True)
+        if isinstance(found, Difference):
+            raise found.error("combine")
+        if found:
+            raise error(
+                ValueError,
+                f"combine: two parts have the leaf {dotted(found[0][0])!r}.",
+                hint="use a.update(b) to write one over the other.",
+            )
+        result = update(result, other)
+    return result
+
+
+def in_dims(tree: T, where: "dict[str | Filter, int | None] | int | None") -> T:
+    """Return the tree of ints and None that `torch.vmap` takes as in_dims.
+
+    Args:
+        tree: The tree that will be mapped.
+        where: A dimension for each filter, the first that matches a leaf wins; or one for all.
+
+    Raises:
+        FilterError: A pattern matches no leaf, or a leaf is matched by none.
+
+    Examples:
+        >>> tree = TensorDict({"trunk": torch.zeros(1), "head": torch.zeros(2)})
+        >>> dims = tdf.in_dims(tree, {"trunk*": None, "*": 0})
+        >>> dims["head"], dims["trunk"]
+        (0, None)
+    """
+    found = entries(tree)
+    dims = assign(found, where if isinstance(where, dict) else {"*": where}, "in_dims")
+    return replace(tree, {path: dim for entry, dim in zip(found, dims, strict=True) for path in entry.paths})
+
+
+class StructureMethods(TensorCollection):
+    """Rearranging keys, and metadata."""
+
+    __slots__ = ()
+
+    def select(self, *keys: NestedKey, strict: bool = True, inplace: bool = False) -> "Self":
+        """Return a tree with only these entries, in the order they have here, sharing the tensors.
+
+        Raises:
+            MissingKeyError: A key does not exist, and `strict`.
+        """
+        refuse_inplace(inplace, "select(*keys)")
+        return select(self, keys, strict)
+
+    def exclude(self, *keys: NestedKey, inplace: bool = False) -> "Self":
+        """Return a tree without these entries; keys that do not exist are no error."""
+        refuse_inplace(inplace, "exclude(*keys)")
+        return exclude(self, keys)
+
+    def flatten_keys(self, separator: str = ".", inplace: bool = False) -> Any:
+        """Return a tree of one level whose keys are the joined paths; empty sub-trees are left out.
+
+        Raises:
+            MissingKeyError: Two paths become one key.
+
+        Examples:
+            >>> flat = TensorDict({"a": {"b": torch.zeros(2)}}).flatten_keys()
+            >>> list(flat.keys()), list(flat.unflatten_keys().keys(True, True))
+            (['a.b'], [('a', 'b')])
+        """
+        refuse_inplace(inplace, "flatten_keys(separator)")
+        return flatten_keys(self, separator)
+
+    def unflatten_keys(self, separator: str = ".", inplace: bool = False) -> Any:
+        """Return a nested tree made by splitting each key; a key with an empty part stays whole.
+
+        Raises:
+            MissingKeyError: One key would be both a leaf and a tree.
+            ValueError: The separator is empty.
+        """
+        refuse_inplace(inplace, "unflatten_keys(separator)")
+        return unflatten_keys(self, separator)
+
+    def rename_key(self, old: NestedKey, new: NestedKey, safe: bool = False) -> "Self":
+        """Return a tree with an entry moved; it keeps its place when it stays under the same parent.
+
+        Raises:
+            MissingKeyError: `old` does not exist, or `new` does and `safe`.
+        """
+        return rename_key(self, old, new, safe)
+
+    def with_batch_size(self, batch_size: Any) -> "Self":
+        """Return the tree with another batch size; nested trees keep a longer one and grow with it.
+
+        Raises:
+            BatchSizeError: A leaf does not start with it; the message names the leaf.
+
+        Examples:
+            >>> TensorDict({"a": torch.zeros(3, 4)}, [3]).with_batch_size([3, 4]).batch_size
+            torch.Size([3, 4])
+        """
+        return resize(self, as_size(batch_size))
+
+    def with_names(self, names: Sequence[str | None] | None) -> "Self":
+        """Return the tree with names for its batch dimensions; None removes them.
+
+        Raises:
+            ValueError: There is not one distinct name, or None, for each dimension.
+        """
+        return with_names(self, names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return nested dicts of the tensors and plain values."""
+        return to_dict(self)
+
+    def state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        flatten: bool = True,
+    ) -> dict[str, Any]:
+        """Return the dict of `module.state_dict()`: every path of a tied leaf, without non-persistent buffers.
+
+        Args:
+            destination: A dict that the entries are put in.
+            prefix: The start of each key.
+            keep_vars: Keep the leaves as they are; otherwise they are detached.
+            flatten: Dotted keys, as a module has them; otherwise nested dicts.
+        """
+        result = state_dict(self, prefix, keep_vars, flatten)
+        if destination is None:
+            return result
+        destination.update(result)
+        return destination
+
+    def partition(self, where: FilterLike) -> tuple[Any, Any]:
+        """Return the leaves that a filter chooses, and the rest: the function `partition`."""
+        return partition(self, where)

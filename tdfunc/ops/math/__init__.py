@@ -1,0 +1,1 @@
+"""Numbers of leaves: pointwise functions, reductions, comparisons, a tree as one vector."""

@@ -1,0 +1,61 @@
+"""`attention_inputs` against each row alone, for eager and fused attention."""
+
+import pytest
+import torch
+
+from tdfunc import LeafMismatchError, functional
+from tdfunc.llm import attention_inputs
+from tests.llm.models import FAMILIES, VOCAB, make
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:Model config"),
+]
+QUICK = ("llama", "gpt2", "mistral, window", "qwen3", "opt")
+# Those with alibi take no mask of pairs, and Mamba has no attention.
+SLOW = [name for name in FAMILIES if name not in (*QUICK, "falcon, alibi", "bloom", "mamba")]
+EAGER = ("gemma2", "gemma2, window", "gpt_oss")
+CASES = [(name, attention) for name in (*QUICK, *SLOW) for attention in ("eager", "sdpa")]
+CASES = [
+    pytest.param(*case, marks=pytest.mark.slow if case[0] in SLOW else ())
+    for case in CASES
+    if case[0] not in EAGER or case[1] == "eager"
+]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_padded_rows_are_rows_alone(name, attention, side):
+    """Their logits, and the gradient of each sample under vmap, are those of the row without pads."""
+    model = make(name, attn_implementation=attention)
+    ids = torch.randint(VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
+    lengths, at = torch.tensor([[9], [6], [3]]), torch.arange(9)
+    mask = at >= 9 - lengths if side == "left" else at < lengths
+    inputs = attention_inputs(model, mask)
+
+    with torch.no_grad():
+        found = model(ids, use_cache=False, **inputs).logits
+        for row, valid in enumerate(mask):
+            alone = model(ids[row, valid][None], use_cache=False).logits[0]
+            torch.testing.assert_close(found[row, valid], alone, rtol=1e-4, atol=2e-5)
+    if name not in QUICK:
+        return
+    apply, params, buffers = functional(model)
+
+    def total(params, ids, valid, inputs):
+        each = {key: value[None] for key, value in inputs.items()}
+        out = apply(params, ids[None], buffers=buffers, use_cache=False, **each).logits[0].log_softmax(-1)
+        return torch.where(valid, out[:, 5], 0).sum()
+
+    if isinstance(inputs["attention_mask"], torch.Tensor):
+        grads = torch.vmap(torch.func.grad(total), in_dims=(None, 0, 0, 0))(params, ids, mask, inputs)
+        short = torch.func.grad(
+            lambda p: apply(p, ids[2, mask[2]][None], buffers=buffers).logits.log_softmax(-1)[..., 5].sum()
+        )
+        torch.testing.assert_close(grads[2].leaves(), short(params).leaves(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_mask_to_add_is_refused():
+    """It has its numbers already, and would be inverted."""
+    with pytest.raises(LeafMismatchError, match="attention_inputs: the mask must be True or 1 at tokens"):
+        attention_inputs(make("llama"), torch.zeros(1, 3))

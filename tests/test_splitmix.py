@@ -1,0 +1,106 @@
+"""All ways to derive keys and draw words and masks give the same bits."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tdfunc as tdf
+from tdfunc import random
+from tdfunc.random import splitmix
+
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+# Around the counts at which another way is chosen.
+SIZES = st.sampled_from([0, 1, 3, 8, 9, 31, 8192, 8193, 20_001])
+SALTS = st.sampled_from([splitmix.SEED, splitmix.SPLIT, splitmix.FOLD])
+
+
+def plain(key, number, salt):
+    """The tensor operations of a derivation."""
+    return splitmix._derive_plain(key, number, salt)
+
+
+@given(seed=SEEDS, numbers=st.lists(SEEDS, max_size=12), salt=SALTS)
+def test_derivations_agree(seed, numbers, salt):
+    """One number, many numbers, many keys, eager and recorded, are the tensor operations' keys."""
+    key, many = random.key(seed), torch.tensor(numbers, dtype=torch.int64)
+    expected = plain(key, many, salt)
+
+    assert torch.equal(splitmix.derive(key, many, salt), expected)
+    assert all(torch.equal(splitmix.derive(key, n, salt), row) for n, row in zip(numbers, expected, strict=True))
+
+
+@pytest.mark.parametrize("members", [1, 8, 9])
+@pytest.mark.parametrize("number", [torch.tensor([3, -1, 2**40]), torch.tensor(5), 7], ids=["many", "one", "int"])
+def test_recorded_derivations_agree(members, number):
+    """A trace holds one operation, also inside nested maps, and its replay gives the keys of any keys."""
+    traced = tdf.jit(torch.vmap(torch.vmap(lambda k: splitmix.derive(k, number * 1, splitmix.FOLD))))
+
+    for seed in (1, 2):
+        keys = random.split(random.key(seed), (members, 2))
+        expected = torch.stack([torch.stack([plain(k, number, splitmix.FOLD) for k in row]) for row in keys])
+        assert torch.equal(traced(keys) if isinstance(number, int) else _with_number(keys, number), expected)
+
+
+def _with_number(keys, number):
+    derive = torch.vmap(torch.vmap(lambda k, n: splitmix.derive(k, n, splitmix.FOLD), (0, None)), (0, None))
+    return tdf.jit(derive)(keys, number)
+
+
+def test_numbers_are_mapped_as_keys_are():
+    """Keys and numbers are mapped along any dimensions, together or alone."""
+    keys, numbers = random.split(random.key(0), 4), torch.arange(12).reshape(3, 4)
+    both = torch.vmap(lambda k, n: splitmix.derive(k, n, splitmix.FOLD), (0, 1))
+    alone = torch.vmap(lambda n: splitmix.derive(keys[0], n, splitmix.FOLD), 1)
+
+    for run in (both, tdf.jit(both)):
+        assert torch.equal(
+            run(keys, numbers), torch.stack([plain(k, n, splitmix.FOLD) for k, n in zip(keys, numbers.T, strict=True)])
+        )
+    assert torch.equal(
+        tdf.jit(lambda k, n: torch.vmap(lambda n: splitmix.derive(k, n, splitmix.FOLD), 1)(n))(keys[0], numbers),
+        alone(numbers),
+    )
+
+
+@given(seed=SEEDS, size=SIZES, members=st.sampled_from([1, 3]))
+def test_words_agree(seed, size, members):
+    """Words of one key and of mapped keys, eager and recorded, are the tensor operations' words."""
+    keys = random.split(random.key(seed), members)
+    mapped = torch.vmap(lambda k: splitmix.words(k, size))
+    expected = splitmix._words_plain(keys, size)
+
+    assert torch.equal(torch.stack([splitmix.words(k, size) for k in keys]), expected)
+    assert torch.equal(mapped(keys), expected)
+    assert torch.equal(tdf.jit(mapped)(keys), expected)
+
+
+@given(
+    seed=SEEDS,
+    size=SIZES,
+    p=st.sampled_from([0.0, 1e-6, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    fold=st.sampled_from([None, 5]),
+)
+def test_masks_agree(seed, size, p, dtype, fold):
+    """Masks hold 1 / p or 0; one key, mapped keys and a trace give the same, and so does a key folded before."""
+    keys = random.split(random.key(seed), 3)
+    draw = torch.vmap(lambda k: splitmix.mask(k, (size, 1), p, dtype, fold=fold))
+    folded = keys if fold is None else torch.stack([random.fold_in(k, fold) for k in keys])
+
+    expected = torch.stack([splitmix.mask(k, (size, 1), p, dtype) for k in folded])
+
+    assert expected.dtype is dtype
+    assert set(expected.unique().tolist()) <= {0.0, expected.max().item() if size else 0.0}
+    assert torch.equal(draw(keys), expected)
+    assert torch.equal(tdf.jit(draw)(keys), expected)
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.9995])
+def test_masks_have_their_probability(p):
+    """The share of kept numbers is p, and the mean of the mask is 1, within five standard deviations."""
+    drawn = splitmix.mask(random.key(torch.seed()), (400_000,), p, torch.float64)
+    deviation = (p * (1 - p) / 400_000) ** 0.5
+
+    assert abs(float((drawn > 0).double().mean()) - p) < 5 * deviation + 2**-17
+    assert abs(float(drawn.mean()) - 1) < 5 * deviation / p
