@@ -94,8 +94,8 @@ def test_a_star_import_gives_the_public_names():
     assert names.keys() - {"__builtins__"} == read_exports("tdfunc") - {"map", "open"}
 
 
-@pytest.mark.parametrize("name", ["averaging", "calibration", "metrics", "nn", "optim", "optim.schedules", "random",
-                                  "sklearn", "spec", "sweep"])  # fmt: skip
+@pytest.mark.parametrize("name", ["averaging", "calibration", "distributed", "metrics", "nn", "optim",
+                                  "optim.schedules", "random", "sklearn", "spec", "sweep"])  # fmt: skip
 def test_a_module_shows_its_public_names(name):
     """`dir`, `__all__` and the pages name the same functions and classes."""
     module = importlib.import_module(f"tdfunc.{name}")

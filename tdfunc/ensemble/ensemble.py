@@ -162,7 +162,7 @@ class Ensemble:
             buffers: The stacked buffers, when `params` has none.
             in_dims: For each of `args` the dimension of the members, or None; or one for all, as in `torch.vmap`.
             rng: A random key, a seed of one, or a generator, which gives another key at each call; member i draws
-                from `fold_in(key, i)`.
+                from `fold_in(key, i)`. A tensor of a key for each member, (E, 2), is taken as it is.
             **kwargs: Keyword arguments of forward, shared by the members.
 
         Raises:

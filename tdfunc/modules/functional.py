@@ -26,6 +26,7 @@ from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, weak_weights
 from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
+from tdfunc.modules.unsharded import unsharded
 from tdfunc.ops.base.foreach import can_foreach
 from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
@@ -407,7 +408,9 @@ def functional(
     later calls are not watched.
 
     Args:
-        module: Any module; one wrapped by `torch.compile` is unwrapped.
+        module: Any module; one wrapped by `torch.compile` is unwrapped. Of one that `fully_shard` (FSDP2) or
+            `DistributedDataParallel` has taken over the layers alone run, on its tree: under FSDP2 on DTensors, so
+            that inputs must be DTensors, too. Nothing is reduced between ranks.
         copy: Whether the trees are copies, which training the module does not change; otherwise they share its
             storage. Either way they are detached.
         call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works. It
@@ -427,7 +430,7 @@ def functional(
         >>> apply(params, torch.zeros(5, 3)).shape
         torch.Size([5, 2])
     """
-    module = unwrap(module, "functional")
+    module = unsharded(unwrap(module, "functional"))
     reserved = [name for name in _RESERVED if name in inspect.signature(module.forward).parameters]
     if reserved and not call_only:
         raise UnsupportedError(
