@@ -268,14 +268,15 @@ def test_processes_make_one_cache(tmp_path):
     """Of two processes at once one tokenizes; both read the same rows."""
     program = """if True:
         import sys, time
-        from tdfunc.llm import datasets, load_tokens
+        from tdfunc.llm import load_tokens
+        from tdfunc.llm.datasets import tokens
         from tests.llm.tokens import make_tokenizer
-        tokenize = datasets._tokenize
+        tokenize = tokens._tokenize
         def slow(*args):
             print("made", flush=True)
             time.sleep(2)
             return tokenize(*args)
-        datasets._tokenize = slow
+        tokens._tokenize = slow
         print(load_tokens(make_tokenizer(), ["the fox", "a"], cache_dir=sys.argv[1]).batch([0])["input_ids"].tolist())
     """
     command = [sys.executable, "-c", program, str(tmp_path)]

