@@ -1,7 +1,5 @@
 """Models, blocks and threads that meet the faults, for these tests and those of `benchmarks/conformance/faults/`."""
 
-import os
-
 import torch
 from torch import nn
 
@@ -40,13 +38,3 @@ class UsesOldFunction(nn.Linear):
 
     def forward(self, x):
         return OldFunction.apply(super().forward(x))
-
-
-class Payload:
-    """An object whose pickle makes a folder when it is read."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)

@@ -25,7 +25,7 @@ from tests.faults.models import (
     Branches,
     UsesOldFunction,
 )
-from tests.models import Norm, Shared, make_gpt2
+from tests.models import Norm, Shared
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 
@@ -117,14 +117,6 @@ def test_batch_norm_with_a_cumulative_average():
 
 
 # -- ties ---------------------------------------------------------------------------------------------------------
-
-
-def test_tied_weights_of_gpt2():
-    """A stack has as many leaves as a member has Parameters."""
-    models = [make_gpt2(), make_gpt2()]
-
-    assert len(tree_leaves(stack_modules(models))) == len(list(models[0].parameters())) == 28
-    assert len(tree_leaves(torch.stack([from_module(model) for model in models]))) == 28
 
 
 def test_shared_submodule():
