@@ -1,5 +1,7 @@
 """Checks and modules that many tests share."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import settings
@@ -80,3 +82,12 @@ def examples(share):
 def quick(names, *kept):
     """The names as parameters of a test, all but the `kept` marked slow."""
     return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def run_in_threads(work, values):
+    """Call `work` with each value, in a thread each, and wait for all."""
+    threads = [threading.Thread(target=work, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

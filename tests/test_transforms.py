@@ -4,7 +4,6 @@ import copy
 import pickle
 import subprocess
 import sys
-import threading
 import time
 
 import optree
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tdfunc as tdf
 from tdfunc import TensorClass, TensorDict
-from tests.helpers import assert_trees_equal, quick
+from tests.helpers import assert_trees_equal, quick, run_in_threads
 
 # A tree in and two tensors: what each returns must be the same compiled.
 BASE = TensorDict({"a": torch.arange(6.0).reshape(3, 2), "n": {"b": torch.arange(3.0)}}, [3], names=["t"])
@@ -143,11 +142,7 @@ def test_threads():
             if out["k3"].unique().tolist() != [3.0 + seed] or out.batch_size != (3,) or "new" in tree:
                 errors.append((seed, i))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(4))
 
     assert errors == []
 

@@ -313,8 +313,8 @@ def randint(
             raise error(ValueError, what, expected=expected, got=maxval)
         words, span = _words(key, size), maxval - minval
         # All numbers of int64: a span of 2^64 does not fit a word.
-        drawn = words + minval if span == 2**64 else _high_product(words, _span(span, key)) + minval
-        return drawn.to(dtype)
+        drawn = words if span == 2**64 else _high_product(words, torch.tensor(signed(span), device=key.device))
+        return (drawn + minval).to(dtype)
     # In int64 before any arithmetic: a span of int8 does not fit int8.
     low = _as_bound(minval, key)
     if isinstance(maxval, Tensor):
@@ -453,10 +453,6 @@ def _check_key(key: Tensor, call: str) -> None:
         got=f"{str(key.dtype).removeprefix('torch.')} of shape {tuple(key.shape)}",
         hint="tdfunc.random.key(seed) makes one; torch.vmap maps a function of one key over many.",
     )
-
-
-def _span(span: int, key: Tensor) -> Tensor:
-    return torch.tensor(signed(span), device=key.device)
 
 
 def _check_width(what: str, width: float | Tensor, limit: float) -> None:

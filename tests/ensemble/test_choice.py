@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from tdfunc import CaptureError, Ensemble, UnsupportedError, split
 from tests.ensemble.models import Returns, ensemble_of, line, make_mlp, make_resnet
+from tests.helpers import run_in_threads
 
 
 def test_plan_names_the_way_of_the_last_call():
@@ -267,10 +268,6 @@ def test_threads_share_an_ensemble(how):
             if not torch.allclose(ensemble(trees[i], x), expected[i], atol=1e-6):
                 wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(4))
 
     assert wrong == []

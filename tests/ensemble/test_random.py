@@ -17,7 +17,7 @@ from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, split,
 from tdfunc.core.generators import default_generators
 from tdfunc.ensemble._draws import run_seeded
 from tests.ensemble.models import Attention, Returns, ensemble_of, line, make_transformer
-from tests.helpers import assert_trees_equal, examples
+from tests.helpers import assert_trees_equal, examples, run_in_threads
 
 
 def make_dropout():
@@ -190,11 +190,7 @@ def test_loops_in_threads_do_not_meet():
             if not torch.equal(ensemble(tree, x, rng=seed), expected[seed]):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(4))
 
     assert wrong == []
     assert torch.equal(before, torch.get_rng_state())

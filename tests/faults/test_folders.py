@@ -15,8 +15,6 @@ import torch
 
 import tdfunc as tdf
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
-from tests.faults.models import Payload
-from tests.incumbent import Incumbent, tensordict
 
 
 @pytest.fixture
@@ -82,37 +80,6 @@ def test_a_damaged_folder(damage, message, folder):
     assert contents(folder) == before
 
 
-def test_a_loaded_tree_is_written_to(folder):
-    """A write to a loaded leaf does not reach the file."""
-    before = contents(folder)
-
-    TensorDict.load_memmap(folder)["w"].zero_()
-
-    assert contents(folder) == before
-
-
-def test_a_flipped_bit(tmp_path):
-    """A file with another bit is refused, and the leaf named."""
-    file = tmp_path / "f.safetensors"
-    tdf.save(TensorDict({"w": torch.ones(3)}), file)
-    raw = bytearray(file.read_bytes())
-    raw[-3] ^= 0x40
-    file.write_bytes(raw)
-
-    with pytest.raises(CorruptCheckpointError, match='"w" is damaged'):
-        tdf.load(file)
-
-
-@pytest.mark.parametrize("kept", [200, 396, 440])
-def test_one_file_that_is_cut_short(tmp_path, kept):
-    """A file that is cut short is refused by name."""
-    tdf.save(TensorDict({"w": torch.ones(100)}), tmp_path / "f.safetensors")
-    os.truncate(tmp_path / "f.safetensors", kept)
-
-    with pytest.raises(CorruptCheckpointError, match="f.safetensors"):
-        tdf.load(tmp_path / "f.safetensors")
-
-
 def test_a_write_that_stops_half_way(tmp_path, monkeypatch):
     """A write that is interrupted at its first or second leaf leaves the old folder, whole."""
     old, new = (TensorDict({"a": torch.full((2,), x), "b": torch.full((2,), x)}) for x in (0.0, 1.0))
@@ -140,17 +107,6 @@ def test_data_that_json_cannot_hold(tmp_path):
         TensorDict({"x": torch.ones(1), "data": print}).memmap(tmp_path / "d")
 
     assert os.listdir(tmp_path) == []
-
-
-def test_loading_runs_no_code(tmp_path):
-    """A pickle in a folder of tensordict's is not read."""
-    data = tensordict.NonTensorData(Payload(str(tmp_path / "ran")))
-    Incumbent({"w": torch.ones(1), "e": data}, []).memmap(tmp_path / "d")
-
-    with pytest.raises(UnsupportedError, match="(?s)'e'.*pickle"):
-        TensorDict.load_memmap(tmp_path / "d")
-
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -217,14 +173,6 @@ def test_typed_trees_of_another_program(tmp_path):
     with pytest.raises(UnsupportedError, match=r"(?s)__main__.*Point.*classes="):
         TensorDict.load_memmap(tmp_path / "d")
     assert TensorDict.load_memmap(tmp_path / "d", classes=TensorDict)["x"].tolist() == [1.0, 1.0]
-
-
-def test_room_for_more_than_the_disk(tmp_path):
-    """Room that the disk does not have is refused."""
-    tree = TensorDict({"x": torch.zeros(1)}).expand(2 * shutil.disk_usage(tmp_path).free // 4000, 1000)
-
-    with pytest.raises(OSError, match="free space"):
-        tree.memmap_like(tmp_path / "d")
 
 
 def _from_the_third(chunk):

@@ -6,7 +6,6 @@
 import subprocess
 import sys
 
-import optree
 import pytest
 import torch
 from torch import Size, Tensor, nn
@@ -37,23 +36,9 @@ class Point(TensorClass, frozen=True):
 # -- pytrees ----------------------------------------------------------------------------------------------------
 
 
-def test_order_of_keys_is_no_structure():
-    """Trees with the same keys in another order map together."""
-    mapped = pytree.tree_map(torch.add, TensorDict({"a": A, "b": B}), TensorDict({"b": B, "a": A}))
-
-    assert torch.equal(mapped["b"], 2 * B)
-
-
 def test_batch_size_is_no_structure():
     """Trees of other batch sizes map together, into the first one's."""
     assert pytree.tree_map(lambda x, _: x, TensorDict({"a": A}, [3]), TensorDict({"a": A})).batch_size == Size([3])
-
-
-def test_batch_size_after_a_map():
-    """A map that takes the batch dimension away leaves no batch size, whatever the features are."""
-    tree = TensorDict({"a": torch.zeros(3, 2, 2), "b": torch.zeros(3, 2)}, [3])
-
-    assert pytree.tree_map(lambda x: x[0], tree).batch_size == Size([])
 
 
 def test_names_after_a_map():
@@ -87,11 +72,6 @@ def test_data_that_are_no_tensors_in_a_map():
 
     assert len(pytree.tree_leaves(tree)) == 1
     assert pytree.tree_map(lambda x: x + 1, tree)["s"] == "word"
-
-
-def test_optree():
-    """Optree sees the leaves."""
-    assert optree.tree_leaves(TensorDict({"a": A}))[0] is A
 
 
 # -- vmap and other transformations -----------------------------------------------------------------------------
@@ -175,12 +155,6 @@ def test_flat_keys_that_hold_the_separator():
     assert (tree.flatten_keys("/").unflatten_keys("/") == tree).all()
 
 
-@pytest.mark.parametrize("key", ["a..b", ".a", "a."])
-def test_unflatten_makes_no_empty_keys(key):
-    """A separator with nothing beside it splits nothing."""
-    assert list(TensorDict({key: A}).unflatten_keys(".").keys()) == [key]
-
-
 def test_set_in_place_keeps_values():
     """A value of another dtype or shape than the leaf's is not cast or broadcast into it."""
     tree = TensorDict({"a": torch.zeros(2).long()})
@@ -216,11 +190,6 @@ def test_locked_is_not_immutable(tree, write):
     assert not hasattr(tree, "zero_")
     assert not hasattr(tree, "unlock_")
     assert tree.set("x", A + 5) is not tree
-
-
-def test_writing_to_a_row():
-    """`at[i].set_` writes to the rows of the tree."""
-    assert TensorDict({"a": A.clone()}, [3]).at[0].set_({"a": 9.0})["a"][0] == 9
 
 
 def test_tensor_operands_meet_the_batch():
@@ -275,16 +244,6 @@ def test_a_part_of_a_state_dict():
 
     assert tree["p", "bias"].tolist() == [1, 1]
     assert torch.equal(tree["p", "weight"], model.p.weight)
-
-
-def test_a_state_dict_that_does_not_fit():
-    """A state dict of other shapes or keys raises with both."""
-    tree = TensorDict({"a": torch.zeros(2)})
-
-    with pytest.raises(LeafMismatchError, match=r"'a'(.|\n)*shape \[2\](.|\n)*shape \[3\]"):
-        tree.load_state_dict({"a": torch.zeros(3)})
-    with pytest.raises(MissingKeyError, match=r"missing \['a'\], unexpected \['b'\]"):
-        tree.load_state_dict({"b": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("lengths", [(2, 2), (2, 3)])

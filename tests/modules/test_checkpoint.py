@@ -1,7 +1,6 @@
 """`checkpoint` gives the numbers of the plain function under every transform, and keeps inputs alone."""
 
 import functools
-import threading
 import types
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import tdfunc as tdf
 from tdfunc import TensorDict, UnsupportedError, checkpoint
-from tests.helpers import quick
+from tests.helpers import quick, run_in_threads
 
 
 def by_arguments(wrap, w, x, depth):
@@ -470,11 +469,7 @@ def test_threads():
         for _ in range(20):
             found[i] = grad(lambda w: fn(w, fn(w, x)).sum())(ws[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(4))
     for i, w in enumerate(ws):
         torch.testing.assert_close(found[i], grad(lambda w: torch.tanh(torch.tanh(x @ w) @ w).sum())(w))
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, TensorDict, UnsupportedError, load, save
 from tdfunc.storage.manager import background
-from tests.helpers import TiedLM
+from tests.helpers import TiedLM, run_in_threads
 from tests.storage.scripts import run
 from tests.storage.trees import tied_trees, trees
 
@@ -311,11 +311,7 @@ def test_many_threads(tmp_path):
             saver.save(TREE, tmp_path / f"{name}{i}.safetensors", fsync=False)
             most.append(len(saver._queue.pending))
 
-    threads = [threading.Thread(target=submit, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(submit, "abcd")
     saver.wait()
 
     assert max(most) <= 2

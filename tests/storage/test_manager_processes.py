@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import threading
 import time
 from contextlib import suppress
 
@@ -15,6 +14,7 @@ from tdfunc import (
 from tdfunc.storage.disk import commit
 from tdfunc.storage.manager import manager as manager_module
 from tdfunc.storage.manager import steps as steps_module
+from tests.helpers import run_in_threads
 from tests.storage.scripts import ended, run, tree_of, value_of
 
 
@@ -85,11 +85,7 @@ def test_two_threads_that_save_the_same_steps(tmp_path):
                 manager.save(step, tree_of(value))
                 won[value].append(step)
 
-    threads = [threading.Thread(target=work, args=(value,)) for value in won]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, won)
     manager = CheckpointManager(tmp_path)
 
     assert sorted(won[1.0] + won[2.0]) == list(range(40))

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import tdfunc
 from tdfunc import CorruptCheckpointError, MissingKeyError, NonTensorData, TensorClass, TensorDict, lazy_stack
 from tdfunc.storage.api import load, save
 from tdfunc.storage.safetensors import contents, read
-from tests.helpers import examples
+from tests.helpers import examples, run_in_threads
 from tests.storage.trees import assert_same, of_dtype, same_bytes, tied_trees, trees
 
 
@@ -324,11 +325,7 @@ def test_many_threads_read(layers):
         wrong.extend(i for i in range(n, 40, 8) if not (f["layers", str(i), "w"] == i).all())
 
     with tdfunc.open(path) as f:
-        threads = [threading.Thread(target=work, args=(f, n)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(partial(work, f), range(8))
 
     assert wrong == []
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tdfunc as tdf
+from benchmarks.conformance.faults.models import Payload
 from tdfunc import TensorDict
-from tests.faults.models import Payload
 from tests.incumbent import Incumbent, tensordict
 
 # tensordict warns of the pickles that it runs, and of files that torch makes longer.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.conformance.faults.models import Cached
 from tdfunc import (
     Ensemble,
     LeakError,
@@ -24,7 +25,7 @@ from tdfunc import (
     functional,
     stack_modules,
 )
-from tests.faults.models import Branches, Cached, UsesOldFunction, constant
+from tests.faults.models import Branches, UsesOldFunction, constant
 from tests.incumbent import Incumbent
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)

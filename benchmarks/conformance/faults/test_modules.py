@@ -16,6 +16,7 @@ from torch.func import functional_call, stack_module_state
 from torch.utils._pytree import tree_leaves
 
 import tdfunc
+from benchmarks.conformance.faults.models import Meeting, fail_inside, holding, run_in_two_threads, weight_of
 from tdfunc import (
     ConcurrencyError,
     Ensemble,
@@ -28,7 +29,7 @@ from tdfunc import (
     functional,
     stack_modules,
 )
-from tests.faults.models import Meeting, constant, fail_inside, holding, run_in_two_threads, weight_of
+from tests.faults.models import constant
 from tests.incumbent import Incumbent, tensordict
 from tests.models import Norm, Shared, Tied, make_gpt2, make_mlp
 

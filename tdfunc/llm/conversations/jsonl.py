@@ -2,12 +2,14 @@
 
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from tdfunc.core.errors import error
 from tdfunc.llm.conversations.history import History
 from tdfunc.llm.messages.columns import per_conversation
 from tdfunc.storage.disk.commit import replace_file
+from tdfunc.storage.disk.raw import write_all
 
 
 def save_jsonl(history: History, path: "str | os.PathLike[str]", *, fsync: bool = True) -> None:
@@ -35,13 +37,7 @@ def save_jsonl(history: History, path: "str | os.PathLike[str]", *, fsync: bool 
 
     per_conversation(write_line, history)
     data = memoryview("".join(lines).encode())
-
-    def write(fd: int) -> None:
-        written = 0
-        while written < len(data):
-            written += os.write(fd, data[written:])
-
-    replace_file(os.path.abspath(path), write, size_bytes=len(data), fsync=fsync)
+    replace_file(os.path.abspath(path), lambda fd: write_all(fd, data), size_bytes=len(data), fsync=fsync)
 
 
 def load_jsonl(path: "str | os.PathLike[str]") -> History:
@@ -54,22 +50,27 @@ def load_jsonl(path: "str | os.PathLike[str]") -> History:
         TypeError: A line is not a conversation.
     """
     chats: list[Any] = []
+    name = f"load_jsonl {os.fspath(path)}"
+    for number, line, chat in json_lines(path, name):
+        if not isinstance(chat, (list, dict)):
+            raise error(
+                TypeError,
+                f"{name}: line {number} must be a conversation.",
+                expected='{"messages": [...]}',
+                got=line[:100],
+            )
+        chats.append(chat if isinstance(chat, dict) else {"messages": chat})
+    return History.from_chats(chats)
+
+
+# Any: JSON.
+def json_lines(path: "str | os.PathLike[str]", name: str) -> Iterator[tuple[int, str, Any]]:
+    """Yield the number, the text and the value of each line of a file that is not empty; errors begin with `name`."""
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                chat = json.loads(line)
+                yield number, line, json.loads(line)
             except ValueError as err:
-                raise error(
-                    ValueError, f"load_jsonl {os.fspath(path)}: line {number} must be JSON: {err}.", got=line[:100]
-                ) from err
-            if not isinstance(chat, (list, dict)):
-                raise error(
-                    TypeError,
-                    f"load_jsonl {os.fspath(path)}: line {number} must be a conversation.",
-                    expected='{"messages": [...]}',
-                    got=line[:100],
-                )
-            chats.append(chat if isinstance(chat, dict) else {"messages": chat})
-    return History.from_chats(chats)
+                raise error(ValueError, f"{name}: line {number} must be JSON: {err}.", got=line[:100]) from err

@@ -8,6 +8,7 @@ from typing import Any
 import xxhash
 
 from tdfunc.core.errors import ConcurrencyError, MissingKeyError, UnsupportedError, error
+from tdfunc.llm.conversations.jsonl import json_lines
 
 _PIECE_BYTES = 4 << 20
 _ROWS = 1024
@@ -33,17 +34,10 @@ def read_records(path: "str | os.PathLike[str]") -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(name: str) -> Iterator[dict[str, Any]]:
-    with open(name, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as err:
-                raise error(ValueError, f"{name}: line {number} must be JSON: {err}.", got=line[:100]) from err
-            if not isinstance(record, dict):
-                raise error(ValueError, f"{name}: line {number} must be a JSON object.", got=line[:100])
-            yield record
+    for number, line, record in json_lines(name, name):
+        if not isinstance(record, dict):
+            raise error(ValueError, f"{name}: line {number} must be a JSON object.", got=line[:100])
+        yield record
 
 
 def _text_lines(name: str) -> Iterator[dict[str, Any]]:

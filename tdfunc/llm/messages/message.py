@@ -123,13 +123,11 @@ def as_compared(message: Mapping[str, Any]) -> Message:
     if text is not None:
         shown["content"] = text
     if "tool_calls" in shown:
-        shown["tool_calls"] = [_read_arguments(call) for call in shown["tool_calls"]]
+        shown["tool_calls"] = [
+            {**call, "function": call["function"] | {"arguments": read_json(call["function"]["arguments"])}}
+            for call in shown["tool_calls"]
+        ]
     return shown
-
-
-def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": read_json(function["arguments"])}}
 
 
 def read_json(value: Any) -> Any:

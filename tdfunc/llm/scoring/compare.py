@@ -44,7 +44,8 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
         >>> report["cause"], report["worst"][0].tolist()
         ('shift by one', [0, 3])
     """
-    first, second = (_values(x) for x in (a, b))
+    given = [get_value(x, "full") if isinstance(x, TensorCollection) else x for x in (a, b)]
+    first, second = [values.detach().double() for values in given]
     shapes = [tuple(each.shape) for each in (first, second, mask) if each is not None]
     if len(set(shapes)) > 1:
         raise LeafMismatchError(
@@ -73,11 +74,6 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
             "cause": _find_cause(first, second, both),
         }
     )  # pyright: ignore[reportReturnType]
-
-
-def _values(x: Any) -> Tensor:
-    values = get_value(x, "full") if isinstance(x, TensorCollection) else x
-    return values.detach().double()
 
 
 def _find_cause(a: Tensor, b: Tensor, mask: Tensor) -> str:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
@@ -31,7 +30,9 @@ class Masters(AbstractOptimizer):
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step, that of the optimizer in float32."""
         leaves = list_trainable("masters", params)
-        rest = keep_leaves(params, _low_paths(params))
+        low = [entry for entry in entries(params) if entry.leaf.dtype in LOW_PRECISION]
+        # A tied leaf, under all of its names.
+        rest = keep_leaves(params, {path for entry in low for path in entry.paths})
         zeros = rebuild(rest, [torch.zeros_like(leaf) for leaf in widen(list_leaves(rest))])
         return make_state("masters", self.optimizer, rebuild(params, widen(leaves)), {"rest": zeros})
 
@@ -60,12 +61,6 @@ class Masters(AbstractOptimizer):
         with grads_of(leaves):
             wide = rebuild(params, _add_rest(params, leaves, state._data["rest"]))
         return self.optimizer.eval_params(wide, state._data["optimizer"])
-
-
-def _low_paths(params: TensorCollection) -> set[Path]:
-    """Return the paths of 16-bit leaves, a tied one under all of its names."""
-    chosen = [entry for entry in entries(params) if entry.leaf.dtype in LOW_PRECISION]
-    return {path for entry in chosen for path in entry.paths}
 
 
 def _add_rest(params: TensorCollection, leaves: Leaves, rest: TensorCollection) -> Leaves:

@@ -1,6 +1,7 @@
 """Parts of optimizers that hold another one: their state and checks, and leaves by member."""
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -51,14 +52,11 @@ def begin_step(
     reads = [*given, *filter(repeats_itself, kept)]
 
     def names() -> list[str]:
-        paths = {id(leaf): dotted(path) for tree in (state, params) for path, leaf in _items(tree)}
+        pairs = [zip(list_leaves(tree), list_paths(tree), strict=True) for tree in (state, params)]
+        paths = {id(leaf): dotted(path) for leaf, path in chain.from_iterable(pairs)}
         return [*(paths[id(x)] for x in writes), *["a gradient"] * len(given), *["a count"] * len(kept)]
 
     return leaves, given, replace(how, donate=lie_apart(names, writes, reads))
-
-
-def _items(tree: TensorCollection) -> "zip[tuple[Any, Tensor]]":
-    return zip(list_paths(tree), list_leaves(tree), strict=True)
 
 
 def step_some(

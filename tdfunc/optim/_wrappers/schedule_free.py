@@ -32,8 +32,9 @@ class ScheduleFree(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
-        z = rebuild(params, [leaf.detach().clone() for leaf in list_trainable("schedule_free", params)])
-        zeros = torch.zeros(params._batch_size, dtype=torch.float64, device=_device(params))
+        leaves = [leaf.detach().clone() for leaf in list_trainable("schedule_free", params)]
+        z, device = rebuild(params, leaves), leaves[0].device if leaves else None
+        zeros = torch.zeros(params._batch_size, dtype=torch.float64, device=device)
         data = {"z": z, "lr_max": zeros, "weight_sum": zeros.clone()}
         return make_state("schedule_free", self.optimizer, params, data)
 
@@ -73,11 +74,6 @@ class ScheduleFree(AbstractOptimizer):
         tensors = {"lr": state._data["lr"]} if isinstance(lr, Tensor) else {}
         value = read_values(self.optimizer.rule.name, {"lr": lr}, count, tensors, count.shape)["lr"]
         return torch.as_tensor(value, dtype=torch.float64, device=count.device).expand(count.shape)
-
-
-def _device(params: TensorCollection) -> torch.device | None:
-    leaves = list_leaves(params)
-    return leaves[0].device if leaves else None
 
 
 def schedule_free(optimizer: Optimizer, beta: float = 0.9, *, lr_power: float = 2.0) -> ScheduleFree:

@@ -37,7 +37,7 @@ def test_flat_keys(td):
 
     assert list(flat.keys()) == ["b", "a/y", "a/x", "s"]
     assert list(flat.unflatten_keys("/").keys(True, True)) == list(td.keys(True, True))
-    assert list(TensorDict({"a..b": 1, ".c": 1}).unflatten_keys().keys()) == ["a..b", ".c"]
+    assert list(TensorDict({"a..b": 1, ".c": 1, "d.": 1}).unflatten_keys().keys()) == ["a..b", ".c", "d."]
 
 
 @pytest.mark.parametrize("keys", [["a", "a.b"], ["a.b", "a"], ["a.b.c", "a.b"]])
