@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance test-trl test-vllm reliability randomness pages outputs bench lint types docs notebooks clean
+.PHONY: install demo test test-all conformance test-trl test-peft test-vllm reliability mutants randomness pages outputs bench lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -33,6 +33,10 @@ test-all: install
 test-trl: $(VENV)/trl/.installed
 	PYTHONPATH=$(VENV)/trl OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/llm/losses/test_trl.py
 
+# Adapters next to PEFT's: its folders, ours in it, and 64 runs of it.
+test-peft: $(VENV)/peft/.installed
+	PYTHONPATH=$(VENV)/peft OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/lora
+
 # Runs next to tensordict, `torch.func` and `torch.optim`, and the tests of the programs of benchmarks/; random
 # operations and the page of names next to a newer tensordict, too.
 conformance: install $(VENV)/tensordict-newer/tensordict
@@ -44,6 +48,10 @@ conformance: install $(VENV)/tensordict-newer/tensordict
 # Kills, full disks, damage and fuzzing, counted: more than an hour. `make reliability PARTS="kills damage"` counts some.
 reliability: install
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.reliability $(PARTS)
+
+# Small changes to the code, and whether a test notices each: half an hour for the files of a seed.
+mutants: install
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.mutants --seed $(or $(SEED),1) --files $(or $(FILES),16) --each 3
 
 # Streams of random keys in dieharder, counted: half an hour. `make randomness STREAMS="one_key weyl"` counts some.
 randomness: install
@@ -57,6 +65,7 @@ pages: install $(VENV)/tensordict-newer/tensordict
 NEWER := tensordict==0.15.3
 # TRL and the packages that it imports, next to those of this environment.
 TRL := trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 dill==0.4.1 multiprocess==0.70.19
+PEFT := peft==0.21.2
 # Rivals of the training steps, in an environment of their own.
 JAX := jax==0.10.2 equinox==0.13.8 optax==0.2.8
 
@@ -73,6 +82,11 @@ $(VENV)/jax/.installed: Makefile | install
 $(VENV)/trl/.installed: Makefile | install
 	rm -rf $(VENV)/trl
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q --no-deps --target $(VENV)/trl $(TRL)
+	@touch $@
+
+$(VENV)/peft/.installed: Makefile | install
+	rm -rf $(VENV)/peft
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -q --no-deps --target $(VENV)/peft $(PEFT)
 	@touch $@
 
 $(VENV)/tensordict-newer/tensordict: Makefile | install

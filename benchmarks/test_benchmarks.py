@@ -535,6 +535,7 @@ CONTRACT = [
       for model in ("MLP 16-64-64-1", "CNN with BatchNorm", "transformer")
       if (model, rival) != ("CNN with BatchNorm", "torch.compile")),
     ("jit(vmap(grad(loss))), 4 to 16 members", "not traced", 2.5),
+    ("64 adapters in one step, equal total tokens, d = 256", "one adapter", 1.2),
     ("a step of any rule with a state, 16 members", "loop of torch.optim", 3),
     ("save 262 MB, checksums included, no fsync", "os.write", 1.25),
     ("save 262 MB, checksums included, fsync", "os.write", 1.05),

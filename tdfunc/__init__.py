@@ -6,10 +6,13 @@ import typing
 
 from tdfunc import averaging as averaging
 from tdfunc import calibration as calibration
+from tdfunc import distributed as distributed
+from tdfunc import lora as lora
 from tdfunc import metrics as metrics
 from tdfunc import optim as optim
 from tdfunc import random as random
 from tdfunc import sweep as sweep
+from tdfunc import weights as weights
 from tdfunc._control import associative_scan as associative_scan
 from tdfunc._control import cond as cond
 from tdfunc._control import map as map
@@ -33,6 +36,7 @@ from tdfunc.core.errors import ImmutableError as ImmutableError
 from tdfunc.core.errors import LeafMismatchError as LeafMismatchError
 from tdfunc.core.errors import LeakError as LeakError
 from tdfunc.core.errors import MissingKeyError as MissingKeyError
+from tdfunc.core.errors import PeerError as PeerError
 from tdfunc.core.errors import RemoteError as RemoteError
 from tdfunc.core.errors import TieError as TieError
 from tdfunc.core.errors import TreeStructureError as TreeStructureError
@@ -96,7 +100,9 @@ else:
         raise AttributeError(f"module 'tdfunc' has no attribute {name!r}")
 
 
-_NAMES, _ = _surface(globals(), "averaging", "calibration", "metrics", "optim", "random", "sweep")
+_NAMES, _ = _surface(
+    globals(), "averaging", "calibration", "distributed", "lora", "metrics", "optim", "random", "sweep", "weights"
+)
 # `from tdfunc import *` leaves Python's own `map` and `open` as they are.
 __all__ = [name for name in _NAMES if not hasattr(builtins, name)]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -9,6 +9,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.pytree import register
 from tdfunc.core.shapes import as_names, as_size
 from tdfunc.core.types import NestedKey
+from tdfunc.distributed.methods import DistributedMethods
 from tdfunc.modules.bind import ModuleMethods
 from tdfunc.ops.autograd import MemoryMethods
 from tdfunc.ops.base.cast import CastMethods, as_device, to
@@ -36,7 +37,7 @@ class TreeMethods(
     IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
     PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods,
     MakeMethods, InteropMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
-    MemmapMethods, PureCallNames,
+    MemmapMethods, DistributedMethods, PureCallNames,
 ):  # fmt: skip
     """All methods of a tree, shared by `TensorDict`, `TensorClass` and `LazyStack`."""
 

@@ -6,6 +6,7 @@ E counts members, B a batch, N images.
 """
 
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -16,11 +17,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tdfunc import random
 from tdfunc._jit import jit
+from tdfunc.distributed.members import from_local, on_members, shard, to_local
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
 from tdfunc.metrics import brier, ece, nll, uncertainty
@@ -28,8 +32,9 @@ from tdfunc.modules.extract import split
 from tdfunc.modules.functional import functional
 from tdfunc.modules.random import seeded
 from tdfunc.ops.edits.structure import combine
+from tdfunc.ops.math.compare import assert_close
 from tdfunc.optim import Optimizer, adam
-from tdfunc.storage.api import save
+from tdfunc.storage.api import load, save
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -121,18 +126,23 @@ def make_step(training: Ensemble, optimizer: Optimizer) -> Callable[[Any, Any, A
     return step
 
 
-def stacked_steps(data: Digits, rows: Tensor, seed: int) -> "Iterator[TensorDict]":
-    """Train all members at once on images by number (steps, E, B), and yield their trees after each step."""
+def stacked_steps(data: Digits, rows: Tensor, seed: int, own: Tensor | None = None) -> "Iterator[TensorDict]":
+    """Train all members at once on images by number (steps, E, B), and yield their trees after each step.
+
+    With `own` these members (their numbers) alone are trained: each is what it is among all.
+    """
     device, members = data.train_x.device, rows.shape[1]
+    own = torch.arange(members) if own is None else own
     apply, _, _ = functional(make_model())
-    params, buffers = split(init_ensemble(make_model, members, key=seed).to(device))
-    optimizer = adam(lr=learning_rates(members).to(device))
+    params, buffers = split(init_ensemble(make_model, members, key=seed)[own].to(device))
+    optimizer = adam(lr=learning_rates(members)[own].to(device))
     state, key = optimizer.init(params), random.key(seed, device=device)
     # Traced once, replayed from then on.
     step = jit(make_step(Ensemble(apply), optimizer))
-    for i, batch in enumerate(rows.to(device)):
-        own = data.train_x[batch], data.train_t[batch]
-        params, buffers, state = step(params, buffers, state, *own, random.fold_in(key, i))
+    for i, batch in enumerate(rows[:, own].to(device)):
+        images = data.train_x[batch], data.train_t[batch]
+        keys = random.fold_in(random.fold_in(key, i), own.to(device))
+        params, buffers, state = step(params, buffers, state, *images, keys)
         yield combine(params, buffers)
 
 
@@ -455,6 +465,32 @@ def run(members: int, seed: int, out: Path, device: str) -> str:
     return report
 
 
+def run_distributed(members: int, seed: int, out: Path, steps: int = STEPS) -> str:
+    """Train the members spread over the ranks of torchrun, save and predict together, and compare with one process."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    data = load_digits(seed)
+    rows = bootstrap(len(data.train_x), members, steps, seed)
+    out.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    *_, own = stacked_steps(data, rows, seed, to_local(shard(torch.arange(members), mesh)))
+    seconds = time.perf_counter() - started
+    tree, path = from_local(own, mesh), out / "ensemble.safetensors"
+    save(tree, path)
+    logits = on_members(predict, mesh)(tree, data.test_x).full_tensor()
+    score = f"test NLL {nll(logits, data.test_t):.3f}"
+    lines = [f"{members} members on {mesh.size()} ranks, {steps} steps in {seconds:.1f} s; {score}"]
+    if dist.get_rank() == 0:
+        *_, alone = stacked_steps(data, rows, seed)
+        torch.testing.assert_close(predict(alone, data.test_x), logits, rtol=0, atol=0)
+        assert_close(load(path), alone, rtol=0, atol=0)
+        lines.append(f"one process trains, predicts and loads {path.name} the same, bit for bit")
+    dist.barrier()
+    dist.destroy_process_group()
+    return "\n".join(lines)
+
+
 _OVERVIEW = "![Training curves, speed of a step, and doubt about images that are not digits](overview.svg)"
 _PLOTS = """## Plots
 
@@ -487,8 +523,14 @@ def main() -> None:
             Path("demo-output"), help="Folder for the report, the plots and the checkpoint.", file_okay=False
         ),
         device: str = typer.Option("cpu", help="cpu, cuda, ..."),
+        distributed: bool = typer.Option(False, help="Spread the members over the processes of torchrun."),
     ) -> None:
         """Train a deep ensemble on handwritten digits and report on it."""
+        if distributed:
+            lines = run_distributed(members, seed, out)
+            if os.environ.get("RANK") == "0":
+                Console().print(lines)
+            return
         report = run(members, seed, out, device).replace(f"{_OVERVIEW}\n\n", "").removesuffix(_PLOTS)
         Console().print(Markdown(f"{report}\n\nReport, plots and checkpoint: {out / 'report.md'}"))
 

@@ -120,10 +120,8 @@ def test_repr_and_html(td):
 @pytest.mark.parametrize(
     "save",
     [
-        lambda td, path: tdf.save(td, path / "x.safetensors"),
         lambda td, path: tdf.save(td, path / "shards", max_shard_size=100),
         lambda td, path: td.memmap(path / "folder"),
-        lambda td, path: tdf.CheckpointManager(path / "steps").save(0, td),
     ],
 )
 def test_saving_is_refused(td, save, tmp_path):

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("core random",),
     ("ops",),
-    ("modules", "storage parallel", "distributed"),
+    ("modules", "storage parallel distributed"),
     ("_tensordict _tensorclass _lazystack spec",),
     ("_jit _control _gradient",),
-    ("ensemble optim weights _mixture metrics sweep calibration averaging sklearn",),
+    ("ensemble optim weights lora _mixture metrics sweep calibration averaging sklearn",),
     ("nn",),
     ("llm",),
     ("cli demo",),

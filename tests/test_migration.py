@@ -8,7 +8,7 @@ import pytest
 from tests.test_docs import page_module, python_blocks  # noqa: F401
 
 PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
-HEADINGS = ["equinox", "optax", "orbax", "torch.func", "tensordict"]
+HEADINGS = ["equinox", "optax", "orbax", "torch.func", "mergekit", "tensordict", "peft"]
 
 
 def rows(text):

@@ -95,8 +95,8 @@ def test_a_star_import_gives_the_public_names():
     assert names.keys() - {"__builtins__"} == read_exports("tdfunc") - {"map", "open"}
 
 
-@pytest.mark.parametrize("name", ["averaging", "calibration", "metrics", "nn", "optim", "optim.schedules", "random",
-                                  "sklearn", "spec", "sweep"])  # fmt: skip
+@pytest.mark.parametrize("name", ["averaging", "calibration", "distributed", "metrics", "nn", "optim",
+                                  "optim.schedules", "random", "sklearn", "spec", "sweep"])  # fmt: skip
 def test_a_module_shows_its_public_names(name):
     """`dir`, `__all__` and the pages name the same functions and classes."""
     module = importlib.import_module(f"tdfunc.{name}")
@@ -109,6 +109,14 @@ def test_the_package_shows_its_public_names():
     assert set(dir(tdfunc)) == {*read_exports("tdfunc"), "llm", "nn", "sklearn", "spec", "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'metric'"):
         tdfunc.metric  # noqa: B018
+
+
+def test_packages_are_imported_when_they_are_named():
+    """`tdf.nn` and the like are modules that nothing has imported before; another name is missing."""
+    for name in ("llm", "nn", "sklearn", "spec"):
+        assert tdfunc.__getattr__(name) is importlib.import_module(f"tdfunc.{name}")
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        tdfunc.__getattr__("other")
 
 
 def test_symbols_and_exports_are_found():

@@ -188,38 +188,51 @@ def test_cost_grows_linearly(name):
 
 
 DEEP = {
-    "add": lambda t: t + 1,
-    "add a tree": lambda t: t + t,
-    "index": lambda t: t[0],
-    "stack": lambda t: torch.stack([t, t]),
-    "tree_map": lambda t: pytree.tree_map(lambda x: x, t),
-    "optree": lambda t: optree.tree_map(lambda x: x, t),
-    "vmap": lambda t: torch.vmap(lambda x: x)(t),
-    "repr": repr,
-    "deepcopy": copy.deepcopy,
-    "apply": lambda t: t.apply(lambda x: x),
-    "flatten": lambda t: t.flatten_keys().unflatten_keys(),
-    "to_dict": lambda t: TensorDict(t.to_dict(), [2]),
-    "set": lambda t: t.set(("n",) * 300 + ("q",), torch.zeros(2)),
-    "update": lambda t: t.update(t),
-    "to": lambda t: t.to(torch.float64),
-    "features": lambda t: t.sum(dim="feature"),
-    "select": lambda t: t.select(("n",) * 250),
-    "partition": lambda t: t.partition("v"),
-    "where": lambda t: t.where(torch.tensor([True, False]), t),
-    "at": lambda t: t.at[0].set(t[1]),
-    "equality": lambda t: (t == t).all(),
+    "add": lambda t, n: t + 1,
+    "add a tree": lambda t, n: t + t,
+    "index": lambda t, n: t[0],
+    "stack": lambda t, n: torch.stack([t, t]),
+    "tree_map": lambda t, n: pytree.tree_map(lambda x: x, t),
+    "optree": lambda t, n: optree.tree_map(lambda x: x, t),
+    "vmap": lambda t, n: torch.vmap(lambda x: x)(t),
+    "deepcopy": lambda t, n: copy.deepcopy(t),
+    "apply": lambda t, n: t.apply(lambda x: x),
+    "flatten": lambda t, n: t.flatten_keys().unflatten_keys(),
+    "to_dict": lambda t, n: TensorDict(t.to_dict(), [2]),
+    "set": lambda t, n: t.set(("n",) * n + ("q",), torch.zeros(2)),
+    "update": lambda t, n: t.update(t),
+    "to": lambda t, n: t.to(torch.float64),
+    "features": lambda t, n: t.sum(dim="feature"),
+    "select": lambda t, n: t.select(("n",) * (n - 2)),
+    "partition": lambda t, n: t.partition(lambda path, leaf: path[-1] == "v")[0],
+    "where": lambda t, n: t.where(torch.tensor([True, False]), t),
+    "at": lambda t, n: t.at[0].set(t[1]),
 }
+
+
+def deep(levels):
+    """A tree of so many levels, with other values in each."""
+    tree = TensorDict({"x": torch.zeros(2)}, [2])
+    for i in range(levels):
+        tree = TensorDict({"n": tree, "v": torch.full((2,), float(i))}, [2])
+    return tree
 
 
 @pytest.mark.parametrize("name", DEEP)
 def test_depth(name):
-    """A tree 300 levels deep does not exhaust the stack."""
-    tree = TensorDict({"x": torch.zeros(2)}, [2])
-    for _ in range(300):
-        tree = TensorDict({"n": tree, "v": torch.zeros(2)}, [2])
+    """A tree 300 levels deep does not exhaust the stack; its inner levels become what those of a shallow tree do."""
+    inner = DEEP[name](deep(300), 300)[("n",) * 297]
 
-    assert DEEP[name](tree) is not None
+    assert_trees_equal(inner, DEEP[name](deep(3), 3))
+
+
+def test_depth_of_other_results():
+    """The same for a comparison and the text."""
+    tree = deep(300)
+
+    assert (tree == tree).all()
+    assert not (tree == tree.set((*["n"] * 300, "x"), torch.ones(2))).all()
+    assert "v" in repr(tree)
 
 
 def counted(fn, trees):

@@ -20,7 +20,8 @@ _LOCK = "absent: a tree is never written to, so there is nothing to lock"
 _WHOLE = "absent: a folder is written as a whole, `td.set(key, value).memmap(path)`"
 _STORE = "absent: trees in a key-value server; `td.memmap(path)` shares one through files"
 _ARCHIVE = "absent: `tdfunc.save(td, path)` writes one file with checksums"
-_DISTRIBUTED = "planned: comes with the distributed part"
+_PIPE = "absent: pipes of another library; `td.isend(dst)` and `td.irecv(src)` return handles"
+_GLOBAL = "ranks are global: `torch.distributed.get_global_rank(group, rank)`"
 _QUANTIZED = "absent: torch has deprecated quantized dtypes"
 _STATE = "absent: no process-wide switches"
 _INTERNAL = "absent: not an operation, an internal of tensordict"
@@ -45,10 +46,9 @@ METHODS = {
     "rename_keys": "`td = td.rename_key(old, new)` for each",
     "bytes": "`td.nbytes`", "cummax": "`td.apply(lambda x: x.cummax(0).values)`",
     "cummin": "`td.apply(lambda x: x.cummin(0).values)`",
-    "all_gather": _DISTRIBUTED, "all_reduce": _DISTRIBUTED, "arecv": _DISTRIBUTED, "asend": _DISTRIBUTED,
-    "broadcast": _DISTRIBUTED, "gather_and_stack": _DISTRIBUTED, "init_remote": _DISTRIBUTED,
-    "from_remote_init": _DISTRIBUTED, "irecv": _DISTRIBUTED, "isend": _DISTRIBUTED, "recv": _DISTRIBUTED,
-    "reduce": _DISTRIBUTED, "scatter": _DISTRIBUTED, "send": _DISTRIBUTED,
+    "gather_and_stack": "`trees = td.gather_to(dst)`, and `torch.stack(trees)` there",
+    "init_remote": "`td.send(dst)`", "from_remote_init": "`tdfunc.distributed.recv(src)`",
+    "arecv": _PIPE, "asend": _PIPE,
     "make_memmap": _WHOLE, "make_memmap_from_storage": _WHOLE, "make_memmap_from_tensor": _WHOLE,
     "saved_path": "absent: each leaf knows its file; `td.is_memmap()` is True if all have one",
     "from_consolidated": "absent: `tdfunc.load` reads one file",
@@ -259,6 +259,12 @@ ARGUMENTS = {
     "empty_lazy": "`lazy.dense()` first", "as_tensordict": "the result is a tree of the same class",
     "use_state_dict": "`TensorDict(module.state_dict())`, and `module.load_state_dict(td.state_dict())`",
     "filter_empty": "sub-modules without parameters are left out; `td.apply(fn, filter_empty=True)` for other trees",
+    "init_tag": "`tag=`", "group_dst": _GLOBAL, "group_src": _GLOBAL, "pseudo_rand": "a message is one, of one tag",
+    "consolidated": "every message is one block of bytes", "bucket_bytes": "one collective for each dtype",
+    "async_op": "`td.isend` and `td.irecv` return handles", "return_premature": "`td.irecv` returns a handle",
+    "isend.return_early": "`td.isend` returns a handle", "tensordicts": "`trees=`", "generator": "`key=`",
+    "broadcast.device": "`td.to(device)` of the result", "scatter.device": "`td.to(device)` of the result",
+    "_tensorclass_type": "an internal of tensordict",
     "as_module": "`TensorDictParams` is planned", "memo": "an internal of tensordict",
     "swap_dest": "an internal of tensordict", "return_swap": "the handle puts back the module's own weights",
     "preserve_module_state": "a block binds leaves as they are, a load makes Parameters",
@@ -266,7 +272,6 @@ ARGUMENTS = {
     "robust_key": "keys are always encoded", "archive": "`tdfunc.save` writes one file", "compression":
     "`tdfunc.save` writes one file, which any safetensors reader opens",
     "pool": "`executor=`", "max_tasks_per_child": "`executor=ProcessPoolExecutor(max_tasks_per_child=...)`",
-    "generator": "`key=`, a key, a seed or a generator",
     "index_with_generator": "chunks are always cut as they are needed",
     "as_tensorclass": "`Class.from_tensordict(td)`", "dest_cls": "`Class.from_tensordict(td)`",
     "convert_tensors": "`td.numpy()`, or `td.tolist(convert_tensors=True)`",

@@ -104,7 +104,7 @@ def snippets():
     # Lines that take another package or device, and words.
     apart = (
         "...", "a str", "frame", "pandas", "record_stream", "path)", "grads", "isinstance", "tdfunc.nn", "complex32",
-        "column", "pin_memory",
+        "column", "pin_memory", "(dst)", "(src)",
     )  # fmt: skip
     return sorted(
         pair for pair in found if re.search(r"[(\[ .]", pair[1]) and not any(word in pair[1] for word in apart)

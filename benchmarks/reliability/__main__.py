@@ -1,8 +1,8 @@
 """Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
 
-The parts are `kills`, `faults`, `calls`, `damage`, `hostile` and `fuzz` (`fuzz:TARGET` is one target of it); without a
-name all of them run, which takes more than an hour on two cores, and some need root. `page` only writes the page. What
-was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares the page.
+The parts are `kills`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target of it);
+without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only writes the
+page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares it.
 """
 
 import json
@@ -72,11 +72,12 @@ PARTS = {
     "calls": lambda: _by_kind("calls"),
     "damage": lambda: _run("damage"),
     "hostile": lambda: _run("hostile"),
+    "pushes": lambda: _run("pushes"),
     **{f"fuzz:{target}": lambda target=target: _fuzz(target) for target in _TARGETS},
 }
 
 
-def _commit() -> str:
+def commit_of_code() -> str:
     """The last commit that changed the code that runs, and its date."""
     root, code = PAGE.parent.parent, "tdfunc"
     said = [
@@ -88,13 +89,13 @@ def _commit() -> str:
 
 def _count(part: str) -> None:
     """Count one part, and keep the result with the commit of the code."""
-    commit, (name, _, target) = _commit(), part.partition(":")
+    commit, (name, _, target) = commit_of_code(), part.partition(":")
     counted = PARTS[part]()
-    _keep(name, {**_counted(name), target: counted} if target else counted)
-    _keep(_RUNS, {**_counted(_RUNS), part: commit})
+    keep(name, {**_counted(name), target: counted} if target else counted)
+    keep(_RUNS, {**_counted(_RUNS), part: commit})
 
 
-def _keep(name: str, counted: Any) -> None:
+def keep(name: str, counted: Any) -> None:
     (_RESULTS / f"{name}.json").write_text(json.dumps(counted, indent=1) + "\n")
 
 
@@ -105,7 +106,8 @@ def page() -> str:
     """The page: its text, and a table in each place that names one."""
     tables = {
         "kills": _kills, "full": _full, "disturbed": _disturbed, "shared": _shared, "damage": _damage,
-        "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs,
+        "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs, "pushes": _pushes,
+        "mutants": _mutants, "sample": _sample,
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
 
@@ -204,6 +206,33 @@ def _fuzzed() -> str:
         for target, what in _TARGETS.items()
     ]
     return _table(["what was changed", "seconds", "inputs", "findings"], rows)
+
+
+def _pushes() -> str:
+    rows = [
+        [f"{kind}: {name}", of["trials"], f"{of['median']:g}", of["most"], of["never caught"]]
+        for kind, proofs in _counted("pushes").items()
+        for name, of in (("one prompt", proofs["prompt"]), ("full", proofs["full"]))
+    ]
+    return _table(["fault: proof", "trials", "pushes until caught: median", "most", "never caught"], rows)
+
+
+def _sample() -> str:
+    counted = _counted("mutants")
+    return f"seed {counted['seed']}, commit {counted['commit']}"
+
+
+def _mutants() -> str:
+    """A row for each folder: how many changes were noticed, and what came of the others."""
+    folders: dict[str, list[str]] = {}
+    for row in _counted("mutants")["changes"]:
+        folder = row["file"].removeprefix("tdfunc/").rpartition("/")[0].partition("/")[0] or "top"
+        outcome = "noticed" if row["noticed"] is not None else row["verdict"] or "undecided"
+        folders.setdefault(folder, []).append(outcome)
+    head = ["folder", "changes", "noticed", "no difference", "noticed by a test written since", "undecided"]
+    all_of = {**dict(sorted(folders.items())), "all": [outcome for some in folders.values() for outcome in some]}
+    keys = ("noticed", "equivalent", "test", "undecided")
+    return _table(head, [[name, len(some), *map(some.count, keys)] for name, some in all_of.items()])
 
 
 def main() -> None:

@@ -45,6 +45,13 @@ def test_no_input_did_harm():
             assert [counts[key] for key in harm] == [0] * len(harm), name
 
 
+def test_every_faulty_push_was_caught():
+    """None passed for ever, and a full proof caught each at once."""
+    for kind, counts in counted("pushes").items():
+        assert counts["prompt"]["never caught"] == counts["full"]["never caught"] == 0, kind
+        assert counts["full"]["most"] == 1, kind
+
+
 def test_the_end_of_a_fuzzer_is_read():
     """A run that did not end, and a finding, are counted."""
     assert fuzz_counts("\nDone 12 runs in 34 second(s)\n") == {"inputs": 12, "seconds": 34, "findings": 0}

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch import fx
@@ -16,13 +16,14 @@ from tdfunc._jit.code import compile_graph
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, layouts, make_guard, modes
-from tdfunc._jit.tracing import named_leaves, trace
+from tdfunc._jit.tracing import name_of, named_leaves, state_of, trace
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import UnsupportedError, error, explain
+from tdfunc.core.errors import CaptureError, UnsupportedError, error, explain
 from tdfunc.core.generators import refuse_draws
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Captures: TypeAlias = Literal["refused", "constants"]
 _MANY_VALUES = 8
 
 
@@ -42,6 +43,8 @@ class _Program(NamedTuple):
     build: Callable[..., Any]
     trained: tuple[int, ...]
     module: fx.GraphModule
+    # Captured tensors, and what shows that they were written.
+    captured: tuple[tuple[torch.Tensor, tuple[int, int]], ...]
 
 
 class Jitted(Generic[P, R]):
@@ -53,10 +56,12 @@ class Jitted(Generic[P, R]):
         backend: str | Callable[..., Any] | None,
         cache_size: int,
         reads: tuple[Callable[..., Any], ...] = (),
+        constants: bool = False,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn, self._backend, self._cache_size, self._reads = fn, backend, cache_size, reads
-        self._environment = Environment(fn, *reads)
+        self._constants = constants
+        self._environment = Environment(fn, *reads, by_tensor=constants)
         self._contexts = Contexts()
         self._lock = threading.RLock()
         self.cache_clear()
@@ -72,6 +77,9 @@ class Jitted(Generic[P, R]):
             self._hits += 1
         else:
             program = self._look_up(key, args, kwargs, given)
+        for tensor, state in program.captured:
+            if state_of(tensor) != state:
+                raise self._stale(tensor)
         if key[-1][-1] is None:
             outputs = program.run(*given.leaves)
         else:
@@ -87,7 +95,9 @@ class Jitted(Generic[P, R]):
         new: Jitted[P, R] = object.__new__(type(self))
         # First, since a copy of the function may lead back here: a method of the object that holds this one.
         memo[id(self)] = new
-        Jitted.__init__(new, copy.deepcopy(self._fn, memo), self._backend, self._cache_size, self._reads)
+        Jitted.__init__(
+            new, copy.deepcopy(self._fn, memo), self._backend, self._cache_size, self._reads, self._constants
+        )
         return new
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -161,6 +171,14 @@ class Jitted(Generic[P, R]):
                 warnings.warn(explain(message, hint=hint), stacklevel=4)
             values.add(number)
 
+    def _stale(self, tensor: torch.Tensor) -> CaptureError:
+        return CaptureError(
+            f"jit: {name_of(tensor, self._environment) or 'a captured tensor'} was written since it was recorded.",
+            expected="captured tensors with the values of the first call",
+            got=f"another version, shape {list(tensor.shape)}, {tensor.dtype}",
+            hint="pass it as an argument, or call cache_clear() after it was written.",
+        )
+
     def _trace(self, args: Any, kwargs: Any, given: Arguments) -> _Program:
         for name, leaf in named_leaves(args, kwargs, torch.Tensor):
             if leaf.layout is not torch.strided:
@@ -170,16 +188,21 @@ class Jitted(Generic[P, R]):
                     got=str(leaf.layout),
                     hint="call the function without jit.",
                 )
-            if leaf.requires_grad and torch.is_grad_enabled():
-                raise UnsupportedError(
-                    f"jit: {name} requires grad, and autograd cannot look into a replay.",
-                    expected="gradients taken inside the function, by torch.func.grad",
-                    got=f"a tensor of shape {list(leaf.shape)} with requires_grad=True, with grad mode on",
-                    hint="detach the argument, or call under torch.no_grad().",
-                )
+            _refuse_trained(name, leaf)
         hint = "draw by torch or tdfunc.random, which replays do anew; or pass the number as a tensor."
         with refuse_draws(f"{self} draws while it is recorded.", hint, named=self._environment.named_values()):
-            recorded = trace(self._fn, args, kwargs, given.leaves, self._environment, deferred=self._backend is None)
+            recorded = trace(
+                self._fn,
+                args,
+                kwargs,
+                given.leaves,
+                self._environment,
+                deferred=self._backend is None,
+                constants=self._constants,
+            )
+        for one in recorded.captures:
+            _refuse_trained(name_of(one.tensor, self._environment) or "a captured tensor", one.tensor)
+        captured = tuple([(one.tensor, one.state) for one in recorded.captures])
         module = recorded.graph
         memory = clean(module)
         if self._backend is None:
@@ -192,7 +215,17 @@ class Jitted(Generic[P, R]):
         for node in module.graph.nodes:
             node.meta.clear()
         recorded.refuse_kept()
-        return _Program(run, recorded.build, recorded.trained, module)
+        return _Program(run, recorded.build, recorded.trained, module, captured)
+
+
+def _refuse_trained(name: str, leaf: torch.Tensor) -> None:
+    if leaf.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"jit: {name} requires grad, and autograd cannot look into a replay.",
+            expected="gradients taken inside the function, by torch.func.grad",
+            got=f"a tensor of shape {list(leaf.shape)} with requires_grad=True, with grad mode on",
+            hint="detach it, or call under torch.no_grad().",
+        )
 
 
 @contextmanager
@@ -208,13 +241,27 @@ def _suspend_autocast(devices: Sequence[str]) -> Generator[None]:
 
 @overload
 def jit(
-    fn: Callable[P, R], *, backend: str | Callable[..., Any] | None = None, cache_size: int = 64
+    fn: Callable[P, R],
+    *,
+    backend: str | Callable[..., Any] | None = None,
+    cache_size: int = 64,
+    captures: Captures = "refused",
 ) -> Jitted[P, R]: ...
 @overload
 def jit(
-    fn: None = None, *, backend: str | Callable[..., Any] | None = None, cache_size: int = 64
+    fn: None = None,
+    *,
+    backend: str | Callable[..., Any] | None = None,
+    cache_size: int = 64,
+    captures: Captures = "refused",
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
-def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cache_size: int = 64) -> Any:
+def jit(
+    fn: Any = None,
+    *,
+    backend: str | Callable[..., Any] | None = None,
+    cache_size: int = 64,
+    captures: Captures = "refused",
+) -> Any:
     """Record a function of tensors and trees once for each kind of arguments, and replay the record from then on.
 
     The first call runs the function on fake tensors and records every operation; no compiler is needed. A replay
@@ -234,12 +281,16 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
             these options.
         backend: A backend of `torch.compile` that the record is handed to.
         cache_size: How many records are kept; the one not used for longest goes first.
+        captures: Whether tensors that the function uses besides its arguments are `refused`, or are `constants` of the
+            record. A constant that is another tensor by its variable or module is recorded anew; one that was written
+            raises; one that an attribute of another object has lost is kept.
 
     Returns:
         The function, with `cache_info()`, `cache_clear()` and `graph(*args)`.
 
     Raises:
-        CaptureError: The function uses a tensor that is not one of its arguments; the message names it.
+        CaptureError: The function uses tensors that are not among its arguments; the message names all of them. Or
+            a captured constant was written since it was recorded.
         ImmutableError: The function writes to an argument in place, other than through `donate=True`.
         UnsupportedError: An argument requires grad while grad mode is on; the function uses the value of a tensor, or
             reads `.grad` or `.storage_offset()` of an argument; it assigns to `.data`; it seeds a generator, or draws
@@ -260,6 +311,9 @@ def jit(fn: Any = None, *, backend: str | Callable[..., Any] | None = None, cach
     """
     if cache_size < 1:
         raise error(ValueError, "jit: cache_size must be at least 1.", expected="cache_size >= 1", got=cache_size)
+    if captures not in ("refused", "constants"):
+        expected = "refused | constants"
+        raise error(ValueError, "jit: captures must name a way to treat them.", expected=expected, got=repr(captures))
     if fn is None:
-        return lambda wrapped: jit(wrapped, backend=backend, cache_size=cache_size)
-    return Jitted(fn, backend, cache_size)
+        return lambda wrapped: jit(wrapped, backend=backend, cache_size=cache_size, captures=captures)
+    return Jitted(fn, backend, cache_size, constants=captures == "constants")

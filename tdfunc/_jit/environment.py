@@ -41,11 +41,13 @@ class Same:
 
 
 # Any: values of every type are frozen into hashable ones.
-def freeze(value: Any, depth: int = 0) -> Any:
+def freeze(value: Any, depth: int = 0, *, by_tensor: bool = False) -> Any:
     """Return a hashable key that differs when the value does: contents of containers, else the object itself.
 
-    Containers and arrays of more items than a configuration has, or nested deeper, count as objects.
+    Containers and arrays of more items than a configuration has, or nested deeper, count as objects. A tensor counts by
+    its shape, dtype and device, or as an object.
     """
+    inner = functools.partial(freeze, depth=depth + 1, by_tensor=by_tensor)
     kind = type(value)
     if isinstance(value, (float, complex)):
         # 0.0 == -0.0 and nan != nan: their text tells them apart, and finds them again.
@@ -53,18 +55,19 @@ def freeze(value: Any, depth: int = 0) -> Any:
     if isinstance(value, _ATOMS):
         return kind, value
     if isinstance(value, Tensor):
-        return kind, value.shape, value.dtype, value.device
+        return Same(value) if by_tensor else (kind, value.shape, value.dtype, value.device)
     if isinstance(value, np.ndarray) and value.size <= _MAX_ITEMS and not value.dtype.hasobject:
         return kind, value.shape, value.dtype.str, value.tobytes()
     if isinstance(value, nn.Module):
-        return Same(value), tuple([module.training for module in value.modules()])
+        held = map(Same, (*value.parameters(), *value.buffers())) if by_tensor else ()
+        return Same(value), tuple([module.training for module in value.modules()]), *held
     if isinstance(value, (slice, range)):
         return kind, freeze((value.start, value.stop, value.step))
     if not isinstance(value, _CONTAINERS) or len(value) > _MAX_ITEMS or depth > _MAX_DEPTH:
         return Same(value)
     if isinstance(value, dict):
-        return kind, tuple([(freeze(key, depth + 1), freeze(item, depth + 1)) for key, item in value.items()])
-    frozen = [freeze(item, depth + 1) for item in value]
+        return kind, tuple([(inner(key), inner(item)) for key, item in value.items()])
+    frozen = list(map(inner, value))
     return kind, frozenset(frozen) if isinstance(value, (set, frozenset)) else tuple(frozen)
 
 
@@ -113,8 +116,8 @@ class _Reader(NamedTuple):
     own: bool = False
 
     @property
-    def place(self) -> tuple[int, str]:
-        return id(self.owner), self.name
+    def place(self) -> tuple[Same, str]:
+        return Same(self.owner), self.name
 
 
 class Snapshot(NamedTuple):
@@ -130,9 +133,10 @@ class Snapshot(NamedTuple):
 class Environment:
     """The values that functions, and those of their own packages that they name, read from outside."""
 
-    def __init__(self, *functions: Callable[..., Any]) -> None:
+    def __init__(self, *functions: Callable[..., Any], by_tensor: bool = False) -> None:
         self._functions = functions
-        self._ignored: set[tuple[int, str]] = set()
+        self._freeze = functools.partial(freeze, by_tensor=by_tensor)
+        self._ignored: set[tuple[Same, str]] = set()
         # Taken at the first call: while an object is copied, its attributes are not there yet.
         self._last: Snapshot | None = None
 
@@ -140,7 +144,7 @@ class Environment:
         readers = [reader for reader in self._readers() if reader.place not in self._ignored]
         values = [reader.read() for reader in readers]
         changeable = [i for i, value in enumerate(values) if can_change(value)]
-        return Snapshot(readers, values, tuple(map(freeze, values)), changeable)
+        return Snapshot(readers, values, tuple(map(self._freeze, values)), changeable)
 
     def snapshot(self) -> Snapshot:
         """Return the present values; its `token` is hashable and differs when one of them does."""
@@ -150,7 +154,7 @@ class Environment:
             return last
         values = [reader.read() for reader in last.readers]
         same = all(map(is_, values, last.values))
-        if same and all([freeze(values[i]) == last.token[i] for i in last.changeable]):
+        if same and all([self._freeze(values[i]) == last.token[i] for i in last.changeable]):
             return last
         # A function may have been replaced by another, which reads other names.
         self._last = last = self._take()
@@ -161,7 +165,7 @@ class Environment:
         now = self._take()
         old = {r.place: (v, part) for r, v, part in zip(before.readers, before.values, before.token, strict=True)}
         own = {reader.place for reader in now.readers if reader.own}
-        changed: set[tuple[int, str]] = set()
+        changed: set[tuple[Same, str]] = set()
         for reader, value, part in zip(now.readers, now.values, now.token, strict=True):
             was, key = old.get(reader.place, (value, part))
             if key != part:

@@ -6,9 +6,9 @@ repeat are refused while they happen, with the name of the tensor and the user's
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,22 @@ _HIDDEN_WRITES = {
 }
 
 
+class Capture(NamedTuple):
+    """A tensor that a function uses besides its arguments, and the fake one in its place."""
+
+    tensor: Tensor
+    fake: Tensor
+    # The line of the user.
+    line: str
+    # That of the tensor when it was found.
+    state: tuple[int, int]
+
+
+def state_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written: its version, and its place in memory for an assigned `.data`."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
 class Trace(NamedTuple):
     """A recorded run: the graph, whose output is a list of tensors, and how to make the result of them."""
 
@@ -53,25 +69,37 @@ class Trace(NamedTuple):
     build: Callable[[Sequence[Any], Sequence[Any]], Any]
     # Outputs that the function made to require grad.
     trained: tuple[int, ...]
+    # The tensors from outside that it holds.
+    captures: list[Capture]
     # Called when the graph has let go of its fake tensors: raises if one is alive.
     refuse_kept: Callable[[], None]
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation of a trace first: refuses captured tensors, writes to arguments and seeds.
+    """Sees every operation of a trace first: collects captured tensors, refuses writes to arguments and seeds.
 
     Args:
         tracer: Where operations are recorded.
+        fake_mode: Makes the tensors in place of captured ones.
         names: The argument that each storage belongs to.
         find: Returns how the function reaches a captured object; None where that is not found.
         deferred: Whether `call` may be used; a compiler's backend could not look inside.
     """
 
     def __init__(
-        self, tracer: Any, names: dict[int, str], find: Callable[[object], str | None], *, deferred: bool
+        self,
+        tracer: Any,
+        fake_mode: FakeTensorMode,
+        names: dict[int, str],
+        find: Callable[[object], str | None],
+        *,
+        deferred: bool,
     ) -> None:
         super().__init__()
-        self._tracer, self._names, self._find, self.deferred = tracer, names, find, deferred
+        self._tracer, self._fake_mode, self._names, self._find = tracer, fake_mode, names, find
+        self.deferred, self._is_strict = deferred, False
+        # By identity; the tensors are kept, so their ids stay theirs.
+        self.captures: dict[int, Capture] = {}
         self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
         # The fake tensors so far, each with its origin: an argument or an operation.
         self.made: list[tuple[weakref.ref[Tensor], object]] = []
@@ -80,15 +108,16 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         # `Guard` is there for the calls of the function, not for those that torch makes to run an operation.
         with torch._C.DisableTorchFunction():
+            if func not in _LIFTS:
+                args, kwargs = torch_pytree.tree_map_only(Tensor, self._lift, (args, kwargs))
             leaves = torch_pytree.tree_leaves((args, kwargs)) if func not in _LIFTS else []
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    self.refuse_captured(leaf)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
             for tensor in written_by(func, args, kwargs):
                 name = self._names.get(storage_id(tensor))
                 if name is not None:
+                    same = [one.tensor for one in self.captures.values() if storage_id(one.fake) == storage_id(tensor)]
+                    name = name or self._find(same[0]) or "a captured tensor"
                     raise ImmutableError(
                         f"jit: the function writes to {name} in place ({func}).",
                         got=user_line(),
@@ -105,19 +134,55 @@ class Recorder(TorchDispatchMode):
         node.meta["writes"] = nodes[0]
 
     def _node(self, tensor: Tensor) -> fx.Node:
-        self.refuse_captured(tensor)
-        return proxy_tensor.get_proxy_slot(tensor, self._tracer).proxy.node
+        return proxy_tensor.get_proxy_slot(self._lift(tensor), self._tracer).proxy.node
 
-    def refuse_captured(self, tensor: Tensor) -> None:
-        """Raise if a tensor comes from outside of the trace."""
-        if not isinstance(tensor, FakeTensor):
-            name = self._find(tensor) or "a tensor whose name was not found"
-            raise CaptureError(
-                f"jit: the function uses {name}, a tensor that is not one of its arguments.",
-                expected="every tensor among the arguments: a replay would keep using this one's present value",
-                got=f"shape {list(tensor.shape)}, {tensor.dtype} at {user_line()}",
-                hint="pass it as an argument (a module's weights: apply, params, buffers = tdfunc.functional(module)).",
-            )
+    def attempt(self, fn: Callable[[], Any]) -> Any:
+        """Return the result of a function, or None if it uses a tensor from outside of the trace."""
+        self._is_strict = True
+        try:
+            return fn()
+        except CaptureError:
+            return None
+        finally:
+            self._is_strict = False
+
+    def _lift(self, tensor: Tensor) -> Tensor:
+        """Return the fake tensor in place of one from outside of the trace."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        found = self.captures.get(id(tensor))
+        if found is None:
+            if self._is_strict or type(tensor) not in (Tensor, nn.Parameter):
+                raise self.capture_error(tensor)
+            name = f"_captured{len(self.captures)}"
+            with _disable_current_modes():
+                value = tensor.detach()
+                fake = self._fake_mode.from_tensor(value)
+            setattr(self._tracer.root, name, value)
+            proxy = self._tracer.create_proxy("get_attr", name, (), {})
+            proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+            found = self.captures[id(tensor)] = Capture(tensor, fake, user_line(), state_of(tensor))
+            self._names[storage_id(fake)] = ""
+        return found.fake
+
+    def capture_error(self, *more: Tensor) -> CaptureError:
+        """Return the error that names the tensors from outside of the trace."""
+        found = [(one.tensor, one.line) for one in self.captures.values()]
+        found += [(tensor, user_line()) for tensor in more if id(tensor) not in self.captures]
+        names = [self._find(tensor) or "a tensor whose name was not found" for tensor, _ in found[:_MAX_NAMED]]
+        texts = [f"shape {list(tensor.shape)}, {tensor.dtype} at {line}" for tensor, line in found]
+        what = "a tensor that is not one of its arguments"
+        if len(found) > 1:
+            what = "tensors that are not among its arguments"
+            texts = [f"{name}: {text}" for name, text in zip(names, texts, strict=False)]
+            names += [f"and {len(found) - _MAX_NAMED} more"] if len(found) > _MAX_NAMED else []
+        return CaptureError(
+            f"jit: the function uses {', '.join(names)}, {what}.",
+            expected="every tensor among the arguments: a replay would keep using the present value of another",
+            got="\n            ".join(texts),
+            hint="pass it as an argument (a module's weights: apply, params, buffers = tdfunc.functional(module)), or "
+            'record its present value: jit(fn, captures="constants").',
+        )
 
     def _refuse_seeds(self, generators: list[torch.Generator]) -> None:
         """Raise if a draw is from a generator that the function makes, or from the default one after it was seeded."""
@@ -155,7 +220,8 @@ class Guard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _READS:
-            self._recorder.refuse_captured(args[0])
+            if not isinstance(args[0], FakeTensor):
+                raise self._recorder.capture_error(args[0])
             raise ValueUsed(func)
         if func == _SET_DATA:
             raise UnsupportedError(
@@ -220,8 +286,9 @@ def trace(
     environment: Environment,
     *,
     deferred: bool,
+    constants: bool = False,
 ) -> Trace:
-    """Run `fn` once on fake tensors and record its operations on them."""
+    """Run `fn` once on fake tensors and record its operations on them; `constants` are captured tensors allowed."""
     tracer: Any = proxy_tensor.PythonKeyTracer()
     tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer), {}
     fake_mode = FakeTensorMode(allow_fallback_kernels=True)
@@ -233,7 +300,9 @@ def trace(
     fakes = [made[id(leaf)] for leaf in leaves]
     names = [name for name, _ in named_leaves(args, kwargs, Tensor)]
     storages = dict(zip(map(storage_id, fakes), names, strict=True))
-    watch = Recorder(tracer, storages, lambda value: _name_of(value, environment, args, kwargs), deferred=deferred)
+    watch = Recorder(
+        tracer, fake_mode, storages, lambda value: name_of(value, environment, args, kwargs), deferred=deferred
+    )
     watch.made += zip(map(weakref.ref, fakes), names, strict=True)
     guard = Guard(watch, dict(zip(map(id, fakes), names, strict=True)))
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
@@ -244,17 +313,26 @@ def trace(
             if made.pop(id(leaves[i]), None) is not None:
                 proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
         fake_args, fake_kwargs = refill((args, kwargs), iter(fakes), nodes)
-        with watch, guard:
-            out = _run(fn, fake_args, fake_kwargs)
+        try:
+            with watch, guard:
+                out = _run(fn, fake_args, fake_kwargs)
+        except Exception as err:
+            if watch.captures and not constants:
+                raise watch.capture_error() from err
+            raise
         slots: list[Tensor] = []
         # The place of each node by its id, and by ("data", id) that of each value held for a whole batch.
         places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
         places |= {("data", id(node.data)): i for i, node in enumerate(nodes) if isinstance(node, NonTensorData)}
         build = _make_builder(out, slots, places, "the result")
         outputs = [watch._node(tensor) for tensor in slots]
+        if watch.captures and not constants:
+            raise watch.capture_error()
         tracer.graph.output(outputs)
     trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
-    return Trace(fx.GraphModule(tracer.root, tracer.graph), build, trained, watch.refuse_kept)
+    return Trace(
+        fx.GraphModule(tracer.root, tracer.graph), build, trained, list(watch.captures.values()), watch.refuse_kept
+    )
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -347,10 +425,15 @@ def _data_error(err: BaseException) -> UnsupportedError:
     )
 
 
-_MAX_SEARCHED = 20_000
+_MAX_SEARCHED, _MAX_NAMED = 20_000, 10
 
 
-def _name_of(target: object, environment: Environment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def name_of(
+    target: object,
+    environment: Environment,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> str | None:
     """Search the values that the function can reach, breadth first, for one and return how it is reached."""
     todo = [*environment.named_values(), *((f"argument {i}", value) for i, value in enumerate(args))]
     todo += [(f"argument {name}", value) for name, value in kwargs.items()]

@@ -1,5 +1,6 @@
 """The commands and their options, as typer reads them."""
 
+from dataclasses import replace
 from enum import Enum
 from importlib.metadata import version as version_of
 from typing import Annotated
@@ -9,6 +10,8 @@ import typer
 from tdfunc.cli.average import average_files
 from tdfunc.cli.convert import Part, Target, rewrite
 from tdfunc.cli.diff import diff as run_diff
+from tdfunc.cli.merging.config import find_methods, from_options, read_config
+from tdfunc.cli.merging.run import merge_files, print_methods
 from tdfunc.cli.numbers import Tolerance
 from tdfunc.cli.show import show as run_show
 from tdfunc.cli.sources import make_filter
@@ -17,7 +20,7 @@ from tdfunc.cli.verify import verify as run_verify
 
 app = typer.Typer(
     name="tdfunc",
-    help="Look at, compare, verify and convert checkpoints, also those that are larger than memory.",
+    help="Look at, compare, verify, convert and merge checkpoints, also those that are larger than memory.",
     epilog="PATH is a safetensors file, a folder of shards, a memmap folder, a folder of steps, or a .pt file.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -205,6 +208,46 @@ def average(
         raise typer.BadParameter(f"{weights!r} must be numbers such as 1,2,1.", param_hint="--weights") from None
     target, part = _target(out, to, max_shard_size, force), Part(include or (), exclude or ())
     average_files(paths, target, part, weights=numbers, take_first=unequal is Unequal.first)
+
+
+@app.command()
+def merge(
+    out: Out,
+    paths: Annotated[list[str] | None, typer.Argument(help="The models, the base not among them.")] = None,
+    config: Annotated[str | None, typer.Option("--config", "-c", help="A configuration file of mergekit.")] = None,
+    method: Annotated[str | None, typer.Option(help="The method; `tdfunc methods` shows all.")] = None,
+    base: Annotated[str | None, typer.Option(help="The model that the others come from.")] = None,
+    weight: Annotated[list[float] | None, typer.Option(help="The weight of a model, in their order; repeated.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="An option of the method: density=0.5.")] = None,
+    methods: Annotated[str | None, typer.Option(help="A mapping with further methods, MODULE:NAME.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of methods that draw numbers.")] = 0,
+    dtype: Dtype = None,
+    to: To = None,
+    max_shard_size: ShardSize = None,
+    force: Force = False,
+) -> None:
+    """Merge models leaf by leaf: by a method and weights, or as a configuration file of mergekit says."""
+    known = find_methods(methods)
+    if (config is None) == (method is None) or (config is not None and bool(paths or base or weight or option)):
+        raise typer.BadParameter(
+            "--config FILE, or --method NAME with models, must say what to do.", param_hint="--config"
+        )
+    if config is not None:
+        with open(config, encoding="utf-8") as file:
+            recipe = read_config(file.read(), known)
+    else:
+        recipe = from_options(str(method), paths or [], base, weight, option or [], known)
+    if dtype is not None:
+        recipe = replace(recipe, out_dtype=dtype)
+    merge_files(recipe, _target(out, to, max_shard_size, force), seed=seed)
+
+
+@app.command("methods")
+def list_methods(
+    methods: Annotated[str | None, typer.Option(help="A mapping with further methods, MODULE:NAME.")] = None,
+) -> None:
+    """Show the methods of `merge`: definitions, options and papers."""
+    print_methods(find_methods(methods))
 
 
 def _target(out: str, to: Format | None, max_shard_size: str | None, force: bool) -> Target:

@@ -84,7 +84,7 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
 def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollection], rows: Rows) -> None:
     """Raise unless values without a mean (integers, bools, non-tensor data) are the same in all checkpoints."""
     lines: list[str] = []
-    for source, tree, row in zip(sources[1:], trees[1:], rows[1:], strict=True):
+    for source, row in zip(sources[1:], rows[1:], strict=True):
         for key, one in rows[0].items():
             if not _is_averaged(one):
                 unequal = Difference()
@@ -92,13 +92,22 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
                     unequal.add(x, y)
                 if unequal.differing:
                     lines.append(f"{shown(key[0])} ({one.spec}) in {safe(source.path)}")
-        first, other = plain_values(trees[0]), plain_values(tree)
-        for path in dict.fromkeys([*first, *other]):
-            a, b = [safe(repr(described(side.get(path)))) for side in (first, other)]
-            if a != b:
-                lines.append(f"{shown(path)} in {safe(source.path)}: {b[:80]} instead of {a[:80]}")
+    lines += unequal_values(sources, trees)
     if lines:
         raise LeafMismatchError(
             "\n    ".join(["average: integers, bools and non-tensor data must be equal, and these differ:", *lines]),
             hint=f"--filter 'params.*' averages that part; --unequal first takes them from {safe(sources[0].path)}.",
         )
+
+
+def unequal_values(sources: Sequence[Source], trees: Sequence[TensorCollection]) -> list[str]:
+    """Return a line for each non-tensor value that is not that of the first checkpoint."""
+    lines: list[str] = []
+    first = plain_values(trees[0])
+    for source, tree in zip(sources[1:], trees[1:], strict=True):
+        other = plain_values(tree)
+        for path in dict.fromkeys([*first, *other]):
+            a, b = [safe(repr(described(side.get(path)))) for side in (first, other)]
+            if a != b:
+                lines.append(f"{shown(path)} in {safe(source.path)}: {b[:80]} instead of {a[:80]}")
+    return lines

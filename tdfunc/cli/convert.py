@@ -50,14 +50,7 @@ class Part(NamedTuple):
 
 def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = None) -> None:
     """Write (a part of) a checkpoint in a format, cast on the way."""
-    dtype = None
-    if dtype_name is not None:
-        known = {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point and has_values(dtype)}
-        text = dtype_name.lower().removeprefix("torch.").replace("fp", "f")
-        dtype = known.get(text, getattr(torch, text, None))
-        if dtype is None or dtype not in known.values():
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in known.values()))
-            raise error(ValueError, "--dtype must be a floating dtype.", expected=names, got=repr(dtype_name))
+    dtype = None if dtype_name is None else find_dtype(dtype_name)
     with open_source(path) as source:
         target = make_target(target, source)
         tree = chosen_part(source, part)
@@ -85,6 +78,17 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
                     yield made
 
             write(target, tree, values, source, lost)
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """Return the floating dtype of a name, as torch or safetensors write it."""
+    known = {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point and has_values(dtype)}
+    text = name.lower().removeprefix("torch.").replace("fp", "f")
+    dtype = known.get(text, getattr(torch, text, None))
+    if dtype is None or dtype not in known.values():
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in known.values()))
+        raise error(ValueError, "--dtype must be a floating dtype.", expected=names, got=repr(name))
+    return dtype
 
 
 def chosen_part(source: Source, part: Part) -> TensorCollection:

@@ -37,10 +37,11 @@ from tdfunc.storage.manager.steps import (
 )
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, opened
+from tdfunc.storage.safetensors.blocks import Blocks
 from tdfunc.storage.safetensors.contents import is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
-from tdfunc.storage.safetensors.read import as_view, fill
+from tdfunc.storage.safetensors.read import as_view, check_bytes, fill, read_bytes
 from tdfunc.storage.safetensors.read import naming as naming_errors
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 from tdfunc.storage.tree.objects import OBJECT, PlainObject
@@ -60,10 +61,19 @@ class FileLeaf(NamedTuple):
     dtype: torch.dtype
     elements: int
     name: str
+    # Of all bytes; a leaf that several ranks wrote has digests of blocks instead.
     digest: str | None
+    blocks: Blocks | None
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all values."""
+        return self.elements * self.dtype.itemsize
 
     def read(self, count: int) -> Iterator[Tensor]:
-        """Yield the values, and compare the checksum at their end."""
+        """Yield the values, and compare the checksum at their end (those of blocks before)."""
+        if self.blocks is not None:
+            check_bytes(self.name, memoryview(read_bytes(self.data, self.begin, self.size_bytes)), self.blocks)
         state = xxhash.xxh3_64()
         for at in range(0, self.elements, count):
             part = torch.empty(min(count, self.elements - at), dtype=self.dtype)
@@ -211,11 +221,10 @@ def _open_safetensors(name: str, files: Files) -> Source:
         places, plan = contents.places, contents.plan
         readers: dict[int, Reader] = {}
         for key, i in numbers.items():
-            spec = plan.specs[i]
+            spec, digest = plan.specs[i], places.digests[i]
             data = contents.sources[places.homes[i]].data
-            readers[key] = FileLeaf(
-                data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], places.digests[i]
-            )
+            digests = (None, digest) if isinstance(digest, Blocks) else (digest, None)
+            readers[key] = FileLeaf(data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], *digests)
         held = stack.pop_all()
     source = Source(
         name,

@@ -91,7 +91,7 @@ def deferral() -> Callable[[Callable[..., None], list[Tensor], list[Tensor]], No
 
     Use it for work on real tensors that a replay does as one operation: `fn(writes, reads)` writes to the first.
     """
-    if not is_tracing():
+    if is_compiling() or not is_tracing():
         return None
     modes: list[Any] = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "deferred", False)]
     return modes[-1].call if modes else None

@@ -113,3 +113,7 @@ class RemoteError(_Explained, RuntimeError):
 
     status: "int | None" = None
     retry_after_s: "float | None" = None
+
+
+class PeerError(_Explained, RuntimeError):
+    """A process of a group that died, was cut off, or did not answer within the timeout; the message names its rank."""

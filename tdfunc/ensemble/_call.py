@@ -224,6 +224,8 @@ def member_keys(rng: Any, members: int) -> Tensor | None:
     """Return the keys of the members, (E, 2): how many there are changes none."""
     if rng is None:
         return None
+    if isinstance(rng, Tensor) and rng.shape == (members, 2):
+        return rng
     key = key_of(rng)
     return random.fold_in(key, torch.arange(members, device=key.device))
 

@@ -4,6 +4,7 @@ E is the number of members. All three ways give the numbers of the loop (except 
 vmap, and the loop where vmap cannot run the forward; a trace is made on request.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,9 +22,9 @@ from tdfunc import random
 from tdfunc._jit import Jitted
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, error, explain
 from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
-from tdfunc.core.keys import Filter, FilterLike
+from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.ensemble._call import (
     Call,
@@ -132,6 +133,8 @@ class Ensemble:
         # By kind of call: why vmap cannot run it, or None where it has.
         self._tried: dict[Hashable, str | None] = {}
         self._jitted: dict[Hashable, Jitted[Any, Any]] = {}
+        # Of buffers that a call drops.
+        self._warned = False
         self._has_attention = any(isinstance(m, _ATTENTION) for m in apply.module.modules())
 
     def __reduce__(self) -> Any:
@@ -150,6 +153,8 @@ class Ensemble:
     ) -> Any:
         """Return the members' outputs, stacked along a new first dimension.
 
+        It warns once if forward writes the given buffers, as BatchNorm does: `with_buffers` returns the new ones.
+
         Args:
             params: The stacked tree, whole (as `stack_modules` returns it) or its parameters.
             *args: Arguments of forward. Members share tensors unless `in_dims` maps them; containers and other
@@ -157,7 +162,7 @@ class Ensemble:
             buffers: The stacked buffers, when `params` has none.
             in_dims: For each of `args` the dimension of the members, or None; or one for all, as in `torch.vmap`.
             rng: A random key, a seed of one, or a generator, which gives another key at each call; member i draws
-                from `fold_in(key, i)`.
+                from `fold_in(key, i)`. A tensor of a key for each member, (E, 2), is taken as it is.
             **kwargs: Keyword arguments of forward, shared by the members.
 
         Raises:
@@ -166,7 +171,16 @@ class Ensemble:
             UnsupportedError: Forward drew random numbers and no `rng` was given, or past the member's key; it
                 returned objects that cannot be stacked; or wrote to an argument that members run in turn share.
         """
-        return self._run(params, buffers, args, in_dims, rng, kwargs, keep=False)[0]
+        out = self._run(params, buffers, args, in_dims, rng, kwargs, keep=False)[0]
+        if buffers is None or self._warned or is_compiling():
+            return out
+        if written := self.apply.written_buffers:
+            self._warned = True
+            names = [dotted(path) for path in written]
+            message = f"Ensemble: forward wrote the buffers {names}, and a call returns the outputs alone."
+            hint = "out, buffers = ensemble.with_buffers(params, buffers, x) keeps them; apply.eval() writes none."
+            warnings.warn(explain(message, hint=hint), stacklevel=2)
+        return out
 
     def with_buffers(
         self,

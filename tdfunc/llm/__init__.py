@@ -28,6 +28,8 @@ from tdfunc.llm.datasets.tokens import load_tokens as load_tokens
 from tdfunc.llm.encoding.text import detokenize as detokenize
 from tdfunc.llm.encoding.text import tokenize_text as tokenize_text
 from tdfunc.llm.encoding.text import tokenizer_digest as tokenizer_digest
+from tdfunc.llm.folders.pretrained import load_pretrained as load_pretrained
+from tdfunc.llm.folders.pretrained import save_pretrained as save_pretrained
 from tdfunc.llm.generation.functions import generate as generate
 from tdfunc.llm.generation.options import GenerationOptions as GenerationOptions
 from tdfunc.llm.generation.options import Response as Response

@@ -1,9 +1,10 @@
 """Recomputation: `checkpoint` makes a function keep its inputs for the derivative, and run again there.
 
 Outside of transforms that is `torch.utils.checkpoint`, which works by hooks on saved tensors. Inside `torch.func` there
-are no such hooks. There the function runs once without any graph, under a mode that finds the tensors it reads besides
-its arguments; one node of autograd then holds the inputs. The node's derivative is a function of the same kind, so
-derivatives of any order keep inputs alone.
+are no such hooks. There the function runs once under a mode that finds the tensors it reads besides its arguments, and
+one node of autograd, which holds these inputs, takes the place of the graph of its results. The node's derivative is a
+function of the same kind, so derivatives of any order keep inputs alone. Values that leave in another way, by a list or
+an attribute, keep the graph of the first run.
 """
 
 import contextlib
@@ -42,8 +43,9 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with its intermediate results computed again for the derivative, not kept.
 
     It works where `torch.utils.checkpoint` does, and inside `torch.func` transforms: `grad`, `vjp`, `jacrev`, `vmap`,
-    nested, and under `jit`. Tensors that the function reads besides its arguments get their gradients too. Where
-    derivatives are taken forward (`jvp`, `jacfwd`, `hessian`) and in transforms inside `torch.compile`, the function
+    nested, and under `jit`. Tensors that the function reads besides its arguments get their gradients, and so do
+    tensors that leave by a list or an attribute; these keep what their derivative needs. Where derivatives are taken
+    forward (`jvp`, `jacfwd`, `hessian`) and in transforms inside `torch.compile`, the function
     runs as it is: nothing is saved, the numbers are the same.
 
     Args:
@@ -55,8 +57,9 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         UnsupportedError: A variable of an enclosing function is another object at the second run; or in a transform
-            `fn` writes to an argument, or gives a tensor from outside to a transform of its own; or in a trace it draws
-            from torch's default generator, which a replay would not repeat.
+            `fn` writes to an argument, or reads a tensor with a gradient that the second run cannot be given: in a
+            transform of its own, inside an object that only its class knows, or another one each time; or in a trace
+            it draws from torch's default generator, which a replay would not repeat.
 
     Source:
         Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); `jax.checkpoint`.
@@ -170,7 +173,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _layers(tensor: Tensor) -> list[Tensor]:
-    """Return a tensor and those inside it, of one transform after the other."""
+    """Return a tensor and those inside it, of one transform after the other.
+
+    An outer function that is recomputed must not take what is asked of them for reads.
+    """
     found = [tensor]
     while _functorch.is_functorch_wrapped_tensor(found[-1]):
         found.append(_functorch.get_unwrapped(found[-1]))
@@ -178,7 +184,25 @@ def _layers(tensor: Tensor) -> list[Tensor]:
 
 
 def _version(tensor: Tensor) -> list[int]:
-    return [0 if layer.is_inference() else layer._version for layer in _layers(tensor)]
+    with torch._C.DisableTorchFunction():
+        return [0 if layer.is_inference() else layer._version for layer in _layers(tensor)]
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return any([layer.requires_grad for layer in _layers(tensor)])
+
+
+def _edges(tensors: Iterable[Tensor]) -> list[tuple[Any, int]]:
+    """Return where tensors leave the graphs of autograd, those of all transforms."""
+    layers = [layer for tensor in tensors for layer in _layers(tensor)]
+    with torch._C.DisableTorchFunction():
+        return [(layer.grad_fn, layer.output_nr) for layer in layers if layer.grad_fn is not None]
+
+
+def _sequence_number() -> int:
+    """Return the number of the next node of a graph; each thread counts its own."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 class _Found(NamedTuple):
@@ -191,57 +215,94 @@ class _Found(NamedTuple):
 
 
 class _Outside(TorchFunctionMode):
-    """Finds the tensors of outer transforms and graphs that a function reads besides its arguments."""
+    """Finds the tensors of outer transforms and graphs that a function reads besides the given ones.
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    At a second run operations get other tensors in place of some.
+    """
+
+    def __init__(self, given: Sequence[Tensor], old: "Sequence[weakref.ref[Tensor]]" = ()) -> None:
         super().__init__()
         self.found: dict[int, _Found] = {}
-        # A tensor that cannot be given to the second run.
-        self.unseen: Tensor | None = None
-        # The results of calls are held weakly: by identity, since comparing tensors computes.
-        self._known = {id(tensor): weakref.ref(tensor) for tensor in given}
+        # To be raised after the run: operators turn it into an error of their own.
+        self.unserved: UnsupportedError | None = None
+        # By identity, since comparing tensors computes. The results of calls are held weakly.
+        self._given = {id(tensor): tensor for tensor in given}
+        self._made: dict[int, weakref.ref[Tensor]] = {}
         self._level = _functorch.maybe_current_level() or 0
+        self._start = _sequence_number()
+        # Those that are gone are not read, and their ids may be those of new tensors.
+        self._alive = [(tensor, new) for ref, new in zip(old, given, strict=False) if (tensor := ref()) is not None]
+        self._swaps = {id(tensor): new for tensor, new in self._alive}
+        self._again = bool(old)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._swaps and any([id(value) in self._swaps for value in _tensors((*args, *kwargs.values()))]):
+            args, kwargs = tree_map_only(Tensor, self.swap, (args, kwargs))
         for value in _tensors((*args, *kwargs.values())):
-            if not self._is_known(value) and id(value) not in self.found:
+            if not self._is_known(value):
                 self._add(value)
         out = func(*args, **kwargs)
         for value in _tensors((out,)):
-            if id(value) not in self.found:
-                self._known[id(value)] = weakref.ref(value)
+            if id(value) not in self._given and id(value) not in self.found:
+                self._made[id(value)] = weakref.ref(value)
         return out
 
+    def swap(self, tensor: Tensor) -> Tensor:
+        return self._swaps.get(id(tensor), tensor)
+
+    def made(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is made in this run: the result of a call, or, after a transform, by its graph."""
+        ref = self._made.get(id(tensor))
+        if ref is not None and ref() is tensor:
+            return True
+        return any([self._start <= node._sequence_nr() < _sequence_number() for node, _ in _edges([tensor])])
+
     def _is_known(self, tensor: Tensor) -> bool:
-        known = self._known.get(id(tensor))
-        return known is not None and known() is tensor
+        return id(tensor) in self._given or id(tensor) in self.found or self.made(tensor)
+
+    def enters_elsewhere(self, results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
+        """Return whether results depend on something with a gradient that is not among the operands."""
+        todo, known, seen = _edges(results), set(_edges(operands)), set[Any]()
+        leaves = [layer for tensor in operands for layer in _layers(tensor)]
+        while todo:
+            edge = todo.pop()
+            node = edge[0]
+            if node is None or edge in known or node in seen:
+                continue
+            seen.add(node)
+            # The node of a leaf, which has no number.
+            variable = getattr(node, "variable", None)
+            if variable is None and node._sequence_nr() < self._start:
+                return True
+            if variable is not None and not any([variable is leaf for leaf in leaves]):
+                return True
+            todo.extend(node.next_functions)
+        return False
 
     def _add(self, tensor: Tensor) -> None:
         # A transform in the function makes its tensors unseen.
         inner = next(layer for layer in _layers(tensor) if _functorch.maybe_get_level(layer) <= self._level)
-        has_gradient = any([layer.requires_grad for layer in _layers(inner)])
-        if inner is tensor and (has_gradient or _functorch.is_functorch_wrapped_tensor(tensor)):
+        has_gradient = _has_gradient(inner)
+        if inner is not tensor:
+            if has_gradient and not self._is_known(inner):
+                self.unserved = self.unserved or _unserved(
+                    "gives a tensor from outside to a transform of its own", inner
+                )
+        elif self._again:
+            if any([node._sequence_nr() < self._start for node, _ in _edges([tensor])]):
+                self.unserved = self.unserved or _unserved("reads another tensor when it runs again", tensor)
+        elif has_gradient or _functorch.is_functorch_wrapped_tensor(tensor):
             self.found[id(tensor)] = _Found(tensor, _version(tensor), None if has_gradient else tensor.clone())
-        elif inner is not tensor and has_gradient and not self._is_known(inner):
-            self.unseen = inner
 
 
-class _Swap(TorchFunctionMode):
-    """Gives operations other tensors in place of some."""
-
-    def __init__(self, old: Sequence["weakref.ref[Tensor]"], new: Sequence[Tensor]) -> None:
-        super().__init__()
-        # The others are gone, and their ids may be those of new tensors.
-        alive = [(ref(), tensor) for ref, tensor in zip(old, new, strict=True)]
-        self._alive = [tensor for tensor, _ in alive if tensor is not None]
-        self._tensors = {id(tensor): other for tensor, other in alive if tensor is not None}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any([id(value) in self._tensors for value in _tensors((*args, *kwargs.values()))]):
-            args, kwargs = tree_map_only(Tensor, lambda t: self._tensors.get(id(t), t), (args, kwargs))
-        return func(*args, **kwargs)
+def _unserved(what: str, tensor: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"checkpoint: the function {what}.",
+        expected="its arguments, or results in it",
+        got=f"a tensor with a gradient, shape {list(tensor.shape)}, {tensor.dtype}",
+        hint="pass it as an argument of the function.",
+    )
 
 
 class _Surroundings:
@@ -291,15 +352,11 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     inputs = [leaves[i] for i in places]
     surroundings = _Surroundings(inputs)
     versions = list(map(_version, inputs))
-    with torch.no_grad(), _Outside(inputs) as outside, _NoDraws() if _is_symbolic() else contextlib.nullcontext():
+    # With a graph, so that values leave with their gradients by lists and attributes. That of the results is dropped.
+    with _Outside(inputs) as outside, _NoDraws() if _is_symbolic() else contextlib.nullcontext():
         out = fn(*args, **kwargs)
-    if outside.unseen is not None:
-        raise UnsupportedError(
-            "checkpoint: the function gives a tensor from outside to a transform of its own.",
-            expected="its arguments, or results in it",
-            got=f"a tensor with a gradient, shape {list(outside.unseen.shape)}, {outside.unseen.dtype}",
-            hint="pass it as an argument of the function.",
-        )
+    if outside.unserved is not None:
+        raise outside.unserved
     written = [place for place, found in enumerate(outside.found.values()) if _version(found.tensor) != found.version]
     read = [found.tensor for found in outside.found.values()]
     copies = [found.copy for found in outside.found.values()]
@@ -314,24 +371,35 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         read[place] = cast("Tensor", copies[place])
     del copies
     results, out_spec = tree_flatten(out)
-    # Others have no derivative.
-    chosen = [i for i, x in enumerate(results) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
+    # Others leave as they are: they have no derivative, or are from outside.
+    found = [isinstance(x, Tensor) and outside.made(x) and _has_gradient(x) for x in results]
+    chosen = [i for i, yes in enumerate(found) if yes]
+    made, operands = [results[i] for i in chosen], [*inputs, *read, *surroundings.keys]
+    # Operations of this run got what the second run of an outer function puts in place of them.
+    for mode in reversed(_get_current_function_mode_stack()):
+        operands = list(map(mode.swap, operands)) if isinstance(mode, _Outside) else operands
+    if outside.enters_elsewhere(made, operands):
+        raise _unserved("depends on a tensor from outside that no torch function is given", made[0])
     # The node holds them; nothing else does.
     static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     # Weakly: results of transforms in the function are found, too, and nothing else holds them.
-    refs, count = [weakref.ref(found.tensor) for found in outside.found.values()], len(places)
+    refs = [weakref.ref(tensor) for tensor in (*inputs, *[found.tensor for found in outside.found.values()])]
+    count = len(places)
 
     def again(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = list(static)
         for place, tensor in zip(places, tensors, strict=False):
             given[place] = tensor
         args, kwargs = tree_unflatten(given, spec)
-        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : count + len(refs)])]
-        with surroundings.restored(tensors[count + len(refs) :]), _Swap(refs, others):
+        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : len(refs)])]
+        swapped = _Outside((*tensors[:count], *others), refs)
+        with surroundings.restored(tensors[len(refs) :]), swapped:
             found = tree_leaves(fn(*args, **kwargs))
-        return tuple([found[i] for i in chosen])
+        if swapped.unserved is not None:
+            raise swapped.unserved
+        return tuple([swapped.swap(found[i]) for i in chosen])
 
-    new = _attach(again, [results[i] for i in chosen], [*inputs, *read, *surroundings.keys])
+    new = _attach(again, [tensor.detach() for tensor in made], operands)
     for place, tensor in zip(chosen, new, strict=True):
         results[place] = tensor
     return tree_unflatten(results, out_spec)

@@ -26,6 +26,7 @@ from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, weak_weights
 from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
+from tdfunc.modules.unsharded import unsharded
 from tdfunc.ops.base.foreach import can_foreach
 from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
@@ -65,6 +66,8 @@ class _Learned(NamedTuple):
     params: list[int]
     buffers: list[int]
     hidden: bool
+    # The places of all leaves that it wrote.
+    written: frozenset[int]
 
 
 class Apply:
@@ -201,6 +204,12 @@ class Apply:
         """The paths of the leaves in plan order: parameters, then buffers."""
         return list(self._spec.order)
 
+    @property
+    def written_buffers(self) -> list[Path]:
+        """The paths of the buffers that the first call wrote."""
+        written = set[int]() if self._learned is None else self._learned.written
+        return [path for i, path in enumerate(self.paths) if i in written and i >= self.n_params]
+
     def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY, shared: Set[Path] = frozenset()) -> list[Any]:
         """Return the leaves that a call binds, in plan order.
 
@@ -295,9 +304,9 @@ class Apply:
                 places = watch.written()
                 if places is not None:
                     n = self._spec.n_params
-                    places |= skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
-                    params = [i for i in places if i < n]
-                    self._learned = _Learned(params, sorted(i for i in places if i >= n), hidden)
+                    may = places | skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
+                    params, buffers = [i for i in may if i < n], sorted(i for i in may if i >= n)
+                    self._learned = _Learned(params, buffers, hidden, frozenset(places))
             new = self._read_back(skeleton) if keep else new
             after = {
                 path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
@@ -399,7 +408,9 @@ def functional(
     later calls are not watched.
 
     Args:
-        module: Any module; one wrapped by `torch.compile` is unwrapped.
+        module: Any module; one wrapped by `torch.compile` is unwrapped. Of one that `fully_shard` (FSDP2) or
+            `DistributedDataParallel` has taken over the layers alone run, on its tree: under FSDP2 on DTensors, so
+            that inputs must be DTensors, too. Nothing is reduced between ranks.
         copy: Whether the trees are copies, which training the module does not change; otherwise they share its
             storage. Either way they are detached.
         call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works. It
@@ -419,7 +430,7 @@ def functional(
         >>> apply(params, torch.zeros(5, 3)).shape
         torch.Size([5, 2])
     """
-    module = unwrap(module, "functional")
+    module = unsharded(unwrap(module, "functional"))
     reserved = [name for name in _RESERVED if name in inspect.signature(module.forward).parameters]
     if reserved and not call_only:
         raise UnsupportedError(

@@ -7,7 +7,7 @@ leaves forward writes, for which later calls need copies.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -31,22 +31,26 @@ class Poison(Tensor):
     """A tensor with the shape, dtype and device of a weight, no storage, and no operation that does not raise."""
 
     path: Path
+    leak: Callable[[Path, Any], NoReturn]
 
     # Reading metadata must not go through Python dispatch; every operation still reaches `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def of(weight: Tensor, path: Path) -> "Poison":
-        """Return the poison for one weight."""
+    def of(weight: Tensor, path: Path, leak: "Callable[[Path, Any], NoReturn] | None" = None) -> "Poison":
+        """Return the poison for one weight; an operation on it calls `leak`, which raises."""
         strides = weight.stride() if weight.layout is torch.strided and not weight.is_nested else None
-        return _poison(weight.shape, strides, weight.dtype, weight.device, path, isinstance(weight, nn.Parameter))
+        is_param = isinstance(weight, nn.Parameter) or hasattr(weight, "_is_param")
+        poison = _poison(weight.shape, strides, weight.dtype, weight.device, path, is_param)
+        poison.leak = leak or _leak
+        return poison
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HARMLESS:
             return args[0]
         leaked = [a for a in tree_leaves((args, kwargs or {})) if isinstance(a, Poison)]
-        return _leak(leaked[0].path, func)
+        return leaked[0].leak(leaked[0].path, func)
 
     def __deepcopy__(self, memo: Any) -> "Poison":
         return self
@@ -61,7 +65,7 @@ class Poison(Tensor):
 def _poison(shape: Size, strides: Any, dtype: torch.dtype, device: torch.device, path: Path, is_param: bool) -> Poison:
     make: Any = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
     poison = make(Poison, shape, strides, dtype=dtype, device=device, requires_grad=False)
-    poison.path = path
+    poison.path, poison.leak = path, _leak
     if is_param:
         # nn.Module accepts it in a parameter slot.
         poison._is_param = True

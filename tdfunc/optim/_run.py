@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from tdfunc._jit.tracing import recorder
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values, in_functorch, is_compiling
-from tdfunc.core.errors import CaptureError, UnsupportedError
+from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
@@ -130,13 +130,9 @@ class Run:
 
     def _scheduled(self, schedule: Callable[[Tensor], Any]) -> Any:
         """Return the value of a schedule, or None where it reads tensors of its own while a trace is recorded."""
-        try:
-            return schedule(self.count)
-        except CaptureError:
-            # Each replay calls the schedule itself, outside of the trace.
-            if recorder() is None:
-                raise
-            return None
+        watch = recorder()
+        # Else each replay calls the schedule itself, outside of the trace.
+        return schedule(self.count) if watch is None else watch.attempt(lambda: schedule(self.count))
 
     def _step_plain(
         self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]

@@ -11,10 +11,12 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
 from tdfunc.storage.disk.progress import progress_bar
+from tdfunc.storage.disk.ranks import has_sharded
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.memmap.read import load_memmap
 from tdfunc.storage.safetensors.contents import is_memmap, open_contents
+from tdfunc.storage.safetensors.ranks import save_by_ranks
 from tdfunc.storage.safetensors.save import check_target, save_outline
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
 from tdfunc.storage.tree.build import Classes
@@ -39,6 +41,11 @@ def save(
     path), kinds, Parameters, `requires_grad`, and plain objects: None, numbers, texts, and lists, tuples and dicts
     of these and of tensors and trees, such as the `state_dict()` of an optimizer. Each leaf and the header get a
     checksum. Memory layout is not kept: leaves are written row by row.
+
+    A tree with DTensors is saved by all ranks of the default process group, which all call this with the same path; on
+    a mesh of one dimension that has some of them, by those.
+    Each writes its own parts into one file, nothing is gathered, and what is not a DTensor must be equal on all ranks.
+    If one rank fails or dies, all raise, and the old file stays.
 
     Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards next to
     `model.safetensors.index.json`, which replaces the checkpoint that was in the folder, one file or shards. A file
@@ -71,7 +78,11 @@ def save(
         (True, ['row'], 'first')
     """
     target, max_bytes = check_target(path, max_shard_size)
-    save_outline(outline(as_tree(td, f"save {target}")), target, max_bytes, fsync=fsync, progress=progress)
+    tree = as_tree(td, f"save {target}")
+    if max_bytes is None and not is_remote(target) and has_sharded(tree):
+        save_by_ranks(tree, target, fsync=fsync)
+        return
+    save_outline(outline(tree), target, max_bytes, fsync=fsync, progress=progress)
 
 
 def load(
@@ -92,14 +103,17 @@ def load(
     flat one where the names do not nest (`a` and `a.b`).
 
     A folder with `model.safetensors` is one file, else with `model.safetensors.index.json` shards, else with
-    `meta.json` a memmap folder.
+    `meta.json` a memmap folder, else with `adapter_model.safetensors` an adapter under PEFT's names, which
+    `tdfunc.lora.load` reads into one of a base.
 
     Args:
         path: The file or folder; with fsspec also a URL, whose files are fetched first.
         like: The expected leaves, as a tree (on any device), a nested mapping, or a spec, of anything with a shape and
             a dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough, and
             a file of another program may lack buffers that are not persistent, which the result then lacks too);
-            values, batch sizes and non-tensor data are not compared, and nothing is tied that was not saved so.
+            values, batch sizes and non-tensor data are not compared, and nothing is tied that was not saved so. Where
+            `like` is a tree with a DTensor, the leaf is one with that mesh and placements, and no more than this rank's
+            part of it is read.
         where: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
             predicate gets leaves without values (on the meta device), which have a shape and a dtype.
         dtype: Cast leaves of floating dtypes (float8 included); integers, bools and complex leaves stay as they are.

@@ -50,3 +50,14 @@ def test_overlaps_are_those_of_ranges_of_bytes(data):
 
     assert Places(tensors[1:]).holds(tensors[0]) == (0 in met)
     assert {i for pair in find_overlaps(tensors) for i in pair} == met
+
+
+@given(st.permutations([(0, 20), (1, 2), (4, 6), (18, 24)]), st.integers(0, 23))
+def test_nested_extents_are_one_run(extents, at):
+    """Memory inside other memory hides none of it."""
+    memory = torch.zeros(30)
+    places = Places([memory[begin:end] for begin, end in extents])
+
+    assert places.holds(memory[at : at + 1])
+    assert not places.holds(memory[24:])
+    assert places.find(extent_of(memory[at : at + 1])) == extent_of(memory[:24])[1:]

@@ -215,3 +215,17 @@ def test_stacks_load_with_weights_only(values):
         loaded = torch.load(file, weights_only=True)
     assert loaded.tolist() == [stack.tolist()]
     assert loaded.shape == (1, *stack.shape)
+
+
+@given(st.lists(st.one_of(st.text(), st.integers(), st.booleans()), min_size=1), SIZES)
+def test_treespecs_are_dumped(values, size):
+    """`treespec_dumps` keeps the values and the shape of data for the batch and for each row."""
+    count = Size(size).numel()
+    rows = NonTensorStack(*[values[i % len(values)] for i in range(count)]).reshape(size) if count else NonTensorData(0)
+
+    for given_node in (rows, NonTensorData(values, size)):
+        spec = pytree.tree_structure(given_node)
+        loaded = pytree.treespec_loads(pytree.treespec_dumps(spec))
+        assert loaded == spec
+        node = pytree.tree_unflatten([], loaded)
+        assert (type(node), node.shape, node.tolist()) == (type(given_node), given_node.shape, given_node.tolist())

@@ -99,7 +99,7 @@ def test_under_grad():
     x = torch.arange(12.0, dtype=torch.float64).sin().reshape(4, 3)
 
     def grads(run):
-        return torch.func.grad(lambda p: run(p, x, buffers=buffers, rng=1).square().sum())(params)
+        return torch.func.grad(lambda p: run.with_buffers(p, buffers, x, rng=1)[0].square().sum())(params)
 
     expected = grads(Ensemble(ensemble.apply, "loop"))
     assert_trees_equal(grads(ensemble), expected, rtol=1e-10, atol=1e-10)

@@ -73,6 +73,81 @@ def test_captured_tensors_are_named(i):
         jit(fn)(torch.ones(3))
 
 
+@pytest.mark.parametrize("i", range(len(make_captures())))
+def test_captured_tensors_are_constants(i):
+    """On request they are constants of the record; as results they come out with their values."""
+    fn, _ = make_captures()[i]
+    traced, x = jit(fn, captures="constants"), torch.arange(3.0)
+
+    with torch.no_grad():
+        for factor in (1, 2):
+            torch.testing.assert_close(traced(x * factor), fn(x * factor))
+    assert traced.cache_info().misses == 1
+
+
+ALL = [
+    (
+        lambda x: (x * WEIGHT + X).sum() + TREE["a", "w"].sum(),
+        r"'WEIGHT', 'X', .*w.*, tensors.*'X': shape.*test_messages",
+    ),
+    (
+        nn.Sequential(*[nn.Linear(3, 3) for _ in range(7)]),
+        "'self.0.weight', 'self.0.bias', .*'self.4.bias', and 4 more",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fn", "pattern"), ALL, ids=["some", "many"])
+def test_all_captured_tensors_are_named(fn, pattern):
+    """One call names all of them, each with its line; of very many the first."""
+    with pytest.raises(CaptureError, match=f"(?s){pattern}"):
+        jit(fn)(torch.ones(3))
+
+
+# What changes a captured tensor, and the error of the next call; another tensor is recorded anew.
+CHANGES = {
+    "another item": (lambda box: box["list"].__setitem__(0, torch.full((3,), 7.0)), None),
+    "another weight": (lambda box: setattr(box["layer"], "weight", nn.Parameter(torch.eye(3), False)), None),
+    "a write": (lambda box: box["list"][0].add_(1), r"list'\]\[0\]. was written since.*cache_clear"),
+    "a write to a view": (lambda box: box["list"][0][:1].zero_(), "written since"),
+    "assigned data": (
+        lambda box: setattr(box["layer"].weight, "data", torch.eye(3)),
+        "layer.*weight.* was written since",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "pattern"), CHANGES.values(), ids=CHANGES)
+def test_a_constant_that_changes(change, pattern):
+    """No call uses a value that is out of date."""
+    box = {"list": [torch.ones(3)], "layer": nn.Linear(3, 3).requires_grad_(False)}
+    traced, x = jit(lambda x: box["layer"](x) + box["list"][0], captures="constants"), torch.ones(3)
+    traced(x)
+
+    change(box)
+    for _ in range(2 if pattern else 0):
+        with pytest.raises(CaptureError, match=f"(?s){pattern}"):
+            traced(x)
+    if pattern:
+        traced.cache_clear()
+    torch.testing.assert_close(traced(x), box["layer"](x) + box["list"][0])
+
+
+NOT_CONSTANTS = [
+    (lambda x: X.add_(x), ImmutableError, rf"writes to 'X' in place.*{LINE}"),
+    (nn.Linear(3, 3), UnsupportedError, "'self.weight' requires grad.*no_grad"),
+    (lambda x: x * X.tolist()[0], CaptureError, "'X'"),
+]
+
+
+@pytest.mark.parametrize(("fn", "kind", "pattern"), NOT_CONSTANTS, ids=["written", "trained", "read"])
+def test_what_is_not_a_constant(fn, kind, pattern):
+    """A capture that is written or trained is refused, and so are reads of its values."""
+    with pytest.raises(kind, match=f"(?s){pattern}"):
+        jit(fn, captures="constants")(torch.ones(3))
+    assert X.tolist() == [1, 1, 1]
+
+
 def test_a_capture_in_vmap_of_grad_shows_the_users_line():
     """The message shows the line of the user's function, not one of torch."""
     hidden = torch.ones(3)
@@ -233,6 +308,8 @@ def test_numbers_that_are_recorded_anew_are_named():
 
 
 def test_the_cache_holds_a_record():
-    """A cache for no records is refused."""
+    """A cache for no records is refused, and so is an unknown way to treat captures."""
     with pytest.raises(ValueError, match=r"(?s)cache_size must be at least 1.*0"):
         jit(lambda x: x, cache_size=0)
+    with pytest.raises(ValueError, match=r"(?s)captures must name a way.*refused | constants.*'kept'"):
+        jit(lambda x: x, captures="kept")

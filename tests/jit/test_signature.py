@@ -1,10 +1,13 @@
 """The key of a call: structure of trees, values in them, arguments that are one object, settings of the thread."""
 
+from collections import OrderedDict, defaultdict
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from tdfunc import NonTensorData, TensorDict
 from tdfunc._jit import jit
@@ -39,6 +42,24 @@ def test_tree_data_is_in_the_key(other):
     assert_trees_equal(fn(other), fn.__wrapped__(other))
     assert list(fn(other).keys()) == list(other.keys())
     assert fn.cache_info().misses == 2
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, OrderedDict, lambda items: defaultdict(float, items), lambda items: [dict(items)]]
+)
+def test_keys_and_their_order_are_in_the_key(kind):
+    """A container whose keys, or their order, are others is recorded anew."""
+    fn = jit(lambda given: torch.stack([x * i for x, i in zip(pytree.tree_leaves(given), (1, 3), strict=True)]))
+    pairs = [("a", torch.tensor(2.0)), ("b", torch.tensor(5.0))]
+
+    for items in (pairs, pairs[::-1], [("c", pairs[0][1]), pairs[1]], pairs):
+        assert torch.equal(fn(kind(items)), fn.__wrapped__(kind(items)))
+    names = [
+        list(jit(lambda given: {str(key): x for key, x in given.items()})(OrderedDict(items)))
+        for items in (pairs, pairs[::-1])
+    ]
+    assert names == [["a", "b"], ["b", "a"]]
+    assert fn.cache_info().misses == 3
 
 
 @pytest.mark.parametrize(

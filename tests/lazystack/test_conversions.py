@@ -102,6 +102,7 @@ def test_nested_tensors(layout):
     assert nested["n", "y"].is_nested
     assert all(torch.equal(a, b) for a, b in zip(nested["x"].unbind(), lazy["x"], strict=True))
     assert nested["s"] == lazy["s"]
+    assert lazy[:1].nested(layout).batch_size == Size([1])
 
 
 def test_tolist():

@@ -2,15 +2,17 @@
 
 import functools
 import threading
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -169,6 +171,92 @@ def test_any_depth(depth, form, case, seed):
     plain, thrifty = (lambda w, x, wrap=wrap: form(wrap, w, x, depth) + w.sum() for wrap in (lambda fn: fn, checkpoint))
 
     torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
+
+
+@st.composite
+def programs(draw, depth=1, keeps=("in a list", "in an attribute", "the result")):
+    """Calls: what each is given, reads, keeps and returns. Numbers choose among the values that there are."""
+    places, ways = st.integers(0, 20), st.sampled_from(["closure", "list", "attribute", "tree"])
+    return [
+        {
+            "args": draw(st.lists(places, min_size=1, max_size=2)),
+            "reads": draw(st.lists(st.tuples(ways, places), max_size=3)),
+            "keeps": draw(st.sets(st.sampled_from(keeps))) if keeps else set(),
+            "returns": draw(st.sampled_from(["one", "capture", "argument", "tree"])),
+            "inner": draw(programs(depth - 1, keeps)) if depth else [],
+        }
+        for _ in range(draw(st.integers(0, 1 + depth)))
+    ]
+
+
+def interpret(program, wrap, w, x):
+    """The sum of everything that recomputed functions return and keep, when they read what was there before."""
+    pool, shelf = [x @ w, (x @ w).sin(), x.cos()], []
+
+    def call(block, pool):
+        given, read = ([pool[i % len(pool)] for i in some] for some in (block["args"], [i for _, i in block["reads"]]))
+        named = {f"v{i}": value for i, value in enumerate(read)}
+        box, tree = types.SimpleNamespace(**named), TensorDict(named)
+
+        def fn(*args):
+            out = functools.reduce(lambda a, b: a * b.sin() + a, args)
+            for i, (way, _) in enumerate(block["reads"]):
+                reads = {"closure": named[f"v{i}"], "list": read[i], "tree": tree[f"v{i}"]}
+                out = torch.tanh(out + reads.get(way, getattr(box, f"v{i}")) * 0.7)
+            for inner in block["inner"]:
+                out = out + sum(call(inner, [out, *args, *pool]))
+            if "in an attribute" in block["keeps"]:
+                box.kept = torch.exp(-out.square())
+            shelf.extend(
+                [value for key, value in (("in a list", out.sin()), ("the result", out)) if key in block["keeps"]]
+            )
+            tree_out = TensorDict({"a": out, "b": out.cos()})
+            return {"one": [out], "capture": [out, pool[-1]], "argument": [args[0], out], "tree": tree_out}[
+                block["returns"]
+            ]
+
+        found = wrap(fn)(*given)
+        return [*(found.values() if isinstance(found, TensorDict) else found), *vars(box).values()]
+
+    for block in program:
+        pool = [*pool, *call(block, pool)]
+    return sum([value.square().sum() for value in (*pool, *shelf)])
+
+
+MODES = {
+    "plain": lambda f, w, x: f(w, x),
+    "vmap": lambda f, w, x: vmap(f, (0, None))(stacked(w), x),
+    "no_grad": lambda f, w, x: torch.no_grad()(f)(w, x),
+    **{case: CASES[case] for case in CASES if case != "three times"},
+}
+
+
+@given(program=programs(), mode=st.sampled_from(list(MODES)), seed=st.integers(0, 2**32))
+def test_any_program(program, mode, seed):
+    """Wherever values enter and leave (captures, lists, attributes, as themselves), no gradient is lost."""
+    torch.manual_seed(seed)
+    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    ways = {"plain": lambda fn: fn, "ours": checkpoint}
+    if mode == "backward":
+        ways["torch's"] = lambda fn: functools.partial(torch_checkpoint.checkpoint, fn, use_reentrant=False)
+
+    expected, *found = [MODES[mode](functools.partial(interpret, program, wrap), w, x) for wrap in ways.values()]
+    for one in found:
+        torch.testing.assert_close(one, expected)
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(program=programs(keeps=()), seed=st.integers(0, 2**32))
+def test_any_program_is_traced(program, seed):
+    """The same in a trace of mapped gradients, which refuses tensors that live on."""
+    torch.manual_seed(seed)
+    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    plain, thrifty = (
+        vmap(grad(functools.partial(interpret, program, wrap)), (0, None)) for wrap in (lambda fn: fn, checkpoint)
+    )
+
+    torch.testing.assert_close(tdf.jit(thrifty)(stacked(w), x), plain(stacked(w), x))
 
 
 @pytest.mark.slow
@@ -413,6 +501,36 @@ def inside(transform):
     return grad(lambda w: checkpoint(lambda x: transform(lambda r: (x @ r).sin().sum())(w).sum())(w * 1).sum())(w)
 
 
+class Hidden:
+    """Holds a tensor that only its class reads."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*[value.tensor if isinstance(value, Hidden) else value for value in args], **(kwargs or {}))
+
+
+def hidden(w):
+    """The function reads a tensor by such an object."""
+    held = Hidden(w * 3)
+    return checkpoint(lambda x: torch.matmul(x, held))(w).sum()
+
+
+def replaced(w):
+    """The function reads the end of a list, which grows between its runs."""
+    values = [w * 3]
+    out = checkpoint(lambda x: x * values[-1])(w)
+    values.append(w * 5)
+    return out.sum()
+
+
+def given_and_transformed(w):
+    """The function gives its argument, which it also reads by its outer name, to a transform."""
+    return checkpoint(lambda x: grad(lambda z: (z * x).sin().sum())(w) + x)(w).sum()
+
+
 def test_attention_without_dropout_is_traced():
     """Its operation is tagged as random, and draws nothing."""
     q = torch.randn(1, 2, 4, 8)
@@ -427,6 +545,9 @@ def test_attention_without_dropout_is_traced():
 MESSAGES = {
     "vmap over a tensor from outside": (lambda: inside(vmap), r"transform of its own.*shape \[3, 3\].*argument"),
     "grad at a tensor from outside": (lambda: inside(grad), "transform of its own"),
+    "grad at an argument from outside": (lambda: grad(given_and_transformed)(torch.ones(3)), "transform of its own"),
+    "inside an object": (lambda: grad(hidden)(torch.eye(2)), "no torch function is given"),
+    "another item": (lambda: grad(replaced)(torch.ones(3)), "reads another tensor"),
     "another variable in grad": (lambda: late(lambda f: grad(f)(torch.ones(3))), "'layer' changed before.*lambda x, l"),
     "another variable in backward": (lambda: late(lambda f: leaf_grad(f, torch.ones(3))), "'layer' changed before"),
     "writing to an argument": (lambda: grad(lambda x: checkpoint(lambda x: x.mul_(2))(x * 1).sum())(torch.ones(3)),

@@ -300,6 +300,23 @@ def test_copies_of_a_tied_weight():
         torch.func.grad(lambda t: apply(t, ids).sum())(tree(weight, weight.clone()))
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_one_of_four_tied_leaves_that_differs(place):
+    """It is refused, wherever it is among the paths of the weight."""
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(4)])
+    for part in model[1:]:
+        part.weight = model[0].weight
+    apply, params, _ = functional(model)
+    leaves = [params["0", "weight"]] * 4
+    leaves[place] = leaves[place] + 1
+
+    with pytest.raises(TieError, match="tensors that differ"):
+        apply(TensorDict({str(i): {"weight": leaf} for i, leaf in enumerate(leaves)}), torch.ones(2, 3))
+    rows = from_module(model).apply(lambda leaf: leaf.detach().clone()).expand(2)
+    with pytest.raises(TieError, match="given different rows"):
+        rows.at[0].set(TensorDict({str(i): {"weight": leaf} for i, leaf in enumerate(leaves)}))
+
+
 # -- modes, copies, names -----------------------------------------------------------------------------------------
 
 

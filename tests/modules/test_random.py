@@ -409,6 +409,21 @@ def gradient_of(member):
     return torch.func.grad(loss, has_aux=True)
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, tdf.jit, torch.vmap], ids=["eager", "jit", "vmap"])
+def test_draw_n_is_that_of_the_key_and_n(wrap):
+    """However many draws there are, the n-th is made from the key folded with n, and no two are alike."""
+    keys = random.split(random.key(5), 2)
+
+    def draws(key):
+        with seeded(key):
+            return torch.stack([torch.rand(3) for _ in range(40)])
+
+    drawn = wrap(draws)(keys) if wrap is torch.vmap else torch.stack([wrap(draws)(key) for key in keys])
+
+    expected = [[random.uniform(random.fold_in(key, n), (3,)) for n in range(40)] for key in keys]
+    assert torch.equal(drawn, torch.stack([torch.stack(rows) for rows in expected]))
+
+
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_draw_is_the_same_however_it_runs(name):
     """A loop, vmap, vmap in vmap, and fewer members give a member the same numbers."""

@@ -5,10 +5,13 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import Ensemble, from_module, functional, stack
 from tdfunc.modules.functional import Apply
+from tests.helpers import assert_pure
 
 IDS = torch.tensor([0, 2])
 
@@ -240,3 +243,40 @@ def test_compiled(name):
 
         assert torch.equal(leaf, before)
     torch.testing.assert_close(ours, apply(params, IDS))
+
+
+class Branches(nn.Module):
+    """A forward that takes another branch by an argument, and writes other leaves there."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, momentum=None)])
+        self.rows = nn.Embedding(5, 3, max_norm=0.1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, branch):
+        if branch == 3:
+            return x + self.rows(torch.tensor([0, 3]))
+        if branch == 4:
+            self.count += 1
+            return x * self.count
+        return self.norms[branch](x)
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.booleans())
+def test_a_forward_that_branches_writes_no_given_leaf(branches, keep):
+    """Each call is pure, whichever branch the first one took."""
+    module = Branches()
+    apply, params, buffers = functional(module)
+    x = torch.tensor([[1.0, 2.0, 3.0], [3.0, 1.0, 5.0]])
+
+    for branch in branches:
+        run = (
+            (lambda p, b, branch=branch: apply.with_buffers(p, b, x, branch))
+            if keep
+            else (lambda p, b, branch=branch: apply(p, x, branch, buffers=b))
+        )
+        out = assert_pure(run, params, buffers)
+        fresh = functional(module)[0]
+        expected = fresh.with_buffers(params, buffers, x, branch)
+        torch.testing.assert_close(out[0] if keep else out, expected[0])

@@ -33,6 +33,19 @@ def tolerance(name):
     return {"rtol": 0.1, "atol": 0.1} if name.startswith("muon") else LOOSE
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_first_steps_are_those_of_torch(name, generator):
+    """Every row of the table follows torch.optim for three steps."""
+    make, cls, options = RULES[name]
+    params = random_tree(generator, torch.float64, (), name=name)
+    grads = [random_tree(generator, torch.float64, (), name=name) for _ in range(3)]
+    opt = make(**options)
+
+    trained, _ = train(opt.update, opt.init(params), params, grads)
+
+    assert_leaves(trained, train_torch(cls, options, params, grads, fused=True), rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.slow
 @each_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

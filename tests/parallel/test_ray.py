@@ -1,5 +1,7 @@
 """`map` on a local Ray of two processors."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -111,3 +113,19 @@ def test_a_death_on_ray(cluster):
         td.map(fns.kill_at_five, executor=cluster, chunksize=2)
 
     assert_trees_equal(td.map(fns.double, executor=cluster, chunksize=3), fns.double(td))
+
+
+def test_a_death_on_ray_is_retried(cluster, tmp_path):
+    """With retries, the chunk of a worker that died runs again, with the seed that it had."""
+    td, died = TensorDict({"x": torch.arange(10)}, [10]), tmp_path / "died"
+
+    def kill_once(rows):
+        if 5 in rows["x"].tolist() and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rows.set("noise", torch.rand(rows.shape))
+
+    got = td.map(kill_once, executor=RayExecutor(max_retries=1), chunksize=2, key=0)
+
+    assert died.exists()
+    assert_trees_equal(got, td.map(kill_once, executor=cluster, chunksize=2, key=0))

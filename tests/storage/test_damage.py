@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -268,6 +269,35 @@ def _opened(path, read):
         return read(f)
 
 
+D0, D1 = (xxhash.xxh3_64_hexdigest(DATA[4 * i : 4 * i + 4]) for i in range(2))
+# Rows of the table of leaf w of two elements, and a part of the error.
+BLOCKS = {
+    "no list": ("3", "malformed"),
+    "no rows": ('[[0,1,"x"]]', "malformed"),
+    "half": (f'[[[0],[1],"{D0}"]]', "blocks of all 2 elements"),
+    "outside": (f'[[[0],[1],"{D0}"],[[2],[1],"{D1}"]]', "blocks inside leaf"),
+    "negative": (f'[[[0],[1],"{D0}"],[[-1],[1],"{D1}"]]', "blocks inside leaf"),
+    "a bool": (f'[[[0],[1],"{D0}"],[[true],[1],"{D1}"]]', "blocks inside leaf"),
+    "two dimensions": (f'[[[0,0],[1,2],"{D0}"]]', "blocks inside leaf"),
+    "values": (f'[[[0],[1],"{D0}"],[[1],[1],"{D0}"]]', r"from \[1\] to \[2\] is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_harmful_tables_of_blocks(tmp_path, case):
+    """A table of blocks that is not one of the leaf's, or not of its values, is refused; a good one is read."""
+    for rows, message in (BLOCKS[case], (f'[[[0],[1],"{D0}"],[[1],[1],"{D1}"]]', None)):
+        text = json.dumps('{"w":' + rows + "}")
+        extra = f',"tdfunc.blocks":{text}'
+        root = xxhash.xxh3_64_hexdigest(rows.encode())
+        raw = forge(tree(node("w", [0])), [W], DATA, version="2", leaves=root, extra=extra)
+        (tmp_path / "f.safetensors").write_bytes(raw)
+        if message is not None:
+            with pytest.raises(CorruptCheckpointError, match=message):
+                load(tmp_path / "f.safetensors")
+    assert load(tmp_path / "f.safetensors")["w"].shape == (2,)
+
+
 @pytest.mark.parametrize("read", WHOLE)
 @pytest.mark.parametrize("case", TREES)
 @pytest.mark.timeout(20)
@@ -370,16 +400,23 @@ def test_hostile_headers_of_other_programs(case, verify, tmp_path):
         (b"import torch\n", "the bytes b.import t"),
         ((2**20).to_bytes(8, "little") + b"{}", r"cut short[\s\S]*at most 2, [\s\S]*1048576"),
         (b"\0" * 8, "malformed"),
-        (b"PK\x03\x04" + b"\0" * 100, "torch.load"),
-        (b"\x80\x02}q\x00." + b"\xff" * 20, "never reads"),
     ],
-    ids=["empty", "7 bytes", "huge length", "a program", "long length", "no header", "torch.save", "pickle"],
+    ids=["empty", "7 bytes", "huge length", "a program", "long length", "no header"],
 )
 def test_other_files(raw, says, tmp_path):
     """A file of another kind is refused by its first bytes."""
     (tmp_path / "f.safetensors").write_bytes(raw)
 
     with pytest.raises(CorruptCheckpointError, match=rf"f\.safetensors[\s\S]*{says}"):
+        load(tmp_path / "f.safetensors")
+
+
+@pytest.mark.parametrize("raw", [b"PK\x03\x04" + b"\0" * 100, b"\x80\x02}q\x00." + b"\xff" * 20], ids=["zip", "pickle"])
+def test_files_of_torch(raw, tmp_path):
+    """A file of torch.save, of either kind, is refused with the way to convert it."""
+    (tmp_path / "f.safetensors").write_bytes(raw)
+
+    with pytest.raises(UnsupportedError, match=r"f\.safetensors[\s\S]*never reads[\s\S]*tdfunc convert"):
         load(tmp_path / "f.safetensors")
 
 
@@ -394,9 +431,9 @@ def test_special_files(tmp_path):
 
 def test_another_version(tmp_path):
     """A file of a later format is refused with both versions."""
-    (tmp_path / "f.safetensors").write_bytes(forge(tree(node("w", [0])), [W], DATA, version="2"))
+    (tmp_path / "f.safetensors").write_bytes(forge(tree(node("w", [0])), [W], DATA, version="3"))
 
-    with pytest.raises(UnsupportedError, match=r"expected: 1[\s\S]*got: +'2'[\s\S]*newer"):
+    with pytest.raises(UnsupportedError, match=r"expected: 1 or 2[\s\S]*got: +'3'[\s\S]*newer"):
         load(tmp_path / "f.safetensors")
 
 

@@ -43,8 +43,11 @@ APART = {
 }
 
 
-# These take an accelerator, a module's tied parameters, or files.
-ELSEWHERE = {"cuda", "pin_memory", "untie", "load_", "load_memmap_", "memmap_refresh_"}
+# These take an accelerator, a module's tied parameters, files, or other ranks.
+ELSEWHERE = {
+    "cuda", "pin_memory", "untie", "load_", "load_memmap_", "memmap_refresh_",
+    "all_reduce", "broadcast", "recv", "recv_", "scatter",
+}  # fmt: skip
 
 
 def annotated(kind):

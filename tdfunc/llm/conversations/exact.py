@@ -22,7 +22,6 @@ from tdfunc.llm.templates.base import (
     Span,
     conversation_in,
     describe,
-    strings_in,
     text_tokenizer,
 )
 from tdfunc.llm.templates.find import find_template
@@ -208,7 +207,7 @@ def grown_ids(
     generated = [False] * len(ids)
     for place, i in enumerate(replies):
         own = messages[i].get("token_ids")
-        if own is not None and not _fits(template, messages[i], own):
+        if own is not None and not _fits(template, messages[: i + 1], tools, own):
             if not retokenize:
                 raise error(
                     ValueError,
@@ -218,7 +217,7 @@ def grown_ids(
                     hint="message.replace(token_ids=None) after an edit, or retokenize=True.",
                 )
             own = None
-        sampled = _reply_ids(template, messages[: i + 1], tools) if own is None else list(own)
+        sampled = template.encode(_reply(template, messages[: i + 1], tools)) if own is None else list(own)
         ids, generated = ids + sampled, generated + [True] * len(sampled)
         after = replies[place + 1] if place + 1 < len(replies) else len(messages)
         new, wants_reply = messages[i + 1 : after], after < len(messages) or prompt
@@ -228,17 +227,15 @@ def grown_ids(
     return ids, generated
 
 
-def _reply_ids(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None) -> list[int]:
-    """Return the ids of the last message as the template renders it, from the header of a reply on."""
+def _reply(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None) -> Marked:
+    """Return the last message as the template renders it, from the header of a reply on."""
     marked = template.marked(messages, tools)
     prompt = template.marked(messages[:-1], tools, prompt=True) if len(messages) > 1 else None
     start, stop, _ = marked.replies[-1]
     if prompt is not None and marked.text.startswith(prompt.text):
         start = len(prompt.text)
     contents = [Span(max(a, start) - start, b - start, owner) for a, b, owner in marked.contents if b > start]
-    return template.encode(
-        Marked(marked.text[start:stop], [span for span in contents if span.stop <= stop - start], [])
-    )
+    return Marked(marked.text[start:stop], [span for span in contents if span.stop <= stop - start], [])
 
 
 def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
@@ -250,18 +247,24 @@ def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
     return text.removesuffix(last.content) if last is not None and last.special else text
 
 
-def _fits(template: TokenTemplate, message: Message, ids: Sequence[int]) -> bool:
-    """Return whether ids may be those of a message: they parse to it, or its texts are in theirs."""
+def _fits(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None, ids: Sequence[int]) -> bool:
+    """Return whether ids are those of the last message: they parse to it, or are its render, spaces around it aside."""
     text = decode(template.tokenizer, ids)
-    parsed = template.template.parse_reply(without_end(template, ids, text))
-    shown = [as_compared({**each, "role": "assistant"}) for each in (message, parsed)]
-    for each in shown:
-        each["tool_calls"] = [call["function"] for call in each.get("tool_calls", ())]
-    if shown[0] == shown[1]:
+    # A reply that was cut off may have a special token of its own at the end.
+    forms = {text, without_end(template, ids, text)}
+    message = _compared(messages[-1])
+    if any([_compared(template.template.parse_reply(form)) == message for form in forms]):
         return True
-    parts = [message.get("content") or "", message.get("reasoning_content") or ""]
-    parts += [call["function"]["name"] for call in message.get("tool_calls") or ()]
-    return any(parts) and all([part.strip() in text for part in strings_in(parts)])
+    rendered = _reply(template, messages, tools).text
+    return any([form.strip() == rendered.removesuffix(template.template.end or "").strip() for form in forms])
+
+
+def _compared(message: Message) -> Message:
+    """Return what a reply says, without the ids of its calls and the spaces around its texts."""
+    shown = as_compared({**message, "role": "assistant"})
+    shown["tool_calls"] = [call["function"] for call in shown.get("tool_calls", ())]
+    stripped = {name: value.strip() if isinstance(value, str) else value for name, value in shown.items()}
+    return {name: value for name, value in stripped.items() if value}
 
 
 def is_append_only(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:

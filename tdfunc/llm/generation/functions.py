@@ -102,7 +102,7 @@ def generate(
         tokenizer=tokenizer,
         prompt_log_probs=prompt_log_probs,
     )
-    rows = joined_rows([row for row in prompts for _ in range(count)], responses, batch.ids.device)
+    rows = joined_rows([row for row in prompts for _ in range(count)], responses, options, batch.ids.device)
     # Any: its methods are those of a class in a higher layer.
     out: Any = td
     if count > 1:

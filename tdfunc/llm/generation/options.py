@@ -77,6 +77,11 @@ class GenerationOptions:
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
     @property
+    def adjusts(self) -> bool:
+        """Whether more than a temperature and the cuts changes the distribution; a least length can be one of these."""
+        return self.samples and (self.repetition_penalty != 1.0 or (self.min_new_tokens > 0 and not self.cuts))
+
+    @property
     def keeps_raw(self) -> bool:
         """Whether tokens are drawn from the model's own distribution: no option makes it another."""
         alone = self.repetition_penalty == 1.0 and not self.min_new_tokens

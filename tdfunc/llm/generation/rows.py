@@ -84,7 +84,9 @@ def generate_tokens(
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
 
 
-def joined_rows(prompts: Sequence[Row], responses: Sequence[Response], device: torch.device) -> list[Row]:
+def joined_rows(
+    prompts: Sequence[Row], responses: Sequence[Response], options: GenerationOptions, device: torch.device
+) -> list[Row]:
     """Return each prompt and its response as one row, on a device."""
     rows: list[Row] = []
     for prompt, response in zip(prompts, responses, strict=True):
@@ -98,6 +100,9 @@ def joined_rows(prompts: Sequence[Row], responses: Sequence[Response], device: t
             before = response.log_probs.new_zeros(n) if before is None else before
             log_probs = torch.cat([before, response.log_probs])
             drawn = {"behaviour": response.behaviour, "support": response.support}
+            # An engine that does not know its distribution does not know what it cut.
+            if options.adjusts or (options.cuts and response.behaviour is None):
+                drawn["adjusted"] = torch.tensor(True)
             row = replace(row, log_probs=log_probs, scored=scored, **drawn)
         rows.append(row)
     return rows_on(device, rows)

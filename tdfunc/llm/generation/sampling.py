@@ -111,8 +111,8 @@ def _draw(log_probs_BK: Tensor, uniform_B1: Tensor) -> Tensor:
 
 def _left(heated_BV: Tensor, least_B1: Tensor) -> Tensor:
     """Return the ids at or above the threshold of each row in ascending order, then -1 (B, K)."""
-    # Also where NaN: the log-probs show it.
-    kept = ~(heated_BV < least_B1)
+    # Also where NaN: the log-probs show it. Banned ids are left out, also where nothing is cut.
+    kept = ~((heated_BV < least_B1) | (heated_BV == -math.inf))
     counts = kept.sum(-1)
     rows, ids = kept.nonzero(as_tuple=True)
     place = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[rows]

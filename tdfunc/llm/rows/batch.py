@@ -27,6 +27,7 @@ class Row:
         assistant: True where an assistant wrote the token (L,), or None.
         behaviour: Of the response, under the distribution that it was drawn from (R,), or None.
         support: Of the response, the ids that were left to draw from (R, K), or None.
+        adjusted: True where `support` is not all that changed the distribution of the response (), else None.
         is_complete: Whether the response has its end (), or None.
         version: The version of the weights that drew it, or None.
     """
@@ -38,6 +39,7 @@ class Row:
     assistant: Tensor | None = None
     behaviour: Tensor | None = None
     support: Tensor | None = None
+    adjusted: Tensor | None = None
     is_complete: Tensor | None = None
     version: str | int | None = None
 
@@ -184,8 +186,10 @@ class TokenBatch:
             assert not isinstance(self.prompt, list)
             return self.shaped(_place(self.mask[:, self.prompt :], found, fill, torch.int64))
 
-        ends = [row.is_complete for row in rows if row.is_complete is not None]
-        ended = self.shaped(torch.stack(ends)) if len(ends) == len(rows) > 0 else None
+        def of_rows(name: str) -> Tensor | None:
+            found = [getattr(row, name) for row in rows if getattr(row, name) is not None]
+            return self.shaped(torch.stack(found)) if len(found) == len(rows) > 0 else None
+
         wrote = placed("assistant", torch.bool) if rows else None
         masks = Masks(
             all_attention_mask=self.shaped(self.mask),
@@ -193,7 +197,7 @@ class TokenBatch:
             padded=True,
             batch_size=self.lead,
         )
-        tokens = Tokens(**self.parts(self.ids), padded=True, is_complete=ended, batch_size=self.lead)
+        tokens = Tokens(**self.parts(self.ids), padded=True, is_complete=of_rows("is_complete"), batch_size=self.lead)
         values, scored = placed("log_probs", torch.float32), placed("scored", torch.bool)
         if values is None or scored is None:
             return Records(tokens, masks, None)
@@ -201,6 +205,7 @@ class TokenBatch:
         log_probs = self.log_probs(values, scored).replace(
             behaviour=of_responses("behaviour"),
             support=of_responses("support", -1),
+            adjusted=of_rows("adjusted"),
             version=shaped_list(versions, self.lead) if any([each is not None for each in versions]) else None,
         )
         return Records(tokens, masks, log_probs)
@@ -301,6 +306,7 @@ def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:
         mask=row.scored,
         behaviour=row.behaviour,
         support=row.support,
+        adjusted=row.adjusted,
         version=row.version,
         padded=False,
         batch_size=size,

@@ -73,6 +73,8 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
         behaviour: (B, R), under the distribution that the tokens were drawn from; None for greedy and beam search.
         support: (B, R, K), for each token of the response the ids that top-k, top-p or min-p had left, then -1; None
             where they cut nothing.
+        adjusted: (B,), True where temperature and `support` do not give the distribution that was drawn from: a
+            penalty or a least length changed it, or cuts that an engine does not report; None where they do.
         padded: As in `Tokens`.
     """
 
@@ -82,5 +84,6 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     mask: Tensor | None = None
     behaviour: Tensor | None = None
     support: Tensor | None = None
+    adjusted: Tensor | None = None
     version: str | int | None = None
     padded: bool | None = None

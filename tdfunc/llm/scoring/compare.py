@@ -45,11 +45,12 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
         ('shift by one', [0, 3])
     """
     first, second = (_values(x) for x in (a, b))
-    if first.shape != second.shape:
+    shapes = [tuple(each.shape) for each in (first, second, mask) if each is not None]
+    if len(set(shapes)) > 1:
         raise LeafMismatchError(
-            "compare: both log-probs must have one shape.",
-            expected=f"{tuple(first.shape)}",
-            got=f"{tuple(second.shape)}",
+            "compare: both log-probs, and the mask, must have one shape.",
+            expected=str(shapes[0]),
+            got=", ".join(map(str, shapes[1:])),
         )
     both = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
     for x in (a, b) if mask is None else ():

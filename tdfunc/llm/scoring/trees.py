@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
+from tdfunc._lazystack import lazy_stack
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import MissingKeyError, error
+from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey, Path
-from tdfunc.llm.rows.batch import TokenBatch
+from tdfunc.llm.rows.batch import TokenBatch, flat_list
 from tdfunc.llm.rows.read import TokenKeys, ragged_values, read_tokens
+from tdfunc.llm.rows.records import LogProbs
 from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.ops.base.reading import get_value
@@ -48,7 +50,8 @@ def score(
         at: Other tokens to score at each position, such as a teacher's candidates.
         temperature: A divisor of the logits, for all or for each element of the batch.
         under: With "behaviour" the result also has `behaviour`: the log-probs of the responses at this temperature,
-            over the `support` of the tree's log-probs if these have one.
+            over the `support` of the tree's log-probs if these have one. Draws with a repetition penalty are refused,
+            and those with `min_new_tokens` that nothing else cuts.
         rng: A key for the dropout of `lm.train()`.
         tokens_key: The place of the tokens.
         mask_key: The place of the mask, True at tokens; without it `("masks", "all_attention_mask")`, else all are
@@ -63,6 +66,7 @@ def score(
         MissingKeyError: The tree has no tokens.
         LeafMismatchError: The mask has another shape than the tokens.
         ValueError: A row is longer than the model's positions; or `under` is another word.
+        UnsupportedError: The responses were drawn from distributions that their `support` does not describe.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -80,8 +84,8 @@ def score(
     support = _read_support(td, batch, unravel(log_probs_key)) if under == "behaviour" else None
     wanted = batch.ids.unsqueeze(-1) if at is None else at.reshape(len(batch.ids), *at.shape[-2:])
     chosen = wanted if support is None else torch.cat([wanted, support.clamp(min=0)], -1)
-    found, mask = score_ids(lm, params, batch.ids, batch.mask, buffers=buffers, at=chosen, temperature=heat, rng=rng)
-    full, of_support = found[..., : wanted.shape[-1]], found[..., wanted.shape[-1] :]
+    each, mask = score_ids(lm, params, batch.ids, batch.mask, buffers=buffers, at=chosen, temperature=heat, rng=rng)
+    full, of_support = each[..., : wanted.shape[-1]], each[..., wanted.shape[-1] :]
     full = full.squeeze(-1) if at is None else full
     behaviour = full if under == "behaviour" else None
     if support is not None:
@@ -89,7 +93,8 @@ def score(
         # Where nothing was cut the sum over all tokens is 1.
         total = torch.where((support >= 0).any(-1), kept.logsumexp(-1), 0)
         behaviour = torch.where(mask, full - (total if at is None else total.unsqueeze(-1)), 0)
-    return td.set(log_probs_key, batch.log_probs(full, mask, behaviour))
+    found = batch.log_probs(full, mask, behaviour)
+    return td.set(log_probs_key, keep_draws(found, get_value(td, unravel(log_probs_key), None)))
 
 
 def logits(
@@ -181,6 +186,21 @@ class MaskedCategorical(Categorical):
         return torch.where(self.mask, super().entropy(), 0)
 
 
+# Any: log-probs, or another entry in the place of the old ones.
+def keep_draws(new: Any, old: Any) -> Any:
+    """Return log-probs with the `support` and `adjusted` of those in their place, which are facts of the tokens."""
+    rows = flat_list(old, len(old._batch_size)) if isinstance(old, LogProbs) and old._is_lazy else [old]
+    if all([not isinstance(row, LogProbs) or row.support is row.adjusted is None for row in rows]):
+        return new
+    if new._is_lazy:
+        return lazy_stack([keep_draws(*pair) for pair in zip(new.unbind(0), old.unbind(0), strict=True)])
+    drawn, kept = new.response, None if old._is_lazy else old.support
+    if old._is_lazy or (drawn is not None and kept is not None and kept.shape[:-1] != drawn.shape[: kept.dim() - 1]):
+        # In another layout.
+        return new.replace(adjusted=torch.ones(new._batch_size, dtype=torch.bool, device=new.full.device))
+    return new.replace(support=kept, adjusted=old.adjusted)
+
+
 def _read(td: TensorCollection, tokens_key: NestedKey, mask_key: NestedKey, call: str) -> TokenBatch:
     return read_tokens(td, TokenKeys(tokens_key, mask_key, "masks"), "full", call)
 
@@ -190,11 +210,21 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
 
     Raises:
         MissingKeyError: The rows are not prompts and responses.
+        UnsupportedError: More than a support changed the distributions.
     """
     if batch.prompt is None:
         raise MissingKeyError(
             'score: under="behaviour" takes tokens that have prompt and response.', got="full, of unknown parts"
         )
+    record = get_value(td, path, None)
+    lazy = isinstance(record, TensorCollection) and record._is_lazy
+    for each in flat_list(record, len(record._batch_size)) if lazy else [record]:
+        if isinstance(each, TensorCollection) and get_value(each, "adjusted", None) is not None:
+            raise UnsupportedError(
+                'score: under="behaviour" has the distributions of a temperature, top-k, top-p and min-p alone.',
+                got="responses drawn with a penalty or a least length, or by an engine that does not report its cuts",
+                hint='under="raw"; the log_probs of the generation have the `behaviour` that the engine reports.',
+            )
     support = get_value(td, (*path, "support"), None)
     if support is None:
         return None

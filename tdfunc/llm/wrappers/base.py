@@ -4,6 +4,7 @@ It reads conversations, texts or tokens as rows of ids, and makes the typed tree
 `generate_tokens` and `score_tokens`.
 """
 
+import inspect
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Size, Tensor
 from tdfunc import random
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
+from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.conversations.exact import TokenTemplate
 from tdfunc.llm.conversations.history import ChatHistory, History
@@ -36,7 +38,7 @@ from tdfunc.llm.rows.batch import (
 from tdfunc.llm.rows.packing import as_mask
 from tdfunc.llm.rows.read import TokenKeys
 from tdfunc.llm.rows.records import Text
-from tdfunc.llm.scoring.trees import MaskedCategorical
+from tdfunc.llm.scoring.trees import MaskedCategorical, keep_draws
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.wrappers.backend import AbstractBackend
@@ -46,7 +48,7 @@ from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import CUTS, WrapperOptions
 from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts
 from tdfunc.nn.base import TensorDictModuleBase, as_key
-from tdfunc.ops.base.reading import has
+from tdfunc.ops.base.reading import get_value, has
 from tdfunc.random import key_of
 
 if TYPE_CHECKING:
@@ -136,6 +138,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     generate, input_mode, pad_output, pad_model_input = _Option(), _Option(), _Option(), _Option()
     tokenizer, device, layout, num_samples, inplace = _Option(), _Option(), _Option(), _Option(), _Option()
+
+    # Any: the arguments of a class statement.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = _with_options(cls)
 
     # Any: what a backend runs, and the options of `WrapperOptions`.
     def __init__(self, model: Any, **options: Any) -> None:
@@ -247,7 +254,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 continue
             value = found.get(kind)
             if value is not None:
-                out = out.set(place, value)
+                scored = kind == "log_probs" and not self.generate
+                out = out.set(place, keep_draws(value, get_value(out, unravel(place), None)) if scored else value)
             elif kind in found and has(out, place):
                 # Of other tokens.
                 out = out.delete(place)
@@ -439,7 +447,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if all([each.tokens is not None for each in responses]):
             log_probs = [each.log_probs for each in responses if each.log_probs is not None]
             device = self._device_of(td, inputs, log_probs)
-            rows = joined_rows(prompts, responses, device)
+            rows = joined_rows(prompts, responses, options, device)
             if self.pad_output or not rows:
                 # As wide as the given prompts, whose masks stay in the tree.
                 least = 0 if inputs.batch is None else inputs.batch.ids.shape[1]
@@ -573,3 +581,15 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def __getstate__(self) -> dict[str, Any]:
         # It has no meaning in another process.
         return {**self.__dict__, "_collector": None}
+
+
+def _with_options(cls: type[LLMWrapperBase]) -> inspect.Signature:
+    """Return the signature of a class of wrappers, its options by name, as `help` and notebooks show it."""
+    own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    given = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {each.name for each in given}
+    options = inspect.signature(WrapperOptions).parameters.values() if len(given) < len(own) else ()
+    return inspect.Signature([*given, *[each for each in options if each.name not in names]])
+
+
+LLMWrapperBase.__signature__ = _with_options(LLMWrapperBase)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from tdfunc.llm.scoring.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.llm.wrappers.push import AbstractEngine, Probe, Push, proven_label, push_weights
 from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
+from tdfunc.random.draws import KeyLike
 from tdfunc.storage.api import save
 
-# How many candidates of the next token a proof compares.
-_CANDIDATES = 5
+# How many candidates of the next token a proof compares, and the tokens of one of its prompts.
+_CANDIDATES, _PROMPT = 5, 256
 
 
 class Engine(AbstractEngine):
@@ -59,12 +60,11 @@ class Engine(AbstractEngine):
         found = {token: each.logprob for token, each in cached.outputs[0].logprobs[0].items()}
         return Probe(_prompt_log_probs(scored), torch.tensor(list(found)), torch.tensor(list(found.values())))
 
-    def probe_ids(self) -> Tensor:
-        """Return a prompt that fills a block of the cache where the engine's length allows it."""
+    def limits(self) -> tuple[int, int]:
+        """Return the number of ids, and the length of a prompt of more than a block where the engine allows it."""
         config = self._engine.vllm_config
-        length = min(config.model_config.max_model_len - 1, config.cache_config.block_size + 8)
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(config.model_config.get_vocab_size(), (length,), generator=generator)
+        length = max(_PROMPT, config.cache_config.block_size + 8)
+        return config.model_config.get_vocab_size(), min(config.model_config.max_model_len - 1, length)
 
     def run(self, prompts: Sequence[Tensor], params: list[dict[str, Any]]) -> list[Any]:
         """Return the outputs of requests, in order."""
@@ -117,14 +117,31 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         return proven_label(self.engine)
 
     # Any: a tree of parameters, and one of buffers.
-    def push(self, tree: Any, *, version: str | int, buffers: Any = None, tolerance: float = 1e-3) -> Push:
-        """Replace the engine's weights by those of a tree, and prove it: engine and tree score one prompt.
+    def push(
+        self,
+        tree: Any,
+        *,
+        version: str | int,
+        buffers: Any = None,
+        tolerance: float = 1e-3,
+        proof: Literal["prompt", "full"] = "prompt",
+        key: KeyLike | None = None,
+    ) -> Push:
+        """Replace the engine's weights by those of a tree, and prove it: engine and tree score prompts.
+
+        A passed proof says that engine and tree agree on what its prompts read, and leaves the rest open. One prompt
+        has 256 random ids, others at each push. It notices a wrong layer at once, and a stale embedding or row of the
+        head at a push whose prompt has the id. `proof="full"` scores every id once. No proof notices differences below
+        `tolerance`, experts that no token was routed to, which `unread` of a full proof names, or what only longer
+        prompts read.
 
         Args:
             tree: The parameters of the same model in transformers, from `causal_lm` or `from_module`.
             version: The label that responses carry from now on.
             buffers: The buffers of the model, if they are not those that its configuration gives.
             tolerance: The largest difference of a log-prob between engine and tree, in nats.
+            proof: "prompt" scores one prompt; "full" scores every id, and computes gradients of the tree.
+            key: The random key of the ids; None for a new one of the operating system.
 
         Raises:
             TreeStructureError: Names or shapes differ; nothing was sent.
@@ -141,12 +158,13 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             lm,
             {name: leaf for name, leaf in flat.items() if name not in extra},
             shapes,
-            tied,
-            self.engine.probe_ids(),
+            optional=tied,
             tree=tree,
             buffers=own_buffers if buffers is None and not held else buffers,
             version=str(version),
             tolerance=tolerance,
+            proof=proof,
+            key=key,
         )
 
     def _model(self) -> tuple[CausalLM, Any, dict[str, torch.Size], list[str]]:

@@ -1,20 +1,23 @@
 """A push of weights into an engine, and its proof: an engine that took the wrong ones generates all the same.
 
-The names are compared before anything is sent. Afterwards the engine scores a prompt, with and without its cache, and
-the tree scores it, too. Until both agree the engine's label says that its weights are not proven.
+The names are compared before anything is sent. Afterwards the engine scores a prompt of random ids, with and without
+its cache, and the tree scores it, too. Until both agree the engine's label says that its weights are not proven.
 """
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
+from tdfunc import random
 from tdfunc.core.errors import ConcurrencyError, TreeStructureError, error
-from tdfunc.llm.scoring.ids import logits_of_ids
+from tdfunc.llm.scoring.ids import score_ids
 from tdfunc.llm.scoring.model import CausalLM
+from tdfunc.random.draws import KeyLike
 from tdfunc.storage.disk.raw import raw_bytes
 
 # The label of weights that were sent and not proven.
@@ -42,11 +45,14 @@ class Push(NamedTuple):
         version: The label that the engine's responses carry from now on.
         digests: The xxh3 digest of each leaf as it was handed over, by name.
         difference: The largest difference of a log-prob between engine and tree, in nats.
+        unread: With `proof="full"`, by name of a leaf the indices along its first dimension that the proof did not
+            read, such as experts that no token was routed to; otherwise None.
     """
 
     version: str
     digests: dict[str, str]
     difference: float
+    unread: dict[str, list[int]] | None
 
 
 class AbstractEngine(ABC):
@@ -59,6 +65,14 @@ class AbstractEngine(ABC):
     @abstractmethod
     def reset_cache(self) -> bool:
         """Drop what was computed from earlier weights; return whether it was done."""
+
+    def digests(self) -> Mapping[str, str]:
+        """Return the xxh3-128 digests of leaves as the engine holds them, by name: of those that it can read."""
+        return {}
+
+    @abstractmethod
+    def limits(self) -> tuple[int, int]:
+        """Return the number of ids, and the length of a prompt that fills a part of the cache."""
 
     @abstractmethod
     def probe(self, ids: Tensor) -> Probe:
@@ -94,15 +108,16 @@ def push_weights(
     lm: CausalLM,
     leaves: Mapping[str, Tensor],
     shapes: Mapping[str, torch.Size],
-    optional: Iterable[str],
-    ids: Tensor,
     *,
+    optional: Iterable[str],
     tree: Any,
     buffers: Any = None,
     version: str,
     tolerance: float,
+    proof: Literal["prompt", "full"] = "prompt",
+    key: KeyLike | None = None,
 ) -> Push:
-    """Send leaves to an engine and prove that it uses them.
+    """Send leaves to an engine and prove that it uses them; `vLLMWrapper.push` says what a proof leaves open.
 
     Args:
         engine: The engine.
@@ -110,20 +125,28 @@ def push_weights(
         leaves: The tree's leaves by the engine's names.
         shapes: The names that the engine's model has, and their shapes.
         optional: Names that may be missing, such as those of tied weights.
-        ids: The prompt (L,) of the proof.
         tree: The tree itself.
         buffers: Its buffers, unless the tree has them.
         version: The label.
         tolerance: The largest difference of a log-prob, in nats.
+        proof: One prompt of random ids, or prompts that have every id.
+        key: The key of the ids; None for a new one of the operating system.
 
     Raises:
         TreeStructureError: Names or shapes differ; nothing was sent.
-        ValueError: The engine's log-probs are not those of the tree.
+        ValueError: The engine's log-probs or digests are not those of the tree.
         ConcurrencyError: The engine did not take all leaves, or kept its cache.
     """
+    if proof not in ("prompt", "full"):
+        raise error(ValueError, "push: proof must be 'prompt' or 'full'.", got=repr(proof))
     _check_names(leaves, shapes, set(optional))
+    key = random.key(int.from_bytes(os.urandom(7), "big")) if key is None else random.key_of(key)
+    vocabulary, length = engine.limits()
+    # The tree scores one token more.
+    length = length if lm.max_length is None else min(length, lm.max_length - 1)
+    prompts = draw_prompts(key, vocabulary, length, whole=proof == "full")
     # The cache now has this prompt under the present weights: if it stayed, the proof would read them.
-    engine.probe(ids)
+    engine.probe(prompts[0])
     engine.set_label(_UNPROVEN + version)
     digests: dict[str, str] = {}
     engine.load(_digested(leaves, digests))
@@ -141,18 +164,43 @@ def push_weights(
             got="a refusal: requests may be running",
             hint="push between requests.",
         )
-    found = engine.probe(ids)
-    difference = _difference(lm, tree, buffers, ids, found)
+    difference = max([_difference(lm, tree, buffers, ids, engine.probe(ids)) for ids in prompts])
     if not difference <= tolerance:
         raise error(
             ValueError,
             "push: the engine's log-probs must be those of the tree.",
-            expected=f"a difference of at most {tolerance} nats on {len(ids)} tokens",
-            got=f"{difference:.3g}",
+            expected=f"a difference of at most {tolerance} nats on {sum(map(len, prompts))} tokens",
+            got=f"{difference:.3g}, key={key.tolist()}",
             hint="push again; until then the engine generates nothing. In 16 bits give a larger tolerance=.",
         )
+    unread = None
+    if proof == "full":
+        held = engine.digests()
+        for name in held:
+            if digests.get(name) != held[name]:
+                raise error(
+                    ValueError,
+                    f"push: the engine must hold leaf {name!r} as it was sent.",
+                    expected=digests.get(name),
+                    got=held[name],
+                    hint="push again; until then the engine generates nothing.",
+                )
+        found = _unread(lm, tree, buffers, prompts)
+        unread = {name: rows for name, rows in found.items() if name in leaves and name not in held}
     engine.set_label(version)
-    return Push(version, digests, difference)
+    return Push(version, digests, difference, unread)
+
+
+def draw_prompts(key: Tensor, vocabulary: int, length: int, *, whole: bool) -> list[Tensor]:
+    """Return a prompt of different ids, or prompts in which each id comes once behind another token.
+
+    A prompt begins with the last id of the one before: log-probs read the head of an id behind another token, and its
+    embedding before another one.
+    """
+    ids = random.permutation(key.cpu(), vocabulary)
+    ids = torch.cat([ids[-1:], ids])
+    step = max(length, 2) - 1
+    return [ids[at : at + step + 1] for at in range(0, vocabulary if whole else 1, step)]
 
 
 def _check_names(leaves: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], optional: set[str]) -> None:
@@ -186,11 +234,42 @@ def _digested(leaves: Mapping[str, Tensor], digests: dict[str, str]) -> Iterator
 def _difference(lm: CausalLM, tree: Any, buffers: Any, ids: Tensor, found: Probe) -> float:
     """Return the largest difference between an engine's log-probs and those of a tree; NaN counts as infinite."""
     device = next(iter(tree.leaves())).device
-    # One more token, whose logits continue the prompt.
-    row = torch.cat([ids, ids[:1]]).to(device)
+    # One more place, at which the candidates continue the prompt.
+    row, count = torch.cat([ids, ids[:1]]).to(device), len(found.candidates)
+    at = torch.cat([ids.unsqueeze(1).expand(-1, count), found.candidates.unsqueeze(0)]).to(device)
     with torch.no_grad():
-        logits = logits_of_ids(lm, tree, row.unsqueeze(0), buffers=buffers).log_probs[0]
-    own = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).cpu()
-    prompt = own[1:-1].gather(-1, ids[1:].unsqueeze(-1)).squeeze(-1)
-    gaps = torch.cat([prompt - found.log_probs[1:], own[-1][found.candidates] - found.next_log_probs])
+        own = score_ids(lm, tree, row.unsqueeze(0), buffers=buffers, at=at.unsqueeze(0)).log_probs[0].cpu()
+    gaps = torch.cat([own[1:-1, 0] - found.log_probs[1:], own[-1] - found.next_log_probs])
     return gaps.abs().nan_to_num(torch.inf).max().item()
+
+
+# Any: trees.
+def _unread(lm: CausalLM, tree: Any, buffers: Any, prompts: Sequence[Tensor]) -> dict[str, list[int]]:
+    """Return the places along the first dimension of leaves that no log-prob of prompts depends on, by name."""
+    own = tree.apply(lambda leaf: leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf)
+    read: dict[str, Tensor] = {}
+
+    def watch(name: str, leaf: Tensor) -> None:
+        def note(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            read[name] |= (leaf.grad != 0).reshape(len(read[name]), -1).any(1).cpu()
+            # One gradient exists at a time.
+            leaf.grad = None
+
+        read[name] = torch.zeros(leaf.shape[0] if leaf.dim() else 1, dtype=torch.bool)
+        leaf.register_post_accumulate_grad_hook(note)
+
+    # Tied leaves come once.
+    for path, leaf in zip(own.paths(), own.leaves(), strict=True):
+        if leaf.requires_grad:
+            watch(".".join(path), leaf)
+    module: Any = lm.apply.module
+    for name, each in module.named_modules():
+        # torch gives the embedding of a pad no gradient, though it is read.
+        if isinstance(each, torch.nn.Embedding) and each.padding_idx is not None and f"{name}.weight" in read:
+            read[f"{name}.weight"][each.padding_idx] = True
+    with torch.enable_grad():
+        for ids in prompts:
+            row = torch.cat([ids, ids[:1]]).to(next(iter(tree.leaves())).device)
+            score_ids(lm, own, row.unsqueeze(0), buffers=buffers).log_probs.sum().backward()
+    return {name: (~each).nonzero().flatten().tolist() for name, each in read.items() if not each.all()}

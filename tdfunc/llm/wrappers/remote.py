@@ -20,8 +20,12 @@ from tdfunc.llm.wrappers.server import Server, ServerOptions
 _IDS, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 # The answers to the first by servers that do not have it; vLLM's is 403, without `--enable-scale-out`.
 _ABSENT = (403, 404, 405, 501)
+# The second gives ids, and names those of log-probs, on request.
+_WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 # The value of servers for a log-prob of minus infinity, which JSON does not have.
 _LOWEST = -9999.0
+# A log-prob may be above 0 by rounding, in nats.
+_ROUNDING = 1e-4
 
 
 class RemoteWrapper(LLMWrapperBase):
@@ -149,7 +153,7 @@ class RemoteWrapper(LLMWrapperBase):
             else:
                 self._endpoint = _IDS
                 return found
-        body = {"model": self.model, "prompt": ids, "return_token_ids": True, **sampling}
+        body = {"model": self.model, "prompt": ids, **_WITH_IDS, **sampling}
         found = self._server.post(_COMPLETIONS, body, read, where=where, stream=self._stream)
         self._endpoint = _COMPLETIONS
         return found
@@ -161,15 +165,14 @@ class RemoteWrapper(LLMWrapperBase):
         where = f"RemoteWrapper: row {index}"
         # The sampling options matter to servers that give log-probs after temperature and cuts.
         body = {"model": self.model, "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
-        body |= {"return_token_ids": True, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        body |= {**_WITH_IDS, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
         def read(chunks: list[Any]) -> Tensor | None:
             choices = _choices(chunks)
             if not _check_prompt(choices, ids):
                 return None
-            values = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
             # A server may generate although no token is requested.
-            return _log_probs([0.0, *values[1 : len(ids)]], len(ids))
+            return _log_probs([(0.0, None), *_labelled(choices)[1 : len(ids)]], ids)
 
         found = self._server.post(_COMPLETIONS, body, read, where=where)
         if found is None:
@@ -197,12 +200,17 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
     text = "".join(texts) if texts else None
     parts = [choice.get("token_ids") for choice in choices]
     if None in parts:
+        if any([part is not None for part in parts]):
+            raise ValueError("token ids of a part of the response alone")
         if text is None:
             raise ValueError("neither token ids nor a text")
         return Response(None, reason, text=text)
     tokens = [token for part in parts for token in part]
+    wrong = [token for token in tokens if type(token) is not int or token < 0]
+    if wrong or len(tokens) > (options.max_new_tokens or 0):
+        raise ValueError(f"{wrong[0]!r} as a token" if wrong else f"{len(tokens)} tokens of {options.max_new_tokens}")
     spans = [span["version"] for choice in choices for span in choice.get("weight_versions") or ()]
-    log_probs = _log_probs(_values(choices), len(tokens)) if options.logprobs else None
+    log_probs = _log_probs(_labelled(choices), tokens) if options.logprobs else None
     return Response(
         torch.tensor(tokens, dtype=torch.int64),
         reason,
@@ -225,25 +233,45 @@ def _choices(chunks: list[Any]) -> list[Any]:
     return found
 
 
-def _values(choices: list[Any]) -> list[float]:
-    """Return the log-probs of the tokens, in the form of either endpoint."""
-    found = [choice.get("logprobs") or {} for choice in choices]
-    return [
-        value
-        for part in found
-        for value in (part.get("token_logprobs") or [entry["logprob"] for entry in part.get("content") or ()])
-    ]
-
-
-def _log_probs(values: list[float], count: int) -> Tensor:
-    """Return log-probs as a tensor.
+def _labelled(choices: list[Any]) -> list[tuple[float, int | None]]:
+    """Return the log-probs of the tokens, and the ids that the server says they are of, in the form of either endpoint.
 
     Raises:
-        ValueError: They are not as many as the tokens, or one is not a number.
+        ValueError: There are not as many names as log-probs.
     """
-    found = torch.tensor(values, dtype=torch.float32)
-    if len(values) != count or bool(found.isnan().any()):
-        raise ValueError(f"{len(values)} log-probs of {count} tokens")
+    found: list[tuple[float, int | None]] = []
+    for part in [choice.get("logprobs") or {} for choice in choices]:
+        values = part.get("token_logprobs")
+        if values:
+            found += zip(values, map(_id_of, part.get("tokens") or [None] * len(values)), strict=True)
+        else:
+            entries = part.get("content") or ()
+            found += [(entry["logprob"], _id_of(entry.get("token_id", entry.get("token")))) for entry in entries]
+    return found
+
+
+# Any: JSON.
+def _id_of(name: Any) -> int | None:
+    """Return the id that a name of a token has; None for its text."""
+    if isinstance(name, str):
+        return int(name.removeprefix("token_id:")) if name.startswith("token_id:") else None
+    return name
+
+
+def _log_probs(pairs: list[tuple[float, int | None]], tokens: list[int]) -> Tensor:
+    """Return the log-probs of tokens.
+
+    Raises:
+        ValueError: They are not as many, or of other tokens, or one is not a log-prob.
+    """
+    found = torch.tensor([value for value, _ in pairs], dtype=torch.float32)
+    if len(pairs) != len(tokens) or not bool((found <= _ROUNDING).all()):
+        raise ValueError(
+            f"{len(pairs)} log-probs of {len(tokens)} tokens, the largest {max(found.tolist(), default=0)}"
+        )
+    for (_, name), token in zip(pairs, tokens, strict=True):
+        if name not in (None, token):
+            raise ValueError(f"a log-prob of token {name} in the place of {token}")
     return found.masked_fill(found <= _LOWEST, -math.inf)
 
 

@@ -140,21 +140,27 @@ class _Prepared:
     def of(self, model: nn.Module) -> CausalLM:
         """Return the specification of a model."""
         made = self._made
+        # The tokens that end a response are those of the second.
+        found = [getattr(model, name, None) for name in ("config", "generation_config")]
+        settings = [vars(each) for each in found if each is not None]
         # Dynamo, which would guard each attribute, reads the specification as it is.
-        if made is None or not (is_compiling() or made[1] == (_modules(model), vars(model.config))):
-            lm, config = causal_lm(model, copy=False)[0], copy.deepcopy(vars(model.config))
-            self._made = made = lm, (_modules(model), config)
+        if made is None or not (is_compiling() or made[1] == (_modules(model), settings)):
+            self._made = made = causal_lm(model, copy=False)[0], (_modules(model), copy.deepcopy(settings))
         return made[0]
 
 
 # Any: attributes and hooks.
 def _modules(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Return everything that a forward reads of its modules besides tensors: classes, plain attributes and hooks."""
+    """Return the classes, hooks, and attributes of the modules that are plain values or functions."""
     return [
         (
             path,
             type(module),
-            {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN and name != "training"},
+            {
+                name: value
+                for name, value in module.__dict__.items()
+                if (type(value) in _PLAIN or callable(value)) and name != "training"
+            },
             [hook for hooks in _HOOKS for hook in module.__dict__[hooks].values()],
         )
         for path, module in model.named_modules()

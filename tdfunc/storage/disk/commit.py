@@ -171,14 +171,23 @@ def _open_folder(folder: str) -> Descriptor:
 
 def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
     """Give `path` the contents that `write` puts into a descriptor; `size_bytes` of them."""
+    replace_named(path, lambda fd, _: write(fd), size_bytes=size_bytes, fsync=fsync)
+
+
+def replace_named(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
+    """Give `path` the contents that `write`, given a descriptor and its name, and others put into the file."""
     with _open_folder(os.path.dirname(path)) as parent:
-        put_file(path, write, size_bytes=size_bytes, fsync=fsync)
+        _put_file(path, write, size_bytes=size_bytes, fsync=fsync)
         if fsync:
             settle(path, "a power failure may undo it", lambda: os.fsync(parent))
 
 
 def put_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
-    """The same, in a folder whose names the caller makes durable."""
+    """The same as `replace_file`, in a folder whose names the caller makes durable."""
+    _put_file(path, lambda fd, _: write(fd), size_bytes=size_bytes, fsync=fsync)
+
+
+def _put_file(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
     with naming("save", path, "the file was not replaced"):
         sweep(os.path.dirname(path), path)
         new = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -192,7 +201,7 @@ def put_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync:
                 code = ctypes.get_errno()
                 if code in _NO_SPACE:
                     raise OSError(code, os.strerror(code))
-            write(fd)
+            write(fd, temporary)
             copy_mode(path, fd)
             if fsync:
                 os.fsync(fd)

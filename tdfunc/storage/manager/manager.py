@@ -15,6 +15,7 @@ from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, Unsuppo
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
 from tdfunc.storage.disk.commit import naming, settle, sweep
+from tdfunc.storage.disk.ranks import has_sharded
 from tdfunc.storage.disk.remote import anchored, local_folder
 from tdfunc.storage.manager.background import PendingSave, SaveQueue, Snapshot, WaitMethods, Write, take_snapshot
 from tdfunc.storage.manager.steps import (
@@ -31,6 +32,7 @@ from tdfunc.storage.manager.steps import (
     write_step,
 )
 from tdfunc.storage.safetensors.plan import as_bytes
+from tdfunc.storage.safetensors.ranks import RankSave
 from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import outline
@@ -122,6 +124,9 @@ class CheckpointManager(WaitMethods):
     ) -> PendingSave:
         """Save a step, then remove those that are not to be kept.
 
+        A tree with DTensors is saved by all ranks of the default process group together, each its own parts, and not
+        in the background. Metadata are those of the first rank.
+
         Args:
             step: Its number.
             tree: A tree, or several trees, tensors and plain objects by name: `{"params": params, "optim":
@@ -173,6 +178,11 @@ class CheckpointManager(WaitMethods):
         path = self.path(number)
         if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
             raise exists_error(self._folder, number)
+        if self._max_bytes is None and has_sharded(td):
+            together = RankSave(td, f"save {path}", fsync=self._fsync)
+            save = PendingSave(path)
+            save.set_result(self._commit(number, together, described, overwrite))
+            return save
         if not self._async:
             save = PendingSave(path)
             save.set_result(self._commit(number, Snapshot(outline(td), {}), described, overwrite))
@@ -310,7 +320,9 @@ class CheckpointManager(WaitMethods):
 
     # -- parts --------------------------------------------------------------------------------------------------
 
-    def _commit(self, step: int, snapshot: Snapshot, metadata: dict[str, Any], overwrite: bool) -> pathlib.Path:
+    def _commit(
+        self, step: int, snapshot: Snapshot | RankSave, metadata: dict[str, Any], overwrite: bool
+    ) -> pathlib.Path:
         path = self.path(step)
         max_bytes, fsync = self._max_bytes, self._fsync
         try:
@@ -320,7 +332,8 @@ class CheckpointManager(WaitMethods):
                 )
         except ConcurrencyError as err:
             raise ConcurrencyError(f"save {path}: {err}") from err
-        if self._keep_last is not None or self._keep_best is not None:
+        is_first = not isinstance(snapshot, RankSave) or snapshot.ranks.rank == 0
+        if is_first and (self._keep_last is not None or self._keep_best is not None):
             settle(str(path), "older steps are still there", lambda: self._remove_old(step, path))
         return path
 

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from operator import index
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from tdfunc.storage.disk.raw import write_all
 from tdfunc.storage.manager.background import Snapshot
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import plan_save
+from tdfunc.storage.safetensors.ranks import RankSave
 from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.safetensors.write import SHARD, write_into
 from tdfunc.storage.tree.specs import no_constant, unique
@@ -88,20 +89,54 @@ def list_steps(folder: str) -> list[int]:
 def write_step(
     folder: str,
     step: int,
-    snapshot: Snapshot,
+    snapshot: Snapshot | RankSave,
     metadata: dict[str, Any],
     *,
     max_bytes: int | None,
     overwrite: bool,
     fsync: bool,
 ) -> None:
-    """Write a tree and its `checkpoint.json` into a new folder, and give it the name of the step."""
+    """Write a tree and its `checkpoint.json` into a new folder, and give it the name of the step.
 
-    def fill(place: str) -> None:
-        outline, digests = snapshot
+    Of a tree that all ranks save, the first one makes the folder.
+    """
+    path = os.path.join(folder, step_name(step))
+    if isinstance(snapshot, RankSave):
+
+        def commit_file(path: str, write: Callable[[int, str], None], size_bytes: int) -> None:
+            def write_file(place: str) -> None:
+                file = os.path.join(place, SINGLE)
+                commit.replace_named(file, write, size_bytes=size_bytes, fsync=fsync)
+
+            _replace_step(path, write_file, SINGLE, step, metadata, overwrite=overwrite, fsync=fsync)
+
+        snapshot.write(path, commit_file, folder)
+        return
+    outline, digests = snapshot
+
+    def write_files(place: str) -> None:
         # As Hugging Face does, so that its libraries read a step too.
         write_into(plan_save(outline, max_bytes, digests), place, fsync=fsync)
-        file = SINGLE if max_bytes is None else INDEX
+
+    file = SINGLE if max_bytes is None else INDEX
+    _replace_step(path, write_files, file, step, metadata, overwrite=overwrite, fsync=fsync)
+
+
+def _replace_step(
+    path: str,
+    write: Callable[[str], None],
+    file: str,
+    step: int,
+    metadata: dict[str, Any],
+    *,
+    overwrite: bool,
+    fsync: bool,
+) -> None:
+    """Make the folder of a step, with the files that `write` puts into it and a description of them."""
+    folder = os.path.dirname(path)
+
+    def fill(place: str) -> None:
+        write(place)
         text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
         about = os.path.join(place, ABOUT_FILE)
         commit.put_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import Files, LocalFiles
+from tdfunc.storage.safetensors.blocks import Blocks
 from tdfunc.storage.safetensors.header import (
+    BLOCKS_VERSION,
     MAX_HEADER_BYTES,
     VERSION,
     Entry,
@@ -27,11 +30,11 @@ from tdfunc.storage.safetensors.header import (
     parse_entries,
     split_digests,
 )
-from tdfunc.storage.safetensors.index import INDEX, SINGLE, Index, parse_index
-from tdfunc.storage.safetensors.read import Source, naming, open_source, parsing, read_bytes
+from tdfunc.storage.safetensors.index import ADAPTER, INDEX, SINGLE, Index, parse_index
+from tdfunc.storage.safetensors.read import Digest, Source, naming, open_source, parsing, read_bytes
 from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, parse_tree
 from tdfunc.storage.tree.objects import OBJECT
-from tdfunc.storage.tree.specs import Spec, malformed, spec_of
+from tdfunc.storage.tree.specs import Spec, malformed, parse_json, spec_of
 
 _META = "meta.json"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -46,7 +49,7 @@ class Places(NamedTuple):
     homes: list[int]
     begins: list[int]
     # None for leaves without a checksum.
-    digests: list[str | None]
+    digests: list[Digest | None]
 
 
 class Leaf(NamedTuple):
@@ -58,7 +61,7 @@ class Leaf(NamedTuple):
     name: str
     flags: str
     device: torch.device | None
-    digest: str | None
+    digest: Digest | None
 
 
 class Contents:
@@ -78,10 +81,10 @@ class Contents:
         self.path, self.sources, self.metadata, self.homes, self.verify = path, sources, metadata, homes, verify
         self.is_ours = any(key.startswith("tdfunc") for key in metadata)
         if self.is_ours:
-            if metadata.get("tdfunc.version") != VERSION:
+            if metadata.get("tdfunc.version") not in (VERSION, BLOCKS_VERSION):
                 raise UnsupportedError(
                     "the file has another format version.",
-                    expected=VERSION,
+                    expected=f"{VERSION} or {BLOCKS_VERSION}",
                     got=repr(metadata.get("tdfunc.version")),
                     hint="install the tdfunc that wrote it, or a newer one.",
                 )
@@ -229,7 +232,23 @@ class Contents:
         for number, source in enumerate(self.sources):
             mine = range(count) if self.homes is None else [i for i in range(count) if homes[i] == number]
             self._place(source, mine, begins, digests)
-        return Places(homes, begins, digests)
+        leaves = zip(digests, self.names, self.plan.specs, strict=True)
+        return Places(homes, begins, [self._in_blocks(*leaf) for leaf in leaves] if self._blocks else [*digests])
+
+    @cached_property
+    def _blocks(self) -> dict[str, Any]:
+        """The tables of the leaves that several ranks wrote, by name."""
+        is_later = self.is_ours and self.metadata["tdfunc.version"] == BLOCKS_VERSION
+        table = parse_json(self.metadata["tdfunc.blocks"]) if is_later else {}
+        for rows in table.values():
+            if not all([[type(part) for part in row] == [list, list, str] for row in rows]):
+                raise malformed("lists of a start, sizes and a digest", repr(rows)[:200])
+        return table
+
+    def _in_blocks(self, digest: str | None, name: str, spec: Spec) -> Digest | None:
+        """Return the digest of a leaf with those of its blocks, if it was written in some."""
+        rows = self._blocks.get(json.loads(name)) if digest is not None else None
+        return digest if digest is None or rows is None else Blocks(digest, rows, spec)
 
     def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str | None]) -> None:
         """Find the leaves of one file; the header's own entries must agree with the tree."""
@@ -365,7 +384,8 @@ class Contents:
             digest = digests[rank * width : (rank + 1) * width]
         target = torch.device(device) if device is not None else None
         check_place(target)
-        return Leaf(source, source.begin + entry.begin, spec, name, flags, target, digest)
+        found_digest = self._in_blocks(digest, name, spec) if self._blocks else digest
+        return Leaf(source, source.begin + entry.begin, spec, name, flags, target, found_digest)
 
     def _table(self, number: int) -> dict[str, tuple[int, str]]:
         """Return place and text of each entry of a header of ours by its name (JSON without quotes).
@@ -412,13 +432,13 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
 
 def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
     # One file first, as in transformers. Again and again: shards and one file may take turns between two looks.
-    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards)) * _TRIES:
+    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards), (ADAPTER, _open_single)) * _TRIES:
         with suppress(FileNotFoundError, IsADirectoryError):
             return open_one(join(path, name), files, verify=verify)
     found = sorted(files.names(path))
     shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
     what, hint = f"load {path}: the folder must hold a checkpoint.", "load(path) of a file takes any name."
-    expected = f"{SINGLE}, {INDEX} or {_META}"
+    expected = f"{SINGLE}, {INDEX}, {ADAPTER} or {_META}"
     if _META in found:
         what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."

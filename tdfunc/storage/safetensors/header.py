@@ -15,7 +15,8 @@ import xxhash
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
 from tdfunc.storage.tree.specs import BITS, Spec, no_constant, spec_of, unique
 
-VERSION = "1"
+# The second has leaves that several ranks wrote, block by block.
+VERSION, BLOCKS_VERSION = "1", "2"
 ALGORITHM = "xxh3-64"
 # safetensors refuses longer headers.
 MAX_HEADER_BYTES = 100_000_000
@@ -23,7 +24,7 @@ DIGITS = 16
 _ALIGN = 64
 _START = '{"__metadata__":{"tdfunc.header":"'
 _OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
-_LEAVES = f'","format":"pt","tdfunc.version":"{VERSION}","tdfunc.leaves":"'
+_LEAVES = '","format":"pt","tdfunc.version":"%s","tdfunc.leaves":"'
 _DIGEST_AT = 8 + len(_START) + len(ALGORITHM) + 1
 
 
@@ -71,14 +72,16 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
     return Layout(order, begins, ends[-1], "".join(parts))
 
 
-def render(tree: str | None, layout: Layout) -> bytearray:
+def render(tree: str | None, layout: Layout, blocks: str = "") -> bytearray:
     """Return the bytes before the data (length, header, padding), still without digests, which have a fixed width.
 
-    A shard has no tree; that is in the index.
+    A shard has no tree; that is in the index. `blocks` is the table of the leaves that were written block by block.
     """
     digests = "0" * (DIGITS * len(layout.order))
     described = "" if tree is None else f',"tdfunc.tree":{quote(tree)}'
-    header = f'{_START}{ALGORITHM}:{"0" * DIGITS}{_LEAVES}{digests}"{described}}}{layout.entries}}}'
+    described += f',"tdfunc.blocks":{quote(blocks)}' if blocks else ""
+    leaves = _LEAVES % (BLOCKS_VERSION if blocks else VERSION)
+    header = f'{_START}{ALGORITHM}:{"0" * DIGITS}{leaves}{digests}"{described}}}{layout.entries}}}'
     text = header.encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
     return bytearray(len(text).to_bytes(8, "little") + text)
@@ -86,7 +89,7 @@ def render(tree: str | None, layout: Layout) -> bytearray:
 
 def seal(head: bytearray, digests: Sequence[str]) -> str:
     """Enter the digests of the leaves (in file order) and then that of the header itself, which is returned."""
-    begin = _DIGEST_AT + DIGITS + len(_LEAVES)
+    begin = _DIGEST_AT + DIGITS + len(_LEAVES % VERSION)
     head[begin : begin + DIGITS * len(digests)] = "".join(digests).encode()
     own = digest(head)
     head[_DIGEST_AT : _DIGEST_AT + DIGITS] = own.encode()

@@ -12,6 +12,8 @@ from tdfunc.storage.tree.specs import find_surrogate, parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# The leaves of an adapter in a folder of PEFT.
+ADAPTER = "adapter_model.safetensors"
 _MAX_NAME_BYTES = 255
 _START = '{"metadata":{"tdfunc.index":"'
 _OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')

@@ -1,13 +1,19 @@
 """Comparing a checkpoint with an expected spec: keys, shapes and dtypes, with every difference in one error."""
 
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Kind, Path
+from tdfunc.storage.disk.ranks import Ranks
+from tdfunc.storage.tree.specs import Spec
+
+# Shape and dtype (by name, as numpy and torch call it) of each leaf; None where any will do.
+Found: TypeAlias = dict[Path, tuple[tuple[int, ...] | None, str | None]]
 
 
 def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = True) -> None:
@@ -44,7 +50,19 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
                     "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
                 )
     # Where dots are the difference, the two names are the same.
-    name = dotted if dots is None else repr
+    kind, lines = list_differences(expected, found, lacking, others, dotted if dots is None else repr)
+    if lines:
+        count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
+        raise kind(
+            "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
+            hint=dots or "where= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
+        )
+
+
+def list_differences(
+    expected: Found, found: Found, lacking: Sequence[Path], others: Sequence[Path], name: Callable[[Path], str] = dotted
+) -> tuple[type[TreeStructureError] | type[LeafMismatchError], list[str]]:
+    """Return a line for each leaf that is missing, unexpected, or of another shape or dtype, and the class of error."""
     lines = [f"missing:    {name(at)} ({_shown(expected[at])})" for at in lacking]
     lines += [f"unexpected: {name(at)} ({_shown(found[at])})" for at in others]
     kind = TreeStructureError if lines else LeafMismatchError
@@ -58,21 +76,60 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
             lines.append(f"shape:      {dotted(at)}: expected {list(shape)}, got {list(own_shape or ())}")
         if dtype is not None and dtype != own_dtype:
             lines.append(f"dtype:      {dotted(at)}: expected {dtype}, got {own_dtype}")
-    if lines:
-        count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
-        raise kind(
-            "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
-            hint=dots or "where= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
-        )
+    return kind, lines
 
 
-def read_specs(like: Any) -> dict[Path, tuple[tuple[int, ...] | None, str | None]]:
-    """Return shape and dtype (by name, as numpy and torch call it) of every leaf that `like` describes.
+def check_ranks(ranks: Ranks, found: Found | None) -> NoReturn:
+    """Raise on every rank the difference between the first trees that differ; some of them do."""
+
+    def name(described: list[bytes]) -> bytes:
+        trees = [(rank, parse_found(raw)) for rank, raw in enumerate(described) if raw]
+        rank, other = next(((rank, tree) for rank, tree in trees if tree != trees[0][1]), (0, None))
+        if other is None:
+            raise TreeStructureError(
+                f"{ranks.call}: the trees of all ranks must have the same values where there are no tensors, "
+                "and the same batch sizes, kinds and classes.",
+                hint="td.broadcast(0) gives all ranks one tree.",
+            )
+        raise mismatch(ranks.call, f"rank {trees[0][0]} (expected) and rank {rank}", trees[0][1], other)
+
+    ranks.agree(lambda: b"" if found is None else describe_found(found), name)
+    raise AssertionError("the first rank has raised")
+
+
+def mismatch(call: str, who: str, expected: Found, got: Found) -> TreeStructureError | LeafMismatchError:
+    """Return the error that lists the differences between the trees of two ranks."""
+    lacking, others = [at for at in expected if at not in got], [at for at in got if at not in expected]
+    kind, lines = list_differences(expected, got, lacking, others)
+    return kind(
+        "\n    ".join([f"{call}: {who} must have the same leaves; {len(lines)} difference(s):", *lines]),
+        hint="select(), set() and to() make trees alike; tdfunc.distributed.recv(src) takes any tree.",
+    )
+
+
+def describe_found(found: Found) -> bytes:
+    """Return the shape and dtype of each leaf as bytes, for the other side of a mismatch."""
+    return json.dumps([[path[0], shape, dtype] for path, (shape, dtype) in found.items()]).encode()
+
+
+def parse_found(raw: bytes) -> Found:
+    """Return what `describe_found` described."""
+    return {(name,): (tuple(shape), dtype) for name, shape, dtype in json.loads(raw)}
+
+
+def found_in(names: Sequence[str], specs: Sequence[Spec]) -> Found:
+    """Return the shape and dtype of each leaf by its name (as it stands in a header)."""
+    shapes = [(tuple(spec.size), str(spec.dtype).removeprefix("torch.")) for spec in specs]
+    return {(name[1:-1],): shape for name, shape in zip(names, shapes, strict=True)}
+
+
+def read_specs(like: Any) -> Found:
+    """Return the shape and dtype of every leaf that `like` describes.
 
     Raises:
         TypeError: An entry is neither a mapping nor has a shape and dtype.
     """
-    found: dict[Path, tuple[tuple[int, ...] | None, str | None]] = {}
+    found: Found = {}
     stack: list[tuple[Path, Any]] = [((), like)]
     while stack:
         at, node = stack.pop()

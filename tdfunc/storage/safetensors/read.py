@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
 from operator import mod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError
 from tdfunc.storage.disk.raw import is_wrapped, raw_view
 from tdfunc.storage.disk.remote import Bytes, LocalBytes
+from tdfunc.storage.safetensors.blocks import Block, Blocks
 from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, is_torch, parse
 from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import Spec
 
 _GUESS_BYTES = 1 << 16
+# Of a leaf: of all its bytes, or of its blocks.
+Digest: TypeAlias = str | Blocks
 
 
 class Source(NamedTuple):
@@ -151,14 +154,17 @@ def map_bytes(source: Source) -> Any:
     return mapped.numpy()
 
 
-def check_bytes(name: str, view: memoryview, recorded: str) -> None:
-    """Compare the checksum of a leaf with the recorded one."""
+def check_bytes(name: str, view: memoryview, recorded: Digest, part: Block | None = None) -> None:
+    """Compare the checksum of a leaf with the recorded one; of a leaf in blocks, those that meet a part."""
+    if isinstance(recorded, Blocks):
+        recorded.check(name, view, part)
+        return
     found = xxhash.xxh3_64_hexdigest(view)
     if found != recorded:
         check_digest(f"leaf {name}", recorded, found)
 
 
-def read_leaf(source: Source, spec: Spec, begin: int, name: str, digest: str | None) -> Tensor:
+def read_leaf(source: Source, spec: Spec, begin: int, name: str, digest: Digest | None) -> Tensor:
     """Read one leaf, and nothing else, into memory of its own, and compare its checksum if there is one."""
     # Before memory is taken: a header may lie.
     if begin + spec.size_bytes > source.size_bytes:

@@ -1,6 +1,6 @@
 """The part of a checkpoint that is read: leaves chosen by a filter, compared with a spec, cast to a dtype."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +12,9 @@ from tdfunc.core.context import is_fake
 from tdfunc.core.errors import error
 from tdfunc.core.keys import FilterLike
 from tdfunc.ops.edits.structure import partition
+from tdfunc.storage.disk.ranks import has_sharded, is_sharded, own_part, place_like
 from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.safetensors.blocks import Block
 from tdfunc.storage.safetensors.contents import Contents
 from tdfunc.storage.safetensors.like import check_like
 from tdfunc.storage.safetensors.read import Source, check_bytes, map_bytes, parsing, read_leaf, view_leaves
@@ -62,17 +64,22 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
     """
     plan = contents.plan
     wanted: Sequence[int] = range(len(plan.specs)) if not root else plan.leaves_below(root)
-    if choice.where is None:
-        if choice.like is not None:
-            check_like(outline_tree(contents, choice, root)[0], choice.like, contents.path, is_ours=contents.is_ours)
-        leaves = read_leaves(contents, wanted, choice, mapped=mapped)
+    outline, numbers, places = None, {}, dict[int, Any]()
+    if choice.where is not None or choice.like is not None:
+        outline, numbers = outline_tree(contents, choice, root)
+    if outline is not None and isinstance(choice.like, TensorCollection) and has_sharded(choice.like):
+        spread = {path: leaf for path, leaf in iter_leaves(choice.like) if is_sharded(leaf)}
+        places = {numbers[id(leaf)]: spread[path] for path, leaf in iter_leaves(outline) if path in spread}
+    if outline is None or choice.where is None:
+        if outline is not None:
+            check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
+        leaves = read_leaves(contents, wanted, choice, mapped=mapped, places=places)
         return _build(contents, leaves, choice, root)
-    outline, numbers = outline_tree(contents, choice, root)
     outline = partition(outline, choice.where)[0]
     if choice.like is not None:
         check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
     wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
-    read = read_leaves(contents, wanted, choice, mapped=mapped)
+    read = read_leaves(contents, wanted, choice, mapped=mapped, places=places)
     return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))
 
 
@@ -107,8 +114,12 @@ def _build(contents: Contents, leaves: "Leaves", choice: Choice, root: int) -> T
         return build_tree(contents.plan, leaves, choice.classes, choice.device, root)
 
 
-def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool) -> "Leaves":
-    """Return leaves by their number, checked, cast and on their devices."""
+# Any: DTensors.
+def read_leaves(
+    contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool, places: Mapping[int, Any] = {}
+) -> "Leaves":
+    """Return leaves by their number, checked, cast and on their devices; at `places` as DTensors like those there."""
+    parts = {i: Block(*own_part(like)[:2]) for i, like in places.items()}
     plan, device = contents.plan, choice.device
     with contents.reading():
         if is_fake(device):
@@ -117,7 +128,7 @@ def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
                 for i in wanted
             }
         elif contents.homes is None:
-            read = _read_file(contents, contents.sources[0], wanted, choice, mapped=mapped)
+            read = _read_file(contents, contents.sources[0], wanted, choice, mapped=mapped, parts=parts)
             # All of them are in order, and a list is faster to read and to make.
             leaves = read if type(wanted) is range else dict(zip(wanted, read, strict=True))
         else:
@@ -125,7 +136,7 @@ def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
             for number, source in enumerate(contents.sources):
                 mine = [i for i in wanted if homes[i] == number]
                 if mine:
-                    read = _read_file(contents, source, mine, choice, mapped=mapped)
+                    read = _read_file(contents, source, mine, choice, mapped=mapped, parts=parts)
                     leaves.update(zip(mine, read, strict=True))
         for i in wanted if choice.dtype is not None else ():
             dtype = _dtype_of(plan, i, choice.dtype)
@@ -135,6 +146,8 @@ def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
             target = device or plan.place(i)
             if target is not None and target.type != "cpu":
                 leaves[i] = move_leaf(leaves[i], target)
+        for i, like in places.items() if not is_fake(device) else ():
+            leaves[i] = place_like(leaves[i], like)
         for i in wanted if any(plan.flags) else ():
             if plan.flags[i]:
                 leaves[i] = flag_leaf(leaves[i], plan.flags[i])
@@ -142,7 +155,13 @@ def read_leaves(contents: Contents, wanted: Sequence[int], choice: Choice, *, ma
 
 
 def _read_file(
-    contents: Contents, source: Source, mine: Sequence[int], choice: Choice, *, mapped: bool
+    contents: Contents,
+    source: Source,
+    mine: Sequence[int],
+    choice: Choice,
+    *,
+    mapped: bool,
+    parts: Mapping[int, Block],
 ) -> list[Tensor]:
     plan, places, names = contents.plan, contents.places, contents.names
     specs, begins, digests = plan.specs, places.begins, places.digests
@@ -154,6 +173,8 @@ def _read_file(
         leaves: dict[int, Tensor] = {}
         for i in in_order:
             leaves[i] = read_leaf(source, specs[i], begins[i], names[i], digests[i])
+            if i in parts:
+                leaves[i] = leaves[i][parts[i].box].clone()
             if tick is not None:
                 tick(specs[i].size_bytes)
         return [leaves[i] for i in mine]
@@ -163,13 +184,17 @@ def _read_file(
         for i in in_order:
             begin, digest = begins[i], digests[i]
             if digest is not None:
-                check_bytes(names[i], view[begin : begin + specs[i].size_bytes], digest)
+                check_bytes(names[i], view[begin : begin + specs[i].size_bytes], digest, parts.get(i))
             if tick is not None:
                 tick(specs[i].size_bytes)
     if len(mine) == len(specs):
         views = view_leaves(data, specs, begins)
     else:
         views = view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
+    for k, i in enumerate(mine) if parts else ():
+        if i in parts:
+            # No more than this part is read.
+            views[k] = views[k][parts[i].box].clone()
     # Tensors in plain objects are those of torch's own optimizers, which use them as they are.
     values = {flags for flags in set(plan.flags) if IS_VALUE in flags}
     for k, i in enumerate(mine) if choice.aligned or values else ():

@@ -4,6 +4,8 @@ import random
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tdfunc.llm import (
     ChatML,
@@ -226,22 +228,36 @@ def test_tools_that_move_begin_a_row():
     assert [row.replies for row in to_training_rows(make_template("mistral"), history)] == [(1,), (3,)]
 
 
-def test_edited_messages_are_noticed():
-    """Ids that are not those of the text raise; so does nothing else: replies of another parser are taken."""
+@given(st.text("ab .", min_size=1, max_size=8), st.data())
+@settings(max_examples=30, deadline=None)
+def test_edited_messages_are_noticed(said, data):
+    """Ids raise unless the text, spaces around it aside, is theirs: not if it is shorter, longer or another."""
+    template = make_template("chatml")
+    ids = template.tokenizer(said, add_special_tokens=False)["input_ids"] + data.draw(
+        st.sampled_from([[], template.end_ids])
+    )
+    start = data.draw(st.integers(0, len(said)))
+    cut = said[start : data.draw(st.integers(start, len(said)))]
+    text = data.draw(st.sampled_from([cut, said, f" {said}\n", said + "b", cut + "a" + cut]))
+    history = History.from_chats([CHAT[0], {"role": "assistant", "content": text, "token_ids": ids}])
+
+    if text.strip() == said.strip():
+        assert chat_ids(template, history)[-len(ids) :] == ids
+    else:
+        with pytest.raises(ValueError, match=r"message 1 \(assistant\): token_ids must be(?s:.*)retokenize=True"):
+            chat_ids(template, history)
+        again = chat_ids(template, history, retokenize=True)
+        assert template.tokenizer.decode(again).endswith(f"{text}<|im_end|>")
+
+
+def test_replies_of_other_fields_keep_their_ids():
+    """A reply that was parsed into thinking and content has the ids of its whole text, and no others."""
     template = make_template("chatml")
     ids = template.tokenizer("<think>\nhm\n</think>\n\nb")["input_ids"]
-    reply = {**CHAT[1], "token_ids": ids}
-    history = History.from_chats([CHAT[0], reply])
-
-    assert chat_ids(template, history)[-len(ids) :] == ids
-    parsed_elsewhere = History.from_chats([CHAT[0], {"role": "assistant", "content": "hm b", "token_ids": ids}])
-    with pytest.raises(ValueError, match=r"message 1 \(assistant\): token_ids must be those of its text"):
-        chat_ids(template, parsed_elsewhere)
-    edited = History.from_chats([CHAT[0], {**reply, "content": "no"}])
-    with pytest.raises(ValueError, match="retokenize=True"):
-        chat_ids(template, edited)
-    again = chat_ids(template, edited, retokenize=True)
-    assert template.tokenizer.decode(again).endswith("no<|im_end|>")
+    assert chat_ids(template, History.from_chats([CHAT[0], {**CHAT[1], "token_ids": ids}]))[-len(ids) :] == ids
+    for change in ({"reasoning_content": "h"}, {"reasoning_content": None}, {"content": "hm b"}):
+        with pytest.raises(ValueError, match="token_ids must be"):
+            chat_ids(template, History.from_chats([CHAT[0], {**CHAT[1], **change, "token_ids": ids}]))
 
 
 def test_a_reply_that_was_cut_gets_its_end():

@@ -7,8 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, lazy_stack, load, random, save
-from tdfunc.llm import GenerationOptions, LogProbs, Masks, Tokens, causal_lm, generate, generate_tokens, score
+from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError, lazy_stack, load, random, save
+from tdfunc.llm import (
+    GenerationOptions,
+    LogProbs,
+    Masks,
+    Tokens,
+    TransformersWrapper,
+    causal_lm,
+    generate,
+    generate_tokens,
+    score,
+)
 from tests.llm.generation.test_rows import prompts
 from tests.llm.models import VOCAB, make
 
@@ -58,14 +68,17 @@ def test_responses_are_those_of_the_rows(side):
     st.none() | st.integers(1, 60),
     st.none() | st.floats(0.1, 0.95),
     st.none() | st.floats(0.02, 0.5),
+    st.sampled_from([0, 3]),
 )
-@settings(max_examples=5, deadline=None)
-def test_the_ratio_of_a_policy_with_itself_is_one(temperature, top_k, top_p, min_p):
+@settings(max_examples=8, deadline=None)
+def test_the_ratio_of_a_policy_with_itself_is_one(temperature, top_k, top_p, min_p, least):
     """Scores of the responses, raw and under the sampler, are those that generation gave."""
     lm, params, buffers = causal_lm(make("llama"))
     params = params.to(torch.float64)
     td, _ = padded([6, 3, 1])
     cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if any(cuts.values()):
+        cuts |= {"min_new_tokens": least, "eos_token_ids": range(0, 97, 2)}
     out = generate(lm, params, td, key=1, buffers=buffers, max_new_tokens=5, temperature=temperature, **cuts)
     again = out.set("attention_mask", out["masks"].all_attention_mask)
     found = score(lm, params, again, buffers=buffers, temperature=temperature, under="behaviour")["log_probs"]
@@ -75,6 +88,63 @@ def test_the_ratio_of_a_policy_with_itself_is_one(temperature, top_k, top_p, min
     ratio = (found.behaviour - out["log_probs"].behaviour).exp()[valid]
     assert (ratio - 1).abs().max() < 1e-5
     torch.testing.assert_close(raw.response[valid], out["log_probs"].response[valid], atol=1e-5, rtol=0)
+
+
+def test_scores_keep_what_the_draws_were_cut_to():
+    """Raw scores in the place of the generated ones keep the support; where it does not fit, behaviour is refused."""
+    model = make("llama")
+    lm, params, buffers = causal_lm(model)
+    td, _ = padded([4, 3])
+    scorer = TransformersWrapper(model, input_mode="tokens", generate=False)
+    cases = [(True, None), (False, None), (True, True), (False, False), (True, False)]
+    for pad_output, wrapped in [*cases, (False, True)]:
+        options = {"pad_output": pad_output, "max_new_tokens": 3, "temperature": 1.0, "top_k": 4}
+        out = generate(lm, params, td, key=1, buffers=buffers, **options)
+        out = out.set("attention_mask", out["masks"].all_attention_mask) if pad_output else out
+        raw = (
+            score(lm, params, out, buffers=buffers)
+            if wrapped is None
+            else scorer.get_new_version(pad_output=wrapped)(out)
+        )
+        if (pad_output, wrapped) in cases:
+            found, expected = (
+                score(lm, params, tree, buffers=buffers, under="behaviour")["log_probs"].behaviour
+                for tree in (raw, out)
+            )
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(UnsupportedError, match="min-p alone"):
+        score(lm, params, raw, buffers=buffers, under="behaviour")
+
+
+@pytest.mark.parametrize("pad_output", [True, False])
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"repetition_penalty": 1.5}, True),
+        ({"repetition_penalty": 1.5, "top_k": 5}, True),
+        ({"min_new_tokens": 2}, True),
+        ({"min_new_tokens": 2, "top_k": 97}, False),
+        ({"repetition_penalty": 1.5, "temperature": 0.0}, False),
+    ],
+    ids=str,
+)
+def test_behaviour_that_cannot_be_scored_is_refused(options, refused, pad_output):
+    """Penalties and least lengths that no support describes, padded and ragged, inside transforms too."""
+    lm, params, buffers = causal_lm(make("llama"))
+    td, _ = padded([4, 4])
+    options = {"temperature": 1.0, "max_new_tokens": 3, "eos_token_ids": [], **options}
+    out = generate(lm, params, td, key=1, buffers=buffers, pad_output=pad_output, **options)
+    out = out.set("attention_mask", out["masks"].all_attention_mask) if pad_output else out
+
+    def total(params):
+        return score(lm, params, out, buffers=buffers, under="behaviour")["log_probs"].full[0].sum()
+
+    for call in (total, torch.func.grad(total)):
+        if refused:
+            with pytest.raises(UnsupportedError, match="a temperature, top-k, top-p and min-p alone"):
+                call(params)
+        else:
+            call(params)
 
 
 def test_several_responses_are_a_dimension_of_their_own():

@@ -170,6 +170,28 @@ def test_the_proof_covers_rows_without_pads():
     assert find_way(lm, params, buffers, 20) == (False, False)
 
 
+MAMBA = {
+    "Zamba2": {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "layers_block_type": ["mamba", "hybrid"]}
+    | {"hybrid_layer_ids": [1], "num_mem_blocks": 1, "mamba_headdim": 8},
+    "NemotronH": {"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1}
+    | {"layers_block_type": ["mamba", "attention"], "head_dim": 8, "chunk_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", MAMBA)
+def test_a_cache_that_is_nearly_right_is_not_used(name):
+    """A cached step that is off by a hundredth of a nat is found: log-probs are those of the scorer."""
+    torch.manual_seed(2)
+    config = getattr(hf, f"{name}Config")(**FAMILIES["llama"][1] | MAMBA[name])
+    lm, params, buffers = causal_lm(getattr(hf, f"{name}ForCausalLM")(config).eval())
+    rows = prompts([9, 1])
+
+    assert find_way(lm, params, buffers, 20) == (False, False)
+    for row, made in zip(rows, generate_tokens(lm, params, rows, parse(), buffers=buffers), strict=True):
+        scored = score_ids(lm, params, torch.cat([row, made.tokens])[None], buffers=buffers).log_probs[0, len(row) :]
+        torch.testing.assert_close(made.log_probs, scored, atol=1e-4, rtol=0)
+
+
 def test_positions_that_depend_on_the_length_are_those_of_each_prefix():
     """Dynamic rotary positions are computed anew beyond the trained length, without a cache of the old ones."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
+from tdfunc import LeafMismatchError, TensorDict, UnsupportedError
 from tdfunc.llm import (
-    History,
     LogProbs,
     Masks,
     Tokens,
@@ -565,63 +564,29 @@ def test_the_model_is_left_alone():
     assert set(params.state_dict()) == set(before)
 
 
-def test_messages():
-    """Each misuse is named."""
-    model = make("gpt2")
-    lm, params, buffers = causal_lm(model)
-    short = dataclasses.replace(lm, max_length=3)
-    ids, mask = rows([6, 4], 6, seed=12)
-    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2])}, [2])
-    each = [TensorDict({"tokens": Tokens(full=row)}) for row in (ids[0, :3], ids[1])]
-    uneven = tdf.lazy_stack([tdf.lazy_stack(each), tdf.lazy_stack(each[:1])])
-    masked = tdf.lazy_stack([tree.set("attention_mask", mask[0, :3]) for tree in each])
+def test_ways_of_scoring_are_explained():
+    """Packed rows take a family that keeps them apart, and tokens with values."""
+    lm, params, _ = causal_lm(make("gpt2"))
+    packed = lm.with_options(packed=True)
 
+    assert "positions that begin anew" in explain_scoring(packed)
+    assert "rows of one length" in explain_scoring(causal_lm(make("bloom"))[0].with_options(packed=True))
+    with pytest.raises(UnsupportedError, match="cannot be packed"):
+        torch.vmap(lambda ids: score_ids(packed, params, ids).log_probs)(torch.ones(1, 2, 6, dtype=torch.int64))
+    with pytest.raises(TypeError, match="must be a causal language model"):
+        causal_lm(torch.nn.Linear(2, 2))
+
+
+def test_values_that_do_not_fit_are_named():
+    """Masks to add, and ids outside of the vocabulary."""
+    lm, params, buffers = causal_lm(make("gpt2"))
+    ids, mask = rows([6, 4], 6, seed=12)
+    below = TensorDict({"tokens": Tokens(full=-ids - 1, batch_size=[2])}, [2])
     for call, kind, pattern in (
-        (lambda: causal_lm(torch.nn.Linear(2, 2)), TypeError, "must be a causal language model"),
-        (lambda: score_ids(short, params, ids, mask, buffers=buffers), ValueError, "row 0 must not be longer"),
-        (lambda: score_ids(lm, params, ids, temperature=0.0), ValueError, "temperature must be above 0"),
-        (lambda: score_ids(lm, ids, params), LeafMismatchError, r"must be integers.*score_ids\(lm, params, ids"),
-        (lambda: score_ids(lm, params, mask, ids), LeafMismatchError, r"got: +torch.bool of shape \(2, 6\)"),
-        (lambda: score_ids(lm, params, ids, buffers), LeafMismatchError, "got: .*TensorDict"),
-        (
-            lambda: score_ids(lm, params, ids, (~mask).long() * -9),
-            LeafMismatchError,
-            "mask must be.*below 0.*mask == 0",
-        ),
+        (lambda: score_ids(lm, params, ids, (~mask).long() * -9), LeafMismatchError, "mask must.*below 0.*mask == 0"),
         (lambda: score_ids(lm, params, ids, (~mask) * -1e9), LeafMismatchError, "mask must be.*torch.float32"),
         (lambda: score_ids(lm, params, ids + 60, buffers=buffers), IndexError, r"vocabulary.*0 to 96.*from \d+ to 1"),
-        (lambda: logits(lm, params, td.apply(lambda x: -x - 1), buffers=buffers), IndexError, "gpt2.*from -"),
-        (lambda: score_ids(lm, params, ids, mask[:1], buffers=buffers), LeafMismatchError, r"bool of shape \(1, 6\)"),
-        (lambda: score_ids(lm, params, ids, at=ids.repeat(1, 2)[..., None]), LeafMismatchError, r"\(2, 12, 1\)"),
-        (
-            lambda: score(lm, params, TensorDict({"input_ids": ids}, [2])),
-            MissingKeyError,
-            r"'tokens.full'.*Tokens\(full=",
-        ),
-        (
-            lambda: score(lm, params, History(role="user", content="a")),
-            MissingKeyError,
-            r"History.*apply_chat_template\(tokenizer",
-        ),
-        (
-            lambda: score(lm, params, TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2])}, [2])),
-            MissingKeyError,
-            "'tokens.full'",
-        ),
-        (lambda: score(lm, params, td.set("attention_mask", mask[:, :3])), LeafMismatchError, r"shape \(2, 6\)"),
-        (lambda: score(lm, params, masked), LeafMismatchError, r"lengths of the tokens.*\n.*\[3, 6\]\n.*\[3, 3\]"),
-        (lambda: score(lm, params, uneven), LeafMismatchError, r"only the length of the rows.*\n.*\n.*\[2, -1\]"),
-        (lambda: score(lm, params, td, buffers=buffers, under="behavior"), ValueError, "'raw' or 'behaviour'"),
-        (lambda: score(lm, params, td, buffers=buffers, under="behaviour"), MissingKeyError, "prompt and response"),
-        (
-            lambda: torch.vmap(lambda i: score_ids(lm.with_options(packed=True), params, i, buffers=buffers).log_probs)(
-                ids[None]
-            ),
-            UnsupportedError,
-            "cannot be packed",
-        ),
+        (lambda: logits(lm, params, below, buffers=buffers), IndexError, "gpt2.*from -"),
     ):
         with pytest.raises(kind, match="(?s)" + pattern):
             call()
-    assert "positions that begin anew" in explain_scoring(lm.with_options(packed=True))
-    assert "rows of one length" in explain_scoring(causal_lm(make("bloom"))[0].with_options(packed=True))

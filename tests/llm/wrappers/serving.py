@@ -92,7 +92,8 @@ class Service:
         prompt = body["prompt"]
         if body.get("echo") and body["max_tokens"] == 0:
             values = [None, *log_probs_of(self.model, tuple(prompt))[0]]
-            part = {"text": "", "logprobs": {"token_logprobs": values}, "finish_reason": "length"}
+            named = {"token_logprobs": values, "tokens": [f"token_id:{t}" for t in prompt]}
+            part = {"text": "", "logprobs": named, "finish_reason": "length"}
             parts = [part | ({"token_ids": [], "prompt_token_ids": prompt} if self.token_ids else {})]
         else:
             tokens, values, reason = respond(self.model, prompt, body)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc.llm import Batcher
+from tdfunc.llm.wrappers.batching import _end
 
 SOON = 20
 
@@ -296,8 +297,11 @@ def test_flush_returns_the_results():
     batcher = Batcher(engine, min_batch_size=3, timeout_s=math.inf)
     futures = [batcher.submit(number) for number in (1, 2, 3, 4, -5)]
     assert engine.entered.wait(SOON)
-    assert batcher.state()["processing"]
     futures.append(batcher.submit(6, group="other"))
+    state, running = batcher.state(), len(batcher._made.running)
+    assert state["processing"]
+    assert state["pending_futures"] == 6 == running + state["queue_size"]
+    assert min(running, state["queue_size"]) > 0
     threading.Timer(0.01, engine.open.set).start()
 
     assert batcher.cleanup(flush=True) == futures
@@ -344,6 +348,11 @@ def test_a_closed_batcher_refuses_requests_and_ends_its_thread():
     with contextlib.suppress(KeyError), other:
         waiting = other.submit(3)
         raise KeyError
+    assert waiting.cancelled()
+    last = Batcher(Engine(), min_batch_size=2, timeout_s=math.inf)
+    waiting = last.submit(3)
+    # What the end of a program runs.
+    _end(last._made)
     assert waiting.cancelled()
     assert other.close() == other.close(flush=True) == []
 

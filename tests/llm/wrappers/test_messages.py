@@ -16,6 +16,7 @@ TOKENS = TensorDict({"tokens": Tokens(prompt=IDS, full=IDS, batch_size=[2])}, [2
 LONG = TensorDict({"tokens": torch.ones(6, dtype=torch.int64)})
 TEXTS = TensorDict({"text": Text(prompt=["a", ""], batch_size=[2])}, [2])
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
+SAMPLER = TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})
 
 
 def made(mode="tokens", **options):
@@ -81,14 +82,7 @@ CASES = [
         "longer than the positions",
     ),
     (
-        lambda: torch.func.grad(
-            lambda x: (
-                TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})(
-                    TOKENS
-                )
-                and x
-            )
-        )(torch.tensor(0.0)),
+        lambda: torch.func.grad(lambda x: SAMPLER(TOKENS) and x)(torch.tensor(0.0)),
         UnsupportedError,
         "inside a transform",
     ),

@@ -1,120 +1,39 @@
 """A push of weights is proven, or the engine is not used."""
 
-import copy
 import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc import ConcurrencyError, TreeStructureError
-from tdfunc.llm import causal_lm
-from tdfunc.llm.wrappers.push import AbstractEngine, Probe, proven_label, push_weights
-from tests.llm.models import make, row_log_probs
-
-
-class FakeEngine(AbstractEngine):
-    """A model with a cache of prompts; `fault` names how the next load or reset goes wrong, `chosen` the leaf."""
-
-    def __init__(self, model):
-        self.model, self.cache, self.version = copy.deepcopy(model), {}, "default"
-        self.fault, self.chosen, self.factor, self.loads = None, 0, 1.0, 0
-
-    def load(self, weights):
-        """Write the weights, but for the fault."""
-        self.loads += 1
-        own = self.model.state_dict()
-        given = {}
-        for i, (name, leaf) in enumerate(weights):
-            if i == self.chosen and self.fault == "killed":
-                raise ConnectionError("the worker is gone")
-            if i == self.chosen and self.fault == "left":
-                break
-            given[name] = leaf.clone()
-        name = list(own)[self.chosen]
-        if self.fault == "dropped":
-            given.pop(name)
-        elif self.fault == "scaled":
-            given[name] = given[name] * self.factor
-        elif self.fault == "swapped":
-            other = next(each for each in reversed(own) if own[each].shape == own[name].shape)
-            given[name], given[other] = given[other], given[name]
-        with torch.no_grad():
-            for each, leaf in given.items():
-                own[each].copy_(leaf)
-
-    def reset_cache(self):
-        """Drop the cache, but for the fault."""
-        if self.fault == "busy":
-            return False
-        if self.fault != "stale cache":
-            self.cache.clear()
-        return True
-
-    def probe(self, ids):
-        """Score past the cache, and continue by way of it."""
-        key = tuple(ids.tolist())
-        if key not in self.cache:
-            with torch.no_grad():
-                self.cache[key] = self.model(ids[None]).logits[0, -1].log_softmax(-1)
-        candidates = self.cache[key].topk(5).indices
-        own = torch.cat([torch.zeros(1), row_log_probs(self.model, ids)])
-        return Probe(own, candidates, self.cache[key][candidates])
-
-    def label(self):
-        """The version."""
-        return self.version
-
-    def set_label(self, label):
-        """Set the version."""
-        self.version = label
+from tdfunc.llm.wrappers.push import draw_prompts, proven_label
+from tests.llm.models import make
+from tests.llm.wrappers.pushing import KINDS, FakeEngine, count_pushes, other_weights, push, stale
 
 
 @pytest.fixture(scope="module")
 def made():
-    """Two models with other weights everywhere, the specification, and the second one's tree and buffers."""
-    first, second = (copy.deepcopy(make("llama")) for _ in range(2))
-    generator = torch.Generator().manual_seed(3)
-    for model in (first, second):
-        for leaf in model.parameters():
-            leaf.data = torch.randn(leaf.shape, generator=generator) * 0.3 + (leaf.ndim == 1)
-    lm, params, buffers = causal_lm(second)
-    return first, second, lm, params, buffers
-
-
-def run(engine, made, *, leaves=None, version="1", tolerance=1e-4):
-    """Push the second model's tree."""
-    _, second, lm, params, buffers = made
-    state = second.state_dict()
-    ids = torch.randint(second.config.vocab_size, (9,), generator=torch.Generator().manual_seed(0))
-    shapes = {name: leaf.shape for name, leaf in state.items()}
-    return push_weights(
-        engine,
-        lm,
-        dict(state) if leaves is None else leaves,
-        shapes,
-        [],
-        ids,
-        tree=params,
-        buffers=buffers,
-        version=version,
-        tolerance=tolerance,
-    )
+    """Two models with other weights everywhere."""
+    return [other_weights(make("llama"), seed) for seed in (3, 4)]
 
 
 def test_a_push_replaces_the_weights(made):
     """The engine then computes what the tree computes; the record has a digest for each leaf and the label is set."""
-    first, second, *_ = made
+    first, second = made
     engine = FakeEngine(first)
-    done = run(engine, made, version="7")
+    done = push(engine, second, version="7")
 
     assert done.version == proven_label(engine) == "7"
     assert done.difference < 1e-5
+    assert done.unread is None
     assert list(done.digests) == list(second.state_dict())
     assert len(set(done.digests.values())) == len(done.digests)
     for own, other in zip(engine.model.parameters(), second.parameters(), strict=True):
         assert torch.equal(own, other)
-    assert run(engine, made, version="8").digests == done.digests
+    assert push(engine, second, version="8", proof="full").digests == done.digests
 
 
 FAULTS = {
@@ -138,11 +57,11 @@ def check_fault(made, name, draws):
     engine.fault, engine.chosen = name, draws.choice(usable)
     engine.factor = draws.choice([0.0, 0.5, 0.98, 1.02, 2.0, -1.0, float("nan")])
     with pytest.raises(FAULTS[name]):
-        run(engine, made)
+        push(engine, made[1])
     with pytest.raises(ConcurrencyError, match="must be proven(?s:.*)'1'(?s:.*)push again"):
         proven_label(engine)
     engine.fault = None
-    run(engine, made)
+    push(engine, made[1])
     assert proven_label(engine) == "1"
 
 
@@ -162,38 +81,93 @@ def test_a_thousand_faulty_pushes(made, seed):
         check_fault(made, draws.choice(list(FAULTS)), draws)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_a_random_place_is_caught(kind, seed):
+    """A wrong row or expert is caught by a full proof at once, and by the prompts of a few pushes otherwise."""
+    start, model = (other_weights(make("qwen3_moe"), each) for each in (seed, seed + 1))
+    # One of three pushes reads a row; a hundred miss it with a probability of 1e-13.
+    assert count_pushes(kind, start, model, random.Random(seed), 100) is not None
+    assert count_pushes(kind, start, model, random.Random(seed), 1, proof="full") == 1
+
+
+def test_unread_experts_are_named():
+    """A full proof names the experts that no prompt reached: those stale pass, others do not, and digests cover all."""
+    start, model = (other_weights(make("qwen3_moe", num_experts=96, num_experts_per_tok=1), seed) for seed in (1, 2))
+    unread = push(FakeEngine(start), model, proof="full", key=3).unread
+    name = "model.layers.0.mlp.experts.down_proj"
+    rows = unread[name]
+
+    assert 0 < len(rows) < 96
+    assert set(unread) <= {each for each, leaf in model.named_parameters() if "mlp" in each}
+    engine = FakeEngine(start)
+    engine.fault = stale(name, rows)
+    assert push(engine, model, proof="full", key=3).unread == unread
+    engine.digests = lambda: {name: "of other weights"}
+    with pytest.raises(ValueError, match=f"hold leaf '{name}'(?s:.*)of other weights"):
+        push(engine, model, proof="full", key=3)
+    engine.fault = None
+    digests = push(engine, model).digests
+    engine.digests = lambda: digests
+    assert push(engine, model, proof="full", key=3).unread == {}
+    engine = FakeEngine(start)
+    engine.fault = stale(name, next(i for i in range(96) if i not in rows))
+    with pytest.raises(ValueError, match="must be those of the tree"):
+        push(engine, model, proof="full", key=3)
+
+
+def test_a_dense_model_is_read_whole(made):
+    """A full proof reads every row of every leaf."""
+    assert push(FakeEngine(made[0]), made[1], proof="full").unread == {}
+
+
+@given(st.integers(2, 60), st.integers(1, 70), st.integers(0, 9))
+def test_prompts_have_each_id_once_behind_another_token(vocabulary, length, seed):
+    """A full proof scores each id once; a proof by one prompt has its first prompt, of different ids."""
+    key = tdf.random.key(seed)
+    prompts = draw_prompts(key, vocabulary, length, whole=True)
+
+    assert sorted(torch.cat([ids[1:] for ids in prompts]).tolist()) == list(range(vocabulary))
+    assert all(a[-1] == b[0] for a, b in zip(prompts, prompts[1:], strict=False))
+    assert max(map(len, prompts)) <= max(length, 2)
+    (one,) = draw_prompts(key, vocabulary, length, whole=False)
+    assert torch.equal(one, prompts[0])
+
+
+def test_each_push_draws_its_own_ids(made):
+    """Unless it is given a key; torch's default generator is not drawn from."""
+    engine, state = FakeEngine(made[0]), torch.get_rng_state()
+    for options in ({}, {}, {"key": 5}, {"key": tdf.random.key(5)}):
+        push(engine, made[1], **options)
+    _, a, _, b, _, c, _, d = [ids.tolist() for ids in engine.prompts]
+
+    assert c == d
+    assert a != b != c
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_names_are_checked_before_anything_is_sent(made):
     """Missing, unknown and misshapen leaves: the engine keeps its weights and its label."""
     state = made[1].state_dict()
+    shapes = {key: leaf.shape for key, leaf in state.items()}
     name = next(iter(state))
     cases = {
-        f"lacks '{name}'": {key: leaf for key, leaf in state.items() if key != name},
-        "has the unknown 'x.y'": {**state, "x.y": torch.zeros(1)},
-        f"leaf '{name}' must have the shape": {**state, name: torch.zeros(2)},
+        f"lacks '{name}'": {"leaves": {key: leaf for key, leaf in state.items() if key != name}},
+        "has the unknown 'x.y'": {"leaves": {**state, "x.y": torch.zeros(1)}},
+        f"leaf '{name}' must have the shape": {"leaves": {**state, name: torch.zeros(2)}},
     }
     for pattern, leaves in cases.items():
         engine = FakeEngine(made[0])
         with pytest.raises(TreeStructureError, match=f"{pattern}(?s:.*)nothing was sent"):
-            run(engine, made, leaves=leaves)
+            push(engine, made[1], shapes=shapes, **leaves)
         assert engine.loads == 0
         assert proven_label(engine) == "default"
 
 
 def test_nan_is_no_proof(made):
     """Weights that give NaN on both sides are refused."""
-    first, second, lm, params, buffers = made
-    engine = FakeEngine(first)
-    broken = tdf.TensorDict(params.to_dict()) * float("nan")
+    broken = other_weights(made[1], 0)
+    with torch.no_grad():
+        for leaf in broken.parameters():
+            leaf.mul_(float("nan"))
     with pytest.raises(ValueError, match="must be those of the tree"):
-        push_weights(
-            engine,
-            lm,
-            {name: leaf * float("nan") for name, leaf in second.state_dict().items()},
-            {name: leaf.shape for name, leaf in second.state_dict().items()},
-            [],
-            torch.arange(6),
-            tree=broken,
-            buffers=buffers,
-            version="1",
-            tolerance=1e-3,
-        )
+        push(FakeEngine(made[0]), broken)

@@ -329,10 +329,8 @@ def test_an_error_in_a_stream_is_that_of_its_code(serve):
 def test_a_silent_server_raises_and_a_slow_stream_does_not(serve):
     """The timeout is that of silence: a stream may take longer."""
     slow = serve(delay_s=0.6)
-    start = time.monotonic()
     with pytest.raises(RemoteError, match="ReadTimeout"):
         connect(slow, timeout_s=0.05, max_retries=1).generate_tokens(PROMPTS[:1], parse())
-    assert time.monotonic() - start < 0.6
     assert len(slow.requests) == 2
 
     service = serve()
@@ -369,6 +367,15 @@ ALTERED = [
     ({"logprobs": {"token_logprobs": [None] * 6}}, "form of its endpoint"),
     ({"finish_reason": "abort"}, "must be whole(?s:.)*'abort'"),
     ({"token_ids": ["a"]}, "form of its endpoint"),
+    ({"logprobs": {"token_logprobs": [0.5] * 6}}, "the largest 0.5"),
+    ({"logprobs": {"token_logprobs": [-1.0] * 6, "tokens": ["token_id:0"] * 6}}, "of token 0 in the place of"),
+    ({"logprobs": {"content": [{"token_id": 0, "logprob": -1.0}] * 6}}, "of token 0 in the place of"),
+    ({"logprobs": {"token_logprobs": [-1.0] * 6, "tokens": ["a"]}}, "form of its endpoint"),
+    # Ids that are none, and more of them than were asked for.
+    ({"token_ids": [7.0] * 6}, "7.0 as a token"),
+    ({"token_ids": [True] * 6}, "True as a token"),
+    ({"token_ids": [-7] * 6}, "-7 as a token"),
+    ({"token_ids": [7] * 7}, "7 tokens of 6"),
     # It is of another response, or of none.
     ({"index": 1}, "several responses"),
     ({"token_ids": None, "text": None}, "neither token ids nor a text"),
@@ -383,6 +390,15 @@ def test_an_answer_that_does_not_fit_raises(serve):
         service.alter = lambda answer, change=change: {"choices": [{**answer["choices"][0], **change}]}
         with pytest.raises(RemoteError, match=pattern):
             wrapper.generate_tokens(PROMPTS[:1], parse())
+    content = [{"token": "token_id:0", "logprob": -1.0}] * 3
+    service.alter = lambda answer: {"choices": [{**answer["choices"][0], "logprobs": {"content": content}}]}
+    with pytest.raises(RemoteError, match="of token 0 in the place of 9"):
+        wrapper.score_tokens(PROMPTS[:1])
+    service.alter = lambda answer: {
+        "choices": [{**answer["choices"][0], "token_ids": None if answer["choices"][0]["finish_reason"] else [5]}]
+    }
+    with pytest.raises(RemoteError, match="a part of the response alone"):
+        connect(service, stream=True).generate_tokens(PROMPTS[:1], parse())
     service.alter = lambda answer: {"choices": answer["choices"] * 2}
     with pytest.raises(RemoteError, match="several responses"):
         wrapper.generate_tokens(PROMPTS[:1], parse())

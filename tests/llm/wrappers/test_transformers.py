@@ -1,6 +1,8 @@
 """Scores of a model of transformers in all input modes, against each row alone; modules, versions, keys."""
 
 import copy
+import dataclasses
+import inspect
 import pickle
 import weakref
 
@@ -10,24 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc import ImmutableError, TensorDict, lazy_stack
+from tdfunc import ImmutableError, TensorDict, UnsupportedError, lazy_stack
 from tdfunc.llm import (
     ChatHistory,
     History,
+    LLMWrapperBase,
     LogProbs,
     Masks,
+    RemoteWrapper,
     Text,
     Tokens,
     TransformersWrapper,
     causal_lm,
     chatml,
     distribution,
+    generate,
     score,
     tokenize_text,
+    vLLMWrapper,
 )
+from tdfunc.llm.wrappers.options import WrapperOptions
 from tests.helpers import assert_pure
 from tests.llm.models import VOCAB, make, row_log_probs
 from tests.llm.tokens import GENERATION, make_tokenizer
+from tests.llm.wrappers.fake import FakeWrapper
 
 TOKENIZER = make_tokenizer()
 CHATS = [
@@ -446,6 +454,23 @@ def test_a_tree_takes_the_place_of_the_parameters():
     grads = torch.func.grad(lambda tree: wrapper(td, params=tree)["log_probs"].full.sum())(other)
     each = torch.func.grad(lambda tree: score(lm, tree, td, buffers=buffers)["log_probs"].full.sum())(other)
     tdf.assert_close(grads, each)
+    sampler = wrapper.get_new_version(generate=True, generate_kwargs={"max_new_tokens": 3, "temperature": 1.0})
+    asked = TensorDict({"tokens": Tokens(prompt=td["tokens"].full, batch_size=[2])}, [2])
+    drawn = generate(lm, other, asked, key=0, buffers=buffers, max_new_tokens=3, temperature=1.0)
+    assert (sampler(asked, key=0, params=other)["tokens"] == drawn["tokens"]).all()
+    assert not (sampler(asked, key=0)["tokens"].response == drawn["tokens"].response).all()
+    with pytest.raises(UnsupportedError, match="params= must be left out"):
+        FakeWrapper(input_mode="tokens")(asked, params=other)
+
+
+def test_options_have_their_names_in_signatures():
+    """`help` shows the arguments of each wrapper, and each option once."""
+    for cls in (LLMWrapperBase, TransformersWrapper, vLLMWrapper, RemoteWrapper, FakeWrapper):
+        names = list(inspect.signature(cls).parameters)
+        assert names[0] == "model"
+        assert set(names) > {field.name for field in dataclasses.fields(WrapperOptions)}
+        assert "options" not in names
+    assert inspect.signature(RemoteWrapper).parameters["timeout_s"].default == 600.0
 
 
 def test_a_model_that_changes_is_prepared_anew():
@@ -464,6 +489,8 @@ def test_a_model_that_changes_is_prepared_anew():
         lambda: model.lm_head.register_forward_hook(double),
         lambda: model.register_forward_hook(lambda module, args, out: out.__class__(logits=out.logits.sin())),
         lambda: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 0.7),
+        lambda: model.model.layers[0].mlp.__dict__.__setitem__("act_fn", torch.sin),
+        lambda: model.model.layers[0].mlp.__dict__.__setitem__("act_fn", torch.cos),
         lambda: model.config.update({"attn_implementation": "eager"}),
         alter_layer,
     ]
@@ -473,6 +500,8 @@ def test_a_model_that_changes_is_prepared_anew():
             logits = model(td["tokens"].full).logits.log_softmax(-1)
         expected = logits[:, :-1].gather(-1, td["tokens"].full[:, 1:, None]).squeeze(-1)
         torch.testing.assert_close(wrapper(td)["log_probs"].full[:, 1:], expected, atol=1e-4, rtol=1e-4)
+    model.generation_config.eos_token_id = [7, 8]
+    assert wrapper.lm.eos_ids == (7, 8)
     with pytest.raises(ImmutableError, match="get_new_version"):
         wrapper.model = other
     new = wrapper.get_new_version(model=other)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tdfunc import NonTensorStack, TensorDict, cat, stack
+from tdfunc import LeafMismatchError, NonTensorStack, TensorDict, TreeStructureError, cat, stack
 from tests.helpers import assert_trees_equal
 
 
@@ -45,3 +45,28 @@ def test_gradients_flow():
     torch.stack([tree, tree[[0, 0, 1]]]).reshape(-1).unbind(0)[3]["a"].backward()
 
     assert leaf.grad.tolist() == [1, 0, 0]
+
+
+def part(make):
+    """A tree of two nodes, with a leaf of `make`."""
+    return TensorDict({"a": torch.ones(2, 3), "n": {"b": make(2, 3)}}, [2])
+
+
+OTHERS = {
+    "dtype": part(lambda *size: torch.ones(*size, dtype=torch.float64)),
+    "shape": part(lambda *size: torch.ones(*size, 1)),
+    "key": part(torch.ones).rename_key(("n", "b"), ("n", "c")),
+    "node": part(torch.ones).set("n", torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("join", [stack, cat])
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("place", range(4))
+def test_one_of_four_that_differs(join, other, place):
+    """A single tree that does not fit is refused, wherever it is among the others."""
+    trees = [part(torch.ones) for _ in range(4)]
+    trees[place] = other
+
+    with pytest.raises((LeafMismatchError, TreeStructureError)):
+        join(trees)

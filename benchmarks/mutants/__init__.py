@@ -1,0 +1,1 @@
+"""Small changes to the code of tdfunc, and whether the tests notice each."""

@@ -1,0 +1,173 @@
+"""Counts how many small changes the tests notice: `python -m benchmarks.mutants --seed 1 --files 20`.
+
+Each change is made alone in a copy of the repository. The test file of the changed file runs, then those of its folder.
+Changes that survive are made all at once for the fast tests, and each of them runs the tests that failed. The results
+go to `mutants.json` in benchmarks/reliability/results after each change, and their table to docs/reliability.md.
+
+A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was
+written since notices it.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mutants.changes import Change, apply, changes
+from benchmarks.reliability.__main__ import PAGE, commit_of_code, keep, page
+
+_ROOT = PAGE.parent.parent
+# Exit statuses of pytest for tests that pass, and for no test.
+_PASSED = (0, 5)
+
+
+def targets(path: str) -> list[list[str]]:
+    """The tests to run for a file of tdfunc, one list after the other: its own test file, then those of its folder."""
+    parts = [part.removeprefix("_") for part in Path(path).with_suffix("").parts[1:]]
+    own = _ROOT.joinpath("tests", *parts[:-1], f"test_{parts[-1]}.py")
+    folder = own.parent
+    while not folder.is_dir():
+        folder = folder.parent
+    found = [str(own.relative_to(_ROOT)), str(path)] if own.exists() else []
+    beside = [] if folder == _ROOT / "tests" else [str(folder.relative_to(_ROOT)), str(path)]
+    return [some for some in (found, beside or found or ["tests/test_laws.py", str(path)]) if some]
+
+
+def sample(seed: int, files: int, each: int) -> list[tuple[str, Change]]:
+    """Changes of random files, drawn evenly from each kind."""
+    draw = random.Random(seed)
+    listed = subprocess.run(
+        ["git", "-C", _ROOT, "ls-files", "tdfunc/**.py", "tdfunc/*.py"], stdout=subprocess.PIPE, check=True, text=True
+    )
+    sources = {path: changes((_ROOT / path).read_text()) for path in sorted(set(listed.stdout.split()))}
+    # The demonstration's numbers are free.
+    chosen = draw.sample([path for path, found in sources.items() if len(found) >= each and "demo" not in path], files)
+    drawn: list[tuple[str, Change]] = []
+    for path in chosen:
+        kinds: dict[str, list[Change]] = {}
+        for one in sources[path]:
+            kinds.setdefault(one.kind, []).append(one)
+        free = list(kinds)
+        for _ in range(each):
+            kind = draw.choice(free)
+            one = kinds[kind].pop(draw.randrange(len(kinds[kind])))
+            free = [name for name in free if kinds[name]]
+            drawn.append((path, one))
+    return drawn
+
+
+class Copy:
+    """A copy of the repository in which changes are made and taken back."""
+
+    def __init__(self, folder: str, limit_s: float) -> None:
+        self.root, self.limit_s = Path(folder), limit_s
+        listed = subprocess.run(["git", "-C", _ROOT, "ls-files"], stdout=subprocess.PIPE, check=True, text=True)
+        for name in listed.stdout.splitlines():
+            if (_ROOT / name).is_file():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(_ROOT / name, self.root / name)
+
+    def write(self, path: str, made: list[Change]) -> None:
+        """Put a file there with changes (or as it is)."""
+        (self.root / path).write_text(apply((_ROOT / path).read_text(), made))
+
+    def run(self, tests: list[str], *options: str) -> tuple[str, list[str]]:
+        """Run tests; return "passed", "failed" or "timeout", and the tests that failed."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", *options, *tests]
+        env = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        with subprocess.Popen(
+            command, cwd=self.root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                out, _ = process.communicate(timeout=self.limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                return "timeout", []
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", out, flags=re.MULTILINE)
+        return "passed" if process.returncode in _PASSED else "failed", failed
+
+
+def notice(copy: Copy, path: str, one: Change) -> str | None:
+    """The tests that notice a change: "own", "folder", or None."""
+    copy.write(path, [one])
+    try:
+        for name, tests in zip(("own", "folder"), targets(path), strict=False):
+            if copy.run(tests, "-x")[0] != "passed":
+                return name
+    finally:
+        copy.write(path, [])
+    return None
+
+
+def notice_together(copy: Copy, survivors: list[tuple[str, Change]]) -> list[str | None]:
+    """For each survivor "elsewhere" if a fast test notices it, else None; all at once, then each by what failed."""
+    apart: dict[str, list[Change]] = {}
+    for path, one in survivors:
+        others = apart.setdefault(path, [])
+        if all(one.end <= other.begin or other.end <= one.begin for other in others):
+            others.append(one)
+    for path, made in apart.items():
+        copy.write(path, made)
+    limit_s, copy.limit_s = copy.limit_s, 3600
+    failed = copy.run(["tests"], "-n", "2")[1]
+    copy.limit_s = limit_s
+    for path in apart:
+        copy.write(path, [])
+    found: list[str | None] = []
+    for path, one in survivors:
+        copy.write(path, [one])
+        found.append("elsewhere" if failed and copy.run(failed, "-x")[0] != "passed" else None)
+        copy.write(path, [])
+    return found
+
+
+def main() -> None:
+    """Count, and write the results and the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", type=int, default=20)
+    parser.add_argument("--each", type=int, default=4, help="changes to a file")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for one run of tests")
+    parser.add_argument("--alone", action="store_true", help="do not run all fast tests with the survivors")
+    options = parser.parse_args()
+    begun, found, broken = time.monotonic(), list[dict[str, Any]](), set[str]()
+    survivors: list[tuple[dict[str, Any], tuple[str, Change]]] = []
+
+    def save() -> None:
+        about = {"seed": options.seed, "commit": commit, "minutes": round((time.monotonic() - begun) / 60)}
+        keep("mutants", {**about, "not run": sorted(broken), "changes": found})
+        PAGE.write_text(page())
+
+    with tempfile.TemporaryDirectory() as folder:
+        copy, commit, checked = Copy(folder, options.limit), commit_of_code(), set[str]()
+        drawn = sample(options.seed, options.files, options.each)
+        for i, (path, one) in enumerate(drawn):
+            if path not in checked and any(copy.run(tests)[0] != "passed" for tests in targets(path)):
+                broken.add(path)
+            checked.add(path)
+            if path not in broken:
+                noticed = notice(copy, path, one)
+                about = {"kind": one.kind, "line": one.line, "old": one.old[:200], "new": one.new[:200]}
+                found.append({"file": path, **about, "noticed": noticed, "verdict": None})
+                survivors += [(found[-1], (path, one))] if noticed is None else []
+                print(f"{i + 1}/{len(drawn)}", *found[-1].values(), flush=True)
+            save()
+        if survivors and not options.alone:
+            noticed_by = notice_together(copy, [pair for _, pair in survivors])
+            for (row, _), noticed in zip(survivors, noticed_by, strict=True):
+                row["noticed"] = noticed
+            save()
+
+
+if __name__ == "__main__":
+    main()

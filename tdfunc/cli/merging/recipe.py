@@ -1,0 +1,228 @@
+"""The plan of a merge: for each leaf of the result its leaves in the models, the weights and the options."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tdfunc.cli.merging.config import Config, Settings, Slice, setting, spellings
+from tdfunc.cli.output import note, safe, shown
+from tdfunc.cli.sources import Source, Stored, stored_leaves
+from tdfunc.cli.torch_files import without_values
+from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.errors import TieError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
+from tdfunc.core.walk import replace
+from tdfunc.ops.base.reading import get, has
+from tdfunc.ops.display.text import count_text
+from tdfunc.weights.swaps.stack_layers import find_layers, stack_layers
+
+
+class Part(NamedTuple):
+    """A leaf of a model."""
+
+    model: str
+    stored: Stored
+
+
+@dataclass(frozen=True)
+class Row:
+    """A leaf of the result: the leaves of the models, the weights and the options that make it."""
+
+    path: Path
+    base: Part | None
+    parts: Sequence[Part]
+    weights: Sequence[float]
+    # Any: the options of a method.
+    options: Mapping[str, Any]
+    has_layer: bool
+
+    @property
+    def every(self) -> list[Part]:
+        """All leaves that are read."""
+        return [*self.parts] if self.base is None or self.base in self.parts else [self.base, *self.parts]
+
+
+class Place(NamedTuple):
+    """The place of a leaf: its slice, the number of its layer there, its depth in [0, 1], the node of the layers."""
+
+    slice: Slice
+    offset: int | None
+    depth: float
+    where: Path
+
+
+class Recipe(NamedTuple):
+    """The result without values, its rows by the `id` of the leaf, and the numbers of rearranged layers."""
+
+    tree: TensorCollection
+    rows: dict[int, Row]
+    layers: Sequence[int]
+
+
+class Models:
+    """The open models, by path."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self.sources = sources
+        self.leaves = {
+            name: {path: one for one in stored_leaves(source.tree) for path in one.paths}
+            for name, source in sources.items()
+        }
+
+    def part(self, model: str, path: Path) -> Part:
+        """Return a leaf, which must be there."""
+        if path not in self.leaves[model]:
+            raise TreeStructureError(
+                f"merge: {safe(model)} must have the leaf {shown(path)}.", hint="merge models of one architecture."
+            )
+        return Part(model, self.leaves[model][path])
+
+
+def plan(config: Config, models: Models) -> Recipe:
+    """Return the plan of the result."""
+    origin = config.models[0]
+    tree = models.sources[origin].tree
+    placed: dict[Path, tuple[str, Place]] = {}
+    layers: list[int] = []
+    for name, slices in config.modules.items():
+        at = tuple(name.split(".")) if name and name != "default" else ()
+        if at and not has(tree, at):
+            raise error(ValueError, f"merge: {safe(origin)} must have the module {name!r}.", got=", ".join(tree._data))
+        own = [path for path in models.leaves[origin] if path[: len(at)] == at]
+        where = find_layers(own)
+        ranges = [range(one.inputs[0].first or 0, one.inputs[0].last or 0) for one in slices]
+        is_sliced = slices[0].inputs[0].first is not None
+        if is_sliced:
+            if where is None:
+                what = "merge: slices require one node of layers, with the keys 0, 1, 2, ..."
+                raise error(ValueError, what, hint="modules: {path: {slices: ...}} names a part with one.")
+            tree = replace(tree, {where: _restack(models, origin, where, slices, ranges)})
+            layers += [number for numbers in ranges for number in numbers]
+        else:
+            ranges = [range(len(get(tree, where)._data) if where is not None else 0)]
+            for model in {each.model for each in slices[0].inputs} - {origin}:
+                _check_same(models, origin, model, at, where)
+        order = [
+            Place(one, i, i / (len(numbers) - 1) if len(numbers) > 1 else 1.0, where or ())
+            for one, numbers in zip(slices, ranges, strict=True)
+            for i in range(len(numbers))
+        ]
+        before = _before(slices, models.sources[origin], own, where)
+        for path in (path for one in stored_leaves(tree) for path in one.paths if path[: len(at)] == at):
+            if where is not None and path[: len(where)] == where:
+                placed[path] = name, order[int(path[len(where)])]
+            else:
+                placed[path] = name, Place(slices[0] if path in before else slices[-1], None, 0.0, ())
+    # A leaf has one tensor of its own in each place, by which its row is found.
+    tree = tree._map(LeafOp("merge", lambda leaf: without_values(leaf, leaf.dtype)))
+    rows: dict[int, Row] = {}
+    for one in stored_leaves(tree):
+        path = next((path for path in one.paths if path in placed), None)
+        if path is None:
+            known = ", ".join(config.modules)
+            raise UnsupportedError(f"merge: the leaf {shown(one.path)} is in none of the modules.", expected=known)
+        rows[id(one.leaf)] = _row(config, models, path, *placed[path])
+    return Recipe(tree, rows, layers)
+
+
+def _check_same(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:
+    """Raise if a model has more layers than the first or other ties; note its leaves that the first does not have."""
+    ours, theirs = models.leaves[origin], models.leaves[model]
+    others = [path for path in theirs if path[: len(at)] == at and path not in ours]
+    if where is not None and (layers := [path for path in others if path[: len(where)] == where]):
+        what = f"merge: {safe(model)} must have the layers of {safe(origin)}."
+        raise TreeStructureError(what, got=f"{shown(layers[0])} and more", hint="slices choose layers.")
+    untied = [path for path, one in ours.items() if theirs.get(path) is not theirs.get(one.path)]
+    if untied:
+        what = f"merge: {shown(untied[0])} must be tied in {safe(model)} as in {safe(origin)}."
+        raise TieError(what, hint="its values would be lost; a base without the tie has both.")
+    if others:
+        note(f"{safe(model)}: {count_text(len(others), 'leaf')} not in {safe(origin)} left out: {shown(others[0])}")
+
+
+def _restack(
+    models: Models, origin: str, where: Path, slices: Sequence[Slice], ranges: Sequence[range]
+) -> TensorCollection:
+    """Return the node of the layers of the result."""
+    trees = {name: source.tree for name, source in models.sources.items()}
+    parts = [(trees[one.inputs[0].model], numbers) for one, numbers in zip(slices, ranges, strict=True)]
+    return get(stack_layers([(trees[origin], ()), *parts], at=where), where)
+
+
+def _before(slices: Sequence[Slice], source: Source, paths: Sequence[Path], where: Path | None) -> set[Path]:
+    """Return the leaves before the layers, which belong to the first slice; all others belong to the last."""
+    first, last = (
+        ([(each.model, each.parameters) for each in one.inputs], one.base, one.parameters)
+        for one in (slices[0], slices[-1])
+    )
+    if where is None or first == last:
+        return set(paths)
+    names = list(paths) if source.is_described else _module_order(source)
+    if missing := [path for path in paths if path not in names]:
+        raise UnsupportedError(
+            f"merge: {safe(source.path)} does not tell if {shown(missing[0])} stands before or after the layers.",
+            hint="give the first and the last slice the same models.",
+        )
+    return set(names[: next(i for i, path in enumerate(names) if path[: len(where)] == where)])
+
+
+def _module_order(source: Source) -> list[Path]:
+    """Return the parameters of the model of a folder of transformers in the order of its modules; none without it."""
+    try:
+        import transformers
+
+        # Any: without stubs.
+        found: Any = transformers
+        config = found.AutoConfig.from_pretrained(source.path, local_files_only=True)
+        with torch.device("meta"):
+            model = getattr(found, config.architectures[0])(config)
+        return [tuple(name.split(".")) for name, _ in model.named_parameters(remove_duplicate=False)]
+    # Any error: without the order the caller raises, and says so.
+    except Exception:
+        return []
+
+
+def _row(config: Config, models: Models, path: Path, module: str, place: Place) -> Row:
+    method, chosen = config.method, place.slice
+    shared = (chosen.parameters, config.module_parameters.get(module, {}), config.parameters)
+
+    def leaf(model: str, first: int | None) -> Part:
+        if place.offset is None or first is None:
+            return models.part(model, path)
+        rest = path[len(place.where) + 1 :]
+        return models.part(model, (*place.where, str(first + place.offset), *rest))
+
+    pairs = [(each.parameters, leaf(each.model, each.first)) for each in chosen.inputs]
+    base = next((part for _, part in pairs if part.model == chosen.base), None)
+    if chosen.base is not None and base is None:
+        base = leaf(chosen.base, chosen.inputs[0].first)
+    if method.base != "unused":
+        pairs = [(own, part) for own, part in pairs if part.model != chosen.base]
+    method.check(base is not None, len(pairs))
+
+    def value(names: Sequence[str], at: str, sources: Sequence[Settings], default: Any) -> Any:
+        for settings in sources:
+            for name in names:
+                found = setting(settings[name], at, place.depth) if name in settings else None
+                if found is not None:
+                    return found
+        return default
+
+    def for_each(names: Sequence[str], default: Any) -> list[Any]:
+        return [value(names, dotted(part.stored.path), (own, *shared), default) for own, part in pairs]
+
+    weights = for_each([method.weight or "weight"], None if method.weight in ("weight", "t") else 1.0)
+    if None in weights:
+        where = f"{safe(pairs[weights.index(None)][1].model)}, leaf {shown(path)}"
+        raise error(ValueError, f"merge: {method.name} requires the parameter {method.weight} for {where}.")
+    options: dict[str, Any] = {}
+    for option, default in method.options.items():
+        names = spellings(method, option)
+        if option in method.per_model:
+            options[option] = for_each(names, default)
+        else:
+            options[option] = value(names, dotted(path), shared, default)
+    return Row(path, base, [part for _, part in pairs], weights, options, place.offset is not None)

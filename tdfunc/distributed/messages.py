@@ -1,0 +1,228 @@
+"""Trees from one rank to another: one header that the receiver answers, and one block of bytes."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar, final
+
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.keys import dotted
+from tdfunc.ops.edits.storage_writes import check_writable, write_tree
+from tdfunc.parallel.block import pack, pieces_of, read_structure, unpack
+from tdfunc.storage.disk.ranks import Ranks
+from tdfunc.storage.safetensors.like import describe_found, mismatch, parse_found
+from tdfunc.storage.tree.build import Classes
+
+T = TypeVar("T", bound=TensorCollection)
+
+# Of the layout; the description follows.
+_DIGEST_BYTES = 8
+_GO, _MISFIT = b"\0", b"\1"
+# The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
+_last: dict[tuple[str, str, int, int], "Future[Any]"] = {}
+_lock = threading.Lock()
+
+
+def classes_of(tree: TensorCollection) -> dict[str, type[TensorCollection]]:
+    """Return the classes of a tree's nodes by the names that descriptions use."""
+    cls = type(tree)
+    found = {f"{cls.__module__}:{cls.__qualname__}": cls}
+    for node in tree._data.values():
+        if isinstance(node, TensorCollection):
+            found.update(classes_of(node))
+    return found
+
+
+@final
+class PendingMessage:
+    """A message on its way; `isend` and `irecv` return it."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future = future
+
+    def wait(self) -> Any:
+        """Return when the message is through: the tree of `irecv`, None for `isend`.
+
+        Raises:
+            PeerError: The other rank did not answer in time, or died.
+            LeafMismatchError: The trees of the two ranks differ in shapes or dtypes.
+            TreeStructureError: They differ in keys.
+        """
+        return self._future.result()
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._future.done()
+
+
+class _Lane(NamedTuple):
+    """One direction between two ranks under one tag."""
+
+    ranks: Ranks
+    direction: str
+    peer: int
+    tag: int
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        return self.ranks.pg.group_name, self.direction, self.peer, self.tag
+
+    def start(self, run: Callable[[], Any]) -> "Future[Any]":
+        """Run in a thread, after the messages that started earlier."""
+        future: Future[Any] = Future()
+        with _lock:
+            before, _last[self.key] = _last.get(self.key), future
+
+        def work() -> None:
+            if before is not None:
+                before.exception()
+            try:
+                future.set_result(run())
+            except BaseException as err:
+                future.set_exception(err)
+            with _lock:
+                if _last.get(self.key) is future:
+                    del _last[self.key]
+
+        threading.Thread(target=work, name=f"tdfunc-{self.ranks.call}", daemon=True).start()
+        return future
+
+    def run(self, run: Callable[[], Any]) -> Any:
+        """Run here, unless messages are under way that come first."""
+        with _lock:
+            is_idle = self.key not in _last
+        return run() if is_idle else self.start(run).result()
+
+
+def _sender(td: TensorCollection, lane: _Lane) -> Callable[[], None]:
+    ranks, peer = lane.ranks, lane.peer
+    packed = pack(td, ranks.call)
+    structure, tag, back = packed.structure, 2 * lane.tag, 2 * lane.tag + 1
+
+    def run() -> None:
+        ranks.send_bytes(structure.digest + structure.text, peer, tag)
+        answer = ranks.recv_bytes(peer, back)
+        if answer[:1] == _MISFIT:
+            raise mismatch(
+                ranks.call, f"rank {peer} (expected) and this rank", parse_found(answer[1:]), structure.found
+            )
+        for piece in packed.pieces():
+            ranks.send(piece, peer, tag)
+
+    return run
+
+
+def _receiver(like: T | None, lane: _Lane, classes: Classes = ()) -> Callable[[], T]:
+    ranks, peer = lane.ranks, lane.peer
+    structure = None if like is None else pack(like, ranks.call).structure
+    known = classes if like is None else classes_of(like)
+    tag, back = 2 * lane.tag, 2 * lane.tag + 1
+
+    def run() -> Any:
+        raw = ranks.recv_bytes(peer, tag)
+        digest, text = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
+        if structure is not None and digest != structure.digest:
+            ranks.send_bytes(_MISFIT + describe_found(structure.found), peer, back)
+            who = f"this rank (expected) and rank {peer}"
+            raise mismatch(ranks.call, who, structure.found, read_structure(text).found)
+        ranks.send_bytes(_GO, peer, back)
+        theirs = read_structure(text)
+        block = ranks.empty(theirs.layout.size_bytes)
+        begin = 0
+        for _, _, size_bytes in pieces_of(theirs):
+            ranks.recv_into(block[begin : begin + size_bytes], peer, tag)
+            begin += size_bytes
+        return unpack(text, block.cpu(), known)
+
+    return run
+
+
+def send(td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, timeout_s: float | None = None) -> None:
+    """Send a tree to a rank, and return when that rank has it.
+
+    Everything that `tdfunc.save` keeps is sent: classes, batch sizes, non-tensor data, kinds and ties. Nothing is
+    pickled.
+
+    Args:
+        td: The tree.
+        dst: The global rank that calls `recv` or `irecv`.
+        group: A process group; without it the default one.
+        tag: Messages of one tag arrive in the order in which they were sent; those of two tags do not wait for each
+            other (under nccl, which has no tags, they do).
+        timeout_s: How many seconds to wait for the other rank; without it the group's timeout. A group that ran into
+            a timeout has to be made anew.
+
+    Raises:
+        UnsupportedError: A leaf or value cannot be sent; the message names it.
+        LeafMismatchError: The other rank expects other shapes or dtypes; both ranks raise, before any values are sent.
+        TreeStructureError: It expects other keys; both ranks raise.
+        PeerError: It did not answer in time, or died.
+    """
+    lane = _Lane(Ranks("send", group, timeout_s), "to", dst, tag)
+    lane.run(_sender(td, lane))
+
+
+def isend(
+    td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, timeout_s: float | None = None
+) -> PendingMessage:
+    """Start to send a tree, in a thread; its leaves may be written to after `wait()`. Else it is as `send`."""
+    lane = _Lane(Ranks("isend", group, timeout_s), "to", dst, tag)
+    return PendingMessage(lane.start(_sender(td, lane)))
+
+
+def recv(
+    src: int,
+    like: TensorCollection | None = None,
+    *,
+    group: Any = None,
+    tag: int = 0,
+    timeout_s: float | None = None,
+    classes: Classes = (),
+) -> Any:
+    """Return the tree that a rank sends.
+
+    Args:
+        src: The global rank that calls `send` or `isend`.
+        like: A tree with the expected paths, shapes and dtypes; without it any tree is taken.
+        group: As for `send`.
+        tag: As for `send`.
+        timeout_s: As for `send`.
+        classes: As for `tdfunc.load`: classes of nodes that are not in imported modules. Those of `like` are known.
+
+    Raises:
+        LeafMismatchError: Shapes or dtypes are not those of `like`; both ranks raise.
+        TreeStructureError: Keys are not those of `like`; both ranks raise.
+        PeerError: The other rank did not answer in time, or died.
+    """
+    lane = _Lane(Ranks("recv", group, timeout_s), "from", src, tag)
+    return lane.run(_receiver(like, lane, classes))
+
+
+def irecv(
+    src: int,
+    like: TensorCollection | None = None,
+    *,
+    group: Any = None,
+    tag: int = 0,
+    timeout_s: float | None = None,
+    classes: Classes = (),
+) -> PendingMessage:
+    """Start to receive a tree, which `wait()` returns; the arguments are those of `recv`."""
+    lane = _Lane(Ranks("irecv", group, timeout_s), "from", src, tag)
+    return PendingMessage(lane.start(_receiver(like, lane, classes)))
+
+
+def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMessage":
+    """Receive values into the leaves of a tree, which is returned, or the handle whose `wait()` returns it."""
+    call = "recv_" if wait else "irecv_"
+    # Before the other rank is answered: what cannot be written should not be sent.
+    for path, leaf in iter_leaves(td):
+        check_writable(leaf, f"{call} {dotted(path)!r}")
+    lane = _Lane(Ranks(call, options["group"], options["timeout_s"]), "from", src, options["tag"])
+    receive = _receiver(td, lane)
+
+    def run() -> T:
+        write_tree(td, receive(), complete=True)
+        return td
+
+    return lane.run(run) if wait else PendingMessage(lane.start(run))

@@ -1,0 +1,1 @@
+"""Folders of transformers: models as trees, and trees as folders."""

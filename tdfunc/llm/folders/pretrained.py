@@ -1,0 +1,180 @@
+"""`load_pretrained` and `save_pretrained`: folders with other names than the module, every leaf accounted for."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.llm.folders.files import read_beside, write_beside
+from tdfunc.ops.display.text import count_text
+from tdfunc.storage.api import save
+from tdfunc.storage.safetensors.saved import open as open_saved
+
+
+def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None = None, **options: Any) -> nn.Module:
+    """Return the model of a folder of `save_pretrained`, whose leaves are all in their places.
+
+    transformers renames and fuses leaves as it loads, such as the experts of a mixture. What it only logs, a leaf
+    without a place or a place without a leaf, is an error here. `tdf.functional(model)` makes the trees.
+
+    Args:
+        folder: The folder, on this machine.
+        cls: The class with `from_pretrained`, by default `AutoModelForCausalLM`.
+        options: The arguments of `from_pretrained`, such as `dtype=`.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TreeStructureError: A leaf of the folder has no place in the model, or the other way round.
+        LeafMismatchError: A leaf has another shape.
+    """
+    if cls is None:
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError as err:
+            raise error(ImportError, "load_pretrained needs transformers.", hint="pip install transformers.") from err
+        cls = AutoModelForCausalLM
+    # Any: without stubs.
+    found: Any = cls
+    model, info = found.from_pretrained(
+        folder, output_loading_info=True, local_files_only=True, ignore_mismatched_sizes=True, **options
+    )
+    if info.get("mismatched_keys"):
+        name, got, expected = sorted(info["mismatched_keys"])[0]
+        raise LeafMismatchError(f"load_pretrained: {name} must have its shape.", expected=list(expected), got=list(got))
+    # Any: names, without stubs.
+    missing, unexpected = (sorted(info.get(kind) or ()) for kind in ("missing_keys", "unexpected_keys"))
+    if missing or unexpected:
+        raise TreeStructureError(
+            f"load_pretrained: the leaves of {os.fspath(folder)} must be those of {type(model).__name__}.",
+            expected=_some(missing),
+            got=_some(unexpected),
+        )
+    return model.eval()
+
+
+def save_pretrained(
+    params: TensorCollection,
+    folder: "str | os.PathLike[str]",
+    *,
+    model: nn.Module,
+    source: "str | os.PathLike[str] | None" = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a tree as a folder that `from_pretrained` loads, under the names of the checkpoint.
+
+    Renamed and fused leaves go back to the names of the folder that the model was loaded from. Buffers that are not
+    persistent and second paths of tied leaves are left out. The shards have checksums and replace an old folder's in
+    one step; the files of configuration and tokenizer follow.
+
+    Args:
+        params: The parameters, and the persistent buffers if the model has any: `tdf.combine(params, buffers)`.
+        folder: The folder to write.
+        model: The model of transformers whose tree this is; it is only read.
+        source: The folder of the files to keep beside the weights, and of the names to compare with; by default the
+            folder that the model was loaded from.
+        max_shard_size: The most bytes of one shard.
+
+    Raises:
+        TreeStructureError: The tree does not have the leaves of the model.
+        LeafMismatchError: A leaf has another shape.
+        TieError: Leaves that are tied in the model differ.
+        UnsupportedError: The names or shapes would not be those of the source.
+    """
+    # Any: an attribute of transformers' models.
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedError("save_pretrained: the model must be one of transformers.", got=type(model).__name__)
+    state = _state_of(params, model)
+    loaded = source if source is not None else getattr(config, "_name_or_path", "")
+    kept = read_beside(os.fspath(loaded)) if loaded and os.path.isdir(loaded) else {}
+    named = _reverted(state, model)
+    if kept:
+        _check_names(named, os.fspath(loaded))
+    elif source is not None:
+        raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} must be a folder with a config.json.")
+    described = {"architectures": [type(model).__name__], **config.to_diff_dict()}
+    described = json.loads(kept["config.json"]) if "config.json" in kept else described
+    dtype = next((str(leaf.dtype).removeprefix("torch.") for leaf in named.values() if leaf.is_floating_point()), None)
+    name = "torch_dtype" if "torch_dtype" in described else "dtype"
+    if "config.json" not in kept or described.get(name) != dtype:
+        kept["config.json"] = json.dumps({**described, name: dtype}, indent=2).encode() + b"\n"
+    os.makedirs(folder, exist_ok=True)
+    tree = TensorCollection._open(dict(named)).unflatten_keys(".")
+    save(tree, folder, max_shard_size=max_shard_size)
+    write_beside(os.fspath(folder), kept)
+
+
+def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
+    """Return the leaves that a checkpoint has, by the names of the module: persistent ones, a tied one once."""
+    own = model.state_dict(keep_vars=True)
+    given = {dotted(path): leaf for path, leaf in iter_leaves(params)}
+    passing = {name for name, _ in model.named_buffers(remove_duplicate=False)} - own.keys()
+    first: dict[int, str] = {}
+    for name, leaf in own.items():
+        first.setdefault(id(leaf), name)
+    missing = [name for name in first.values() if name not in given]
+    unexpected = [name for name in given if name not in own and name not in passing]
+    if missing or unexpected:
+        raise TreeStructureError(
+            f"save_pretrained: the tree must have the leaves of {type(model).__name__}.",
+            expected=_some(missing),
+            got=_some(unexpected),
+            hint="tdf.combine(params, buffers) has both.",
+        )
+    for name, leaf in own.items():
+        one, other = given.get(first[id(leaf)]), given.get(name)
+        if one is not None and other is not None and one is not other and not torch.equal(one, other):
+            what = (
+                f"save_pretrained: {name} and {first[id(leaf)]} are tied in {type(model).__name__}, and must be equal."
+            )
+            raise TieError(what, hint="a model with tie_word_embeddings=False has both.")
+    state: dict[str, Tensor] = {}
+    for name in first.values():
+        leaf = given[name]
+        if leaf.shape != own[name].shape:
+            what = f"save_pretrained: {name} must have the shape that it has in {type(model).__name__}."
+            raise LeafMismatchError(what, expected=list(own[name].shape), got=list(leaf.shape))
+        state[name] = leaf.detach()
+    return state
+
+
+def _reverted(state: dict[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """Return the leaves under the names of the checkpoint."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    # transformers before 5 loads every leaf under its own name.
+    except ImportError:
+        return state
+    # Any: without stubs.
+    revert: Any = revert_weight_conversion
+    return revert(model, state)
+
+
+def _check_names(named: Mapping[str, Tensor], source: str) -> None:
+    """Raise unless leaves have the names and shapes of a folder; tied ones may be there twice."""
+    with open_saved(source) as saved:
+        shapes = {dotted(path): list(leaf.shape) for path, leaf in iter_leaves(saved.spec())}
+    unexpected = [name for name in named if name not in shapes]
+    if unexpected:
+        raise UnsupportedError(
+            f"save_pretrained: the leaves must go back under the names of {source}.",
+            expected=_some([name for name in shapes if name not in named]),
+            got=_some(unexpected),
+            hint="source= names the folder that the model was loaded from.",
+        )
+    for name, leaf in named.items():
+        if list(leaf.shape) != shapes[name]:
+            raise UnsupportedError(
+                f"save_pretrained: {name} must have its shape in {source}.", expected=shapes[name], got=list(leaf.shape)
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{count_text(len(names), 'leaf')} more: {shown}" if names else "no others"

@@ -1,0 +1,162 @@
+"""A module with adapters as a pure function: the skeleton's layers are given classes that have the factors."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Size, Tensor, nn
+
+from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.shapes import EMPTY
+from tdfunc.core.types import Path
+from tdfunc.lora._experts import experts_class
+from tdfunc.lora._layers import Adapted, Setting, layer_class
+from tdfunc.lora._targets import check_leaves, find_targets, layouts_of, make_tree, parts_of
+from tdfunc.modules.extract import from_module, split
+from tdfunc.modules.functional import Apply
+from tdfunc.modules.plan import Plan, Spec
+from tdfunc.modules.poison import Poison
+from tdfunc.modules.random import seeded
+from tdfunc.modules.skeleton import duplicate
+from tdfunc.ops.base.reading import entries
+from tdfunc.random.draws import KeyLike, key_of
+
+if TYPE_CHECKING:
+    from tdfunc.lora._lora import Lora
+
+
+class LoraApply:
+    """A module with adapters as a pure function: `run((params, adapters), *inputs, buffers=, rng=)`.
+
+    Made by `Lora.attach`. The layers compute with the factors, so that under `vmap` over adapters alone no tensor has
+    the size of all their weights; the calls are otherwise those of `Apply`.
+    """
+
+    def __init__(self, lora: "Lora", apply: Apply, rows: bool) -> None:
+        self._lora, self._base, self._rows = lora, apply, rows
+        template = duplicate(apply.module, {})
+        targets, whole = find_targets(lora, entries(from_module(template)), layouts_of(template))
+        if rows and whole:
+            raise UnsupportedError(
+                "attach: with rows=True all leaves must have adapters.",
+                got=f"{dotted(whole[0].paths[0])!r}, which is trained whole",
+                hint="torch.vmap over rows runs a whole leaf for each.",
+            )
+        leaves: dict[Path, Tensor] = {}
+        # The path of the adapter's leaf for each slot.
+        slots: dict[Path, Path] = {}
+        for target in targets:
+            shapes = parts_of(lora, target)
+            # Tied weights share an adapter: one object in the slots of all their layers.
+            own = {name: _slot(shape, target.leaf, (*target.path, name)) for name, shape in shapes.items()}
+            leaves |= {(*target.path, name): slot for name, slot in own.items()}
+            for path in target.paths:
+                layer, name = template.get_submodule(dotted(path[:-1])), path[-1]
+                settings = layer.__dict__.setdefault("_lora", {})
+                settings[name] = Setting(path, tuple(own), target.scale, lora.dropout, rows)
+                table: dict[str, Any] = layer._parameters
+                table.update({f"{name}:{part}": slot for part, slot in own.items()})
+                slots |= {(*path[:-1], f"{name}:{part}"): (*target.path, part) for part in own}
+                if not isinstance(layer, Adapted):
+                    layer.__class__ = (experts_class if target.layout.is_experts else layer_class)(type(layer))
+        places = {path: i for i, path in enumerate(apply.paths)}
+        self._whole = [([places[path] for path in entry.paths], entry.paths[0]) for entry in whole]
+        self._plan = Plan(make_tree(leaves | {entry.paths[0]: entry.leaf for entry in whole}))
+        places |= {path: len(apply.paths) + i for i, path in enumerate(self._plan.paths)}
+        tree = from_module(template)
+        params, rest = split(tree)
+        spec = Spec(type(template).__name__, params, rest, tree)
+        self._inner = Apply(template, spec, (), apply._originals)
+        # Leaves in the order of the inner function, out of those of the module and then those of the adapters.
+        self._order = [places[slots.get(path, path)] for path in self._inner.paths]
+
+    def __reduce__(self) -> Any:
+        return LoraApply, (self._lora, self._base, self._rows)
+
+    def __deepcopy__(self, memo: Any) -> "LoraApply":
+        return self
+
+    def __repr__(self) -> str:
+        return f"LoraApply({self._base!r}, {len(self._plan.paths)} adapter leaves{', rows' if self._rows else ''})"
+
+    @property
+    def module(self) -> nn.Module:
+        """The structure of the base, as `Apply.module`."""
+        return self._base.module
+
+    @property
+    def training(self) -> bool:
+        """The mode of the module's root."""
+        return self._base.training
+
+    def train(self, mode: bool = True) -> "LoraApply":
+        """Return the function in which every submodule is in training mode (or not)."""
+        return LoraApply(self._lora, self._base.train(mode), self._rows)
+
+    def eval(self) -> "LoraApply":
+        """Return the function in which every submodule is in evaluation mode."""
+        return self.train(False)
+
+    def __call__(
+        self, trees: tuple[Any, Any], /, *args: Any, buffers: Any = None, rng: KeyLike | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the module's forward with these parameters and adapters, and return its output.
+
+        Args:
+            trees: The parameters of the base, and the adapters.
+            *args: Arguments of forward.
+            buffers: The tree of buffers, unless the parameters hold them.
+            rng: As for `Apply`.
+            **kwargs: Keyword arguments of forward.
+
+        Raises:
+            TreeStructureError: A tree has missing or unknown leaves.
+            LeafMismatchError: A leaf has the wrong shape, or with `rows` the input has other rows than the adapters.
+            LeakError: Forward reads a weight past its adapter.
+        """
+        if self._base._reserved:
+            raise self._base._name_error(self._base._reserved)
+        return self._run(trees, buffers, args, kwargs, rng, keep=False)[0]
+
+    def with_buffers(
+        self, trees: tuple[Any, Any], buffers: Any, /, *args: Any, rng: KeyLike | None = None, **kwargs: Any
+    ) -> Any:
+        """Return forward's output and the buffers after it, as `Apply.with_buffers` does."""
+        if "rng" in self._base._reserved:
+            raise self._base._name_error(["rng"])
+        out, new = self._run(trees, buffers, args, kwargs, rng, keep=True)
+        return out, self._base.rebuild_buffers(trees[0], buffers, new)
+
+    def _run(self, trees: Any, buffers: Any, args: Any, kwargs: Any, rng: KeyLike | None, *, keep: bool) -> Any:
+        if not isinstance(trees, tuple) or len(trees) != 2:
+            raise error(
+                TypeError,
+                "lora: the first argument must be the parameters and the adapters.",
+                expected="run((params, adapters), x)",
+                got=type(trees).__name__,
+            )
+        params, adapters = trees
+        leaves = self._base.leaves(params, buffers) + self._adapter_leaves(adapters)
+        for places, path in self._whole:
+            new = leaves[len(self._base.paths) + self._plan.paths.index(path)]
+            for place in places:
+                leaves[place] = new
+        mode = seeded(key_of(rng), strict=True) if rng is not None else None
+        return self._inner.run_leaves([leaves[i] for i in self._order], args, kwargs, mode, keep=keep)
+
+    def _adapter_leaves(self, adapters: Any) -> list[Any]:
+        lead = EMPTY
+        if self._rows:
+            first = next((leaf for leaf in adapters.leaves()), None)
+            lead = Size(first.shape[:1]) if first is not None else EMPTY
+        leaves = self._plan.checked(adapters, lead)
+        if leaves is None:
+            check_leaves("lora", dict.fromkeys(self._plan.paths), adapters)
+        assert leaves is not None
+        return leaves
+
+
+def _slot(shape: Size, like: Tensor, path: Path) -> Poison:
+    """Return the poison of a leaf of an adapter; its dtype is not checked."""
+    empty = torch.empty(shape, dtype=like.dtype, device="meta")
+    return Poison.of(nn.Parameter(empty, requires_grad=False), path)

@@ -1,0 +1,71 @@
+"""Kohya's files of adapters: `lora_unet_a_b.lora_down.weight`, `.lora_up.weight`, `.alpha` and `.dora_scale`.
+
+The name of a module has underscores for its dots, so modules are found by the paths of the base.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.types import Path
+from tdfunc.ops.base.reading import entries
+
+_PARTS = {
+    "lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight", "dora_scale": "lora_magnitude_vector",
+    "alpha": "alpha",
+}  # fmt: skip
+_NAME = re.compile(rf"(?P<module>[^.]+)\.(?P<part>{'|'.join(map(re.escape, _PARTS))})")
+
+
+def is_kohya(names: Mapping[str, Any]) -> bool:
+    """Return whether the names are Kohya's."""
+    return any(name.endswith(".lora_down.weight") for name in names)
+
+
+def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the leaves under PEFT's names, and the configuration that belongs to them.
+
+    Raises:
+        UnsupportedError: A name is not that of LoRA, or two modules of the base have it.
+    """
+    modules: dict[str, list[Path]] = {}
+    outputs: dict[str, int] = {}
+    for entry in entries(params):
+        for path in entry.paths:
+            if path[-1] == "weight":
+                modules.setdefault("_".join(path[:-1]), []).append(path[:-1])
+                outputs["_".join(path[:-1])] = entry.leaf.shape[0]
+    renamed: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        # The first words name the model: lora_unet, lora_te1.
+        stem = re.sub(r"^lora_[a-z0-9]+_", "", match["module"]) if match is not None else ""
+        found = modules.get(stem) or (modules.get(match["module"]) if match is not None else None)
+        if match is None or found is None or len(found) > 1:
+            raise UnsupportedError(
+                f"lora.load: the leaf {name!r} must belong to one module of the base.",
+                expected="<model>_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha or .dora_scale",
+                got="no such module" if not found else f"{len(found)} modules of that name",
+                hint="prefix= takes the leaves of one model out of a file of several: prefix='lora_unet_'.",
+            )
+        module, part = ".".join(found[0]), _PARTS[match["part"]]
+        if part == "lora_magnitude_vector" and tensor.shape[0] != outputs["_".join(found[0])]:
+            raise UnsupportedError(
+                f"lora.load: the scales {name!r} must be those of the outputs.",
+                expected=f"{outputs['_'.join(found[0])]} scales, in the first dimension",
+                got=f"shape {tuple(tensor.shape)}, which scales the inputs",
+            )
+        if part == "alpha":
+            alphas[re.escape(module)] = float(tensor)
+        else:
+            renamed[f"{module}.{part}"] = tensor
+            if part == "lora_A.weight":
+                ranks[re.escape(module)] = tensor.shape[0]
+    config = {"peft_type": "LORA", "r": 0, "rank_pattern": ranks, "alpha_pattern": ranks | alphas}
+    return renamed, config | {"use_dora": any("magnitude" in name for name in renamed)}

@@ -1,0 +1,174 @@
+"""Layers with adapters: classes that a layer of a skeleton is given, so that it computes `x @ W + (x @ A) @ B * s`.
+
+A layer keeps its weights, hooks and hyperparameters. Its new class stands between its own and torch's, so that a
+forward that scales `super().forward(x)` scales the adapter's part too. The leaves of the adapter are parameters called
+`weight:A`. Reading `weight` from outside gives poison: a forward that passes the adapter by raises.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tdfunc.core.errors import LeafMismatchError, LeakError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
+from tdfunc.lora._math import factors, gain
+from tdfunc.modules.poison import Poison
+
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object
+
+
+class Setting(NamedTuple):
+    """How a layer uses the adapter of one of its weights."""
+
+    path: Path
+    names: tuple[str, ...]
+    scale: float
+    dropout: float
+    rows: bool
+
+
+def _pass_by(path: Path, func: Any) -> NoReturn:
+    raise LeakError(
+        f"lora: forward uses the weight {dotted(path)!r} without its adapter ({func}).",
+        expected="a call of the layer",
+        got="a read of its weight by another module, as nn.MultiheadAttention reads out_proj",
+        hint="leave this weight out of `where`.",
+    )
+
+
+def _weight(self: Any, name: str) -> Any:
+    return Poison.of(self._parameters[name], self._lora[name].path, _pass_by)
+
+
+@functools.cache
+def layer_class(cls: type[Any]) -> type[Any]:
+    """Return the class of a layer with an adapter."""
+    base = next(b for b in cls.__mro__ if b in _MIXINS or b.__name__ == "Conv1D")
+    mixin = _MIXINS.get(base, _Transposed)
+    core = type(f"Lora{base.__name__}", (mixin, base), {"weight": property(lambda self: _weight(self, "weight"))})
+    return core if cls is base else type(cls.__name__, (cls, core), {})
+
+
+class Adapted(_Module):
+    """A layer with adapters, whose settings it has by the name of the weight."""
+
+    _lora: dict[str, Setting]
+
+
+class _Layer(Adapted):
+    """The part that all layers have; `_run` is the layer with a given weight, `_low` multiplies by the factors."""
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def _low(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        raise NotImplementedError
+
+    def _by_channel(self, values: Tensor) -> Tensor:
+        """Return values of the outputs in a shape that broadcasts with a result."""
+        return values
+
+    def forward(self, input: Tensor) -> Tensor:
+        setting = self._lora["weight"]
+        parts: dict[str, Any] = {name: self._parameters[f"weight:{name}"] for name in setting.names}
+        dropped = input
+        if setting.dropout and self.training and input.is_floating_point():
+            dropped = F.dropout(input, setting.dropout)
+        if not setting.rows:
+            return self._adapted(input, dropped, parts)
+        check_rows(setting.path, input, parts["A"])
+        return torch.vmap(self._adapted, randomness="different")(input, dropped, parts)
+
+    def _adapted(self, x: Tensor, dropped: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        weight: Any = self._parameters["weight"]
+        bias = self._parameters.get("bias")
+        scale = self._lora["weight"].scale
+        out = self._run(x, weight, bias)
+        a, b = factors(parts)
+        low = self._low(dropped.to(a.dtype) if dropped.is_floating_point() else dropped, a, b, scale)
+        if "bias" in parts:
+            low = low + self._by_channel(parts["bias"]) * scale
+        if "magnitude" in parts:
+            c = self._by_channel(gain(weight, parts, scale))
+            low = c * low + (c - 1) * self._run(dropped, weight, None)
+        return out + low.to(out.dtype)
+
+
+class _Linear(_Layer):
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def _low(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        return F.linear(F.linear(x, a) * scale, b)
+
+
+class _Transposed(_Layer):
+    # transformers names the input so.
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.mT, bias)
+
+    def _low(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        return (x @ b * scale) @ a
+
+
+class _Embedding(_Layer):
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.embedding(
+            x, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )
+
+    def _low(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        return F.embedding(x, b, self.padding_idx) * scale @ a
+
+
+class _Conv(_Layer):
+    groups: int
+    kernel_size: tuple[int, ...]
+    _conv_forward: Callable[..., Tensor]
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._conv_forward(x, weight, bias)
+
+    def _low(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        groups = self.groups
+        inner = self._conv_forward(x, a.repeat(groups, *[1] * (a.ndim - 1)) if groups > 1 else a, None) * scale
+        size = inner.shape[-len(self.kernel_size) :]
+        inner = inner.flatten(-len(size)).unflatten(-2, (groups, -1))
+        return (b.unflatten(0, (groups, -1)) @ inner).flatten(-3, -2).unflatten(-1, size)
+
+    def _by_channel(self, values: Tensor) -> Tensor:
+        return values.reshape(-1, *[1] * len(self.kernel_size))
+
+
+_MIXINS: dict[Any, type[_Layer]] = {
+    nn.Linear: _Linear, nn.Embedding: _Embedding, nn.Conv1d: _Conv, nn.Conv2d: _Conv, nn.Conv3d: _Conv,
+}  # fmt: skip
+
+
+def check_rows(path: Path, x: Tensor, a: Tensor) -> None:
+    """Raise if the input of a layer does not have the rows of the adapters as its first dimension."""
+    if x.shape[:1] != a.shape[:1]:
+        raise LeafMismatchError(
+            f"lora: the input of {dotted(path[:-1])!r} must have a row for each adapter.",
+            expected=f"{a.shape[0]} rows, in the first dimension",
+            got=f"shape {tuple(x.shape)}",
+            hint="stack an adapter for each row, many[which]; a model that folds the batch into another dimension "
+            "runs by torch.vmap instead.",
+        )

@@ -1,0 +1,260 @@
+"""`Lora`: a choice of weights, ranks and scales as a value, with pure functions on trees of adapters."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc import random
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
+from tdfunc.core.keys import FilterLike, dotted
+from tdfunc.core.types import Path
+from tdfunc.lora._attach import LoraApply
+from tdfunc.lora._math import change, merged, norm_of, split_matrix, start
+from tdfunc.lora._targets import find_targets, layouts_of, make_tree, parts_of, read_parts
+from tdfunc.modules.functional import Apply
+from tdfunc.ops.base.reading import entries, get, has
+from tdfunc.ops.edits.edit import set_
+from tdfunc.random.draws import KeyLike, key_of
+
+T = TypeVar("T", bound=TensorCollection)
+# One number for all leaves, or one for each filter; the first that matches a leaf counts.
+Ranks: TypeAlias = "int | dict[FilterLike, int]"
+Alphas: TypeAlias = "float | dict[FilterLike, float] | None"
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A choice of weights that get adapters of low rank, as a value.
+
+    The layer of a weight W computes with `W + scale * B @ A`, without making that sum. `init` returns the adapters of
+    a base as a tree of their own: `adapters["layers", "0", "weight"]` has `A` and `B`, and the trees are stacked,
+    saved, filtered and optimised like any other. `attach` returns a function of both trees.
+
+    Args:
+        where: The weights, as a glob or filter: of linear layers, GPT2's `Conv1D`, convolutions, embeddings, and fused
+            experts of transformers. A tied weight has one adapter.
+        rank: The rank R, or a dict of ranks by filter, of which the first that matches counts.
+        alpha: The scale times the rank, or a dict by filter; without it the scale is 1.
+        rslora: Divide alpha by the root of the rank.
+        dora: Scale each output to a trained magnitude.
+        bias: Give the change of a layer a trained bias, too.
+        dropout: The probability with which inputs of adapters are zero in training mode.
+        start: The start of the factors. `"kaiming"` draws one and sets the other to zero. `"pissa"` and `"olora"` take
+            both from the weight, and subtract this start: the base stays as it is.
+        whole: Leaves that are trained themselves, such as a new head, norms or biases; their values in the adapters
+            replace those of the base.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Source:
+        Hu et al., "LoRA: low-rank adaptation of large language models" (2021); Kalajdzievski, "A rank stabilization
+        scaling factor" (2023).
+
+    Examples:
+        >>> apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> lora = tdf.lora.Lora("*.weight", rank=2)
+        >>> adapters = lora.init(params, key=0)
+        >>> adapters["0", "weight", "A"].shape, adapters["0", "weight", "B"].shape
+        (torch.Size([2, 4]), torch.Size([8, 2]))
+        >>> run = lora.attach(apply)
+        >>> run((params, adapters), torch.ones(5, 4)).shape
+        torch.Size([5, 2])
+    """
+
+    where: "FilterLike"
+    rank: Ranks
+    alpha: Alphas = None
+    rslora: bool = False
+    dora: bool = False
+    bias: bool = False
+    dropout: float = 0.0
+    start: Literal["kaiming", "pissa", "olora"] = "kaiming"
+    whole: "FilterLike | None" = None
+
+    def __post_init__(self) -> None:
+        if self.start not in ("kaiming", "pissa", "olora"):
+            raise error(ValueError, "Lora: start must be 'kaiming', 'pissa' or 'olora'.", got=repr(self.start))
+        if not 0 <= self.dropout < 1:
+            raise error(ValueError, "Lora: dropout must be a probability below 1.", got=self.dropout)
+
+    def init(
+        self,
+        params: TensorCollection,
+        *,
+        key: KeyLike,
+        apply: "Apply | LoraApply | None" = None,
+        dtype: torch.dtype | None = None,
+    ) -> TensorDict:
+        """Return the adapters of a base, under which it computes as it did.
+
+        Args:
+            params: The base.
+            key: A random key, or a seed of one.
+            apply: The function of the base, which tells the layers of the weights: without it a weight of 2 dimensions
+                counts as that of a linear layer, (outputs, inputs), and one of 4 or 5 as that of a convolution.
+            dtype: The dtype of the adapters; without it that of the weight, and float32 for weights of 16 bits.
+
+        Returns:
+            A tree of new leaves. The start of `"pissa"` and `"olora"` is in it too, as buffers `A0` and `B0`, which get
+            no gradient; `tdf.split` separates them from what is trained.
+
+        Raises:
+            FilterError: A pattern matches no leaf of the base.
+            LeafMismatchError: A chosen leaf is not the weight of a layer, as far as its shape tells.
+            UnsupportedError: A chosen weight belongs to a layer that has no adapters.
+        """
+        layouts = layouts_of(apply.module) if apply is not None else None
+        targets, whole = find_targets(self, entries(params), layouts)
+        keys = random.split(key_of(key), max(1, len(targets)))
+        leaves: dict[Path, Tensor] = {}
+        for target, own in zip(targets, keys, strict=False):
+            wide = dtype or (torch.float32 if target.leaf.dtype in _HALF else target.leaf.dtype)
+            parts = start(target, parts_of(self, target), self.start, own, wide)
+            leaves |= {(*target.path, name): part for name, part in parts.items()}
+        return make_tree(leaves | {entry.paths[0]: entry.leaf.detach().clone() for entry in whole})
+
+    def attach(self, apply: Apply, *, rows: bool = False) -> LoraApply:
+        """Return `run((params, adapters), *inputs)`, which is `apply` with adapters in its layers.
+
+        Gradients, `vmap` over adapters, `tdf.jit` and `rng=` work as with `apply`. Many adapters of one base take
+        one `torch.vmap(run, ((None, 0), 0))`, in which no tensor is as large as all their weights.
+
+        Args:
+            apply: The function of `functional`, or of its `train` and `eval`.
+            rows: Run row i of a batch under adapter i: each adapter's leaf has a dimension of rows first, such as
+                `many[which]`. The inputs of all layers with adapters must have the rows first; the tokens of
+                experts must come row by row.
+
+        Raises:
+            FilterError: A pattern matches no leaf of the module.
+            UnsupportedError: A chosen weight belongs to a layer that has no adapters, or with `rows` a leaf is trained
+                whole.
+        """
+        return LoraApply(self, apply, rows)
+
+    def merge(self, params: T, adapters: TensorCollection) -> T:
+        """Return the base with the adapters in its weights.
+
+        Raises:
+            TreeStructureError: The adapters have other leaves than this choice.
+            LeafMismatchError: One does not fit its weight, or an adapter has a bias and its layer has none.
+
+        Examples:
+            >>> params = TensorDict({"fc": {"weight": torch.zeros(2, 3)}})
+            >>> lora = tdf.lora.Lora("fc.weight", rank=1)
+            >>> adapters = lora.init(params, key=0).apply(torch.ones_like)
+            >>> lora.merge(params, adapters)["fc", "weight"]
+            tensor([[1., 1., 1.],
+                    [1., 1., 1.]])
+        """
+        found, whole = read_parts(self, params, adapters, "merge")
+        new = params
+        for path, leaf in whole.items():
+            new = set_(new, path, leaf)
+        for target, parts in found:
+            new = set_(new, target.path, merged(target.leaf, parts, target.scale))
+            if "bias" in parts:
+                path = _bias_path(params, target.path)
+                new = set_(new, path, get(new, path) + parts["bias"] * target.scale)
+        return new
+
+    def unmerge(self, merged: T, adapters: TensorCollection) -> T:
+        """Return the base out of what `merge` returned.
+
+        Raises:
+            UnsupportedError: The adapters are of DoRA, or leaves were trained whole: the merged tree has lost the norms
+                and values that the base had.
+            TreeStructureError: As for `merge`.
+            LeafMismatchError: As for `merge`.
+        """
+        if self.dora or self.whole is not None:
+            raise UnsupportedError(
+                "unmerge: the merged weights must contain the base.",
+                got="magnitudes of DoRA, which replace its norms" if self.dora else "leaves that were replaced whole",
+                hint="keep the parameters: merge does not change them.",
+            )
+        found, _ = read_parts(self, merged, adapters, "unmerge")
+        new = merged
+        for target, parts in found:
+            delta = change(target.leaf, parts, target.scale)
+            wide = target.leaf.to(torch.promote_types(target.leaf.dtype, delta.dtype))
+            new = set_(new, target.path, (wide - delta).to(target.leaf.dtype))
+            if "bias" in parts:
+                path = _bias_path(merged, target.path)
+                new = set_(new, path, get(merged, path) - parts["bias"] * target.scale)
+        return new
+
+    def extract(self, base: TensorCollection, tuned: TensorCollection, *, apply: Apply | None = None) -> TensorDict:
+        """Return the adapters that bring a base as close to a tuned model as their rank allows.
+
+        Args:
+            base: The parameters before the tuning.
+            tuned: The parameters after it.
+            apply: As for `init`.
+
+        Raises:
+            FilterError: A pattern matches no leaf of the base.
+            TreeStructureError: `tuned` lacks a leaf.
+            LeafMismatchError: A leaf has another shape in `tuned`.
+            UnsupportedError: `start` is not `"kaiming"`: these adapters are relative to a start.
+
+        Source:
+            Eckart and Young, "The approximation of one matrix by another of lower rank" (1936).
+
+        Examples:
+            >>> base, lora = TensorDict({"w": torch.zeros(4, 3)}), tdf.lora.Lora("w", rank=1)
+            >>> tuned = TensorDict({"w": torch.ones(4, 3)})
+            >>> adapters = lora.extract(base, tuned)
+            >>> tdf.assert_close(lora.merge(base, adapters), tuned)
+        """
+        if self.start != "kaiming":
+            raise UnsupportedError(
+                "extract: the adapters must start from nothing.", expected="start='kaiming'", got=repr(self.start)
+            )
+        targets, whole = find_targets(self, entries(base), layouts_of(apply.module) if apply is not None else None)
+        leaves: dict[Path, Tensor] = {}
+        for target in targets:
+            old, new = target.leaf.detach(), _twin(tuned, target.path, target.leaf).detach()
+            shapes = parts_of(self, target)
+            delta = (new.float() - old.float()) / target.scale
+            a, b = split_matrix(delta.reshape(len(old), -1) if len(shapes["B"]) < old.ndim else delta, target.rank)
+            parts = {"A": a.reshape(shapes["A"]), "B": b}
+            if self.dora:
+                parts["magnitude"] = norm_of(new.float(), torch.empty(shapes["magnitude"], device="meta"))
+            if self.bias:
+                path = _bias_path(base, target.path)
+                before = get(base, path)
+                parts["bias"] = (_twin(tuned, path, before).float() - before.float()) / target.scale
+            wide = torch.float32 if old.dtype in _HALF else old.dtype
+            leaves |= {(*target.path, name): part.to(wide).contiguous() for name, part in parts.items()}
+        for entry in whole:
+            leaves[entry.paths[0]] = _twin(tuned, entry.paths[0], entry.leaf).detach().clone()
+        return make_tree(leaves)
+
+
+def _twin(tuned: TensorCollection, path: Path, leaf: Tensor) -> Tensor:
+    other = get(tuned, path)
+    if not isinstance(other, Tensor) or other.shape != leaf.shape:
+        raise LeafMismatchError(
+            f"extract: the leaf {dotted(path)!r} must be one of both trees.",
+            expected=f"shape {tuple(leaf.shape)}",
+            got=f"shape {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__,
+        )
+    return other
+
+
+def _bias_path(params: TensorCollection, path: Path) -> Path:
+    bias = (*path[:-1], "bias")
+    if not has(params, bias):
+        raise LeafMismatchError(
+            f"lora: the adapter of {dotted(path)!r} has a bias, and its layer has none.",
+            expected=f"a leaf {dotted(bias)!r}",
+            hint="lora.attach(apply) runs such adapters; they cannot be merged.",
+        )
+    return bias

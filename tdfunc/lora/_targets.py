@@ -1,0 +1,259 @@
+"""The leaves that a `Lora` adapts: their layouts, ranks and scales, and the tree of adapters that belongs to them.
+
+An adapter has the orientation of its weight: the change of a weight W of shape (*, M, N) is `scale * B @ A`, B of
+shape (*, M, R) and A of shape (*, R, N), also where a layer multiplies by the transpose. A convolution's weight of
+shape (M, N, *K) counts as a matrix (M, N * K), whose A keeps the shape (R, N, *K).
+"""
+
+import enum
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
+from tdfunc.core.types import Kind, Path
+from tdfunc.ops.base.reading import entries, get, has, iter_items
+from tdfunc.ops.edits.edit import set_
+
+if TYPE_CHECKING:
+    from tdfunc.lora._lora import Lora
+
+FROZEN = ("A0", "B0")
+_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Layout(enum.Enum):
+    """The use that a layer makes of its weight."""
+
+    LINEAR = "linear"
+    TRANSPOSED = "transposed"
+    EMBEDDING = "embedding"
+    CONV = "conv"
+    EXPERTS = "experts"
+    EXPERTS_TRANSPOSED = "experts_transposed"
+
+    @property
+    def has_output_last(self) -> bool:
+        """Whether the outputs are the last dimension of the weight."""
+        return self in (Layout.TRANSPOSED, Layout.EMBEDDING, Layout.EXPERTS_TRANSPOSED)
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether the weight has a matrix for each expert."""
+        return self in (Layout.EXPERTS, Layout.EXPERTS_TRANSPOSED)
+
+
+class Target(NamedTuple):
+    """One weight and its adapter."""
+
+    # All paths of a tied weight; the adapter has the first.
+    paths: tuple[Path, ...]
+    leaf: Tensor
+    layout: Layout
+    rank: int
+    scale: float
+
+    @property
+    def path(self) -> Path:
+        """The path of the adapter."""
+        return self.paths[0]
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of the layer."""
+        return self.leaf.shape[-1 if self.layout.has_output_last else -2 if self.layout.is_experts else 0]
+
+
+def transposed_class() -> type[nn.Module] | None:
+    """Return the class of GPT2's linear layers, whose weight is (inputs, outputs); None while nothing imported it."""
+    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+def base_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class of layers that can be adapted of which a module is an instance."""
+    classes = (nn.Linear, nn.Embedding, *_CONVS, *filter(None, [transposed_class()]))
+    return next((cls for cls in classes if isinstance(module, cls)), None)
+
+
+def layout_in(module: nn.Module, path: Path) -> Layout:
+    """Return the layout of a weight by the layer that it belongs to.
+
+    Raises:
+        UnsupportedError: Layers of this class are not adapted.
+    """
+    name, base, own = path[-1], base_class(module), module.__dict__
+    if name in _EXPERTS and {"has_gate", "has_bias", "is_transposed"} <= own.keys():
+        return Layout.EXPERTS_TRANSPOSED if own["is_transposed"] else Layout.EXPERTS
+    if name != "weight" or base is None:
+        raise UnsupportedError(
+            f"lora: the weight {dotted(path)!r} of a {type(module).__name__} cannot have an adapter.",
+            expected="the weight of a Linear, Conv1D, Conv1d, Conv2d, Conv3d or Embedding, or fused experts",
+            got=f"{type(module).__module__}.{type(module).__qualname__}.{name}",
+            hint="leave it out: `where & ~Filter(...)`; or train it whole: Lora(..., whole=...).",
+        )
+    if base is nn.Linear:
+        return Layout.LINEAR
+    return Layout.EMBEDDING if base is nn.Embedding else Layout.CONV if base in _CONVS else Layout.TRANSPOSED
+
+
+def _guessed_layout(path: Path, leaf: Tensor) -> Layout:
+    if leaf.ndim == 3:
+        raise LeafMismatchError(
+            f"lora: the shape of {dotted(path)!r} must tell its layer.",
+            expected="2 dimensions (a linear layer), or 4 or 5 (a convolution)",
+            got=f"shape {tuple(leaf.shape)}: a Conv1d or fused experts",
+            hint="lora.init(params, key=key, apply=apply) reads the layer.",
+        )
+    return Layout.LINEAR if leaf.ndim == 2 else Layout.CONV
+
+
+def find_targets(
+    lora: "Lora", found: Sequence[Entry], layouts: Callable[[Path], Layout] | None
+) -> tuple[list[Target], list[Entry]]:
+    """Return the weights with adapters, and the leaves that are trained whole.
+
+    Args:
+        lora: The choice.
+        found: The leaves of the base, of which buffers are left out.
+        layouts: The layout of a weight by its path; without it the shape decides.
+
+    Raises:
+        FilterError: A pattern matches no leaf, or a leaf is chosen twice.
+        LeafMismatchError: A chosen leaf is not a matrix.
+    """
+    found = [entry for entry in found if entry.kind in (None, Kind.PARAMETER)]
+    chosen = _chosen(found, lora.where)
+    whole = _chosen(found, lora.whole) if lora.whole is not None else []
+    twice = {entry.paths[0] for entry in chosen} & {entry.paths[0] for entry in whole}
+    if not chosen and not whole:
+        raise FilterError("lora: `where` must choose a leaf.", got=f"{lora.where!r}, which chooses none")
+    if twice:
+        raise FilterError(f"lora: the leaf {dotted(min(twice))!r} must be chosen by `where` or by `whole`.", got="both")
+    targets: list[Target] = []
+    ranks, alphas = _assigned(chosen, lora.rank, "rank"), _assigned(chosen, lora.alpha, "alpha")
+    for (paths, leaf, _), rank, alpha in zip(chosen, ranks, alphas, strict=True):
+        if not isinstance(leaf, Tensor) or leaf.ndim < 2 or not leaf.is_floating_point():
+            raise LeafMismatchError(
+                f"lora: the leaf {dotted(paths[0])!r} cannot have an adapter.",
+                expected="a floating-point tensor of 2 or more dimensions",
+                got=f"shape {tuple(leaf.shape)}, {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__,
+                hint='choose the weights of layers, such as "*_proj.weight"; whole= trains other leaves.',
+            )
+        if rank < 1:
+            raise error(ValueError, f"lora: the rank of {dotted(paths[0])!r} must be at least 1.", got=rank)
+        # Of a tied weight the embedding counts, which is what PEFT's `ensure_weight_tying` starts from.
+        kinds = [layouts(path) for path in paths] if layouts is not None else [_guessed_layout(paths[0], leaf)]
+        layout = Layout.EMBEDDING if Layout.EMBEDDING in kinds else kinds[0]
+        if lora.dora and len(set(kinds)) > 1:
+            raise UnsupportedError(
+                f"lora: {dotted(paths[0])!r} is tied to {dotted(paths[1])!r}, and DoRA scales their outputs.",
+                expected="one direction of scaling for all layers of a tied weight",
+                got=", ".join([kind.value for kind in kinds]),
+                hint="Lora(..., dora=False), or leave the tied weight out.",
+            )
+        if lora.bias and (layout is Layout.EMBEDDING or layout.is_experts):
+            raise UnsupportedError(
+                f"lora: the {layout.value} {dotted(paths[0])!r} cannot have a bias.", got="bias=True"
+            )
+        scale = 1.0 if alpha is None else alpha / (math.sqrt(rank) if lora.rslora else rank)
+        targets.append(Target(paths, leaf, layout, rank, scale))
+    return targets, whole
+
+
+def _chosen(found: Sequence[Entry], where: FilterLike) -> list[Entry]:
+    return [entry for entry, is_in in zip(found, Filter(where).mask(found), strict=True) if is_in]
+
+
+def _assigned(chosen: Sequence[Entry], given: Any, name: str) -> list[Any]:
+    return assign(chosen, given, f"lora: {name}") if isinstance(given, dict) else [given] * len(chosen)
+
+
+def layouts_of(module: nn.Module) -> Callable[[Path], Layout]:
+    """Return the function that gives the layout of a weight of a module by its path."""
+    return lambda path: layout_in(module.get_submodule(dotted(path[:-1])), path)
+
+
+def parts_of(lora: "Lora", target: Target) -> dict[str, torch.Size]:
+    """Return the shape of each leaf of an adapter."""
+    shape, rank = target.leaf.shape, target.rank
+    if target.layout is Layout.CONV:
+        a, b, magnitude = (rank, *shape[1:]), (shape[0], rank), (shape[0], *[1] * (len(shape) - 1))
+    else:
+        *experts, m, n = shape
+        a, b = (*experts, rank, n), (*experts, m, rank)
+        magnitude = (*experts, 1, n) if target.layout.has_output_last else (*experts, m, 1)
+    parts: dict[str, Any] = {"A": a, "B": b}
+    if lora.start != "kaiming":
+        parts |= {"A0": a, "B0": b}
+    if lora.dora:
+        parts["magnitude"] = magnitude
+    if lora.bias:
+        parts["bias"] = (target.outputs,)
+    return {name: torch.Size(size) for name, size in parts.items()}
+
+
+def make_tree(leaves: Mapping[Path, Tensor]) -> TensorDict:
+    """Return the tree of adapters; the frozen parts of a start are recorded as buffers."""
+    tree = TensorDict({})
+    for path, leaf in leaves.items():
+        tree = set_(tree, path, leaf, Kind.BUFFER if path[-1] in FROZEN else Kind.PARAMETER)
+    return tree
+
+
+def read_parts(
+    lora: "Lora", params: TensorCollection, adapters: TensorCollection, call: str
+) -> tuple[list[tuple[Target, dict[str, Tensor]]], dict[Path, Tensor]]:
+    """Return each weight of `params` that is adapted with the leaves of its adapter, and the leaves trained whole.
+
+    Raises:
+        TreeStructureError: `adapters` has other leaves than the choice asks for.
+        LeafMismatchError: One has another shape.
+    """
+    targets, whole = find_targets(lora, entries(params), lambda _: Layout.LINEAR)
+    found: list[tuple[Target, dict[str, Tensor]]] = []
+    expected: dict[Path, torch.Size | None] = {entry.paths[0]: entry.leaf.shape for entry in whole}
+    for target in targets:
+        is_conv = has(adapters, (*target.path, "B")) and get(adapters, (*target.path, "B")).ndim < target.leaf.ndim
+        target = target._replace(layout=Layout.CONV if is_conv else Layout.LINEAR)
+        parts = parts_of(lora, target)
+        # A bias has the outputs of a layer, which the weight alone does not tell; a magnitude has one of two forms.
+        free = ("magnitude", "bias")
+        expected |= {(*target.path, name): None if name in free else shape for name, shape in parts.items()}
+        found.append((target, {name: get(adapters, (*target.path, name), None) for name in parts}))
+    given = check_leaves(call, expected, adapters)
+    return found, {entry.paths[0]: given[entry.paths[0]] for entry in whole}
+
+
+def check_leaves(
+    call: str, expected: Mapping[Path, torch.Size | None], adapters: TensorCollection
+) -> dict[Path, Tensor]:
+    """Return the leaves of adapters by path; raise if these are others than the expected ones, or of another shape."""
+    given = dict(iter_items(adapters, True, True))
+    missing = [dotted(path) for path in expected if path not in given]
+    unknown = [dotted(path) for path in given if path not in expected]
+    if missing or unknown:
+        raise TreeStructureError(
+            f"{call}: the adapters must be those of this Lora.",
+            expected=f"{len(expected)} leaves" + (f", also {missing[:5]}" if missing else ""),
+            got=f"{len(given)} leaves" + (f", also {unknown[:5]}" if unknown else ""),
+            hint="lora.init(params, key=key) makes them; tdf.lora.load returns both.",
+        )
+    for path, shape in expected.items():
+        if shape is not None and given[path].shape != shape:
+            raise LeafMismatchError(
+                f"{call}: the leaf {dotted(path)!r} does not fit the base.",
+                expected=f"shape {tuple(shape)}",
+                got=f"shape {tuple(given[path].shape)}",
+                hint="the adapters are stacked: use torch.vmap, or one of them, adapters[i]."
+                if given[path].shape[1:] == shape
+                else None,
+            )
+    return given

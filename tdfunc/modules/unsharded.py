@@ -1,0 +1,57 @@
+"""The plain twin of a module that FSDP2 or DistributedDataParallel has taken over: the same layers and tensors."""
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+# Under these names torch's composable functions keep their state in a module.
+_STATE = "__composable_api"
+
+
+class DataParallelTwin(nn.Module):
+    """Runs the module inside a `DistributedDataParallel`, without its collectives."""
+
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.training = training
+
+    # Any: the arguments of the module.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output."""
+        return self.module(*args, **kwargs)
+
+
+def unsharded(module: nn.Module) -> nn.Module:
+    """Return a module whose forward is that of the layers alone; the module itself if nothing has wrapped them.
+
+    Parameters and buffers are the same tensors under the same paths: under FSDP2, DTensors.
+    """
+    # Without an import, which is slow: there is no such module before it.
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", DistributedDataParallel)
+    modules = list(module.modules())
+    if not any([isinstance(m, (fsdp, DistributedDataParallel)) for m in modules]):
+        return module
+    twins: dict[int, nn.Module] = {}
+    # A module comes before those in it.
+    for m in reversed(modules):
+        if isinstance(m, DistributedDataParallel):
+            twins[id(m)] = DataParallelTwin(twins[id(m.module)], m.training)
+            continue
+        # The class that `fully_shard` derived its own from; torch's FSDPModule finds it so, too.
+        cls = type(m).__mro__[2] if isinstance(m, fsdp) else type(m)
+        twin: nn.Module = object.__new__(cls)
+        kept = {name: value for name, value in m.__dict__.items() if not name.startswith(_STATE)}
+        twin.__dict__.update(kept)
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
+            hooks = {key: hook for key, hook in kept[name].items() if not _is_of_fsdp(hook)}
+            twin.__dict__[name] = type(kept[name])(hooks)
+        twin.__dict__["_modules"] = {n: child and twins[id(child)] for n, child in m._modules.items()}
+        twins[id(m)] = twin
+    return twins[id(module)]
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", hook)).__module__.startswith("torch.distributed.fsdp.")

@@ -1,0 +1,270 @@
+"""Processes of torch.distributed: bytes between two ranks, and rounds in which all ranks agree or all raise."""
+
+import builtins
+import json
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tdfunc.core import errors
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import PeerError
+
+# The first frame of a message, with its length and as much of it as fits.
+_FRAME_BYTES = 4096
+_ROUND_TAG = 1 << 30
+# The root waits for less time than the others wait for it, so that it can name the rank that is missing.
+_ROOT_PATIENCE = 0.8
+_OK, _FAILED = b"\0", b"\1"
+
+
+class Ranks(NamedTuple):
+    """The ranks of a process group, in one call: its name for messages, and how long it waits."""
+
+    call: str
+    # Any: torch.distributed may be built without process groups. None is the default group.
+    group: Any = None
+    timeout_s: float | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def pg(self) -> Any:
+        """The process group."""
+        return dist.group.WORLD if self.group is None else self.group
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must be to be sent: the CPU, if the group has a backend for it."""
+        types = [device.type for device in self.pg._device_types]
+        return (
+            torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
+        )
+
+    def world_rank(self, rank: int) -> int:
+        """Return the global rank of a rank of the group."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    @property
+    def patience_s(self) -> float:
+        """How long a call waits for another rank."""
+        return (
+            self.pg._get_backend(self.device).options._timeout.total_seconds()
+            if self.timeout_s is None
+            else self.timeout_s
+        )
+
+    # -- two ranks ------------------------------------------------------------------------------------------------
+
+    def send(self, data: Tensor, peer: int, tag: int) -> None:
+        """Send bytes to a (global) rank."""
+        self._await(lambda: dist.isend(data.to(self.device), peer, self.group, tag), peer, self.patience_s)
+
+    def recv_into(self, data: Tensor, peer: int, tag: int, *, wait_s: float | None = None) -> Tensor:
+        """Fill a tensor with bytes from a (global) rank, and return it."""
+        wait_s = self.patience_s if wait_s is None else wait_s
+        self._await(lambda: dist.irecv(data, peer, self.group, tag), peer, wait_s)
+        return data
+
+    def empty(self, size_bytes: int) -> Tensor:
+        """Return new bytes where tensors are sent from and received to."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def _await(self, post: Callable[[], Any], peer: int, wait_s: float) -> None:
+        try:
+            post().wait(timedelta(seconds=max(wait_s, 0.001)))
+        # The errors of the backends have no class of their own before torch 2.1, and gloo raises the base.
+        except RuntimeError as err:
+            raise self.lost(f"rank {peer}", err) from err
+
+    def lost(self, who: str, err: Exception) -> PeerError:
+        """Return the error for a rank that does not answer."""
+        return PeerError(
+            f"{self.call}: {who} must answer rank {dist.get_rank()}.",
+            expected=f"its message within {self.patience_s:g} s",
+            got=str(err).partition("\n")[0].rpartition("] ")[2][:200],
+            hint="look for the first error of that rank; after a timeout the group must be made anew.",
+        )
+
+    def send_bytes(self, raw: bytes, peer: int, tag: int) -> None:
+        """Send bytes of any number."""
+        first = len(raw).to_bytes(8, "little") + raw[: _FRAME_BYTES - 8]
+        self.send(as_tensor(first.ljust(_FRAME_BYTES, b"\0")), peer, tag)
+        if len(raw) > _FRAME_BYTES - 8:
+            self.send(as_tensor(raw[_FRAME_BYTES - 8 :]), peer, tag)
+
+    def recv_bytes(self, peer: int, tag: int) -> bytes:
+        """Return what `send_bytes` sent."""
+        return self._finish(self.recv_into(self.empty(_FRAME_BYTES), peer, tag), peer, tag)
+
+    def _finish(self, frame: Tensor, peer: int, tag: int) -> bytes:
+        """Return the bytes of a message whose first frame has come."""
+        first = as_bytes(frame)
+        size = int.from_bytes(first[:8], "little")
+        rest = size - (_FRAME_BYTES - 8)
+        return first[8:] + as_bytes(self.recv_into(self.empty(rest), peer, tag)) if rest > 0 else first[8 : 8 + size]
+
+    # -- all ranks ------------------------------------------------------------------------------------------------
+
+    def agree(self, make: Callable[[], bytes], decide: Callable[[list[bytes]], bytes] = lambda _: b"") -> bytes:
+        """Return what the first rank decides about the bytes that each rank makes; an error of one is raised by all.
+
+        Raises:
+            PeerError: A rank did not take part in time; every rank is told which.
+            Exception: The error of `decide`, or of `make` on any rank.
+        """
+        own: Exception | None = None
+        try:
+            mine = _OK + make()
+        except Exception as err:
+            own, mine = err, _FAILED + _write(err, self.rank)
+        root = self.world_rank(0)
+        if self.rank:
+            self.send_bytes(mine, root, _ROUND_TAG)
+            answer = self.recv_bytes(root, _ROUND_TAG)
+        else:
+            answer, own = self._decide(mine, decide, own)
+        if own is not None:
+            raise own
+        if answer[:1] == _FAILED:
+            raise _read(answer[1:])
+        return answer[1:]
+
+    def _decide(
+        self, mine: bytes, decide: Callable[[list[bytes]], bytes], own: Exception | None
+    ) -> tuple[bytes, Exception | None]:
+        """Hear all ranks and answer them; return the answer, or this rank's own error."""
+        heard, silent, is_done = [mine], list[int](), threading.Event()
+
+        # A send of gloo ends when its receiver is ready: all are, so that the ranks can go on to hear the answer.
+        peers = [self.world_rank(rank) for rank in range(1, self.size)]
+        frames = [self.empty(_FRAME_BYTES) for _ in peers]
+        works: list[Any] = []
+        for peer, frame in zip(peers, frames, strict=True):
+            try:
+                works.append(dist.irecv(frame, peer, self.group, _ROUND_TAG))
+            except RuntimeError as err:
+                works.append(err)
+
+        def listen() -> None:
+            for rank, (peer, frame, work) in enumerate(zip(peers, frames, works, strict=True), 1):
+                try:
+                    if isinstance(work, RuntimeError):
+                        raise self.lost(f"rank {peer}", work)
+                    self._await(lambda work=work: work, peer, 2 * self.patience_s)
+                    heard.append(self._finish(frame, peer, _ROUND_TAG))
+                except PeerError as err:
+                    silent.append(rank)
+                    heard.append(_FAILED + _write(err))
+            is_done.set()
+
+        # In a thread: a timeout of gloo's own closes the connections to all ranks, which then could not be told.
+        threading.Thread(target=listen, name="tdfunc-round", daemon=True).start()
+        if not is_done.wait(self.patience_s * _ROOT_PATIENCE):
+            silent.append(len(heard))
+            late = self.lost(f"rank {self.world_rank(len(heard))}", TimeoutError("nothing"))
+            heard = [*heard, _FAILED + _write(late)]
+        failed = next((answer for answer in heard if answer[:1] == _FAILED), None)
+        if failed is None:
+            try:
+                answer = _OK + decide([answer[1:] for answer in heard])
+            except Exception as err:
+                own, answer = err, _FAILED + _write(err)
+        else:
+            answer = failed
+        for rank in set(range(1, self.size)) - {*silent}:
+            try:
+                self.send_bytes(answer, self.world_rank(rank), _ROUND_TAG)
+            except PeerError as err:
+                own = own or (err if failed is None else None)
+        return answer, own
+
+
+# Any: DTensor, whose module takes long to import.
+def is_sharded(leaf: Any) -> bool:
+    """Return whether a leaf is a DTensor, of which each rank has a part."""
+    # Before that module is imported by another, there is none.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
+
+
+def has_sharded(tree: TensorCollection) -> bool:
+    """Return whether a tree has a DTensor."""
+    # Not by recursion: a tree may be deep.
+    stack = [tree] if "torch.distributed.tensor" in sys.modules else []
+    while stack:
+        for node in stack.pop()._data.values():
+            if isinstance(node, TensorCollection):
+                stack.append(node)
+            elif is_sharded(node):
+                return True
+    return False
+
+
+def group_of(tree: TensorCollection) -> Any:
+    """Return the group of the ranks that have a tree: that of its mesh of one dimension, else None, the default one."""
+    stack: list[Any] = [tree]
+    while stack:
+        node = stack.pop()
+        if is_sharded(node):
+            mesh = node.device_mesh
+            return mesh.get_group() if mesh.ndim == 1 and mesh.size() < dist.get_world_size() else None
+        stack.extend(node._data.values() if isinstance(node, TensorCollection) else ())
+    return None
+
+
+def own_part(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Return where this rank's part of a DTensor begins, its shape, and whether this is the first rank that has it."""
+    utils: Any = sys.modules["torch.distributed.tensor._utils"]
+    mesh, placements = leaf.device_mesh, leaf.placements
+    shape, start = utils.compute_local_shape_and_global_offset(leaf.shape, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    copies = [at for at, place in zip(coordinate or (), placements, strict=False) if place.is_replicate()]
+    return tuple(start), tuple(shape), coordinate is not None and not any(copies)
+
+
+def place_like(part: Tensor, like: Any) -> Tensor:
+    """Return a DTensor like another one, around this rank's part."""
+    stride = torch.empty(like.shape, device="meta").stride()
+    part = part.to(like.device_mesh.device_type)
+    return type(like).from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=stride)
+
+
+def as_tensor(raw: bytes) -> Tensor:
+    """Return bytes as a tensor."""
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def as_bytes(data: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
+    return data.cpu().numpy().tobytes()
+
+
+def _write(err: Exception, rank: int | None = None) -> bytes:
+    code, text = None, str(err)
+    if isinstance(err, OSError) and err.errno is not None:
+        code, text = err.errno, f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
+    text = text if rank is None else f"{text} (raised by rank {rank})"
+    return json.dumps([type(err).__name__, text, code]).encode()
+
+
+def _read(raw: bytes) -> Exception:
+    name, text, code = json.loads(raw)
+    if code is not None:
+        return OSError(code, text)
+    kind = getattr(errors, name, getattr(builtins, name, None))
+    return kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError(f"{name}: {text}")

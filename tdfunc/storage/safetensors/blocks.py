@@ -1,0 +1,88 @@
+"""Leaves whose bytes several ranks write: a digest of each block, and of the table of blocks."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from tdfunc.storage.safetensors.header import check_digest
+from tdfunc.storage.tree.specs import Spec, malformed
+
+# A block is some rows of the part of a leaf that one rank has: at most so many bytes, or one row.
+BLOCK_BYTES = 16 << 20
+
+
+class Block(NamedTuple):
+    """A box in a leaf: its first element and its sizes."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The index of its elements."""
+        return tuple([slice(begin, begin + size) for begin, size in zip(self.start, self.shape, strict=True)])
+
+    def meets(self, other: "Block") -> bool:
+        """Return whether two boxes have an element in common."""
+        sides = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        return all([a < b + q and b < a + p for a, p, b, q in sides])
+
+
+def cut_blocks(part: Block, itemsize: int) -> list[Block]:
+    """Return the blocks of a rank's part of a leaf."""
+    if 0 in part.shape:
+        return []
+    if not part.shape:
+        return [part]
+    rows = max(1, BLOCK_BYTES // (itemsize * math.prod(part.shape[1:])))
+    (first, *starts), (count, *shape) = part
+    return [Block((first + done, *starts), (min(rows, count - done), *shape)) for done in range(0, count, rows)]
+
+
+def table_text(blocks: Sequence[Block], digests: Sequence[str]) -> str:
+    """Return the entry of a leaf in the table, as JSON."""
+    rows = [[block.start, block.shape, digest] for block, digest in zip(blocks, digests, strict=True)]
+    return json.dumps(rows, separators=(",", ":"))
+
+
+class Blocks(NamedTuple):
+    """The recorded digests of one leaf: of the table, and those in it."""
+
+    root: str
+    # As `json` parsed it out of a file.
+    rows: list[Any]
+    spec: Spec
+
+    def check(self, name: str, view: memoryview, part: Block | None = None) -> None:
+        """Compare the blocks that meet a part of a leaf, else all, with their digests.
+
+        Raises:
+            CorruptCheckpointError: A block is damaged, or the blocks are not those of the leaf.
+        """
+        text = json.dumps(self.rows, separators=(",", ":"))
+        check_digest(f"the table of leaf {name}", self.root, xxhash.xxh3_64_hexdigest(text.encode()))
+        blocks = [Block(tuple(start), tuple(shape)) for start, shape, _ in self.rows]
+        check_cover(name, self.spec, blocks)
+        bits = np.frombuffer(view, np.uint8).reshape(*self.spec.size, -1)
+        for block, (*_, digest) in zip(blocks, self.rows, strict=True):
+            if part is None or block.meets(part):
+                found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(bits[block.box]).data)
+                check_digest(f"leaf {name}, from {list(block.start)} to {[s.stop for s in block.box]}", digest, found)
+
+
+def check_cover(name: str, spec: Spec, blocks: Sequence[Block]) -> None:
+    """Raise unless blocks lie in a leaf and have as many elements."""
+    count = 0
+    for block in blocks:
+        sizes = [*block.start, *block.shape]
+        is_inside = len(block.start) == len(block.shape) == len(spec.size)
+        is_inside = is_inside and all([type(size) is int and size >= 0 for size in sizes])
+        if not is_inside or any([s.stop > size for s, size in zip(block.box, spec.size, strict=True)]):
+            raise malformed(f"blocks inside leaf {name}", f"{block}")
+        count += math.prod(block.shape)
+    if count != math.prod(spec.size):
+        raise malformed(f"blocks of all {math.prod(spec.size)} elements of leaf {name}", f"{count} elements")

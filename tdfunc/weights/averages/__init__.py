@@ -1,0 +1,1 @@
+"""Means of models: of the weights themselves, and of their directions."""

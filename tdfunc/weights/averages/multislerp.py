@@ -1,0 +1,46 @@
+"""`multislerp`: the weighted mean of directions, in the tangent space at their Euclidean mean."""
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import error
+from tdfunc.weights.averages.sphere import units
+from tdfunc.weights.method import columns, method, shares
+
+
+@method(
+    "b + exp_m(sum_k w_k log_m(d_k / |d_k|)) sum_k w_k |d_k|, with m the direction of sum_k w_k d_k / |d_k|",
+    source="Goddard, MultiSLERP (2024)",
+    base="optional",
+)
+def multislerp(
+    base: Tensor | None, stacked: Tensor, weights: Tensor, *, normalize_weights: bool = True, eps: float = 1e-8
+) -> Tensor:
+    """Merge by the barycentre of the models on a sphere; with a base, of their differences from it.
+
+    Args:
+        base: The origin, or None for zeros.
+        stacked: The models.
+        weights: The weight of each.
+        normalize_weights: Divide the weights by their sum.
+        eps: The norm below which a direction is undefined.
+
+    Raises:
+        ValueError: Three or more directions cancel out.
+
+    Source:
+        Goddard, "MultiSLERP" (2024).
+    """
+    x = (stacked if base is None else stacked - base).reshape(stacked.shape[0], -1)
+    w = columns(shares(weights) if normalize_weights else weights, x)
+    u, norms = units(x, eps)
+    (mean,), (length,) = units((u * w).sum(0, keepdim=True), eps)
+    is_lost = length < eps
+    if stacked.shape[0] > 2 and has_values() and bool(is_lost) and bool((norms > eps).any()):
+        raise error(ValueError, "multislerp: the directions must not cancel out.", hint="choose other weights.")
+    tangent = ((u - (u * mean).sum(-1, keepdim=True) * mean) * w).sum(0)
+    angle = torch.linalg.vector_norm(tangent) + eps
+    merged = (mean * torch.cos(angle) + tangent * (torch.sin(angle) / angle)) * (norms * w).sum()
+    merged = torch.where(is_lost, (x * w).sum(0), merged).reshape(stacked.shape[1:])
+    return merged if base is None else base + merged

@@ -1,0 +1,196 @@
+"""A merging method as a value: the function of one leaf, lifted to trees, with its requirements and its source."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import has_values
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.walk import list_leaves, list_paths, rebuild
+from tdfunc.ops.base.foreach import check_keys
+from tdfunc.random.draws import fold_in, key_of
+
+P = ParamSpec("P")
+T = TypeVar("T", bound=TensorCollection)
+Weights = Tensor | Sequence[float]
+Base = Literal["required", "optional", "unused"]
+# The annotation of an option that is one number for all models, or one for each.
+PerModel = float | Sequence[float] | Tensor
+
+
+class Method(Generic[P]):
+    """A way to merge models; called with trees, it returns a tree.
+
+    It is written for one leaf, as a function `(base, stacked, weights, **options)` of tensors that torch can
+    differentiate and vmap; a keyword `key` makes it random. `method` is the decorator.
+
+    Attributes:
+        name: The name, also in the configuration files of mergekit.
+        leaf: The function of one leaf.
+        formula: The definition, with x for a model, b for the base, d for x - b, and w for a weight.
+        source: The paper.
+        base: `"required"`, `"optional"` or `"unused"`.
+        least: The fewest models that it merges, the base not counted.
+        most: The largest number of models; None for any.
+        weight: The name that mergekit gives the weights; None where it has none.
+        options: The keywords with their defaults, except `key`.
+        per_model: The names of options that may have a number for each model, annotated as `PerModel`.
+        is_random: True if it takes a `key`.
+    """
+
+    def __init__(
+        self,
+        leaf: Callable[Concatenate[Any, Tensor, Tensor, P], Tensor],
+        *,
+        formula: str,
+        source: str,
+        base: Base,
+        least: int,
+        most: int | None,
+        weight: str | None,
+    ) -> None:
+        functools.update_wrapper(self, leaf)
+        self.name = leaf.__name__
+        self.leaf = leaf
+        self.formula, self.source, self.base = formula, source, base
+        self.least, self.most, self.weight = least, most, weight
+        parameters = list(inspect.signature(leaf).parameters.values())
+        # Any: the defaults of the options.
+        self.options: dict[str, Any] = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+        self.per_model = frozenset(one.name for one in parameters if one.annotation == PerModel)
+        self.is_random = self.options.pop("key", None) is not None
+
+    def __call__(self, base: T | None, stacked: T, weights: Weights, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the merged model, a tree like `base`; without a base, like a row of `stacked`.
+
+        Each leaf is computed in float32 at least and returned in the dtype of the base. Leaves of integers and bools
+        must be equal in all models.
+
+        Args:
+            base: The model that the others come from; None where the method does not require it.
+            stacked: The models as one tree, as `torch.stack` makes it.
+            weights: A number for each model.
+            args: There are no further positional arguments.
+            kwargs: The options of the method; `key=` of a random one takes a key, a seed or a generator.
+
+        Raises:
+            ValueError: The method requires a base, or another number of models.
+            TreeStructureError: The trees have different paths.
+            LeafMismatchError: A leaf has another shape than in the base, or integers differ.
+            BatchSizeError: `stacked` has no batch dimension, or `weights` has another length.
+
+        Shapes:
+            Leaves (*S) of the base, (K, *S) of the models; weights are (K,).
+        """
+        if not stacked._batch_size:
+            hint = "torch.stack([a, b]) makes one tree of two models."
+            raise BatchSizeError(f"{self.name}: the models must be stacked.", got="batch size []", hint=hint)
+        count = stacked._batch_size[0]
+        self.check(base is not None, count)
+        w = weights if isinstance(weights, Tensor) else torch.tensor(weights, dtype=torch.float64)
+        if w.shape != (count,):
+            what = f"{self.name}: there must be a weight for each model."
+            raise BatchSizeError(what, expected=[count], got=list(w.shape))
+        rows = list_leaves(stacked)
+        if base is not None:
+            check_keys(base, stacked, self.name)
+        like = stacked._index(0) if base is None else base
+        paths = list_paths(like)
+        # Any: the type of one keyword of a ParamSpec is not known.
+        given = cast("dict[str, Any]", kwargs)
+        key = key_of(given["key"]) if "key" in given else None
+        merged: list[Tensor] = []
+        for path, own, x in zip(paths, list_leaves(like), rows, strict=True):
+            if x.shape != (count, *own.shape):
+                what = f"{self.name}: the leaf {dotted(path)!r} must have the shape of the base in each model."
+                raise LeafMismatchError(what, expected=[count, *own.shape], got=list(x.shape))
+            if key is not None:
+                given["key"] = leaf_key(key, dotted(path))
+            if not own.is_floating_point() and not own.is_complex():
+                if has_values() and not bool((x == own).all()):
+                    raise LeafMismatchError(
+                        f"{self.name}: the leaf {dotted(path)!r} ({own.dtype}) must be equal in all models.",
+                        hint="tdf.partition(tree, where) splits off the leaves to merge.",
+                    )
+                merged.append(own)
+            else:
+                merged.append(self.on_leaf(None if base is None else own, x, w, *args, **kwargs))
+        return rebuild(like, merged)
+
+    def on_leaf(self, base: Tensor | None, stacked: Tensor, w: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        """Return one merged leaf: computed in float32 at least, and cast back."""
+        dtype = torch.float32 if stacked.element_size() == 1 else torch.promote_types(stacked.dtype, torch.float32)
+        real = dtype.to_real() if dtype.is_complex else dtype
+        own = None if base is None or self.base == "unused" else base.to(dtype)
+        if not stacked.numel():
+            return stacked[0] if base is None else base
+        merged = self.leaf(own, stacked.to(dtype), w.to(stacked.device, real), *args, **kwargs)
+        return merged.to(stacked.dtype if base is None else base.dtype)
+
+    def check(self, has_base: bool, count: int) -> None:
+        """Raise unless the method merges so many models, with or without a base."""
+        if self.base == "required" and not has_base:
+            raise error(ValueError, f"{self.name}: there must be a base.", expected="the base", got="None")
+        if count < self.least or (self.most is not None and count > self.most):
+            most = f"at most {self.most}" if self.most is not None else f"at least {self.least}"
+            expected = str(self.least) if self.least == self.most else most
+            what = f"{self.name}: another number of models, the base not counted, must be given."
+            raise error(ValueError, what, expected=expected, got=count)
+
+    def __repr__(self) -> str:
+        return f"<merging method {self.name}>"
+
+
+def method(
+    formula: str,
+    *,
+    source: str,
+    base: Base = "required",
+    least: int = 1,
+    most: int | None = None,
+    weight: str | None = "weight",
+) -> Callable[[Callable[Concatenate[Any, Tensor, Tensor, P], Tensor]], Method[P]]:
+    """Make a `Method` of a function of one leaf, a decorator.
+
+    Args:
+        formula: The definition, with x for a model, b for the base, d for x - b, and w for a weight.
+        source: The paper.
+        base: `"required"`, `"optional"` or `"unused"`.
+        least: The fewest models that it merges, the base not counted.
+        most: The largest number of models; None for any.
+        weight: The name that mergekit gives the weights; None where it has none.
+
+    Examples:
+        >>> @tdf.weights.method("b + max w d", source="none")
+        ... def largest(base, stacked, weights):
+        ...     '''Take the largest step.'''
+        ...     steps = weights.reshape(-1, *[1] * base.dim()) * (stacked - base)
+        ...     return base + steps.amax(0)
+        >>> base = TensorDict({"w": torch.zeros(2)})
+        >>> stacked = TensorDict({"w": torch.tensor([[1.0, 2.0], [3.0, 0.0]])}, [2])
+        >>> largest(base, stacked, [1.0, 1.0])["w"]
+        tensor([3., 2.])
+    """
+    return lambda leaf: Method(leaf, formula=formula, source=source, base=base, least=least, most=most, weight=weight)
+
+
+def leaf_key(key: Tensor, name: str) -> Tensor:
+    """Return the key of a leaf by its dotted path, so that it does not change with the rest of the tree."""
+    return fold_in(key, xxhash.xxh3_64_intdigest(name.encode()))
+
+
+def columns(w: Tensor, x: Tensor) -> Tensor:
+    """Return numbers [K] in a shape that multiplies [K, *S]."""
+    return w.reshape(-1, *[1] * (x.dim() - 1))
+
+
+def shares(w: Tensor) -> Tensor:
+    """Return weights divided by their sum."""
+    return w / w.sum()

@@ -1,0 +1,99 @@
+"""The losses on the line between models, and the height of the barrier on it."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import BatchSizeError
+from tdfunc.core.walk import list_leaves
+from tdfunc.ops.math.arithmetic import lerp
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:
+    """Return the losses at points on the line from one model to another, in one vmapped forward.
+
+    Args:
+        loss: The function of one model's parameters, a scalar.
+        a: The first model.
+        b: The last model, a tree like it.
+        points: The number of points, both ends among them.
+        chunk_size: The number of points that are computed together, as in `torch.vmap`.
+
+    Shapes:
+        (points,).
+
+    Source:
+        Goodfellow et al., "Qualitatively characterizing neural network optimization problems" (2014).
+
+    Examples:
+        >>> a, b = TensorDict({"w": torch.tensor([-1.0])}), TensorDict({"w": torch.tensor([1.0])})
+        >>> line_losses(lambda p: 1 - p["w"].square().sum(), a, b, points=3)
+        tensor([0., 1., 0.])
+    """
+    t = torch.linspace(0, 1, points, device=next((leaf.device for leaf in list_leaves(a)), None))
+    return torch.vmap(lambda t: loss(lerp(a, b, t)), chunk_size=chunk_size)(t)
+
+
+def barrier(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:
+    """Return the height of the barrier between two models: 0 where they are linearly connected.
+
+    It is the most by which the loss on the line is above the line between the losses of the ends.
+
+    Args:
+        loss: The function of one model's parameters, a scalar.
+        a: The first model.
+        b: The last model.
+        points: The number of points, both ends among them.
+        chunk_size: The number of points that are computed together, as in `torch.vmap`.
+
+    Shapes:
+        ().
+
+    Source:
+        Frankle et al., "Linear mode connectivity and the lottery ticket hypothesis" (2020); Entezari et al., "The role
+        of permutation invariance in linear mode connectivity of neural networks" (2022), definition 1.
+
+    Examples:
+        >>> a, b = TensorDict({"w": torch.tensor([-1.0])}), TensorDict({"w": torch.tensor([1.0])})
+        >>> barrier(lambda p: 1 - p["w"].square().sum(), a, b)
+        tensor(1.)
+    """
+    return _height(line_losses(loss, a, b, points=points, chunk_size=chunk_size))
+
+
+def barriers(loss: Callable[[T], Tensor], stacked: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:
+    """Return the barrier between each two members of a stack, all in one vmapped forward.
+
+    Args:
+        loss: The function of one model's parameters, a scalar.
+        stacked: The members.
+        points: The number of points, both ends among them.
+        chunk_size: The number of pairs that are computed together, as in `torch.vmap`.
+
+    Shapes:
+        (K, K) for K members, symmetric, 0 on the diagonal.
+
+    Raises:
+        BatchSizeError: `stacked` has no batch dimension.
+
+    Source:
+        As `barrier`.
+    """
+    if not stacked._batch_size:
+        raise BatchSizeError("barriers: the members must be stacked.", got="batch size []")
+    count = stacked._batch_size[0]
+    i, j = torch.triu_indices(count, count, 1)
+    run = torch.vmap(lambda a, b: barrier(loss, a, b, points=points), chunk_size=chunk_size)
+    heights = run(stacked._index(i), stacked._index(j))
+    upper = heights.new_zeros(count, count).index_put((i, j), heights)
+    return upper + upper.T
+
+
+def _height(losses: Tensor) -> Tensor:
+    t = torch.linspace(0, 1, losses.shape[0], dtype=losses.dtype, device=losses.device)
+    return (losses - torch.lerp(losses[0], losses[-1], t)).amax()

@@ -1,0 +1,77 @@
+"""Distances and angles between models."""
+
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.walk import list_leaves
+from tdfunc.ops.base.foreach import check_keys
+
+
+def distance(a: TensorCollection, b: TensorCollection) -> Tensor:
+    """Return the Euclidean distance between two models, all floating leaves taken as one vector.
+
+    Args:
+        a: A model, or a stack of them.
+        b: Another one, or a stack.
+
+    Shapes:
+        () for two models, (K,) where one or both are stacks of K.
+
+    Raises:
+        TreeStructureError: The trees have different paths.
+
+    Examples:
+        >>> a, b = TensorDict({"w": torch.zeros(3)}), TensorDict({"w": torch.ones(3)})
+        >>> distance(a, b)
+        tensor(1.7321)
+    """
+    delta = [x - y for x, y in _pairs("distance", a, b)]
+    return _dot(delta, delta, max(len(a._batch_size), len(b._batch_size))).sqrt()
+
+
+def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection | None = None) -> Tensor:
+    """Return the cosine of the angle between two models; with a base, between their task vectors.
+
+    Args:
+        a: A model, or a stack of them.
+        b: Another one, or a stack.
+        base: The origin, by default zeros.
+
+    Shapes:
+        () for two models, (K,) where one or both are stacks of K.
+
+    Raises:
+        TreeStructureError: The trees have different paths.
+
+    Examples:
+        >>> a, b = TensorDict({"w": torch.tensor([1.0, 0.0])}), TensorDict({"w": torch.tensor([1.0, 1.0])})
+        >>> cosine(a, b)
+        tensor(0.7071)
+    """
+    xs, ys = (list(side) for side in zip(*_pairs("cosine", a, b), strict=True))
+    if base is not None:
+        zeros = [z for _, z in _pairs("cosine", a, base)]
+        xs, ys = ([x - z for x, z in zip(side, zeros, strict=True)] for side in (xs, ys))
+    dims = [len(a._batch_size), len(b._batch_size)]
+    both = _dot(xs, ys, max(dims))
+    return both / (_dot(xs, xs, dims[0]) * _dot(ys, ys, dims[1])).sqrt()
+
+
+def _pairs(call: str, a: TensorCollection, b: TensorCollection) -> list[tuple[Tensor, Tensor]]:
+    check_keys(a, b, call)
+    pairs = zip(list_leaves(a), list_leaves(b), strict=True)
+    # Counters have no distance. In 16 bits sums of squares would overflow.
+    return [(x.to(_wide(x)), y.to(_wide(y))) for x, y in pairs if x.is_floating_point()]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _dot(xs: list[Tensor], ys: list[Tensor], dims: int) -> Tensor:
+    """Return the sum of products over all but the first dimensions."""
+    parts = [
+        (x * y).flatten(dims).sum(-1) if max(x.dim(), y.dim()) > dims else x * y for x, y in zip(xs, ys, strict=True)
+    ]
+    return torch.stack(parts).sum(0)

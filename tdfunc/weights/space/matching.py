@@ -1,0 +1,185 @@
+"""Weight matching: the neurons of one model in the order of another's. The function of the model stays."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
+from tdfunc.core.walk import replace
+from tdfunc.ops.base.foreach import check_keys
+from tdfunc.ops.base.reading import get
+
+T = TypeVar("T", bound=TensorCollection)
+# The leaves that one order of neurons concerns, with the dimension of each; the first has the number of neurons.
+Group: TypeAlias = Mapping[Path, int]
+
+
+def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
+    """Return the orders of neurons of a chain of layers: linear, convolution, and norms between them.
+
+    The layers must run in the order of the tree. A layer with a matrix or kernel has neurons, its first dimension; the
+    second one of the next such layer reads them, in blocks where feature maps were flattened. The outputs of the last
+    layer keep their order. Other networks have other groups, which are written by hand.
+
+    Args:
+        params: The parameters, and buffers of norms where there are any.
+
+    Raises:
+        UnsupportedError: A leaf is tied.
+
+    Examples:
+        >>> _, params, _ = tdf.functional(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)))
+        >>> channel_groups(params)
+        [{('0', 'weight'): 0, ('0', 'bias'): 0, ('2', 'weight'): 1}]
+    """
+    if params._ties:
+        raise UnsupportedError(
+            "channel_groups: no leaf may be tied.", got=[list(map(dotted, one)) for one in params._ties]
+        )
+    groups: list[dict[Path, int]] = []
+    layers: dict[Path, dict[Path, Tensor]] = {}
+    for path, leaf in iter_leaves(params):
+        if leaf.dim():
+            layers.setdefault(path[:-1], {})[path] = leaf
+    for leaves in layers.values():
+        kernels = [path for path, leaf in leaves.items() if leaf.dim() > 1]
+        if kernels:
+            if groups:
+                groups[-1] |= dict.fromkeys(kernels, 1)
+            groups.append({})
+        if groups:
+            groups[-1] |= dict.fromkeys(leaves, 0)
+    return groups[:-1]
+
+
+def permute_channels(params: T, groups: Sequence[Group], orders: Sequence[Tensor]) -> T:
+    """Return the model with the neurons of each group in another order.
+
+    Args:
+        params: The model.
+        groups: The leaves of each order, as `channel_groups` returns them.
+        orders: For each group, the number of the neuron that comes to each place.
+
+    Raises:
+        LeafMismatchError: A dimension is not a multiple of the number of neurons.
+
+    Examples:
+        >>> params = TensorDict({"w": torch.tensor([1.0, 2.0, 3.0])})
+        >>> permute_channels(params, [{("w",): 0}], [torch.tensor([2, 0, 1])])["w"]
+        tensor([3., 1., 2.])
+    """
+    new: dict[Path, Tensor] = {}
+    for group, order in zip(groups, orders, strict=True):
+        for path, dim in group.items():
+            leaf = new.get(path)
+            leaf = get(params, path) if leaf is None else leaf
+            blocks = _blocks(path, leaf, dim, len(order))
+            new[path] = blocks.index_select(dim, order).reshape(leaf.shape)
+    return replace(params, new)
+
+
+def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None = None, max_iter: int = 100) -> T:
+    """Return the second model with its neurons in the order in which its weights are nearest to the first.
+
+    The function that it computes stays: `barrier(loss, a, weight_matching(a, b))` is often much below `barrier(loss, a,
+    b)`. Each step solves one assignment exactly; the steps end at a local optimum, which depends on the order of the
+    groups.
+
+    Args:
+        a: The model that stays.
+        b: The model to reorder.
+        groups: The leaves of each order; by default `channel_groups(b)`.
+        max_iter: The most rounds over the groups.
+
+    Raises:
+        TreeStructureError: The trees have different paths.
+        LeafMismatchError: A dimension is not a multiple of the number of neurons.
+
+    Source:
+        Ainsworth, Hayase and Srinivasa, "Git re-basin: merging models modulo permutation symmetries" (2022), algorithm
+        1, with the groups in their order, not in a random one.
+
+    Examples:
+        >>> params = TensorDict({"w": torch.tensor([1.0, 2.0, 3.0])})
+        >>> other = TensorDict({"w": torch.tensor([3.0, 1.0, 2.0])})
+        >>> weight_matching(params, other, groups=[{("w",): 0}])["w"]
+        tensor([1., 2., 3.])
+    """
+    check_keys(a, b, "weight_matching")
+    groups = channel_groups(b) if groups is None else groups
+    counts = [get(b, path).shape[dim] for path, dim in (next(iter(group.items())) for group in groups)]
+    orders = [torch.arange(count) for count in counts]
+    with torch.no_grad():
+        for _ in range(max_iter):
+            is_better = False
+            for place, group in enumerate(groups):
+                others = [order if i != place else torch.arange(len(order)) for i, order in enumerate(orders)]
+                moved = permute_channels(b, groups, others)
+                parts = [
+                    _rows(path, get(a, path), dim, counts[place]) @ _rows(path, get(moved, path), dim, counts[place]).T
+                    for path, dim in group.items()
+                ]
+                profit = torch.stack(parts).sum(0)
+                order = _assign(profit)
+                gain = profit.gather(1, order[:, None]).sum() - profit.gather(1, orders[place][:, None]).sum()
+                # Equally good orders would go in circles.
+                if gain > 1e-9 * profit.abs().sum():
+                    orders[place], is_better = order, True
+            if not is_better:
+                break
+    return permute_channels(b, groups, orders)
+
+
+def _blocks(path: Path, leaf: Tensor, dim: int, count: int) -> Tensor:
+    """Return a leaf whose dimension is the neurons, and a further one behind it the block of each."""
+    size = leaf.shape[dim]
+    if size % count:
+        raise LeafMismatchError(
+            f"weight_matching: dimension {dim} of {dotted(path)!r} must be a multiple of the number of neurons before.",
+            expected=f"a multiple of {count}",
+            got=size,
+            hint="groups= names the leaves of each order, for layers that are not a chain.",
+        )
+    return leaf.reshape(*leaf.shape[:dim], count, size // count, *leaf.shape[dim + 1 :])
+
+
+def _rows(path: Path, leaf: Tensor, dim: int, count: int) -> Tensor:
+    return _blocks(path, leaf, dim, count).movedim(dim, 0).reshape(count, -1).double()
+
+
+def _assign(profit: Tensor) -> Tensor:
+    """Return for each row the column of the assignment with the greatest sum.
+
+    Source:
+        The Hungarian method with potentials and shortest augmenting paths (Jonker and Volgenant, 1987).
+    """
+    cost, n = -profit.cpu().numpy(), profit.shape[0]
+    rows, columns = np.zeros(n + 1), np.zeros(n + 1)
+    # Column -> row, and the column before it on the path; number 0 is the start.
+    owner, back = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
+    for row in range(1, n + 1):
+        owner[0], at = row, 0
+        least, is_used = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=bool)
+        while True:
+            is_used[at] = True
+            reduced = cost[owner[at] - 1] - rows[owner[at]] - columns[1:]
+            is_nearer = ~is_used[1:] & (reduced < least[1:])
+            least[1:][is_nearer], back[1:][is_nearer] = reduced[is_nearer], at
+            at = int(np.where(is_used, np.inf, least)[1:].argmin()) + 1
+            step = least[at]
+            rows[owner[is_used]] += step
+            columns[is_used] -= step
+            least[~is_used] -= step
+            if owner[at] == 0:
+                break
+        while at:
+            owner[at], at = owner[back[at]], int(back[at])
+    found = np.empty(n, dtype=np.int64)
+    found[owner[1:] - 1] = np.arange(n)
+    return torch.from_numpy(found)

@@ -1,0 +1,1 @@
+"""Numbers and layers that are taken from one model."""

@@ -1,0 +1,67 @@
+"""`stack_layers`: a deeper or shallower model, made by renaming the layers of others."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import TieError, TreeStructureError, error
+from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.types import NestedKey, Path
+from tdfunc.core.walk import list_paths, replace
+from tdfunc.ops.base.reading import get
+
+T = TypeVar("T", bound=TensorCollection)
+
+
+def find_layers(paths: Iterable[Path]) -> Path | None:
+    """Return the path of the node whose keys are 0, 1, ... n - 1; None where there is none, or several.
+
+    Nodes inside such a node, the experts of a layer, do not count.
+    """
+    found: dict[Path, set[str]] = {}
+    for path in paths:
+        place = next((i for i, key in enumerate(path[:-1]) if key.isdecimal()), None)
+        if place is not None:
+            found.setdefault(path[:place], set()).add(path[place])
+    whole = [at for at, keys in found.items() if keys == set(map(str, range(len(keys))))]
+    return whole[0] if len(whole) == 1 else None
+
+
+def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | None" = None) -> T:
+    """Return a model whose layers are those of the parts, one after the other.
+
+    All else is that of the first part. A layer that is taken twice is one tensor under two paths, which are not tied.
+
+    Args:
+        parts: Models, each with the numbers of the layers to take from it.
+        at: The path of the layers, such as `("model", "layers")`; by default the one node with the keys 0, 1, 2, ...
+
+    Raises:
+        TreeStructureError: There is not exactly one such node.
+        ValueError: A model does not have a layer.
+        TieError: A leaf of the layers is tied.
+
+    Examples:
+        >>> model = TensorDict({"layers": {"0": {"w": torch.zeros(1)}, "1": {"w": torch.ones(1)}}})
+        >>> deep = stack_layers([(model, range(0, 2)), (model, range(1, 2))])
+        >>> list(deep["layers"].keys())
+        ['0', '1', '2']
+    """
+    first = parts[0][0]
+    where = find_layers(list_paths(first)) if at is None else unravel(at)
+    if where is None:
+        raise TreeStructureError(
+            "stack_layers: one node must have the keys 0, 1, 2, ...", hint='name it: at=("model", "layers").'
+        )
+    taken: list[TensorCollection] = []
+    for tree, numbers in parts:
+        layers = get(tree, where)
+        if any(path[: len(where)] == where for group in tree._ties for path in group) or layers._ties:
+            raise TieError(f"stack_layers: no leaf under {dotted(where)!r} may be tied.", hint="untie it first.")
+        for number in numbers:
+            if str(number) not in layers._data:
+                what = f"stack_layers: there must be a layer {number} under {dotted(where)!r}."
+                raise error(ValueError, what, expected=f"0 to {len(layers._data) - 1}", got=number)
+            taken.append(layers._data[str(number)])
+    node = get(first, where)
+    return replace(first, {where: node._replace({str(i): layer for i, layer in enumerate(taken)})})

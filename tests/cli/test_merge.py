@@ -1,0 +1,347 @@
+"""merge writes what the methods give in memory, for options and for files of mergekit."""
+
+import json
+import re
+
+import pytest
+import torch
+import yaml
+
+import tdfunc as tdf
+from tests.cli.helpers import run
+from tests.cli.test_main import peak_bytes
+from tests.weights.matrix import METHODS, options_of
+
+D = 4
+KINDS = ["full_attention", "sliding_attention", "conv"]
+
+
+def make_model(seed, *, layers=3, words=6):
+    """A tree as a decoder has it: an embedding, layers with experts, a norm."""
+    g = torch.Generator().manual_seed(seed)
+    layer = lambda: {  # noqa: E731
+        "attn": {"w": torch.randn(D, D, generator=g)},
+        "experts": {str(i): {"w": torch.randn(2, D, generator=g)} for i in range(2)},
+    }
+    embed, norm = torch.randn(words, D, generator=g), torch.randn(D, generator=g)
+    return tdf.TensorDict(
+        {"embed": {"w": embed}, "layers": {str(i): layer() for i in range(layers)}, "norm": {"w": norm}}
+    )
+
+
+def write_model(folder, seed, **sizes):
+    """A model as a folder of shards with its configuration; return the tree."""
+    tree = make_model(seed, **sizes)
+    count, words = len(tree["layers"].keys()), tree["embed", "w"].shape[0]
+    folder.mkdir(parents=True)
+    config = {"num_hidden_layers": count, "layer_types": KINDS[:count], "vocab_size": words}
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    (folder / "notes.md").write_text("not kept")
+    tdf.save(tree, folder, max_shard_size=200)
+    return tree
+
+
+@pytest.fixture
+def models(tmp_path):
+    """Three models by name."""
+    return {name: write_model(tmp_path / name, seed) for seed, name in enumerate("abc")}
+
+
+def merge_file(folder, doc, *options):
+    """Run a configuration, in which models are named by their letter; return the merged tree."""
+    text = re.sub(r"\b(model|base_model|source): ([a-z])\b", rf"\1: {folder}/\2", yaml.safe_dump(doc, width=1000))
+    (folder / "x.yml").write_text(text)
+    result = run("merge", "--config", folder / "x.yml", "-o", folder / "out", *options)
+    assert result.code == 0, result.err
+    return tdf.load(folder / "out")
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_options_give_the_merge_in_memory(method, tmp_path, models):
+    """Each method, one that was added too, writes the tree that it returns for the models; its checksums fit."""
+    names = list("bc")[: method.most or 2]
+    weights = [0.3, 0.6][: len(names)]
+    options = options_of(method)
+    key = {"key": options.pop("key")} if method.is_random else {}
+    given = [f"--option={name}={value}" for name, value in options.items()]
+    given += [part for w in weights for part in ("--weight", w)]
+    given += [] if method.base == "unused" else ["--base", tmp_path / "a"]
+
+    result = run(
+        *("merge", *(tmp_path / name for name in names), "-o", tmp_path / "out", "--method", method.name, *given),
+        *("--methods", "tests.weights.matrix:METHODS", "--seed", 7),
+    )
+
+    assert result.code == 0, result.err
+    base = None if method.base == "unused" else models["a"]
+    expected = method(base, torch.stack([models[name] for name in names]), weights, **options, **key)
+    tdf.assert_close(tdf.load(tmp_path / "out"), expected, atol=1e-6, rtol=1e-6)
+    assert run("verify", tmp_path / "out").code == 0
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".json", ".safetensors"]
+
+
+def test_values_by_filter_and_depth(tmp_path, models):
+    """The first filter that is part of the name counts; a list is interpolated over the layers."""
+    merged = merge_file(
+        tmp_path,
+        {
+            "merge_method": "task_arithmetic",
+            "base_model": "a",
+            "models": [
+                {"model": "a"},
+                {
+                    "model": "b",
+                    "parameters": {"weight": [{"filter": "attn", "value": [0, 1, 0.5]}, {"value": 0.25}]},
+                },
+            ],
+            "parameters": {"lambda": 2.0, "normalize": False, "int8_mask": True},
+        },
+    )
+
+    for path in merged.paths():
+        weight = 0.25
+        if "attn" in path:
+            weight = [0, 1, 0.5][int(path[1])]
+        expected = models["a"][path] + 2 * weight * (models["b"][path] - models["a"][path])
+        torch.testing.assert_close(merged[path], expected)
+
+
+def test_layers_are_stacked(tmp_path, models):
+    """Slices give a deeper model: leaves before the layers are those of the first, others those of the last."""
+    sources = [("a", [0, 2]), ("b", [1, 3]), ("b", [1, 2])]
+    doc = {
+        "merge_method": "passthrough",
+        "slices": [{"sources": [{"model": name, "layer_range": numbers}]} for name, numbers in sources],
+        "parameters": {"scale": [{"filter": "norm", "value": 2.0}, {"value": 1.0}]},
+    }
+
+    merged = merge_file(tmp_path, doc, "--max-shard-size", "300")
+
+    expected = [("a", 0), ("a", 1), ("b", 1), ("b", 2), ("b", 1)]
+    for i, (name, number) in enumerate(expected):
+        tdf.assert_close(merged["layers", str(i)], models[name]["layers", str(number)])
+    assert torch.equal(merged["embed", "w"], models["a"]["embed", "w"])
+    assert torch.equal(merged["norm", "w"], 2 * models["b"]["norm", "w"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 5
+    assert config["layer_types"] == [KINDS[number] for _, number in expected]
+
+
+def test_slices_merge_unequal_layers(tmp_path, models):
+    """Sources of a slice may begin at different layers; depth runs from 0 to 1 in each slice."""
+    source = lambda name, first: {"model": name, "layer_range": [first, first + 2]}  # noqa: E731
+    slices = [{"sources": [source("a", 0), source("b", 1)]}]
+    doc = {"merge_method": "slerp", "base_model": "a", "slices": slices, "parameters": {"t": [0.0, 1.0]}}
+
+    merged = merge_file(tmp_path, doc, "--dtype", "float64")
+
+    tdf.assert_close(merged["layers", "0"], models["a"]["layers", "0"].double(), atol=1e-6, rtol=1e-6)
+    tdf.assert_close(merged["layers", "1"], models["b"]["layers", "2"].double(), atol=1e-6, rtol=1e-6)
+    assert merged["norm", "w"].dtype == torch.float64
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float64"
+
+
+def test_modules_have_their_own_models(tmp_path, models):
+    """Modules are parts of the tree, each with its own models."""
+    one = lambda name: {"models": [{"model": name}]}  # noqa: E731
+    doc = {"merge_method": "passthrough", "modules": {"embed": one("a"), "layers": one("b"), "norm": one("c")}}
+
+    merged = merge_file(tmp_path, doc)
+
+    for part, name in (("embed", "a"), ("layers", "b"), ("norm", "c")):
+        tdf.assert_close(merged[part], models[name][part])
+
+
+# -- vocabularies ---------------------------------------------------------------------------------------------------
+
+WORDS = {"a": ["?", "x", "y", "z"], "b": ["?", "z", "q"], "c": ["?", "y", "x", "r", "z"]}
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """Three models, each with a tokenizer, and with rows of padding in its embedding."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    made = {}
+    for seed, (name, words) in enumerate(WORDS.items()):
+        made[name] = write_model(tmp_path / name, seed, words=len(words) + 2)
+        model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?")
+        tokenizer = tokenizers.Tokenizer(model)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / name)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"), [("union", ["?", "x", "y", "z", "q", "r"]), ("base", WORDS["a"]), ("c", WORDS["c"])]
+)
+def test_vocabularies_are_made_one(source, expected, tmp_path, spoken):
+    """A token's row is merged with the same token's; what a model does not have is the base's, or the others' mean."""
+    transformers = pytest.importorskip("transformers")
+    doc = {
+        "merge_method": "task_arithmetic",
+        "base_model": "a",
+        "models": [{"model": name, "parameters": {"weight": w}} for name, w in (("b", 0.3), ("c", 0.5))],
+        "tokenizer": {"source": source, "pad_to_multiple_of": 4},
+    }
+
+    merged = merge_file(tmp_path, doc)["embed", "w"]
+
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True).get_vocab()
+    assert sorted(words, key=words.get) == expected
+    assert merged.shape == (8 if len(expected) > 4 else 4, D)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == merged.shape[0]
+    row = lambda name, word: spoken[name]["embed", "w"][WORDS[name].index(word)] if word in WORDS[name] else None  # noqa: E731
+    for i, word in enumerate(expected):
+        found = [row(name, word) for name in "abc"]
+        have = [x for x in found if x is not None]
+        missing = found[0] if found[0] is not None else torch.stack(have).mean(0)
+        a, b, c = (missing if x is None else x for x in found)
+        torch.testing.assert_close(merged[i], a + 0.3 * (b - a) + 0.5 * (c - a))
+
+
+def test_lost_tokens_are_told(tmp_path, spoken):
+    """A note names how many tokens of a model the result does not have."""
+    doc = {"merge_method": "linear", "tokenizer_source": "base", "parameters": {"weight": 1}}
+    (tmp_path / "x.yml").write_text(
+        yaml.safe_dump(doc | {"models": [{"model": str(tmp_path / name)} for name in "abc"]})
+    )
+
+    result = run("merge", "-c", tmp_path / "x.yml", "-o", tmp_path / "out")
+
+    assert f"{tmp_path / 'b'}: 1 token is not in the result" in result.err
+    assert len(spoken) == 3
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+TWO = {"models": [{"model": "a"}, {"model": "b"}]}
+LINEAR = {"merge_method": "linear", "parameters": {"weight": 1}}
+PASS = {"merge_method": "passthrough"}
+SLICE = {"sources": [{"model": "a", "layer_range": [0, 2]}]}
+
+
+@pytest.mark.parametrize(
+    ("doc", "text"),
+    [
+        ([], "must be a mapping"),
+        (TWO | {"merge_method": "none"}, "expected: linear, slerp"),
+        (LINEAR, "one of models, slices and modules"),
+        (LINEAR | TWO | {"slices": [SLICE]}, "one of models, slices and modules"),
+        (LINEAR | TWO | {"chat_template": "chatml"}, "not served: chat_template"),
+        (LINEAR | TWO | {"tokenizer": {"source": "union", "tokens": {"x": {}}}}, "not served: tokens"),
+        (LINEAR | {"models": [{"model": {"model": "a", "lora": "b"}}]}, "not served: lora"),
+        (PASS | {"slices": [SLICE | {"residual_weight": 0.5}]}, "not served: residual_weight"),
+        (LINEAR | TWO | {"parameters": {"weight": 1, "density": 0.5}}, "does not read these parameters: density"),
+        ({"merge_method": "karcher", "parameters": {"weight": 1}} | TWO, "does not read these parameters: weight"),
+        ({"merge_method": "linear"} | TWO, "linear requires the parameter weight"),
+        ({"merge_method": "slerp", "parameters": {"t": 1}} | TWO, "must be a base"),
+        (PASS | TWO, "another number of models"),
+        (
+            PASS | {"slices": [{"sources": [SLICE["sources"][0], {"model": "b", "layer_range": [0, 3]}]}]},
+            "equally many",
+        ),
+        (PASS | {"slices": [{"sources": [{"model": "a", "layer_range": [2, 4]}]}]}, "layer 3 under"),
+        (PASS | {"modules": {"none": {"models": [{"model": "a"}]}}}, "the module 'none'"),
+        (PASS | {"modules": {"norm": {"models": [{"model": "a"}]}}}, "in none of the modules"),
+        (LINEAR | TWO | {"dtype": "int8"}, "floating dtype"),
+        (LINEAR | TWO | {"tokenizer_source": "union"}, "must have a tokenizer"),
+        (LINEAR | {"models": [{"model": "a"}, {"model": "wide"}]}, r"one shape[\s\S]*embed.w[\s\S]*nothing is cut"),
+        (LINEAR | {"models": [{"model": "a"}, {"model": "shallow"}]}, r"shallow must have the leaf layers\.2"),
+        (LINEAR | {"models": [{"model": "shallow"}, {"model": "a"}]}, r"a must have the layers of .*shallow"),
+        (PASS | {"slices": [{"sources": [{"model": "shallow", "layer_range": [0, 1]}]}]}, "number of layers, which"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(doc, text, tmp_path, models):
+    """An entry, a parameter or a model that does not fit raises before anything is written."""
+    write_model(tmp_path / "wide", 3, words=7)
+    write_model(tmp_path / "shallow", 3, layers=2)
+    (tmp_path / "shallow" / "config.json").write_text("{}")
+    names = "|".join([*models, "wide", "shallow"])
+    written = re.sub(rf"\b(model|base_model): ({names})\b", rf"\1: {tmp_path}/\2", yaml.safe_dump(doc, width=1000))
+    (tmp_path / "x.yml").write_text(written)
+
+    result = run("merge", "--config", tmp_path / "x.yml", "-o", tmp_path / "out")
+
+    assert result.code == 2
+    assert re.search(text, result.err), result.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["{a}", "-o", "{tmp}/o"], "must say what to do"),
+        (["{a}", "-o", "{tmp}/o", "--method", "linear", "--weight", "1", "--weight", "2"], "a --weight for each"),
+        (["{a}", "-o", "{tmp}/o", "--method", "ties", "--base", "{a}", "--option", "density"], "NAME=VALUE"),
+        (["{a}", "-o", "{tmp}/o", "--method", "ties", "--base", "{a}", "--option", "x=1"], "parameters: x"),
+    ],
+)
+def test_options_that_do_not_fit(args, text, tmp_path, models):
+    """A mistake in the options is told, with exit code 2."""
+    result = run("merge", *[arg.format(a=tmp_path / "a", tmp=tmp_path) for arg in args])
+
+    assert result.code == 2
+    assert text in " ".join(result.err.split())
+    assert len(models) == 3
+
+
+def test_integers_must_be_equal(tmp_path):
+    """A counter that differs raises, and the old result stays."""
+    for i in range(2):
+        tdf.save(tdf.TensorDict({"w": torch.randn(2), "n": torch.tensor(i)}), tmp_path / f"{i}.safetensors")
+
+    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    result = run("merge", *paths, "-o", paths[0], "--method", "linear", "--force")
+
+    assert result.code == 2
+    assert "n (torch.int64) must be equal" in result.err
+    assert tdf.load(paths[0])["n"] == 0
+
+
+def test_ties_must_be_equal(tmp_path):
+    """A tie that one model does not have raises, since a value would be lost; a leaf of the other one is told."""
+    tied = tdf.from_module(torch.nn.ModuleDict(dict.fromkeys("ab", torch.nn.Linear(2, 2, bias=False)))).detach()
+    trees = {"tied": tied, "untied": tied.untie(("b", "weight")), "more": tied.set("own", torch.zeros(1))}
+    for name, tree in trees.items():
+        tdf.save(tree, tmp_path / f"{name}.safetensors")
+    place = lambda name: tmp_path / f"{name}.safetensors"  # noqa: E731
+
+    lost = run("merge", place("tied"), place("untied"), "-o", place("o"), "--method", "linear")
+    told = run("merge", place("tied"), place("more"), "-o", place("o"), "--method", "linear")
+
+    assert lost.code == 2
+    assert "b.weight must be tied in" in lost.err
+    assert told.code == 0
+    assert "1 leaf not in" in told.err
+    tdf.assert_close(tdf.load(place("o")), tied)
+
+
+def test_other_data_must_be_equal(tmp_path):
+    """Non-tensor data that differ raise, by name."""
+    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for i, path in enumerate(paths):
+        tdf.save(tdf.TensorDict({"w": torch.randn(2), "name": f"model {i}"}), path)
+
+    result = run("merge", *paths, "-o", tmp_path / "o.safetensors", "--method", "linear")
+
+    assert result.code == 2
+    assert re.search("name in .*: 'model 1' instead of 'model 0'", result.err)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_models(tmp_path):
+    """A merge of two models with 160 MB each holds less than half of one."""
+    for i in range(2):
+        tree = tdf.TensorDict({str(j): torch.randn(250_000) for j in range(160)})
+        tdf.save(tree, tmp_path / str(i), max_shard_size="1GB")
+    base = peak_bytes("--version")
+
+    peak = peak_bytes("merge", tmp_path / "1", "--base", tmp_path / "0", "-o", tmp_path / "o", "--method", "ties")
+
+    assert peak - base < 80e6
+
+
+def test_the_methods_are_listed():
+    """`methods` has a row for each, one that was added too."""
+    shown = run("methods", "--methods", "tests.weights.matrix:METHODS").out
+
+    assert [line.split()[0] for line in shown.splitlines()[1:]] == list(METHODS)

@@ -1,0 +1,78 @@
+"""Ensembles whose members are spread over a mesh equal those of one process; linear layers do to the last bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import tdfunc as tdf
+from tdfunc import demo
+from tdfunc.distributed import from_local, on_members, shard, to_local
+from tests.distributed.ranks import run_ranks
+from tests.storage.trees import assert_same
+
+
+class Net(nn.Module):
+    """Layers that DTensors do not run under vmap: a convolution, statistics, dropout, attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 4, 3, bias=False), nn.BatchNorm1d(4)
+        self.attention, self.drop = nn.MultiheadAttention(4, 2, batch_first=True), nn.Dropout(0.5)
+
+    def forward(self, x):
+        h = self.drop(self.norm(self.conv(x))).transpose(1, 2)
+        return self.attention(h, h, h)[0].mean(1)
+
+
+def _members(rank, folder):
+    members, x = 7, torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0))
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("members", "data"))
+    tree = tdf.init_ensemble(Net, members, key=0)
+    apply, _, _ = tdf.functional(Net())
+    params, buffers = tdf.split(tree)
+    keys = tdf.random.fold_in(tdf.random.key(1), torch.arange(members))
+    opt = tdf.optim.sgd(lr=0.1, momentum=0.9)
+
+    @tdf.jit
+    def step(params, buffers, state, x, keys):
+        def loss(params):
+            y, new = tdf.Ensemble(apply).with_buffers(params, buffers, x, rng=keys)
+            return y.square().sum(), (new, y)
+
+        grads, (new, y) = torch.func.grad(loss, has_aux=True)(params)
+        return *opt.update(params, grads, state), new, y
+
+    expected = step(params, buffers, opt.init(params), x, keys)
+    assert_same(expected[0], step(params, buffers, opt.init(params), x, tdf.random.key(1))[0])
+    spread = shard((params, buffers, opt.init(params), keys), line)
+    assert spread[0]["conv", "weight"].placements == (Shard(0),)
+    assert spread[0].batch_size == (members,)
+    got = on_members(step, line)(*spread[:3], x, spread[3])
+    for one, other in zip(got, expected, strict=True):
+        if isinstance(one, DTensor):
+            torch.testing.assert_close(one.full_tensor(), other)
+        else:
+            assert one.batch_size == other.batch_size
+            tdf.assert_close(one.apply(lambda leaf: leaf.full_tensor()), other)
+    local = to_local(spread[0])
+    assert local.batch_size == ([2, 2, 2, 1][rank],)
+    assert torch.equal(from_local(local, line)["norm", "bias"].full_tensor(), params["norm", "bias"])
+
+    # Members over one dimension, parts of the batch over the other.
+    evaluate = apply.eval()
+    run = on_members(lambda tree, x: tdf.Ensemble(evaluate)(tree, x), grid, [Shard(0), Shard(1)])
+    y = run(shard(tree, grid), shard(x, grid, [Replicate(), Shard(0)]))
+    torch.testing.assert_close(y.full_tensor(), tdf.Ensemble(evaluate)(tree, x))
+    with pytest.raises(tdf.LeafMismatchError, match="dimension of the members"):
+        from_local(torch.tensor(1.0), line)
+    text = demo.run_distributed(8, 0, folder, 4)
+    assert rank or "the same, bit for bit" in text
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_members_over_ranks(tmp_path):
+    """A step with dropout, statistics and attention, jitted on four ranks, equals the step of one process."""
+    run_ranks(_members, 4, tmp_path, tmp_path / "demo")

@@ -1,0 +1,221 @@
+"""Sharded trees as one file: written by all ranks, whole or not at all, and read by slices onto other meshes."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import tdfunc as tdf
+from tdfunc import CorruptCheckpointError, LeafMismatchError, TensorDict, UnsupportedError
+from tdfunc.storage.safetensors import blocks
+from tests.distributed.ranks import run_ranks
+from tests.storage.other_reader import read_arrays
+from tests.storage.trees import assert_same, of_dtype
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+# name -> a tensor, its placements on a mesh of 2 x 2, and those on one of 3 and on one of 4.
+LEAVES = {
+    "rows": (torch.arange(30.0).reshape(10, 3), [S0, R], [S0], [S0]),
+    "columns": (torch.arange(42.0).reshape(6, 7), [S1, R], [S0], [S1]),
+    "grid": (torch.arange(35, dtype=torch.int64).reshape(5, 7), [S0, S1], [S1], [S0]),
+    "deep": (torch.arange(120, dtype=torch.int16).reshape(2, 3, 4, 5), [Shard(2), S1], [Shard(3)], [R]),
+    "twice": (torch.arange(9.0), [S0, S0], [S0], [S0]),
+    "few": (torch.arange(1.0), [S0, S0], [S0], [S0]),
+    "copies": (of_dtype("bfloat16", (4, 2)), [R, R], [S0], [R]),
+    "f8": (of_dtype("float8_e4m3fn", (6,)), [R, S0], [S0], [S0]),
+    "number": (torch.tensor(3.0), [R, R], [R], [R]),
+    "none": (torch.empty(0, 3), [S0, R], [S0], [S0]),
+}
+
+
+def spread(mesh, which):
+    """The tree of the table on a mesh; some leaves are Parameters, one is tied, one is plain."""
+    leaves = {name: distribute_tensor(row[0], mesh, row[which], src_data_rank=None) for name, row in LEAVES.items()}
+    leaves["rows"] = nn.Parameter(leaves["rows"])
+    tree = TensorDict({**leaves, "n": {"tied": leaves["grid"], "plain": torch.arange(3)}, "note": "text"})
+    return tree._replace(ties=((("grid",), ("n", "tied")),))
+
+
+def whole():
+    """The same tree of plain tensors."""
+    leaves = {name: row[0] for name, row in LEAVES.items()}
+    leaves["rows"] = nn.Parameter(leaves["rows"])
+    tree = TensorDict({**leaves, "n": {"tied": leaves["grid"], "plain": torch.arange(3)}, "note": "text"})
+    return tree._replace(ties=((("grid",), ("n", "tied")),))
+
+
+def assert_same_parts(actual, expected):
+    """Check that two trees are the same, and lie on their meshes alike."""
+    for path in expected.paths():
+        a, b = actual[path], expected[path]
+        assert (type(a), isinstance(a, nn.Parameter)) == (type(b), isinstance(b, nn.Parameter)), path
+        assert getattr(a, "placements", None) == getattr(b, "placements", None), path
+    local = [tree.apply(lambda x: x.to_local() if isinstance(x, DTensor) else x) for tree in (actual, expected)]
+    assert_same(*local)
+
+
+def _save(rank, folder):
+    blocks.BLOCK_BYTES = 24
+    grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    three = DeviceMesh("cpu", [0, 1, 2])
+    tree, file = spread(grid, 1), folder / "tree.safetensors"
+    tdf.save(tree, file)
+    assert_same(tdf.load(file), whole())
+    for mesh, which in ((grid, 1), (line, 3), *([(three, 2)] if rank < 3 else [])):
+        like = spread(mesh, which)
+        for options in ({}, {"verify": False}):
+            assert_same_parts(tdf.load(file, like=like, **options), like)
+        rows = tdf.load(file, like=like.select("rows"), where="rows")
+        assert_same_parts(rows, like.select("rows"))
+    half = tdf.load(file, like=like.select("columns").to(torch.float16), where="columns", dtype=torch.float16)[
+        "columns"
+    ]
+    assert (half.dtype, half.shape) == (torch.float16, (6, 7))
+    dist.barrier()
+    _damage(rank, file, grid)
+    _fail(rank, folder, tree, grid)
+    if rank == 0:
+        assert_same(tdf.load(folder / "kept.safetensors"), TensorDict({"old": torch.ones(2)}))
+    pair = DeviceMesh("cpu", [1, 3])
+    if rank in (1, 3):
+        some = TensorDict({"x": distribute_tensor(torch.arange(5.0), pair, [S0], src_data_rank=None)})
+        tdf.save(some, folder / "pair.safetensors")
+        assert tdf.load(folder / "pair.safetensors")["x"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    manager = tdf.CheckpointManager(folder / "steps", keep_last=2)
+    for step in range(3):
+        path = manager.save(step, {"model": tree, "step": step}, metadata={"loss": 0.5}).result()
+        assert path == manager.path(step)
+        dist.barrier()
+    assert manager.steps() == [1, 2]
+    assert manager.metadata()["loss"] == 0.5
+    assert_same(manager.load()["model"], whole())
+    assert_same_parts(manager.load(like=TensorDict({"model": tree}))["model"], tree)
+    with pytest.raises(FileExistsError, match="step 2 exists"):
+        manager.save(2, tree)
+    dist.barrier()
+
+
+def _damage(rank, file, mesh):
+    """Ranks whose part of a leaf lies in a damaged block refuse it, and others do not read it."""
+    bad = file.with_name("bad.safetensors")
+    if rank == 0:
+        raw = bytearray(file.read_bytes())
+        at = raw.find(torch.tensor([27.0, 28.0, 29.0]).numpy().tobytes())
+        raw[at] ^= 1
+        bad.write_bytes(raw)
+    dist.barrier()
+    like = spread(mesh, 1)
+    if mesh.get_coordinate()[0] == 1:
+        with pytest.raises(CorruptCheckpointError, match=r'leaf "rows", from \[9, 0\] to \[10, 3\] is damaged'):
+            tdf.load(bad, like=like)
+    else:
+        assert_same_parts(tdf.load(bad, like=like), like)
+    with pytest.raises(CorruptCheckpointError, match='leaf "rows"'), tdf.open(bad) as f:
+        f["rows"]
+    assert tdf.load(bad, where="grid")["grid"].equal(LEAVES["grid"][0])
+    dist.barrier()
+
+
+def _fail(rank, folder, tree, mesh):
+    """Every rank raises, and the old file stays."""
+    kept = folder / "kept.safetensors"
+    if rank == 0:
+        tdf.save(TensorDict({"old": torch.ones(2)}), kept)
+    w = tree.select("columns")
+    calls = {
+        "rank 1 .*columns|missing": (lambda: w if rank != 1 else tree.select("grid"), tdf.TreeStructureError),
+        r"(?s)leaf \"n.plain\".*same on all ranks.*rank 2": (
+            lambda: tree.set(("n", "plain"), torch.tensor([0, 1, rank // 2])), LeafMismatchError
+        ),
+        "(?s)leaf \"p\" is a partial sum.*redistribute": (
+            lambda: w.set("p", DTensor.from_local(torch.ones(2), mesh, [R, Partial()])), UnsupportedError
+        ),
+        "(?s)the parts of leaf \"p\" must cover it once": (
+            lambda: w.set("p", DTensor.from_local(torch.ones(2 + rank), mesh, [S0, S0], shape=(8,), stride=(1,))),
+            UnsupportedError,
+        ),
+        "same values where there are no tensors": (lambda: w.set("s", f"{rank}"), tdf.TreeStructureError),
+        "leaf \"f\" cannot be stored": (lambda: w.set("f", tdf.NonTensorData([len, 1][rank != 3])), UnsupportedError),
+    }  # fmt: skip
+    for pattern, (make, kind) in calls.items():
+        with pytest.raises(kind, match=pattern):
+            tdf.save(make(), kept)
+    with pytest.raises(OSError, match="the folder must exist"):
+        tdf.save(w, folder / "absent" / "x.safetensors")
+    with pytest.raises(UnsupportedError, match="a DTensor"):
+        tdf.save(w, folder / "shards", max_shard_size=100)
+    with pytest.raises(UnsupportedError, match="a DTensor"):
+        w.memmap(folder / "memmap")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(os, "pwrite", lambda *_: os.write(-1, b""))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            tdf.save(tree, kept)
+    dist.barrier()
+    assert not [entry for entry in os.listdir(folder) if entry.endswith(".tmp")]
+    dist.barrier()
+
+
+def test_one_file_of_many_ranks(tmp_path):
+    """Four ranks write one file, which every reader reads, and ranks by slices onto meshes of 2 x 2, 3 and 4."""
+    run_ranks(_save, 4, tmp_path, tmp_path)
+
+    file = tmp_path / "tree.safetensors"
+    assert_same(tdf.load(file), whole())
+    for found in (load_file(file), read_arrays(file)[1]):
+        assert {*found} == {*LEAVES, "n.plain"}
+        assert found["grid"].tolist() == LEAVES["grid"][0].tolist()
+        assert found["deep"].tolist() == LEAVES["deep"][0].tolist()
+    with tdf.open(file) as f:
+        assert f["columns"].equal(LEAVES["columns"][0])
+        assert f.slice("deep", 1).equal(LEAVES["deep"][0][1])
+
+
+def _die(rank, folder, victim, after):
+    """Save a second tree over the first; one rank dies after some writes, commits, or rounds."""
+    blocks.BLOCK_BYTES = 64
+    mesh = init_device_mesh("cpu", (3,))
+    trees = [TensorDict({"x": distribute_tensor(torch.full((64, 4), float(i)), mesh, [S0])}) for i in (1, 2)]
+    file = folder / "x.safetensors"
+    tdf.save(trees[0], file)
+    if rank == victim:
+        left = [after]
+
+        def count(real):
+            def call(*args, **kwargs):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in ("pwrite", "replace", "fsync", "lseek"):
+            setattr(os, name, count(getattr(os, name)))
+    try:
+        tdf.save(trees[1], file)
+    except tdf.PeerError:
+        os._exit(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "after"), [(0, 0), (0, 9), (0, 22), (0, 24), (0, 25), (2, 0), (2, 15), (2, 21)])
+def test_a_killed_rank_leaves_the_old_file_or_the_new(tmp_path, victim, after):
+    """Whenever a rank dies, the file is whole, and the next save removes what is left."""
+    (tmp_path / "group").mkdir()
+    folder = tmp_path / "files"
+    folder.mkdir()
+
+    codes = run_ranks(_die, 3, tmp_path / "group", folder, victim, after, timeout_s=20, join=False)
+
+    assert codes[victim] in (-signal.SIGKILL, 0)
+    found = {float(x) for x in tdf.load(folder / "x.safetensors")["x"].unique()}
+    assert found in ({1.0}, {2.0})
+    tdf.save(TensorDict({"x": torch.ones(1)}), folder / "x.safetensors")
+    assert os.listdir(folder) == ["x.safetensors"]

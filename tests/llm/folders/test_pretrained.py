@@ -1,0 +1,130 @@
+"""Folders of transformers go into trees and back under their names, or are refused."""
+
+import json
+
+import pytest
+import torch
+
+import tdfunc as tdf
+from tdfunc.llm import load_pretrained, save_pretrained
+from tests.cli.helpers import run
+from tests.helpers import quick
+from tests.llm.models import FAMILIES, VOCAB, make
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """No bars of transformers, which would stand between the lines of a test."""
+    transformers.utils.logging.disable_progress_bar()
+
+
+def write(family, folder, **options):
+    """A model as transformers saves it, in shards, with a file of a tokenizer."""
+    model = make(family, **options)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    (folder / "tokenizer.json").write_text('{"kept": true}')
+    return model
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, "llama", "qwen3_moe", "gpt2", "gpt_oss"))
+def test_there_and_back(family, tmp_path):
+    """A folder in shards becomes trees, and comes back under the same names, with checksums, for from_pretrained."""
+    write(family, tmp_path / "source")
+    model = load_pretrained(tmp_path / "source")
+    apply, params, buffers = tdf.functional(model)
+    new = params.apply(lambda x: 1.5 * x)
+    ids = torch.arange(8).reshape(1, -1) % VOCAB
+
+    save_pretrained(tdf.combine(new, buffers), tmp_path / "out", model=model, max_shard_size="20KB")
+
+    before, after = tdf.load(tmp_path / "source"), tdf.load(tmp_path / "out")
+    assert sorted(after.paths()) == sorted(before.paths())
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+    assert run("verify", tmp_path / "out").code == 0
+    again = load_pretrained(tmp_path / "out")
+    torch.testing.assert_close(again(ids).logits, apply(new, ids, buffers=buffers).logits)
+
+
+def test_merged_folders_load(tmp_path):
+    """Folders of a mixture of experts, whose names the module does not have, are merged by name and load."""
+    for i in range(2):
+        write("qwen3_moe", tmp_path / str(i), initializer_range=0.2 + 0.1 * i)
+    models = [load_pretrained(tmp_path / str(i)) for i in range(2)]
+    apply = tdf.functional(models[0])[0]
+    trees = [tdf.combine(*tdf.functional(model)[1:]) for model in models]
+    ids = torch.arange(8).reshape(1, -1)
+
+    result = run("merge", tmp_path / "0", tmp_path / "1", "--method", "linear", "-o", tmp_path / "out")
+
+    assert result.code == 0, result.err
+    soup = tdf.weights.linear(None, torch.stack(trees), [1, 1])
+    torch.testing.assert_close(load_pretrained(tmp_path / "out")(ids).logits, apply(soup, ids).logits)
+
+
+def test_without_a_source(tmp_path):
+    """A model that was never loaded goes out with its configuration, in the dtype of the tree."""
+    model = make("llama", tie_word_embeddings=True)
+    params = tdf.from_module(model).detach().apply(lambda x: x.bfloat16())
+
+    save_pretrained(params, tmp_path / "out", model=model)
+
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+    assert ("lm_head", "weight") not in tdf.load(tmp_path / "out").paths()
+    assert load_pretrained(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (lambda tree: tree.delete(("model", "norm")), tdf.TreeStructureError, r"expected: 1 leaf more: model\.norm"),
+        (lambda tree: tree.set(("model", "own"), torch.zeros(1)), tdf.TreeStructureError, r"got:.*model\.own"),
+        (lambda tree: tree.set(("model", "norm", "weight"), torch.zeros(3)), tdf.LeafMismatchError, "expected: .32"),
+        (
+            lambda tree: tree.untie(("lm_head", "weight")).set(("lm_head", "weight"), torch.zeros(VOCAB, 32)),
+            tdf.TieError,
+            "lm_head.weight and model.embed_tokens.weight are tied",
+        ),
+    ],
+)
+def test_a_tree_that_is_not_the_model_is_refused(change, kind, text, tmp_path):
+    """Leaves that lack, that have no place, of another shape, or untied with other values: nothing is written."""
+    model = make("llama", tie_word_embeddings=True)
+
+    with pytest.raises(kind, match=text):
+        save_pretrained(change(tdf.from_module(model).detach()), tmp_path / "out", model=model)
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_names_than_the_source_are_refused(tmp_path):
+    """Names and shapes that the source does not have are refused by name."""
+    write("llama", tmp_path / "llama")
+    model = make("gpt2")
+
+    with pytest.raises(tdf.UnsupportedError, match=r"under the names of .*llama"):
+        save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "llama")
+    with pytest.raises(FileNotFoundError, match="must be a folder"):
+        save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "none")
+    with pytest.raises(tdf.UnsupportedError, match="must be one of transformers"):
+        save_pretrained(tdf.from_module(torch.nn.Linear(2, 2)), tmp_path / "out", model=torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (lambda tree: tree.delete(("model", "norm")), tdf.TreeStructureError, r"expected: 1 leaf more: model\.norm"),
+        (lambda tree: tree.set(("model", "own"), torch.zeros(1)), tdf.TreeStructureError, r"got:.*own"),
+        (lambda tree: tree.set(("model", "norm", "weight"), torch.zeros(3)), tdf.LeafMismatchError, r"got:\s+\[3\]"),
+    ],
+)
+def test_a_folder_with_other_leaves_is_refused(change, kind, text, tmp_path):
+    """What transformers only logs is an error."""
+    write("llama", tmp_path / "source")
+    tdf.save(change(tdf.load(tmp_path / "source")), tmp_path / "source", max_shard_size="20KB")
+
+    with pytest.raises(kind, match=text):
+        load_pretrained(tmp_path / "source")

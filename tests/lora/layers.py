@@ -1,0 +1,94 @@
+"""Small modules with every layer that adapters go on, and trained adapters of them."""
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+
+class Tied(nn.Module):
+    """A language model of one linear layer, whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.body(self.embed(ids)).tanh())
+
+
+class Scaled(nn.Embedding):
+    """An embedding whose forward scales that of its class, as Gemma's."""
+
+    def forward(self, input):
+        return super().forward(input) * 3
+
+
+def images(*size):
+    """Four inputs of a size."""
+    return lambda: torch.randn(4, *size)
+
+
+def ids(high):
+    """Four rows of ids above 0, which pads."""
+    return lambda: torch.randint(1, high, (4, 5))
+
+
+# name -> (module, weights, input)
+MODULES = {
+    "linear": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False)), "*.weight", images(5)),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding=1, padding_mode="circular")), "0.weight", images(4, 9)),
+    "conv2d": (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, dilation=2)), "0.weight", images(4, 9, 8)),
+    "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, groups=2)), "0.weight", images(4, 5, 5)),
+    "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 6, 2)), "0.weight", images(2, 3, 4, 3)),
+    "transposed": (lambda: nn.Sequential(Conv1D(7, 5)), "0.weight", images(3, 5)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=0)), "0.weight", ids(11)),
+    "scaled": (lambda: nn.Sequential(Scaled(11, 6)), "0.weight", ids(11)),
+}
+
+
+def llama(**options):
+    """A tiny Llama."""
+    size = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**size | dict(num_key_value_heads=2, use_cache=False) | options)).eval()
+
+
+def experts(implementation="grouped_mm", **options):
+    """A tiny Qwen3 with experts, which are fused."""
+    size = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    more = dict(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=8)
+    config = Qwen3MoeConfig(**size | more | dict(use_cache=False) | options)
+    config._experts_implementation = implementation
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+def trained(lora, params, apply, seed=0, scale=0.3):
+    """Adapters that change something: those of `init` with noise in all trained leaves."""
+    adapters = lora.init(params, key=seed, apply=apply)
+    generator = torch.Generator().manual_seed(seed)
+
+    def noisy(path, leaf):
+        return leaf if path[-1] in ("A0", "B0") else leaf + scale * torch.randn(leaf.shape, generator=generator)
+
+    return adapters.named_apply(noisy)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.size = max([self.size, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))])
+        return out
+
+
+def logits(run, trees, buffers, ids):
+    """The logits of a causal model, with the mask and positions that tracing needs."""
+    n = ids.shape[-1]
+    mask = torch.full((n, n), float("-inf")).triu(1).expand(ids.shape[0], 1, n, n)
+    return run(trees, ids, buffers=buffers, attention_mask=mask, position_ids=torch.arange(n)[None]).logits

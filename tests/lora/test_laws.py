@@ -1,0 +1,162 @@
+"""Laws of adapters on every layer: attached equals merged, fresh changes nothing, unmerge and extract undo merge."""
+
+import pytest
+import torch
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc.lora import Lora
+from tests.lora.layers import MODULES, Largest, Tied, experts, logits, trained
+
+OPTIONS = {
+    "plain": {},
+    "rslora": {"rslora": True, "alpha": 3.0},
+    "dora": {"dora": True},
+    "bias": {"bias": True},
+    "pissa": {"start": "pissa"},
+    "olora dora": {"start": "olora", "dora": True},
+}
+TABLE = [
+    pytest.param(name, options, id=f"{name} {label}")
+    for name in MODULES
+    for label, options in OPTIONS.items()
+    if not (options.get("bias") and name in ("embedding", "scaled"))
+]
+
+
+def setup(name, options):
+    """The function, the parameters, the choice and an input of a module of the table."""
+    torch.manual_seed(0)
+    make, where, inputs = MODULES[name]
+    module = make()
+    apply, params, _ = tdf.functional(module)
+    lora = Lora(where, **{"rank": 2, "alpha": 3.0} | options)
+    return apply, params, lora, inputs()
+
+
+@pytest.mark.parametrize(("name", "options"), TABLE)
+def test_attached_equals_merged(name, options):
+    """The factored form computes what the merged weights compute; with a bias only if the layer has one."""
+    apply, params, lora, x = setup(name, options)
+    run, adapters = lora.attach(apply), trained(lora, params, apply)
+    fresh = lora.init(params, key=1, apply=apply)
+
+    torch.testing.assert_close(run((params, fresh), x), apply(params, x), atol=2e-5, rtol=1e-4)
+    assert (run((params, adapters), x) - apply(params, x)).abs().max() > 1e-2
+    if not (name == "linear" and lora.bias):
+        merged = lora.merge(params, adapters)
+        torch.testing.assert_close(run((params, adapters), x), apply(merged, x), atol=2e-4, rtol=1e-4)
+        if not lora.dora:
+            tdf.assert_close(lora.unmerge(merged, adapters), params, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "options"), TABLE)
+def test_a_row_and_a_member_equal_their_own_run(name, options):
+    """Rows, vmap over adapters, and its gradients equal one adapter alone."""
+    apply, params, lora, x = setup(name, options)
+    run, many = lora.attach(apply), [trained(lora, params, apply, seed) for seed in range(3)]
+    stacked, which = torch.stack(many), torch.tensor([2, 0, 0, 1])
+
+    def loss(adapters, x):
+        return run((params, adapters), x).square().mean()
+
+    mixed = lora.attach(apply, rows=True)((params, stacked[which]), x)
+    outs = torch.vmap(run, ((None, 0), None))((params, stacked), x)
+    grads = torch.vmap(torch.func.grad(loss), (0, None))(stacked, x)
+
+    for row, i in enumerate(which.tolist()):
+        torch.testing.assert_close(mixed[row], run((params, many[i]), x[row : row + 1])[0], atol=1e-4, rtol=1e-4)
+    for i in range(3):
+        torch.testing.assert_close(outs[i], run((params, many[i]), x), atol=1e-4, rtol=1e-4)
+        tdf.assert_close(grads[i], torch.func.grad(loss)(many[i], x), atol=1e-4, rtol=1e-3)
+    if "start" in options:
+        assert all(leaf.abs().max() == 0 for path, leaf in grads.items(True, True) if path[-1] in ("A0", "B0"))
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "scaled"])
+def test_the_gradient_is_that_of_the_product(name):
+    """A and B get the gradients of `W + s B A`."""
+    apply, params, lora, x = setup(name, {})
+    run, adapters = lora.attach(apply), trained(lora, params, apply)
+
+    def fused(adapters):
+        return apply(lora.merge(params, adapters), x).square().mean()
+
+    grads = torch.func.grad(lambda adapters: run((params, adapters), x).square().mean())(adapters)
+
+    tdf.assert_close(grads, torch.func.grad(fused)(adapters), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_tied_weight_has_one_adapter(options):
+    """The embedding and the head compute with one change; DoRA, which scales one of them, is refused."""
+    apply, params, _ = tdf.functional(Tied())
+    lora, ids = Lora("embed.weight", **{"rank": 2} | options), torch.randint(11, (4, 5))
+    if lora.dora or lora.bias:
+        with pytest.raises(tdf.UnsupportedError, match=r"embed\.weight"):
+            lora.init(params, key=0, apply=apply)
+        return
+    adapters, run = trained(lora, params, apply), lora.attach(apply)
+
+    out = run((params, adapters), ids)
+
+    assert adapters.paths()[0][:2] == ("embed", "weight")
+    torch.testing.assert_close(out, apply(lora.merge(params, adapters), ids), atol=1e-4, rtol=1e-4)
+    assert lora.merge(params, adapters).ties() == params.ties()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"start": "pissa"}], ids=["plain", "dora", "pissa"])
+def test_fused_experts_are_factored(implementation, options):
+    """Merged, mapped and by rows they agree, and nothing has the size of all changed weights."""
+    torch.manual_seed(0)
+    apply, params, buffers = tdf.functional(experts(implementation))
+    lora = Lora("*.experts.*", rank=2, alpha=4.0, **options)
+    many = [trained(lora, params, apply, seed, 0.1) for seed in range(3)]
+    run, stacked, ids = lora.attach(apply), torch.stack(many), torch.randint(32, (3, 6))
+    weight = params["model", "layers", "0", "mlp", "experts", "gate_up_proj"]
+
+    with Largest() as largest:
+        outs = torch.vmap(lambda a: logits(run, (params, a), buffers, ids))(stacked)
+    mixed = logits(lora.attach(apply, rows=True), (params, stacked), buffers, ids)
+
+    # Grouped: pairs of tokens and experts; batched_mm gathers a matrix for each pair.
+    assert implementation == "batched_mm" or largest.size < 3 * weight.numel()
+    for i, one in enumerate(many):
+        own = logits(run, (params, one), buffers, ids)
+        torch.testing.assert_close(outs[i], own, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mixed[i], own[i], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(own, logits(apply, lora.merge(params, one), buffers, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_sixteen_bits_keep_their_dtype():
+    """Adapters of a bfloat16 base are float32, and its results stay bfloat16."""
+    apply, params, lora, x = setup("linear", {"dora": True})
+    params, x = params.to(torch.bfloat16), x.to(torch.bfloat16)
+    adapters = trained(lora, params, apply)
+
+    out = lora.attach(apply)((params, adapters), x)
+    merged = lora.merge(params, adapters)
+
+    assert {leaf.dtype for leaf in adapters.leaves()} == {torch.float32}
+    assert {out.dtype, *(leaf.dtype for leaf in merged.leaves())} == {torch.bfloat16}
+    torch.testing.assert_close(out, apply(merged, x), atol=0.1, rtol=0.1)
+
+
+def test_a_start_and_whole_leaves_are_parts_of_the_tree():
+    """`split` separates a start; leaves that are trained whole replace the base's, and statistics are updated."""
+    module = nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Linear(5, 2))
+    apply, params, buffers = tdf.functional(module)
+    lora, x = Lora("2.weight", rank=2, start="pissa", whole="1.*"), torch.randn(6, 3, 5)
+    run, adapters = lora.attach(apply), trained(lora, params, apply)
+
+    trainable, start = tdf.split(adapters)
+    out, new = run.with_buffers((params, adapters), buffers, x)
+
+    assert set(start["2", "weight"].keys()) == {"A0", "B0"}
+    assert ("1", "weight") in trainable.paths()
+    expected = apply.with_buffers(lora.merge(params, adapters), buffers, x)
+    torch.testing.assert_close(run((params, tdf.combine(trainable, start)), x, buffers=buffers), out)
+    torch.testing.assert_close(out, expected[0], atol=1e-4, rtol=1e-4)
+    tdf.assert_close(new, expected[1], atol=1e-4, rtol=1e-4)

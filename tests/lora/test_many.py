@@ -1,0 +1,165 @@
+"""Many adapters of one base in one step equal as many runs: of torch's layers here, of PEFT in the slow test."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tdfunc as tdf
+from tdfunc.lora import Lora
+from tests.lora.layers import Largest, llama, logits
+
+K, STEPS, RANK, ALPHA, CLIP = 64, 50, 2, 4.0, 1.0
+
+
+class Plain(nn.Module):
+    """LoRA as torch's users write it."""
+
+    def __init__(self, base, a, b):
+        super().__init__()
+        self.base, self.a, self.b = base, nn.Parameter(a.clone()), nn.Parameter(b.clone())
+
+    def forward(self, x):
+        return self.base(x) + (x @ self.a.mT) @ self.b.mT * (ALPHA / RANK)
+
+
+def net():
+    """A small network, whose linear layers get adapters."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def many(lora, params, apply=None):
+    """K fresh adapters."""
+    return torch.stack([lora.init(params, key=i, apply=apply) for i in range(K)])
+
+
+def optimizer(rates):
+    """Adam with a rate for each adapter, of clipped gradients."""
+    return tdf.optim.chain(tdf.optim.clip_by_member_norm(CLIP), tdf.optim.adam(lr=rates))
+
+
+def train_plain(adapters, rate, xs, ts):
+    """One run by `torch.optim`: the adapters after each step."""
+    model = net().requires_grad_(False)
+    for name in "02":
+        setattr(model, name, Plain(model[int(name)], *(adapters[name, "weight", part] for part in "AB")))
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    opt, trail = torch.optim.Adam(leaves, lr=rate), []
+    for x, t in zip(xs, ts, strict=True):
+        opt.zero_grad()
+        F.cross_entropy(model(x), t).backward()
+        nn.utils.clip_grad_norm_(leaves, CLIP)
+        opt.step()
+        trail.append([leaf.detach().clone() for leaf in leaves])
+    return trail
+
+
+def test_sixty_four_adapters_equal_sixty_four_runs():
+    """Each has its own start, rate, clip, data and state of Adam, in one jitted step without a tensor of K weights."""
+    apply, params, _ = tdf.functional(net())
+    lora = Lora("*.weight", rank=RANK, alpha=ALPHA)
+    run, adapters, rates = lora.attach(apply), many(lora, params), torch.logspace(-5, -3.3, K)
+    xs, ts = torch.randn(STEPS, K, 8, 6), torch.randint(3, (STEPS, K, 8))
+    opt, start = optimizer(rates), adapters
+
+    @tdf.jit
+    def step(params, adapters, state, x, t):
+        grad = torch.func.grad(lambda adapters, x, t: F.cross_entropy(run((params, adapters), x), t))
+        return opt.update(adapters, torch.vmap(grad)(adapters, x, t), state)
+
+    state = opt.init(adapters)
+    for x, t in zip(xs, ts, strict=True):
+        adapters, state = step(params, adapters, state, x, t)
+
+    for i in range(K):
+        expected = train_plain(start[i], float(rates[i]), xs[:, i], ts[:, i])[-1]
+        for leaf, other in zip(adapters[i].leaves(), expected, strict=True):
+            torch.testing.assert_close(leaf, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e-1])
+def test_each_step_equals_the_run_at_any_rate(rate):
+    """From the same state a step is that of the run alone, also where 50 of them would drift apart."""
+    apply, params, _ = tdf.functional(net())
+    lora = Lora("*.weight", rank=RANK, alpha=ALPHA)
+    run, adapters = lora.attach(apply), many(lora, params)[:4]
+    one, opt = optimizer(torch.tensor(rate)), optimizer(torch.full((4,), rate))
+    state = opt.init(adapters)
+    for _ in range(10):
+        x, t = torch.randn(4, 8, 6), torch.randint(3, (4, 8))
+        grad = torch.func.grad(lambda adapters, x, t: F.cross_entropy(run((params, adapters), x), t))
+        own = [one.update(a, grad(a, x[i], t[i]), s) for i, (a, s) in enumerate(zip(adapters, state, strict=True))]
+
+        adapters, state = opt.update(adapters, torch.vmap(grad)(adapters, x, t), state)
+
+        for i, (expected, _) in enumerate(own):
+            tdf.assert_close(adapters[i], expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_step_of_a_language_model_has_no_tensor_of_all_weights():
+    """Eight adapters of a Llama, with DoRA: what a step makes is smaller than eight of its matrices."""
+    apply, params, buffers = tdf.functional(llama(hidden_size=64, intermediate_size=64))
+    lora = Lora("*_proj.weight", rank=2, dora=True)
+    run, adapters, ids = lora.attach(apply), many(lora, params)[:8], torch.randint(32, (8, 1, 4))
+
+    def loss(adapters, ids):
+        out = logits(run, (params, adapters), buffers, ids)
+        return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    with Largest() as largest:
+        grads = torch.vmap(torch.func.grad(loss))(adapters, ids)
+
+    assert largest.size < 8 * 64 * 64
+    tdf.assert_close(grads[3], torch.func.grad(loss)(adapters[3], ids[3]), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_sixty_four_adapters_equal_sixty_four_runs_of_peft():
+    """A tiny Llama: after 50 steps at rates up to 5e-4 no leaf differs by more than 1e-5."""
+    peft = pytest.importorskip("peft", reason="`make test-peft` installs it")
+    torch.manual_seed(0)
+    module = llama()
+    weights = {name: leaf.clone() for name, leaf in module.state_dict().items()}
+    apply, params, buffers = tdf.functional(module)
+    lora = Lora("*_proj.weight", rank=RANK, alpha=ALPHA)
+    run, adapters, rates = lora.attach(apply), many(lora, params), torch.logspace(-5, -3.3, K)
+    ids = torch.randint(32, (STEPS, K, 2, 8))
+    opt, start = tdf.optim.adam(lr=rates), adapters
+
+    @tdf.jit
+    def step(params, buffers, adapters, state, ids):
+        def loss(adapters, ids):
+            out = logits(run, (params, adapters), buffers, ids)
+            return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+        return opt.update(adapters, torch.vmap(torch.func.grad(loss))(adapters, ids), state)
+
+    state = opt.init(adapters)
+    for batch in ids:
+        adapters, state = step(params, buffers, adapters, state, batch)
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    for i in range(K):
+        own = llama()
+        own.load_state_dict(weights)
+        model = peft.get_peft_model(own, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets))
+        names = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            for name, leaf in names.items():
+                leaf.copy_(start[i][_path(name)])
+        torch_opt = torch.optim.Adam(names.values(), lr=float(rates[i]))
+        for batch in ids[:, i]:
+            torch_opt.zero_grad()
+            out = model(batch).logits
+            F.cross_entropy(out[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
+            torch_opt.step()
+        assert max((adapters[i][_path(name)] - leaf).abs().max() for name, leaf in names.items()) < 1e-5
+
+
+def _path(name):
+    """The path of the adapter's leaf of a parameter of PEFT, `....q_proj.lora_A.default.weight`."""
+    module, _, part = name.removesuffix(".default.weight").rpartition(".lora_")
+    return (*module.split("."), "weight", part)

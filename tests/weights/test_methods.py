@@ -1,0 +1,235 @@
+"""Laws of every merging method in the registry, and mergekit's numbers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tdfunc as tdf
+from tests.helpers import assert_pure
+from tests.weights.matrix import CASES, GOLDEN, METHODS, largest, models_of, options_of, weights_of
+
+ROOT = Path(__file__).parent.parent.parent
+every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+random = pytest.mark.parametrize("method", [m for m in METHODS.values() if m.is_random], ids=lambda m: m.name)
+
+
+@pytest.mark.parametrize("place", range(len(CASES)), ids=[f"{case['method']}{i}" for i, case in enumerate(CASES)])
+def test_equals_mergekit(place):
+    """Each method gives the numbers of mergekit's `merge_state_dicts`."""
+    case, found = CASES[place], load_file(GOLDEN / "mergekit.safetensors")
+    part = lambda name: {key.split("/")[1]: x for key, x in found.items() if key.startswith(f"{name}/")}  # noqa: E731
+    base = tdf.TensorDict(part("base")) if case.get("base") else None
+    stacked = torch.stack([tdf.TensorDict(part(f"x{i}")) for i in range(case["models"])])
+    method = METHODS[case["method"]]
+    key = {"key": 0} if method.is_random else {}
+
+    merged = method(base, stacked, case["weights"], **case.get("options", {}), **key)
+
+    tdf.assert_close(merged, tdf.TensorDict(part(str(place))), atol=1e-6, rtol=1e-6)
+
+
+def test_the_cases_name_every_method():
+    """No method of the package is without an oracle."""
+    assert {case["method"] for case in CASES} == set(tdf.weights.METHODS)
+
+
+@every
+def test_pure_and_like_the_base(method):
+    """The result has the structure, dtypes and ties of the base, and nothing that was given is written to."""
+    base, stacked = models_of(method, torch.bfloat16)
+
+    merged = assert_pure(lambda b, s: method(b, s, weights_of(method), **options_of(method)), base, stacked)
+
+    assert merged.batch_size == base.batch_size
+    assert merged.paths() == base.paths()
+    assert all(x.dtype == torch.bfloat16 and x.isfinite().all() for x in merged.leaves())
+
+
+@every
+def test_models_equal_to_the_base_stay(method):
+    """Merging copies of one model gives that model."""
+    base, stacked = models_of(method)
+    count = stacked.batch_size[0]
+    same = torch.stack([base] * count)
+
+    merged = method(base, same, torch.full((count,), 1 / count, dtype=torch.float64), **options_of(method))
+
+    tdf.assert_close(merged, base, atol=1e-6, rtol=1e-6)
+
+
+@every
+def test_vmapped_over_weights(method):
+    """Eight merges in one call are the eight merges."""
+    base, stacked = models_of(method)
+    generator = torch.Generator().manual_seed(1)
+    count = stacked.batch_size[0]
+    weights = torch.rand(8, count, generator=generator, dtype=torch.float64) + 0.1
+    run = lambda w: method(base, stacked, w, **options_of(method))  # noqa: E731
+
+    merged = torch.vmap(run)(weights)
+
+    for i in range(8):
+        tdf.assert_close(merged[i], run(weights[i]), atol=1e-9, rtol=1e-9)
+
+
+@every
+def test_vmapped_over_models(method):
+    """Merges of two sets of models in one call are the two merges."""
+    base, stacked = models_of(method)
+    sets = torch.stack([stacked, stacked.apply(lambda x: 1.5 * x)])
+    run = lambda s: method(base, s, weights_of(method), **options_of(method))  # noqa: E731
+
+    merged = torch.vmap(run)(sets)
+
+    for i in range(2):
+        tdf.assert_close(merged[i], run(sets[i]), atol=1e-9, rtol=1e-9)
+
+
+@every
+def test_gradient_by_the_weights(method):
+    """The gradient by the weights is that of finite differences, and not zero."""
+    base, stacked = models_of(method)
+    weights = weights_of(method).requires_grad_()
+    run = lambda w: tuple(method(base, stacked, w, **options_of(method)).leaves())  # noqa: E731
+
+    torch.autograd.gradcheck(run, (weights,), eps=1e-7, atol=1e-4)
+    (grad,) = torch.autograd.grad(sum(x.square().sum() for x in run(weights)), weights)
+    assert grad.isfinite().all()
+    assert grad.abs().max() > 0
+
+
+@every
+def test_gradient_by_the_models_is_finite(method):
+    """No branch that was not taken leaves a nan, also where models are equal or a leaf is zero."""
+    base, stacked = models_of(method)
+    stacked = stacked.at["layer", "vector"].set(torch.zeros_like(stacked["layer", "vector"]))
+    stacked = stacked.at["layer", "matrix"].set(base["layer", "matrix"].expand_as(stacked["layer", "matrix"]))
+    run = lambda s: sum(  # noqa: E731
+        x.square().sum() for x in method(base, s, weights_of(method), **options_of(method)).leaves()
+    )
+
+    assert all(x.isfinite().all() for x in torch.func.grad(run)(stacked).leaves())
+
+
+@every
+def test_traced(method):
+    """A jitted merge replays with other weights."""
+    base, stacked = models_of(method)
+    run = tdf.jit(lambda b, s, w: method(b, s, w, **options_of(method)))
+    run(base, stacked, torch.ones_like(weights_of(method)))
+
+    merged = run(base, stacked, weights_of(method))
+
+    tdf.assert_close(merged, method(base, stacked, weights_of(method), **options_of(method)), atol=1e-9, rtol=1e-9)
+
+
+@every
+def test_leaf_by_leaf(method):
+    """A leaf does not depend on the rest of the tree, so that a file can be merged in pieces."""
+    base, stacked = models_of(method)
+    run = lambda b, s: method(b, s, weights_of(method), **options_of(method))  # noqa: E731
+    whole = run(base, stacked)
+
+    for path in base.paths():
+        alone = run(base.select(path), stacked.select(path))
+        assert torch.equal(alone[path], whole[path])
+
+
+@random
+def test_random_methods_keep_the_expectation(method):
+    """Over many keys the mean of the merges is the merge of everything."""
+    base = tdf.TensorDict({"w": torch.zeros(4, 8)})
+    # One model: the vote drops nothing.
+    stacked = tdf.TensorDict({"w": torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))}, [1])
+    keys = tdf.random.split(tdf.random.key(0), 20_000)
+
+    merged = torch.vmap(lambda key: method(base, stacked, torch.ones(1), density=0.5, key=key)["w"])(keys)
+
+    torch.testing.assert_close(merged.mean(0), stacked["w"][0], atol=0.1, rtol=0.05)
+    assert (merged == 0).float().mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_della_keeps_larger_numbers_more_often():
+    """The probability rises by rank, from density - epsilon to density + epsilon."""
+    base = tdf.TensorDict({"w": torch.zeros(5)})
+    stacked = tdf.TensorDict({"w": torch.tensor([[1.0, -2.0, 3.0, -4.0, 5.0]])}, [1])
+    keys = tdf.random.split(tdf.random.key(0), 20_000)
+    run = lambda key: tdf.weights.della_linear(base, stacked, torch.ones(1), density=0.5, epsilon=0.2, key=key)["w"]  # noqa: E731
+
+    kept = (torch.vmap(run)(keys) != 0).float().mean(0)
+
+    torch.testing.assert_close(kept, torch.tensor([0.3, 0.4, 0.5, 0.6, 0.7]), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.9, 1.0])
+def test_della_takes_any_density_and_columns(density):
+    """Leaves [n, 1] and densities near 0 and 1 are merged, where mergekit raises."""
+    base = tdf.TensorDict({"w": torch.zeros(200, 1)})
+    stacked = tdf.TensorDict({"w": torch.ones(1, 200, 1)}, [1])
+
+    merged = tdf.weights.della_linear(base, stacked, [1.0], density=density, rescale=False, key=0)
+
+    assert merged["w"].mean().item() == pytest.approx(density, abs=0.1)
+
+
+def test_ties_and_integers_stay():
+    """A tied leaf is merged once and stays tied; integers that all models share are kept."""
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3), "b": torch.nn.Linear(2, 3), "c": torch.nn.BatchNorm1d(3)})
+    module["b"].weight = module["a"].weight
+    base = tdf.from_module(module).detach()
+
+    merged = tdf.weights.linear(base, torch.stack([base, base]), [1.0, 1.0])
+
+    assert merged["a", "weight"] is merged["b", "weight"]
+    assert merged["c", "num_batches_tracked"].dtype == torch.int64
+
+
+MODEL = tdf.TensorDict({"w": torch.zeros(2)})
+TWO = torch.stack([MODEL, MODEL])
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: tdf.weights.ties(None, TWO, [1, 1]), ValueError, "must be a base"),
+        (lambda: tdf.weights.slerp(MODEL, TWO, [1, 1]), ValueError, "expected: 1"),
+        (lambda: tdf.weights.model_stock(MODEL, TWO[:1], [1]), ValueError, "expected: at least 2"),
+        (lambda: tdf.weights.linear(MODEL, MODEL, [1]), tdf.BatchSizeError, "must be stacked"),
+        (lambda: tdf.weights.linear(MODEL, TWO, [1, 1, 1]), tdf.BatchSizeError, "a weight for each"),
+        (lambda: torch.vmap(lambda w: tdf.weights.linear(MODEL, TWO, w))(torch.ones(4, 3)), tdf.BatchSizeError, "each"),
+        (lambda: tdf.weights.ties(MODEL, TWO.rename_key("w", "v"), [1, 1]), tdf.TreeStructureError, "different keys"),
+        (
+            lambda: tdf.weights.ties(MODEL, tdf.TensorDict({"w": torch.zeros(2, 3)}, [2]), [1, 1]),
+            tdf.LeafMismatchError,
+            "'w' must have the shape",
+        ),
+        (
+            lambda: tdf.weights.linear(None, tdf.TensorDict({"n": torch.tensor([1, 2])}, [2]), [1, 1]),
+            tdf.LeafMismatchError,
+            "'n'.*must be equal",
+        ),
+        (
+            lambda: tdf.weights.multislerp(None, tdf.TensorDict({"w": torch.eye(3) - 1 / 3}, [3]), [1, 1, 1]),
+            ValueError,
+            "cancel out",
+        ),
+    ],
+)
+def test_errors_name_what_must_hold(call, kind, text):
+    """A base that lacks, another number of models or weights, other leaves: each has its message."""
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_the_table_has_a_method_that_was_added():
+    """The table is made of the mapping that it is given."""
+    assert "| `largest` | `b + max w d` |" in tdf.weights.table(METHODS)
+    assert "`largest`" not in tdf.weights.table()
+    assert repr(largest) == "<merging method largest>"
+
+
+def test_the_guide_has_the_table():
+    """The table of docs/merging.md is that of the package."""
+    assert tdf.weights.table() in (ROOT / "docs" / "merging.md").read_text()

@@ -1,0 +1,159 @@
+"""Distances, barriers, and the order of neurons."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc.weights.space.matching import _assign
+
+
+def mlp():
+    """Three linear layers with a norm between them."""
+    return nn.Sequential(nn.Linear(4, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def cnn():
+    """Two convolutions with BatchNorm, whose maps are flattened for a linear layer."""
+    return nn.Sequential(
+        *(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3)),
+        *(nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(20, 3)),
+    )
+
+
+def model_of(make, size):
+    """A pure function of one tree, the tree with random statistics, and inputs."""
+    module = make().eval()
+    for name, buffer in module.named_buffers():
+        buffer.data = torch.rand_like(buffer) + 0.5 if buffer.is_floating_point() else buffer
+        assert name
+    apply = tdf.functional(module)[0]
+    return apply, tdf.from_module(module).detach(), torch.randn(5, *size)
+
+
+both = pytest.mark.parametrize(("make", "size"), [(mlp, (4,)), (cnn, (2, 6, 6))])
+
+
+@both
+def test_an_order_of_neurons_changes_no_output(make, size):
+    """Permuting each group leaves the function as it is; a matching finds the order back."""
+    apply, params, x = model_of(make, size)
+    groups = tdf.weights.channel_groups(params)
+    orders = [torch.randperm(next(iter(params[path].shape[d] for path, d in group.items()))) for group in groups]
+
+    moved = tdf.weights.permute_channels(params, groups, orders)
+
+    assert tdf.weights.distance(moved, params) > 1
+    torch.testing.assert_close(apply(moved, x), apply(params, x), atol=1e-5, rtol=1e-5)
+    tdf.assert_close(tdf.weights.weight_matching(params, moved), params)
+
+
+@both
+def test_matching_lowers_the_distance(make, size):
+    """Of two unrelated models the second one comes nearer, as the same function."""
+    apply, a, x = model_of(make, size)
+    _, b, _ = model_of(make, size)
+
+    matched = tdf.weights.weight_matching(a, b)
+
+    assert tdf.weights.distance(a, matched) < tdf.weights.distance(a, b)
+    torch.testing.assert_close(apply(matched, x), apply(b, x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_assignment_is_the_best_of_all(n, generator):
+    """The sum is that of the best permutation."""
+    profit = torch.randn(n, n, generator=generator, dtype=torch.float64)
+    total = lambda order: profit[torch.arange(n), torch.as_tensor(order)].sum()  # noqa: E731
+
+    best = max(total(order) for order in itertools.permutations(range(n)))
+
+    torch.testing.assert_close(total(_assign(profit)), best)
+
+
+def test_assignment_equals_scipy(generator):
+    """The order is that of scipy's solver."""
+    optimize = pytest.importorskip("scipy.optimize")
+    profit = torch.randn(60, 60, generator=generator, dtype=torch.float64)
+
+    assert _assign(profit).tolist() == optimize.linear_sum_assignment(profit.numpy(), maximize=True)[1].tolist()
+
+
+def test_barriers_are_those_of_each_pair():
+    """The matrix has the barrier of each pair, as a loop over the points computes it."""
+    apply, params, _ = tdf.functional(mlp())
+    members = tdf.init_ensemble(mlp, 3, key=0)
+    members, _ = tdf.split(members)
+    x, t = torch.randn(20, 4), torch.randn(20, 3)
+    loss = lambda p: (apply(p, x) - t).square().mean()  # noqa: E731
+
+    heights = tdf.weights.barriers(loss, members, points=5, chunk_size=2)
+
+    for i, j in itertools.combinations(range(3), 2):
+        line = [loss(members[i].lerp(members[j], s)) for s in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        above = [one - line[0] - (line[-1] - line[0]) * k / 4 for k, one in enumerate(line)]
+        torch.testing.assert_close(heights[i, j], torch.stack(above).max())
+    torch.testing.assert_close(heights, heights.T)
+    assert heights.diag().tolist() == [0, 0, 0]
+    assert params.batch_size == ()
+
+
+def test_distances_are_those_of_flat_vectors():
+    """Distances and cosines equal torch's of the concatenated leaves, for models and for stacks."""
+    members = tdf.split(tdf.init_ensemble(mlp, 3, key=0))[0]
+    flat = lambda tree: torch.cat([leaf.flatten() for leaf in tree.leaves()])  # noqa: E731
+    a, b, base = (members[i] for i in range(3))
+
+    torch.testing.assert_close(tdf.weights.distance(a, b), torch.dist(flat(a), flat(b)))
+    torch.testing.assert_close(
+        tdf.weights.cosine(a, b, base=base), torch.cosine_similarity(flat(a) - flat(base), flat(b) - flat(base), dim=0)
+    )
+    torch.testing.assert_close(
+        tdf.weights.cosine(members, a),
+        torch.stack([torch.cosine_similarity(flat(members[i]), flat(a), dim=0) for i in range(3)]),
+    )
+    assert tdf.weights.distance(members, base)[2] == 0
+
+
+def test_layers_are_stacked_in_order():
+    """Layers come from the parts, all else from the first; experts inside a layer are not layers."""
+    layer = lambda n: {"experts": {"0": {"w": torch.full((1,), float(n))}, "1": {"w": torch.zeros(1)}}}  # noqa: E731
+    a = tdf.TensorDict({"embed": torch.zeros(2), "model": {"layers": {str(i): layer(i) for i in range(3)}}})
+    b = a.apply(lambda x: x + 10)
+
+    deep = tdf.weights.stack_layers([(a, range(2)), (b, [2, 0])])
+
+    found = [deep["model", "layers", str(i), "experts", "0", "w"].item() for i in range(4)]
+    assert found == [0, 1, 12, 10]
+    assert len(deep["model", "layers"].keys()) == 4
+    assert deep["embed"] is a["embed"]
+
+
+MODEL = tdf.TensorDict({"layers": {"0": {"w": torch.zeros(1)}}})
+TIED = tdf.from_module(nn.ModuleDict(dict.fromkeys("ab", nn.Linear(2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: tdf.weights.stack_layers([(MODEL, [1])]), ValueError, "layer 1 under 'layers'"),
+        (lambda: tdf.weights.stack_layers([(MODEL["layers", "0"], [])]), tdf.TreeStructureError, "one node"),
+        (lambda: tdf.weights.channel_groups(TIED), tdf.UnsupportedError, "may be tied"),
+        (lambda: tdf.weights.distance(MODEL, TIED), tdf.TreeStructureError, "different keys"),
+        (lambda: tdf.weights.barriers(lambda p: p, MODEL), tdf.BatchSizeError, "must be stacked"),
+        (
+            lambda: tdf.weights.weight_matching(
+                *[tdf.TensorDict({"a": torch.zeros(3, 2), "b": torch.zeros(2, 4)})] * 2,
+                groups=[{("a",): 0, ("b",): 1}],
+            ),
+            tdf.LeafMismatchError,
+            "'b' must be a multiple",
+        ),
+    ],
+)
+def test_errors_name_what_must_hold(call, kind, text):
+    """Each mistake has its message."""
+    with pytest.raises(kind, match=text):
+        call()
