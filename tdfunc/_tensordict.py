@@ -15,6 +15,7 @@ from tdfunc.ops.autograd import MemoryMethods
 from tdfunc.ops.base.cast import CastMethods, as_device, to
 from tdfunc.ops.base.convert import adopt, is_plain, read_mapping, resize
 from tdfunc.ops.base.reading import ReadMethods, refuse_options
+from tdfunc.ops.base.spelling import PureCallNames
 from tdfunc.ops.batch.index import IndexMethods
 from tdfunc.ops.batch.rearrange import RearrangeMethods
 from tdfunc.ops.batch.shape import ShapeMethods
@@ -36,7 +37,7 @@ class TreeMethods(
     IndexMethods, ShapeMethods, RearrangeMethods, ReadMethods, EditMethods, StructureMethods, MapMethods,
     PointwiseMethods, DtypeMethods, ArithmeticMethods, ReduceMethods, ExtremeMethods, CastMethods, MemoryMethods,
     MakeMethods, InteropMethods, ShowMethods, DispatchMethods, ModuleMethods, ParallelMethods,
-    MemmapMethods, DistributedMethods,
+    MemmapMethods, DistributedMethods, PureCallNames,
 ):  # fmt: skip
     """All methods of a tree, shared by `TensorDict`, `TensorClass` and `LazyStack`."""
 

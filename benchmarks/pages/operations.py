@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tdfunc
 from tdfunc import LazyStack, TensorClass, TensorDict
+from tdfunc.ops.base.spelling import PURE_CALLS
 from tests.incumbent import Incumbent, tensordict
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -29,8 +30,9 @@ _PREDICATE = "`tdfunc.Filter(lambda path, x: x.{}())`"
 _JOINED = "`td.exclude(*keys).set(new, torch.{}([td[k] for k in keys], dim))`"
 _REARRANGE = "absent: `flip`, `permute`, `transpose`, `reshape`, `repeat`, `expand`, `split` and indexing do it"
 
-# Names of TensorDict that are spelled otherwise here, or absent.
+# Names of TensorDict that are spelled otherwise here, or absent. The names of writes have their line in the package.
 METHODS = {
+    **{name: f"`{line}`" if line.startswith("td ") else f"absent: {line}" for name, line in PURE_CALLS.items()},
     **dict.fromkeys(
         ("roll", "rot90", "tile", "fliplr", "flipud", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow",
          "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to", "tensor_split"), _REARRANGE,
@@ -49,36 +51,26 @@ METHODS = {
     "arecv": _PIPE, "asend": _PIPE,
     "make_memmap": _WHOLE, "make_memmap_from_storage": _WHOLE, "make_memmap_from_tensor": _WHOLE,
     "saved_path": "absent: each leaf knows its file; `td.is_memmap()` is True if all have one",
-    "consolidate": "absent: `tdfunc.save` writes one file, and leaves are plain tensors",
     "from_consolidated": "absent: `tdfunc.load` reads one file",
     "is_consolidated": "absent: there is one form of a tree",
     "from_csv": _FORMAT, "from_h5": _FORMAT, "from_json": _FORMAT, "from_parquet": _FORMAT, "from_zarr": _FORMAT,
     "from_schema": _FORMAT, "to_csv": _FORMAT, "to_h5": _FORMAT, "to_json": _FORMAT, "to_parquet": _FORMAT,
     "to_zarr": _FORMAT, "to_mds": _FORMAT, "to_store": _FORMAT,
-    "lock_": _LOCK, "unlock_": _LOCK, "is_locked": _LOCK, "clear_refs_for_compile_": _LOCK,
+    "is_locked": _LOCK,
     "copy": "`td` itself, which never changes; `td.clone()` copies the tensors",
-    "clear": "`td.empty()`", "del_": "`td = td.delete(key)`", "popitem": "`key = list(td.keys())[-1]; td.pop(key)`",
+    "clear": "`td.empty()`", "popitem": "`key = list(td.keys())[-1]; td.pop(key)`",
     "create_nested": "`td = td.set(key, {})`", "set_non_tensor": "`td = td.set(key, tdfunc.NonTensorData(value))`",
-    "get_non_tensor": "`td.get(key)`", "rename_key_": "`td = td.rename_key(old, new)`",
-    "set_at_": "`td = td.at[index].set(td[index].set(key, rows))`; in place, `td[key][index] = rows`",
-    "update_at_":
-    "`td = td.at[index].set(td[index].update(rows))`; in place, for an int or a slice, `td[index].update_(rows)`",
-    "copy_at_": "`td.at[index].set_(...)`", "apply_": "`td = td.apply(fn)`",
-    "fill_": "`td = td.set(key, torch.full_like(td[key], value))`", "zero_": "`td = torch.zeros_like(td)`",
+    "get_non_tensor": "`td.get(key)`", 
     "zero_grad": "absent: gradients are values, `torch.func.grad` returns them",
     "backward":
     "`pairs = [(td[p], grads[p]) for p in td.paths() if td[p].requires_grad]; torch.autograd.backward(*zip(*pairs))`, "
     "or `torch.func.vjp`",
-    "requires_grad_": "`td = td.apply(lambda x: x.detach().requires_grad_())`",
-    "detach_": "`td = td.detach()`", "pin_memory_": "`td = td.pin_memory()`", "record_stream":
+    "record_stream":
     "`for x in td.leaves(): x.record_stream(stream)`",
-    "clear_device_": "`TensorDict(td, td.batch_size)`", "auto_device_": "`td = td.to(device)`",
-    "auto_batch_size_": "`TensorDict.from_dict(td.to_dict(), auto_batch_size=True)`, or `td.with_batch_size(size)`",
-    "filter_empty_": "`td = td.apply(lambda x: x, filter_empty=True)`",
     "filter_non_tensor_data": "`td.select(*td.paths())`", "non_tensor_items":
     "`[(k, v) for k, v in td.items(True, True) if not isinstance(v, torch.Tensor)]`",
     "is_non_tensor": "absent: False for every tree; `isinstance(td.get(key), torch.Tensor)` tells leaves from values",
-    "rename": "`td = td.with_names(names)`", "rename_": "`td = td.with_names(names)`",
+    "rename": "`td = td.with_names(names)`", 
     "refine_names": "`td = td.with_names(names)`",
     "separates": "`part, rest = td.split_keys(keys)`", "sorted_keys": "`list(td.keys(sort=True))`",
     "depth": "`max(map(len, td.paths()), default=1) - 1`", "dtype": "`{x.dtype for x in td.leaves()}`",
@@ -199,7 +191,8 @@ purpose; *planned* is not here yet.
 
 def public(owner):
     """Public names of a class or module, without modules and imported names."""
-    names = [name for name in dir(owner) if not name.startswith("_")]
+    # The names of writes raise an AttributeError.
+    names = [name for name in dir(owner) if not name.startswith("_") and hasattr(owner, name)]
     if inspect.isclass(owner):
         return names
     return [name for name in names if _is_own(owner, name)]
@@ -224,15 +217,9 @@ def typed(name):
     return name not in public(Incumbent) or (name in public(TensorDict) and name not in public(TensorClass))
 
 
-def in_place(name, ours):
-    """The line to write for a name that ends in `_` whose function is here, or None."""
-    base = name.removesuffix("_")
-    return f"`td = td.{base}(...)`" if name.endswith("_") and base in ours else None
-
-
 def explained(theirs, ours, table):
     """The explanation of each name that is not here under the same name; None without one."""
-    return {name: table.get(name) or in_place(name, ours) for name in theirs if name not in ours}
+    return {name: table.get(name) for name in theirs if name not in ours}
 
 
 def status(text):

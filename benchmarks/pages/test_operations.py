@@ -18,7 +18,6 @@ from benchmarks.pages.operations import (
     absent_arguments,
     besides,
     explained,
-    in_place,
     page,
     public,
     section,
@@ -92,8 +91,6 @@ def test_names_are_found():
     assert {"pad_sequence", "LazyStackedTensorDict", "stack"} <= set(public(tensordict))
     assert not {"Any", "defaultdict", "nn"} & set(public(tensordict))
     assert explained(["a", "b", "c"], ["a"], {"b": "why"}) == {"b": "why", "c": None}
-    assert in_place("abs_", ["abs"]) == "`td = td.abs(...)`"
-    assert in_place("gone_", ["abs"]) is in_place("abs", ["abs"]) is None
     assert [status(text) for text in ("absent: x", "planned: y", "`td.z`: w")] == ["absent", "planned", "renamed"]
     assert "| `b` | absent | why |" in section("T", ["a", "b"], ["a"], {"b": "absent: why"})
 

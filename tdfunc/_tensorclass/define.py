@@ -29,6 +29,7 @@ from tdfunc.core.types import Node
 from tdfunc.ops.base.cast import as_device
 from tdfunc.ops.base.convert import lift_ties
 from tdfunc.ops.base.reading import value_of
+from tdfunc.ops.base.spelling import PURE_CALLS
 
 
 def unchanged(instance: Any) -> Any:
@@ -155,8 +156,8 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     hints = read_annotations(cls)
     base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
     # A lazy stack of instances has the fields, and names of its own.
-    both = {*dir(base), *dir(TensorCollection._lazy)}
-    public = {name for name in both if not name.startswith("_") and name not in _COMMON}
+    both = {*dir(base), *dir(TensorCollection._lazy)} - {*_COMMON, *PURE_CALLS}
+    public = {name for name in both if not name.startswith("_")}
     for name in hints:
         # A tree's own slots and helpers; other names with an underscore are free.
         hidden = name.startswith("_") and hasattr(base, name)

@@ -1,13 +1,13 @@
 """Modules on trees: `nn.Module`s that hold or run them."""
 
 from tdfunc.core.surface import surface as _surface
+from tdfunc.nn._batch_ensemble import BatchEnsembleConv2d as BatchEnsembleConv2d
+from tdfunc.nn._batch_ensemble import BatchEnsembleLinear as BatchEnsembleLinear
+from tdfunc.nn._batch_ensemble import EnsembleLinear as EnsembleLinear
+from tdfunc.nn._batch_ensemble import TabM as TabM
+from tdfunc.nn._batch_ensemble import batch_ensemble as batch_ensemble
 from tdfunc.nn.base import TensorDictModuleBase as TensorDictModuleBase
 from tdfunc.nn.base import dispatch as dispatch
-from tdfunc.nn.batch_ensemble import BatchEnsembleConv2d as BatchEnsembleConv2d
-from tdfunc.nn.batch_ensemble import BatchEnsembleLinear as BatchEnsembleLinear
-from tdfunc.nn.batch_ensemble import EnsembleLinear as EnsembleLinear
-from tdfunc.nn.batch_ensemble import TabM as TabM
-from tdfunc.nn.batch_ensemble import batch_ensemble as batch_ensemble
 from tdfunc.nn.ensemble import EnsembleModule as EnsembleModule
 from tdfunc.nn.interaction import InteractionType as InteractionType
 from tdfunc.nn.module import TensorDictModule as TensorDictModule

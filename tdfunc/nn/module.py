@@ -55,19 +55,20 @@ class TensorDictModule(TensorDictModuleBase):
         self.module = module
 
     @dispatch
-    def forward(self, tensordict: Any) -> Any:
+    def forward(self, tensordict: Any, **kwargs: Any) -> Any:
         """Return the tree with the outputs.
 
         Args:
             tensordict: Any tree, or the arguments themselves.
+            **kwargs: Further keyword arguments of the function.
         """
         if tensordict._is_lazy:
-            return tensordict._each(self.forward)
+            return tensordict._each(lambda tree: self.forward(tree, **kwargs))
         inputs = read_inputs(self, tensordict, self.in_keys)
         if self._keywords is None:
-            out = self.module(*inputs)
+            out = self.module(*inputs, **kwargs)
         else:
-            out = self.module(**dict(zip(self._keywords, inputs, strict=True)))
+            out = self.module(**dict(zip(self._keywords, inputs, strict=True)), **kwargs)
         keys = self.out_keys_source
         if isinstance(out, TensorCollection) and all([has(out, key) for key in keys]):
             out = tuple([get(out, key) for key in keys])

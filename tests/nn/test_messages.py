@@ -60,7 +60,7 @@ MESSAGES = [
     (lambda: TensorDictModule(torch.exp, ("n", "c"), "y")(TD), MissingKeyError, r"\(exp\).*no \('n', 'c'\)"),
     (lambda: TensorDictModule(torch.exp, ("a", "c"), "y")(TD), MissingKeyError, r"no \('a', 'c'\)"),
     (lambda: LINEAR(torch.zeros(3), x=torch.zeros(3)), TypeError, "'x' is given by position and by keyword"),
-    (lambda: LINEAR(z=torch.zeros(3)), TypeError, "unexpected keyword argument 'z'"),
+    (lambda: LINEAR(torch.zeros(3), z=torch.zeros(3)), TypeError, "unexpected keyword argument 'z'"),
     (lambda: LINEAR(), MissingKeyError, "no 'x'"),
     (lambda: LINEAR(lazy_stack([TD, TD])), MissingKeyError, "no 'x'"),
     (lambda: returns(TD["a"])(TD), TreeStructureError, r"value for each out key.*2: \['y', 'z'\].*1: \['Tensor'\].*_"),

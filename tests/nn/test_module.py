@@ -130,6 +130,10 @@ def test_keywords():
 
     assert module.in_keys == ["a", ("n", "b"), "a"]
     assert module(td)["y"] == 8
+    more = TensorDictModule(lambda x, *, power=1: x**power, ["a"], ["y"])
+    lazy = tdf.lazy_stack([td, td])
+    results = more(td, power=3)["y"], more(td["a"], power=3), *more(lazy, power=3)["y"]
+    assert [float(y) for y in results] == [8] * 4
 
 
 def test_keys_in_short_and_long_forms():

@@ -111,7 +111,7 @@ OPEN = {"to_tensordict": {TensorDict}, "empty": {TensorDict}}
 METHODS = [
     name
     for name in dir(TensorDict)
-    if not name.startswith(("_", *APART)) and not name.endswith("_") and callable(getattr(TensorDict, name))
+    if not name.startswith(("_", *APART)) and not name.endswith("_") and callable(getattr(TensorDict, name, None))
 ]
 
 
@@ -139,7 +139,9 @@ def test_any_method_keeps_the_class():
 # -- shadow -----------------------------------------------------------------------------------------------------
 
 PUBLIC = [
-    name for name in dir(TensorClass) if not name.startswith("_") and name not in ("batch_size", "device", "names")
+    name
+    for name in dir(TensorClass)
+    if not name.startswith("_") and hasattr(TensorClass, name) and name not in ("batch_size", "device", "names")
 ]
 
 
@@ -249,3 +251,13 @@ def test_iteration_and_length():
     with pytest.raises(RuntimeError, match="neither true nor false"):
         bool(ours())
     assert (ours() == ours()).all()
+
+
+def test_fields_with_the_name_of_a_write():
+    """Names of tensordict's writes are free for fields, are not listed, and raise where there is no such field."""
+    cls = type(TensorClass)("Door", (TensorClass,), {"__annotations__": {"lock_": Tensor}, "__module__": __name__})
+    door = cls(torch.ones(2))
+
+    assert door.lock_.sum() == 2
+    assert {"lock_", "zero_"} & set(dir(door)) == {"lock_"}
+    assert [hasattr(tree, "lock_") for tree in (door, TensorDict({}))] == [True, False]

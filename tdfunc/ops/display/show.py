@@ -6,6 +6,7 @@ from typing import Any
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Path
+from tdfunc.ops.base.spelling import PURE_CALLS
 from tdfunc.ops.display.html import render_html
 from tdfunc.ops.display.summary import Summary, summary
 from tdfunc.ops.display.text import tree_repr
@@ -48,9 +49,10 @@ class ShowMethods(TensorCollection):
         return summary(self, depth, where)
 
     def __dir__(self) -> list[str]:
-        # The private helpers of tdfunc's own classes are left out; those of a subclass are its own.
+        # Names that raise and private helpers of tdfunc's own classes are left out; those of a subclass are its own.
         own = {name for cls in type(self).__mro__ if cls.__module__.startswith("tdfunc.") for name in vars(cls)}
-        return [name for name in object.__dir__(self) if name[:1] != "_" or name[:2] == "__" or name not in own]
+        shown = [name for name in object.__dir__(self) if name[:1] != "_" or name[:2] == "__" or name not in own]
+        return [name for name in shown if name not in PURE_CALLS or hasattr(self, name)]
 
     def _ipython_key_completions_(self) -> list[Any]:
         """Return the first keys level by level, nested ones as tuples: IPython completes `td["a", "` from these."""

@@ -64,8 +64,17 @@ def adamw(
 ) -> Optimizer:
     """Return the AdamW optimizer; weight decay shrinks the parameters, apart from the gradient.
 
-    `weight_decay` times `lr` is the part of the parameters that is taken away at each step; the other arguments and
-    the errors are those of `adam`.
+    Args:
+        lr: Step size.
+        betas: Decay of the running averages of the gradient and of its square.
+        eps: Added to the root of the average square.
+        weight_decay: Times `lr`, the part of the parameters that is taken away at each step.
+        amsgrad: Divide by the largest average square so far.
+        maximize: Go up the gradient.
+        eps_root: Added under the root.
+
+    Raises:
+        ValueError: A value is out of its range.
 
     Source:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; `torch.optim.AdamW`, whose kernels it calls.

@@ -124,7 +124,7 @@ def test_dir_lists_what_can_be_called():
 
 def public(cls):
     """Names of a class without an underscore."""
-    return [name for name, _ in inspect.getmembers_static(cls) if not name.startswith("_")]
+    return [name for name, _ in inspect.getmembers_static(cls) if not name.startswith("_") and hasattr(cls, name)]
 
 
 class Broken:
