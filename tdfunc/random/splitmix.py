@@ -194,7 +194,9 @@ def _words(key: Tensor, number: None, count: int) -> Tensor:
 
     def fill(out: Tensor, key: Tensor) -> None:
         if _is_read(out) and _takes_numpy(out.numel()):
-            _words_numpy(_unsigned(key).reshape(-1, 2), _unsigned(out).reshape(key.shape[:-1].numel(), count))
+            words = _unsigned(out).reshape(key.shape[:-1].numel(), count)
+            for _ in _blocks(_unsigned(key).reshape(-1, 2), count, words):
+                pass
         else:
             out.copy_(_words_plain(key, count))
 
@@ -325,11 +327,6 @@ def _derive_numpy(key: Words, number: Tensor | int, salt: int, out: Words) -> Wo
     out[..., 0] = lanes[..., 0]
     out[..., 1] = np.where(few, gamma ^ np.uint64(_ODD_BITS), gamma)
     return out
-
-
-def _words_numpy(keys: Words, out: Words) -> None:
-    for _ in _blocks(keys, out.shape[1], out):
-        pass
 
 
 # Any: an array of a floating dtype.

@@ -133,7 +133,9 @@ class GenerationOptions:
         given["temperature"] = _temperature(given.pop("do_sample", None), given.get("temperature"))
         for name in ("stop_sequences", "stop_token_ids", "eos_token_ids"):
             if name in given:
-                given[name] = _as_tuple(given[name])
+                value = given[name]
+                one = isinstance(value, str) or not isinstance(value, Sequence)
+                given[name] = (value,) if one else tuple(value)
         # With these values nothing is cut.
         for name, off in (("top_p", 1), ("min_p", 0)):
             if given.get(name) == off:
@@ -232,11 +234,6 @@ def _temperature(do_sample: bool | None, temperature: float | None) -> float:
             ValueError, "generate: do_sample=False must come with temperature 0.", got=f"temperature={temperature}"
         )
     return float(1.0 if temperature is None else temperature) if do_sample else 0.0
-
-
-# Any: a token, or tokens, or a text or texts.
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
 def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:

@@ -179,7 +179,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 timeout_s=options.batching_timeout,
             )
         given = dict(options.tokenizer_kwargs or {})
-        side = getattr(text_tokenizer(options.tokenizer), "truncation_side", "right")
+        self._text_tokenizer = own = text_tokenizer(options.tokenizer)
+        side = getattr(own, "truncation_side", "right")
         cuts: dict[str, Any] = {"truncation_side": side} | {name: given.pop(name) for name in CUTS if name in given}
         template = None
         if options.input_mode == "history":
@@ -190,13 +191,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             options.input_mode,
             TokenKeys(options.source, options.attention_mask_key, options.masks_key or "masks"),
             type(self).__name__,
-            options.tokenizer,
+            own,
             template,
             Layout(**cuts),
             given.get("add_special_tokens", True),
         )
         self._reader.layout.check("LLMWrapper")
-        self._pad = 0 if options.tokenizer is None else pad_id_of(text_tokenizer(options.tokenizer))
+        self._pad = 0 if own is None else pad_id_of(own)
         self._outputs = {kind: as_key(key) for kind, key in options.outputs.items()}
         self.in_keys = [as_key(options.source)]
         selected = None if self._source is None else [key for key in self.out_keys]
@@ -306,7 +307,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 else ChatHistory(full=nest(inputs.chats or [], lead), batch_size=lead)
             )
         if mode == "history":
-            texts = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
+            texts = decode_all(self._text_tokenizer, [row.ids for row in inputs.rows])
             values["text"] = Text(**shaped_lists(lead, full=texts), batch_size=lead)
         return values
 
@@ -456,14 +457,14 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 values |= ragged_records(rows, lead, self.layout)._asdict()
         if self.input_mode == "tokens":
             return values
-        whole = reply_texts(self.tokenizer, prompts, responses)
+        whole = reply_texts(self._text_tokenizer, prompts, responses)
         if inputs.chats is not None:
             values["history"] = self._replied(inputs.chats, responses, whole, lead)
         skips = options.skip_special_tokens
-        texts = reply_texts(self.tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
+        texts = reply_texts(self._text_tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
         before = inputs.texts
         if before is None:
-            before = decode_all(self.tokenizer, [row.ids for row in inputs.rows])
+            before = decode_all(self._text_tokenizer, [row.ids for row in inputs.rows])
         before = [text for text in before for _ in range(count)]
         full, ends = [a + b for a, b in zip(before, texts, strict=True)], [each.finish_reason for each in responses]
         lists = shaped_lists(lead, prompt=before, response=texts, full=full, finish_reason=ends)

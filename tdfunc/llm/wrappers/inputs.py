@@ -17,7 +17,7 @@ from tdfunc.llm.encoding.padding import EncodedRow, Layout
 from tdfunc.llm.encoding.text import added_around
 from tdfunc.llm.rows.batch import Row, TokenBatch, check_prompts, flat_list
 from tdfunc.llm.rows.read import TokenKeys, check_batch, missing_field, ragged_values, read_tokens
-from tdfunc.llm.templates.base import conversation_in, text_tokenizer
+from tdfunc.llm.templates.base import conversation_in
 from tdfunc.ops.base.reading import get_value
 
 
@@ -46,7 +46,7 @@ class Reader:
         mode: "history", "text" or "tokens".
         keys: The places of the input and of masks.
         call: The name of the wrapper's class, for messages.
-        tokenizer: The tokenizer; None for tokens.
+        tokenizer: The tokenizer of texts, that of a processor; None for tokens.
         template: The template of histories.
         layout: How rows of texts and histories are cut.
         add_special_tokens: Whether texts get the tokens that the tokenizer puts around them.
@@ -55,7 +55,7 @@ class Reader:
     mode: str
     keys: TokenKeys
     call: str
-    # Any: a tokenizer or processor of transformers.
+    # Any: a tokenizer of transformers.
     tokenizer: Any
     template: TokenTemplate | None
     layout: Layout
@@ -119,7 +119,7 @@ class Reader:
 
         A text that begins with the tokenizer's `bos_token` was rendered by a template: it gets no second one.
         """
-        bos = text_tokenizer(self.tokenizer).bos_token or ""
+        bos = self.tokenizer.bos_token or ""
         whole = [self.add_special_tokens and not (bos and text.startswith(bos)) for text in texts]
         found: dict[int, Row] = {}
         for special in set(whole):

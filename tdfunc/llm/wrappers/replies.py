@@ -10,7 +10,6 @@ from tdfunc.llm.conversations.exact import TokenTemplate, without_end
 from tdfunc.llm.generation.options import Response
 from tdfunc.llm.messages.message import Message
 from tdfunc.llm.rows.batch import Row
-from tdfunc.llm.templates.base import text_tokenizer
 
 # The tokens of the prompt that the text of a response is decoded with: some tokenizers drop the space in front of the
 # first token of a text.
@@ -19,7 +18,7 @@ _CONTEXT = 4
 
 def decode_all(tokenizer: Any, rows: Sequence[Tensor], *, skip_special_tokens: bool = False) -> list[str]:
     """Return the texts of rows of ids."""
-    return text_tokenizer(tokenizer).batch_decode(
+    return tokenizer.batch_decode(
         [row.tolist() for row in rows],
         skip_special_tokens=skip_special_tokens,
         clean_up_tokenization_spaces=False,

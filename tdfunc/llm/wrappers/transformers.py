@@ -13,7 +13,6 @@ from tdfunc.llm.generation.rows import generate_tokens
 from tdfunc.llm.rows.packing import pad_rows
 from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
 from tdfunc.llm.scoring.model import CausalLM, causal_lm
-from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.modules.extract import from_module, split
 
@@ -99,7 +98,7 @@ class TransformersWrapper(LLMWrapperBase):
             options,
             keys=None if keys is None else keys.to(device),
             buffers=buffers,
-            tokenizer=text_tokenizer(self.tokenizer),
+            tokenizer=self._text_tokenizer,
             prompt_log_probs=prompt_log_probs,
         )
 
