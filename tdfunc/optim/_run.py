@@ -23,8 +23,8 @@ from tdfunc.optim._replay import Replay, Short, are_apart
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
 _FUSED_DTYPES = (torch.float32, torch.float64)
-# In elements that list arithmetic reads and writes meanwhile: the views of a leaf's member, and a whole step.
-_VIEW_ELEMENTS, _LISTS_ELEMENTS = 1500, 40_000
+# Elements on which list arithmetic takes as long as the views of a leaf of one member.
+_VIEW_ELEMENTS = 1500
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Values: TypeAlias = dict[str, Coefficient]
 Slots: TypeAlias = dict[str, Leaves]
@@ -231,7 +231,8 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
             targets = [work.params, *slots.values()]
             fused = rule.fused if dtype in _FUSED_DTYPES and device.type in _FUSED_DEVICES else None
             if fused is not None and varies:
-                fused = partial(_fused_by_member, fused) if _take_views(targets, work, values) else None
+                dims = _count_dims(step, values)
+                fused = partial(_fused_by_member, fused) if _take_views(*targets, dims=dims) else None
             if fused is not None and all(map(_are_laid_out, *targets)):
                 aligned = [
                     grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
@@ -249,12 +250,19 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
                 value.copy_(torch.as_tensor(work.scalars[name]))
 
 
-def _take_views(lists: list[Leaves], work: Work, values: Values) -> bool:
-    """Return whether the fused kernel of each member costs less than list arithmetic on all of them."""
-    leaves = lists[0]
-    views = len(leaves) * max(value.numel() for value in (work.step, *values.values()) if isinstance(value, Tensor))
-    paid = views * _VIEW_ELEMENTS < sum([leaf.numel() for leaf in leaves]) + _LISTS_ELEMENTS
-    return paid and all([leaf.device.type == "cpu" and leaf.is_contiguous() for rows in lists for leaf in rows])
+def _take_views(*lists: Leaves, dims: int) -> bool:
+    """Return whether the fused kernel of each member costs less than list arithmetic on all of them.
+
+    It depends on the size of a member and not on their number, so that a member is rounded alike among any others.
+    """
+    sizes = [leaf.shape[dims:].numel() for leaf in lists[0]]
+    large = sum(sizes) >= _VIEW_ELEMENTS * len(sizes)
+    return large and all([leaf.device.type == "cpu" and leaf.is_contiguous() for rows in lists for leaf in rows])
+
+
+def _count_dims(step: Coefficient, values: Values) -> int:
+    """Return the number of dimensions along which members differ."""
+    return max([value.dim() for value in (step, *values.values()) if isinstance(value, Tensor)], default=0)
 
 
 def _fused_by_member(fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
@@ -311,8 +319,8 @@ def _shorten(
         return step(work, floats | values)
 
     step = fused
-    if any([x.numel() != 1 for x in tensors]):
-        if not _take_views(rows, Work([], [], {}, {}, 0.0, 0), dict(zip(names, tensors, strict=True))):
+    if (dims := max([x.dim() for x in tensors], default=0)) > 0:
+        if not _take_views(*rows, dims=dims):
             return None
         step = partial(_fused_by_member, fused)
     return run
@@ -343,7 +351,7 @@ def _are_laid_out(param: Tensor, *slots: Tensor) -> bool:
 
 def _number(value: Coefficient) -> Coefficient:
     # On other devices it would wait for the device.
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" else value
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu" else value
 
 
 def free_lists(leaves: Leaves) -> Lists:

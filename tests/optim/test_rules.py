@@ -68,32 +68,32 @@ def test_per_member_values_equal_the_loop(rule, dtype, generator):
     trained, _ = train(opt.update, opt.init(params), params, grads)
 
     close = {"rtol": 1e-14, "atol": 1e-14} if dtype is torch.float64 else {"rtol": 1e-6, "atol": 1e-7}
-    # Members run by torch's fused kernel are equal to the last bit.
-    exact = opt.rule.fused is not None
     for i, rate in enumerate(rates.tolist()):
-        alone = train_torch(cls, {**options, "lr": rate}, params[i], [grad[i] for grad in grads], fused=exact)
-        assert_leaves(trained[i], alone, **({} if exact else close))
+        alone = train_torch(cls, {**options, "lr": rate}, params[i], [grad[i] for grad in grads], fused=False)
+        assert_leaves(trained[i], alone, **close)
 
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("members", [1, 2, 64])
+@pytest.mark.parametrize("members", [1, 2, 9])
+@pytest.mark.parametrize("size", [7, 1999])
 @pytest.mark.parametrize(
     "make", [adam, adamw, adagrad, partial(sgd, momentum=0.9)], ids=["adam", "adamw", "adagrad", "sgd"]
 )
-def test_members_of_any_number_equal_their_own_runs(make, members, wrap, generator):
-    """One call of the kernel for each member, or list arithmetic for many small ones; in replays as well."""
+def test_a_member_is_rounded_alike_among_any_others(make, size, members, wrap, generator):
+    """One call of the kernel for each large member, or list arithmetic for small ones; in replays as well."""
     rates = torch.logspace(-3, -1, members, dtype=torch.float64)
-    params = TensorDict({"w": torch.randn(members, 9, 5, generator=generator)}, [members])
+    params = TensorDict({"w": torch.randn(members, size, generator=generator)}, [members])
     opt = make(lr=rates)
     grads = [params.apply(torch.randn_like) for _ in range(STEPS)]
 
     trained, _ = train(wrap(partial(opt.update, donate=True)), opt.init(params), params.clone(), grads)
 
-    for i, rate in enumerate(rates.tolist()):
-        alone = make(lr=rate)
-        own, _ = train(alone.update, alone.init(params[i]), params[i], [grad[i] for grad in grads])
-        few = {"rtol": 0.0, "atol": 0.0} if members < 64 else {"rtol": 1e-5, "atol": 1e-6}
-        assert_trees_equal(trained[i], own, **few)
+    for i in range(members):
+        # A large member is that of one learning rate as well: the kernel is the same.
+        alone = make(lr=rates[i : i + 1]) if size < 1500 else make(lr=float(rates[i]))
+        place = slice(i, i + 1) if size < 1500 else i
+        own, _ = train(alone.update, alone.init(params[place]), params[place], [grad[place] for grad in grads])
+        assert torch.equal(trained["w"][place], own["w"])
 
 
 @examples(0.6)
