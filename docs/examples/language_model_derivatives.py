@@ -8,6 +8,9 @@ need care inside torch.func, and this program shows both:
 - Fused attention has a first derivative only. Eager attention has all of them; so has
   any attention of torch under `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
 
+Families whose norms compute in float32, such as Llama, agree with finite differences to
+float32 only, in a double model as well.
+
 Run it with: python language_model_derivatives.py
 """
 

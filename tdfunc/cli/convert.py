@@ -180,6 +180,7 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
             names = ", ".join(map(safe, hidden[:5])) + (", ..." if len(hidden) > 5 else "")
             note(f"{target.path} is a state dict, which cannot hold {count_text(len(hidden), 'entry')}: {names}")
         write_torch(state, values, target.path)
+        leaves = [one for one in leaves if not one.is_value and not skipped.issuperset(one.paths)]
     elif target.format == "memmap":
         memmap_stream(tree, values, target.path, existsok=True)
     else:

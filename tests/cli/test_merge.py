@@ -248,6 +248,7 @@ SLICE = {"sources": [{"model": "a", "layer_range": [0, 2]}]}
         (LINEAR | {"models": [{"model": "a"}, {"model": "shallow"}]}, r"shallow must have the leaf layers\.2"),
         (LINEAR | {"models": [{"model": "shallow"}, {"model": "a"}]}, r"a must have the layers of .*shallow"),
         (PASS | {"slices": [{"sources": [{"model": "shallow", "layer_range": [0, 1]}]}]}, "number of layers, which"),
+        (LINEAR | {"models": [{"model": "a"}, {"model": "adapter"}]}, r"adapter: this is an adapter[\s\S]*lora.merge"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(doc, text, tmp_path, models):
@@ -255,7 +256,9 @@ def test_what_is_not_served_is_refused_by_name(doc, text, tmp_path, models):
     write_model(tmp_path / "wide", 3, words=7)
     write_model(tmp_path / "shallow", 3, layers=2)
     (tmp_path / "shallow" / "config.json").write_text("{}")
-    names = "|".join([*models, "wide", "shallow"])
+    write_model(tmp_path / "adapter", 3)
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    names = "|".join([*models, "wide", "shallow", "adapter"])
     written = re.sub(rf"\b(model|base_model): ({names})\b", rf"\1: {tmp_path}/\2", yaml.safe_dump(doc, width=1000))
     (tmp_path / "x.yml").write_text(written)
 

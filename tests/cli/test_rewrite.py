@@ -76,6 +76,7 @@ def test_state_dict_says_what_it_leaves_out(tmp_path):
     result = run("convert", tmp_path / "t.safetensors", tmp_path / "t.pt")
 
     assert "cannot hold 3 entries: b, note, t" in result.err
+    assert "(torch, 1 leaf, 8 B)" in result.err
     assert list(torch.load(tmp_path / "t.pt", weights_only=True)) == ["w"]
 
 

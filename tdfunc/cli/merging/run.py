@@ -37,6 +37,13 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
     name = config.out_dtype or config.dtype
     out_dtype = None if name is None else find_dtype(name)
     with ExitStack() as stack:
+        for path in config.models:
+            if os.path.isfile(os.path.join(path, "adapter_config.json")):
+                raise UnsupportedError(
+                    f"merge {path}: this is an adapter, whose factors must not be merged one by one.",
+                    expected="a model",
+                    hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
+                )
         sources = {path: stack.enter_context(open_source(path)) for path in config.models}
         origin = sources[config.models[0]]
         if target.format is None and origin.format != "memmap" and not os.path.splitext(target.path)[1]:

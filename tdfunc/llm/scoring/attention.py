@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tdfunc.llm.rows.packing import as_mask
 
@@ -49,8 +50,11 @@ def attention_inputs(model: Any, mask: Tensor, *, dtype: torch.dtype | None = No
     config._attn_implementation = "eager"
     positions = (tokens.cumsum(-1) - 1).clamp(min=0)
     # The batch size, the length, the dtype and the device are read from it.
-    states = torch.empty((*tokens.shape, 0), dtype=dtype or model.dtype, device=tokens.device)
+    dtype = dtype or model.dtype
+    # Families compute the softmax in float32, where the lowest number of float64 is -inf, and a row of pads nan.
+    narrow = torch.float32 if dtype == torch.float64 else dtype
+    states = torch.empty((*tokens.shape, 0), dtype=narrow, device=tokens.device)
     made = create_masks_for_generate(config, states, tokens.to(torch.int64), None, positions)
-    inputs = {"attention_mask": made, "position_ids": positions}
+    inputs = {"attention_mask": tree_map(lambda x: x.to(dtype), made), "position_ids": positions}
     # Not every family has positions as an argument.
     return {name: value for name, value in inputs.items() if name in inspect.signature(type(model).forward).parameters}
