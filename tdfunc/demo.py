@@ -261,7 +261,8 @@ def race(data: Digits, members: int, seed: int, checks: list[str], rounds: int =
         worst = max(float(x.abs().max()) for x in (params - stack_modules(models)).leaves())
         if worst > 1e-9:
             raise RuntimeError(f"the vmapped step and the loop give different weights: they differ by {worst:.1e}")
-    checks.append(f"after 10 steps in float64 the loop has the same weights, dropout included (largest difference {worst:.1e})")
+    same = "after 10 steps in float64 the loop has the same weights, dropout included"
+    checks.append(f"{same} (largest difference {worst:.1e})")
     ways: list[Iterator[Any]] = [way(data, images, seed) for way in (stacked_steps, loop_steps)]
     # The first steps trace and allocate.
     results = [[next(way) for _ in range(2)][-1] for way in ways]
