@@ -36,14 +36,8 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
     """Write the merge of the models; memory holds one leaf of each at a time."""
     name = config.out_dtype or config.dtype
     out_dtype = None if name is None else find_dtype(name)
+    _refuse_adapters(config.models)
     with ExitStack() as stack:
-        for path in config.models:
-            if os.path.isfile(os.path.join(path, "adapter_config.json")):
-                raise UnsupportedError(
-                    f"merge {path}: this is an adapter, whose factors must not be merged one by one.",
-                    expected="a model",
-                    hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
-                )
         sources = {path: stack.enter_context(open_source(path)) for path in config.models}
         origin = sources[config.models[0]]
         if target.format is None and origin.format != "memmap" and not os.path.splitext(target.path)[1]:
@@ -98,6 +92,16 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
 
             write(target, recipe.tree, values, origin, lost)
         write_beside(target.path, beside)
+
+
+def _refuse_adapters(models: list[str]) -> None:
+    for path in models:
+        if os.path.isfile(os.path.join(path, "adapter_config.json")):
+            raise UnsupportedError(
+                f"merge {path}: this is an adapter, whose factors must not be merged one by one.",
+                expected="a model",
+                hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
+            )
 
 
 def print_methods(methods: Methods) -> None:
