@@ -200,7 +200,7 @@ OURS = {
     "test_hooks_fire": "test_what_leads_to_no_weight_stays_shared",
     "test_members_with_different_layers": "test_modules_that_differ",
     "test_clipping_couples_members": "test_members_jit_and_vmap_equal_the_loop",
-    "test_a_learning_rate_for_each_member": "test_members_of_any_number_equal_their_own_runs",
+    "test_a_learning_rate_for_each_member": "test_a_member_is_rounded_alike_among_any_others",
     "test_an_update_inside_vmap": "test_vmap_equals_stacked",
     "test_batch_size_after_a_map": "test_specs_of_anything",
     "test_optree": "test_optree_paths_and_prefixes",
