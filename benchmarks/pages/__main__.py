@@ -1,4 +1,4 @@
-"""Writes docs/operations.md, docs/reliability.md, and the tables of docs/transforms.md and docs/random.md."""
+"""Writes operations.md, reliability.md, and the tables of transforms_table.md and random_quality.md in docs/."""
 
 from benchmarks.pages import operations, transform_table
 from benchmarks.randomness import __main__ as randomness
