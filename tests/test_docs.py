@@ -164,7 +164,7 @@ def test_pictures_are_small():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_numbers_of_the_first_screen_are_measured(page):
-    """README and first page name the smallest and the largest speed-up of a step of 64 models, from the benchmark page."""
+    """README and first page name the smallest and the largest speed-up of a step of 64 models."""
     rows = (ROOT / "docs/benchmarks.md").read_text()
     row = r"^\| [^|]*, 64 members \| loop of torch.optim \|.*?\| (\d\S*)x \|"
     speedups = sorted(re.findall(row, rows, re.MULTILINE), key=float)
