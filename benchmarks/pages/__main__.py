@@ -1,4 +1,4 @@
-"""Writes operations.md, reliability.md, and the tables of transforms_table.md and random_quality.md in docs/, and the SBOM."""
+"""Writes operations.md, reliability.md, the tables of transforms_table.md and random_quality.md, and the SBOM."""
 
 from benchmarks.pages import operations, sbom, transform_table
 from benchmarks.randomness import __main__ as randomness
