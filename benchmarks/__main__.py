@@ -34,6 +34,7 @@ from benchmarks import (
     tensorclass,
     training,
     trees,
+    widths,
 )
 from benchmarks.measure import QUICK, Effort
 from benchmarks.page import write
@@ -48,6 +49,7 @@ ALL = (
     nn.SUITE,
     llm.SUITE,
     training.SUITE,
+    widths.SUITE,
     lora.SUITE,
     optimizers.SUITE,
     storage.SUITE,

@@ -66,23 +66,23 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
-def norm_cnn(dropout: float) -> nn.Module:
+def norm_cnn(dropout: float = 0.0, width: int = 8) -> nn.Module:
     """Return two convolutions of 8x8 images with BatchNorm."""
     layers: list[nn.Module] = []
-    for inputs, outputs in ((1, 8), (8, 16)):
+    for inputs, outputs in ((1, width), (width, 2 * width)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
         layers += [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 10))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * width, 10))
 
 
 class Encoder(nn.Module):
-    """A transformer encoder of two layers, 32 wide."""
+    """A transformer encoder of two layers."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, width: int = 32) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=dropout, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(32, 10)
+        self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder(x).mean(1))

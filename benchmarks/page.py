@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compiled, ensembles, memory, scaling
+from benchmarks import compiled, ensembles, memory, scaling, widths
 from benchmarks.chart import draw, speedups
 from benchmarks.compiled import Compiled
 from benchmarks.ensembles import Cell
@@ -16,7 +16,7 @@ from benchmarks.results import Results, describe_machine, version_of
 from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, judge_suite, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
-PICTURE = "assets/benchmarks.svg"
+PICTURE, WIDTHS = "assets/benchmarks.svg", "assets/widths.svg"
 # A wall-time ratio this far from that of CPU times gets a remark.
 APART = 0.15
 # Seconds of a first call that get a remark.
@@ -49,6 +49,8 @@ def render(results: Results) -> str:
     ]
     for suite, measured in results.suites:
         parts += [f"## {suite.title}", f"{suite.intro}{_slow(suite)} Code: {_links(suite.sources)}."]
+        if suite.name == "widths":
+            parts.append(f"![Speed-up by the width of a member]({WIDTHS}){{ .wide }}")
         parts.append(_cases(measured, suite.clock, compiles=suite.compiles))
         if suite.name == "trees" and results.newer is not None:
             parts += _newer(*results.newer)
@@ -69,6 +71,8 @@ def write(results: Results, path: Path) -> None:
     picture = path.parent / PICTURE
     picture.parent.mkdir(exist_ok=True)
     draw(speedups(measured), picture)
+    if "widths" in measured:
+        widths.draw(measured["widths"][0], path.parent / WIDTHS)
 
 
 def _intro() -> str:

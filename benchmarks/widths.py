@@ -1,0 +1,86 @@
+"""Where stacking ends: a training step of members of several widths, against a loop over them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models import Encoder, mlp, norm_cnn
+from benchmarks.rows import OURS, Case, Measured, Suite, Way
+from benchmarks.training import LOOP, loop, ours
+
+MEMBERS = (4, 16, 64)
+# Makers of a member by its width, and of the inputs; a width is a number of units, channels, or features of a token.
+MODELS: dict[str, tuple[tuple[int, ...], Callable[[int], nn.Module], Callable[[int], Tensor]]] = {
+    "MLP": ((16, 64, 256, 1024), lambda width: mlp(16, width, width, 10), lambda width: torch.randn(32, 16)),
+    "CNN": ((8, 16, 32, 64), lambda width: norm_cnn(width=width), lambda width: torch.randn(32, 1, 8, 8)),
+    "transformer": ((16, 32, 64, 256), lambda width: Encoder(width=width), lambda width: torch.randn(32, 16, width)),
+}
+
+
+def title_of(model: str, width: int, members: int) -> str:
+    return f"{model}, {width} wide, {members} members"
+
+
+def width_ways(model: str, width: int, members: int) -> dict[str, Way]:
+    _, make, inputs = MODELS[model]
+    models, x, t = [make(width) for _ in range(members)], inputs(width), torch.randint(10, (32,))
+    return {OURS: ours(models, x, t), LOOP: loop(models, x, t)}
+
+
+def width_cases() -> Iterator[Case]:
+    for model, (widths, _, _) in MODELS.items():
+        for width in widths:
+            for members in MEMBERS:
+                yield Case(title_of(model, width, members), width_ways(model, width, members))
+
+
+def speedups(measured: Sequence[Measured]) -> dict[str, dict[int, dict[int, float]]]:
+    """Return the speed-ups over the loop by model, members and width."""
+    found = {m.what: m.ratio_to(LOOP) for m in measured}
+    return {
+        model: {
+            members: {w: found[title_of(model, w, members)] for w in widths if title_of(model, w, members) in found}
+            for members in MEMBERS
+        }
+        for model, (widths, _, _) in MODELS.items()
+    }
+
+
+def draw(measured: Sequence[Measured], path: Path) -> None:
+    """Write the chart as SVG: a panel for each model, a line for each number of members."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(MODELS), sharey=True)
+    for axes, (model, lines) in zip(panels, speedups(measured).items(), strict=True):
+        for (members, line), color in zip(lines.items(), ("#9db4e8", "#5a7fd6", "#1f3f8f"), strict=True):
+            axes.plot(list(line), list(line.values()), "o-", color=color, label=f"{members} members", markersize=4)
+        widths = MODELS[model][0]
+        axes.axhline(1, color="#e0591b", lw=1)
+        axes.set(xscale="log", yscale="log", title=model, xlabel="width of a member")
+        axes.set_xticks(widths, [str(width) for width in widths])
+        axes.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5x", "1x", "2x", "5x", "10x", "20x"])
+        axes.minorticks_off()
+        axes.grid(color="0.92")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("times as fast as the loop")
+    panels[-1].legend(frameon=False)
+    with matplotlib.rc_context({"svg.hashsalt": "tdfunc"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+SUITE = Suite(
+    "widths",
+    "Where stacking ends",
+    "One step of Adam for all members under `jit`, 32 rows, against a loop over modules with a `torch.optim.Adam` for "
+    "each. The width is that of the hidden layers of an MLP, of the first convolution of the CNN (the second has twice as "
+    "many channels), and of a token in the transformer. A member that fills a core by itself gains nothing from being "
+    "stacked: the kernels take the time, and they are the same.",
+    width_cases,
+    (),
+    (width_ways,),
+    compiles=True,
+)
