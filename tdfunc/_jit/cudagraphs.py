@@ -59,8 +59,14 @@ class CudaPool:
                 run()
         now.wait_stream(self._side)
         options: dict[str, Any] = {"pool": self._memory, "stream": self._side, "capture_error_mode": "thread_local"}
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, **options):
-            outputs = run()
+        try:
+            with torch.cuda.device(self._device), torch.cuda.graph(graph, **options):
+                outputs = run()
+        except RuntimeError as err:
+            hint = "look for an operation that waits for the device, such as x[mask] = 0; or call without a backend."
+            raise UnsupportedError(
+                'jit(backend="cudagraphs"): CUDA must capture all operations.', got=str(err), hint=hint
+            ) from err
         return outputs, graph.replay
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -171,11 +177,11 @@ class _Captured:
         names: list[str],
         leaves: list[Tensor],
     ) -> None:
-        self._pool, self._lock, self._donated = pool, lock, donated
-        self._names = [names[i] for i in donated]
-        self._read = [i for i in range(len(leaves)) if i not in set(donated)]
-        self._buffers = [leaf.detach() if i in donated else _copy_layout(leaf) for i, leaf in enumerate(leaves)]
-        self._targets = [_flatten(self._buffers[i]) for i in self._read]
+        self._pool, self._lock, self._names = pool, lock, names
+        # A copy cannot write to an expanded tensor, but to the memory under it.
+        self._read = {i: repeats_itself(leaf) for i, leaf in enumerate(leaves) if i not in donated}
+        self._buffers = [_copy_layout(leaf) if i in self._read else leaf.detach() for i, leaf in enumerate(leaves)]
+        self._places = {i: leaves[i].data_ptr() for i in donated}
         own = self._pick(donated)
         before = [leaf.clone() for leaf in own]
 
@@ -196,26 +202,27 @@ class _Captured:
     def __call__(self, *given: Tensor) -> list[Tensor]:
         pool = self._pool
         with self._lock:
-            pool.copy(self._targets, [_flatten(given[i]) for i in self._read])
-            moved = [i for i in self._donated if given[i].data_ptr() != self._buffers[i].data_ptr()]
+            pool.copy(self._flatten(self._buffers), self._flatten(given))
+            moved = [i for i, place in self._places.items() if given[i].data_ptr() != place]
             if moved:
                 self._replay_moved(given, moved)
             else:
                 self._replay()
-                # As kernels outside of a graph do, for those who compare versions.
-                written = [given[i] for i in self._donated if not given[i].is_inference()]
-                torch.autograd.graph.increment_version(written)
+            # As kernels outside of a graph do, for those who compare versions.
+            torch.autograd.graph.increment_version([given[i] for i in self._places if not given[i].is_inference()])
             copies = [torch.empty_like(source) for source in self._sources.values()]
             pool.copy(copies, list(self._sources.values()))
         return [self._return(result, given, copies) for result in self._results]
 
     def _replay_moved(self, given: Sequence[Tensor], moved: list[int]) -> None:
         """Replay on donated arguments in other memory; that of the capture, which may be in use, stays as it is."""
-        for i, j in find_overlaps([given[i] for i in self._donated]):
+        donated = list(self._places)
+        for pair in find_overlaps([given[i] for i in donated]):
+            a, b = [donated[i] for i in pair]
             raise UnsupportedError(
-                f"update(donate=True): {self._names[i]} and {self._names[j]} share memory, which one would overwrite.",
+                f"update(donate=True): {self._names[a]} and {self._names[b]} share memory, which one would overwrite.",
                 expected="leaves apart in memory, as they were when the function was traced",
-                got=f"overlapping tensors of shapes {[list(given[self._donated[k]].shape) for k in (i, j)]}",
+                got=f"overlapping tensors of shapes {list(given[a].shape)} and {list(given[b].shape)}",
                 hint="clone() the tree before the first step, or leave out donate.",
             )
         own, theirs = self._pick(moved), [given[i] for i in moved]
@@ -229,6 +236,9 @@ class _Captured:
     def _pick(self, places: list[int]) -> list[Tensor]:
         return [self._buffers[i] for i in places]
 
+    def _flatten(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        return [_span(leaves[i]) if repeats else leaves[i] for i, repeats in self._read.items()]
+
     def _locate(self, out: Tensor) -> _Result:
         """Find out where a result of the capture is."""
         for i, buffer in enumerate(self._buffers):
@@ -239,9 +249,8 @@ class _Captured:
                 return _Result(i, 0, offset, out)
         memory = storage_id(out)
         if memory not in self._sources or out.itemsize < self._sources[memory].itemsize:
-            self._sources[memory] = _lay(
-                out.untyped_storage(), 0, out, (out.untyped_storage().nbytes() // out.itemsize,)
-            )
+            whole = out.untyped_storage()
+            self._sources[memory] = _lay(whole, 0, out, (whole.nbytes() // out.itemsize,))
         return _Result(None, list(self._sources).index(memory), int(out.storage_offset()) * out.itemsize, out)
 
     def _return(self, result: _Result, given: Sequence[Tensor], copies: list[Tensor]) -> Tensor:
@@ -276,11 +285,6 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 def _copy_layout(leaf: Tensor) -> Tensor:
     """Return a copy with the strides of a tensor, gaps and expanded dimensions included."""
     return _span(leaf.detach()).clone().as_strided(leaf.shape, leaf.stride())
-
-
-def _flatten(leaf: Tensor) -> Tensor:
-    """Return a view that copies can write: of an expanded tensor the memory under it."""
-    return _span(leaf) if repeats_itself(leaf) else leaf
 
 
 def _span(leaf: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """A pool of graphs on the CPU: three calls with the effects of captures, copies and replays of CUDA kernels."""
 
+import torch
+
 from tdfunc._jit.cudagraphs import CudaGraphs
 from tdfunc.core.memory import storage_id
 
@@ -9,6 +11,8 @@ class StandIn:
 
     def __init__(self, device):
         self.device, self.captures, self.replays, self.copied = device, 0, 0, 0
+        # Tensors whose versions replays leave alone, as kernels of a graph do.
+        self.written = ()
 
     def capture(self, run):
         """Warm up and capture, two runs in all."""
@@ -18,7 +22,9 @@ class StandIn:
 
         def replay():
             self.replays += 1
-            for out, new in zip(outputs, run(), strict=True):
+            with torch.autograd._unsafe_preserve_version_counter(self.written):
+                results = run()
+            for out, new in zip(outputs, results, strict=True):
                 if storage_id(out) != storage_id(new):
                     out.untyped_storage().copy_(new.untyped_storage())
 
