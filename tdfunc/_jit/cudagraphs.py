@@ -129,9 +129,7 @@ class _Watch(TorchDispatchMode):
         made = [x for x in torch_pytree.tree_leaves(out) if isinstance(x, Tensor)]
         kinds = {x.device.type for x in (*given, *made) if x.dim() or func in _MOVES}
         if len(kinds) > 1 or (func is aten.lift_fresh.default and kinds - {"cpu"}):
-            raise _refuse(
-                func, "moves values between devices", "pass the tensor, or make it there: torch.full(device=)"
-            )
+            raise _refuse(func, "moves values between devices", "pass the tensor, or make it by torch.full(device=)")
         return out
 
 
@@ -182,7 +180,7 @@ class _Captured:
         self._read = {i: repeats_itself(leaf) for i, leaf in enumerate(leaves) if i not in donated}
         self._buffers = [_copy_layout(leaf) if i in self._read else leaf.detach() for i, leaf in enumerate(leaves)]
         self._places = {i: leaves[i].data_ptr() for i in donated}
-        own = self._pick(donated)
+        own = [self._buffers[i] for i in donated]
         before = [leaf.clone() for leaf in own]
 
         def watched() -> list[Tensor]:
@@ -225,16 +223,13 @@ class _Captured:
                 got=f"overlapping tensors of shapes {list(given[a].shape)} and {list(given[b].shape)}",
                 hint="clone() the tree before the first step, or leave out donate.",
             )
-        own, theirs = self._pick(moved), [given[i] for i in moved]
+        own, theirs = [self._buffers[i] for i in moved], [given[i] for i in moved]
         before, values = [x.clone() for x in own], [x.clone() for x in theirs]
         self._pool.copy(own, values)
         self._replay()
         self._pool.copy(values, own)
         self._pool.copy(own, before)
         self._pool.copy(theirs, values)
-
-    def _pick(self, places: list[int]) -> list[Tensor]:
-        return [self._buffers[i] for i in places]
 
     def _flatten(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         return [_span(leaves[i]) if repeats else leaves[i] for i, repeats in self._read.items()]
