@@ -72,7 +72,7 @@ class CudaPool:
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copy on the caller's stream."""
         self._join()
-        _copy(targets, sources)
+        copy_all(targets, sources)
 
     def _join(self) -> Any:
         """Return the caller's stream, which waits for the one that the pool was last used on."""
@@ -109,9 +109,8 @@ class CudaGraphs:
                     hint=f'move it: tree.to("{device}"), for the state of an optimizer too; or call without a backend.',
                 )
         with self._lock:
-            if device not in self._pools:
-                self._pools[device] = self._make_pool(device)
-            return _Captured(self._pools[device], self._lock, run, _find_donated(graph), names, leaves)
+            pool = self._pools[device] = self._pools.get(device) or self._make_pool(device)
+            return _Captured(pool, self._lock, run, _find_donated(graph), names, leaves)
 
 
 class _Watch(TorchDispatchMode):
@@ -195,12 +194,14 @@ class _Captured:
         self._sources: dict[int, Tensor] = {}
         # Buffers hold the values of conjugates and negatives, and not their memory.
         self._viewed = [not (leaf.is_conj() or leaf.is_neg()) for leaf in leaves]
-        self._results = [self._locate(out) for out in outputs]
+        # A tensor that is returned twice is one object.
+        distinct = {id(out): out for out in outputs}
+        self._order = [list(distinct).index(id(out)) for out in outputs]
+        self._results = list(map(self._locate, distinct.values()))
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
-        pool = self._pool
         with self._lock:
-            pool.copy(self._flatten(self._buffers), self._flatten(given))
+            self._pool.copy(self._flatten(self._buffers), self._flatten(given))
             moved = [i for i, place in self._places.items() if given[i].data_ptr() != place]
             if moved:
                 self._replay_moved(given, moved)
@@ -209,8 +210,9 @@ class _Captured:
             # As kernels outside of a graph do, for those who compare versions.
             torch.autograd.graph.increment_version([given[i] for i in self._places if not given[i].is_inference()])
             copies = [torch.empty_like(source) for source in self._sources.values()]
-            pool.copy(copies, list(self._sources.values()))
-        return [self._return(result, given, copies) for result in self._results]
+            self._pool.copy(copies, list(self._sources.values()))
+        found = [self._return(result, given, copies) for result in self._results]
+        return [found[i] for i in self._order]
 
     def _replay_moved(self, given: Sequence[Tensor], moved: list[int]) -> None:
         """Replay on donated arguments in other memory; that of the capture, which may be in use, stays as it is."""
@@ -265,16 +267,14 @@ def _lay(memory: Any, offset: int, like: Tensor, *layout: tuple[int, ...]) -> Te
     return torch.empty(0, dtype=like.dtype, device=like.device).set_(memory, offset, *layout)
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        pair = groups.setdefault(target.dtype, ([], []))
-        pair[0].append(target)
-        pair[1].append(source)
-    # One kernel copies many tensors of one dtype.
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy values into tensors, those of one dtype by one kernel."""
+    groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for pair in zip(targets, sources, strict=True):
+        groups.setdefault(pair[0].dtype, []).append(pair)
     with torch.no_grad():
-        for pair in groups.values():
-            torch._foreach_copy_(*pair)  # pyright: ignore[reportPrivateImportUsage]
+        for pairs in groups.values():
+            torch._foreach_copy_([x for x, _ in pairs], [x for _, x in pairs])  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _copy_layout(leaf: Tensor) -> Tensor:

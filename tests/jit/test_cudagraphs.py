@@ -158,12 +158,13 @@ def test_leaves_may_change_places():
 
 def test_results_stay():
     """Results share no memory with those of later calls; those of one call share what they share without a graph."""
-    fn = jit(lambda x: [(y := x + 1), y[1:], y.expand(2, 3), x[:1], x], backend=on_cpu())
+    fn = jit(lambda x: [(y := x + 1), y[1:], y.expand(2, 3), x[:1], x, y], backend=on_cpu())
     x = torch.zeros(3)
 
     first, second = fn(x), fn(x + 1)
 
-    assert [y.tolist() for y in first] == [[1, 1, 1], [1, 1], [[1, 1, 1]] * 2, [0], [0, 0, 0]]
+    assert [y.tolist() for y in first] == [[1, 1, 1], [1, 1], [[1, 1, 1]] * 2, [0], [0, 0, 0], [1, 1, 1]]
+    assert first[5] is first[0]
     assert [y.tolist() for y in second[:2]] == [[2, 2, 2], [2, 2]]
     assert (first[2].stride(), first[3].data_ptr(), first[4] is x) == ((0, 1), x.data_ptr(), True)
     first[1].zero_()
