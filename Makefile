@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance test-trl test-peft test-vllm test-wheel dist reliability mutants randomness pages outputs bench lint types docs notebooks clean
+.PHONY: install demo test test-all conformance test-trl test-peft test-vllm test-wheel dist reliability mutants randomness pages outputs bench gpu lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -72,6 +72,16 @@ JAX := jax==0.10.2 equinox==0.13.8 optax==0.2.8
 # `make bench PARTS="training nn"` measures some parts again; the page has the kept numbers of the others.
 bench: install $(VENV)/tensordict-newer/tensordict $(VENV)/jax/.installed
 	$(PY) -m benchmarks $(if $(PARTS),--only $(PARTS))
+
+# On a machine with a GPU: the tests on it, then the rows of docs/benchmarks.md, in less than ten minutes. It installs
+# nothing; GPU_PYTHON has a CUDA build of torch, transformers, pytest, pytest-timeout and hypothesis.
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+NEEDS := hypothesis, optree, pytest, pytest_timeout, safetensors, torch, transformers, xxhash
+
+gpu:
+	$(GPU_PYTHON) -c 'import $(NEEDS); torch.cuda.is_available() or exit("make gpu: torch must find a CUDA device.")'
+	status=0; $(GPU_PYTHON) -m pytest -q -W default -m gpu tests/gpu || status=$$?; \
+		$(GPU_PYTHON) -m benchmarks.gpu || status=$$?; exit $$status
 
 $(VENV)/jax/.installed: Makefile | install
 	rm -rf $(VENV)/jax

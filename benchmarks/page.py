@@ -54,7 +54,7 @@ def render(results: Results) -> str:
         parts.append(_cases(measured, suite.clock, compiles=suite.compiles))
         if suite.name == "trees" and results.newer is not None:
             parts += _newer(*results.newer)
-    parts += _memory(results.peaks)
+    parts += _gpus(results.gpus) + _memory(results.peaks)
     parts += _growth(results.growths, results.depths) + _ensembles(results.cells) + _compiled(results.compiled)
     parts += _summary(results) + _sources(results)
     return "\n\n".join(parts) + "\n"
@@ -256,6 +256,32 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
     """)
     head = ("model", "members", *ensembles.WAYS, "auto chose", "auto", "auto / best", "traced, faster than auto")
     return ["## Ways to run an ensemble", text, table(head, rows)]
+
+
+def _gpus(found: Sequence[dict[str, Any]]) -> list[str]:
+    if not found:
+        return ["## GPUs", "Not run yet on a GPU: `make gpu` runs the tests and the rows of one."]
+    text = _prose("""
+        `make gpu` measures these rows: the time between two events of the device, the median over rounds that alternate
+        between the ways. In training steps, *tdfunc* is `tdf.jit(backend="cudagraphs")` with `donate=True`. The
+        compiled step is `vmap(grad(functional_call))` under `mode="reduce-overhead"`; the next one gets clones of its
+        results.
+    """)
+    parts = ["## GPUs", text]
+    for device in found:
+        own = {row["what"]: row["us"] for row in device["rows"] if row["way"] == OURS and row["us"]}
+        rows: list[list[str]] = []
+        for row in device["rows"]:
+            # An error of ours is a row, too.
+            if row["way"] != OURS or row["error"]:
+                mine, theirs = own.get(row["what"], 0.0), row["us"]
+                times = [time_shown(us) if us else "" for us in (mine, theirs)]
+                rows.append(
+                    [row["what"], row["way"], *times, shown(theirs / mine) if mine and theirs else "", row["error"]]
+                )
+        parts += [f"{device['device']}; {device['versions']}."]
+        parts += [table(("work", "against", "tdfunc", "theirs", "speed-up", ""), rows)]
+    return parts
 
 
 def _memory(peaks: Sequence[Peak]) -> list[str]:

@@ -29,6 +29,8 @@ class Results(NamedTuple):
     compiled: Sequence[Compiled] = ()
     peaks: Sequence[Peak] = ()
     machines: dict[str, dict[str, str]] = {}
+    # What `benchmarks.gpu` has stored, a dict for each device.
+    gpus: Sequence[dict[str, Any]] = ()
 
 
 def store(part: str, found: Any, folder: Path = FOLDER) -> None:
@@ -40,7 +42,8 @@ def store(part: str, found: Any, folder: Path = FOLDER) -> None:
 
 def load(suites: Sequence[Suite], folder: Path = FOLDER) -> Results:
     """Return the measurements that are kept."""
-    kept = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    every = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    kept = {part: content for part, content in every.items() if "found" in content}
     found = {part: content["found"] for part, content in kept.items()}
     growths, depths = found.get("scaling", ((), ()))
     return Results(
@@ -55,6 +58,7 @@ def load(suites: Sequence[Suite], folder: Path = FOLDER) -> Results:
         [Compiled(*row) for row in found.get("compiled", ())],
         [Peak(*row) for row in found.get("memory", ())],
         {part: content["machine"] for part, content in kept.items()},
+        tuple([content for content in every.values() if "found" not in content]),
     )
 
 

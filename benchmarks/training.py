@@ -100,9 +100,9 @@ def ours(models: list[nn.Module], x: Tensor, t: Tensor, dropout: float = 0.0, ba
     return call
 
 
-def loop(models: list[nn.Module], x: Tensor, t: Tensor) -> Way:
+def loop(models: list[nn.Module], x: Tensor, t: Tensor, fused: bool | None = None) -> Way:
     members = [copy.deepcopy(model) for model in models]
-    optimizers = [torch.optim.Adam(member.parameters(), lr=LR) for member in members]
+    optimizers = [torch.optim.Adam(member.parameters(), lr=LR, fused=fused) for member in members]
 
     def call() -> None:
         for member, optimizer in zip(members, optimizers, strict=True):

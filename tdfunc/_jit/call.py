@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from tdfunc._jit.code import compile_graph
+from tdfunc._jit.cudagraphs import CudaGraphs
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, layouts, make_guard, modes
@@ -61,6 +62,7 @@ class Jitted(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self._fn, self._backend, self._cache_size, self._reads = fn, backend, cache_size, reads
         self._constants = constants
+        self._graphs = CudaGraphs() if backend == "cudagraphs" else backend if isinstance(backend, CudaGraphs) else None
         self._environment = Environment(fn, *reads, by_tensor=constants)
         self._contexts = Contexts()
         self._lock = threading.RLock()
@@ -197,7 +199,7 @@ class Jitted(Generic[P, R]):
                 kwargs,
                 given.leaves,
                 self._environment,
-                deferred=self._backend is None,
+                deferred=self._backend is None or self._graphs is not None,
                 constants=self._constants,
             )
         for one in recorded.captures:
@@ -208,9 +210,13 @@ class Jitted(Generic[P, R]):
         if self._backend is None:
             run = compile_graph(module, memory)
         else:
-            # Not through torch.compile, which would look at the guards of a trace of the trace at each call.
             with _suspend_autocast(modes()[-1] or ()):
-                run = torch._dynamo.lookup_backend(self._backend)(module, given.leaves)
+                if self._graphs is not None:
+                    names = [name for name, _ in named_leaves(args, kwargs, torch.Tensor)]
+                    run = self._graphs.capture(compile_graph(module, memory), module.graph, names, given.leaves)
+                else:
+                    # Not through torch.compile, which would look at the guards of a trace of the trace at each call.
+                    run = torch._dynamo.lookup_backend(self._backend)(module, given.leaves)
         # They hold the fake tensors.
         for node in module.graph.nodes:
             node.meta.clear()
@@ -279,7 +285,10 @@ def jit(
     Args:
         fn: A function that returns tensors, trees, numbers, or containers of these. Without it, a decorator with
             these options.
-        backend: A backend of `torch.compile` that the record is handed to.
+        backend: A backend of `torch.compile` that the record is handed to. Or, experimental, `"cudagraphs"`: the
+            record is captured once as a CUDA graph, and a call launches it as a whole. It takes tensors on one GPU,
+            random draws by keys, and nothing that waits for the device. Results are copies; donated leaves are written
+            in place, and the record keeps them alive. Not run yet on a GPU.
         cache_size: How many records are kept; the one not used for longest goes first.
         captures: Whether tensors that the function uses besides its arguments are `refused`, or are `constants` of the
             record. A constant that is another tensor by its variable or module is recorded anew; one that was written

@@ -287,8 +287,8 @@ def _merge(value: Tensor) -> Tensor:
     """Return one number where all members have the same."""
     if value.numel() and value.dim():
         first = value[(0,) * value.dim()]
-        # One number expanded to all members needs no look at the values.
-        if not any(value.stride()) or torch.equal(value, first.expand(value.shape)):
+        # One number expanded to all members needs no look at the values, which a mode that captures kernels refuses.
+        if not any(value.stride()) or (has_values() and torch.equal(value, first.expand(value.shape))):
             return first
     return value
 

@@ -250,7 +250,7 @@ def _unsigned(tensor: Tensor) -> Words:
 
 
 def _derive_plain(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
-    number = number if isinstance(number, Tensor) else torch.tensor(signed(number), device=key.device)
+    number = number if isinstance(number, Tensor) else torch.full((), signed(number), device=key.device)
     (state, gamma), salt = key.unbind(-1), signed(salt)
     new_state = _mix(_mix(number * signed(SEED) + (gamma ^ salt)) ^ state)
     new_gamma = _mix(_mix(number * signed(SPLIT) + (state ^ salt)) + gamma, _GAMMA) | 1

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from tdfunc import UnsupportedError
 from tdfunc._jit import jit
 from tests.helpers import examples
+from tests.jit.pools import on_cpu
 
 # Around the widths of vectors, where kernels treat the rest apart.
 SIZES = (1, 2, 3, 7, 8, 9, 16, 17, 33)
@@ -158,6 +160,7 @@ def dense(x):
     return torch.where(x == x, x, torch.full_like(x, float("nan"))) if x.is_floating_point() else x
 
 
+@pytest.mark.parametrize("backend", [lambda: None, on_cpu], ids=["code", "captured"])
 @examples(0.6)
 @given(
     st.lists(STEP, min_size=3, max_size=12),
@@ -165,12 +168,14 @@ def dense(x):
     st.lists(PLACES, max_size=2),
     st.lists(CALLS, min_size=1, max_size=3),
 )
-def test_replays_follow_every_change(steps, read, returned, calls):
+def test_replays_follow_every_change(backend, steps, read, returned, calls):
     """Replays equal the function to the last bit while shapes, dtypes, modes, devices and closures change."""
     subject = Subject(steps, read, returned)
-    traced = jit(subject.fn)
+    traced = jit(subject.fn, backend=backend())
 
     for call in [*calls, *calls]:
+        # A capture is of one device.
+        call = call._replace(meta=call.meta and traced._graphs is None)
         got = outcome(traced, subject, call)
         expected = outcome(subject.fn, subject, call)
         refused = call.requires_grad and call.grad_mode and call.dtype.is_floating_point

@@ -190,20 +190,6 @@ def test_device(tmp_path):
     assert torch.equal(cpu["a"], tree["a"])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda(tmp_path):
-    """Leaves on a GPU are written and come back there."""
-    torch.manual_seed(0)
-    tree = TensorDict(
-        {"a": torch.randn(3_000_000), "b": torch.randn(1500, 2000).t(), "c": torch.ones(3)}, device="cuda"
-    )
-
-    back = round_trip(tree, tmp_path)
-
-    assert back.device == tree.device
-    assert all(torch.equal(back[key], tree[key]) for key in "abc")
-
-
 def test_another_device_that_is_not_here(tmp_path):
     """A tree saved on a device that is not here is refused with the line that loads it on the CPU."""
     path = tmp_path / "t.safetensors"

@@ -82,17 +82,27 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
             # Optimizers write to Parameters, and any process to a file that is mapped for writing.
             file = mapped_file(leaf)
             is_live = type(leaf) is nn.Parameter or (file is not None and file.mode == "r+") or id(leaf) in live
-            if copy or (copy is None and is_live):
-                leaves[i] = leaf.detach().clone()
             if leaf.is_cpu:
-                if leaves[i] is leaf:
+                if copy or (copy is None and is_live):
+                    leaves[i] = leaf.detach().clone()
+                else:
                     kept.append(i)
-            else:
-                # Its bytes have to come here anyway, and then they are private.
-                leaves[i] = leaves[i].detach().cpu()
+        _fetch(leaves)
         digests = _digests([leaves[i] for i in kept])
     named = dict(zip([out.names[i] for i in kept], digests, strict=True))
     return Snapshot(out._replace(leaves=leaves), named)
+
+
+def _fetch(leaves: list[Tensor]) -> None:
+    """Replace leaves on other devices by copies here, which are private; of leaves on GPUs in pinned memory."""
+    gpus = {leaf.device for leaf in leaves if leaf.is_cuda}
+    for i, leaf in enumerate(leaves):
+        if not leaf.is_cpu:
+            copy = torch.empty_like(leaf, device="cpu", pin_memory=leaf.is_cuda, requires_grad=False)
+            leaves[i] = copy.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
+    # All copies are under way before the first is waited for.
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
 
 
 def _digests(leaves: Sequence[Tensor]) -> list[str]:
