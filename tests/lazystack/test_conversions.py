@@ -41,15 +41,6 @@ def test_law_masks_undo_padding(lengths, side, dim):
         assert [s for s, real in zip(row["s"], mask["s"].tolist(), strict=True) if real] == original["s"]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_pad_is_pad_sequence(side):
-    """Padding is torch's own."""
-    lazy = lazy_stack(ragged()).select("x")
-    expected = pad_sequence(list(lazy["x"]), batch_first=True, padding_value=2.0, padding_side=side)
-
-    assert torch.equal(lazy.pad(2.0, side)["x"], expected)
-
-
 def test_pad_values_by_key():
     """Each leaf or sub-tree may have its own padding value."""
     lazy = lazy_stack(ragged((1, 2)))

@@ -32,19 +32,6 @@ def test_set_cuts_values_along_the_stack(dim):
     assert sorted(lazy.keys()) == ["n", "s", "x"]
 
 
-@pytest.mark.parametrize("wrap", [tuple, list])
-def test_set_takes_a_value_for_each_tree(wrap):
-    """A tuple or list gives each tree its value."""
-    lazy = lazy_stack(ragged())
-    new = lazy.set("z", wrap([torch.zeros(n) for n in (2, 4, 3)])).set(("n", "k"), wrap([1.0, 2.0, 3.0]))
-
-    assert [len(z) for z in new["z"]] == [2, 4, 3]
-    assert [k[0].item() for k in new["n", "k"]] == [1, 2, 3]
-    assert lazy.set("w", lazy["x"])["w"] == lazy["x"]
-    assert lazy.set("w", lazy["n"])["w", "y"] == lazy["n", "y"]
-    assert lazy.set("words", lazy["s"])["words"] == lazy["s"]
-
-
 def test_update_delete_select_pop():
     """Edits reach each tree, and nested entries."""
     lazy = lazy_stack(ragged())

@@ -127,15 +127,6 @@ def test_parts_bind():
     assert model.norm.running_mean is mean
 
 
-def test_a_state_dict_without_non_persistent_buffers_fits():
-    """A checkpoint, which never has them, loads strictly."""
-    model = make_mlp()
-    model.register_buffer("cache", torch.ones(2), persistent=False)
-    TensorDict(model.state_dict()).unflatten_keys(".").to_module(model)
-
-    assert torch.equal(model.cache, torch.ones(2))
-
-
 class Fragile(WithState):
     """A module whose extra state cannot be negative."""
 
@@ -357,22 +348,6 @@ def call_with(model, x):
             return model(x)
 
     return run
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_block_equals_functional_call(name):
-    """A block binds the weights that `torch.func.functional_call` does, and plain gradients reach the leaves."""
-    model, x = make_case(name)
-    tree = from_module(model.eval()).detach().apply(lambda p: p * 0.5 if p.is_floating_point() else p)
-    leaves = tree.clone()
-    for name, _ in model.named_parameters():
-        leaves[tuple(name.split("."))].requires_grad_()
-    run = call_with(model, x)
-    run(leaves.apply(lambda p: p * 1)).sum().backward()
-
-    assert torch.equal(run(tree), torch.func.functional_call(model, flat(tree), (x,)))
-    assert all(leaves[tuple(name.split("."))].grad is not None for name, _ in model.named_parameters())
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_grad_vmap_jvp_through_a_block():

@@ -34,19 +34,6 @@ def tree():
     return TensorDict({"a": torch.randn(3), "other": torch.randn(3)}, [3])
 
 
-def test_a_selection_is_the_input_and_the_selected_outputs():
-    """Unselected outputs are neither added nor do they replace entries; entries of the input stay."""
-    module, td = Split(), tree()
-    full = module(td)
-
-    for keys in ([], ["b"], [("n", "c")], ["b", "a"], ["a", "b", ("n", "c")]):
-        selected = module.select_out_keys(*keys)
-        assert_trees_equal(selected(td), td.update({key: full[key] for key in keys}))
-        assert selected.out_keys == keys
-        assert selected.out_keys_source == module.out_keys
-    assert_trees_equal(module(td), full)
-
-
 def test_a_selection_of_a_selection():
     """Selections narrow; reset_out_keys writes everything again."""
     module, td = Split(), tree()

@@ -123,19 +123,6 @@ def test_no_inputs_and_no_outputs():
     assert TensorDictModule(lambda x: (x, None, x), ["x"], ["_", "_", "_"])(td) is td
 
 
-def test_keywords():
-    """A dict has the key of the tree for each keyword; one key may serve several."""
-    module = TensorDictModule(lambda *, x, by, to: x * by + to, {"x": "a", "by": ("n", "b"), "to": "a"}, "y")
-    td = TensorDict({"a": torch.tensor(2.0), "n": {"b": torch.tensor(3.0)}})
-
-    assert module.in_keys == ["a", ("n", "b"), "a"]
-    assert module(td)["y"] == 8
-    more = TensorDictModule(lambda x, *, power=1: x**power, ["a"], ["y"])
-    lazy = tdf.lazy_stack([td, td])
-    results = more(td, power=3)["y"], more(td["a"], power=3), *more(lazy, power=3)["y"]
-    assert [float(y) for y in results] == [8] * 4
-
-
 def test_keys_in_short_and_long_forms():
     """A str or tuple is one key; tuples are unravelled."""
     assert TensorDictModule(torch.exp, ("a", "b"), "c").in_keys == [("a", "b")]

@@ -1,8 +1,6 @@
 """Files that are not what was saved: damaged, cut, or made to do harm. Each load raises, naming the file."""
 
 import json
-import os
-import stat
 import struct
 
 import pytest
@@ -102,17 +100,6 @@ def test_a_damaged_leaf_is_named(path):
     damaged = load(path, verify=False)
     assert damaged["n", "w"].item() == 1.5
     assert damaged["n", "h"].tolist() != [1.0, 1.0]
-
-
-def test_the_data_of_another_save(path, tmp_path):
-    """The header of one file in front of the data of another is refused."""
-    save(TensorDict({"a": torch.ones(100)}), tmp_path / "a.safetensors")
-    save(TensorDict({"a": torch.zeros(100)}), tmp_path / "b.safetensors")
-    a, b = (tmp_path / "a.safetensors").read_bytes(), (tmp_path / "b.safetensors").read_bytes()
-    (tmp_path / "a.safetensors").write_bytes(a[:-400] + b[-400:])
-
-    with pytest.raises(CorruptCheckpointError, match='leaf "a"'):
-        load(tmp_path / "a.safetensors")
 
 
 # -- files with valid checksums and harmful contents ------------------------------------------------------------
@@ -417,15 +404,6 @@ def test_files_of_torch(raw, tmp_path):
     (tmp_path / "f.safetensors").write_bytes(raw)
 
     with pytest.raises(UnsupportedError, match=r"f\.safetensors[\s\S]*never reads[\s\S]*tdfunc convert"):
-        load(tmp_path / "f.safetensors")
-
-
-def test_special_files(tmp_path):
-    """A pipe is refused at once."""
-    os.mkfifo(tmp_path / "f.safetensors")
-    assert stat.S_ISFIFO(os.stat(tmp_path / "f.safetensors").st_mode)
-
-    with pytest.raises(CorruptCheckpointError, match="must be a regular file"):
         load(tmp_path / "f.safetensors")
 
 

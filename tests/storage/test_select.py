@@ -16,7 +16,6 @@ from tdfunc import (
     CorruptCheckpointError,
     Filter,
     FilterError,
-    Kind,
     LeafMismatchError,
     TensorDict,
     TreeStructureError,
@@ -77,18 +76,6 @@ def test_filters_read_and_verify_only_their_leaves(tmp_path):
         load(path, where="b")
     with pytest.raises(FilterError, match="'c' matches no leaf"):
         load(path, where="c")
-
-
-def test_filters_by_kind_and_dtype(tmp_path):
-    """Kinds, dtypes and combinations choose from a file as from the tree."""
-    torch.manual_seed(0)
-    tree = TensorDict.from_module(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    path = saved(tree, tmp_path)
-
-    assert load(path, where=Filter(Kind.BUFFER)).paths() == partition(tree, Filter(Kind.BUFFER))[0].paths()
-    assert load(path, where=Filter(torch.int64)).paths() == [("1", "num_batches_tracked")]
-    got = load(path, where=Filter("1.*") & Kind.PARAMETER)
-    assert_same(got, partition(tree, Filter("1.*") & Kind.PARAMETER)[0])
 
 
 def test_every_difference_is_listed(tmp_path):
@@ -193,19 +180,6 @@ def test_like_compares_what_dtype_gives(tmp_path):
         load(path, like=like)
 
 
-def test_files_of_other_programs(tmp_path):
-    """The options work on a file of another program."""
-    path = tmp_path / "o.safetensors"
-    safetensors.torch.save_file({"a.w": torch.ones(2), "a.i": torch.arange(3), "b": torch.ones(1)}, path)
-
-    got = load(
-        path, where="a.*", dtype=torch.float16, like={"a": {"w": Spec((2,), torch.float16), "i": torch.arange(3)}}
-    )
-
-    assert sorted(got.paths()) == [("a", "i"), ("a", "w")]
-    assert got["a", "w"].dtype == torch.float16
-
-
 def test_memmap_folders(tmp_path):
     """The options work on a memmap folder."""
     tree = TensorDict({"a": torch.ones(2, 3), "b": {"i": torch.arange(2)}, "s": "text"}, [2])
@@ -216,15 +190,6 @@ def test_memmap_folders(tmp_path):
     assert load(tmp_path / "m", dtype=torch.float16)["a"].dtype == torch.float16
     with pytest.raises(LeafMismatchError, match=r"a: expected \[3\], got \[2, 3\]"):
         load(tmp_path / "m", like={"a": torch.ones(3), "b": {"i": torch.arange(2)}})
-
-
-def test_the_method(tmp_path):
-    """`TensorDict.load` takes the options of `load`."""
-    tree = TensorDict({"a": torch.ones(2), "b": torch.ones(1)})
-    path = saved(tree, tmp_path)
-
-    assert_same(TensorDict.load(path), tree)
-    assert TensorDict.load(path, where="a").paths() == [("a",)]
 
 
 def test_progress(tmp_path, capsys):
