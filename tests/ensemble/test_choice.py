@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tdfunc import CaptureError, Ensemble, UnsupportedError, split
+from tdfunc import CaptureError, Ensemble, UnsupportedError
 from tests.ensemble.models import Returns, ensemble_of, line, make_mlp, make_resnet
 from tests.helpers import run_in_threads
 
@@ -180,21 +180,6 @@ def test_falls_back_to_the_loop(name):
         assert_close(out, [torch.stack(ys) for ys in zip(*expected, strict=True)])
         assert line(ensemble).startswith("loop, 3 members: vmap cannot run the forward: ")
         assert reason in line(ensemble)
-
-
-def test_spectral_norm_in_training():
-    """The power iteration, which updates buffers in place, is each member's own."""
-    models = [nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)).train() for _ in range(3)]
-    ensemble, tree = ensemble_of(models)
-    params, buffers = split(tree)
-    x = torch.ones(5, 3)
-    out, new = ensemble.with_buffers(params, buffers, x)
-
-    assert_close(out, torch.stack([model(x) for model in models]))
-    assert_close(
-        new["parametrizations", "weight", "0", "_u"], torch.stack([m.parametrizations.weight[0]._u for m in models])
-    )
-    assert line(ensemble).startswith("loop, 3 members: vmap cannot run the forward: ")
 
 
 def test_asked_for_ways_do_not_fall_back():

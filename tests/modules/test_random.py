@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import secrets
 
 import pytest
 import torch
@@ -284,11 +283,6 @@ def test_a_members_bad_values_are_refused(name):
     for call in (mapped, lambda x: run(x[1]), lambda x: gradient(x[1]), lambda x: replay(x[1:], key)):
         with pytest.raises((RuntimeError, ValueError), match="must be|weights"):
             call(values)
-
-
-def new_key():
-    """A key that no run has had before."""
-    return random.key(secrets.randbits(64))
 
 
 # -- apply --------------------------------------------------------------------------------------------------------
