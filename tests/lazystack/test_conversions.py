@@ -68,18 +68,6 @@ def test_pad_several_dimensions_and_levels():
     assert deep["x"][0, 0].tolist() == [False, False, True]
 
 
-def test_gradients_flow_through_padding():
-    """Gradients of padded and nested leaves reach the trees."""
-    leaves = [torch.randn(n, requires_grad=True) for n in (1, 3)]
-    lazy = lazy_stack([TensorDict({"x": x}, [len(x)]) for x in leaves])
-    padded = torch.autograd.grad((lazy.pad()["x"] ** 2).sum(), leaves)
-    jagged = torch.autograd.grad((lazy.nested()["x"] ** 2).values().sum(), leaves)
-
-    for got, other, x in zip(padded, jagged, leaves, strict=True):
-        assert torch.equal(got, 2 * x)
-        assert torch.equal(other, 2 * x)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors(layout):

@@ -10,7 +10,6 @@ from tdfunc._lazystack import lazy_stack
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.lazystack.trees import (
-    assert_alike,
     assert_stacks_equal,
     ragged,
     tensors_only,
@@ -126,17 +125,6 @@ def test_errors_name_the_tree():
 def around():
     """A tree with a ragged entry beside a dense one."""
     return TensorDict({"lazy": lazy_stack(tensors_only(ragged())), "w": torch.arange(3.0)}, [3])
-
-
-@pytest.mark.parametrize(
-    "index", [1, slice(1, 3), [2, 0], [True, False, True], None, (None, 1), (slice(None), None)], ids=repr
-)
-def test_child_follows_an_index(around, index):
-    """A lazy stack inside a tree is indexed with it."""
-    result = around[index]["lazy"]
-    expected = around["lazy"][index]
-
-    assert_alike(result, expected)
 
 
 def test_child_follows_shapes(around):

@@ -67,16 +67,6 @@ def test_tree_map_inside_vmap():
     assert torch.equal(out["x"][1], lazy["x"][1][:, 0])
 
 
-def test_gradients():
-    """Gradients and tangents of a stack are stacks."""
-    lazy = lazy_stack([TensorDict({"x": torch.randn(n)}, [n]) for n in (2, 3)])
-    grads = torch.func.grad(lambda t: sum((x**2).sum() for x in t["x"]))(lazy)
-    _, tangent = torch.func.jvp(lambda t: t * t, (lazy,), (lazy,))
-
-    assert_stacks_equal(grads, lazy * 2)
-    assert_stacks_equal(tangent, lazy * lazy * 2)
-
-
 def test_pytree():
     """Both registries keep values, dimension and names, and tell stacks of other dimensions apart."""
     lazy = lazy_stack(ragged(), 1).with_names(["t", None])

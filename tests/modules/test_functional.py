@@ -114,17 +114,6 @@ def test_higher_derivatives():
     )
 
 
-def test_autograd_reaches_the_leaves():
-    """Plain `.backward()` fills the gradients of the leaves."""
-    model = make_mlp()
-    apply, params, _ = functional(model)
-    params = params.apply(lambda p: p.requires_grad_())
-    apply(params, X).sum().backward()
-    model(X).sum().backward()
-
-    assert_same_leaves(params.apply(lambda p: p.grad), {n: p.grad for n, p in model.named_parameters()})
-
-
 # -- buffers ------------------------------------------------------------------------------------------------------
 
 
@@ -333,19 +322,6 @@ def test_apply_is_a_value():
     assert copy.deepcopy(apply) is apply
     assert repr(apply) == f"Apply(ResNet, eval, {len(model.state_dict())} leaves)"
     assert isinstance(apply.module, ResNet)
-
-
-def test_precision():
-    """Weights of any dtype run, and autocast uses the weights of the call."""
-    apply, params, _ = functional(MLP)
-    assert apply(params.to(torch.bfloat16), X.bfloat16()).dtype is torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        out, expected = apply(from_module(MLP), X), MLP(X)
-        other, oracle = apply(params * 2.0, X), torch.func.functional_call(MLP, flat(params * 2.0), (X,))
-
-    assert out.dtype is torch.bfloat16
-    assert torch.equal(out, expected)
-    assert torch.equal(other, oracle)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Size, Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import tdfunc as tdf
 from tdfunc import Kind, TensorClass, TensorDict, lazy_stack
@@ -126,19 +126,6 @@ def test_to_namedtuple(td):
     assert found.n.b is td["n", "b"]
     assert found.n.s == ["p", "qq"]
     assert isinstance(td.select("a").rename_key("a", "left").set("right", B).to_namedtuple(Pair), Pair)
-
-
-def test_to_tensordict(td):
-    """Typed trees inside become open ones, leaves are copies, and names and kinds are kept."""
-    leaf = torch.ones(2)
-    tree = TensorDict({"p": Point(A, batch_size=[2]), "a": leaf, "n": {"b": leaf}}, [2], names=["r"])
-    found = tree.set("k", B, kind=Kind.BUFFER).to_tensordict()
-
-    assert type(found["p"]) is TensorDict
-    assert found["p", "x"].data_ptr() != A.data_ptr()
-    assert found.names == ["r"]
-    assert found.kind("k") is Kind.BUFFER
-    assert_trees_equal(td.to_tensordict(), td)
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------
@@ -307,17 +294,6 @@ def test_torchs_table_has_one_entry_more():
     assert str(tdf.collate(rows)) == str(default_collate(rows))
     assert [cls.__name__ for cls, fn in table.items() if fn.__module__.startswith("tdfunc")] == ["TensorCollection"]
     assert tdf.collate(tree) is tree
-
-
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_samplers_of_whole_batches(batch_size):
-    """A batch sampler, and a loader that takes rows one by one, give trees."""
-    data = SETS["TensorDict"]
-    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False) if batch_size is None else None
-    loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
-
-    assert_trees_equal(next(iter(loader)), data[:4])
-    assert_trees_equal(next(iter(DataLoader(data, batch_size=None))), data[0])
 
 
 @pytest.mark.parametrize("name", SETS)

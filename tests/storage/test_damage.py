@@ -330,16 +330,6 @@ def test_deep_paths_cost_no_more_than_the_file(tmp_path):
         load(tmp_path / "f.safetensors")
 
 
-def test_a_deep_leaf_with_a_short_name(tmp_path):
-    """A deep leaf with a short name of its own loads."""
-    depth = 5000
-    chain = [node("k", [{"tree": i + 1}]) for i in range(depth)]
-    (tmp_path / "f.safetensors").write_bytes(forge(tree(*chain, node("k", [[0, "", "w"]])), [W], DATA))
-    loaded = load(tmp_path / "f.safetensors")
-
-    assert loaded[("k",) * (depth + 1)].tolist() == [1, 2]
-
-
 HEADERS = {
     "overlap": f"{{{entry('a', 'U8', [4], 0, 4)},{entry('b', 'U8', [4], 2, 6)}}}",
     "hole": f"{{{entry('a', 'U8', [4], 0, 4)},{entry('b', 'U8', [2], 6, 8)}}}",

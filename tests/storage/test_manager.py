@@ -19,7 +19,6 @@ from tdfunc import (
     TensorDict,
     TreeStructureError,
     UnsupportedError,
-    load,
 )
 from tdfunc.storage.manager import manager as manager_module
 from tdfunc.storage.manager import steps as steps_module
@@ -65,18 +64,6 @@ def test_without_steps(tmp_path):
     assert value_of(manager.load()) == 1
 
 
-def test_a_step_is_a_checkpoint_for_others(tmp_path):
-    """The file of a step can be opened by itself."""
-    manager = CheckpointManager(tmp_path)
-    manager.save(5, tree_of(5))
-
-    assert sorted(os.listdir(tmp_path)) == ["step-0000000005"]
-    assert sorted(os.listdir(tmp_path / "step-0000000005")) == ["checkpoint.json", "model.safetensors"]
-    assert value_of(load(tmp_path / "step-0000000005" / "model.safetensors")) == 5
-    assert value_of(load(manager.path(5))) == 5
-    assert json.loads((tmp_path / "step-0000000005" / "checkpoint.json").read_text())["step"] == 5
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_step_in_several_files(background, tmp_path):
     """A step can have several files; a missing or foreign one is noticed."""
@@ -108,15 +95,6 @@ def test_options_of_load(manager):
     assert_same(manager.load(like=tree), tree)
     with pytest.raises(TreeStructureError, match="other"):
         manager.load(like=tree.set("other", torch.ones(1)))
-
-
-@pytest.mark.parametrize("step", [0, 10**10, 10**150, np.int64(7), torch.tensor(7)], ids=str)
-def test_steps_of_any_size(step, manager):
-    """Any int of up to 200 digits is a step."""
-    manager.save(step, tree_of(1)).result()
-
-    assert manager.steps() == [int(step)]
-    assert value_of(manager.load(step)) == 1
 
 
 def test_missing_steps(manager):

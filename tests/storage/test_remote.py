@@ -45,16 +45,6 @@ def test_one_file(system, tree):
     assert names(system) == ["t.safetensors"]
 
 
-def test_in_the_background(system, tree):
-    """The result is the URL under which the checkpoint is found."""
-    saver = tdfunc.AsyncSaver()
-    for url, options in (("memory://bucket/t.safetensors", {}), ("memory://bucket/m", {"max_shard_size": 500})):
-        found = saver.save(tree, url, **options).result()
-
-        assert found == url
-        assert_same(load(found), tree)
-
-
 def test_shards(system, tree):
     """Shards come back, and those of the replaced checkpoint go."""
     save(tree, "memory://bucket/m/model.safetensors")
