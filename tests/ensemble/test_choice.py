@@ -25,16 +25,6 @@ def test_plan_names_the_way_of_the_last_call():
     assert 'how="traced"' in ensemble.plan()
 
 
-@pytest.mark.parametrize("how", ["loop", "vmap", "traced"])
-def test_a_way_that_was_asked_for(how):
-    """The way that is asked for runs."""
-    ensemble, tree = ensemble_of([make_mlp() for _ in range(4)], how)
-    ensemble(tree, torch.ones(5, 3))
-
-    assert line(ensemble) == f"{how}, 4 members: given as how=."
-    assert repr(ensemble) == f"Ensemble(Sequential, how={how!r}, chunk_size=None)"
-
-
 def test_one_member_runs_without_vmap():
     """One member runs as the loop, and its trace has no grouped convolutions."""
     ensemble, tree = ensemble_of([make_resnet().eval()])

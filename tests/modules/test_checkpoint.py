@@ -347,17 +347,6 @@ def test_draws_are_repeated(transform):
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_keys():
-    """Draws by keys are the same in the second run, in a trace too."""
-    fn = checkpoint(lambda key, x: x.sin() * tdf.random.uniform(key, (4,)))
-    key, x = tdf.random.key(0), torch.randn(4)
-    expected = x.cos() * tdf.random.uniform(key, (4,))
-
-    step = tdf.jit(lambda key, x: grad(lambda x: fn(key, x).sum())(x))
-    torch.testing.assert_close(step(key, x), expected)
-    torch.testing.assert_close(step(key, x), expected)
-
-
 def test_autocast():
     """The second run has the autocast of the first, not that of the derivative."""
     w, x = torch.randn(8, 8), torch.randn(4, 8)

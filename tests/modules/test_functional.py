@@ -72,18 +72,6 @@ def test_apply_is_functional_call(name):
         torch.testing.assert_close(jvp, sum(g.sum() for g in tree_leaves(grads)), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_is_the_loop(name):
-    """Each member of a stacked tree runs with its own weights."""
-    model, x = make_case(name)
-    apply, params, buffers = functional(model.eval())
-    members = [params, params * 0.5, params * 1.5]
-    ours = torch.vmap(lambda p: apply(p, x, buffers=buffers))(torch.stack(members))
-
-    torch.testing.assert_close(ours, torch.stack([apply(p, x, buffers=buffers) for p in members]))
-
-
 def test_higher_derivatives():
     """Hessians, jacfwd, dual levels and gradients through an inner step are right."""
     apply, params, _ = functional(MLP)

@@ -159,17 +159,6 @@ def test_lazy_stacks_run_tree_by_tree():
     assert [y.shape for y in typed.y] == [(1,), (2,)]
 
 
-@pytest.mark.parametrize("size", [(), (0,), (1,), (2, 3)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_batch_sizes_and_dtypes(size, dtype):
-    """Any batch, an empty one too, and any dtype passes through."""
-    td = TensorDict({"x": torch.zeros(*size, 4, dtype=dtype)}, size)
-    out = TensorDictModule(lambda x: x.logical_not(), ["x"], ["y"])(td)
-
-    assert out["y"].shape == (*size, 4)
-    assert out.batch_size == size
-
-
 def test_gradients_and_inference():
     """Gradients flow to parameters and inputs; inference mode and meta tensors work."""
     module = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"])
@@ -194,16 +183,6 @@ def test_state_dicts_are_those_of_the_function():
     assert torch.equal(other[0].weight, net[0].weight)
     with pytest.raises(AttributeError):
         TensorDictModule(torch.exp, ["x"], ["y"]).weight  # noqa: B018
-
-
-@pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_and_pickles(remake):
-    """Copies compute the same with parameters of their own."""
-    module, td = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"]), TensorDict({"x": torch.randn(4, 3)}, [4])
-    again = remake(module)
-
-    assert_trees_equal(again(td), module(td))
-    assert again.module.weight is not module.module.weight
 
 
 def test_hooks_and_modes():

@@ -153,20 +153,6 @@ def test_reduce_on_plateau_is_that_of_torch(metrics, patience, cooldown, mode):
         assert state["scale"][0].item() == pytest.approx(opt.param_groups[0]["lr"])
 
 
-def test_a_schedule_is_differentiated():
-    """By a tensor that it holds: with `backward()` as with torch.func."""
-    params = tdf.TensorDict({"w": torch.ones(2, dtype=torch.float64)})
-
-    def after(peak):
-        opt = tdf.optim.sgd(lr=schedules.cosine_decay(peak, 10))
-        return opt.update(params, params * 3, opt.init(params))[0]["w"].sum()
-
-    peak = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
-    (grad,) = torch.autograd.grad(after(peak), peak)
-    assert grad.item() == pytest.approx(-6.0)
-    assert torch.func.grad(after)(peak.detach()).item() == pytest.approx(-6.0)
-
-
 MESSAGES = [
     (lambda: schedules.linear(0.0, 1.0, 0), "polynomial: transition_steps must be at least 1.*0"),
     (lambda: schedules.cosine_decay(1.0, 0), "cosine_decay: decay_steps must be at least 1"),

@@ -89,18 +89,6 @@ def test_tied_leaves_step_once():
 RATES = torch.tensor([1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("rule", [sgd, adam, adamw])
-def test_a_schedule_may_differ_by_member(rule, wrap):
-    """A schedule may give a value for each member."""
-    params = TensorDict({"w": torch.zeros(3, 3)}, [3])
-    scheduled, constant = rule(lr=lambda step: RATES), rule(lr=RATES)
-
-    moved, _ = wrap(scheduled.update)(params, params + 1, scheduled.init(params))
-
-    assert_trees_equal(moved, constant.update(params, params + 1, constant.init(params))[0])
-
-
 def test_optimizers_show_their_hyperparameters():
     """The repr of an optimizer shows its hyperparameters."""
     opt = adam(lr=lambda step: 0.1 / (step + 1), betas=(torch.tensor(0.5), torch.ones(3) / 2), weight_decay=1e-4)

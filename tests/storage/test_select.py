@@ -115,16 +115,6 @@ def test_dots_in_keys(tmp_path):
     assert load(path, like=like.flatten_keys(".")).unflatten_keys(".").paths() == like.paths()
 
 
-def test_differences_of_leaves_alone(tmp_path):
-    """Differences of shapes and dtypes alone are a LeafMismatchError."""
-    path = saved(TensorDict({"a": torch.ones(2)}), tmp_path)
-
-    with pytest.raises(LeafMismatchError, match=r"1 difference:[\s\S]*a: expected \[3\], got \[2\]"):
-        load(path, like={"a": torch.ones(3)})
-    with tdfunc.open(path) as f, pytest.raises(LeafMismatchError, match=r"expected float64, got float32"):
-        f.load(like={"a": Spec((2,), torch.float64)})
-
-
 def test_what_may_be_like(tmp_path):
     """A module's tree on the meta device, numpy arrays and specs without a shape or dtype can be `like`."""
     with torch.device("meta"):
