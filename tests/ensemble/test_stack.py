@@ -286,8 +286,7 @@ def test_registered_modules_are_compared_by_their_paths():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)],
+    "change", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)]
 )
 @pytest.mark.filterwarnings("ignore:.*_norm.*:FutureWarning")
 def test_weights_that_hooks_compute_may_differ(change):

@@ -11,10 +11,7 @@ import torch
 from torch import Size, nn
 from torch.utils import _pytree as pytree
 
-from tdfunc import (
-    TensorDict,
-    from_module,
-)
+from tdfunc import TensorDict, from_module
 
 A, B = torch.arange(3.0), torch.arange(6.0).reshape(3, 2)
 

@@ -15,16 +15,9 @@ from torch.utils import _pytree as pytree
 import tdfunc
 from tdfunc import NonTensorData, TensorDict
 from tdfunc._lazystack import LazyStack, lazy_stack
-from tdfunc.core.errors import (
-    ImmutableError,
-    MissingKeyError,
-)
+from tdfunc.core.errors import ImmutableError, MissingKeyError
 from tests.helpers import assert_pure
-from tests.lazystack.trees import (
-    Message,
-    assert_stacks_equal,
-    ragged,
-)
+from tests.lazystack.trees import Message, assert_stacks_equal, ragged
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from(["right", "left"]), st.integers(0, 1))

@@ -16,13 +16,7 @@ from tdfunc._lazystack import lazy_stack
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.modules.extract import from_module
 from tests.helpers import TiedLM, assert_trees_equal
-from tests.lazystack.trees import (
-    Message,
-    assert_stacks_equal,
-    ragged,
-    tensors_only,
-    tree,
-)
+from tests.lazystack.trees import Message, assert_stacks_equal, ragged, tensors_only, tree
 
 
 def columns(count=2):

@@ -144,11 +144,7 @@ def test_extra_state_is_set_or_the_load_undone():
     before, tree = slots_of(model), from_module(bad)
     with pytest.raises(ValueError, match="negative"):
         tree.to_module(model)
-    with (
-        pytest.raises(ValueError, match="negative"),
-        torch.autograd.forward_ad.dual_level(),
-        tree.to_module(model),
-    ):
+    with pytest.raises(ValueError, match="negative"), torch.autograd.forward_ad.dual_level(), tree.to_module(model):
         pass
 
     assert is_untouched(model, before)

@@ -12,16 +12,7 @@ from tdfunc import TensorDict
 from tdfunc._jit import jit
 from tdfunc.optim import adagrad, adam, adamw, sgd
 from tests.helpers import assert_pure, assert_trees_equal, quick
-from tests.optim.table import (
-    FIRST,
-    MEMBERS,
-    RULES,
-    assert_leaves,
-    each_rule,
-    random_tree,
-    train,
-    train_torch,
-)
+from tests.optim.table import FIRST, MEMBERS, RULES, assert_leaves, each_rule, random_tree, train, train_torch
 
 STEPS = 12
 FLAGS, BETAS = st.booleans(), st.sampled_from([0.0, 0.9, 0.999])

@@ -56,10 +56,7 @@ TORCH = {
         schedules.cosine_decay(1.0, 20, alpha=0.1),
     ),
     "exponential": (lambda opt: lr_scheduler.ExponentialLR(opt, 0.9), schedules.exponential_decay(1.0, 1, 0.9)),
-    "steps": (
-        lambda opt: lr_scheduler.StepLR(opt, 5, 0.3),
-        schedules.exponential_decay(1.0, 5, 0.3, staircase=True),
-    ),
+    "steps": (lambda opt: lr_scheduler.StepLR(opt, 5, 0.3), schedules.exponential_decay(1.0, 5, 0.3, staircase=True)),
     "milestones": (
         lambda opt: lr_scheduler.MultiStepLR(opt, [3, 11], 0.2),
         schedules.piecewise_constant(1.0, {3: 0.2, 11: 0.2}),
@@ -158,10 +155,7 @@ MESSAGES = [
     (lambda: schedules.cosine_decay(1.0, 0), "cosine_decay: decay_steps must be at least 1"),
     (lambda: schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), "include the warm-up.*above 5.*5"),
     (lambda: schedules.join_schedules([schedules.constant(1.0)], [3]), "a boundary between each two.*0.*1"),
-    (
-        lambda: schedules.join_schedules([schedules.constant(1.0)] * 3, [6, 3]),
-        r"boundaries must ascend.*\[6, 3\]",
-    ),
+    (lambda: schedules.join_schedules([schedules.constant(1.0)] * 3, [6, 3]), r"boundaries must ascend.*\[6, 3\]"),
     (lambda: schedules.ReduceOnPlateau(1.0), "factor must lie between 0 and 1.*1.0"),
 ]
 

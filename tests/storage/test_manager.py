@@ -13,13 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tdfunc import (
-    CheckpointManager,
-    CorruptCheckpointError,
-    TensorDict,
-    TreeStructureError,
-    UnsupportedError,
-)
+from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, TreeStructureError, UnsupportedError
 from tdfunc.storage.manager import manager as manager_module
 from tdfunc.storage.manager import steps as steps_module
 from tests.storage.scripts import tree_of, value_of
