@@ -138,6 +138,15 @@ def test_checksums_tell_without_reading(tmp_path):
     assert other.out == "no differences; values compared: no (--values reads them)\n"
 
 
+@pytest.mark.parametrize(("tol", "code"), [("1e-3", 0), ("1e-5", 1), ("0/1e-3", 0), ("1e-3/0", 0), ("0/1e-5", 1)])
+def test_tolerance(tol, code, tmp_path):
+    """RTOL and ATOL are used as `torch.isclose` uses them."""
+    save(TensorDict({"w": torch.tensor([1.0, 2.0])}), tmp_path / "a.safetensors")
+    save(TensorDict({"w": torch.tensor([1.0, 2.0005])}), tmp_path / "b.safetensors")
+
+    assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--tol", tol).code == code
+
+
 @given(
     st.lists(st.tuples(st.floats(width=32), st.floats(width=32), st.booleans()), min_size=1, max_size=30),
     st.sampled_from([0.0, 1e-3, 10.0]),

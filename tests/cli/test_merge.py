@@ -284,6 +284,19 @@ def test_options_that_do_not_fit(args, text, tmp_path, models):
     assert len(models) == 3
 
 
+def test_integers_must_be_equal(tmp_path):
+    """A counter that differs raises, and the old result stays."""
+    for i in range(2):
+        tdf.save(tdf.TensorDict({"w": torch.randn(2), "n": torch.tensor(i)}), tmp_path / f"{i}.safetensors")
+
+    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    result = run("merge", *paths, "-o", paths[0], "--method", "linear", "--force")
+
+    assert result.code == 2
+    assert "n (torch.int64) must be equal" in result.err
+    assert tdf.load(paths[0])["n"] == 0
+
+
 def test_ties_must_be_equal(tmp_path):
     """A tie that one model does not have raises, since a value would be lost; a leaf of the other one is told."""
     tied = tdf.from_module(torch.nn.ModuleDict(dict.fromkeys("ab", torch.nn.Linear(2, 2, bias=False)))).detach()

@@ -12,7 +12,7 @@ from tdfunc import CheckpointManager, Filter, Kind, NonTensorData, TensorDict, l
 from tdfunc.core.collection import TensorCollection
 from tests.cli.helpers import WRITERS, make_tree, read_back, run, write_as
 from tests.helpers import examples
-from tests.storage.trees import assert_same, same_bytes
+from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes
 
 
 def assert_same_state(actual, expected):
@@ -52,6 +52,19 @@ def test_convert_keeps_the_tree(source, target, tmp_path):
     assert run("convert", path, out, "--to", target).code == 0
 
     assert_same(load(out), load(path))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convert_every_dtype(dtype, tmp_path):
+    """Every dtype goes to a file of torch.save and back with its bits."""
+    leaf = of_dtype(dtype, (3, 4))
+    save(TensorDict({"x": leaf}), tmp_path / "a.safetensors")
+
+    assert run("convert", tmp_path / "a.safetensors", tmp_path / "b.pt").code == 0
+    assert run("convert", tmp_path / "b.pt", tmp_path / "c.safetensors").code == 0
+
+    assert same_bytes(torch.load(tmp_path / "b.pt", weights_only=True)["x"], leaf)
+    assert same_bytes(load(tmp_path / "c.safetensors")["x"], leaf)
 
 
 def test_state_dict_says_what_it_leaves_out(tmp_path):
@@ -248,6 +261,16 @@ def test_average_oracle(tmp_path_factory, weights, dtype):
     assert result.code == 0
     assert torch.equal(load(folder / "o.safetensors")["w"], expected.to(dtype))
     assert load(folder / "o.safetensors")["n"] == 3
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_average_of_equals_is_the_same(format, tmp_path):
+    """The average of a checkpoint with itself has its bits, ties and kinds."""
+    path = write_as(format, make_tree(), tmp_path)
+
+    assert run("average", path, path, path, "-o", tmp_path / "out.safetensors").code == 0
+
+    assert run("diff", path, tmp_path / "out.safetensors", "--values").code == 0
 
 
 def average(*values, weights=None, folder, dtype=torch.float64):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tdfunc import CheckpointManager, Kind, NonTensorData, TensorDict, save
 from tdfunc.cli.numbers import Stats
 from tests.cli.helpers import WRITERS, make_tree, run, write_as
+from tests.storage.trees import DTYPES, of_dtype
 
 
 @pytest.mark.parametrize("format", WRITERS)
@@ -82,6 +83,22 @@ def test_stats_oracle(values, count):
     assert [found[name] for name in ("nan", "inf", "zero")] == [
         s.double().mean().item() if values else 0 for s in shares
     ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stats_of_every_dtype(dtype, tmp_path):
+    """Statistics are those of the values, in every dtype."""
+    leaf = of_dtype(dtype, (4, 6))
+    save(TensorDict({"x": leaf}), tmp_path / "t.safetensors")
+
+    result = run("show", tmp_path / "t.safetensors", "--stats", "--json")
+
+    assert result.code == 0
+    if dtype.startswith("float4"):
+        assert "stats" not in result.json["leaves"][0]
+    else:
+        wide = leaf.to(torch.complex128).abs() if leaf.is_complex() else leaf.to(torch.float64)
+        assert result.json["leaves"][0]["stats"]["max"] == pytest.approx(wide[wide.isfinite()].max().item())
 
 
 def test_stats_columns(tmp_path):

@@ -346,6 +346,17 @@ def test_compile_in_one_graph(how, members, generator):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_inference_mode(how, generator):
+    """A call in inference mode gives the same outputs, and later calls are not affected."""
+    ensemble, tree = ensemble_of([make_cnn() for _ in range(2)], how)
+    x = torch.randn(2, 3, 8, 8, generator=generator)
+    with torch.inference_mode():
+        out = ensemble(tree, x)
+
+    assert_close(out, ensemble(tree, x))
+
+
 @pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
 def test_meta(how):
     """Meta tensors give the shapes without computing."""

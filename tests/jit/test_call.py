@@ -213,6 +213,17 @@ def test_constants_are_fresh():
     assert fn(torch.ones(1)).tolist() == [1, 2]
 
 
+def test_views_and_strides():
+    """A trace of one layout is not replayed on another."""
+    fn = jit(lambda x: (x.reshape(-1), x.t().contiguous(), x.flatten() + 1))
+    x = torch.arange(6.0).reshape(2, 3)
+
+    for other in (x, torch.arange(6.0).reshape(3, 2).t(), x[:, ::1], torch.arange(12.0).reshape(2, 6)[:, ::2]):
+        for got, expected in zip(fn(other), fn.__wrapped__(other), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+            assert got.stride() == expected.stride()
+
+
 def test_grad_without_graph():
     """Under no_grad an argument may require grad: it comes back as itself, its detached twin as another."""
     w = nn.Parameter(torch.ones(3))
@@ -223,6 +234,17 @@ def test_grad_without_graph():
     assert not out.requires_grad
     assert same is w
     assert not detached.requires_grad
+
+
+def test_backward_inside(generator):
+    """`torch.autograd.grad` inside the function is recorded."""
+
+    def fn(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(x.pow(3).sum(), x)[0]
+
+    x = torch.randn(3, generator=generator)
+    torch.testing.assert_close(jit(fn)(x), 3 * x.square())
 
 
 # torch's own, of the fast path.

@@ -178,6 +178,19 @@ def test_globals_of_an_inner_jitted_function_are_in_the_key(monkeypatch):
     assert outer(torch.ones(1)).item() == 4
 
 
+def test_through_vmap_and_grad_closures():
+    """The closure of a loss inside vmap(grad(loss)) is read."""
+    factor = 1.0
+
+    def loss(p):
+        return (p * factor).sum()
+
+    traced = jit(torch.vmap(torch.func.grad(loss)))
+    assert traced(torch.ones(2, 3))[0, 0].item() == 1
+    factor = 5.0
+    assert traced(torch.ones(2, 3))[0, 0].item() == 5
+
+
 def test_partials_and_methods():
     """`functools.partial`, methods and callable objects are traced."""
 

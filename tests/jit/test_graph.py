@@ -230,3 +230,15 @@ def test_graph_is_cleaned(generator):
     code = jit(fn).graph(x).code
     assert code.count("aten.mm") == 1
     assert not any(word in code for word in ("detach", "view", "exp", "aten.t.", "mul"))
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.view(()) + 1, lambda x: x.reshape(()).expand(()), lambda x: x.sum().view(1)]
+)
+def test_views_without_dimensions(fn):
+    """A view of one number as a tensor without dimensions replays as it runs."""
+    x = torch.randn(1)
+    run = jit(fn)
+
+    for _ in range(2):
+        assert torch.equal(run(x), fn(x))

@@ -9,7 +9,7 @@ from tdfunc import TensorDict
 from tdfunc._lazystack import lazy_stack
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError
 from tests.helpers import assert_pure, assert_trees_equal
-from tests.lazystack.trees import assert_stacks_equal, ragged, tensors_only, tree, uniform
+from tests.lazystack.trees import assert_alike, assert_stacks_equal, ragged, tensors_only, tree, uniform
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -23,6 +23,19 @@ def test_set_cuts_values_along_the_stack(dim):
     assert_trees_equal(new.exclude("t", "s").dense(), expected.exclude("s"))
     assert new["t"] == ["word"] * 3
     assert sorted(lazy.keys()) == ["n", "s", "x"]
+
+
+@pytest.mark.parametrize("wrap", [tuple, list])
+def test_set_takes_a_value_for_each_tree(wrap):
+    """A tuple or list gives each tree its value."""
+    lazy = lazy_stack(ragged())
+    new = lazy.set("z", wrap([torch.zeros(n) for n in (2, 4, 3)])).set(("n", "k"), wrap([1.0, 2.0, 3.0]))
+
+    assert [len(z) for z in new["z"]] == [2, 4, 3]
+    assert [k[0].item() for k in new["n", "k"]] == [1, 2, 3]
+    assert lazy.set("w", lazy["x"])["w"] == lazy["x"]
+    assert lazy.set("w", lazy["n"])["w", "y"] == lazy["n", "y"]
+    assert lazy.set("words", lazy["s"])["words"] == lazy["s"]
 
 
 def test_update_delete_select_pop():
@@ -119,6 +132,17 @@ def test_errors_name_the_tree():
 def around():
     """A tree with a ragged entry beside a dense one."""
     return TensorDict({"lazy": lazy_stack(tensors_only(ragged())), "w": torch.arange(3.0)}, [3])
+
+
+@pytest.mark.parametrize(
+    "index", [1, slice(1, 3), [2, 0], [True, False, True], None, (None, 1), (slice(None), None)], ids=repr
+)
+def test_child_follows_an_index(around, index):
+    """A lazy stack inside a tree is indexed with it."""
+    result = around[index]["lazy"]
+    expected = around["lazy"][index]
+
+    assert_alike(result, expected)
 
 
 def test_child_follows_shapes(around):

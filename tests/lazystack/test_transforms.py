@@ -53,6 +53,17 @@ def test_vmap_refuses_other_dimensions(dim, in_dims):
         torch.vmap(lambda t: t * 2, in_dims=in_dims)(lazy_stack(trees, dim))
 
 
+def test_vmap_of_a_tree_around():
+    """The same holds for a lazy stack inside a tree."""
+    inner = lazy_stack(columns(3), 0)
+
+    with pytest.raises(BatchSizeError, match="in_dims=0"):
+        torch.vmap(lambda t: t)(TensorDict({"lazy": inner, "w": torch.zeros(3)}, [3]))
+    out = torch.vmap(lambda t: t)(TensorDict({"lazy": inner.permute(1, 0), "w": torch.zeros(3)}, [3]))
+
+    assert_stacks_equal(out["lazy"], inner.permute(1, 0))
+
+
 def test_tree_map_inside_vmap():
     """A map over the leaves inside vmap is not taken for vmap."""
     lazy = lazy_stack([TensorDict({"x": torch.randn(3, 4)}, [3, 4]) for _ in range(2)], 1)

@@ -127,6 +127,15 @@ def test_parts_bind():
     assert model.norm.running_mean is mean
 
 
+def test_a_state_dict_without_non_persistent_buffers_fits():
+    """A checkpoint, which never has them, loads strictly."""
+    model = make_mlp()
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+    TensorDict(model.state_dict()).unflatten_keys(".").to_module(model)
+
+    assert torch.equal(model.cache, torch.ones(2))
+
+
 class Fragile(WithState):
     """A module whose extra state cannot be negative."""
 

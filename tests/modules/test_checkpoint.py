@@ -147,6 +147,18 @@ def test_a_trace_has_the_numbers_of_the_plain_function(form):
     torch.testing.assert_close(tdf.jit(thrifty)(stacked(w), x), plain(stacked(w), x))
 
 
+@pytest.mark.parametrize("case", ["grad", "three times", "vmap of grad", "grad of vmap", "backward of vmap twice"])
+def test_a_gradient_inside(case):
+    """The function takes a gradient itself, in a transform."""
+    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+
+    def fn(wrap, w, x):
+        return wrap(lambda w, x: grad(lambda z: (z @ w).sin().sum())(x).tanh())(w, x).square().sum()
+
+    plain, thrifty = (functools.partial(fn, wrap) for wrap in (lambda fn: fn, checkpoint))
+    torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
+
+
 @st.composite
 def programs(draw, depth=1, keeps=("in a list", "in an attribute", "the result")):
     """Calls: what each is given, reads, keeps and returns. Numbers choose among the values that there are."""
@@ -295,6 +307,23 @@ def test_memory(transform):
         peaks.append(memory.peak)
 
     assert peaks[0] < 0.25 * peaks[1]
+
+
+def test_it_runs_again():
+    """Once without derivatives, and once more for each."""
+    runs = []
+    fn = checkpoint(lambda x: (runs.append(1), x.sin())[1])
+    x = torch.randn(3)
+
+    fn(x)
+    assert len(runs) == 1
+    grad(lambda x: fn(x).sum())(x)
+    assert len(runs) == 3
+    with torch.no_grad():
+        fn(x.requires_grad_())
+    assert len(runs) == 4
+    fn(x).sum().backward()
+    assert len(runs) == 6
 
 
 def test_what_has_no_derivative():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdfunc import from_module, functional
 from tests.models import Norm, ResNet, Shared, Tied, make_mlp
@@ -117,6 +118,37 @@ def test_writes_are_put_back():
     assert not hasattr(module, "new")
     assert not hasattr(module, "late")
     assert not hasattr(module.linear, "child")
+
+
+def test_plain_calls_between_compiled_ones():
+    """A plain call changes nothing that the compiled one guards on."""
+    apply, params, buffers = functional(Norm())
+    counter = CompileCounter()
+    compiled = torch.compile(lambda p, b: apply.with_buffers(p, b, X), backend=counter, fullgraph=True)
+    tree = params.clone()
+    for _ in range(3):
+        for _ in range(2):
+            ours, plain = compiled(tree, buffers)[0], apply.with_buffers(tree, buffers, X)[0]
+            assert torch.equal(ours, plain)
+        apply.eval()(tree, X, buffers=buffers)
+        tree = scaled(tree, 2.0)
+
+    assert counter.frame_count == 1
+
+
+def test_a_trace_binds_in_a_block_only():
+    """A load inside make_fx leaves no fake tensor in the module."""
+    model = make_mlp()
+    before = list(model.parameters())
+    tree = from_module(model).detach()
+
+    def run(tree, x):
+        with tree.to_module(model):
+            return model(x)
+
+    traced = make_fx(run, tracing_mode="fake")(tree, X)
+    assert torch.equal(traced(tree * 2.0, X), run(tree * 2.0, X))
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_export():

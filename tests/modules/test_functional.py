@@ -312,6 +312,19 @@ def test_apply_is_a_value():
     assert isinstance(apply.module, ResNet)
 
 
+def test_precision():
+    """Weights of any dtype run, and autocast uses the weights of the call."""
+    apply, params, _ = functional(MLP)
+    assert apply(params.to(torch.bfloat16), X.bfloat16()).dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = apply(from_module(MLP), X), MLP(X)
+        other, oracle = apply(params * 2.0, X), torch.func.functional_call(MLP, flat(params * 2.0), (X,))
+
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(out, expected)
+    assert torch.equal(other, oracle)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_inference(training):
     """Inference tensors run, inside and outside of inference mode, and none stays in a skeleton that trains later."""

@@ -2,10 +2,13 @@
 
 import itertools
 import math
+import secrets
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +136,19 @@ def test_distributions_are_torchs(name):
     grid = grid[torch.linspace(0, len(grid) - 1, min(len(grid), 500)).long()]
     gap = max(abs((ours <= v).float().mean() - (theirs <= v).float().mean()) for v in grid)
     assert gap < math.sqrt(-math.log(1e-6 / 2) / 2) * math.sqrt(2 / N)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("drop", [F.dropout, F.dropout1d, F.alpha_dropout])
+def test_dropout_at_its_ends(drop, p):
+    """Dropping nothing or everything gives finite numbers; evaluation mode drops nothing."""
+    with seeded(random.key(0)):
+        out = drop(ONES, p, training=True)
+        assert torch.equal(drop(ONES, p, training=False), ONES)
+
+    assert out.isfinite().all()
+    assert p != 0.0 or torch.equal(out, ONES)
+    assert p != 1.0 or not out.any()
 
 
 @pytest.mark.parametrize(
@@ -270,6 +286,35 @@ def test_a_members_bad_values_are_refused(name):
     for call in (mapped, lambda x: run(x[1]), lambda x: gradient(x[1]), lambda x: replay(x[1:], key)):
         with pytest.raises((RuntimeError, ValueError), match="must be|weights"):
             call(values)
+
+
+def new_key():
+    """A key that no run has had before."""
+    return random.key(secrets.randbits(64))
+
+
+LAWS = {
+    "normal_": (lambda x: x.normal_(1, 3), stats.norm(1, 3)),
+    "exponential_": (lambda x: x.exponential_(0.3), stats.expon(scale=1 / 0.3)),
+    "cauchy_": (lambda x: x.cauchy_(1, 2), stats.cauchy(1, 2)),
+    "log_normal_": (lambda x: x.log_normal_(0.5, 3.0), stats.lognorm(3.0, scale=math.exp(0.5))),
+    "randn_like": (torch.randn_like, stats.norm()),
+    "gumbel": (lambda x: random.gumbel(new_key(), x.shape, dtype=x.dtype), stats.gumbel_r()),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_draws_fit_their_law_in_every_dtype(name, dtype):
+    """With a new seed each time: numbers that round to the same one, spread again, fit scipy's distribution."""
+    (draw, law), key = LAWS[name], new_key()
+    with seeded(key):
+        drawn = draw(torch.empty(10**5, dtype=dtype))
+    ends = [(drawn.double() + drawn.nextafter(drawn.new_tensor(end)).double()) / 2 for end in (-INF, INF)]
+    low, high = (law.cdf(end.numpy()) for end in ends)
+    share = np.random.default_rng(key.tolist()[0] & 0xFFFF).uniform(size=low.shape)
+
+    assert stats.kstest(low + share * (high - low), "uniform").pvalue > 1e-7, key
 
 
 # -- apply --------------------------------------------------------------------------------------------------------

@@ -336,6 +336,18 @@ def test_children_are_put_back(name):
     assert first == second == third
 
 
+def test_a_call_that_raises_leaves_nothing_behind():
+    """An exception does not skip the cleaning."""
+    model, errors = Scribbler(), [KeyboardInterrupt, RuntimeError]
+    model.register_forward_hook(lambda *_: (_ for _ in ()).throw(errors.pop()("stop")) if errors else None)
+    apply, params, buffers = functional(model)
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error, match="stop"):
+            apply(params, X, buffers=buffers)
+
+    apply(params, X, buffers=buffers)
+
+
 @dataclasses.dataclass(slots=True)
 class Slotted:
     """State in a slot."""

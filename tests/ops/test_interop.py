@@ -128,6 +128,19 @@ def test_to_namedtuple(td):
     assert isinstance(td.select("a").rename_key("a", "left").set("right", B).to_namedtuple(Pair), Pair)
 
 
+def test_to_tensordict(td):
+    """Typed trees inside become open ones, leaves are copies, and names and kinds are kept."""
+    leaf = torch.ones(2)
+    tree = TensorDict({"p": Point(A, batch_size=[2]), "a": leaf, "n": {"b": leaf}}, [2], names=["r"])
+    found = tree.set("k", B, kind=Kind.BUFFER).to_tensordict()
+
+    assert type(found["p"]) is TensorDict
+    assert found["p", "x"].data_ptr() != A.data_ptr()
+    assert found.names == ["r"]
+    assert found.kind("k") is Kind.BUFFER
+    assert_trees_equal(td.to_tensordict(), td)
+
+
 # -- state dicts ------------------------------------------------------------------------------------------------
 
 

@@ -160,6 +160,14 @@ def test_another_device_that_is_not_here(tmp_path):
 # -- files of other programs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("names", [["a", "a.b"], ["a..b"], ["a.b", ".c"], [".".join("k" * 100)]], ids=str)
+def test_ambiguous_names_stay_flat(names, tmp_path):
+    """Names that do not nest load as keys with dots."""
+    safetensors.torch.save_file({name: torch.ones(1) for name in names}, tmp_path / "t.safetensors")
+
+    assert set(load(tmp_path / "t.safetensors").keys()) == set(names)
+
+
 def test_misaligned_leaves_are_copied(tmp_path):
     """Leaves that do not lie on multiples of their element size load as aligned copies."""
     raw = b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"b":{"dtype":"F32","shape":[2],"data_offsets":[3,11]},'
@@ -202,3 +210,14 @@ def test_other_headers_are_the_limit_of_safetensors(tmp_path, monkeypatch):
         save(TensorDict({str(i): torch.ones(1) for i in range(20)}), tmp_path / "t.safetensors")
     assert list(tmp_path.iterdir()) == []
     assert header.MAX_HEADER_BYTES == 100_000_000
+
+
+def test_a_value_seen_with_a_huge_batch_takes_no_memory(tmp_path):
+    """A value for a whole batch is written and loaded once, whatever the batch size."""
+    td = TensorDict({"n": TensorDict({"s": "x"}, [2**40])})
+    save(td, tmp_path / "f.safetensors")
+
+    back = load(tmp_path / "f.safetensors")
+    assert back["n"].batch_size == torch.Size([2**40])
+    assert back["n", "s"] == "x"
+    assert (tmp_path / "f.safetensors").stat().st_size < 10_000

@@ -62,6 +62,32 @@ def define(name, **fields):
 
 X, XY, XYZ = ({name: torch.Tensor for name in names} for names in ("x", "xy", "xyz"))
 Batch, Renamed, Wider, Narrow = define("Batch", **XY), define("Renamed", **XY), define("Wider", **XYZ), define("N", **X)
+GIVEN = {
+    "of the same name": ([Batch], Batch),
+    "of the same name, of two": ((Renamed, Batch), Batch),
+    "renamed": ([Renamed], Renamed),
+    "of these fields, of two": ([Wider, Renamed], Renamed),
+    "of more fields": ([Wider], Wider),
+    "one class": (Renamed, Renamed),
+    "by the recorded name": ({"__main__:Batch": Wider, "other:Batch": Batch}, Wider),
+    "plain": (TensorDict, TensorDict),
+}
+
+
+@pytest.mark.parametrize("form", ["", ".safetensors"])
+@pytest.mark.parametrize("case", GIVEN)
+def test_given_classes(case, form, written):
+    """A class that is not here is found among those given: by its qualified name, then by the fields."""
+    given, expected = GIVEN[case]
+
+    alone, inside = (
+        tdf.load(written / f"alone{form}", classes=given),
+        tdf.load(written / f"inside{form}", classes=given),
+    )
+
+    assert type(alone) is type(inside["in", "b"]) is expected
+    assert alone.batch_size == (2,)
+    assert alone["x"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("form", ["", ".safetensors"])

@@ -1,6 +1,8 @@
 """Files that are not what was saved: damaged, cut, or made to do harm. Each load raises, naming the file."""
 
 import json
+import os
+import stat
 import struct
 
 import pytest
@@ -394,6 +396,15 @@ def test_files_of_torch(raw, tmp_path):
     (tmp_path / "f.safetensors").write_bytes(raw)
 
     with pytest.raises(UnsupportedError, match=r"f\.safetensors[\s\S]*never reads[\s\S]*tdfunc convert"):
+        load(tmp_path / "f.safetensors")
+
+
+def test_special_files(tmp_path):
+    """A pipe is refused at once."""
+    os.mkfifo(tmp_path / "f.safetensors")
+    assert stat.S_ISFIFO(os.stat(tmp_path / "f.safetensors").st_mode)
+
+    with pytest.raises(CorruptCheckpointError, match="must be a regular file"):
         load(tmp_path / "f.safetensors")
 
 

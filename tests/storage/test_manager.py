@@ -91,6 +91,15 @@ def test_options_of_load(manager):
         manager.load(like=tree.set("other", torch.ones(1)))
 
 
+@pytest.mark.parametrize("step", [0, 10**10, 10**150, np.int64(7), torch.tensor(7)], ids=str)
+def test_steps_of_any_size(step, manager):
+    """Any int of up to 200 digits is a step."""
+    manager.save(step, tree_of(1)).result()
+
+    assert manager.steps() == [int(step)]
+    assert value_of(manager.load(step)) == 1
+
+
 def test_missing_steps(manager):
     """A wrong number is told by the call, with the steps that there are."""
     for step in range(12):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from tdfunc import (
     LeafMismatchError,
@@ -19,6 +20,7 @@ from tdfunc import (
     TensorClass,
     TensorDict,
     UnsupportedError,
+    lazy_stack,
 )
 from tdfunc.core.memory import mapped_file
 from tdfunc.parallel.parcel import is_in_file
@@ -380,6 +382,23 @@ def test_save_takes_a_folder(tmp_path):
     """The name of a file is refused, with the function that writes files."""
     with pytest.raises(ValueError, match=r"(?s)x\.safetensors.*tdfunc\.save\(tree, path\)"):
         flat().save(tmp_path / "x.safetensors")
+
+
+def test_without_values(tmp_path):
+    """A folder opens on the meta device, and under FakeTensorMode, without its leaves."""
+    tree = flat().set("l", lazy_stack([TensorDict({"x": torch.ones(i)}) for i in (1, 2, 3)]))
+    tree.memmap(tmp_path / "d")
+    os.remove(tmp_path / "d" / "a.memmap")
+
+    meta = TensorDict.load_memmap(tmp_path / "d", device="meta")
+    with FakeTensorMode():
+        fake = TensorDict.load_memmap(tmp_path / "d")
+
+    assert meta["a"].is_meta
+    assert meta["a"].shape == (3, 2)
+    assert meta.device == torch.device("meta")
+    assert "FakeTensor" in repr(fake)
+    assert fake["a"].device == torch.device("cpu")
 
 
 # -- gather and processes ---------------------------------------------------------------------------------------

@@ -327,6 +327,17 @@ def test_a_lazy_stack_of_typed_trees_of_tensordict(at, tmp_path):
         assert [part["s"] for part in tree.unbind(0)] == ["word", "word"]
 
 
+def test_a_typed_tree_of_tensordict_around_something_else(tmp_path):
+    """A folder that claims to be a tensorclass around one value is refused by name."""
+    write(tmp_path / "d", {"_type": RAGGED})
+    write(tmp_path / "d" / "_tensordict", {"_type": VALUES, "data": [1]})
+
+    with pytest.raises(
+        UnsupportedError, match=r"the root is of a type(.|\n)*expected: a TensorDict(.|\n)*NonTensorStack"
+    ):
+        TensorDict.load_memmap(tmp_path / "d")
+
+
 def test_a_lazy_stack_of_tensordict_s_tensorclass(tmp_path):
     """A lazy stack of tensorclasses that tensordict wrote opens."""
     stack = Incumbent.lazy_stack([Theirs(x=torch.full((n,), float(n)), s=str(n), batch_size=[n]) for n in (1, 2)])
@@ -419,6 +430,23 @@ def test_writing_again_leaves_loaded_trees_as_they_are(tmp_path):
     assert tree["a"].sum() == 0
     assert os.listdir(tmp_path) == ["d"]
     assert sorted(os.listdir(tmp_path / "d")) == ["a.memmap", "meta.json"]
+
+
+def test_other_files_are_not_deleted(tmp_path):
+    """A folder with other files is not replaced."""
+    (tmp_path / "d" / "inner").mkdir(parents=True)
+    (tmp_path / "d" / "inner" / "thesis.tex").write_text("years")
+    with pytest.raises(FileExistsError, match="(?s)must not be deleted.*thesis.tex"):
+        TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "d")
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "x.memmap").write_text("data")
+    with pytest.raises(FileExistsError, match="(?s)must not be deleted.*that its meta.json names.*x.memmap"):
+        TensorDict({"a": torch.zeros(1)}).memmap_like(tmp_path / "e")
+    TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "f")
+    with pytest.raises(FileExistsError, match="(?s)the folder exists.*a new or empty one"):
+        TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "f", existsok=False)
+
+    assert (tmp_path / "d" / "inner" / "thesis.tex").read_text() == "years"
 
 
 @pytest.mark.parametrize(

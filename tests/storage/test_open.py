@@ -1,7 +1,9 @@
 """Reading parts of a checkpoint: leaves, rows and sub-trees, without reading the rest."""
 
+import json
 import os
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,12 +11,15 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 import tdfunc
 from tdfunc import CorruptCheckpointError, MissingKeyError, TensorClass, TensorDict
 from tdfunc.storage.api import load, save
-from tdfunc.storage.safetensors import read
-from tests.helpers import examples
+from tdfunc.storage.safetensors import contents, read
+from tests.helpers import examples, run_in_threads
 from tests.storage.trees import assert_same, same_bytes, tied_trees, trees
 
 
@@ -249,6 +254,20 @@ def test_close_waits_for_readers(layers, monkeypatch):
     assert not closer.is_alive()
 
 
+def test_many_threads_read(layers):
+    """Threads share a handle."""
+    path, _ = layers
+    wrong = []
+
+    def work(f, n):
+        wrong.extend(i for i in range(n, 40, 8) if not (f["layers", str(i), "w"] == i).all())
+
+    with tdfunc.open(path) as f:
+        run_in_threads(partial(work, f), range(8))
+
+    assert wrong == []
+
+
 def test_a_handle_keeps_its_file(layers):
     """A handle reads its own file, also after a save over it."""
     path, tree = layers
@@ -257,6 +276,32 @@ def test_a_handle_keeps_its_file(layers):
 
         assert torch.equal(f["layers", "7", "w"], tree["layers", "7", "w"])
         assert f["note"] == "text"
+
+
+def test_devices(tmp_path):
+    """Leaves are put where they are asked for."""
+    path = saved(TensorDict({"a": {"b": torch.ones(2)}}, device="cpu"), tmp_path)
+
+    with tdfunc.open(path, device="meta") as f:
+        assert f["a", "b"].is_meta
+        assert f["a"].load()["b"].is_meta
+        assert f["a"].load(device="cpu")["b"].device == torch.device("cpu")
+    with tdfunc.open(path) as f:
+        assert f["a"].load().device == torch.device("cpu")
+
+
+def test_tensors_without_values(tmp_path):
+    """Under FakeTensorMode leaves are fake; under a default device they are on the CPU."""
+    path = saved(TensorDict({"a": nn.Parameter(torch.ones(4, 3))}), tmp_path)
+
+    with tdfunc.open(path) as f:
+        with FakeTensorMode():
+            assert isinstance(f["a"], FakeTensor)
+            assert f.slice("a", [0, 1]).shape == (2, 3)
+        with torch.device("meta"):
+            assert torch.equal(f["a"], torch.ones(4, 3, device="cpu"))
+            assert torch.equal(f.slice("a", [0, 3]), torch.ones(2, 3, device="cpu"))
+            assert f.load()["a"].device == torch.device("cpu")
 
 
 def test_numpy_indices(tmp_path):
@@ -276,3 +321,16 @@ def test_a_handle_that_nobody_closed(layers):
 
     with pytest.warns(ResourceWarning, match=r"unclosed checkpoint .*t\.safetensors"):
         tdfunc.open(path)
+
+
+def test_many_leaves_of_another_program_are_found_by_name(tmp_path, monkeypatch):
+    """Reading all leaves one by one takes a number of steps that grows with their number only."""
+    leaves = {f"layers.{i}.weight": torch.full((1,), float(i)) for i in range(50)}
+    safetensors.torch.save_file(leaves, tmp_path / "f.safetensors")
+    quoted = []
+    monkeypatch.setattr(contents, "quote", lambda text: (quoted.append(text), json.dumps(text))[1])
+    with tdfunc.open(tmp_path / "f.safetensors") as f:
+        found = {name: f[tuple(name.split("."))] for name in leaves}
+
+    assert all(same_bytes(found[name], leaf) for name, leaf in leaves.items())
+    assert len(quoted) < 10 * len(leaves)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tdfunc
-from tdfunc import TensorDict, UnsupportedError
+from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk import remote
 from tests.storage.trees import assert_same
@@ -79,6 +79,17 @@ def test_parts_are_fetched_alone(options, system, tree, monkeypatch):
         assert fetched == [24]
         assert_same(f.load(), tree)
     assert_same(load(path, where="b"), TensorDict({"b": tree["b"]}))
+
+
+def test_damage(system, tree):
+    """A damaged leaf is an error that names the URL and the leaf."""
+    save(tree, "memory://bucket/t.safetensors")
+    raw = bytearray(system.cat_file("/bucket/t.safetensors"))
+    raw[-1] ^= 1
+    system.pipe_file("/bucket/t.safetensors", bytes(raw))
+
+    with pytest.raises(CorruptCheckpointError, match=r'load memory://bucket/t\.safetensors: leaf "a\.w" is damaged'):
+        load("memory://bucket/t.safetensors", where="a.w")
 
 
 def test_what_is_not_there(system, tree):

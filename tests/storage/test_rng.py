@@ -33,6 +33,15 @@ def test_the_global_generators_go_on_where_they_were(before, between, tmp_path):
     assert draw_global() == expected
 
 
+def test_reading_changes_nothing():
+    """Reading the state does not advance a generator."""
+    state = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    get_rng_state()
+
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]
+
+
 GENERATORS = {
     "dropout": lambda: torch.Generator().manual_seed(3),
     "pcg": lambda: np.random.default_rng(3),

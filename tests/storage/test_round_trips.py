@@ -188,6 +188,16 @@ def test_stacks_of_a_class_are_of_it(way, tmp_path):
     assert type(back["point"]) is Point
 
 
+def test_stacks_without_their_class(tmp_path):
+    """With `classes=TensorDict` a stack of typed trees is a stack of plain ones."""
+    back = single(ragged(), tmp_path)
+    plain = tdfunc.load(tmp_path / "x.safetensors", classes=TensorDict)
+
+    assert type(plain["typed"]) is LazyStack
+    assert [type(part) for part in plain["typed"].trees] == [TensorDict, TensorDict]
+    assert plain["two"].batch_size == back["two"].batch_size
+
+
 @LAW
 @given(tree=trees() | tied_trees(), size=st.integers(1, 100))
 def test_shards_of_any_size(tree, size, tmp_path):

@@ -133,6 +133,15 @@ def test_one_file_is_read_before_an_index(tmp_path):
     assert listed(tmp_path)[0] == [INDEX]
 
 
+def test_refusals_come_before_the_first_byte(tmp_path):
+    """A leaf that cannot be stored is found before a folder is made."""
+    tree = tree_of(1).set("bad", torch.zeros(2, dtype=torch.complex128))
+
+    with pytest.raises(UnsupportedError, match='leaf "bad" cannot be stored'):
+        save(tree, tmp_path / "m", max_shard_size=10_000)
+    assert not (tmp_path / "m").exists()
+
+
 # -- damage -----------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +207,12 @@ def test_an_index_that_does_not_fit_its_files(tmp_path):
 
     with pytest.raises(CorruptCheckpointError, match=r'does not fit its files[\s\S]*missing \[\'"c"\'\][\s\S]*"b"'):
         load(tmp_path)
+
+
+def test_one_shard_alone(folder):
+    """One shard alone is refused with the hint to load the folder."""
+    with pytest.raises(UnsupportedError, match=r"one shard of a larger save[\s\S]*load the folder"):
+        load(folder / listed(folder)[1][0])
 
 
 # -- at the same time -------------------------------------------------------------------------------------------

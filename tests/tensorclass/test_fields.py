@@ -109,6 +109,15 @@ def test_options(cls, name, given, expected):
             assert value == expected
 
 
+def test_values_that_are_nodes():
+    """`nocast` takes tensors and trees themselves; a row of non-tensor data is one value."""
+    x, inner = torch.ones(3), Inner(torch.ones(3), batch_size=[3])
+
+    assert NoCast(x, batch_size=[3]).value is x
+    assert NoCast(inner, batch_size=[3]).value is inner
+    assert Default(["a", "b", "c"], batch_size=[3])[1].value == "b"
+
+
 class Chat(TensorClass["nocast"]):
     role: str
     content: "str | Colour" = ""
@@ -350,6 +359,19 @@ class Defaults(TensorClass):
     made: Tensor = field(default_factory=lambda: torch.zeros(2))
     fixed: str = field(default="fixed", init=False)
     late: str = field(default="late", kw_only=True)
+
+
+def test_defaults():
+    """Defaults are made for each instance; some fields are given by name only, or not at all."""
+    one, two = (Defaults(torch.ones(2), batch_size=[2]) for _ in range(2))
+
+    assert (one.note, one.entries, one.fixed, one.late) == ("plain", ["a", "b"], "fixed", "late")
+    assert one.made is not two.made
+    assert Defaults(torch.ones(2), "given", late="l").late == "l"
+    with pytest.raises(TypeError, match="'fixed'"):
+        Defaults(torch.ones(2), fixed="other")
+    with pytest.raises(TypeError, match="positional"):
+        Defaults(torch.ones(2), "a", [], torch.zeros(2), "late")
 
 
 def test_what_cloudpickle_copies_of_a_class():

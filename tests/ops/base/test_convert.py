@@ -55,6 +55,17 @@ def test_values_that_stay_values(td):
     assert TensorDict({"t": NonTensorData(times)}, [2])["t"] is times
 
 
+def test_values_that_become_trees(td):
+    """A dict, or a tree with a shorter batch, grows to the batch of its parent; a longer batch stays."""
+    inner = TensorDict({"x": torch.zeros(3, 2)}, [])
+    new = td.set("d", {"x": torch.zeros(3)}).set("t", inner)
+
+    assert new["d"].batch_size == new["t"].batch_size == Size([3])
+    assert inner.batch_size == Size([])
+    longer = TensorDict({"x": torch.zeros(3, 2)}, [3, 2])
+    assert td.set("t", longer)["t"] is longer
+
+
 def test_nested_keys(td):
     """Intermediate trees are made with the batch size, and several keys may lead into one."""
     new = td.set(("p", ("q", ("r",))), 1)

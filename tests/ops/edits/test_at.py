@@ -102,6 +102,18 @@ def test_numbers_that_keep_their_value(dtype):
     assert double.at["x"].set(2**80)["x"].tolist() == [2.0**80] * 2
 
 
+def test_rows_in_transformations(td):
+    """Rows are written under vmap and grad."""
+
+    def loss(x):
+        return td.at[1].set(td[0].apply(lambda v: v * 0 + x))["a"].sum()
+
+    assert torch.func.grad(loss)(torch.tensor(2.0)) == 1
+    stacked = torch.stack([td, td + 1])
+    rows = torch.vmap(lambda t: t.at[0].set(t[2]))(stacked)
+    assert rows["a"][:, 0].tolist() == [2, 3]
+
+
 def test_rows_of_values():
     """A row's string goes to its place as one value."""
     td = TensorDict({"s": ["p", "q", "r"], "x": torch.ones(3, 2)}, [3])

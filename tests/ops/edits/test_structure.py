@@ -47,6 +47,16 @@ def test_flat_keys_that_clash(keys):
         TensorDict(dict.fromkeys(keys, 1)).unflatten_keys(".")
 
 
+def test_flat_keys_beside_a_tree():
+    """Split keys go into a tree that is there."""
+    new = TensorDict({"a": {"x": 1}, "a.y": 2, "a.n.z": 3}).unflatten_keys(".")
+
+    assert set(new.keys(True, True)) == {("a", "x"), ("a", "y"), ("a", "n", "z")}
+    for key in ("a.x", "a.x.y"):
+        with pytest.raises(MissingKeyError, match="another key has taken"):
+            TensorDict({"a": {"x": 1}, key: 2}).unflatten_keys(".")
+
+
 @pytest.mark.parametrize("inner", [{}, {"e": {}}, {"y": 2}])
 def test_a_tree_takes_the_place_of_no_leaf(inner):
     """A tree under a flat key, even one without leaves, replaces no leaf."""

@@ -79,6 +79,17 @@ def test_whole_leaves_and_features(name):
     assert_leaf(on_tree(name, tree), "a", whole[0] if isinstance(whole, tuple) else whole)
 
 
+@pytest.mark.parametrize("name", [name for name in BOTH if name not in ("all", "any", "argmax", "argmin")])
+def test_all_leaves_together(name):
+    """`reduce=True` counts each leaf once."""
+    tree = TensorDict({"a": A, "n": {"b": A.flatten()[:3] + 7}})
+    expected = on_leaf(name, torch.cat([x.flatten() for x in tree.leaves()]), (0,))
+
+    found = on_tree(name, tree, reduce=True)
+
+    torch.testing.assert_close(found, expected[0] if isinstance(expected, tuple) else expected, rtol=1e-6, atol=0)
+
+
 # torch has no vmap rule of quantile.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", [name for name in BOTH if name not in ("all", "any", "argmax", "argmin")])
