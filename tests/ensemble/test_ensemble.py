@@ -21,7 +21,6 @@ from tdfunc import (
     init_ensemble,
     partition,
     split,
-    stack_modules,
 )
 from tdfunc.ops.batch.join import stack
 from tests.ensemble.models import Returns, ensemble_of, make_cnn, make_mlp, make_resnet, make_transformer
@@ -296,21 +295,6 @@ class Both(nn.Module):
 # -- buffers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_batch_norm_trains_like_the_modules(how, chunk, generator):
-    """Each member's statistics are those of its module after the same steps."""
-    models = [make_cnn().train() for _ in range(3)]
-    ensemble, tree = ensemble_of(models, how, chunk_size=chunk)
-    params, buffers = split(tree)
-    for _ in range(3):
-        x = torch.randn(4, 3, 8, 8, generator=generator)
-        out, buffers = ensemble.with_buffers(params, buffers, x)
-
-        assert_close(out, torch.stack([model(x) for model in models]))
-    assert_trees_equal(buffers, split(stack_modules(models))[1], rtol=1e-5, atol=1e-6)
-
-
 def test_buffers_inside_params_or_beside_them(generator):
     """The whole tree of stack_modules and params with buffers= give the same."""
     ensemble, tree = ensemble_of([nn.BatchNorm1d(3) for _ in range(3)])
@@ -328,20 +312,6 @@ def test_buffers_inside_params_or_beside_them(generator):
 
 
 # -- transforms -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
-def test_autograd_reaches_the_members(how, generator):
-    """Gradients through an ensemble are those of its members."""
-    models, x = [make_mlp() for _ in range(3)], torch.randn(5, 3, generator=generator)
-    ensemble, tree = ensemble_of(models, how)
-    tree = tree.apply(lambda leaf: leaf.requires_grad_())
-    for model in models:
-        model(x).square().sum().backward()
-    out = ensemble(tree, x)
-    out.square().sum().backward()
-
-    assert_close(tree["0", "weight"].grad, torch.stack([model[0].weight.grad for model in models]))
 
 
 @pytest.mark.parametrize("how", WAYS)

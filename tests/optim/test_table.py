@@ -7,16 +7,7 @@ import tdfunc as tdf
 from tdfunc import TensorDict
 from tdfunc.optim import adagrad, asgd, sparse_adam
 from tests.helpers import assert_trees_equal
-from tests.optim.table import (
-    MEMBERS,
-    PATHS,
-    RULES,
-    assert_leaves,
-    each_rule,
-    random_tree,
-    train,
-    train_torch,
-)
+from tests.optim.table import MEMBERS, PATHS, RULES, assert_leaves, each_rule, random_tree, train, train_torch
 
 RATES = [0.1, 0.03, 0.01]
 # Per member, and where norms of members are sums, the order of operations is another.
