@@ -483,7 +483,7 @@ def train_blocks(
             raise error(ValueError, f"train_blocks: {name} must be at least 1.", got=number)
     blocks = _Blocks(train, rungs, os.path.abspath(folder))
     os.makedirs(blocks.folder, exist_ok=True)
-    members = torch.arange(run._batch_size[0])
+    members = torch.arange(run._batch_size[0], device="cpu")
     tree = TensorCollection._open({"run": run, "member": members}, [len(members)])
     firsts, deaths = range(0, len(members), block), 0
     done = [blocks.rung(first) for first in firsts]
