@@ -367,7 +367,7 @@ class _Blocks(NamedTuple):
                 got=f"{found}, {self.rung(first)} rungs",
                 hint="another folder=.",
             )
-        device = next(leaf.device for _, leaf in iter_leaves(start))
+        device = _device_of(start)
         return manager.load(device=None if device.type == "cpu" else device, classes=classes_of(start))
 
     # Any: a tree.
@@ -381,12 +381,15 @@ class _Blocks(NamedTuple):
             except OSError:
                 # Without locks two workers may train a block at the same time; their checkpoints are equal.
                 pass
-            run, done = start, self.rung(first)
+            run, done, device = start, self.rung(first), _device_of(start)
             if done:
                 run = self.load(start, first)["run"]
             for rung in range(done, self.rungs):
                 run, scores = self._step(run, rung, first)
-                saved = {"run": run, "scores": scores}
+                # A process without the device of `train` must be able to load it.
+                if any([leaf.device != device for _, leaf in iter_leaves(run)]):
+                    run = run.to(device)
+                saved = {"run": run, "scores": scores.to(device)}
                 self.manager(first).save(rung + 1, saved, metadata={"start": _digest(start)}, overwrite=True)
 
     def _step(self, run: Any, rung: int, first: int) -> tuple[Any, Tensor]:
@@ -451,7 +454,8 @@ def train_blocks(
     Args:
         run: Everything of the members, as in `elites`, before the first rung: the same in every call.
         train: A function of the run of a block and the number of the rung, as for `successive_halving`. It draws by
-            keys in the run, or from torch's default generator on the CPU, which is seeded by the number of the rung.
+            keys in the run, or from torch's default generator on the CPU, which is seeded by the number of the rung. It
+            may move the run to a device; what it returns is moved back.
         rungs: How many times to train. More than the folder has continue it.
         folder: Where the checkpoints are, on a file system that all workers share.
         block: The number of members that one call of `train` gets.
@@ -512,6 +516,10 @@ def train_blocks(
     # Any: trees.
     found: Any = torch.cat([part["run"] for part in parts])
     return found, torch.cat([part["scores"] for part in parts])
+
+
+def _device_of(tree: TensorCollection) -> torch.device:
+    return next(leaf.device for _, leaf in iter_leaves(tree))
 
 
 def _digest(tree: TensorCollection) -> str:
