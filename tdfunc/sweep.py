@@ -355,19 +355,18 @@ class _Blocks(NamedTuple):
         return self.manager(first).latest() or 0
 
     # Any: trees.
-    def load(self, start: Any, first: int) -> Any:
+    def load(self, start: Any, first: int, device: torch.device) -> Any:
         """Return a block and its scores as the last checkpoint has them."""
-        manager = self.manager(first)
-        found, own = manager.metadata().get("start"), _digest(start)
-        if found != own or self.rung(first) > self.rungs:
+        manager, rung = self.manager(first), self.rung(first)
+        found, own = manager.metadata(rung).get("start"), _digest(start)
+        if found != own or rung > self.rungs:
             raise error(
                 ValueError,
                 f"train_blocks: {self.folder} must be a new folder, or that of the same run, block and rungs.",
                 expected=f"members from {first} that began as {own}, {self.rungs} rungs at most",
-                got=f"{found}, {self.rung(first)} rungs",
+                got=f"{found}, {rung} rungs",
                 hint="another folder=.",
             )
-        device = _device_of(start)
         return manager.load(device=None if device.type == "cpu" else device, classes=classes_of(start))
 
     # Any: a tree.
@@ -381,9 +380,8 @@ class _Blocks(NamedTuple):
             except OSError:
                 # Without locks two workers may train a block at the same time; their checkpoints are equal.
                 pass
-            run, done, device = start, self.rung(first), _device_of(start)
-            if done:
-                run = self.load(start, first)["run"]
+            done, device = self.rung(first), _device_of(start)
+            run = self.load(start, first, device)["run"] if done else start
             for rung in range(done, self.rungs):
                 run, scores = self._step(run, rung, first)
                 # A process without the device of `train` must be able to load it.
@@ -392,42 +390,28 @@ class _Blocks(NamedTuple):
                 saved = {"run": run, "scores": scores.to(device)}
                 self.manager(first).save(rung + 1, saved, metadata={"start": _digest(start)}, overwrite=True)
 
+    # Any: trees.
     def _step(self, run: Any, rung: int, first: int) -> tuple[Any, Tensor]:
+        size, half = run._batch_size[0], (run._batch_size[0] + 1) // 2
         try:
-            run, scores = self._seeded(run, rung)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(rung)
+                new, scores = self.train(run, rung)
         except Exception as err:
-            low, high = self._narrow(run, rung)
-            values = [(path, leaf[low]) for path, leaf in iter_leaves(run) if leaf.dim() == 1][:_SHOWN]
+            # Fewer members, which raise their own error, down to one.
+            for i in range(0, size, half) if size > 1 else ():
+                self._step(run[i : i + half], rung, first + i)
+            values = [(path, leaf[0]) for path, leaf in iter_leaves(run) if leaf.dim() == 1][:_SHOWN]
             own = ", ".join([f"{dotted(path)}={value.item():.6g}" for path, value in values])
             raise WorkerError(
-                f"train_blocks: member {first + low} must train: {own}."
-                if high - low == 1
-                else f"train_blocks: members {first + low} to {first + high - 1} must train together.",
+                f"train_blocks: members {first} to {first + size - 1} must train together."
+                if size > 1
+                else f"train_blocks: member {first} must train: {own}.",
                 expected=f"the run and scores of rung {rung}",
                 got=f"{type(err).__name__}: {err}",
             ) from err
         _check_members("train_blocks", "scores", scores, run._batch_size[:1])
-        return run, scores
-
-    def _seeded(self, run: Any, rung: int) -> tuple[Any, Tensor]:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(rung)
-            return self.train(run, rung)
-
-    def _narrow(self, run: Any, rung: int) -> tuple[int, int]:
-        """Return the bounds of the fewest members, found by halving, with which the function raises."""
-        low, high = 0, run._batch_size[0]
-        while high - low > 1:
-            middle = (low + high) // 2
-            for part in ((low, middle), (middle, high)):
-                try:
-                    self._seeded(run[slice(*part)], rung)
-                except Exception:
-                    low, high = part
-                    break
-            else:
-                break
-        return low, high
+        return new, scores
 
 
 def train_blocks(
@@ -512,7 +496,7 @@ def train_blocks(
         if done == before:
             # Others train what is left.
             time.sleep(_LOOK_S)
-    parts = [blocks.load(run[i : i + block], i) for i in firsts]  # pyright: ignore
+    parts = [blocks.load(run[i : i + block], i, _device_of(run)) for i in firsts]  # pyright: ignore
     # Any: trees.
     found: Any = torch.cat([part["run"] for part in parts])
     return found, torch.cat([part["scores"] for part in parts])

@@ -98,6 +98,7 @@ def calls_of(folder):
     return calls
 
 
+@pytest.mark.slow
 def test_a_killed_worker_of_a_pool(tmp_path):
     """Four processes, one of which is killed: all members go on from their last checkpoint."""
     work, state = Deadly(tmp_path, members=(40,)), torch.get_rng_state()

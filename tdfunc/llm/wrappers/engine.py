@@ -21,7 +21,7 @@ from tdfunc.llm.wrappers.push import (
     push_tree,
     send_by_folder,
 )
-from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
+from tdfunc.llm.wrappers.sampling import nothing_drawn, sampling_options, seeds_of
 from tdfunc.random.draws import KeyLike
 
 
@@ -192,12 +192,8 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         rows = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         if options.max_new_tokens == 0:
             scores = self.score_tokens(rows) if prompt_log_probs else [None] * len(rows)
-            none = torch.zeros(0) if options.logprobs else None
-            drawn = none if options.keeps_raw else None
-            return [
-                Response(row.new_zeros(0), "length", none, drawn, prompt_log_probs=score, version=version)
-                for row, score in zip(rows, scores, strict=True)
-            ]
+            nothing = nothing_drawn(options)._replace(version=version)
+            return [nothing._replace(prompt_log_probs=score) for score in scores]
         if prompt_log_probs:
             params["prompt_logprobs"] = 0
         seeds = [None] * len(rows) if keys is None else seeds_of(keys)

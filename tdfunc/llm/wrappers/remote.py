@@ -26,7 +26,7 @@ from tdfunc.llm.wrappers.push import (
     push_tree,
     send_by_folder,
 )
-from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
+from tdfunc.llm.wrappers.sampling import nothing_drawn, sampling_options, seeds_of
 from tdfunc.llm.wrappers.server import Server, ServerOptions
 from tdfunc.random.draws import KeyLike
 
@@ -64,12 +64,12 @@ class RemoteEngine(AbstractEngine):
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by those of a new folder."""
-
-        def reload(place: str) -> None:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": place}}
-            self._ask("/collective_rpc", body, lambda answer: answer["results"])
-
-        send_by_folder(weights, self.folder, reload)
+        call: dict[str, Any] = {"method": "reload_weights"}
+        send_by_folder(
+            weights,
+            self.folder,
+            lambda place: self._ask("/collective_rpc", {**call, "kwargs": {"weights_path": place}}, len),
+        )
 
     def reset_cache(self) -> bool:
         """Drop cached prefixes."""
@@ -86,12 +86,11 @@ class RemoteEngine(AbstractEngine):
 
     def limits(self) -> tuple[int, int]:
         """Return the number of ids, and the length of a prompt of more than a block of the cache."""
-
-        # Any: JSON.
-        def read(answer: Any) -> int:
-            return next(each["max_model_len"] for each in answer["data"] if each["id"] == self.wrapper.model)
-
-        return self.vocabulary, min(self._ask("/v1/models", None, read) - 1, PROMPT)
+        name = self.wrapper.model
+        longest: int = self._ask(
+            "/v1/models", None, lambda answer: {each["id"]: each["max_model_len"] for each in answer["data"]}[name]
+        )
+        return self.vocabulary, min(longest - 1, PROMPT)
 
     def probe(self, ids: Tensor) -> Probe:
         """Score a prompt: its tokens past the cache, the next one by way of it."""
@@ -235,9 +234,7 @@ class RemoteWrapper(LLMWrapperBase):
         count = options.num_return_sequences
         rows = [row.tolist() for row in prompts for _ in range(count)]
         if options.max_new_tokens == 0:
-            log_probs = torch.zeros(0) if options.logprobs else None
-            drawn = log_probs if options.keeps_raw else None
-            found = [Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, drawn, text="") for _ in rows]
+            found = [nothing_drawn(options)] * len(rows)
         else:
             seeds = [None] * len(rows) if keys is None else seeds_of(keys)
             found = self._server.each(
