@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance test-trl test-peft test-vllm reliability mutants randomness pages outputs bench lint types docs notebooks clean
+.PHONY: install demo test test-all conformance test-trl test-peft test-vllm test-wheel dist reliability mutants randomness pages outputs bench lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -103,6 +103,28 @@ $(VENV)/vllm/.installed: Makefile tests/engines/requirements.txt
 	$(PYTHON) -m venv $(VENV)/vllm
 	$(PIP_ENV) $(VENV)/vllm/bin/python -m pip install -q torch
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/vllm/bin/python -m pip install -q --no-deps -r tests/engines/requirements.txt
+	@touch $@
+
+# The wheel and the source archive, their metadata, and the wheel in environments without the clone.
+BUILDERS := build==1.6.1 twine==7.0.0 check-wheel-contents==0.6.3
+test-wheel: dist
+	rm -rf $(VENV)/wheel
+	$(PYTHON) -m venv $(VENV)/wheel
+	PIP_CONSTRAINT=constraints.txt $(VENV)/wheel/bin/python -m pip install -q dist/*.whl
+	$(VENV)/wheel/bin/python tests/release/wheel.py bare
+	PIP_CONSTRAINT=constraints.txt $(VENV)/wheel/bin/python -m pip install -q "$$(echo dist/*.whl)[demo,llm,cli]"
+	OMP_NUM_THREADS=1 $(VENV)/wheel/bin/python tests/release/wheel.py full
+
+dist: $(VENV)/builders/.installed
+	rm -rf dist
+	$(PIP_ENV) $(VENV)/builders/bin/python -m build -o dist .
+	$(VENV)/builders/bin/twine check --strict dist/*
+	$(VENV)/builders/bin/check-wheel-contents dist/*.whl
+
+$(VENV)/builders/.installed: Makefile | $(PY)
+	rm -rf $(VENV)/builders
+	$(PYTHON) -m venv $(VENV)/builders
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/builders/bin/python -m pip install -q $(BUILDERS)
 	@touch $@
 
 lint: install

@@ -514,7 +514,7 @@ def main() -> None:
     """Run the demo from the command line."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"tdfunc.demo needs {', '.join(missing)}: pip install -e '.[demo]' in a clone of tdfunc")
+        sys.exit(f"tdfunc.demo needs {', '.join(missing)}: pip install 'tdfunc[demo]'")
     import typer
     from rich.console import Console
     from rich.markdown import Markdown

@@ -181,7 +181,7 @@ def test_wrong_options_and_missing_packages(monkeypatch, capsys):
     monkeypatch.setattr(demo, "PACKAGES", ("sys", "no_such_package_a", "no_such_package_b"))
 
     assert call_main(monkeypatch) == (
-        "tdfunc.demo needs no_such_package_a, no_such_package_b: pip install -e '.[demo]' in a clone of tdfunc"
+        "tdfunc.demo needs no_such_package_a, no_such_package_b: pip install 'tdfunc[demo]'"
     )
 
 

@@ -1,4 +1,4 @@
-"""Every operation under every transformation, against plain tensors: the cells of the table in docs/transforms.md."""
+"""Every operation under every transformation, against plain tensors: the cells of docs/transforms_table.md."""
 
 import pytest
 import torch

@@ -1,10 +1,10 @@
-"""Writes docs/operations.md, docs/reliability.md, and the tables of docs/transforms.md and docs/random.md."""
+"""Writes operations.md, reliability.md, the tables of transforms_table.md and random_quality.md, and the SBOM."""
 
-from benchmarks.pages import operations, transform_table
+from benchmarks.pages import operations, sbom, transform_table
 from benchmarks.randomness import __main__ as randomness
 from benchmarks.reliability import __main__ as reliability
 
-WRITERS = (operations, transform_table, reliability, randomness)
+WRITERS = (operations, transform_table, reliability, randomness, sbom)
 
 if __name__ == "__main__":
     for writer in WRITERS:

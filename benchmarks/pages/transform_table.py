@@ -1,4 +1,4 @@
-"""The operations and transformations of the table in docs/transforms.md.
+"""The operations and transformations of the table in docs/transforms_table.md.
 
 A row is an operation on a tree and the same on its tensors; a column runs both under a transformation and compares.
 """
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import tdfunc as tdf
 from tdfunc import TensorClass, TensorDict
 
-PAGE = Path(__file__).parents[2] / "docs/transforms.md"
+PAGE = Path(__file__).parents[2] / "docs/transforms_table.md"
 
 
 class State(TensorClass):

@@ -2,7 +2,7 @@
 
 Streams have the names of their functions in `streams.py`; without a name all of them run, each for five minutes of CPU.
 The tests of a stream read successive parts of it. The results are kept in `results.json`, and the table of
-`docs/random.md` is written from them; `page` in the place of a name only writes the page.
+`docs/random_quality.md` is written from them; `page` in the place of a name only writes the page.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.randomness import streams
 
-PAGE = Path(__file__).parents[2] / "docs" / "random.md"
+PAGE = Path(__file__).parents[2] / "docs" / "random_quality.md"
 _RESULTS = Path(__file__).with_name("results.json")
 _PLACE = re.compile(r"(<!-- dieharder -->\n\n).*?(\n\n<!-- end of dieharder -->)", re.DOTALL)
 _SEED = 0
@@ -86,7 +86,7 @@ def version() -> str:
 
 
 def page() -> str:
-    """Return docs/random.md with the table of what was counted."""
+    """Return docs/random_quality.md with the table of what was counted."""
     return _PLACE.sub(lambda place: place[1] + _counted() + place[2], PAGE.read_text())
 
 

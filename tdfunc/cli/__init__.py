@@ -29,7 +29,7 @@ def main(args: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     given = list(sys.argv[1:] if args is None else args)
     if lacking := [name for name in ("rich", "typer") if importlib.util.find_spec(name) is None]:
-        sys.exit(f"tdfunc: the command line needs {' and '.join(lacking)}: pip install {' '.join(lacking)}")
+        sys.exit(f"tdfunc: the command line needs {' and '.join(lacking)}: pip install 'tdfunc[cli]'")
     until = given.index("--") if "--" in given else len(given)
     debug = "--debug" in given[:until]
     given = [arg for i, arg in enumerate(given) if arg != "--debug" or i > until]

@@ -18,7 +18,7 @@ def check(folder: str, *, as_json: bool) -> int:
     try:
         from transformers import AutoTokenizer
     except ImportError as err:
-        raise error(ImportError, "template check needs transformers.", hint="pip install transformers.") from err
+        raise error(ImportError, "template check needs transformers.", hint='pip install "tdfunc[llm]".') from err
     # Any: without stubs. Nothing is downloaded, and no code of the folder runs.
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if tokenizer.chat_template is None:

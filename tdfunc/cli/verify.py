@@ -1,16 +1,21 @@
 """`tdfunc verify`: a check of every leaf of a checkpoint, and a list of the damaged ones."""
 
+import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
+from json import loads as json_loads
+from typing import Any, NamedTuple
+
+import xxhash
+from safetensors import SafetensorError, safe_open
 
 from tdfunc.cli.output import print_json, progress, safe
-from tdfunc.cli.sources import open_source, step_of, steps_in, stored_leaves
+from tdfunc.cli.sources import FileLeaf, Source, Stored, Tick, open_source, step_of, steps_in, stored_leaves
 from tdfunc.cli.torch_files import damaged_entry
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.ops.display.text import bytes_text, count_text
-from tdfunc.storage.disk.remote import local_path
+from tdfunc.storage.disk.remote import Bytes, LocalBytes, local_path
 from tdfunc.storage.manager.steps import (
     StepRemovedError,
     StepReplacedError,
@@ -19,6 +24,7 @@ from tdfunc.storage.manager.steps import (
     read_about,
     reading,
 )
+from tdfunc.storage.safetensors.read import as_view
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
 
@@ -94,11 +100,38 @@ def _verify_one(path: str) -> Verdict:
             if zipfile.is_zipfile(path):
                 checksums, found = "crc32", damaged_entry(path)
                 damage += [] if found is None else [found]
-        elif checksums is not None or source.format == "memmap":
-            for one in leaves:
-                try:
-                    for _ in source.pieces(one.leaf, tick):
-                        pass
-                except CorruptCheckpointError as err:
-                    damage.append(str(err))
+            return Verdict(path, len(leaves), size, checksums, damage)
+        try:
+            second = _second_reader(source, stack)
+        except SafetensorError as err:
+            damage.append(f"the safetensors package cannot read it: {err}")
+            second = {}
+        for one in leaves:
+            try:
+                _compare_readers(source, one, second, tick)
+            except CorruptCheckpointError as err:
+                damage.append(str(err))
         return Verdict(path, len(leaves), size, checksums, damage)
+
+
+# Any: a handle of the safetensors package, which is a class of its extension.
+def _second_reader(source: Source, stack: ExitStack) -> dict[Bytes, Any]:
+    """Open the local files of a source with the safetensors package, too: a handle for each."""
+    files = {reader.data for reader in source.readers.values() if isinstance(reader, FileLeaf)}
+    handles = {file: stack.enter_context(safe_open(file.path, "pt")) for file in files if isinstance(file, LocalBytes)}
+    # Another program may have replaced a file since it was opened here.
+    return {f: handle for f, handle in handles.items() if os.path.samestat(os.stat(f.path), os.fstat(f.fd))}
+
+
+def _compare_readers(source: Source, one: Stored, second: dict[Bytes, Any], tick: Tick) -> None:
+    """Read a leaf here, which compares its checksum, and by the second reader: both must find the same bytes."""
+    reader, state = source.readers[id(one.leaf)], xxhash.xxh3_64()
+    for part in source.pieces(one.leaf, tick):
+        state.update(as_view(part))
+    if isinstance(reader, FileLeaf) and reader.data in second:
+        try:
+            other = second[reader.data].get_tensor(json_loads(reader.name))
+        except SafetensorError as err:
+            raise CorruptCheckpointError(f"leaf {reader.name}: the safetensors package cannot read it: {err}") from err
+        if other.dtype != reader.dtype or xxhash.xxh3_64_digest(as_view(other)) != state.digest():
+            raise CorruptCheckpointError(f"leaf {reader.name}: the safetensors package reads other values.")

@@ -110,3 +110,38 @@ def test_all_steps_of_a_run(tmp_path):
     assert result.out.count(": damaged") == 2
     assert "step-0000000002: whole" in result.out
     assert "checkpoint.json is damaged" in one.out
+
+
+@pytest.mark.parametrize("format", ["safetensors", "shards"])
+def test_two_readers_must_agree(format, tmp_path, monkeypatch):
+    """Every leaf is read with the safetensors package as well; other values, and a refused file, are damage."""
+    path = write_as(format, make_tree(), tmp_path)
+    read = []
+
+    class Reader:
+        def __init__(self, file, framework):
+            self.handle = safetensors.safe_open(file, framework).__enter__()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def get_tensor(self, name):
+            read.append(name)
+            leaf = self.handle.get_tensor(name)
+            return leaf + 1 if name == "norm.bias" else leaf
+
+    def refuse(file, framework):
+        raise safetensors.SafetensorError("header too large")
+
+    monkeypatch.setattr("tdfunc.cli.verify.safe_open", Reader)
+    other = run("verify", path)
+    monkeypatch.setattr("tdfunc.cli.verify.safe_open", refuse)
+    refused = run("verify", path)
+
+    assert len({*read}) == 9
+    assert (other.code, refused.code) == (1, 1)
+    assert 'leaf "norm.bias": the safetensors package reads other values' in other.out
+    assert "the safetensors package cannot read it: header too large" in refused.out

@@ -1,4 +1,4 @@
-"""The table of faults in docs/llm.md names tests that exist."""
+"""The table of faults in docs/torchrl.md names tests that exist."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 def test_each_fault_has_a_test():
     """Thirty rows, each with a function of a file of this folder."""
-    rows = re.findall(r"\| (D\d+) \|.*`([\w/]+\.py)::(\w+)` \|", (HERE.parents[1] / "docs/llm.md").read_text())
+    rows = re.findall(r"\| (D\d+) \|.*`([\w/]+\.py)::(\w+)` \|", (HERE.parents[1] / "docs/torchrl.md").read_text())
 
     assert [number for number, _, _ in rows] == [f"D{i}" for i in range(1, 31)]
     for _, file, name in rows:

@@ -151,7 +151,7 @@ def test_without_fsspec(monkeypatch, tree):
     """A missing package is named with the line that installs it."""
     monkeypatch.setitem(sys.modules, "fsspec", None)
 
-    with pytest.raises(UnsupportedError, match=r"memory://x[\s\S]*need fsspec[\s\S]*pip install fsspec"):
+    with pytest.raises(UnsupportedError, match=r"memory://x[\s\S]*need fsspec[\s\S]*tdfunc\[remote\]"):
         save(tree, "memory://x/t.safetensors")
 
 

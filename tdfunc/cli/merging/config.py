@@ -67,7 +67,7 @@ def read_config(text: str, methods: Methods) -> Config:
     try:
         import yaml
     except ImportError as err:
-        raise error(ImportError, "merge --config needs pyyaml.", hint="pip install pyyaml.") from err
+        raise error(ImportError, "merge --config needs pyyaml.", hint='pip install "tdfunc[cli]".') from err
     found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise error(ValueError, "merge: the configuration must be a mapping.", got=type(found).__name__)

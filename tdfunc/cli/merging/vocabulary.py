@@ -101,7 +101,7 @@ def _tokenizer(folder: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as err:
-        raise error(ImportError, "merge: tokenizer needs transformers.", hint="pip install transformers.") from err
+        raise error(ImportError, "merge: tokenizer needs transformers.", hint='pip install "tdfunc[llm]".') from err
     try:
         # Any: without stubs. Nothing is downloaded, and no code of the folder runs.
         found: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

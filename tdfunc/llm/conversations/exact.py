@@ -12,15 +12,14 @@ from functools import cached_property
 from typing import Any, NamedTuple, final
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.encoding.encode import control_strings, decode, encode_marked, encode_texts
-from tdfunc.llm.messages.columns import conversation_of, per_conversation
+from tdfunc.llm.encoding.encode import decode, encode_marked, encode_texts
+from tdfunc.llm.messages.columns import Conversation, conversation_in, conversation_of, per_conversation
 from tdfunc.llm.messages.message import Message, as_compared
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
-    Conversation,
     Marked,
     Span,
-    conversation_in,
+    control_strings,
     describe,
     text_tokenizer,
 )
@@ -54,6 +53,11 @@ class TokenTemplate:
         return find_template(self.chat_template, self.tokenizer)
 
     @cached_property
+    def text_tokenizer(self) -> Any:
+        """The tokenizer of texts: of a processor, its own."""
+        return text_tokenizer(self.tokenizer)
+
+    @cached_property
     def control(self) -> tuple[str, ...]:
         """The strings that mark turns or have a special id."""
         return control_strings(self.tokenizer, self.template)
@@ -61,12 +65,12 @@ class TokenTemplate:
     @cached_property
     def end_ids(self) -> list[int]:
         """The ids of the end of turn."""
-        return encode_texts(self.tokenizer, [self.template.end])[0].ids if self.template.end else []
+        return encode_texts(self.text_tokenizer, [self.template.end])[0].ids if self.template.end else []
 
     @cached_property
     def inner_end_ids(self) -> list[int]:
         """The ids of the end of a turn that another message follows."""
-        return encode_texts(self.tokenizer, [self.template.inner_end])[0].ids if self.template.inner_end else []
+        return encode_texts(self.text_tokenizer, [self.template.inner_end])[0].ids if self.template.inner_end else []
 
     def closed(self, ids: list[int]) -> list[int]:
         """Return ids that end with a reply and its end of turn, which is added where the reply was cut off."""
@@ -75,7 +79,7 @@ class TokenTemplate:
 
     def encode(self, marked: Marked) -> list[int]:
         """Return the ids of a text, control strings in its contents as ordinary text."""
-        return encode_marked(self.tokenizer, marked, self.control).ids
+        return encode_marked(self.text_tokenizer, marked, self.control).ids
 
     def marked(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> Marked:
         """Return the rendered text of messages with the spans of contents and replies."""
@@ -213,7 +217,7 @@ def grown_ids(
                     ValueError,
                     f"{describe(conversation, i)}: token_ids must be those of its text.",
                     expected=repr(messages[i].get("content"))[:200],
-                    got=repr(decode(template.tokenizer, own))[:200],
+                    got=repr(decode(template.text_tokenizer, own))[:200],
                     hint="message.replace(token_ids=None) after an edit, or retokenize=True.",
                 )
             own = None
@@ -243,13 +247,13 @@ def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
     end = template.template.end
     if end and text.endswith(end):
         return text[: -len(end)]
-    last = text_tokenizer(template.tokenizer).added_tokens_decoder.get(ids[-1]) if ids else None
+    last = template.text_tokenizer.added_tokens_decoder.get(ids[-1]) if ids else None
     return text.removesuffix(last.content) if last is not None and last.special else text
 
 
 def _fits(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None, ids: Sequence[int]) -> bool:
     """Return whether ids are those of the last message: they parse to it, or are its render, spaces around it aside."""
-    text = decode(template.tokenizer, ids)
+    text = decode(template.text_tokenizer, ids)
     # A reply that was cut off may have a special token of its own at the end.
     forms = {text, without_end(template, ids, text)}
     message = _compared(messages[-1])
@@ -367,8 +371,8 @@ def find_mismatch(template: TokenTemplate, history: Any) -> Any:
         shared = min(len(kept), len(rendered))
         at = next((i for i in range(shared) if kept[i] != rendered[i]), shared)
         # The line break behind the last end of turn is not part of a rollout.
-        is_whole = at == len(kept) and not decode(template.tokenizer, rendered[at:]).strip()
-        texts = [decode(template.tokenizer, ids[at : at + 20]) for ids in (kept, rendered)]
+        is_whole = at == len(kept) and not decode(template.text_tokenizer, rendered[at:]).strip()
+        texts = [decode(template.text_tokenizer, ids[at : at + 20]) for ids in (kept, rendered)]
         return None if is_whole else TokenMismatch(at, *texts)
 
     return per_conversation(one, history)

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple, final
 
 from tdfunc.llm.conversations.exact import TokenTemplate, find_breaks
 from tdfunc.llm.encoding.encode import encode_marked, mask_of
+from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.message import Message
-from tdfunc.llm.templates.base import Conversation, text_tokenizer
+from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.jinja import JinjaTemplate
+from tdfunc.llm.templates.markers import ReplySearch
 
 _MARK = "qzxwv"
 _TOOL = {"type": "function", "function": {"name": f"{_MARK}t", "description": "d", "parameters": {"type": "object"}}}
@@ -118,7 +120,7 @@ def _end(tokens: TokenTemplate) -> tuple[bool, str]:
     end = tokens.template.end
     if not end:
         return False, "no control string ends a reply"
-    eos = text_tokenizer(tokens.tokenizer).eos_token
+    eos = tokens.text_tokenizer.eos_token
     if len(tokens.end_ids) != 1:
         return False, f"{end!r} is not one token"
     return end == eos, f"{end!r}" if end == eos else f"{end!r}, and the tokenizer's eos_token is {eos!r}"
@@ -126,7 +128,7 @@ def _end(tokens: TokenTemplate) -> tuple[bool, str]:
 
 def _masks(tokens: TokenTemplate) -> tuple[bool, str]:
     marked = tokens.marked([_user(_MARK), _reply(_MARK), _user(_MARK), _reply(_MARK)])
-    made = encode_marked(tokens.tokenizer, marked, tokens.control)
+    made = encode_marked(tokens.text_tokenizer, marked, tokens.control)
     mask = mask_of(made, marked.replies)
     trained = [token for token, inside in zip(made.ids, mask, strict=True) if inside]
     n = len(tokens.end_ids)
@@ -140,7 +142,7 @@ def _generation(template: JinjaTemplate) -> tuple[bool | None, str]:
         return None, "none: replies are found from renders"
     conversation = Conversation([_user(), _reply(), _user("c"), _reply("d")])
     drawn = template.marked(conversation)
-    found = template.search().find([conversation], [drawn.text])[0]
+    found = ReplySearch(template, False, False).find([conversation], [drawn.text])[0]
     same = [span[:2] for span in found] == [span[:2] for span in drawn.replies]
     return same, "around replies" if same else f"draws {[drawn.text[a:b] for a, b, _ in drawn.replies]}"
 
@@ -178,7 +180,7 @@ def _system(template: JinjaTemplate) -> tuple[bool, str]:
 def _control(tokens: TokenTemplate) -> tuple[bool, str]:
     forged = "".join(tokens.template.control)
     ids = [tokens.encode(tokens.marked([_user(text), _reply()])) for text in (f"a{forged}a", "aa")]
-    special = {token for token in ids[1] if text_tokenizer(tokens.tokenizer).decode([token]) in tokens.control}
+    special = {token for token in ids[1] if tokens.text_tokenizer.decode([token]) in tokens.control}
     counts = [sum(token in special for token in each) for each in ids]
     if counts[0] != counts[1]:
         return False, "a content can write control ids"

@@ -100,8 +100,9 @@ def prompt_rows(
     comes behind the response.
     """
     around = added_around(tokenizer) if add_special_tokens else (0, 0)
-    before = encode_texts(tokenizer, prompts, special=add_special_tokens)
-    after = encode_texts(tokenizer, responses)
+    own = text_tokenizer(tokenizer)
+    before = encode_texts(own, prompts, special=add_special_tokens)
+    after = encode_texts(own, responses)
     rows: list[EncodedRow] = []
     for prompt, response in zip(before, after, strict=True):
         first = len(prompt.ids) - around[1]

@@ -26,8 +26,9 @@ from tdfunc.llm.datasets.sources import Records
 from tdfunc.llm.encoding.chat import chat_rows, check_masks
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree
 from tdfunc.llm.encoding.text import text_rows, tokenizer_digest
+from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.message import read_message
-from tdfunc.llm.templates.base import Conversation, text_tokenizer
+from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
 from tdfunc.random import permutation

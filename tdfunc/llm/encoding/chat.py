@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import control_strings, encode_marked, encode_texts, mask_of
+from tdfunc.llm.encoding.encode import encode_marked, encode_texts, mask_of
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
-from tdfunc.llm.messages.columns import per_conversation
+from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
-    Conversation,
+    Marked,
     check_safe,
-    conversation_in,
+    control_strings,
     describe,
-    is_forged,
+    find_forged,
     text_tokenizer,
 )
 
@@ -83,19 +83,20 @@ def chat_rows(
 
     Those without control strings in contents are encoded in one call.
     """
-    control = control_strings(tokenizer, template)
-    forged = [is_forged(each, control) for each in conversations]
-    places = [i for i in range(len(conversations)) if forged[i] or masks]
+    own, control = text_tokenizer(tokenizer), control_strings(tokenizer, template)
+    forged = set(find_forged(conversations, control))
     ends = {"generation_prompt": generation_prompt, "open_end": open_end}
-    found = template.marked_all([conversations[i] for i in places], **ends, replies=masks)
-    marked = dict(zip(places, found, strict=True))
-    plain = [i for i in range(len(conversations)) if not forged[i]]
-    rest = iter(template.texts([conversations[i] for i in plain if i not in marked], **ends))
-    texts = [marked[i].text if i in marked else next(rest) for i in plain]
-    encoded = dict(zip(plain, encode_texts(tokenizer, texts, offsets=masks), strict=True))
+    marked: dict[int, Marked] = {}
+    if places := [i for i in range(len(conversations)) if masks or i in forged]:
+        found = template.marked_all([conversations[i] for i in places], **ends, replies=masks)
+        marked = dict(zip(places, found, strict=True))
+    texts = {i: each.text for i, each in marked.items() if i not in forged}
+    if rest := [i for i in range(len(conversations)) if i not in marked]:
+        texts |= zip(rest, template.texts([conversations[i] for i in rest], **ends), strict=True)
+    encoded = dict(zip(texts, encode_texts(own, list(texts.values()), offsets=masks), strict=True))
     rows: list[EncodedRow] = []
     for i in range(len(conversations)):
-        made = encoded[i] if i in encoded else encode_marked(tokenizer, marked[i], control)
+        made = encoded[i] if i in encoded else encode_marked(own, marked[i], control)
         row = {"input_ids": torch.tensor(made.ids, dtype=torch.int64)}
         if masks:
             row["assistant_masks"] = torch.tensor(mask_of(made, marked[i].replies), dtype=torch.bool)

@@ -1,7 +1,8 @@
 """The ids of rendered conversations: a control string is its control id where the template wrote it, and only there.
 
 The user's tokenizer is read and never changed. A text whose contents have control strings is encoded by a private copy,
-in which control tokens have other names than the strings in the contents.
+in which control tokens have other names than the strings in the contents. Tokenizers here are those of texts: of a
+processor, its own.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.templates.base import AbstractTemplate, Marked, Span, controls_in, text_tokenizer
+from tdfunc.llm.templates.base import Marked, Span, controls_in
 
 # Characters around the new names of control tokens, of which one is in no text.
 _GUARDS = ("\ue0d1", "\uf0d3", "\U000f1c05")
@@ -23,13 +24,6 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     offsets: list[tuple[int, int]]
-
-
-def control_strings(tokenizer: Any, template: AbstractTemplate) -> tuple[str, ...]:
-    """Return the strings that mark turns for a template or have a special id in a tokenizer."""
-    added = text_tokenizer(tokenizer).added_tokens_decoder.values()
-    special = [token.content for token in added if token.special and token.content.strip()]
-    return tuple(dict.fromkeys([*template.control, *special]))
 
 
 def encode_texts(
@@ -45,17 +39,16 @@ def encode_texts(
     """
     if not texts:
         return []
-    own = text_tokenizer(tokenizer)
-    backend = getattr(own, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         # Written in Python: a call has no state to reset.
-        made = own(list(texts), add_special_tokens=special, return_attention_mask=False)
+        made = tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)
         return [Encoded(ids, []) for ids in made["input_ids"]]
     found = None
-    if backend.encode_special_tokens == own.split_special_tokens:
+    if backend.encode_special_tokens == tokenizer.split_special_tokens:
         found = backend.encode_batch(list(texts), add_special_tokens=special)
     if found is None or any([each.overflowing for each in found]):
-        found = _whole(own).encode_batch(list(texts), add_special_tokens=special)
+        found = _whole(tokenizer).encode_batch(list(texts), add_special_tokens=special)
     return [_without_pads(each, offsets) for each in found]
 
 
@@ -139,17 +132,16 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[
     """Return a copy with other names for control tokens, these names, and the ids that they stand for."""
     from tokenizers import Tokenizer
 
-    own = text_tokenizer(tokenizer)
-    if not hasattr(own, "backend_tokenizer"):
+    if not hasattr(tokenizer, "backend_tokenizer"):
         raise UnsupportedError(
             "A content has a control string, which this tokenizer cannot encode as ordinary text.",
             expected="a tokenizer of the package tokenizers (PreTrainedTokenizerFast)",
-            got=type(own).__name__,
+            got=type(tokenizer).__name__,
         )
     guard = next((each for each in _GUARDS if each not in text), None)
     if guard is None:
         raise error(ValueError, "A content has every character by which control tokens are renamed.", got=str(_GUARDS))
-    data = json.loads(own.backend_tokenizer.to_str())
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
     names: dict[str, str] = {}
     ids: dict[str, int] = {}
     for i, token in enumerate(data["added_tokens"]):
@@ -194,5 +186,4 @@ def mask_of(encoded: Encoded, spans: Sequence[Span]) -> list[bool]:
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Return the text of ids, control tokens included."""
-    own = text_tokenizer(tokenizer)
-    return own.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

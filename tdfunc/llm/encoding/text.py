@@ -75,13 +75,14 @@ def _number(text: Any, flat: list[str]) -> Any:
 
 def text_rows(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[EncodedRow]:
     """Return the row of each text, whole."""
-    made = encode_texts(tokenizer, texts, special=add_special_tokens)
+    made = encode_texts(text_tokenizer(tokenizer), texts, special=add_special_tokens)
     return [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]
 
 
 def added_around(tokenizer: Any) -> tuple[int, int]:
     """Return the numbers of tokens that a tokenizer adds before and behind a text."""
-    plain, full = [encode_texts(tokenizer, ["a"], special=special)[0].ids for special in (False, True)]
+    own = text_tokenizer(tokenizer)
+    plain, full = [encode_texts(own, ["a"], special=special)[0].ids for special in (False, True)]
     first = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
     return first, len(full) - len(plain) - first
 

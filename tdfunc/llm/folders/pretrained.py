@@ -37,7 +37,7 @@ def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None =
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as err:
-            raise error(ImportError, "load_pretrained needs transformers.", hint="pip install transformers.") from err
+            raise error(ImportError, "load_pretrained needs transformers.", hint='pip install "tdfunc[llm]".') from err
         cls = AutoModelForCausalLM
     # Any: without stubs.
     found: Any = cls

@@ -5,7 +5,7 @@ A conversation is a history of one dimension. Its messages may lie in one tree, 
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Size
@@ -17,6 +17,13 @@ from tdfunc.llm.messages.content import as_content
 from tdfunc.llm.messages.message import FIELDS, Message
 
 _ALWAYS = ("role", "content", "is_complete")
+
+
+class Conversation(NamedTuple):
+    """The messages of one conversation, and the schemas of its tools."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
 
 
 def column(tree: Any, name: str) -> np.ndarray[Any, Any]:
@@ -63,6 +70,32 @@ def messages_of(history: Any) -> list[Message]:
     An element without a role is padding: `pad()` of ragged conversations makes such.
     """
     return [message for message in rows_of(history) if "role" in message]
+
+
+# Any: a History of one dimension, which stands above.
+def conversation_in(history: Any) -> Conversation:
+    """Return the messages and tools of a history of one dimension (or of one message)."""
+    messages = messages_of(history)
+    tools = tools_of(messages)
+    if tools:
+        messages = [{k: v for k, v in each.items() if k != "tools"} for each in messages]
+    return Conversation(messages, tools)
+
+
+def conversations_in(histories: Sequence[Any]) -> list[Conversation]:
+    """Return the messages and tools of each history."""
+    return [conversation_in(history) for history in histories]
+
+
+def with_replies(histories: Sequence[Any], replies: Sequence[Message]) -> tuple[list[Any], list[Any]]:
+    """Return each reply as a history of one message, and the histories with their replies."""
+    kinds = [getattr(type(history), "_stacked", type(history)) for history in histories]
+    own = [conversation_of(cls, [reply]) for cls, reply in zip(kinds, replies, strict=True)]
+    full = [
+        conversation_of(cls, [*messages_of(history), reply])
+        for cls, history, reply in zip(kinds, histories, replies, strict=True)
+    ]
+    return own, full
 
 
 def conversation_of(cls: Any, messages: Sequence[Message], *, scalar: bool = False) -> Any:

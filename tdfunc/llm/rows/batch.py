@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc._lazystack import lazy_stack
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import error
 from tdfunc.llm.rows.records import LogProbs, Masks, Tokens
 
 
@@ -274,20 +274,6 @@ def padded_records(rows: Sequence[Row], lead: Size, *, pad: int, least: int | No
     return padded_batch(rows, lead, pad=pad, least=least).records(rows)
 
 
-def check_layout(lead: Size, layout: torch.layout | None) -> None:
-    """Raise if nested tensors cannot have the batch size.
-
-    Raises:
-        UnsupportedError: It has several dimensions.
-    """
-    if layout is not None and len(lead) > 1:
-        raise UnsupportedError(
-            "layout: nested tensors have one batch dimension.",
-            got=f"batch size {list(lead)}",
-            hint="layout=None gives lazy stacks; td.reshape(-1) has one dimension, num_samples= adds one.",
-        )
-
-
 def ragged_records(rows: Sequence[Row], lead: Size, layout: torch.layout | None) -> Records:
     """Return records in which each row has its own length: lazy stacks, or nested tensors in a layout of torch."""
     each = [_record_of(row) for row in rows]
@@ -320,6 +306,11 @@ def nest(items: Sequence[Any], lead: Size) -> Any:
         return items[0]
     size = len(items) // lead[0]
     return lazy_stack([nest(items[i * size : (i + 1) * size], lead[1:]) for i in range(lead[0])])
+
+
+def nest_all(lead: Size, **items: Sequence[Any]) -> dict[str, Any]:
+    """Return trees of the elements of the batch, nested as the batch, by name."""
+    return {name: nest(each, lead) for name, each in items.items()}
 
 
 def shaped_lists(lead: Size, **lists: Sequence[Any]) -> dict[str, Any]:

@@ -12,16 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.messages.columns import messages_of, per_conversation, tools_of
+from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation
 from tdfunc.llm.messages.content import text_of
 from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
-
-
-class Conversation(NamedTuple):
-    """The messages of one conversation, and the schemas of its tools."""
-
-    messages: list[Message]
-    tools: list[Any] | None = None
 
 
 class Piece(NamedTuple):
@@ -218,16 +211,6 @@ class AbstractTemplate(ABC):
             )
 
 
-# Any: a History of one dimension, which stands above.
-def conversation_in(history: Any) -> Conversation:
-    """Return the messages and tools of a history of one dimension (or of one message)."""
-    messages = messages_of(history)
-    tools = tools_of(messages)
-    if tools:
-        messages = [{k: v for k, v in each.items() if k != "tools"} for each in messages]
-    return Conversation(messages, tools)
-
-
 def describe(conversation: Conversation, i: int) -> str:
     """Return the place and role of a message, for errors."""
     return f"message {i} ({conversation.messages[i].get('role')})"
@@ -278,6 +261,11 @@ def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
         texts += strings_in([conversation.tools, *[value for value in values if not isinstance(value, str)]])
         texts += [text_of(message["content"]) or "" for message in messages if isinstance(message.get("content"), list)]
     return _has_control(texts, control)
+
+
+def find_forged(conversations: Sequence[Conversation], control: tuple[str, ...]) -> list[int]:
+    """Return the places of the conversations that `is_forged`."""
+    return [i for i, each in enumerate(conversations) if is_forged(each, control)]
 
 
 def _has_control(texts: Sequence[str], control: tuple[str, ...]) -> bool:
@@ -406,6 +394,18 @@ def not_rendered(text: str, at: int, expected: str) -> ValueError:
         expected=expected,
         got=repr(text[at : at + 40]),
     )
+
+
+# Any: transformers is optional.
+def special_strings(tokenizer: Any) -> tuple[str, ...]:
+    """Return the strings with a special id; `added_tokens_decoder` has more of them than `all_special_tokens`."""
+    added = text_tokenizer(tokenizer).added_tokens_decoder.values()
+    return tuple(dict.fromkeys([token.content for token in added if token.special and token.content.strip()]))
+
+
+def control_strings(tokenizer: Any, template: AbstractTemplate) -> tuple[str, ...]:
+    """Return the strings that mark turns for a template or have a special id in a tokenizer."""
+    return tuple(dict.fromkeys([*template.control, *special_strings(tokenizer)]))
 
 
 # Any: transformers is optional.

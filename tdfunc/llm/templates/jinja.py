@@ -18,7 +18,9 @@ from tdfunc.llm.templates.base import (
     Conversation,
     Marked,
     Span,
+    find_forged,
     is_forged,
+    special_strings,
     text_tokenizer,
     to_json,
     unparsed,
@@ -54,15 +56,19 @@ class JinjaTemplate(AbstractTemplate):
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @cached_property
+    def _own(self) -> Any:
+        """The tokenizer of texts: of a processor, its own."""
+        return text_tokenizer(self.tokenizer)
+
+    @cached_property
     def source(self) -> str:
         """The Jinja text."""
         return self.tokenizer.get_chat_template(self.chat_template)
 
     @cached_property
     def control(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The special tokens of the tokenizer; `added_tokens_decoder` has more of them than `all_special_tokens`."""
-        added = text_tokenizer(self.tokenizer).added_tokens_decoder.values()
-        return tuple(dict.fromkeys([token.content for token in added if token.special and token.content.strip()]))
+        """The special tokens of the tokenizer."""
+        return special_strings(self.tokenizer)
 
     @cached_property
     def has_generation(self) -> bool:
@@ -86,12 +92,11 @@ class JinjaTemplate(AbstractTemplate):
         # A template in Jinja raises what it likes.
         except Exception:
             after = ""
-        tokenizer = text_tokenizer(self.tokenizer)
         found = [after.find(each) for each in self.control if each in after]
         if found:
             first = min(found)
             return max([each for each in self.control if after.startswith(each, first)], key=len)
-        eos = tokenizer.eos_token
+        eos = self._own.eos_token
         return eos if eos and eos in after else ""
 
     @cached_property
@@ -144,7 +149,7 @@ class JinjaTemplate(AbstractTemplate):
         return found
 
     def _without_bos(self, text: str) -> str:
-        return text.removeprefix(getattr(text_tokenizer(self.tokenizer), "bos_token", None) or "")
+        return text.removeprefix(getattr(self._own, "bos_token", None) or "")
 
     def _renders_alike(self, template: AbstractTemplate, probe: list[Message], text: str) -> bool:
         return self._without_bos(template.texts([Conversation(probe)])[0]) == text
@@ -176,12 +181,11 @@ class JinjaTemplate(AbstractTemplate):
         """Return texts, and for each the characters of `{% generation %}`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        tokenizer = text_tokenizer(self.tokenizer)
         return render_jinja_template(
             conversations=chats,
             tools=tools,
             chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
-            **{**tokenizer.special_tokens_map, **self.options, **options},
+            **{**self._own.special_tokens_map, **self.options, **options},
         )
 
     def _as_dicts(self, conversations: Sequence[Conversation]) -> list[list[Message]]:
@@ -225,12 +229,12 @@ class JinjaTemplate(AbstractTemplate):
 
         texts = render_all(conversations)
         found = [Marked(text, [], []) for text in texts]
-        forged = [i for i, each in enumerate(conversations) if is_forged(each, self.control)]
+        asks = [i for i, each in enumerate(conversations) if replies and has_reply(each)]
+        forged = find_forged(conversations, self.control)
         if forged:
             alignments = [Alignment(conversations[i], self.control, everything=True) for i in forged]
             for i, alignment, text in zip(forged, alignments, render_all([a.marked for a in alignments]), strict=True):
                 found[i] = found[i]._replace(contents=find_contents(texts[i], text, alignment))
-        asks = [i for i, each in enumerate(conversations) if replies and has_reply(each)]
         if not asks:
             return found
         if self.has_generation:
@@ -238,16 +242,11 @@ class JinjaTemplate(AbstractTemplate):
                 spans = self._drawn(conversations[i], texts[i], generation_prompt, open_end)
                 found[i] = found[i]._replace(replies=spans)
             return found
-        spans_of = self.search(generation_prompt, open_end).find(
-            [conversations[i] for i in asks], [texts[i] for i in asks]
-        )
+        asked, shown = [conversations[i] for i in asks], [texts[i] for i in asks]
+        spans_of = ReplySearch(self, generation_prompt, open_end).find(asked, shown)
         for i, spans in zip(asks, spans_of, strict=True):
             found[i] = found[i]._replace(replies=spans)
         return found
-
-    def search(self, generation_prompt: bool = False, open_end: bool = False) -> ReplySearch:
-        """Return the search for replies that needs no `{% generation %}`."""
-        return ReplySearch(self, generation_prompt, open_end)
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
         """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""

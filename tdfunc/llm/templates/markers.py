@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tdfunc.core.errors import error
+from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.message import Message, read_json
-from tdfunc.llm.templates.base import Conversation, Span, describe, strings_in, to_json
+from tdfunc.llm.templates.base import Span, describe, strings_in
 
 # First characters of markers: of the private use areas, which no tokenizer or template gives a meaning.
 MARKS = ("\ue0b7", "\uf2a1", "\U000f3c09")
@@ -136,7 +137,7 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
 def _forms(text: str) -> list[str]:
     """Return the forms in which a template may write a text: as it is, trimmed, or inside JSON."""
     trimmed = [text, text.strip(), text.strip("\n"), text.lstrip("\n"), text.rstrip("\n"), text.lstrip(), text.rstrip()]
-    return list(dict.fromkeys([*trimmed, *[to_json(each)[1:-1] for each in trimmed]]))
+    return list(dict.fromkeys([*trimmed, *[json.dumps(each, ensure_ascii=False)[1:-1] for each in trimmed]]))
 
 
 def has_reply(conversation: Conversation) -> bool:

@@ -19,15 +19,16 @@ from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedErr
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.conversations.exact import TokenTemplate
-from tdfunc.llm.conversations.history import ChatHistory, History
+from tdfunc.llm.conversations.history import ChatHistory
 from tdfunc.llm.encoding.padding import Layout, pad_id_of
 from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.generation.rows import joined_rows
+from tdfunc.llm.messages.columns import with_replies
 from tdfunc.llm.rows.batch import (
     Row,
     TokenBatch,
-    check_layout,
     nest,
+    nest_all,
     padded_batch,
     padded_records,
     ragged_records,
@@ -46,7 +47,7 @@ from tdfunc.llm.wrappers.batching import Batcher
 from tdfunc.llm.wrappers.inputs import Inputs, Reader
 from tdfunc.llm.wrappers.nested import NestedCategorical
 from tdfunc.llm.wrappers.options import CUTS, WrapperOptions
-from tdfunc.llm.wrappers.replies import decode_all, reply_of, reply_texts
+from tdfunc.llm.wrappers.replies import reply_messages, reply_texts, row_texts
 from tdfunc.nn.base import TensorDictModuleBase, as_key
 from tdfunc.ops.base.reading import get_value, has
 from tdfunc.random import key_of
@@ -80,6 +81,20 @@ def _answers(futures: "list[Future[Any]]") -> list[Any]:
     finally:
         for future in futures:
             future.cancel()
+
+
+def _check_layout(lead: Size, layout: torch.layout | None) -> None:
+    """Raise if nested tensors cannot have the batch size.
+
+    Raises:
+        UnsupportedError: It has several dimensions.
+    """
+    if layout is not None and len(lead) > 1:
+        raise UnsupportedError(
+            "layout: nested tensors have one batch dimension.",
+            got=f"batch size {list(lead)}",
+            hint="layout=None gives lazy stacks; td.reshape(-1) has one dimension, num_samples= adds one.",
+        )
 
 
 class _Logits(NamedTuple):
@@ -292,14 +307,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
         """Return the outputs of scoring, by their kinds: the record that was read stays as it is."""
-        lead = td._batch_size
-        check_layout(lead, None if self.pad_output else self.layout)
+        lead, mode = td._batch_size, self.input_mode
+        _check_layout(lead, None if self.pad_output else self.layout)
         inputs = self._reader.read(td, "full")
         rows = self._score_rows(td, inputs, training, key)
         padded = self.pad_output or not rows
         records = self._batch(rows, inputs, lead).records(rows) if padded else ragged_records(rows, lead, self.layout)
         values: dict[str, Any] = records._asdict()
-        mode = self.input_mode
         if mode != "tokens" and (out is not td or self.in_keys[0] != self._outputs.get(mode)):
             values[mode] = (
                 Text(**shaped_lists(lead, full=inputs.texts), batch_size=lead)
@@ -307,7 +321,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 else ChatHistory(full=nest(inputs.chats or [], lead), batch_size=lead)
             )
         if mode == "history":
-            texts = decode_all(self._text_tokenizer, [row.ids for row in inputs.rows])
+            texts = row_texts(self._text_tokenizer, inputs.rows)
             values["text"] = Text(**shaped_lists(lead, full=texts), batch_size=lead)
         return values
 
@@ -440,7 +454,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         inputs = self._reader.read(td, "prompt")
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
-        check_layout(lead, None if self.pad_output else self.layout)
+        _check_layout(lead, None if self.pad_output else self.layout)
         responses = self._draw_rows([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
         prompts = [row for row in inputs.rows for _ in range(count)]
         values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}
@@ -458,13 +472,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if self.input_mode == "tokens":
             return values
         whole = reply_texts(self._text_tokenizer, prompts, responses)
+        before = row_texts(self._text_tokenizer, inputs.rows) if inputs.texts is None else inputs.texts
         if inputs.chats is not None:
             values["history"] = self._replied(inputs.chats, responses, whole, lead)
         skips = options.skip_special_tokens
         texts = reply_texts(self._text_tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
-        before = inputs.texts
-        if before is None:
-            before = decode_all(self._text_tokenizer, [row.ids for row in inputs.rows])
         before = [text for text in before for _ in range(count)]
         full, ends = [a + b for a, b in zip(before, texts, strict=True)], [each.finish_reason for each in responses]
         lists = shaped_lists(lead, prompt=before, response=texts, full=full, finish_reason=ends)
@@ -489,15 +501,10 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         assert self._template is not None
         count = self._generation.num_return_sequences
         given = [chat for chat in chats for _ in range(count)]
-        stops = self._generation.stop_sequences
-        replies = [
-            History.from_chats([reply_of(self._template, response, text, stops)])
-            for response, text in zip(responses, texts, strict=True)
-        ]
-        full = [chat.extend(reply) for chat, reply in zip(given, replies, strict=True)]
-        return ChatHistory(
-            prompt=nest(given, lead), response=nest(replies, lead), full=nest(full, lead), batch_size=lead
-        )
+        messages = reply_messages(self._template, responses, texts, self._generation.stop_sequences)
+        replies, full = with_replies(given, messages)
+        parts = nest_all(lead, prompt=given, response=replies, full=full)
+        return ChatHistory(**parts, batch_size=lead)
 
     def _keys(self, count: int, key: Any) -> Tensor | None:
         """Return a key for each response, or None where nothing is drawn.

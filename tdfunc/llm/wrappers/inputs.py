@@ -15,9 +15,9 @@ from tdfunc.llm.encoding.chat import chat_rows, check_masks
 from tdfunc.llm.encoding.encode import encode_texts
 from tdfunc.llm.encoding.padding import EncodedRow, Layout
 from tdfunc.llm.encoding.text import added_around
+from tdfunc.llm.messages.columns import Conversation, conversations_in
 from tdfunc.llm.rows.batch import Row, TokenBatch, check_prompts, flat_list
 from tdfunc.llm.rows.read import TokenKeys, check_batch, missing_field, ragged_values, read_tokens
-from tdfunc.llm.templates.base import conversation_in
 from tdfunc.ops.base.reading import get_value
 
 
@@ -77,8 +77,8 @@ class Reader:
             texts = self._texts(td, field)
             inputs = Inputs(self._encode_texts(texts), texts=texts)
         else:
-            chats = self._chats(td, field)
-            inputs = Inputs(self._encode_chats(chats, prompts=field == "prompt"), chats=chats)
+            chats, conversations = self._chats(td, field)
+            inputs = Inputs(self._encode_chats(conversations, prompts=field == "prompt"), chats=chats)
         if field == "prompt":
             check_prompts(inputs.rows, td._batch_size)
         return inputs
@@ -133,8 +133,8 @@ class Reader:
         return [found[i] for i in range(len(texts))]
 
     # Any: histories.
-    def _chats(self, td: TensorCollection, field: str) -> list[Any]:
-        """Return the conversation of each element of the batch."""
+    def _chats(self, td: TensorCollection, field: str) -> tuple[list[Any], list[Conversation]]:
+        """Return the conversation of each element of the batch, as a history and as messages."""
         path = unravel(self.keys.source)
         value = self._entry(td, field)
         size = td._batch_size
@@ -144,15 +144,15 @@ class Reader:
                 expected=f"batch size {[*size, -1]}",
                 got=f"batch size {list(value._batch_size)}" if isinstance(value, History) else type(value).__name__,
             )
-        return flat_list(value, len(size))
+        chats = flat_list(value, len(size))
+        return chats, conversations_in(chats)
 
-    def _encode_chats(self, chats: Sequence[Any], *, prompts: bool) -> list[Row]:
+    def _encode_chats(self, conversations: Sequence[Conversation], *, prompts: bool) -> list[Row]:
         """Return the ids of conversations, with generation prompts or with assistant masks.
 
         Conversations with replies that keep their ids are these ids; others are as the template renders them.
         """
         assert self.template is not None
-        conversations = [conversation_in(chat) for chat in chats]
         kept = [any([message.get("token_ids") for message in each.messages]) for each in conversations]
         plain = [each for each, is_kept in zip(conversations, kept, strict=True) if not is_kept]
         made = chat_rows(self.tokenizer, self.template.template, plain, generation_prompt=prompts, masks=not prompts)

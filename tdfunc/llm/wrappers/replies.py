@@ -16,13 +16,18 @@ from tdfunc.llm.rows.batch import Row
 _CONTEXT = 4
 
 
-def decode_all(tokenizer: Any, rows: Sequence[Tensor], *, skip_special_tokens: bool = False) -> list[str]:
+def _decode_all(tokenizer: Any, rows: Sequence[Tensor], *, skip_special_tokens: bool = False) -> list[str]:
     """Return the texts of rows of ids."""
     return tokenizer.batch_decode(
         [row.tolist() for row in rows],
         skip_special_tokens=skip_special_tokens,
         clean_up_tokenization_spaces=False,
     )
+
+
+def row_texts(tokenizer: Any, rows: Sequence[Row]) -> list[str]:
+    """Return the texts of rows of tokens."""
+    return _decode_all(tokenizer, [row.ids for row in rows])
 
 
 def reply_texts(
@@ -35,7 +40,7 @@ def reply_texts(
     found = [responses[i].tokens for i in with_ids]
     tokens = [each.to(tail.device) for tail, each in zip(tails, found, strict=True) if each is not None]
     joined = [torch.cat(pair) for pair in zip(tails, tokens, strict=True)]
-    decoded = decode_all(tokenizer, [*tails, *joined, *tokens], skip_special_tokens=skip_special_tokens)
+    decoded = _decode_all(tokenizer, [*tails, *joined, *tokens], skip_special_tokens=skip_special_tokens)
     count = len(with_ids)
     for place, i in enumerate(with_ids):
         before, both, alone = decoded[place], decoded[count + place], decoded[2 * count + place]
@@ -44,22 +49,30 @@ def reply_texts(
     return [texts[i] for i in range(len(responses))]
 
 
-def reply_of(template: TokenTemplate, response: Response, text: str, stops: Sequence[str]) -> Message:
-    """Return the message of a response, with the ids that it was sampled as.
+def reply_messages(
+    template: TokenTemplate, responses: Sequence[Response], texts: Sequence[str], stops: Sequence[str]
+) -> list[Message]:
+    """Return the messages of responses, with the ids that they were sampled as.
 
     Args:
-        template: The template, which parses the text without its end of turn.
-        response: The response.
-        text: Its text, control tokens included.
+        template: The template, which parses a text without its end of turn.
+        responses: The responses.
+        texts: Their texts, control tokens included.
         stops: The stop sequences.
     """
-    ids = [] if response.tokens is None else response.tokens.tolist()
-    reason: str = response.finish_reason
-    content = without_end(template, ids, text) if reason == "stop" else text
-    if reason == "stop" and content == text and any([stop in text for stop in stops]):
-        reason = "stop_string"
-    message = template.template.parse_reply(content)
-    if message.get("tool_calls") and reason == "stop":
-        reason = "tool_calls"
-    message |= {"finish_reason": reason, "is_complete": reason != "length"}
-    return message | {"token_ids": ids} if ids else message
+    all_ids = [[] if each.tokens is None else each.tokens.tolist() for each in responses]
+    ended = [each.finish_reason == "stop" for each in responses]
+    contents = [
+        without_end(template, ids, text) if end else text for ids, text, end in zip(all_ids, texts, ended, strict=True)
+    ]
+    parsed = [template.template.parse_reply(content) for content in contents]
+    found: list[Message] = []
+    for response, ids, text, content, message in zip(responses, all_ids, texts, contents, parsed, strict=True):
+        reason: str = response.finish_reason
+        if reason == "stop" and content == text and any([stop in text for stop in stops]):
+            reason = "stop_string"
+        if message.get("tool_calls") and reason == "stop":
+            reason = "tool_calls"
+        own = {"token_ids": ids} if ids else {}
+        found.append(message | {"finish_reason": reason, "is_complete": reason != "length"} | own)
+    return found

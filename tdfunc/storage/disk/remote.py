@@ -79,7 +79,7 @@ class LocalBytes:
     """A file of this machine, by its descriptor."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         self.fd = -1
         # Without O_NONBLOCK opening a pipe waits for a writer.
         self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -96,7 +96,7 @@ class LocalBytes:
         try:
             return os.preadv(self.fd, [view], offset)
         except OSError as err:
-            raise OSError(err.errno, f"load: {err.strerror}", self._path) from err
+            raise OSError(err.errno, f"load: {err.strerror}", self.path) from err
 
     def close(self) -> None:
         """Give the descriptor back; a second time nothing happens."""
@@ -106,12 +106,12 @@ class LocalBytes:
 
     def __reduce__(self) -> NoReturn:
         # A copy would close the file of the original, or another file that has its number by then.
-        raise UnsupportedError(f"{self._path}: an open file cannot be copied or pickled.", hint="open it again.")
+        raise UnsupportedError(f"{self.path}: an open file cannot be copied or pickled.", hint="open it again.")
 
     def __del__(self) -> None:
         if self.fd >= 0:
             self.close()
-            warnings.warn(f"unclosed checkpoint {self._path}", ResourceWarning, source=self, stacklevel=1)
+            warnings.warn(f"unclosed checkpoint {self.path}", ResourceWarning, source=self, stacklevel=1)
 
 
 class LocalFiles:
@@ -163,7 +163,9 @@ class RemoteFiles:
         try:
             import fsspec  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as err:
-            raise UnsupportedError(f"{path}: other machines need fsspec.", hint="pip install fsspec.") from err
+            raise UnsupportedError(
+                f"{path}: other machines need fsspec.", hint='pip install "tdfunc[remote]".'
+            ) from err
         # Without a cache of listings, which would show folders as they were. Any: fsspec has no annotations.
         self._system: Any = fsspec.core.url_to_fs(path, use_listings_cache=False)[0]
         self._fetch = fetch

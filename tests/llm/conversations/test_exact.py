@@ -23,7 +23,7 @@ from tdfunc.llm import (
     qwen,
     to_training_rows,
 )
-from tdfunc.llm.templates.base import conversation_in
+from tdfunc.llm.messages.columns import conversation_in
 from tests.llm.templates.test_templates import TOOLS
 from tests.llm.tokens import CHATML, FORGETFUL, SPECIAL, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tdfunc import LazyStack, TensorDict
 from tdfunc.llm import History, JinjaTemplate, chatml, qwen
-from tdfunc.llm.templates.base import conversation_in
+from tdfunc.llm.messages.columns import conversation_in
 from tests.llm.templates.test_templates import FORGED, TOOLS
 from tests.llm.tokens import (
     CHATML,

@@ -191,8 +191,10 @@ def test_compacted_rows_are_put_back(lengths, seed):
 
 
 def test_the_page_has_the_table_of_packing():
-    """docs/llm.md names each family with its way."""
-    rows = [line.split("|")[1:3] for line in Path("docs/llm.md").read_text().splitlines() if line.startswith("| ")]
+    """docs/llm_scoring.md names each family with its way."""
+    rows = [
+        line.split("|")[1:3] for line in Path("docs/llm_scoring.md").read_text().splitlines() if line.startswith("| ")
+    ]
     ways = {"positions that begin anew": "positions", "a mask of pairs": "mask"}
     listed = {
         name.removesuffix(" (rotary)").strip(): ways[way.strip()]

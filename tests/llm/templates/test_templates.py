@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tdfunc import UnsupportedError
 from tdfunc.llm import TEMPLATES, ChatML, History, chatml, deepseek, gemma, llama, mistral, qwen
+from tdfunc.llm.messages.columns import conversation_in
 from tdfunc.llm.messages.message import as_compared
-from tdfunc.llm.templates.base import conversation_in
 from tests.llm.tokens import CHATML, calls, make_tokenizer, messages
 
 ALL = {"chatml": chatml, "qwen": qwen, "llama": llama, "deepseek": deepseek, "mistral": mistral, "gemma": gemma}
