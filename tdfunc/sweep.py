@@ -5,19 +5,27 @@ state and hyperparameters are indexed alike, and a member equals its own separat
 """
 
 import math
+import os
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from concurrent.futures import BrokenExecutor
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
 from tdfunc import random
-from tdfunc.core.collection import TensorCollection
+from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.errors import BatchSizeError, WorkerError, error
+from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
+from tdfunc.distributed.messages import classes_of
 from tdfunc.random.draws import KeyLike, key_of
+from tdfunc.storage.disk.commit import Descriptor, lock
+from tdfunc.storage.disk.raw import raw_bytes
+from tdfunc.storage.manager.manager import CheckpointManager
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -26,6 +34,10 @@ T = TypeVar("T", bound=TensorCollection)
 Mode: TypeAlias = Literal["min", "max"]
 Values: TypeAlias = "Tensor | Sequence[float] | Sequence[int] | Sequence[bool]"
 Space: TypeAlias = "Callable[[Tensor, int], Tensor] | Tensor | Sequence[Any]"
+# How long a worker without a free block waits before it looks again, in seconds.
+_LOOK_S = 0.2
+# How many values of a member a message has.
+_SHOWN = 12
 
 
 def grid(**axes: Values) -> "TensorDict":
@@ -325,6 +337,181 @@ def keep_best(kept: T, tree: T, improved: Tensor) -> T:
     """
     _check_members("keep_best", "improved", improved, kept._batch_size[:1])
     return torch.where(improved, tree, kept)  # pyright: ignore
+
+
+class _Blocks(NamedTuple):
+    """The blocks of a sweep in a folder; called with the rows of one, it trains them to the end."""
+
+    # Any: a function of trees.
+    train: Callable[[Any, int], tuple[Any, Tensor]]
+    rungs: int
+    folder: str
+
+    def manager(self, first: int) -> CheckpointManager:
+        return CheckpointManager(f"{self.folder}/members-{first:06d}", keep_last=1)
+
+    def rung(self, first: int) -> int:
+        """Return how many rungs a block is trained for."""
+        return self.manager(first).latest() or 0
+
+    # Any: trees.
+    def load(self, start: Any, first: int, device: torch.device) -> Any:
+        """Return a block and its scores as the last checkpoint has them."""
+        manager, rung = self.manager(first), self.rung(first)
+        found, own = manager.metadata(rung).get("start"), _digest(start)
+        if found != own or rung > self.rungs:
+            raise error(
+                ValueError,
+                f"train_blocks: {self.folder} must be a new folder, or that of the same run, block and rungs.",
+                expected=f"members from {first} that began as {own}, {self.rungs} rungs at most",
+                got=f"{found}, {rung} rungs",
+                hint="another folder=.",
+            )
+        return manager.load(device=None if device.type == "cpu" else device, classes=classes_of(start))
+
+    # Any: a tree.
+    def __call__(self, rows: Any) -> None:
+        start, first = rows["run"], int(rows["member"][0])
+        with Descriptor(f"{self.folder}/members-{first:06d}.lock", os.O_CREAT | os.O_RDWR, 0o666) as fd:
+            try:
+                lock(fd)
+            except BlockingIOError:
+                return
+            except OSError:
+                # Without locks two workers may train a block at the same time; their checkpoints are equal.
+                pass
+            done, device = self.rung(first), _device_of(start)
+            run = self.load(start, first, device)["run"] if done else start
+            for rung in range(done, self.rungs):
+                run, scores = self._step(run, rung, first)
+                # A process without the device of `train` must be able to load it.
+                if any([leaf.device != device for _, leaf in iter_leaves(run)]):
+                    run = run.to(device)
+                saved = {"run": run, "scores": scores.to(device)}
+                self.manager(first).save(rung + 1, saved, metadata={"start": _digest(start)}, overwrite=True)
+
+    # Any: trees.
+    def _step(self, run: Any, rung: int, first: int) -> tuple[Any, Tensor]:
+        size, half = run._batch_size[0], (run._batch_size[0] + 1) // 2
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(rung)
+                new, scores = self.train(run, rung)
+        except Exception as err:
+            # Fewer members, which raise their own error, down to one.
+            for i in range(0, size, half) if size > 1 else ():
+                self._step(run[i : i + half], rung, first + i)
+            values = [(path, leaf[0]) for path, leaf in iter_leaves(run) if leaf.dim() == 1][:_SHOWN]
+            own = ", ".join([f"{dotted(path)}={value.item():.6g}" for path, value in values])
+            raise WorkerError(
+                f"train_blocks: members {first} to {first + size - 1} must train together."
+                if size > 1
+                else f"train_blocks: member {first} must train: {own}.",
+                expected=f"the run and scores of rung {rung}",
+                got=f"{type(err).__name__}: {err}",
+            ) from err
+        _check_members("train_blocks", "scores", scores, run._batch_size[:1])
+        return new, scores
+
+
+def train_blocks(
+    run: T,
+    train: Callable[[T, int], tuple[T, Tensor]],
+    rungs: int,
+    *,
+    folder: str | os.PathLike[str],
+    block: int,
+    num_workers: int = 0,
+    executor: Any = None,
+    retries: int = 2,
+) -> tuple[T, Tensor]:
+    """Train blocks of members side by side, with a checkpoint of each block after each rung.
+
+    Every process that calls it with the same arguments and folder is a worker: it trains blocks that no other one is
+    training, and returns when all are trained. So a job that is started again goes on from the checkpoints, and the
+    processes of torchrun, or of an array of jobs, share the blocks and need no messages. With `num_workers=` or
+    `executor=` this process only waits for its workers.
+
+    The members of a worker that was killed go on from their last checkpoint, and end as if it had not been killed.
+    A block is locked while it is trained; the lock of a killed process is gone with it.
+
+    Args:
+        run: Everything of the members, as in `elites`, before the first rung: the same in every call.
+        train: A function of the run of a block and the number of the rung, as for `successive_halving`. It draws by
+            keys in the run, or from torch's default generator on the CPU, which is seeded by the number of the rung. It
+            may move the run to a device; what it returns is moved back.
+        rungs: How many times to train. More than the folder has continue it.
+        folder: Where the checkpoints are, on a file system that all workers share.
+        block: The number of members that one call of `train` gets.
+        num_workers: The number of processes to start here; 0 trains in this one.
+        executor: In their place an executor, as for `td.map`: a `RayExecutor`, for example.
+        retries: How many times in a row a worker may die without a new checkpoint in the folder.
+
+    Returns:
+        The run and the scores of the last rung, in the order of the members.
+
+    Raises:
+        WorkerError: `train` raised; the message has the member and its values, found by training smaller blocks. Or a
+            worker died too often.
+        ValueError: The folder has the checkpoints of another run, or a number is below 1.
+
+    Examples:
+        >>> import tempfile
+        >>> def train(run, rung):
+        ...     run = run.set("trained", run["trained"] + 1)
+        ...     return run, (run["lr"] - 0.3).abs()
+        >>> run = TensorDict({"lr": torch.linspace(0, 1, 11), "trained": torch.zeros(11)}, [11])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run, scores = train_blocks(run, train, rungs=3, folder=folder, block=4)
+        >>> best(run, scores)["lr"], run["trained"].unique()
+        (tensor(0.3000), tensor([3.]))
+    """
+    for name, number in (("rungs", rungs), ("block", block)):
+        if number < 1:
+            raise error(ValueError, f"train_blocks: {name} must be at least 1.", got=number)
+    blocks = _Blocks(train, rungs, os.path.abspath(folder))
+    os.makedirs(blocks.folder, exist_ok=True)
+    members = torch.arange(run._batch_size[0], device="cpu")
+    tree = TensorCollection._open({"run": run, "member": members}, [len(members)])
+    firsts, deaths = range(0, len(members), block), 0
+    done = [blocks.rung(first) for first in firsts]
+    # An executor has its own number of workers.
+    workers = num_workers if executor is None else None
+    options: Any = {"chunksize": block, "num_workers": workers, "executor": executor, "key": 0}
+    while min(done) < rungs:
+        # The shorter one is the last.
+        left: Any = torch.cat([members[i : i + block] for i, rung in zip(firsts, done, strict=True) if rung < rungs])
+        before, failure = done, None
+        try:
+            for _ in tree[left].map_iter(blocks, **options):
+                pass
+        except WorkerError as err:
+            if not isinstance(err.__cause__, BrokenExecutor):
+                raise
+            failure = err
+        done = [blocks.rung(first) for first in firsts]
+        deaths = 0 if done > before else deaths + (failure is not None)
+        if failure is not None and deaths > retries:
+            raise failure
+        if done == before:
+            # Others train what is left.
+            time.sleep(_LOOK_S)
+    parts = [blocks.load(run[i : i + block], i, _device_of(run)) for i in firsts]  # pyright: ignore
+    # Any: trees.
+    found: Any = torch.cat([part["run"] for part in parts])
+    return found, torch.cat([part["scores"] for part in parts])
+
+
+def _device_of(tree: TensorCollection) -> torch.device:
+    return next(leaf.device for _, leaf in iter_leaves(tree))
+
+
+def _digest(tree: TensorCollection) -> str:
+    state = xxhash.xxh3_128()
+    for path, leaf in iter_leaves(tree):
+        state.update(repr((path, leaf.dtype, tuple(leaf.shape))).encode())
+        state.update(raw_bytes(leaf).data)
+    return state.hexdigest()
 
 
 # Any: lists of anything.

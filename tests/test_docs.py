@@ -47,9 +47,10 @@ def python_blocks(text):
 def run_blocks(path, module):
     """Execute the blocks of a page one after another in the namespace of `module`."""
     for block in python_blocks(path.read_text()):
-        if block.tag == "no-run":
+        if block.tag == "{no-run}":
             assert block.has_reason, f"{path}:{block.line}: a no-run block follows an HTML comment with the reason"
             continue
+        assert block.tag == "", f"{path}:{block.line}: the site shows no block that is tagged {block.tag!r}"
         # Empty lines in front make tracebacks point at the line of the page.
         source = "\n" * (block.line - 1) + block.code
         exec(compile(source, str(path), "exec"), vars(module))
@@ -105,15 +106,15 @@ def test_a_failing_block_fails_at_its_line(tmp_path, page_module):
 @pytest.mark.parametrize("comment", ["", "<!-- Needs a GPU. -->\n"], ids=["without reason", "with reason"])
 def test_no_run_needs_a_reason(comment):
     """A skipped block follows an HTML comment with the reason."""
-    blocks = python_blocks(f"Text.\n\n{comment}```python no-run\nraise KeyError\n```\n")
+    blocks = python_blocks(f"Text.\n\n{comment}```python {{no-run}}\nraise KeyError\n```\n")
 
-    assert [(block.tag, block.has_reason) for block in blocks] == [("no-run", comment != "")]
+    assert [(block.tag, block.has_reason) for block in blocks] == [("{no-run}", comment != "")]
 
 
 def test_no_run_without_a_reason_fails(tmp_path, page_module):
     """A skipped block without a reason fails."""
     page = tmp_path / "page.md"
-    page.write_text("```python no-run\nraise KeyError\n```\n")
+    page.write_text("```python {no-run}\nraise KeyError\n```\n")
 
     with pytest.raises(AssertionError, match="HTML comment"):
         run_blocks(page, page_module)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tdfunc as tdf
 from tdfunc import NonTensorData, TensorClass, TensorDict, tensorclass
@@ -265,6 +266,20 @@ def test_compile_of_a_model_on_a_tree():
 
     assert out.batch_size == (5,)
     torch.testing.assert_close(out["y"], run(params, data)["y"])
+
+
+def test_modules_of_trees_under_fx_and_compile():
+    """A sequence of modules that read and write trees is a graph of torch.fx, and of `torch.compile`."""
+    layers = [tdf.nn.TensorDictModule(nn.Linear(3, 4), ["x"], ["h"]), tdf.nn.TensorDictModule(torch.tanh, ["h"], ["y"])]
+    model, data = tdf.nn.TensorDictSequential(*layers), TensorDict({"x": torch.randn(5, 3)}, [5])
+    graph = make_fx(model)(data)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+
+    assert any("tanh" in str(node.target) for node in graph.graph.nodes)
+    other = data * 2
+    for run in (graph, compiled):
+        assert run(other).batch_size == (5,)
+        torch.testing.assert_close(run(other)["y"], model(other)["y"])
 
 
 # -- folders ----------------------------------------------------------------------------------------------------

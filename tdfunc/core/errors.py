@@ -100,7 +100,7 @@ class CorruptCheckpointError(_Explained, ValueError):
 
 
 class WorkerError(_Explained, RuntimeError):
-    """A worker process of `map` that died, could not start, or raised an error that cannot be sent back."""
+    """A worker process that died, could not start, or raised an error that cannot be sent back; a member that did."""
 
 
 class RemoteError(_Explained, RuntimeError):

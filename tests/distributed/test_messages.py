@@ -103,9 +103,19 @@ def _talk(rank):
             assert_same(got, tree)
             assert type(got) is type(tree)
             assert all(not leaf.any() for leaf in zeros[name].leaves())
+    _as_documented(rank)
     _keep_order(rank)
     _write_into(rank, sent, zeros)
     dist.barrier()
+
+
+def _as_documented(rank):
+    """The example of tensordict's page, in which both ranks make the same tree."""
+    data = TensorDict({"a": torch.zeros(()), ("b", "c"): torch.ones(())}, [])
+    if rank == 1:
+        (data + 1).isend(dst=0).wait()
+    elif rank == 0:
+        assert_same(data.irecv(src=1).wait(), data + 1)
 
 
 def _keep_order(rank):

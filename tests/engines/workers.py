@@ -10,19 +10,21 @@ from tests.engines.tiny import make_model, make_tokenizer
 
 
 def main(folder):
-    """Push another model's weights, and compare with it."""
+    """Push the weights of two other models, and compare with them."""
     make_model(0).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     options = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
     wrapper = vLLMWrapper(LLM(model=folder, kv_cache_memory_bytes=64 << 20, **options), input_mode="tokens")
-    other, row = make_model(4), torch.tensor([5, 6, 7])
-    done = wrapper.push(causal_lm(other)[1], version=3)
-    (made,) = wrapper.generate_tokens([row], GenerationOptions.parse({"max_new_tokens": 8}))
-    own = other.generate(row[None], max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:]
+    row = torch.tensor([5, 6, 7])
+    for seed in (3, 4):
+        other = make_model(seed)
+        done = wrapper.push(causal_lm(other)[1], version=seed)
+        (made,) = wrapper.generate_tokens([row], GenerationOptions.parse({"max_new_tokens": 8}))
+        own = other.generate(row[None], max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:]
 
-    assert not wrapper.engine._in_process
-    assert done.difference < 1e-4
-    assert (made.tokens.tolist(), made.version) == (own.tolist(), "3")
+        assert not wrapper.engine._in_process
+        assert done.difference < 1e-4
+        assert (made.tokens.tolist(), made.version) == (own.tolist(), str(seed))
 
 
 if __name__ == "__main__":

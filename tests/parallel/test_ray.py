@@ -9,7 +9,9 @@ import textwrap
 import pytest
 import torch
 
+import tdfunc as tdf
 from tdfunc import RayExecutor, TensorDict, WorkerError
+from tests.distributed import test_sweeps as sweeps
 from tests.helpers import assert_trees_equal
 from tests.parallel import functions as fns
 from tests.parallel.test_processes import environment
@@ -129,3 +131,19 @@ def test_a_death_on_ray_is_retried(cluster, tmp_path):
 
     assert died.exists()
     assert_trees_equal(got, td.map(kill_once, executor=cluster, chunksize=2, key=0))
+
+
+def test_a_sweep_on_ray(cluster, tmp_path):
+    """Members of a worker of the cluster that was killed go on from their last checkpoint."""
+    work = sweeps.Deadly(tmp_path, members=(40,))
+    options = {"folder": tmp_path / "run", "block": sweeps.BLOCK}
+    found = tdf.sweep.train_blocks(sweeps.begin(), work, sweeps.RUNGS, executor=cluster, **options)
+
+    sweeps.check(found)
+    calls = sweeps.calls_of(tmp_path)
+    assert calls[32].count(1) > 1
+    assert all(rungs == sorted(rungs) and set(rungs) == set(range(sweeps.RUNGS)) for rungs in calls.values())
+    with pytest.raises(WorkerError, match=r"member 37 must train:(?s:.*)FloatingPointError: no"):
+        tdf.sweep.train_blocks(
+            sweeps.begin(64), sweeps.fail_at_37, 2, folder=tmp_path / "other", block=16, executor=cluster
+        )

@@ -1,7 +1,7 @@
 """`vLLMWrapper`: vLLM's engine as a backend, and pushes of trees into it."""
 
 from collections.abc import Iterator, Sequence
-from tempfile import TemporaryDirectory
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,13 +11,18 @@ from tdfunc.core.errors import ConcurrencyError, UnsupportedError
 from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.scoring.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
-from tdfunc.llm.wrappers.push import AbstractEngine, Probe, Push, proven_label, push_weights
-from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
+from tdfunc.llm.wrappers.push import (
+    CANDIDATES,
+    PROMPT,
+    AbstractEngine,
+    Probe,
+    Push,
+    proven_label,
+    push_tree,
+    send_by_folder,
+)
+from tdfunc.llm.wrappers.sampling import nothing_drawn, sampling_options, seeds_of
 from tdfunc.random.draws import KeyLike
-from tdfunc.storage.api import save
-
-# How many candidates of the next token a proof compares, and the tokens of one of its prompts.
-_CANDIDATES, _PROMPT = 5, 256
 
 
 class Engine(AbstractEngine):
@@ -37,9 +42,8 @@ class Engine(AbstractEngine):
         if self._in_process:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             return
-        with TemporaryDirectory() as folder:
-            save(dict(weights), f"{folder}/model.safetensors")
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        reload = partial(self.llm.collective_rpc, "reload_weights")
+        send_by_folder(weights, None, lambda folder: reload(kwargs={"weights_path": folder}))
 
     def reset_cache(self) -> bool:
         """Drop cached prefixes."""
@@ -56,14 +60,14 @@ class Engine(AbstractEngine):
     def probe(self, ids: Tensor) -> Probe:
         """Score a prompt: its tokens past the cache, the next one by way of it."""
         (scored,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}])
-        (cached,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "logprobs": _CANDIDATES}])
+        (cached,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "logprobs": CANDIDATES}])
         found = {token: each.logprob for token, each in cached.outputs[0].logprobs[0].items()}
         return Probe(_prompt_log_probs(scored), torch.tensor(list(found)), torch.tensor(list(found.values())))
 
     def limits(self) -> tuple[int, int]:
         """Return the number of ids, and the length of a prompt of more than a block where the engine allows it."""
         config = self._engine.vllm_config
-        length = max(_PROMPT, config.cache_config.block_size + 8)
+        length = max(PROMPT, config.cache_config.block_size + 8)
         return config.model_config.get_vocab_size(), min(config.model_config.max_model_len - 1, length)
 
     def run(self, prompts: Sequence[Tensor], params: list[dict[str, Any]]) -> list[Any]:
@@ -109,12 +113,12 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         super()._set_model(model)
         self.engine = engine
         # The model of transformers that the engine runs, made when a push first needs it.
-        self._own: tuple[CausalLM, Any, dict[str, torch.Size], list[str]] | None = None
+        self._own: tuple[CausalLM, Any] | None = None
 
     @property
     def version(self) -> str:
         """The version of the engine's weights."""
-        return proven_label(self.engine)
+        return proven_label(self.engine.label())
 
     # Any: a tree of parameters, and one of buffers.
     def push(
@@ -148,27 +152,13 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             ValueError: The engine's log-probs are not those of the tree. It generates nothing until a push succeeds.
             ConcurrencyError: The engine did not take all leaves, or kept its cache; likewise.
         """
-        lm, own_buffers, shapes, tied = self._model()
-        flat, own = _named(tree), _named(own_buffers)
-        # A tree may have the buffers, too, of which checkpoints hold some.
-        held = all([name in flat for name in own])
-        extra = set(own) - set(shapes)
-        return push_weights(
-            self.engine,
-            lm,
-            {name: leaf for name, leaf in flat.items() if name not in extra},
-            shapes,
-            optional=tied,
-            tree=tree,
-            buffers=own_buffers if buffers is None and not held else buffers,
-            version=str(version),
-            tolerance=tolerance,
-            proof=proof,
-            key=key,
-        )
+        lm, own_buffers = self._model()
+        options = {"version": str(version), "tolerance": tolerance, "proof": proof, "key": key}
+        return push_tree(self.engine, lm, tree, own_buffers if buffers is None else buffers, **options)
 
-    def _model(self) -> tuple[CausalLM, Any, dict[str, torch.Size], list[str]]:
-        """Return the engine's model as a specification, its buffers, the shapes of a checkpoint, and tied names."""
+    # Any: a tree of buffers.
+    def _model(self) -> tuple[CausalLM, Any]:
+        """Return the engine's model as a specification, and its buffers."""
         if self._own is None:
             from transformers import AutoModelForCausalLM
 
@@ -176,10 +166,8 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             # transformers draws the first weights, which nothing uses, from torch's default generator.
             with torch.random.fork_rng(devices=[]):
                 model = AutoModelForCausalLM.from_config(config)
-            shapes = {name: leaf.shape for name, leaf in model.state_dict().items()}
-            tied = list(getattr(model, "_tied_weights_keys", None) or []) if config.tie_word_embeddings else []
             lm, _, buffers = causal_lm(model, copy=False)
-            self._own = lm, buffers, shapes, tied
+            self._own = lm, buffers
         return self._own
 
     # -- the two calls of a backend -------------------------------------------------------------------------------
@@ -204,12 +192,8 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         rows = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         if options.max_new_tokens == 0:
             scores = self.score_tokens(rows) if prompt_log_probs else [None] * len(rows)
-            none = torch.zeros(0) if options.logprobs else None
-            drawn = none if options.keeps_raw else None
-            return [
-                Response(row.new_zeros(0), "length", none, drawn, prompt_log_probs=score, version=version)
-                for row, score in zip(rows, scores, strict=True)
-            ]
+            nothing = nothing_drawn(options)._replace(version=version)
+            return [nothing._replace(prompt_log_probs=score) for score in scores]
         if prompt_log_probs:
             params["prompt_logprobs"] = 0
         seeds = [None] * len(rows) if keys is None else seeds_of(keys)
@@ -234,12 +218,6 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         for i, out in zip(filled, made, strict=True):
             found[i] = _prompt_log_probs(out)
         return [each.to(row.device) for each, row in zip(found, rows, strict=True)]
-
-
-# Any: a tree.
-def _named(tree: Any) -> dict[str, Tensor]:
-    """Return the leaves of a tree by the names of a state_dict."""
-    return {".".join(key) if isinstance(key, tuple) else key: leaf for key, leaf in tree.items(True, True)}
 
 
 # Any: outputs of vLLM.

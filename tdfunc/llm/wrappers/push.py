@@ -6,7 +6,8 @@ its cache, and the tree scores it, too. Until both agree the engine's label says
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,8 +19,11 @@ from tdfunc.core.errors import ConcurrencyError, TreeStructureError, error
 from tdfunc.llm.scoring.ids import score_ids
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.random.draws import KeyLike
+from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.raw import raw_bytes
 
+# The tokens of one prompt of a proof, and how many candidates of the next token it compares.
+PROMPT, CANDIDATES = 256, 5
 # The label of weights that were sent and not proven.
 _UNPROVEN = "unproven: "
 
@@ -87,13 +91,12 @@ class AbstractEngine(ABC):
         """Set the version of the weights."""
 
 
-def proven_label(engine: AbstractEngine) -> str:
-    """Return the engine's version.
+def proven_label(label: str) -> str:
+    """Return the version that an engine's label has.
 
     Raises:
         ConcurrencyError: A push has not ended, or failed.
     """
-    label = engine.label()
     if label.startswith(_UNPROVEN):
         raise ConcurrencyError(
             "generate: the engine's weights must be proven.",
@@ -101,6 +104,45 @@ def proven_label(engine: AbstractEngine) -> str:
             hint="push again.",
         )
     return label
+
+
+# Any: trees.
+def push_tree(engine: AbstractEngine, lm: CausalLM, tree: Any, own_buffers: Any, **options: Any) -> Push:
+    """Push a tree by the names of a state_dict; `own_buffers` are the model's, for a tree without them."""
+    module: Any = lm.apply.module
+    shapes = {name: leaf.shape for name, leaf in module.state_dict().items()}
+    tied = (
+        list(getattr(module, "_tied_weights_keys", None) or [])
+        if getattr(module.config, "tie_word_embeddings", False)
+        else []
+    )
+    flat, own = _named(tree), {} if own_buffers is None else _named(own_buffers)
+    # A tree may have the buffers, too, of which checkpoints hold some.
+    held = all([name in flat for name in own])
+    extra = set(own) - set(shapes)
+    leaves = {name: leaf for name, leaf in flat.items() if name not in extra}
+    return push_weights(
+        engine, lm, leaves, shapes, optional=tied, tree=tree, buffers=None if held else own_buffers, **options
+    )
+
+
+# Any: a tree.
+def _named(tree: Any) -> dict[str, Tensor]:
+    """Return the leaves of a tree by the names of a state_dict."""
+    return {".".join(key) if isinstance(key, tuple) else key: leaf for key, leaf in tree.items(True, True)}
+
+
+def send_by_folder(weights: Iterator[tuple[str, Tensor]], folder: str | None, reload: Callable[[str], object]) -> None:
+    """Write weights into a new folder for an engine in another process, which reads them in `reload`.
+
+    Afterwards the file must still have the values that were written, by its checksums.
+    """
+    # An engine may keep what it read under a name (https://github.com/vllm-project/vllm/issues/32718).
+    with TemporaryDirectory(prefix="push-", dir=folder) as place:
+        path = f"{place}/model.safetensors"
+        save(dict(weights), path)
+        reload(place)
+        load(path)
 
 
 def push_weights(

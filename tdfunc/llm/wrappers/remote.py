@@ -5,18 +5,32 @@ endpoint is vLLM's `/inference/v1/generate` where the server has it, else `/v1/c
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from tdfunc.core.errors import RemoteError, UnsupportedError
 from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.llm.wrappers.base import LLMWrapperBase
-from tdfunc.llm.wrappers.sampling import sampling_options, seeds_of
+from tdfunc.llm.wrappers.push import (
+    CANDIDATES,
+    PROMPT,
+    AbstractEngine,
+    Probe,
+    Push,
+    proven_label,
+    push_tree,
+    send_by_folder,
+)
+from tdfunc.llm.wrappers.sampling import nothing_drawn, sampling_options, seeds_of
 from tdfunc.llm.wrappers.server import Server, ServerOptions
+from tdfunc.random.draws import KeyLike
 
+T = TypeVar("T")
 _IDS, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 # The answers to the first by servers that do not have it; vLLM's is 403, without `--enable-scale-out`.
 _ABSENT = (403, 404, 405, 501)
@@ -26,6 +40,72 @@ _WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _LOWEST = -9999.0
 # A log-prob may be above 0 by rounding, in nats.
 _ROUNDING = 1e-4
+
+
+class RemoteEngine(AbstractEngine):
+    """The engine of vLLM behind a server, which reads weights from a folder that it shares with this process."""
+
+    def __init__(self, wrapper: "RemoteWrapper", folder: "str | os.PathLike[str]", vocabulary: int) -> None:
+        self.wrapper, self.folder, self.vocabulary = wrapper, os.path.abspath(folder), vocabulary
+
+    # Any: JSON.
+    def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
+        try:
+            return self.wrapper._server.request(path, body, lambda answers: read(answers[0]), where="push")
+        except RemoteError as err:
+            if err.status not in _ABSENT:
+                raise
+            raise UnsupportedError(
+                "push: the server must have vLLM's endpoints for weights.",
+                expected=path,
+                got=str(err),
+                hint="VLLM_SERVER_DEV_MODE=1 vllm serve ..., where nobody else reaches it.",
+            ) from err
+
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace the weights by those of a new folder."""
+        call: dict[str, Any] = {"method": "reload_weights"}
+        send_by_folder(
+            weights,
+            self.folder,
+            lambda place: self._ask("/collective_rpc", {**call, "kwargs": {"weights_path": place}}, len),
+        )
+
+    def reset_cache(self) -> bool:
+        """Drop cached prefixes."""
+        return self._ask("/reset_prefix_cache", {}, lambda answer: answer["success"] is True)
+
+    def label(self) -> str:
+        """Return the server's weight version."""
+        return self._ask("/weight_info", None, lambda answer: str(answer["weight_version"]))
+
+    def set_label(self, label: str) -> None:
+        """Set the server's weight version."""
+        self._ask("/update_weight_version", {"new_version": label}, lambda _: None)
+        self.wrapper._engine = self
+
+    def limits(self) -> tuple[int, int]:
+        """Return the number of ids, and the length of a prompt of more than a block of the cache."""
+        name = self.wrapper.model
+        longest: int = self._ask(
+            "/v1/models", None, lambda answer: {each["id"]: each["max_model_len"] for each in answer["data"]}[name]
+        )
+        return self.vocabulary, min(longest - 1, PROMPT)
+
+    def probe(self, ids: Tensor) -> Probe:
+        """Score a prompt: its tokens past the cache, the next one by way of it."""
+        row = ids.tolist()
+        sampling = sampling_options("push", GenerationOptions.parse({"max_new_tokens": 1}))
+        body = {"model": self.wrapper.model, "prompt": row, **_WITH_IDS, **sampling, "logprobs": CANDIDATES}
+
+        # Any: JSON.
+        def read(answer: Any) -> dict[int, float]:
+            (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+            return {int(name.removeprefix("token_id:")): value for name, value in found.items()}
+
+        scored = self.wrapper._request_scores(0, row)
+        found = self._ask(_COMPLETIONS, body, read)
+        return Probe(scored, torch.tensor(list(found)), torch.tensor(list(found.values())))
 
 
 class RemoteWrapper(LLMWrapperBase):
@@ -85,6 +165,53 @@ class RemoteWrapper(LLMWrapperBase):
         self._stream = stream
         # Found by the first request.
         self._endpoint: str | None = None
+        # Set by the first push, whose label is read from then on.
+        self._engine: RemoteEngine | None = None
+
+    # Any: a tree of parameters, and one of buffers.
+    def push(
+        self,
+        tree: Any,
+        *,
+        lm: CausalLM,
+        version: str | int,
+        folder: "str | os.PathLike[str]",
+        buffers: Any = None,
+        tolerance: float = 1e-3,
+        proof: Literal["prompt", "full"] = "prompt",
+        key: KeyLike | None = None,
+    ) -> Push:
+        """Replace the weights of a vLLM server by those of a tree, and prove it as `vLLMWrapper.push` does.
+
+        The server needs `VLLM_SERVER_DEV_MODE=1`. It reads the weights from a folder: one commit of `tdfunc.save` under
+        a new name, whose checksums are compared again when the server has read it, and which is removed then. A server
+        that dies raises, and the tree is as it was.
+
+        Until the proof has passed, the server's label says so: this wrapper generates nothing, and responses that
+        another `RemoteWrapper` gets from `/inference/v1/generate` raise. Nothing should be generating during a push.
+
+        Args:
+            tree: The parameters of the model, from `causal_lm` or `from_module`.
+            lm: The model as a specification, from `causal_lm`.
+            version: The label that the server's responses carry from now on.
+            folder: A folder on a file system that the server's machine has under the same path.
+            buffers: The buffers of the model, from `causal_lm`, unless the tree has them.
+            tolerance: As for `vLLMWrapper.push`, like the other options.
+            proof: As for `vLLMWrapper.push`.
+            key: As for `vLLMWrapper.push`.
+
+        Raises:
+            RemoteError: The server could not be reached, or refused the weights.
+            UnsupportedError: It does not have the endpoints.
+            CorruptCheckpointError: The file changed after it was written.
+            TreeStructureError: Names or shapes are not those of `lm`; nothing was sent.
+            ValueError: The server's log-probs are not those of the tree. It generates nothing until a push succeeds.
+            ConcurrencyError: It kept its cache; likewise.
+        """
+        module: Any = lm.apply.module
+        engine = RemoteEngine(self, folder, len(module.get_input_embeddings().weight))
+        options = {"version": str(version), "tolerance": tolerance, "proof": proof, "key": key}
+        return push_tree(engine, lm, tree, buffers, **options)
 
     def generate_tokens(
         self,
@@ -103,12 +230,11 @@ class RemoteWrapper(LLMWrapperBase):
         """
         # Options that cannot be served raise before anything is sent.
         sampling_options("RemoteWrapper", options)
+        self._check_proven()
         count = options.num_return_sequences
         rows = [row.tolist() for row in prompts for _ in range(count)]
         if options.max_new_tokens == 0:
-            log_probs = torch.zeros(0) if options.logprobs else None
-            drawn = log_probs if options.keeps_raw else None
-            found = [Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, drawn, text="") for _ in rows]
+            found = [nothing_drawn(options)] * len(rows)
         else:
             seeds = [None] * len(rows) if keys is None else seeds_of(keys)
             found = self._server.each(
@@ -129,9 +255,14 @@ class RemoteWrapper(LLMWrapperBase):
         """
         if training:
             raise UnsupportedError("RemoteWrapper: a server has no dropout.", got="training=True")
+        self._check_proven()
         return self._server.each(
             lambda job: self._request_scores(*job), [(i, row.tolist()) for i, row in enumerate(rows)]
         )
+
+    def _check_proven(self) -> None:
+        if self._engine is not None:
+            proven_label(self._engine.label())
 
     def _request_response(self, index: int, ids: list[int], seed: int | None, options: GenerationOptions) -> Response:
         """Return the response to one prompt, of whichever endpoint the server has."""
@@ -145,7 +276,7 @@ class RemoteWrapper(LLMWrapperBase):
         if self._endpoint != _COMPLETIONS:
             body = {"model": self.model, "token_ids": ids, "sampling_params": sampling}
             try:
-                found = self._server.post(_IDS, body, read, where=where, stream=self._stream)
+                found = self._server.request(_IDS, body, read, where=where, stream=self._stream)
             except RemoteError as err:
                 # A server that has the endpoint has it for every request.
                 if err.status not in _ABSENT or self._endpoint == _IDS:
@@ -154,7 +285,7 @@ class RemoteWrapper(LLMWrapperBase):
                 self._endpoint = _IDS
                 return found
         body = {"model": self.model, "prompt": ids, **_WITH_IDS, **sampling}
-        found = self._server.post(_COMPLETIONS, body, read, where=where, stream=self._stream)
+        found = self._server.request(_COMPLETIONS, body, read, where=where, stream=self._stream)
         self._endpoint = _COMPLETIONS
         return found
 
@@ -174,7 +305,7 @@ class RemoteWrapper(LLMWrapperBase):
             # A server may generate although no token is requested.
             return _log_probs([(0.0, None), *_labelled(choices)[1 : len(ids)]], ids)
 
-        found = self._server.post(_COMPLETIONS, body, read, where=where)
+        found = self._server.request(_COMPLETIONS, body, read, where=where)
         if found is None:
             raise UnsupportedError(f"{where}: only a server that gives token ids can score.", hint="vLLM's can.")
         return found
@@ -209,7 +340,9 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
     wrong = [token for token in tokens if type(token) is not int or token < 0]
     if wrong or len(tokens) > (options.max_new_tokens or 0):
         raise ValueError(f"{wrong[0]!r} as a token" if wrong else f"{len(tokens)} tokens of {options.max_new_tokens}")
-    spans = [span["version"] for choice in choices for span in choice.get("weight_versions") or ()]
+    spans = [str(span["version"]) for choice in choices for span in choice.get("weight_versions") or ()]
+    for label in spans:
+        proven_label(label)
     log_probs = _log_probs(_labelled(choices), tokens) if options.logprobs else None
     return Response(
         torch.tensor(tokens, dtype=torch.int64),
@@ -217,7 +350,7 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
         log_probs,
         behaviour=log_probs if options.keeps_raw else None,
         text=text,
-        version="+".join(dict.fromkeys(map(str, spans))) or None,
+        version="+".join(dict.fromkeys(spans)) or None,
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.generation.options import GenerationOptions
+from tdfunc.llm.generation.options import GenerationOptions, Response
 
 
 def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
@@ -56,3 +56,10 @@ def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
 def seeds_of(keys: Tensor) -> list[int]:
     """Return a seed, which engines take from 0 to 2**63 - 1, for each key (N, 2)."""
     return (torch.vmap(random.bits)(keys) & (2**63 - 1)).tolist()
+
+
+def nothing_drawn(options: GenerationOptions) -> Response:
+    """Return the response of no tokens."""
+    log_probs = torch.zeros(0) if options.logprobs else None
+    behaviour = log_probs if options.keeps_raw else None
+    return Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, behaviour, text="")

@@ -94,10 +94,16 @@ class Server:
         return {**self.__dict__, "_client": None}
 
     # Any: JSON.
-    def post(
-        self, path: str, body: dict[str, Any], read: Callable[[list[Any]], T], *, where: str, stream: bool = False
+    def request(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        read: Callable[[list[Any]], T],
+        *,
+        where: str,
+        stream: bool = False,
     ) -> T:
-        """Return `read` of the answer to a request.
+        """Return `read` of the answer to a POST, or without a body to a GET.
 
         A connection that fails and the statuses 408, 429 and 5xx, except 501, are retried: after the time that the
         server gives, else after random ones that grow. A stream is read whole.
@@ -140,12 +146,14 @@ class Server:
                 f"{where}: the answer of {path} must have the form of its endpoint.", got=f"{type(err).__name__}: {err}"
             ) from err
 
-    def _send(self, path: str, body: dict[str, Any], where: str, stream: bool) -> list[Any]:
+    def _send(self, path: str, body: dict[str, Any] | None, where: str, stream: bool) -> list[Any]:
         """Return the objects of one attempt."""
         import httpx2
 
-        body = {**body, "stream": True} if stream else body
-        with self._connect().stream("POST", path, json=body) as response:
+        method = "GET" if body is None else "POST"
+        with self._connect().stream(
+            method, path, json={**body, "stream": True} if body and stream else body
+        ) as response:
             if not response.is_success:
                 raise _refusal(response, where)
             if not stream:

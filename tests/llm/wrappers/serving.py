@@ -10,8 +10,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
+from safetensors.torch import load_file
 
 IDS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+WEIGHTS = ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info", "/v1/models")
 EOS = 1
 
 
@@ -53,9 +55,13 @@ class Service:
         alter: A function that edits each object before it is sent.
         requests: The path, the body and the headers of each request.
         times: When each came.
+        label: The version of the weights, where the server has the endpoints for weights.
+        reload: The function that replaces the weights by those of a folder.
+        resets: Whether the prefix cache is reset on request.
     """
 
-    def __init__(self, model, *, ids_endpoint=True, token_ids=True, delay_s=0.0):
+    def __init__(self, model, *, ids_endpoint=True, token_ids=True, delay_s=0.0, label=None):
+        self.label, self.reload, self.resets = label, self.read_weights, True
         self.model, self.ids_endpoint, self.token_ids, self.delay_s = model, ids_endpoint, token_ids, delay_s
         self.faults, self.requests, self.times, self.alter = [], [], [], lambda answer: answer
         self.active = self.most_active = 0
@@ -75,6 +81,27 @@ class Service:
         """The path of each request."""
         return [path for path, _, _ in self.requests]
 
+    def read_weights(self, folder):
+        """Replace the weights, as vLLM does: by name, and without a word about those that are missing."""
+        with torch.no_grad():
+            for name, leaf in load_file(f"{folder}/model.safetensors").items():
+                self.model.get_parameter(name).copy_(leaf)
+
+    def weights(self, path, body):
+        """The answer of an endpoint for weights."""
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.reload(body["kwargs"]["weights_path"])
+            return {"results": [None]}
+        if path == "/reset_prefix_cache":
+            if self.resets:
+                log_probs_of.cache_clear()
+            return {"success": self.resets}
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        models = [{"id": "tiny", "max_model_len": 48}]
+        return {"weight_version": self.label, "data": models}
+
     def objects(self, path, body):
         """The objects of an answer, as vLLM gives them: several for a stream."""
         if path == IDS:
@@ -86,7 +113,7 @@ class Service:
             ]
             parts[-1] |= {
                 "finish_reason": reason,
-                "weight_versions": [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}],
+                "weight_versions": [{"version": each} for each in ([self.label] if self.label else ["7", "8"])],
             }
             return [{"request_id": "a", "choices": [{"index": 0, **part}]} for part in parts]
         prompt = body["prompt"]
@@ -103,6 +130,10 @@ class Service:
                 | {"finish_reason": None}
                 for a, b in self.spans(len(tokens), body)
             ]
+            if body.get("logprobs"):
+                top = log_probs_of(self.model, tuple(prompt))[1].log_softmax(-1).topk(body["logprobs"])
+                pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+                parts[0]["logprobs"]["top_logprobs"] = [{f"token_id:{i}": value for i, value in pairs}]
             parts[-1]["finish_reason"] = reason
         return [{"id": "cmpl-a", "choices": [{"index": 0, **part}]} for part in parts]
 
@@ -120,10 +151,14 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         """Print nothing."""
 
+    def do_GET(self):
+        """Answer as to a request without a body."""
+        self.do_POST()
+
     def do_POST(self):
         """Answer, or fail by the next fault of the service."""
         service = self.service
-        self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         with service.lock:
             service.requests.append((self.path, self.body, dict(self.headers)))
             service.times.append(time.monotonic())
@@ -167,6 +202,8 @@ class _Handler(BaseHTTPRequestHandler):
 def answer(handler, pause_s=0.0):
     """Give the model's answer."""
     service, body = handler.service, handler.body
+    if handler.path in WEIGHTS and service.label is not None:
+        return handler.reply(200, service.weights(handler.path, body))
     if handler.path not in ((IDS, COMPLETIONS) if service.ids_endpoint else (COMPLETIONS,)):
         return handler.reply(404, {"detail": "Not Found"})
     objects = [service.alter(each) for each in service.objects(handler.path, body)]

@@ -14,13 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc import RemoteError, TensorDict, UnsupportedError
-from tdfunc.llm import ChatHistory, History, RemoteWrapper, Text, Tokens, TransformersWrapper
+from tdfunc import (
+    ConcurrencyError,
+    CorruptCheckpointError,
+    RemoteError,
+    TensorDict,
+    TreeStructureError,
+    UnsupportedError,
+)
+from tdfunc.llm import ChatHistory, History, RemoteWrapper, Text, Tokens, TransformersWrapper, causal_lm
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.wrappers.server import _seconds
 from tests.llm.models import VOCAB, make, row_log_probs
 from tests.llm.tokens import make_tokenizer
+from tests.llm.wrappers.pushing import other_weights
 from tests.llm.wrappers.serving import COMPLETIONS, EOS, IDS, Service, answer, cut, refuse, report, reset
+from tests.storage.trees import assert_same
 
 MODEL = make("llama")
 PROMPTS = [torch.tensor([5, 9, 11]), torch.tensor([7]), torch.tensor([3, 4, 90, 2, 8])]
@@ -495,3 +504,98 @@ def check_faults(faults, stream, data):
         check(connect(service, stream=stream, max_retries=13).generate_tokens(prompts, parse()), prompts)
     finally:
         service.close()
+
+
+# -- pushes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pushing(serve, tmp_path):
+    """A service with other weights, its wrapper, and a function that pushes those of a model."""
+    service = serve(other_weights(MODEL, 1), label="first")
+    wrapper, given = connect(service), other_weights(MODEL, 2)
+    lm, params, buffers = causal_lm(given)
+
+    def push(tree=params, **options):
+        return wrapper.push(tree, **{"lm": lm, "buffers": buffers, "folder": tmp_path, "version": 2, **options})
+
+    yield service, wrapper, given, params, push
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_push_to_a_server(pushing):
+    """Two pushes: the server has the weights of the tree, and its label."""
+    service, wrapper, given, params, push = pushing
+    done = push(proof="full")
+    again = push(params * 1, version="three")
+
+    assert (done.version, again.version) == ("2", "three")
+    assert done.unread == {}
+    assert max(done.difference, again.difference) < 1e-5
+    assert done.digests == again.digests
+    for own, leaf in zip(service.model.parameters(), given.parameters(), strict=True):
+        assert torch.equal(own, leaf)
+    (made,) = wrapper.generate_tokens(PROMPTS[:1], parse())
+    assert made.version == "three"
+    folders = [body["kwargs"]["weights_path"] for path, body, _ in service.requests if path == "/collective_rpc"]
+    assert len(set(folders)) == 2
+
+
+def _torn(service, folder):
+    with open(f"{folder}/model.safetensors", "r+b") as file:
+        file.seek(-64, 2)
+        file.write(b"\1" * 64)
+    service.read_weights(folder)
+
+
+def _dies(service, folder):
+    service.http.server_close()
+    raise ConnectionError
+
+
+FAULTS = {
+    "stale": (lambda service, folder: None, ValueError, "must be those of the tree"),
+    "torn": (_torn, CorruptCheckpointError, "model.safetensors"),
+    "dead": (_dies, RemoteError, "push: http.*/collective_rpc must answer"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faulty_pushes_to_a_server(pushing, fault):
+    """Each raises, and the tree is as it was; a server that lives generates again after the next push."""
+    service, wrapper, given, params, push = pushing
+    reload, error, pattern = FAULTS[fault]
+    service.reload = lambda folder: reload(service, folder)
+    before = params.clone()
+    with pytest.raises(error, match=pattern):
+        push()
+
+    assert_same(params, before)
+    assert service.label == "unproven: 2"
+    if fault == "dead":
+        return
+    other = connect(service)
+    for call in (wrapper.generate_tokens, other.generate_tokens):
+        with pytest.raises(ConcurrencyError, match="must be proven(?s:.*)'2'(?s:.*)push again"):
+            call(PROMPTS, parse())
+    with pytest.raises(ConcurrencyError, match="must be proven"):
+        wrapper.score_tokens(PROMPTS)
+    service.reload = service.read_weights
+    push()
+    assert wrapper.generate_tokens(PROMPTS[:1], parse())[0].version == "2"
+
+
+def test_refused_pushes_to_a_server(pushing, serve, tmp_path):
+    """A cache that stays, a tree with other names, and a server without the endpoints, which generates as before."""
+    service, _, _, params, push = pushing
+    with pytest.raises(TreeStructureError, match="lacks 'lm_head.weight'(?s:.*)nothing was sent"):
+        push(params.delete(("lm_head", "weight")))
+    assert service.label == "first"
+    service.resets = False
+    with pytest.raises(ConcurrencyError, match="must drop its prefix cache"):
+        push()
+    wrapper = connect(serve())
+    lm, params, buffers = causal_lm(MODEL)
+    with pytest.raises(UnsupportedError, match="endpoints for weights(?s:.*)VLLM_SERVER_DEV_MODE=1"):
+        wrapper.push(params, lm=lm, buffers=buffers, version=1, folder=tmp_path)
+    check(wrapper.generate_tokens(PROMPTS, parse()))
