@@ -4,7 +4,6 @@ No key and no seed of a member reaches numpy's and Python's, and a replay has th
 """
 
 import random
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +25,7 @@ def default_generators(leaves: Iterable[Any]) -> list[torch.Generator]:
 
 
 # Any: values of every type.
-def foreign_states(named: Iterable[tuple[str, Any]] = ()) -> dict[str, str]:
+def foreign_states(named: Iterable[tuple[str, Any]] = ()) -> dict[str, Any]:
     """Return the states of numpy's and Python's global generators, and of their generators among named values."""
     readers: dict[str, Callable[[], Any]] = {"numpy's": np.random.get_state, "Python's": random.getstate}
     for name, value in named:
@@ -36,8 +35,18 @@ def foreign_states(named: Iterable[tuple[str, Any]] = ()) -> dict[str, str]:
             readers[repr(name)] = value.get_state
         elif isinstance(value, np.random.Generator):
             readers[repr(name)] = lambda bits=value.bit_generator: bits.state
-    with np.printoptions(threshold=sys.maxsize):
-        return {name: repr(read()) for name, read in readers.items()}
+    return {name: _frozen(read()) for name, read in readers.items()}
+
+
+# Any: the state of a generator.
+def _frozen(state: Any) -> Any:
+    """Return a state with bytes in place of arrays, so that two can be compared."""
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    if isinstance(state, dict):
+        state = tuple(state.items())
+    # The longer one is that of Python's generator, which holds numbers only.
+    return tuple(map(_frozen, state)) if isinstance(state, tuple) and len(state) < 9 else state
 
 
 class Witness(TorchDispatchMode):

@@ -40,7 +40,8 @@ _CONTAINERS = frozenset((tuple, list, dict))
 _SETS = (set, frozenset)
 # They hold no numbers; the number of a handle is another for each hook.
 _STATELESS = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
-_PARAMETER = Kind.PARAMETER
+# Reading a member of an enum takes longer than a lookup.
+_PARAMETER, _BUFFER, _NON_PERSISTENT = Kind.PARAMETER, Kind.BUFFER, Kind.NON_PERSISTENT
 _MAX_DEPTH = 50
 
 
@@ -77,7 +78,8 @@ class Outline:
     """
 
     __slots__ = (
-        "_at", "_children", "_count", "_dump", "_extra", "_get", "_hooked", "_module", "_names", "_others", "_type",
+        "_at", "_children", "_count", "_dump", "_extra", "_get", "_is_compared", "_module", "_names", "_others",
+        "_slots", "_type",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, values: list[Any], call: str, plain: set[type], at: Path = ()) -> None:
@@ -86,7 +88,7 @@ class Outline:
             plain.add(type(module))
         own = module.__dict__
         self._at, self._module, self._type = at, module, type(module)
-        self._count, self._hooked = len(own), _has_hooks(own)
+        self._count = len(own)
         names = list(own.keys() - _BASE)
         dumped = names
         if not _are_plain(list(map(own.__getitem__, names))):
@@ -96,7 +98,9 @@ class Outline:
         # The bytes are equal only if types, signs of zeros and the order of keys are, too. Later versions of the format
         # depend on reference counts.
         self._dump = dumps(self._get(own), 2)
+        self._is_compared = bool(self._others) or any(map(own.__getitem__, _HOOKS))
         self._names = list(own["_parameters"]), list(own["_buffers"]), list(own["_modules"])
+        self._slots = [*self._names[0], None, *self._names[1], None, *self._names[2]]
         self._extra = self._type.get_extra_state is not nn.Module.get_extra_state
         values += own["_parameters"].values()
         values += own["_buffers"].values()
@@ -123,7 +127,7 @@ class Outline:
                 raise pair.differ(self._at, "class", names[0], names[1] + " (another class)" * (names[0] == names[1]))
         own = module.__dict__
         parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
-        if (list(parameters), list(buffers), list(children)) != self._names:
+        if [*parameters, None, *buffers, None, *children] != self._slots:
             for table, names in zip(("_parameters", "_buffers", "_modules"), self._names, strict=True):
                 if list(own[table]) != names:
                     raise pair.differ(self._at, table[1:], names, list(own[table]))
@@ -132,13 +136,16 @@ class Outline:
         except (KeyError, ValueError):
             same = False
         # One comparison in C for each module: a large model has thousands of attributes.
-        if not same or self._others or self._hooked or _has_hooks(own):
+        hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
+        if not same or hooks or own["_backward_pre_hooks"] or self._is_compared:
             self._compare(own, self._others if same else list(dict.fromkeys([*self._module.__dict__, *own])), pair)
-        values += parameters.values()
-        values += buffers.values()
+        if parameters:
+            values += parameters.values()
+        if buffers:
+            values += buffers.values()
         if self._extra:
             values.append(ExtraState(module.get_extra_state()))
-        for (name, child), outline in zip(children.items(), self._children, strict=True):
+        for (name, child), outline in zip(children.items(), self._children, strict=True) if children else ():
             if (child is None) is not (outline is None):
                 both = [type(m).__name__ if m is not None else "None" for m in (self._module._modules[name], child)]
                 raise pair.differ(self._at, f"modules.{name}", *both)
@@ -166,12 +173,12 @@ class Outline:
             hidden = own["_non_persistent_buffers_set"]
             for name, value in own["_buffers"].items():
                 if value is not None:
-                    kinds[name] = Kind.NON_PERSISTENT if name in hidden else Kind.BUFFER
+                    kinds[name] = _NON_PERSISTENT if name in hidden else _BUFFER
             if self._extra:
                 kinds[EXTRA_STATE] = Kind.EXTRA_STATE
             static = Static(kinds) if kinds else None
             data = {name: next(leaves) for name in kinds}
-        for name, child in zip(self._names[2], self._children, strict=True):
+        for name, child in zip(self._names[2], self._children, strict=True) if self._children else ():
             if child is not None and (node := child.build(leaves, size))._data:
                 data[name] = node
         return TensorCollection._open._make(data, size, None, None, static)
@@ -260,13 +267,7 @@ def _are_plain(values: Iterable[Any]) -> bool:
     if not kinds <= _ATOMS | _CONTAINERS:
         return False
     rows = [value for value in values if type(value) in _CONTAINERS]
-    return all(map(_are_plain, rows)) and all([_are_plain(row.values()) for row in rows if type(row) is dict])
-
-
-def _has_hooks(own: dict[str, Any]) -> bool:
-    return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    )
+    return _are_plain([item for row in rows for item in ((*row, *row.values()) if type(row) is dict else row)])
 
 
 def _recomputed(hook: object) -> str | None:

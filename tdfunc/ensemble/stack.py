@@ -22,16 +22,16 @@ from tdfunc.core.types import Path, Ties
 from tdfunc.ensemble._alike import ExtraState, Outline, Pair
 from tdfunc.ensemble._draws import watch
 from tdfunc.modules.extract import unwrap, walk
-from tdfunc.modules.random import seeded
+from tdfunc.modules.random import Members
 from tdfunc.ops.batch.index import unbind
 from tdfunc.ops.edits.structure import restore_ties
 from tdfunc.random.draws import KeyLike, key_of
-from tdfunc.storage.disk.raw import raw_bytes
+from tdfunc.storage.disk.raw import memory_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
-_DTYPE = attrgetter("dtype")
+_DTYPE, _GEOMETRY = attrgetter("dtype"), attrgetter("shape", "dtype", "device")
 T = TypeVar("T", bound=TensorCollection)
 
 
@@ -194,7 +194,8 @@ def init_ensemble(make: Callable[[], nn.Module], members: int, *, key: KeyLike =
     if members < 1:
         raise error(ValueError, "init_ensemble: there must be a member.", expected="members >= 1", got=members)
     key = key_of(key)
-    stack = _Members(_make(make, random.fold_in(key, 0)), "init_ensemble")
+    draws, foreign = Members(random.fold_in(key, torch.arange(members, device=key.device))), foreign_states()
+    stack = _Members(_make(make, draws, 0, foreign), "init_ensemble")
     leaves: list[Any] = []
     for place, value in zip(stack.places, stack.first, strict=True):
         if place < len(leaves):
@@ -203,21 +204,19 @@ def init_ensemble(make: Callable[[], nn.Module], members: int, *, key: KeyLike =
             leaves.append([None] * members)
         else:
             leaves.append(torch.empty((members, *value.shape), dtype=value.dtype, device=value.device))
-    prints: dict[int, int] = {}
+    prints: dict[bytes, int] = {}
+    geometry = list(map(_GEOMETRY, stack.first))
     for i in range(members):
         values = stack.first
         if i:
-            module = _make(make, random.fold_in(key, i))
+            module = _make(make, draws, i, foreign)
             values = stack.read(module, i)
-            stack.check_leaves(module, values, i)
-        digest = xxhash.xxh3_128()
-        for leaf, value in zip(leaves, values, strict=True):
-            leaf[i] = value.value if isinstance(value, ExtraState) else value.detach()
-            if isinstance(value, Tensor) and value.numel() and not value.is_meta:
-                digest.update(raw_bytes(value).data)
-        same = prints.setdefault(digest.intdigest(), i)
+            if list(map(_GEOMETRY, values)) != geometry:
+                stack.check_leaves(module, values, i)
+        digest = _write_member(leaves, values, i)
+        same = prints.setdefault(digest, i)
         # A module without numbers has the digest of nothing.
-        if same != i and digest.intdigest() != xxhash.xxh3_128().intdigest():
+        if same != i and digest != xxhash.xxh3_128_digest(b""):
             raise error(
                 ValueError,
                 f"init_ensemble: members {same} and {i} are equal.",
@@ -228,19 +227,39 @@ def init_ensemble(make: Callable[[], nn.Module], members: int, *, key: KeyLike =
     return stack.build([NonTensorStack(*leaf) if isinstance(leaf, list) else leaf for leaf in leaves], members)
 
 
-def _make(make: Callable[[], nn.Module], key: Tensor) -> nn.Module:
+# Any: tensors, and lists of extra states.
+def _write_member(leaves: list[Any], values: list[Any], i: int) -> bytes:
+    """Write the values of one member into stacked leaves; return a digest of them."""
+    rows: list[tuple[Tensor, Tensor]] = []
+    for leaf, value in zip(leaves, values, strict=True):
+        if isinstance(value, ExtraState):
+            leaf[i] = value.value
+        elif value.numel():
+            rows.append((leaf[i], value))
+    if rows:
+        targets, sources = zip(*rows, strict=True)
+        with torch.no_grad():
+            torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+    digest = xxhash.xxh3_128()
+    for row, _ in rows:
+        if not row.is_meta:
+            digest.update(memory_of(row if row.is_cpu else row.cpu()))
+    return digest.digest()
+
+
+# Any: the states of numpy's and Python's generators before the call, which are updated.
+def _make(make: Callable[[], nn.Module], draws: Members, member: int, foreign: dict[str, Any]) -> nn.Module:
     def build() -> nn.Module:
-        with seeded(key):
+        with draws.enter(member):
             return make()
 
-    before = foreign_states()
     module, drew = watch(default_generators([]), build)
     got = "a draw inside an operation that takes no key" if drew else None
-    if foreign_states() != before:
+    if foreign_states() != foreign:
         # Another thread may have drawn meanwhile; it does not each time.
-        before = foreign_states()
+        foreign.update(foreign_states())
         module = build()
-        got = "a draw from Python's or numpy's global generator" if foreign_states() != before else got
+        got = "a draw from Python's or numpy's global generator" if foreign_states() != foreign else got
     if got is not None:
         raise UnsupportedError(
             "init_ensemble: make() drew random numbers past the key of its member.",

@@ -11,7 +11,7 @@ import math
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,17 @@ from torch.utils import checkpoint
 from tdfunc import random
 from tdfunc.core.context import deferral, is_compiling, outside, require_values
 from tdfunc.random import splitmix
+from tdfunc.random.draws import standard_normal, unit
 
 Server: TypeAlias = Callable[..., Any]
+# Returns the numbers of keys (*B, 2), as (*B, *shape): called with the keys, a shape and a dtype.
+Standard: TypeAlias = Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
 Size: TypeAlias = tuple[int, ...]
 _CHECKPOINT: Any = vars(checkpoint)
 # The keys of as many draws as there were, up to this number, are made together.
 _MOST_KEYS = 16
+# A draw of up to so many numbers is made for several members, and so many numbers at a time.
+_FEW_NUMBERS, _MANY_NUMBERS = 1 << 14, 1 << 20
 
 
 class seeded(TorchFunctionMode):
@@ -52,18 +57,18 @@ class seeded(TorchFunctionMode):
         self._checkpoints = 0 if is_compiling() else len(_checkpoint_frames())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _BODIES:
-            # torch calls no mode for what its function calls in turn.
-            with self:
-                return _BODIES[func](*args, **kwargs)
         server = _SERVERS.get(func)
-        if server is None or kwargs.get("generator") is not None:
-            # Dynamo of torch 2.13 cannot call the method for a mode, since it uses `super()`; attention calls it.
-            func = torch.unflatten if func is Tensor.unflatten else func
+        if server is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         kwargs.pop("generator", None)
         return server(self, func, *args, **kwargs)
+
+    def draw(self, draw: "Draw", device: torch.device) -> Tensor:
+        """Return the numbers that the key of the next draw gives."""
+        return draw.numbers(self.draw_key(device))
 
     def draw_key(self, device: torch.device) -> Tensor:
         """Return the key of the next draw."""
@@ -106,6 +111,79 @@ class seeded(TorchFunctionMode):
             run = getattr(holder, name, None)
             if run is not None and not isinstance(run, _Resumed):
                 setattr(holder, name, _Resumed(run, self.key, self.count))
+
+
+class Draw(NamedTuple):
+    """Numbers of some distribution, times a factor, plus a number."""
+
+    standard: Standard
+    shape: Size
+    dtype: torch.dtype
+    factor: float = 1.0
+    shift: float = 0.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the numbers are not those of the distribution itself."""
+        return (self.factor, self.shift) != (1.0, 0.0)
+
+    def numbers(self, keys: Tensor) -> Tensor:
+        """Return the numbers of keys (*B, 2), as (*B, *shape)."""
+        drawn = self.standard(keys, self.shape, self.dtype)
+        return drawn.mul_(self.factor).add_(self.shift) if self.is_scaled else drawn
+
+
+class Members:
+    """The draws of members that each have a key: those of the first are made for many of the others in one call.
+
+    Args:
+        keys: A key (E, 2) for each.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self._keys = keys
+        # By number: the draws of the first member, and, for the members from one on, their numbers.
+        self._asked: dict[int, Draw] = {}
+        self._rows: dict[int, Tensor] = {}
+        self._first = self._end = 0
+
+    def enter(self, member: int) -> seeded:
+        """Return the mode that serves the draws of a member; members come in order."""
+        if member >= self._end and self._asked:
+            self._make_rows(member)
+        return _Member(self._keys[member], self, member)
+
+    def _make_rows(self, member: int) -> None:
+        sizes = {n: math.prod(draw.shape) for n, draw in self._asked.items()}
+        numbers = [n for n, size in sizes.items() if size <= _FEW_NUMBERS]
+        total = sum([sizes[n] for n in numbers])
+        self._first, self._end = member, min(len(self._keys), member + max(1, _MANY_NUMBERS // max(total, 1)))
+        keys = splitmix.derive(self._keys[self._first : self._end, None], torch.tensor(numbers), splitmix.FOLD)
+        drawn = zip(numbers, keys.unbind(1), strict=True)
+        self._rows = {n: self._asked[n].numbers(each.contiguous()) for n, each in drawn}
+
+    def find(self, member: int, number: int, draw: Draw) -> Tensor | None:
+        """Return the numbers of a draw if they were made; note what the first member draws."""
+        if not member:
+            self._asked[number] = draw
+        rows = self._rows.get(number)
+        return None if rows is None or self._asked[number] != draw else rows[member - self._first]
+
+
+class _Member(seeded):
+    """The draws of one member among others."""
+
+    def __init__(self, key: Tensor, members: Members, member: int) -> None:
+        super().__init__(key)
+        self._members, self._member = members, member
+
+    def draw(self, draw: Draw, device: torch.device) -> Tensor:
+        found = self._members.find(self._member, self.count, draw) if device.type == "cpu" else None
+        if found is None:
+            return super().draw(draw, device)
+        self._next()
+        # The result is kept where it is not scaled; the members' numbers share memory.
+        return found if draw.is_scaled else found.clone()
 
 
 class _Resumed:
@@ -153,14 +231,14 @@ def _compiled_checkpoint(mode: seeded, func: Any, /, run: Any, *args: Any, **kwa
 def _uniform(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(_uniform(mode, (*shape, 2), dtype.to_real(), device))
-    return random.uniform(mode.draw_key(device), shape, dtype=dtype)
+    return mode.draw(Draw(unit, shape, dtype), device)
 
 
 def _normal(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype.is_complex:
         # A variance of 1, half of it in each part.
         return torch.view_as_complex(_normal(mode, (*shape, 2), dtype.to_real(), device) * math.sqrt(0.5))
-    return random.normal(mode.draw_key(device), shape, dtype=dtype)
+    return mode.draw(Draw(standard_normal, shape, dtype), device)
 
 
 def _exponential(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -383,12 +461,16 @@ def _normal_of(
 def _uniform_(mode: seeded, func: Any, /, self: Tensor, a: float = 0, b: float = 1, **kw: float) -> Tensor:
     low, high = kw.get("from", a), kw.get("to", b)
     _check(func, self, low, high)
-    return self.copy_(_uniform(mode, tuple(self.shape), self.dtype, self.device) * (high - low) + low)
+    if self.dtype.is_complex:
+        return self.copy_(_uniform(mode, tuple(self.shape), self.dtype, self.device) * (high - low) + low)
+    return self.copy_(mode.draw(Draw(unit, tuple(self.shape), self.dtype, high - low, low), self.device))
 
 
 def _normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 0, std: float = 1) -> Tensor:
     _check(func, self, mean, std)
-    return self.copy_(_normal(mode, tuple(self.shape), self.dtype, self.device) * std + mean)
+    if self.dtype.is_complex:
+        return self.copy_(_normal(mode, tuple(self.shape), self.dtype, self.device) * std + mean)
+    return self.copy_(mode.draw(Draw(standard_normal, tuple(self.shape), self.dtype, std, mean), self.device))
 
 
 def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std: float = 2) -> Tensor:
@@ -463,8 +545,13 @@ _SERVERS: dict[Any, Server] = {
 }
 
 
+def _unflatten(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    # Dynamo of torch 2.13 cannot call the method for a mode, since it uses `super()`; attention calls it.
+    return torch.unflatten(*args, **kwargs)
+
+
 def _body(func: types.FunctionType) -> Server:
-    """Return a Python function of torch that does not hand itself to modes, so that they see the calls it makes."""
+    """Serve a Python function of torch by one that does not hand itself to modes: they see the calls that it makes."""
     names = [name for name in (*vars(torch.overrides), *func.__globals__) if name.startswith("has_torch_function")]
     no_checks = dict.fromkeys(names, lambda *_: False)
     overrides = types.SimpleNamespace(**{**vars(torch.overrides), **no_checks})
@@ -473,10 +560,39 @@ def _body(func: types.FunctionType) -> Server:
     own |= {"torch": types.SimpleNamespace(**{**vars(torch), "overrides": overrides}), **no_checks}
     body = types.FunctionType(func.__code__, own, func.__name__, func.__defaults__)
     body.__kwdefaults__ = func.__kwdefaults__
-    return body
+
+    def serve(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # torch calls no mode for what its function calls in turn.
+        with mode:
+            return body(*args, **kwargs)
+
+    return serve
 
 
-_BODIES: dict[Any, Server] = {
-    func: _body(func)
-    for func in (F.multi_head_attention_forward, F.gumbel_softmax, init.uniform_, init.normal_, init.kaiming_uniform_)
-}
+_kaiming_body = _body(init.kaiming_uniform_)
+
+
+def _kaiming_uniform_(
+    mode: seeded, func: Any, /, tensor: Tensor, a: float = 0, *, nonlinearity: Any = "leaky_relu", **options: Any
+) -> Tensor:
+    """Draw as torch's own function, which calls ten methods of the tensor that each come to the mode."""
+    if is_compiling() or not tensor.numel():
+        return _kaiming_body(mode, func, tensor, a, nonlinearity=nonlinearity, **options)
+    fan = init._calculate_correct_fan(tensor, options.get("mode", "fan_in"))
+    bound = math.sqrt(3.0) * (init.calculate_gain(nonlinearity, a) / math.sqrt(fan))
+    return _SERVERS[init.uniform_](mode, func, tensor, -bound, bound)
+
+
+def _without_grad(method: Any) -> Server:
+    """Serve a function of `torch.nn.init` by the method of tensors that it calls."""
+
+    def serve(mode: seeded, func: Any, /, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            return _SERVERS[method](mode, method, tensor, *args, **kwargs)
+
+    return serve
+
+
+_SERVERS.update({func: _body(func) for func in (F.multi_head_attention_forward, F.gumbel_softmax)})
+_SERVERS.update({init.kaiming_uniform_: _kaiming_uniform_, Tensor.unflatten: _unflatten})
+_SERVERS.update({getattr(init, name): _without_grad(getattr(Tensor, name)) for name in ("uniform_", "normal_")})

@@ -167,13 +167,13 @@ def uniform(
     dtype = _floating(dtype, "uniform")
     if not isinstance(minval, Tensor) and not isinstance(maxval, Tensor):
         _check_width("uniform: maxval must not be below minval", maxval - minval, torch.finfo(dtype).max)
-        drawn = _unit(key, shape, dtype)
+        drawn = unit(key, shape, dtype)
         return drawn if (minval, maxval) == (0.0, 1.0) else drawn * (maxval - minval) + minval
     low, high = (torch.as_tensor(x, device=key.device).to(dtype) for x in (minval, maxval))
     _check_fit("uniform", _size(shape), low, high)
     width = high - low
     _check_width("uniform: maxval must not be below minval", width, torch.finfo(dtype).max)
-    return _unit(key, shape, dtype) * width + low
+    return unit(key, shape, dtype) * width + low
 
 
 def normal(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) -> Tensor:
@@ -185,6 +185,11 @@ def normal(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) 
         torch.Size([4, 3])
     """
     _check_key(key, "normal")
+    return standard_normal(key, shape, dtype)
+
+
+def standard_normal(key: Tensor, shape: Shape, dtype: torch.dtype | None) -> Tensor:
+    """Return the numbers of `normal`, of keys (*B, 2) as (*B, *shape)."""
     dtype, wide = _wide(dtype, "normal")
     return _symmetric(key, shape, wide).erfinv_().mul_(math.sqrt(2.0)).to(dtype)
 
@@ -268,7 +273,7 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) 
         size = p.shape if shape is None else _size(shape)
         _check_fit("bernoulli", size, p)
         require_values((p >= 0) & (p <= 1), lambda: error(ValueError, what, expected=expected))
-        return _unit(key, size, torch.float32) < p
+        return unit(key, size, torch.float32) < p
     if not 0.0 <= p <= 1.0:
         raise error(ValueError, what, expected=expected, got=p)
     words = splitmix.half_words(key, () if shape is None else _size(shape))
@@ -431,7 +436,7 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
     elif replace:
         # A number of at most 1 - 2^-53 times the last sum stays below it, rounded too.
         sums = p.to(torch.float64).cumsum(0)
-        drawn = torch.searchsorted(sums, _unit(key, size, torch.float64) * sums[-1], right=True)
+        drawn = torch.searchsorted(sums, unit(key, size, torch.float64) * sums[-1], right=True)
     else:
         drawn = (gumbel(key, (count,)) + p.log()).topk(number).indices.reshape(size)
     return drawn if isinstance(a, int) else a[drawn]
@@ -503,8 +508,8 @@ def _size(shape: Shape) -> tuple[int, ...]:
 
 
 def _words(key: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return 64 random bits for each number."""
-    return splitmix.words(key, math.prod(size)).reshape(size)
+    """Return 64 random bits for each number, of keys (*B, 2) as (*B, *size)."""
+    return splitmix.words(key, math.prod(size)).reshape((*key.shape[:-1], *size))
 
 
 def _high_product(a: Tensor, b: Tensor) -> Tensor:
@@ -539,9 +544,9 @@ def _wide(dtype: torch.dtype | None, call: str) -> tuple[torch.dtype, torch.dtyp
     return dtype, torch.promote_types(dtype, torch.float32)
 
 
-def _unit(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return uniform numbers in [0, 1)."""
-    count = _PRECISION[dtype]
+def unit(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return uniform numbers in [0, 1), of keys (*B, 2) as (*B, *shape)."""
+    count = _PRECISION[_floating(dtype, "uniform")]
     return _integers(key, shape, dtype, count).add_(2.0 ** (count - 1)).mul_(2.0**-count)
 
 

@@ -78,7 +78,7 @@ def words(key: Tensor, count: int) -> Tensor:
     """Return 64 random bits for each of so many numbers.
 
     Shapes:
-        key (2,) gives (count,), int64.
+        keys (*B, 2) give (*B, count), int64.
     """
     return _words_plain(key, count) if _stays_plain() else _run(partial(_words, count=count), key, None)
 
@@ -87,10 +87,10 @@ def half_words(key: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return 32 random bits for each number: halves of words.
 
     Shapes:
-        key (2,) gives `size`, int32.
+        keys (*B, 2) give (*B, *size), int32.
     """
     count = math.prod(size)
-    return words(key, (count + 1) // 2).view(torch.int32)[:count].reshape(size)
+    return words(key, (count + 1) // 2).view(torch.int32)[..., :count].reshape((*key.shape[:-1], *size))
 
 
 def half_bound(p: float) -> int:

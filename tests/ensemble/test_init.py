@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import init_ensemble, random, stack_modules
+from tdfunc.modules import random as modules_random
 from tdfunc.modules.random import seeded
 from tests.ensemble.models import make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_trees_equal
@@ -81,6 +82,36 @@ def test_member_i_depends_on_its_seed_alone(name):
     with seeded(random.fold_in(random.key(3), 1)):
         alone = make()
     assert_trees_equal(stack_modules([alone]), many[1:2])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"a": 5**0.5}, {"mode": "fan_out", "nonlinearity": "relu"}, {"nonlinearity": "tanh", "a": 3}]
+)
+def test_oracle_kaiming_uniform(options):
+    """The bounds of the draws are those of torch's own function."""
+    with seeded(random.key(0)):
+        drawn = nn.init.kaiming_uniform_(torch.empty(5, 3, 2), **options)
+    with seeded(random.key(0)) as mode:
+        expected = modules_random._kaiming_body(mode, None, torch.empty(5, 3, 2), **options)
+
+    assert torch.equal(drawn, expected)
+
+
+def test_members_that_draw_otherwise():
+    """A draw that differs from that of member 0 in shape, bounds or number is made for itself."""
+    built = []
+
+    def make():
+        built.append(None)
+        i = len(built) - 1
+        weight = torch.empty(3).uniform_(0, 1 + i % 3) if i % 2 else torch.rand(2, 2).flatten()[:3]
+        return Drawn(torch.cat([weight, torch.randn(3 + i)[:3], torch.rand(2)]))
+
+    tree = init_ensemble(make, 8, key=5)
+    built.clear()
+    for i in range(8):
+        with seeded(random.fold_in(random.key(5), i)):
+            assert torch.equal(make().w, tree["w"][i]), i
 
 
 @given(seed=st.integers(-(2**62), 2**62), other=st.integers(-(2**62), 2**62))

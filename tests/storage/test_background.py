@@ -8,6 +8,7 @@ import warnings
 import weakref
 from concurrent import futures
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -107,7 +108,7 @@ def copied(tree, copy):
     snapshot = background.take_snapshot(tree, copy)
     pairs = zip(out.names, out.leaves, snapshot.outline.leaves, strict=True)
     names = {name.strip('"') for name, old, new in pairs if old.data_ptr() != new.data_ptr()}
-    assert names.isdisjoint(name.strip('"') for name in snapshot.digests)
+    assert names.isdisjoint(name.strip('"') for name in snapshot.digests())
     return names
 
 
@@ -126,25 +127,81 @@ def test_only_what_others_write_to_is_copied():
     assert copied(tree, False) == set()
 
 
+ROADS = {
+    "in place": lambda leaf: leaf.add_,
+    "a view": lambda leaf: leaf[1:].add_,
+    ".data": lambda leaf: leaf.data.add_,
+    "numpy": lambda leaf: leaf.numpy().__iadd__,
+    "DLPack": lambda leaf: torch.from_dlpack(leaf).add_,
+}
+
+
+@pytest.mark.parametrize("road", ROADS.values(), ids=list(ROADS))
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize(
-    "leaf", [torch.zeros(4), torch.zeros(5_000_000), torch.zeros(40, 50).t()], ids=["small", "large", "strided"]
+    "leaf", [torch.zeros(4), torch.zeros(50, 1000), torch.zeros(400, 50).t()], ids=["small", "large", "strided"]
 )
-def test_a_leaf_that_changes_fails_the_save_by_name(leaf, gate, tmp_path):
-    """A leaf that changes before it is written fails the save, which names it; the old file stays."""
-    path = tmp_path / "t.safetensors"
+def test_a_leaf_that_changes_fails_the_save_by_name(leaf, is_early, road, gate, tmp_path, monkeypatch):
+    """A leaf that is written to before its digest is taken, however the writer came by it, fails the save by name."""
+    path, late, real = tmp_path / "t.safetensors", threading.Event(), background._digests_of_private
+    monkeypatch.setattr(background, "_digests_of_private", lambda leaves: late.wait(60) and real(leaves))
     save(TREE, path)
     saver = AsyncSaver()
     tree = TensorDict({"a": torch.ones(3), "b": {"c": leaf.clone()}})
+    write = road(tree["b", "c"]) if is_early else None
     handle = saver.save(tree, path)
-    tree["b", "c"][-1].add_(1)
+    (write or road(tree["b", "c"]))(1)
+    late.set()
     gate.set()
 
-    with pytest.raises(
-        ConcurrencyError,
-        match=r't\.safetensors.*leaf "b\.c" changed.*\n.*the digest [0-9a-f]{16}\n.*[0-9a-f]{16}\n.*copy=True',
-    ):
+    with pytest.raises(ConcurrencyError, match=r't\.safetensors.*leaf "b\.c" changed.*\n(.*\n){2}.*copy=True'):
         handle.result()
     assert (load(path) == TREE).all(), "the old file stays"
+
+
+def test_a_value_that_changes_after_its_digest_fails_the_save(gate, tmp_path, monkeypatch):
+    """Once its digest is taken, a leaf cannot change by a bit."""
+    begun, real = [], background._begin
+    monkeypatch.setattr(background, "_begin", lambda work: begun.append(real(work)) or begun[0])
+    saver, tree = AsyncSaver(), TensorDict({"w": torch.zeros(50_000)})
+    handle = saver.save(tree, tmp_path / "t.safetensors")
+    begun[0].result()
+    tree["w"].data[7] = 1
+    gate.set()
+
+    with pytest.raises(ConcurrencyError, match=r'leaf "w" changed.*\n.*the digest [0-9a-f]{16}\n.*[0-9a-f]{16}\n'):
+        handle.result()
+
+
+@pytest.mark.parametrize(
+    ("share", "is_private"),
+    [
+        (lambda _: None, True),
+        (lambda leaf: leaf + leaf.data, True),
+        (lambda leaf: leaf[1:], False),
+        (lambda leaf: leaf.detach(), False),
+        (lambda leaf: leaf.numpy(), False),
+        (lambda leaf: leaf.__dlpack__(), False),
+        (lambda leaf: leaf.share_memory_(), False),
+    ],
+    ids=["nothing", "another tensor", "rows", "detach", "numpy", "DLPack", "other processes"],
+)
+def test_what_only_the_tree_refers_to_is_hashed_later(share, is_private, tmp_path):
+    """A leaf on memory that nothing else refers to does not keep the caller waiting, also once it was saved."""
+    tree = TensorDict({"w": torch.zeros(50_000)})
+    save(tree, tmp_path / "t.safetensors")
+    # It is kept, as a program would.
+    other = share(tree["w"])
+    snapshot = background.take_snapshot(tree, None)
+
+    assert ('"w"' not in snapshot.taken) == is_private
+    assert snapshot.digests() == {'"w"': background._digest(tree["w"])}, other
+
+
+def test_memory_of_other_libraries_is_hashed_at_once():
+    """Memory that torch did not allocate may be written to by its owner."""
+    leaves = {"n": torch.from_numpy(np.zeros(50_000)), "b": torch.frombuffer(bytearray(400_000), dtype=torch.float32)}
+    assert background.take_snapshot(TensorDict(leaves), None).taken.keys() == {'"n"', '"b"'}
 
 
 def test_copies_do_not_change(gate, tmp_path):

@@ -3,6 +3,7 @@
 Inside of `torch.func` transforms new tensors are wrapped and have no memory; the contents of files are constants there.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,10 @@ from tdfunc.core.context import in_functorch
 # torch has no public names for these.
 is_wrapped: Callable[[Any], bool] = _functorch.is_functorch_wrapped_tensor
 _NOTHING = nullcontext()
+_READ = 0x100
+# Any: the function of CPython, called through ctypes.
+_from_memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.restype, _from_memory.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -31,6 +36,14 @@ def raw_view(leaf: Tensor) -> Any:
     # `is_contiguous` ignores the stride of a dimension of one element, and `view` to bytes does not; with
     # `as_strided` that stride becomes 1.
     return leaf.detach().as_strided((leaf.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+def memory_of(leaf: Tensor) -> memoryview:
+    """Return the memory of a leaf on the CPU that lies row by row, to be read while the leaf is kept.
+
+    Unlike an array of numpy it leaves no mark on the storage, which would look shared from then on.
+    """
+    return _from_memory(leaf.data_ptr(), leaf.nbytes, _READ) if leaf.nbytes else memoryview(b"")
 
 
 def raw_bytes(leaf: Tensor) -> Any:

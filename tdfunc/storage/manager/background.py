@@ -2,7 +2,8 @@
 
 A tree does not change, so it is its own snapshot, unless the memory of a leaf is written to. Leaves that a module, an
 optimizer or another process may write to are copied; every other one must have, when it is written, the digest that it
-had when the save was submitted.
+had before. That digest is taken when the save is submitted, or, where only the tree refers to the memory, in a thread
+that starts then: until it is taken, the leaf's version and a word of every 8 kB must stay as they are.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from threading import BoundedSemaphore, main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -27,9 +29,11 @@ from tdfunc.core.errors import ConcurrencyError, error, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
+from tdfunc.storage.disk.raw import memory_of
 from tdfunc.storage.disk.remote import anchored, is_remote
+from tdfunc.storage.safetensors.plan import is_plain
 from tdfunc.storage.safetensors.save import check_target, save_outline
-from tdfunc.storage.safetensors.write import pieces
+from tdfunc.storage.safetensors.write import changed_error, pieces
 from tdfunc.storage.tree.encode import Outline, outline
 from tdfunc.storage.tree.objects import as_tree, parts_of
 
@@ -41,12 +45,14 @@ SavedPath: TypeAlias = pathlib.Path | Any
 Write: TypeAlias = Callable[[], SavedPath]
 # The kinds that a module writes to in its forward. A parameter is a new tensor after each functional update.
 _LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
-# Below this many bytes starting threads costs more than they save.
+# Below this many bytes of large leaves starting threads costs more than they save.
 _THREADS_FROM_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 16
 _MAX_THREADS = 4
 # More than threads, so that one that is done early takes another.
 _GROUPS = 16
+# Of two pages, and prime, so that the words are not all of one column of a matrix.
+_SAMPLE_WORDS = 1021
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------
@@ -56,41 +62,38 @@ class Snapshot(NamedTuple):
     """A tree as it was at one moment: its outline, with copies where needed, and the digests of all other leaves."""
 
     outline: Outline
-    digests: dict[str, str]
+    # Those that were taken at that moment, and those that a thread takes.
+    taken: dict[str, str]
+    coming: "Future[dict[str, str]] | None" = None
+
+    def digests(self) -> dict[str, str]:
+        """Wait for the digests of all leaves that were not copied.
+
+        Raises:
+            ConcurrencyError: A leaf changed before its digest was taken.
+        """
+        return self.taken if self.coming is None else self.taken | self.coming.result()
 
 
 def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
-    """Copy the leaves that may be written to (None), none or all; take the digests of the others."""
+    """Copy the leaves that may be written to (None), none or all; take the digests of the others, or begin to."""
     out = outline(td)
-    # The ids of leaves of kinds that a module may write to, and of those in plain objects, such as optimizers' states.
-    live: set[int] = set()
-    stack = [td]
-    while stack:
-        node = stack.pop()
-        for key, value in node._data.items():
-            if isinstance(value, TensorCollection):
-                stack.append(value)
-            elif node._kinds and node._kinds.get(key) in _LIVE_KINDS:
-                live.add(id(value.data if isinstance(value, NonTensorData) else value))
-            elif isinstance(value, NonTensorData) and not isinstance(value.data, Tensor):
-                for part in parts_of(value.data):
-                    stack.append(part) if isinstance(part, TensorCollection) else live.add(id(part))
-    leaves = list(out.leaves)
-    kept: list[int] = []
+    live, leaves = _live_ids(td), list(out.leaves)
+    kept: list[tuple[str, Tensor]] = []
+    alone: list[_Private] = []
     with torch.no_grad():
         for i, leaf in enumerate(leaves):
-            # Optimizers write to Parameters, and any process to a file that is mapped for writing.
-            file = mapped_file(leaf)
-            is_live = type(leaf) is nn.Parameter or (file is not None and file.mode == "r+") or id(leaf) in live
-            if leaf.is_cpu:
-                if copy or (copy is None and is_live):
-                    leaves[i] = leaf.detach().clone()
-                else:
-                    kept.append(i)
+            if not leaf.is_cpu:
+                continue
+            if copy or (copy is None and (id(leaf) in live or _is_live(leaf))):
+                leaves[i] = leaf.detach().clone()
+            elif _is_private(leaf):
+                alone.append(_Private(out.names[i], leaf, leaf._version, _sample(leaf)))
+            else:
+                kept.append((out.names[i], leaf))
         _fetch(leaves)
-        digests = _digests([leaves[i] for i in kept])
-    named = dict(zip([out.names[i] for i in kept], digests, strict=True))
-    return Snapshot(out._replace(leaves=leaves), named)
+        named = _digests(kept)
+    return Snapshot(out._replace(leaves=leaves), named, _begin(partial(_digests_of_private, alone)) if alone else None)
 
 
 def _fetch(leaves: list[Tensor]) -> None:
@@ -105,17 +108,87 @@ def _fetch(leaves: list[Tensor]) -> None:
         torch.cuda.current_stream(gpu).synchronize()
 
 
-def _digests(leaves: Sequence[Tensor]) -> list[str]:
+def _live_ids(td: TensorCollection) -> set[int]:
+    """Return the ids of leaves of kinds that a module may write to, and of those in plain objects."""
+    live: set[int] = set()
+    stack = [td]
+    while stack:
+        node = stack.pop()
+        for key, value in node._data.items():
+            if isinstance(value, TensorCollection):
+                stack.append(value)
+            elif node._kinds and node._kinds.get(key) in _LIVE_KINDS:
+                live.add(id(value.data if isinstance(value, NonTensorData) else value))
+            elif isinstance(value, NonTensorData) and not isinstance(value.data, Tensor):
+                for part in parts_of(value.data):
+                    stack.append(part) if isinstance(part, TensorCollection) else live.add(id(part))
+    return live
+
+
+class _Private(NamedTuple):
+    """A leaf whose memory nothing else refers to, with what shows that it was written to."""
+
+    name: str
+    leaf: Tensor
+    version: int
+    sample: bytes
+
+
+def _is_live(leaf: Tensor) -> bool:
+    """Return whether it is a Parameter, which optimizers write to, or on a file that is mapped for writing."""
+    return type(leaf) is nn.Parameter or ((file := mapped_file(leaf)) is not None and file.mode == "r+")
+
+
+def _is_private(leaf: Tensor) -> bool:
+    """Return whether a large leaf is the one tensor on its memory, which torch allocated and numpy has not seen."""
+    if type(leaf) is not Tensor or leaf.nbytes <= _SMALL_BYTES or not is_plain(leaf) or leaf.is_inference():
+        return False
+    storage = leaf.untyped_storage()
+    # One reference is that of the object `storage`. A DLPack capsule refers to the tensor; `numpy()` and memory that
+    # another library gave make a storage that cannot be resized.
+    # The stubs of torch lack `_use_count`.
+    references: int = leaf._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+    counts = torch._C._storage_Use_Count(storage._cdata), references
+    return counts == (2, 1) and storage.resizable() and not storage.is_shared()
+
+
+def _sample(leaf: Tensor) -> bytes:
+    """Return a word of every 8 kB of a leaf."""
+    return memory_of(leaf)[: leaf.nbytes & -8].cast("Q")[::_SAMPLE_WORDS].tobytes()
+
+
+def _digests_of_private(leaves: Sequence[_Private]) -> dict[str, str]:
+    found = _digests([(each.name, each.leaf) for each in leaves])
+    changed = [each.name for each in leaves if each.leaf._version != each.version or _sample(each.leaf) != each.sample]
+    if changed:
+        raise changed_error(changed, expected="the values of that moment", got="other values")
+    return found
+
+
+def _begin(work: Callable[[], dict[str, str]]) -> "Future[dict[str, str]]":
+    """Start a piece of work in a thread, or do it where none can be started."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="tdfunc-digest")
+    try:
+        return pool.submit(work)
+    except RuntimeError:
+        # The interpreter is ending, or the system is out of threads.
+        done: Future[dict[str, str]] = Future()
+        done.set_result(work())
+        return done
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _digests(leaves: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     # When the interpreter ends, no threads can be started.
     threads = min(_MAX_THREADS, os.cpu_count() or 1) if main_thread().is_alive() else 1
-    if threads == 1 or sum([leaf.nbytes for leaf in leaves]) < _THREADS_FROM_BYTES:
-        return [_digest(leaf) for leaf in leaves]
-    digests = [""] * len(leaves)
+    large_bytes = sum([leaf.nbytes for _, leaf in leaves if leaf.nbytes > _SMALL_BYTES])
+    if threads == 1 or large_bytes < _THREADS_FROM_BYTES:
+        return {name: _digest(leaf) for name, leaf in leaves}
     with ThreadPoolExecutor(threads) as pool:
         groups = [leaves[i::_GROUPS] for i in range(_GROUPS)]
-        for i, found in enumerate(pool.map(lambda group: [_digest(leaf) for leaf in group], groups)):
-            digests[i::_GROUPS] = found
-    return digests
+        parts = pool.map(lambda group: [(name, _digest(leaf)) for name, leaf in group], groups)
+        return dict(chain.from_iterable(parts))
 
 
 def _digest(leaf: Tensor) -> str:
@@ -336,10 +409,16 @@ def _show_unseen(saves: list[PendingSave], process: int) -> None:
 class AsyncSaver(WaitMethods):
     """Saves trees in the background: once `save` returns, nothing that the program does changes the saved values.
 
-    The caller is blocked for the digest of each leaf, and for copies of the leaves that are expected to be written to:
-    Parameters, the buffers of modules, and memmaps that can be written to. No other leaf is copied: trees do not
-    change. If the memory of a leaf is written to all the same (by an optimizer with `donate=True`), the digest of the
-    written bytes differs and the save fails, naming the leaf; the old file stays.
+    Copied before the call returns are the leaves that are expected to be written to: Parameters, the buffers of
+    modules, and memmaps that can be written to. No other leaf is copied: trees do not change. If the memory of a leaf
+    is written to all the same (by an optimizer with `donate=True`), the save fails, naming the leaf; the old file
+    stays. A digest shows it, which is taken before the call returns where other tensors, arrays of numpy, processes or
+    mapped files use the memory of the leaf, and where the leaf has at most 64 kB.
+
+    The digest of a leaf whose memory is used by nothing but the tree (the result of an optimizer, of `jit`, of a tree
+    operation) is taken by a thread that starts with the call. Until then, milliseconds later, a change is noticed by
+    the version that torch counts and by a word of every 8 kB; a smaller change that torch does not count (through
+    `.data` or numpy, of a leaf read from the tree in these milliseconds) is not. `copy=True` rules that out.
 
     An error is raised by `result()` of the handle, or else by the next `save` or `wait`; if there is none, a warning
     names the file and the error at the latest when the interpreter ends. An interpreter that ends normally finishes
@@ -413,7 +492,7 @@ class AsyncSaver(WaitMethods):
 
 def _save_snapshot(snapshot: Snapshot, name: SavedPath, target: str, max_bytes: int | None, fsync: bool) -> SavedPath:
     try:
-        save_outline(snapshot.outline, target, max_bytes, fsync=fsync, digests=snapshot.digests)
+        save_outline(snapshot.outline, target, max_bytes, fsync=fsync, digests=snapshot.digests())
     except ConcurrencyError as err:
         raise ConcurrencyError(f"save {target}: {err}") from err
     return name

@@ -112,7 +112,7 @@ def write_step(
 
         snapshot.write(path, commit_file, folder)
         return
-    outline, digests = snapshot
+    outline, digests = snapshot.outline, snapshot.digests()
 
     def write_files(place: str) -> None:
         # As Hugging Face does, so that its libraries read a step too.

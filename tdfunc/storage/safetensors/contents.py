@@ -260,8 +260,11 @@ class Contents:
             layout = lay_out(names, specs)
             if header.rest.rstrip(" ") == f"{layout.entries}}}":
                 check_size(source.begin + layout.size_bytes, source.size_bytes)
-                for i, begin in zip(mine, layout.begins, strict=True):
-                    begins[i] = source.begin + begin
+                placed = [source.begin + begin for begin in layout.begins]
+                if self.homes is None:
+                    begins[:] = placed
+                for i, begin in zip(mine, placed, strict=True) if self.homes is not None else ():
+                    begins[i] = begin
                 if self.verify:
                     check_algorithm(header.algorithm)
                     recorded = split_digests(header.metadata["tdfunc.leaves"], len(names))

@@ -9,7 +9,7 @@ import ctypes
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError
 from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_file, settle, staged_folder, sweep
-from tdfunc.storage.disk.raw import raw_bytes, raw_view, write_all
+from tdfunc.storage.disk.raw import memory_of, raw_bytes, write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
 from tdfunc.storage.safetensors.contents import INDEX_SUFFIX, join, read_index
 from tdfunc.storage.safetensors.header import is_ours, seal
@@ -109,20 +109,25 @@ def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
         if expected is not None and expected != found
     ]
     if changed:
-        name, expected, found = changed[0]
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise ConcurrencyError(
-            f"leaf {name}{more} changed after the save was submitted; nothing was saved.",
-            expected=f"values with the digest {expected}",
-            got=found,
-            hint="submit with copy=True, or do not write to the tree until the save is done.",
-        )
+        _, expected, found = changed[0]
+        raise changed_error([name for name, *_ in changed], expected=f"values with the digest {expected}", got=found)
+
+
+def changed_error(names: Sequence[str], *, expected: str, got: str) -> ConcurrencyError:
+    """Return the error of leaves that were written to while they wait for a save."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return ConcurrencyError(
+        f"leaf {names[0]}{more} changed after the save was submitted; nothing was saved.",
+        expected=expected,
+        got=got,
+        hint="submit with copy=True, or do not write to the tree until the save is done.",
+    )
 
 
 def pieces(leaf: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a leaf in row-major order, a few MB at a time; only leaves that need it are copied."""
     if is_plain(leaf):
-        data = memoryview(raw_view(leaf))
+        data = memory_of(leaf)
         for begin in range(0, len(data), _PIECE_BYTES):
             yield data[begin : begin + _PIECE_BYTES]
     elif leaf.numel() * leaf.element_size() <= _PIECE_BYTES or leaf.dim() == 0:

@@ -42,24 +42,21 @@ def build_tree(
     listed, make = type(leaves) is list, TensorCollection._open._make
     # A node comes after the one that it is in, so going back its sub-trees are there.
     for number in reversed(plan.below(root) if root else range(len(plan.nodes))):
-        keys, items, size, is_rich = plan.keys[number], plan.items[number], plan.sizes[number], number in plan.rich
+        keys, size, is_rich = plan.keys[number], plan.sizes[number], number in plan.rich
         start, end = plan.starts[number], plan.starts[number + 1]
-        flags = plan.flags[start:end]
         if is_rich:
             values, flags = _read_items(plan, number, leaves, built)
         else:
             values = leaves[start:end] if listed else [leaves[i] for i in range(start, end)]
-            if len(values) != len(keys):
-                rest, further = iter(values), iter(flags)
+            flags = plan.flags[start:end] if has_kinds else ()
+            if end - start != len(keys):
+                rest, further, items = iter(values), iter(flags), plan.items[number]
                 values = [built[what["tree"]] if type(what) is dict else next(rest) for what in items]
-                flags = ["" if type(what) is dict else next(further) for what in items]
-        data: dict[str, Any] = dict(zip(keys, values, strict=True))
+                flags = ["" if type(what) is dict else next(further) for what in items] if has_kinds else ()
+        data: dict[str, Any] = dict(zip(keys, values, strict=False))
         if len(data) != len(keys):
             raise malformed("distinct keys", f"a key twice in node {number}")
-        own: dict[str, Kind] = {}
-        if has_kinds or is_rich:
-            found = [kinds[flag] for flag in flags]
-            own = {key: kind for key, kind in zip(keys, found, strict=True) if kind is not None}
+        own = {key: kind for key, flag in zip(keys, flags, strict=False) if (kind := kinds[flag])} if flags else {}
         place = plan.devices[number] if device is None else device
         if not is_rich and number not in ties:
             built[number] = make(data, size, place, None, Static(own) if own else None)

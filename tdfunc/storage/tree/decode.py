@@ -78,15 +78,16 @@ class Description:
         self._quoted = self._check_keys()
         self._walk()
         # The leaves: dtype and shape, and flags.
-        flat = [what for items in self.items for what in items if type(what) is not dict]
+        self._flat = flat = [what for items in self.items for what in items if type(what) is not dict]
         types = set(map(type, flat))
         if not types <= _TENSORS:
             raise malformed("tensors, trees, ties and values", f"a {_stray(flat, _TENSORS)!r}")
-        numbers: list[int] = flat if list not in types else [what if type(what) is int else what[0] for what in flat]
+        self._has_lists = list in types
+        numbers: list[int] = flat if not self._has_lists else [what if type(what) is int else what[0] for what in flat]
         if not _INTS.issuperset(map(type, numbers)) or min(numbers, default=0) < 0:
             raise malformed("the numbers of specs", f"{_stray(numbers, _INTS)!r}")
         self.specs: list[Spec] = [self._table[number] for number in numbers]
-        self.flags = [""] * len(flat) if list not in types else self._read_flags(flat, numbers)
+        self.flags = [""] * len(flat) if not self._has_lists else self._read_flags(flat, numbers)
         self._check_leaves(numbers)
         # For each group of ties the leaf that all its paths read.
         self.tied = self._find_tied()
@@ -240,24 +241,24 @@ class Description:
         """
         # Of each node, the leaves whose names are their paths: a small file could name a deep path for each of many.
         counts = [end - start for start, end in zip(self.starts, self.starts[1:], strict=False)]
-        flat = [what for items in self.items for what in items if type(what) is not dict]
-        for leaf, what in enumerate(flat):
-            if type(what) is list and _own_name(what) is not None:
-                counts[self.node_of(leaf)] -= 1
+        lists = [(leaf, what) for leaf, what in enumerate(self._flat) if type(what) is list] if self._has_lists else ()
+        own = {leaf: what[2] for leaf, what in lists if len(what) > 2 and what[2] is not None}
+        for leaf in own:
+            counts[self.node_of(leaf)] -= 1
         if sum([count * (length + 2) for count, length in zip(counts, self._lengths, strict=True)]) > limit:
             raise malformed("names that fit in the header", "longer ones")
-        prefixes = [
-            prefix
-            if prefix is not None or not count
-            else "".join([f"{quote(key)[1:-1]}." for key in self.path(number)])
-            for number, (prefix, count) in enumerate(zip(self._prefixes, counts, strict=True))
-        ]
-        names = [
-            f'"{prefix}{key}"' if type(what) is int or (own := _own_name(what)) is None else quote(own)
-            for prefix, keys, items in zip(prefixes, self._quoted, self.items, strict=True)
-            for key, what in zip(keys, items, strict=True)
-            if type(what) is not dict
-        ]
+        names: list[str] = []
+        for number, (keys, items) in enumerate(zip(self._quoted, self.items, strict=True)):
+            if self.starts[number] == self.starts[number + 1]:
+                continue
+            prefix = self._prefixes[number] if counts[number] else ""
+            if prefix is None:
+                prefix = "".join([f"{quote(key)[1:-1]}." for key in self.path(number)])
+            if self.starts[number + 1] - self.starts[number] != len(keys):
+                keys = [key for key, what in zip(keys, items, strict=True) if type(what) is not dict]
+            names += [f'"{prefix}{key}"' for key in keys]
+        for leaf, name in own.items():
+            names[leaf] = quote(name)
         distinct = set(names)
         if len(distinct) != len(names) or '"__metadata__"' in distinct:
             raise malformed("leaves of distinct names, none of them __metadata__", "a name twice")
@@ -323,11 +324,6 @@ def are_flags(flags: Any, known: Set[str]) -> bool:
 def kinds_in(flags: str) -> str:
     """Return the flags that are kinds."""
     return "".join([flag for flag in flags if flag in _KINDS])
-
-
-def _own_name(what: list[Any]) -> str | None:
-    """Return the name of a leaf that is not its path."""
-    return what[2] if len(what) > 2 else None
 
 
 def _stray(values: list[Any], types: frozenset[type]) -> Any:

@@ -144,7 +144,7 @@ class _Writer:
         keys: list[str] = []
         items: list[str] = []
         children: list[_Pending] = []
-        below = restrict(node.ties)
+        below = restrict(node.ties) if node.ties else {}
         if node.parent is not None:
             node.items[node.place] = f'{{"tree":{number}{_flags_field(node.flags)}}}'
         fields = self._fields(node)
@@ -200,15 +200,14 @@ class _Writer:
             fields["class"] = OBJECT if cls is PlainObject else f"{cls.__module__}:{cls.__qualname__}"
         if tree._static is not None and tree._static.own is not None:
             fields["own"] = tree._static.own
-        if set(map(frozenset, tree._ties)) != set(map(frozenset, node.ties)):
+        if tree._ties != node.ties and set(map(frozenset, tree._ties)) != set(map(frozenset, node.ties)):
             raise TieError(
                 f"{self.call}: the sub-tree at {node.prefix!r} and the tree around it must have the same ties.",
                 expected=repr(node.ties)[:300],
                 got=repr(tree._ties)[:300],
                 hint="td.untie(path).",
             )
-        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1]
-        return text + "," if text else ""
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1] + "," if fields else ""
 
     def _tensor(self, name: str, leaf: Tensor, batch: Size, flags: str, shape: str = "") -> str:
         """Enter a leaf in the file and write its item: a spec, then flags, name and shape as far as there are any."""
