@@ -1,6 +1,6 @@
 """Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
 
-The parts are `kills`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target of it);
+The parts are `kills`, `ranks`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target of it);
 without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only writes the
 page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares it.
 """
@@ -25,7 +25,7 @@ _TARGETS = {
     "index": "the index of shards",
     "memmap": "each `meta.json` of a memmap folder",
 }
-_KILLS, _FUZZ_S = 300, 420
+_KILLS, _RANK_KILLS, _FUZZ_S = 300, 1000, 420
 _RUNS = "runs"
 
 
@@ -68,6 +68,7 @@ def fuzz_counts(log: str) -> dict[str, int]:
 
 PARTS = {
     "kills": lambda: _by_kind("kills", _KILLS),
+    "ranks": lambda: _run("ranks", _RANK_KILLS),
     "faults": lambda: _by_kind("faults"),
     "calls": lambda: _by_kind("calls"),
     "damage": lambda: _run("damage"),
@@ -105,7 +106,7 @@ def keep(name: str, counted: Any) -> None:
 def page() -> str:
     """The page: its text, and a table in each place that names one."""
     tables = {
-        "kills": _kills, "full": _full, "disturbed": _disturbed, "shared": _shared, "damage": _damage,
+        "kills": _kills, "ranks": _ranks, "full": _full, "disturbed": _disturbed, "shared": _shared, "damage": _damage,
         "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs, "pushes": _pushes,
         "mutants": _mutants, "sample": _sample,
     }  # fmt: skip
@@ -149,6 +150,17 @@ def _kills() -> str:
     rows = [
         [kind, n["kills"], n["during a save"], n["old"], n["new"], n["lost"], f"{n['kills'] - n['not cleaned']}"]
         for kind, n in _counted("kills").items()
+    ]
+    return _table(head, rows)
+
+
+def _ranks() -> str:
+    head = ["writer", "kills", "old tree", "new tree", "lost or mixed", "files of others lost", "cleaned by the next save",
+            "other ranks", "raised `PeerError`"]  # fmt: skip
+    keys = ("kills", "old", "new", "lost", "foreign files lost")
+    rows = [
+        [kind, *(n[key] for key in keys), n["kills"] - n["not cleaned"], n["survivors"], n["raised"]]
+        for kind, n in _counted("ranks").items()
     ]
     return _table(head, rows)
 

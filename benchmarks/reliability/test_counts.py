@@ -19,6 +19,16 @@ def test_no_kill_did_harm(key):
     assert min(counts["kills"] for counts in counted("kills").values()) >= 300
 
 
+def test_no_killed_rank_did_harm():
+    """A thousand kills lost nothing and left nothing, and all other ranks raised the error that they should."""
+    counts = counted("ranks").values()
+
+    assert sum(n["kills"] for n in counts) >= 1000
+    for key in ("lost", "foreign files lost", "not cleaned", "other ends"):
+        assert [n[key] for n in counts] == [0, 0], key
+    assert all(n["old"] and n["new"] for n in counts)
+
+
 def test_no_full_disk_did_harm():
     """The counted full disks, limits and shared folders lost nothing and left nothing."""
     for counts in counted("faults").values():

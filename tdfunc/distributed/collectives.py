@@ -16,7 +16,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.distributed.messages import classes_of
-from tdfunc.parallel.block import Packed, Structure, pack, unpack
+from tdfunc.parallel.block import Packed, Structure, pack, read_structure
 from tdfunc.storage.disk.ranks import Ranks, as_bytes, as_tensor
 from tdfunc.storage.safetensors.like import Found, check_ranks, mismatch
 from tdfunc.storage.tree.build import Classes
@@ -35,7 +35,7 @@ def _check_alike(ranks: Ranks, make: Callable[[], Structure | None], *, strict: 
     def first() -> bytes:
         made.append(make())
         own = made[0]
-        return _NO_TREE if own is None else own.digest + _SIZES.pack(own.layout.size_bytes, len(own.text))
+        return _NO_TREE if own is None else own.digest + _SIZES.pack(own.block.size_bytes, len(own.text))
 
     def compare(headers: list[bytes]) -> bytes:
         digests = {header[: -_SIZES.size] for header in headers if header != _NO_TREE}
@@ -51,17 +51,17 @@ def _check_alike(ranks: Ranks, make: Callable[[], Structure | None], *, strict: 
 
 def _wire(ranks: Ranks, packed: Packed, size_bytes: int) -> Tensor:
     """Return block and description of a tree as one tensor of this length."""
-    wire, text = ranks.empty(size_bytes), packed.structure.text
-    packed.fill(wire)
-    end = packed.structure.layout.size_bytes
-    wire[end : end + len(text)] = as_tensor(text)
+    wire, (structure, leaves) = ranks.empty(size_bytes), packed
+    structure.block.fill(leaves, wire)
+    end = structure.block.size_bytes
+    wire[end : end + len(structure.text)] = as_tensor(structure.text)
     return wire
 
 
 def _unwire(wire: Tensor, sizes: Sequence[int], classes: Classes) -> TensorCollection:
     block, text = sizes
-    data = wire.cpu()
-    return unpack(as_bytes(data[block : block + text]), data[:block], classes)
+    structure = read_structure(as_bytes(wire[block : block + text]))
+    return structure.build(structure.block.cut(wire[:block]), classes)
 
 
 def _run(ranks: Ranks, collective: Callable[[], Any]) -> None:
@@ -140,7 +140,7 @@ def scatter(
                 got = "None" if trees is None else f"{len(trees)} trees"
                 raise error(ValueError, "scatter: each rank must get a tree.", expected=f"{ranks.size} trees", got=got)
             packed.extend([pack(tree, "scatter") for tree in trees])
-        sizes = [(p.structure.layout.size_bytes, len(p.structure.text)) for p in packed]
+        sizes = [(p.structure.block.size_bytes, len(p.structure.text)) for p in packed]
         found = [[*p.structure.found.items()] for p in packed]
         return json.dumps([wanted, sizes, found]).encode()
 

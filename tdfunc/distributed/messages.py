@@ -1,6 +1,7 @@
 """Trees from one rank to another: one header that the receiver answers, and one block of bytes."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar, final
@@ -8,16 +9,17 @@ from typing import Any, NamedTuple, TypeVar, final
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.keys import dotted
 from tdfunc.ops.edits.storage_writes import check_writable, write_tree
-from tdfunc.parallel.block import pack, pieces_of, read_structure, unpack
-from tdfunc.storage.disk.ranks import Ranks
+from tdfunc.parallel.block import find_structure, key_of, pack, read_structure
+from tdfunc.storage.disk.ranks import Ranks, Wait
 from tdfunc.storage.safetensors.like import describe_found, mismatch, parse_found
 from tdfunc.storage.tree.build import Classes
 
 T = TypeVar("T", bound=TensorCollection)
 
-# Of the layout; the description follows.
-_DIGEST_BYTES = 8
-_GO, _MISFIT = b"\0", b"\1"
+# Of the leaves; the description follows, or its key if it does not fit into a frame.
+_DIGEST_BYTES, _KEY_BYTES, _SHORT_BYTES = 8, 16, 4000
+# The answers of a receiver.
+_GO, _MISFIT, _DESCRIBE = b"\0", b"\1", b"\2"
 # The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
 _last: dict[tuple[str, str, int, int], "Future[Any]"] = {}
 _lock = threading.Lock()
@@ -100,14 +102,26 @@ def _sender(td: TensorCollection, lane: _Lane) -> Callable[[], None]:
     structure, tag, back = packed.structure, 2 * lane.tag, 2 * lane.tag + 1
 
     def run() -> None:
-        ranks.send_bytes(structure.digest + structure.text, peer, tag)
+        text = structure.text
+        ranks.send_bytes(structure.digest + (text if len(text) < _SHORT_BYTES else key_of(text)), peer, tag)
+        # One piece is packed while the one before it, or the answer, is on its way.
+        pieces = structure.block.pieces(packed.leaves, ranks.device)
+        piece, sent = next(pieces, None), deque[Wait]()
         answer = ranks.recv_bytes(peer, back)
+        if answer == _DESCRIBE:
+            ranks.send_bytes(text, peer, tag)
+            answer = ranks.recv_bytes(peer, back)
         if answer[:1] == _MISFIT:
             raise mismatch(
                 ranks.call, f"rank {peer} (expected) and this rank", parse_found(answer[1:]), structure.found
             )
-        for piece in packed.pieces():
-            ranks.send(piece, peer, tag)
+        while piece is not None:
+            sent.append(ranks.post(piece, peer, tag))
+            piece = next(pieces, None)
+            if len(sent) > 1 or piece is None:
+                sent.popleft()()
+        for wait in sent:
+            wait()
 
     return run
 
@@ -121,18 +135,22 @@ def _receiver(like: T | None, lane: _Lane, classes: Classes = ()) -> Callable[[]
     def run() -> Any:
         raw = ranks.recv_bytes(peer, tag)
         digest, text = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
+        theirs = find_structure(text) if len(text) == _KEY_BYTES else read_structure(text)
+        if theirs is None:
+            ranks.send_bytes(_DESCRIBE, peer, back)
+            theirs = read_structure(ranks.recv_bytes(peer, tag))
         if structure is not None and digest != structure.digest:
             ranks.send_bytes(_MISFIT + describe_found(structure.found), peer, back)
             who = f"this rank (expected) and rank {peer}"
-            raise mismatch(ranks.call, who, structure.found, read_structure(text).found)
+            raise mismatch(ranks.call, who, structure.found, theirs.found)
         ranks.send_bytes(_GO, peer, back)
-        theirs = read_structure(text)
-        block = ranks.empty(theirs.layout.size_bytes)
-        begin = 0
-        for _, _, size_bytes in pieces_of(theirs):
-            ranks.recv_into(block[begin : begin + size_bytes], peer, tag)
-            begin += size_bytes
-        return unpack(text, block.cpu(), known)
+        wire = ranks.empty(theirs.block.size_bytes)
+        parts = wire.split_with_sizes([size_bytes for _, _, size_bytes in theirs.block.runs])
+        waits = [ranks.post_into(part, peer, tag) for part in parts]
+        leaves = theirs.block.cut(wire)
+        for wait in waits:
+            wait()
+        return theirs.build(leaves, known)
 
     return run
 

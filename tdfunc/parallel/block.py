@@ -1,21 +1,23 @@
-"""The values of many leaves in one block of bytes: packed piece by piece, and cut apart without a copy."""
+"""The values of many leaves in one block of bytes: packed piece by piece, and cut apart without a copy.
 
-from collections.abc import Hashable, Iterator
-from functools import lru_cache
+Messages, collectives and the parcels of worker processes use it; the first two send a tree's description before it.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors as _flatten
 
 from tdfunc.core.collection import PLAIN, Static, TensorCollection
+from tdfunc.core.context import in_functorch
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
 from tdfunc.storage.disk.raw import is_wrapped
 from tdfunc.storage.safetensors.header import Layout, lay_out
 from tdfunc.storage.safetensors.like import Found, found_in
-from tdfunc.storage.safetensors.plan import is_plain
 from tdfunc.storage.safetensors.read import view_leaves
 from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
 from tdfunc.storage.tree.decode import Description, check_unique, parse_tree
@@ -25,25 +27,113 @@ from tdfunc.storage.tree.specs import Spec
 # A leaf of this size goes from where it lies in memory; smaller ones are packed.
 _PIECE_BYTES = 4 << 20
 _MAX_KNOWN = 32
+_CPU = torch.device("cpu")
 # All of a leaf that a description depends on.
-_traits = attrgetter("dtype", "shape", "requires_grad", "layout", "device")
-_known: dict[tuple[Hashable, ...], "Structure"] = {}
+_TRAITS = [attrgetter(name) for name in ("dtype", "shape", "requires_grad", "is_cpu")]
+_STRIDED, _layout, _is_cpu = frozenset([torch.strided]), attrgetter("layout"), attrgetter("is_cpu")
+# By all that they depend on, and by the digest of their description.
+_packed: dict[tuple[Hashable, ...], "Structure"] = {}
+_read: dict[bytes, "Structure"] = {}
+
+
+class Block(NamedTuple):
+    """The places of leaves in a block of bytes: those of one dtype are neighbours, and all are aligned."""
+
+    specs: Sequence[Spec]
+    layout: Layout
+    # What is packed together: the first leaf in file order, the one after the last, and the bytes (of one dtype).
+    runs: list[tuple[int, int, int]]
+    # Leaves of one shape but for the first dimension, which are joined in half the time.
+    is_alike: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """The length of the block."""
+        return self.layout.size_bytes
+
+    def pieces(self, leaves: Sequence[Tensor], device: torch.device = _CPU) -> Iterator[Tensor]:
+        """Yield the bytes of the block on a device, piece by piece; a large leaf that lies there is not copied."""
+        order = self.layout.order
+        for begin, end, _ in self.runs:
+            yield _join([leaves[i] for i in order[begin:end]], device, torch.cat if self.is_alike else _flatten)
+
+    def fill(self, leaves: Sequence[Tensor], wire: Tensor) -> None:
+        """Write all bytes to the beginning of a tensor of bytes."""
+        begin = 0
+        for piece in self.pieces(leaves, wire.device):
+            wire[begin : begin + len(piece)] = piece
+            begin += len(piece)
+
+    def cut(self, wire: Tensor) -> list[Tensor]:
+        """Return the leaves, which share the memory of the block; its bytes may come later."""
+        if wire.numel() != self.size_bytes:
+            raise CorruptCheckpointError(
+                "a message must have the bytes of its leaves.", expected=f"{self.size_bytes}", got=f"{wire.numel()}"
+            )
+        begins = self.layout.begins
+        if wire.is_cpu:
+            # Any: numpy's arrays offer their bytes.
+            data: Any = wire.numpy()
+            return view_leaves(data, self.specs, begins)
+        # .data: not views of one tensor to autograd, so that each may be written to.
+        return [
+            wire[begin : begin + spec.size_bytes].view(spec.dtype).view(spec.size).data
+            for spec, begin in zip(self.specs, begins, strict=True)
+        ]
+
+
+@torch.no_grad()
+def _join(part: list[Tensor], device: torch.device, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    if device.type != "cpu" or not all(map(_is_cpu, part)):
+        part = [leaf.to(device) for leaf in part]
+    flat = part[0].detach().resolve_conj().resolve_neg().contiguous() if len(part) == 1 else join(part)
+    # `view` to bytes refuses the stride that a dimension of one element may have.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def make_block(specs: Sequence[Spec]) -> Block:
+    """Lay out leaves of these dtypes and shapes."""
+    layout = lay_out([""] * len(specs), specs)
+    order, runs = layout.order, list[tuple[int, int, int]]()
+    begin, size_bytes = 0, 0
+    for k, spec in enumerate([specs[i] for i in order]):
+        if size_bytes and (size_bytes + spec.size_bytes > _PIECE_BYTES or spec.dtype is not specs[order[begin]].dtype):
+            runs.append((begin, k, size_bytes))
+            begin, size_bytes = k, 0
+        if not size_bytes:
+            begin = k
+        size_bytes += spec.size_bytes
+    runs += [(begin, len(order), size_bytes)] if size_bytes else []
+    return Block(
+        specs, layout, runs, len({spec.size[1:] for spec in specs}) == 1 and all([spec.size for spec in specs])
+    )
 
 
 class Structure(NamedTuple):
-    """A tree without its values: its description for another process, and the places of its leaves in a block."""
+    """A tree without its values: its description for another process, and the block of its leaves."""
 
     text: bytes
     names: list[str]
-    specs: list[Spec]
-    layout: Layout
-    # Equal for trees of the same paths, shapes and dtypes.
-    digest: bytes
+    block: Block
+    # Equal for trees of the same paths, shapes and dtypes; that of a tree which was read is not needed.
+    digest: bytes = b""
+    # The description, if it was read.
+    plan: Description | None = None
 
     @property
     def found(self) -> Found:
         """The shape and dtype of each leaf by its name."""
-        return found_in(self.names, self.specs)
+        return found_in(self.names, self.block.specs)
+
+    def build(self, leaves: list[Tensor], classes: Classes = ()) -> TensorCollection:
+        """Return the tree around leaves that `block.cut` returned, whose bytes are there."""
+        plan = self.plan
+        assert plan is not None
+        for i, flags in enumerate(plan.flags) if any(plan.flags) or any(plan.devices) else ():
+            place = plan.place(i)
+            leaf = leaves[i] if place is None else move_leaf(leaves[i], place)
+            leaves[i] = flag_leaf(leaf, "" if IS_VALUE in flags else flags)
+        return build_tree(plan, leaves, classes)
 
 
 class Packed(NamedTuple):
@@ -51,43 +141,6 @@ class Packed(NamedTuple):
 
     structure: Structure
     leaves: list[Tensor]
-
-    def pieces(self) -> Iterator[Tensor]:
-        """Yield the bytes of the block, piece by piece; a large leaf is not copied."""
-        order = self.structure.layout.order
-        for begin, end, _ in pieces_of(self.structure):
-            part = [self.leaves[i] for i in order[begin:end]]
-            yield _join(part).view(torch.uint8)
-
-    def fill(self, block: Tensor) -> None:
-        """Write all bytes to the beginning of a tensor of bytes."""
-        begin = 0
-        for piece in self.pieces():
-            block[begin : begin + len(piece)] = piece
-            begin += len(piece)
-
-
-@torch.no_grad()
-def _join(part: list[Tensor]) -> Tensor:
-    if len(part) == 1 and is_plain(part[0]):
-        return part[0].detach().view(-1)
-    return _flatten_dense_tensors([leaf.resolve_conj().resolve_neg() if leaf.is_complex() else leaf for leaf in part])
-
-
-def pieces_of(structure: Structure) -> Iterator[tuple[int, int, int]]:
-    """Yield the pieces of a block: the first leaf in file order, the one after the last, the bytes (of one dtype)."""
-    order, specs = structure.layout.order, structure.specs
-    begin, size_bytes = 0, 0
-    for k, i in enumerate(order):
-        spec = specs[i]
-        if size_bytes and (size_bytes + spec.size_bytes > _PIECE_BYTES or spec.dtype is not specs[order[begin]].dtype):
-            yield begin, k, size_bytes
-            begin, size_bytes = k, 0
-        if not size_bytes:
-            begin = k
-        size_bytes += spec.size_bytes
-    if size_bytes:
-        yield begin, len(order), size_bytes
 
 
 def pack(tree: TensorCollection, call: str) -> Packed:
@@ -99,22 +152,17 @@ def pack(tree: TensorCollection, call: str) -> Packed:
     leaves: list[Tensor] = []
     parts: list[Hashable] = []
     key = tuple(parts) if _list(tree, leaves, parts) else None
-    if key is None or key not in _known:
+    structure = None if key is None else _packed.get(key)
+    if structure is None:
         out = outline(tree, call=call)
         assert out.text is not None
         # In any order of keys: a description has its own.
         lines = sorted(map(add, out.names, [spec.middle for spec in out.specs]))
         digest = xxhash.xxh3_64_digest("\n".join(lines).encode())
-        layout = lay_out(out.names, out.specs)
-        structure, leaves = Structure(out.text.encode(), out.names, out.specs, layout, digest), out.leaves
+        structure, leaves = Structure(out.text.encode(), out.names, make_block(out.specs), digest), out.leaves
         if key is not None:
-            # Trees of a loop have one structure.
-            _known[key] = structure
-            if len(_known) > _MAX_KNOWN:
-                del _known[next(iter(_known))]
-    else:
-        structure = _known[key]
-    if any(map(is_wrapped, leaves)):
+            _keep(_packed, key, structure)
+    if in_functorch() and any(map(is_wrapped, leaves)):
         raise UnsupportedError(
             f"{call}: the leaves must have values of their own.", hint=f"call {call} outside of vmap and grad."
         )
@@ -128,43 +176,42 @@ def _list(tree: TensorCollection, leaves: list[Tensor], key: list[Hashable]) -> 
         return False
     nodes = [node for node in data.values() if isinstance(node, TensorCollection)]
     own = [node for node in data.values() if not isinstance(node, TensorCollection)] if nodes else list(data.values())
-    if not PLAIN.issuperset(map(type, own)):
+    types = tuple(map(type, own))
+    if not PLAIN.issuperset(types) or not _STRIDED.issuperset(map(_layout, own)):
         return False
     kinds = tuple(static.kinds.items())
     places = tuple([isinstance(node, TensorCollection) for node in data.values()]) if nodes else ()
-    key += [type(tree), tuple(data), places, tree._batch_size, tree._device, tree._names, kinds, static.own]
-    key += [tuple(map(type, own)), tuple(map(_traits, own))]
+    key += [type(tree), tuple(data), places, tree._batch_size, tree._device, tree._names, kinds, static.own, types]
+    key += [tuple(map(trait, own)) for trait in _TRAITS]
     leaves += own
     return all([_list(node, leaves, key) for node in nodes])
 
 
-@lru_cache(_MAX_KNOWN)
-def _read(text: bytes) -> tuple[Description, Structure]:
-    described = text.decode()
-    plan = Description(parse_tree(described))
-    check_unique(described, plan)
-    names = plan.name_leaves()
-    return plan, Structure(text, names, plan.specs, lay_out(names, plan.specs), b"")
+def key_of(text: bytes) -> bytes:
+    """Return the key of a description."""
+    return xxhash.xxh3_128_digest(text)
+
+
+def find_structure(key: bytes) -> Structure | None:
+    """Return the structure whose description was read here before and has this key."""
+    return _read.get(key)
 
 
 def read_structure(text: bytes) -> Structure:
-    """Return the structure that a description describes, without its digest."""
-    return _read(text)[1]
+    """Return the structure that a description describes."""
+    key = key_of(text)
+    structure = _read.get(key)
+    if structure is None:
+        described = text.decode()
+        plan = Description(parse_tree(described))
+        check_unique(described, plan)
+        structure = Structure(text, plan.name_leaves(), make_block(plan.specs), plan=plan)
+        _keep(_read, key, structure)
+    return structure
 
 
-def unpack(text: bytes, block: Tensor, classes: Classes = ()) -> TensorCollection:
-    """Return the tree of a description around the bytes of a block, which its leaves share."""
-    plan, structure = _read(text)
-    size_bytes = structure.layout.size_bytes
-    if block.numel() != size_bytes:
-        raise CorruptCheckpointError(
-            "a message must have the bytes of its leaves.", expected=f"{size_bytes}", got=f"{block.numel()}"
-        )
-    # Any: numpy's arrays offer their bytes.
-    data: Any = block.numpy()
-    leaves = view_leaves(data, plan.specs, structure.layout.begins)
-    for i, flags in enumerate(plan.flags) if any(plan.flags) or any(plan.devices) else ():
-        place = plan.place(i)
-        leaf = leaves[i] if place is None else move_leaf(leaves[i], place)
-        leaves[i] = flag_leaf(leaf, "" if IS_VALUE in flags else flags)
-    return build_tree(plan, leaves, classes)
+def _keep(table: dict[Any, Structure], key: Hashable, structure: Structure) -> None:
+    """Enter a structure (trees of a loop have one), and drop the oldest of many."""
+    table[key] = structure
+    if len(table) > _MAX_KNOWN:
+        table.pop(next(iter(table)), None)

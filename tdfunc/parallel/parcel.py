@@ -7,8 +7,8 @@ import io
 import os
 import pickle
 import sys
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from functools import cache, lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,10 +18,14 @@ from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, WorkerError
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
+from tdfunc.parallel.block import Block, make_block
 from tdfunc.storage.disk.mapped import READ, map_descriptor
-from tdfunc.storage.disk.raw import is_wrapped, raw_bytes
+from tdfunc.storage.disk.ranks import as_tensor
+from tdfunc.storage.disk.raw import is_wrapped
+from tdfunc.storage.tree.specs import FOLDER_CODES, spec_for
 
-_ALIGN = 64
+# Stands for the next leaf of the block.
+_LEAF = pickle.PickleBuffer(bytearray())
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _HINTS = {
     "function": "define it at the top of a module; or mp_start_method='fork', where the system has it, "
@@ -31,11 +35,14 @@ _HINTS = {
 }
 
 
+Specs: TypeAlias = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
 class Parcel(NamedTuple):
-    """A pickle, and the bytes of the tensors that it refers to in one block."""
+    """A pickle, and the tensors that it refers to: their dtypes and shapes, and their bytes in one block."""
 
     body: bytes
-    sizes: tuple[int, ...]
+    specs: Specs
     block: bytes
     # The module of the function in it, and that module's file, for a process whose path does not lead there.
     origin: tuple[str, str | None] = ("", None)
@@ -53,7 +60,7 @@ class _Refused(Exception):
 
 @cache
 def _pickler(by_value: bool) -> Any:
-    """Return the class that pickles tensors as buffers, and all else as its base does."""
+    """Return the class that lists tensors in `leaves`, and pickles all else as its base does."""
     # Any: cloudpickle has no types.
     base: Any = pickle.Pickler
     if by_value:
@@ -63,9 +70,11 @@ def _pickler(by_value: bool) -> Any:
         base = module.CloudPickler
 
     class Pickler(base):
+        leaves: list[Tensor]
+
         # Called for objects that pickle has no own code for: not for str, tuples or numbers.
         def reducer_override(self, obj: Any) -> Any:
-            reduced = _reduce(obj) if isinstance(obj, Tensor) else NotImplemented
+            reduced = _reduce(obj, self.leaves) if isinstance(obj, Tensor) else NotImplemented
             return super().reducer_override(obj) if by_value and reduced is NotImplemented else reduced
 
     return Pickler
@@ -75,9 +84,11 @@ def to_parcel(
     value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, fn: Any = None, by_value: bool = False
 ) -> Parcel:
     """Return a value (with a function `fn` in it) as a parcel; a tensor that occurs twice is one tensor again."""
-    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    file, leaves = io.BytesIO(), list[Tensor]()
+    pickler = _pickler(by_value)(file, protocol=5, buffer_callback=lambda buffer: buffer is not _LEAF)
+    pickler.leaves = leaves
     try:
-        _pickler(by_value)(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        pickler.dump(value)
     except _Refused as err:
         name = _name_of(err.tensor, value)
         raise UnsupportedError(f"map: {name} {err.why}", got=err.got, hint=err.hint) from None
@@ -94,19 +105,22 @@ def to_parcel(
         fn = fn.func
     module = getattr(fn, "__module__", None) or ""
     origin = module, getattr(sys.modules.get(module), "__file__", None)
-    views = [buffer.raw() for buffer in buffers]
-    padded = [part for view in views for part in (view, bytes(-view.nbytes % _ALIGN))]
-    return Parcel(file.getvalue(), tuple([view.nbytes for view in views]), b"".join(padded), origin, by_value)
+    specs = tuple([(leaf.dtype, tuple(leaf.shape)) for leaf in leaves])
+    block = b"".join([piece.numpy().data for piece in _lay_out(specs).pieces(leaves)])
+    return Parcel(file.getvalue(), specs, block, origin, by_value)
 
 
 def from_parcel(parcel: Parcel) -> Any:
     """Return the value of a parcel."""
     # A copy, which the tensors may write to.
-    block, begin, buffers = memoryview(bytearray(parcel.block)), 0, list[memoryview]()
-    for size in parcel.sizes:
-        buffers.append(block[begin : begin + size])
-        begin += -(-size // _ALIGN) * _ALIGN
-    return pickle.loads(parcel.body, buffers=buffers)
+    leaves = _lay_out(parcel.specs).cut(as_tensor(parcel.block))
+    return pickle.loads(parcel.body, buffers=leaves)  # pyright: ignore[reportArgumentType]
+
+
+@lru_cache(32)
+def _lay_out(specs: Specs) -> Block:
+    found = [spec_for(dtype, shape, FOLDER_CODES) for dtype, shape in specs]
+    return make_block([spec for spec in found if spec is not None])
 
 
 def _name_of(tensor: Tensor, value: Any) -> str:
@@ -118,7 +132,7 @@ def _name_of(tensor: Tensor, value: Any) -> str:
     return "a tensor"
 
 
-def _reduce(x: Tensor) -> Any:
+def _reduce(x: Tensor, leaves: list[Tensor]) -> Any:
     if is_wrapped(x):
         hint = "call map outside of vmap and grad, or vmap inside the function."
         raise _Refused(x, "has no values of its own inside a torch.func transform.", type(x).__name__, hint)
@@ -130,7 +144,7 @@ def _reduce(x: Tensor) -> Any:
         raise _Refused(x, "is not in the memory that processes share.", str(x.device), hint)
     kind = type(x) if type(x) is nn.Parameter else Tensor
     # Subclasses and other layouts (sparse, nested, quantized) have pickling of their own.
-    if type(x) is not kind or x.layout is not torch.strided or x.is_quantized or x.is_nested:
+    if type(x) is not kind or x.layout is not torch.strided or x.is_nested or x.dtype not in FOLDER_CODES:
         return NotImplemented
     flags = (kind is nn.Parameter, x.requires_grad)
     if x.device.type == "meta":
@@ -138,21 +152,9 @@ def _reduce(x: Tensor) -> Any:
     by_name = _by_name(x)
     if by_name is not None:
         return _open_view, (*by_name, x.dtype, tuple(x.shape), x.stride(), flags)
-    return _from_buffer, (_bytes_of(x), x.dtype, _stored_shape(x), tuple(x.shape), flags)
-
-
-def _stored_shape(x: Tensor) -> tuple[int, ...]:
-    """Return the shape of the memory under a tensor, which may be expanded."""
-    return tuple([1 if stride == 0 and size else size for size, stride in zip(x.shape, x.stride(), strict=True)])
-
-
-def _bytes_of(x: Tensor) -> pickle.PickleBuffer | None:
-    if x.numel() == 0:
-        return None
-    x = x.detach()
-    if 0 in x.stride():
-        x = x[tuple([slice(0, size) for size in _stored_shape(x)])]
-    return pickle.PickleBuffer(raw_bytes(x))
+    # Of an expanded tensor the memory under it.
+    leaves.append(x.detach()[tuple([slice(0, 1 if stride == 0 else None) for stride in x.stride()])])
+    return _from_leaf, (_LEAF, tuple(x.shape), flags)
 
 
 def _by_name(x: Tensor) -> tuple[MappedFile, str] | None:
@@ -212,11 +214,8 @@ def _make_meta(dtype: torch.dtype, shape: Any, stride: Any, flags: tuple[bool, b
     return _flagged(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), flags)
 
 
-def _from_buffer(buffer: Any, dtype: torch.dtype, stored: Any, shape: Any, flags: tuple[bool, bool]) -> Tensor:
-    if buffer is None:
-        return _flagged(torch.empty(shape, dtype=dtype, device="cpu"), flags)
-    x = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(stored)
-    return _flagged(x.expand(shape) if stored != shape else x, flags)
+def _from_leaf(leaf: Tensor, shape: tuple[int, ...], flags: tuple[bool, bool]) -> Tensor:
+    return _flagged(leaf if leaf.shape == shape else leaf.expand(shape), flags)
 
 
 def _open_view(file: MappedFile, path: str, dtype: torch.dtype, *rest: Any) -> Tensor:

@@ -24,7 +24,7 @@ from tdfunc import (
 )
 from tdfunc import distributed as td_dist
 from tdfunc.llm import History
-from tdfunc.parallel.block import pack, unpack
+from tdfunc.parallel.block import pack, read_structure
 from tests.distributed.ranks import run_ranks
 from tests.helpers import TiedLM, assert_pure
 from tests.storage.trees import assert_same, of_dtype, tied_trees, trees
@@ -42,10 +42,11 @@ class Row(TensorClass):
 
 def through_bytes(tree):
     """A tree as another process would make it."""
-    packed = pack(tree, "send")
-    block = torch.empty(packed.structure.layout.size_bytes, dtype=torch.uint8)
-    packed.fill(block)
-    return unpack(packed.structure.text, block)
+    sent, leaves = pack(tree, "send")
+    wire = torch.empty(sent.block.size_bytes, dtype=torch.uint8)
+    sent.block.fill(leaves, wire)
+    got = read_structure(sent.text)
+    return got.build(got.block.cut(wire))
 
 
 @given(trees() | tied_trees())

@@ -22,6 +22,8 @@ _ROUND_TAG = 1 << 30
 # The root waits for less time than the others wait for it, so that it can name the rank that is missing.
 _ROOT_PATIENCE = 0.8
 _OK, _FAILED = b"\0", b"\1"
+# Waits for one transfer, so many seconds, or as long as the call does.
+Wait = Callable[..., None]
 
 
 class Ranks(NamedTuple):
@@ -70,26 +72,33 @@ class Ranks(NamedTuple):
 
     # -- two ranks ------------------------------------------------------------------------------------------------
 
-    def send(self, data: Tensor, peer: int, tag: int) -> None:
-        """Send bytes to a (global) rank."""
-        self._await(lambda: dist.isend(data.to(self.device), peer, self.group, tag), peer, self.patience_s)
+    def post(self, data: Tensor, peer: int, tag: int) -> Wait:
+        """Start to send bytes to a (global) rank; the call that is returned ends when they are through."""
+        return self._start(lambda: dist.isend(data.to(self.device), peer, self.group, tag), peer)
 
-    def recv_into(self, data: Tensor, peer: int, tag: int, *, wait_s: float | None = None) -> Tensor:
-        """Fill a tensor with bytes from a (global) rank, and return it."""
-        wait_s = self.patience_s if wait_s is None else wait_s
-        self._await(lambda: dist.irecv(data, peer, self.group, tag), peer, wait_s)
-        return data
+    def post_into(self, data: Tensor, peer: int, tag: int) -> Wait:
+        """Start to fill a tensor with bytes from a (global) rank; the call that is returned ends when it is full."""
+        return self._start(lambda: dist.irecv(data, peer, self.group, tag), peer)
 
     def empty(self, size_bytes: int) -> Tensor:
         """Return new bytes where tensors are sent from and received to."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
-    def _await(self, post: Callable[[], Any], peer: int, wait_s: float) -> None:
-        try:
-            post().wait(timedelta(seconds=max(wait_s, 0.001)))
+    def _start(self, begin: Callable[[], Any], peer: int) -> Wait:
         # The errors of the backends have no class of their own before torch 2.1, and gloo raises the base.
+        try:
+            work = begin()
         except RuntimeError as err:
             raise self.lost(f"rank {peer}", err) from err
+
+        def wait(wait_s: float | None = None) -> None:
+            wait_s = self.patience_s if wait_s is None else wait_s
+            try:
+                work.wait(timedelta(seconds=max(wait_s, 0.001)))
+            except RuntimeError as err:
+                raise self.lost(f"rank {peer}", err) from err
+
+        return wait
 
     def lost(self, who: str, err: Exception) -> PeerError:
         """Return the error for a rank that does not answer."""
@@ -103,20 +112,27 @@ class Ranks(NamedTuple):
     def send_bytes(self, raw: bytes, peer: int, tag: int) -> None:
         """Send bytes of any number."""
         first = len(raw).to_bytes(8, "little") + raw[: _FRAME_BYTES - 8]
-        self.send(as_tensor(first.ljust(_FRAME_BYTES, b"\0")), peer, tag)
+        waits = [self.post(as_tensor(first.ljust(_FRAME_BYTES, b"\0")), peer, tag)]
         if len(raw) > _FRAME_BYTES - 8:
-            self.send(as_tensor(raw[_FRAME_BYTES - 8 :]), peer, tag)
+            waits.append(self.post(as_tensor(raw[_FRAME_BYTES - 8 :]), peer, tag))
+        for wait in waits:
+            wait()
 
     def recv_bytes(self, peer: int, tag: int) -> bytes:
         """Return what `send_bytes` sent."""
-        return self._finish(self.recv_into(self.empty(_FRAME_BYTES), peer, tag), peer, tag)
+        frame = self.empty(_FRAME_BYTES)
+        self.post_into(frame, peer, tag)()
+        return self._finish(frame, peer, tag)
 
     def _finish(self, frame: Tensor, peer: int, tag: int) -> bytes:
         """Return the bytes of a message whose first frame has come."""
         first = as_bytes(frame)
         size = int.from_bytes(first[:8], "little")
-        rest = size - (_FRAME_BYTES - 8)
-        return first[8:] + as_bytes(self.recv_into(self.empty(rest), peer, tag)) if rest > 0 else first[8 : 8 + size]
+        if size <= _FRAME_BYTES - 8:
+            return first[8 : 8 + size]
+        rest = self.empty(size - (_FRAME_BYTES - 8))
+        self.post_into(rest, peer, tag)()
+        return first[8:] + as_bytes(rest)
 
     # -- all ranks ------------------------------------------------------------------------------------------------
 
@@ -153,19 +169,19 @@ class Ranks(NamedTuple):
         # A send of gloo ends when its receiver is ready: all are, so that the ranks can go on to hear the answer.
         peers = [self.world_rank(rank) for rank in range(1, self.size)]
         frames = [self.empty(_FRAME_BYTES) for _ in peers]
-        works: list[Any] = []
+        waits: list[Wait | PeerError] = []
         for peer, frame in zip(peers, frames, strict=True):
             try:
-                works.append(dist.irecv(frame, peer, self.group, _ROUND_TAG))
-            except RuntimeError as err:
-                works.append(err)
+                waits.append(self.post_into(frame, peer, _ROUND_TAG))
+            except PeerError as err:
+                waits.append(err)
 
         def listen() -> None:
-            for rank, (peer, frame, work) in enumerate(zip(peers, frames, works, strict=True), 1):
+            for rank, (peer, frame, wait) in enumerate(zip(peers, frames, waits, strict=True), 1):
                 try:
-                    if isinstance(work, RuntimeError):
-                        raise self.lost(f"rank {peer}", work)
-                    self._await(lambda work=work: work, peer, 2 * self.patience_s)
+                    if isinstance(wait, PeerError):
+                        raise wait
+                    wait(2 * self.patience_s)
                     heard.append(self._finish(frame, peer, _ROUND_TAG))
                 except PeerError as err:
                     silent.append(rank)
