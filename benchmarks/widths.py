@@ -76,8 +76,8 @@ SUITE = Suite(
     "widths",
     "Where stacking ends",
     "One step of Adam for all members under `jit`, 32 rows, against a loop over modules with a `torch.optim.Adam` for "
-    "each. The width is that of the hidden layers of an MLP, of the first convolution of the CNN (the second is twice as "
-    "wide), and of a token in the transformer. A member that fills a core by itself gains nothing from being "
+    "each. The width is that of the hidden layers of an MLP, of the first convolution of the CNN (the second is "
+    "twice as wide), and of a token in the transformer. A member that fills a core by itself gains nothing from being "
     "stacked: the kernels take the time, and they are the same.",
     width_cases,
     (),
