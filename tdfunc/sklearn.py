@@ -6,6 +6,7 @@ targets.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -263,7 +264,13 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
         check_classification_targets(labels)
         weights = _check_sample_weight(sample_weight, data, dtype=data.dtype, ensure_non_negative=True)
         self.classes_, t = np.unique(labels, return_inverse=True)
-        self._train(data, torch.tensor(t, device=self.device), weights, len(self.classes_), _cross_entropies)
+        self._train(
+            data,
+            torch.tensor(t, device=self.device),
+            weights,
+            len(self.classes_),
+            partial(F.cross_entropy, reduction="none"),
+        )
         return self
 
     def predict_proba(self, X: Any) -> Array:
@@ -355,8 +362,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
             y: Values of shape (N), or (N, K).
             sample_weight: The weight of each example's loss.
         """
-        losses = {"squared_error": _squared_errors, "gaussian": _gaussian_losses}.get(self.loss)
-        if losses is None:
+        if self.loss not in _LOSSES:
             raise error(ValueError, "loss must be squared_error or gaussian.", got=repr(self.loss))
         checked: Any = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
         data, values = checked
@@ -371,7 +377,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
             torch.float32 if data.dtype == np.float32 else torch.float64
         )
         outputs = t.shape[1] * (1 + (self.loss == "gaussian"))
-        self._train(data, t, weights, outputs, losses)
+        self._train(data, t, weights, outputs, _LOSSES[self.loss])
         return self
 
     @overload
@@ -465,17 +471,14 @@ def _moments(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return center, torch.where(constant, 1, scale)
 
 
-def _cross_entropies(out: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(out, t, reduction="none")
-
-
-def _squared_errors(out: Tensor, t: Tensor) -> Tensor:
-    return (out - t).square().mean(-1)
-
-
 def _gaussian_losses(out: Tensor, t: Tensor) -> Tensor:
     mean, log_variance = out.unflatten(-1, (-1, 2)).unbind(-1)
     return 0.5 * (log_variance + (t - mean).square() * torch.exp(-log_variance)).mean(-1)
+
+
+_LOSSES: dict[str, Losses] = {
+    "squared_error": lambda out, t: (out - t).square().mean(-1), "gaussian": _gaussian_losses
+}  # fmt: skip
 
 
 def _arrays(found: Any) -> dict[str, Array]:

@@ -11,12 +11,14 @@ from tdfunc.cli.average import average_files
 from tdfunc.cli.convert import Part, Target, rewrite
 from tdfunc.cli.diff import diff as run_diff
 from tdfunc.cli.merging.config import find_methods, from_options, read_config
-from tdfunc.cli.merging.run import merge_files, print_methods
+from tdfunc.cli.merging.run import merge_files
 from tdfunc.cli.numbers import Tolerance
+from tdfunc.cli.output import Table, print_table
 from tdfunc.cli.show import show as run_show
 from tdfunc.cli.sources import make_filter
 from tdfunc.cli.template import check as check_template
 from tdfunc.cli.verify import verify as run_verify
+from tdfunc.weights.methods import HEADER, rows
 
 app = typer.Typer(
     name="tdfunc",
@@ -247,7 +249,7 @@ def list_methods(
     methods: Annotated[str | None, typer.Option(help="A mapping with further methods, MODULE:NAME.")] = None,
 ) -> None:
     """Show the methods of `merge`: definitions, options and papers."""
-    print_methods(find_methods(methods))
+    print_table(Table(HEADER, rows(find_methods(methods))))
 
 
 def _target(out: str, to: Format | None, max_shard_size: str | None, force: bool) -> Target:

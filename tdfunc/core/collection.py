@@ -190,11 +190,8 @@ class TensorCollection(Slots):
             data.pop(key, None)
         if self._static is None and kinds is None and not any([getattr(n, "_static", None) for n in changes.values()]):
             return self._make(data, self._batch_size, self._device, self._names, None)
-        return self._replace(data, kinds=self._new_kinds(changes, kinds), ties=self._new_ties(changes))
-
-    def _new_kinds(self, changes: dict[str, Node], kinds: dict[str, Kind] | None) -> dict[str, Kind]:
         kept = {k: kind for k, kind in self._kinds.items() if k not in changes or _is_leaf(changes[k])}
-        return kept | kinds if kinds else kept
+        return self._replace(data, kinds=kept | (kinds or {}), ties=self._new_ties(changes))
 
     def _new_ties(self, changes: dict[str, Node]) -> Ties:
         """Return the groups that stand after an edit; the caller has checked the values of those that span."""

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,13 +28,3 @@ class Kind(enum.Enum):
     BUFFER = "buffer"
     NON_PERSISTENT = "non_persistent"
     EXTRA_STATE = "extra_state"
-
-
-class HasShape(Protocol):
-    """Anything with the shape and dtype of a tensor: a spec, a meta tensor, an array."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...

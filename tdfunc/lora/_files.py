@@ -87,7 +87,7 @@ def load(
     tensors = {key.removeprefix(begin): leaf for key, leaf in tensors.items()}
     layouts = layouts_of(apply.module) if apply is not None else None
     adapters, whole = read_adapters(tensors, config, params, layouts)
-    if all(_is_nothing(adapter, get(params, adapter.paths[0])) for adapter in adapters) and all(
+    if all(map(_is_nothing, adapters)) and all(
         torch.equal(leaf, get(params, at).to(leaf.dtype)) for at, leaf in whole.items()
     ):
         raise error(
@@ -121,7 +121,7 @@ def _read_config(folder: str) -> dict[str, Any]:
         return json.load(file)
 
 
-def _is_nothing(adapter: Adapter, weight: Tensor) -> bool:
+def _is_nothing(adapter: Adapter) -> bool:
     parts = adapter.parts
     if "magnitude" in parts or ("bias" in parts and parts["bias"].any()):
         return False
@@ -145,7 +145,7 @@ def _as_lora(
         raise LeafMismatchError("lora.load: all adapters must have the same parts.", got=sorted(parts))
     names = next(iter(parts), ())
     return Lora(
-        _filter(ranks, found) if ranks else _nothing(),
+        _filter(ranks, found) if ranks else Filter(lambda path, leaf: False),
         rank=_by_value(ranks, found),
         alpha=_by_value(alphas, found),
         rslora=rslora,
@@ -154,10 +154,6 @@ def _as_lora(
         dropout=config.get("lora_dropout", 0.0),
         whole=_filter(whole, found) if whole else None,
     )
-
-
-def _nothing() -> Filter:
-    return Filter(lambda path, leaf: False)
 
 
 def _by_value(values: Mapping[Path, Any], found: "Sequence[Entry]") -> Any:

@@ -99,7 +99,10 @@ def plan(config: Config, models: Models) -> Recipe:
             if where is None:
                 what = "merge: slices require one node of layers, with the keys 0, 1, 2, ..."
                 raise error(ValueError, what, hint="modules: {path: {slices: ...}} names a part with one.")
-            tree = replace(tree, {where: _restack(models, origin, where, slices, ranges)})
+            taken = [
+                (models.sources[one.inputs[0].model].tree, numbers) for one, numbers in zip(slices, ranges, strict=True)
+            ]
+            tree = replace(tree, {where: get(stack_layers([(tree, ()), *taken], at=where), where)})
             layers += [number for numbers in ranges for number in numbers]
         else:
             ranges = [range(len(get(tree, where)._data) if where is not None else 0)]
@@ -141,15 +144,6 @@ def _check_same(models: Models, origin: str, model: str, at: Path, where: Path |
         raise TieError(what, hint="its values would be lost; a base without the tie has both.")
     if others:
         note(f"{safe(model)}: {count_text(len(others), 'leaf')} not in {safe(origin)} left out: {shown(others[0])}")
-
-
-def _restack(
-    models: Models, origin: str, where: Path, slices: Sequence[Slice], ranges: Sequence[range]
-) -> TensorCollection:
-    """Return the node of the layers of the result."""
-    trees = {name: source.tree for name, source in models.sources.items()}
-    parts = [(trees[one.inputs[0].model], numbers) for one, numbers in zip(slices, ranges, strict=True)]
-    return get(stack_layers([(trees[origin], ()), *parts], at=where), where)
 
 
 def _before(slices: Sequence[Slice], source: Source, paths: Sequence[Path], where: Path | None) -> set[Path]:

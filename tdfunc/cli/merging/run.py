@@ -17,7 +17,7 @@ from tdfunc.cli.merging.config import Config
 from tdfunc.cli.merging.recipe import Models, Recipe, Row, plan
 from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
 from tdfunc.cli.numbers import count_lost, has_values
-from tdfunc.cli.output import Table, note, print_table, progress, safe, shown
+from tdfunc.cli.output import note, progress, safe, shown
 from tdfunc.cli.sources import Source, open_source, stored_leaves
 from tdfunc.cli.torch_files import without_values
 from tdfunc.core.collection import LeafOp
@@ -27,7 +27,6 @@ from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.disk.remote import is_remote
 from tdfunc.weights.method import leaf_key
-from tdfunc.weights.methods import HEADER, Methods, rows
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -102,11 +101,6 @@ def _refuse_adapters(models: list[str]) -> None:
                 expected="a model",
                 hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
             )
-
-
-def print_methods(methods: Methods) -> None:
-    """Print the table of methods."""
-    print_table(Table(HEADER, rows(methods)))
 
 
 def _form(recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None) -> tuple[Recipe, set[int]]:

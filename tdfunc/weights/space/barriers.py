@@ -63,7 +63,9 @@ def barrier(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, chunk_
         >>> barrier(lambda p: 1 - p["w"].square().sum(), a, b)
         tensor(1.)
     """
-    return _height(line_losses(loss, a, b, points=points, chunk_size=chunk_size))
+    losses = line_losses(loss, a, b, points=points, chunk_size=chunk_size)
+    t = torch.linspace(0, 1, losses.shape[0], dtype=losses.dtype, device=losses.device)
+    return (losses - torch.lerp(losses[0], losses[-1], t)).amax()
 
 
 def barriers(loss: Callable[[T], Tensor], stacked: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:
@@ -92,8 +94,3 @@ def barriers(loss: Callable[[T], Tensor], stacked: T, *, points: int = 11, chunk
     heights = run(stacked._index(i), stacked._index(j))
     upper = heights.new_zeros(count, count).index_put((i, j), heights)
     return upper + upper.T
-
-
-def _height(losses: Tensor) -> Tensor:
-    t = torch.linspace(0, 1, losses.shape[0], dtype=losses.dtype, device=losses.device)
-    return (losses - torch.lerp(losses[0], losses[-1], t)).amax()
