@@ -21,10 +21,7 @@ from tdfunc import (
     functional,
     stack_modules,
 )
-from tests.faults.models import (
-    Branches,
-    UsesOldFunction,
-)
+from tests.faults.models import Branches, UsesOldFunction
 from tests.models import Norm, Shared
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
