@@ -119,10 +119,7 @@ def test_repr_and_html(td):
 
 @pytest.mark.parametrize(
     "save",
-    [
-        lambda td, path: tdf.save(td, path / "shards", max_shard_size=100),
-        lambda td, path: td.memmap(path / "folder"),
-    ],
+    [lambda td, path: tdf.save(td, path / "shards", max_shard_size=100), lambda td, path: td.memmap(path / "folder")],
 )
 def test_saving_is_refused(td, save, tmp_path):
     """A leaf of which this process holds a part is not saved as if it were whole."""

@@ -79,11 +79,7 @@ TROUBLE = [
     (None, ["convert", "{p}", "{tmp}/none/x.safetensors"], r"No such file or directory"),
     (None, ["convert", "{p}", "memory://x.pt"], r"torch is written on this machine only"),
     (None, ["convert", "{p}", "{tmp}", "--to", "memmap", "--force"], r"not part of a memmapped tree"),
-    (
-        None,
-        ["cast", "{p}", "-o", "{tmp}/o.safetensors", "--dtype", "int8"],
-        r"floating dtype[\s\S]*'int8'",
-    ),
+    (None, ["cast", "{p}", "-o", "{tmp}/o.safetensors", "--dtype", "int8"], r"floating dtype[\s\S]*'int8'"),
     (None, ["extract", "{p}", "-o", "{tmp}/o.safetensors"], r"must choose\s+leaves"),
     (None, ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "1"], r"expected: 2 numbers"),
     (None, ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "1,x"], r"must be numbers"),

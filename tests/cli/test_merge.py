@@ -89,10 +89,7 @@ def test_values_by_filter_and_depth(tmp_path, models):
             "base_model": "a",
             "models": [
                 {"model": "a"},
-                {
-                    "model": "b",
-                    "parameters": {"weight": [{"filter": "attn", "value": [0, 1, 0.5]}, {"value": 0.25}]},
-                },
+                {"model": "b", "parameters": {"weight": [{"filter": "attn", "value": [0, 1, 0.5]}, {"value": 0.25}]}},
             ],
             "parameters": {"lambda": 2.0, "normalize": False, "int8_mask": True},
         },

@@ -209,8 +209,7 @@ def test_extract_of_tensors_that_are_data(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("bf16", torch.bfloat16), ("F64", torch.float64), ("torch.float8_e4m3fn", torch.float8_e4m3fn)],
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("F64", torch.float64), ("torch.float8_e4m3fn", torch.float8_e4m3fn)]
 )
 def test_cast_is_that_of_load(name, dtype, tmp_path):
     """Leaves are those of load(dtype=); integers, Parameters and ties are kept."""

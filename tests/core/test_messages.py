@@ -103,11 +103,7 @@ NON_TENSOR = [
 TIED = tied()
 TIES = [
     (lambda: TIED.update({"x": torch.zeros(3), "out": {"b": torch.ones(3)}}), TieError, "'out.b' and 'x'"),
-    (
-        lambda: TIED.set("out", {"w": torch.zeros(2, 3), "b": torch.zeros(3)}),
-        TieError,
-        "'emb.w' and 'out.w'",
-    ),
+    (lambda: TIED.set("out", {"w": torch.zeros(2, 3), "b": torch.zeros(3)}), TieError, "'emb.w' and 'out.w'"),
     (lambda: torch.stack([TIED, TIED.untie("x")]), TieError, "stack: the trees tie different paths"),
     (lambda: TIED + TIED.untie("x"), TieError, "add: the trees tie.*'x'"),
     (lambda: TIED.apply(lambda a, b: a, TIED.untie("x")), TieError, "apply: the trees tie"),

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from torch import Size
 from torch.utils import _pytree as pytree
 
-from tdfunc import (
-    LeafMismatchError,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    lazy_stack,
-)
+from tdfunc import LeafMismatchError, NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from tdfunc.core import nontensor as _nontensor
 from tests.random_index import random_index
 from tests.strategies import SIZES

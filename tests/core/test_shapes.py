@@ -153,10 +153,7 @@ def test_shape_of_leaves_that_torch_gives_no_shape():
     assert shape_of(torch.ones(2, 3)) == Size([2, 3])
 
 
-@given(
-    st.lists(st.integers(0, 3), max_size=4),
-    st.lists(st.integers(0, 3), max_size=4),
-)
+@given(st.lists(st.integers(0, 3), max_size=4), st.lists(st.integers(0, 3), max_size=4))
 def test_what_fits_into_a_size_is_what_torch_broadcasts_to_it(shape, size):
     """A shape fits into the sizes that torch broadcasts it to."""
     try:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tdfunc import CaptureError, Ensemble, UnsupportedError, split
+from tdfunc import CaptureError, Ensemble, UnsupportedError
 from tests.ensemble.models import Returns, ensemble_of, line, make_mlp, make_resnet
 from tests.helpers import run_in_threads
 
@@ -23,16 +23,6 @@ def test_plan_names_the_way_of_the_last_call():
 
     assert lines == ["auto: not called yet.", *["vmap, 4 members: by the rule."] * 4]
     assert 'how="traced"' in ensemble.plan()
-
-
-@pytest.mark.parametrize("how", ["loop", "vmap", "traced"])
-def test_a_way_that_was_asked_for(how):
-    """The way that is asked for runs."""
-    ensemble, tree = ensemble_of([make_mlp() for _ in range(4)], how)
-    ensemble(tree, torch.ones(5, 3))
-
-    assert line(ensemble) == f"{how}, 4 members: given as how=."
-    assert repr(ensemble) == f"Ensemble(Sequential, how={how!r}, chunk_size=None)"
 
 
 def test_one_member_runs_without_vmap():
@@ -180,21 +170,6 @@ def test_falls_back_to_the_loop(name):
         assert_close(out, [torch.stack(ys) for ys in zip(*expected, strict=True)])
         assert line(ensemble).startswith("loop, 3 members: vmap cannot run the forward: ")
         assert reason in line(ensemble)
-
-
-def test_spectral_norm_in_training():
-    """The power iteration, which updates buffers in place, is each member's own."""
-    models = [nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)).train() for _ in range(3)]
-    ensemble, tree = ensemble_of(models)
-    params, buffers = split(tree)
-    x = torch.ones(5, 3)
-    out, new = ensemble.with_buffers(params, buffers, x)
-
-    assert_close(out, torch.stack([model(x) for model in models]))
-    assert_close(
-        new["parametrizations", "weight", "0", "_u"], torch.stack([m.parametrizations.weight[0]._u for m in models])
-    )
-    assert line(ensemble).startswith("loop, 3 members: vmap cannot run the forward: ")
 
 
 def test_asked_for_ways_do_not_fall_back():

@@ -330,20 +330,6 @@ def test_buffers_inside_params_or_beside_them(generator):
 # -- transforms -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
-def test_autograd_reaches_the_members(how, generator):
-    """Gradients through an ensemble are those of its members."""
-    models, x = [make_mlp() for _ in range(3)], torch.randn(5, 3, generator=generator)
-    ensemble, tree = ensemble_of(models, how)
-    tree = tree.apply(lambda leaf: leaf.requires_grad_())
-    for model in models:
-        model(x).square().sum().backward()
-    out = ensemble(tree, x)
-    out.square().sum().backward()
-
-    assert_close(tree["0", "weight"].grad, torch.stack([model[0].weight.grad for model in models]))
-
-
 @pytest.mark.parametrize("how", WAYS)
 def test_transforms_around_it(how, generator):
     """grad, vmap and jvp over an ensemble give the numbers of the loop."""

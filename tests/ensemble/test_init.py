@@ -115,14 +115,6 @@ def test_initialisation_has_the_distribution_of_torch():
     assert abs(float(weight.std()) - 0.2 / 12**0.5) < 1e-3
 
 
-def test_ties_and_kinds():
-    """Ties and kinds are those of the modules."""
-    tree = init_ensemble(TiedLM, 3)
-
-    assert tree["emb", "weight"] is tree["out", "weight"]
-    assert_trees_equal(init_ensemble(make_resnet, 2), stack_modules(members(make_resnet, 2)))
-
-
 def members(make, n):
     """The modules that init_ensemble builds with seed 0."""
     built = []

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, split, stack_modules
+from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, stack_modules
 from tdfunc.core.generators import default_generators
 from tdfunc.ensemble._draws import run_seeded
 from tests.ensemble.models import Attention, Returns, ensemble_of, line, make_transformer
-from tests.helpers import assert_trees_equal, examples, run_in_threads
+from tests.helpers import examples, run_in_threads
 
 
 def make_dropout():
@@ -48,27 +48,6 @@ def test_member_i_does_not_change_with_the_number_of_members(how):
     assert_close(ensemble(tree[:4], x, rng=5), ensemble(tree, x, rng=5)[:4])
 
 
-def test_members_draw_different_masks():
-    """Each member drops units of its own."""
-    ensemble, tree = ensemble_of([nn.Dropout(0.5) for _ in range(3)])
-    a, b, c = ensemble(tree, torch.ones(64), rng=0)
-
-    assert not torch.equal(a, b)
-    assert not torch.equal(b, c)
-
-
-@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
-def test_training_draws_anew_for_each_seed_only(how):
-    """A seed repeats its numbers, and another seed gives others."""
-    ensemble, tree = ensemble_of([make_dropout() for _ in range(3)], how)
-    params, buffers = split(tree)
-    x = torch.arange(12.0).sin().reshape(4, 3)
-    first, again, other = [ensemble.with_buffers(params, buffers, x, rng=seed)[0] for seed in (0, 0, 1)]
-
-    assert torch.equal(first, again)
-    assert not torch.allclose(first, other)
-
-
 def test_a_generator_gives_another_seed_each_call(generator):
     """A generator gives other masks at each step, decided by its state."""
     ensemble, tree = ensemble_of([make_dropout() for _ in range(3)])
@@ -89,20 +68,6 @@ def test_transformer_dropout_equals_the_loop(how):
     x = torch.ones(6, 3)
 
     assert_close(ensemble(tree, x, rng=3), Ensemble(ensemble.apply, "loop")(tree, x, rng=3))
-
-
-def test_under_grad():
-    """Gradients inside torch.func.grad are those of the loop with the same masks."""
-    # In float64: in float32 the two ways of batch norm differ by up to 1e-4, with the members' weights.
-    ensemble, tree = ensemble_of([make_dropout().double() for _ in range(3)])
-    params, buffers = split(tree)
-    x = torch.arange(12.0, dtype=torch.float64).sin().reshape(4, 3)
-
-    def grads(run):
-        return torch.func.grad(lambda p: run.with_buffers(p, buffers, x, rng=1)[0].square().sum())(params)
-
-    expected = grads(Ensemble(ensemble.apply, "loop"))
-    assert_trees_equal(grads(ensemble), expected, rtol=1e-10, atol=1e-10)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------

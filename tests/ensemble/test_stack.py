@@ -23,7 +23,6 @@ from tdfunc import (
     LeafMismatchError,
     TieError,
     TreeStructureError,
-    combine,
     from_module,
     functional,
     split,
@@ -49,19 +48,6 @@ def test_equals_stacked_trees(make, members):
     assert_trees_equal(stack_modules(models), stack([detached(model) for model in models]))
 
 
-@pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer], ids=lambda f: f.__name__)
-def test_oracle_stack_module_state(make):
-    """The values are those of torch's own function."""
-    models = [make() for _ in range(3)]
-    params, buffers = torch.func.stack_module_state(models)
-    tree = stack_modules(models)
-
-    flat = {key: leaf for key, leaf in tree.flatten_keys(".").items()}
-    assert flat.keys() == {**params, **buffers}.keys()
-    for key, leaf in flat.items():
-        assert_close(leaf, {**params, **buffers}[key].detach(), rtol=0, atol=0)
-
-
 def test_copies_without_gradient_history():
     """The tree's leaves share neither memory nor graph with the modules."""
     models = [make_mlp() for _ in range(2)]
@@ -72,13 +58,6 @@ def test_copies_without_gradient_history():
 
     assert torch.equal(tree["0", "weight"], before)
     assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(tree))
-
-
-def test_one_module_given_twice():
-    """One module given twice makes two equal members."""
-    model = make_mlp()
-
-    assert torch.equal(*stack_modules([model, model])["0", "weight"])
 
 
 class Stateful(nn.Module):
@@ -164,27 +143,6 @@ def test_law_unstack_undoes_stack(members, make):
     for model, member in zip(models, unstack(tree), strict=True):
         assert_trees_equal(member, detached(model))
     assert_trees_equal(stack(unstack(tree)), tree)
-
-
-@pytest.mark.parametrize("make", [make_resnet, TiedLM], ids=lambda f: f.__name__)
-def test_law_combine_undoes_split(make):
-    """Parameters and buffers taken apart come together again."""
-    tree = stack_modules([make() for _ in range(3)])
-    params, buffers = split(tree)
-
-    assert_trees_equal(combine(params, buffers), tree)
-    assert all(kind is Kind.PARAMETER for kind in params._kinds.values())
-
-
-@pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer], ids=lambda f: f.__name__)
-def test_members_become_plain_modules(make):
-    """A member goes into a plain module, whose parameters learn."""
-    models, other = [make() for _ in range(3)], make()
-    stack_modules(models)[2].clone().to_module(other)
-
-    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in other.parameters())
-    for key, value in models[2].state_dict().items():
-        assert torch.equal(other.state_dict()[key], value)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
@@ -328,8 +286,7 @@ def test_registered_modules_are_compared_by_their_paths():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)],
+    "change", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)]
 )
 @pytest.mark.filterwarnings("ignore:.*_norm.*:FutureWarning")
 def test_weights_that_hooks_compute_may_differ(change):

@@ -200,8 +200,7 @@ def masked_fill(_, tree, rows, __):
 def where(_, tree, rows, __):
     mask = torch.rand(rows.shape) < 0.5
     return Pair(
-        lambda: [torch.where(mask, tree, tree * 2)],
-        lambda: [each_leaf(rows, lambda at, x: x if mask[at] else x * 2)],
+        lambda: [torch.where(mask, tree, tree * 2)], lambda: [each_leaf(rows, lambda at, x: x if mask[at] else x * 2)]
     )
 
 
@@ -214,8 +213,7 @@ def rescale(_, tree, rows, __):
 def set_entry(_, tree, rows, __):
     value = torch.randn(*rows.shape, 2)
     return Pair(
-        lambda: [tree.set(("n", "z"), value)],
-        lambda: [cells(rows, lambda at, row: {**row, ("n", "z"): value[at]})],
+        lambda: [tree.set(("n", "z"), value)], lambda: [cells(rows, lambda at, row: {**row, ("n", "z"): value[at]})]
     )
 
 

@@ -15,16 +15,9 @@ from torch.utils import _pytree as pytree
 import tdfunc
 from tdfunc import NonTensorData, TensorDict
 from tdfunc._lazystack import LazyStack, lazy_stack
-from tdfunc.core.errors import (
-    ImmutableError,
-    MissingKeyError,
-)
+from tdfunc.core.errors import ImmutableError, MissingKeyError
 from tests.helpers import assert_pure
-from tests.lazystack.trees import (
-    Message,
-    assert_stacks_equal,
-    ragged,
-)
+from tests.lazystack.trees import Message, assert_stacks_equal, ragged
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from(["right", "left"]), st.integers(0, 1))
@@ -39,15 +32,6 @@ def test_law_masks_undo_padding(lengths, side, dim):
             assert torch.equal(row[path][mask[path]], original[path])
             assert (row[path][~mask[path]] == -1).all()
         assert [s for s, real in zip(row["s"], mask["s"].tolist(), strict=True) if real] == original["s"]
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_pad_is_pad_sequence(side):
-    """Padding is torch's own."""
-    lazy = lazy_stack(ragged()).select("x")
-    expected = pad_sequence(list(lazy["x"]), batch_first=True, padding_value=2.0, padding_side=side)
-
-    assert torch.equal(lazy.pad(2.0, side)["x"], expected)
 
 
 def test_pad_values_by_key():
@@ -75,18 +59,6 @@ def test_pad_several_dimensions_and_levels():
     assert deep["x"].long().sum(-1).tolist() == [[1, 2], [0, 3]]
     assert (nested["x"][~deep["x"]] == 9).all()
     assert deep["x"][0, 0].tolist() == [False, False, True]
-
-
-def test_gradients_flow_through_padding():
-    """Gradients of padded and nested leaves reach the trees."""
-    leaves = [torch.randn(n, requires_grad=True) for n in (1, 3)]
-    lazy = lazy_stack([TensorDict({"x": x}, [len(x)]) for x in leaves])
-    padded = torch.autograd.grad((lazy.pad()["x"] ** 2).sum(), leaves)
-    jagged = torch.autograd.grad((lazy.nested()["x"] ** 2).values().sum(), leaves)
-
-    for got, other, x in zip(padded, jagged, leaves, strict=True):
-        assert torch.equal(got, 2 * x)
-        assert torch.equal(other, 2 * x)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

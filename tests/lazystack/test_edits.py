@@ -9,14 +9,7 @@ from tdfunc import TensorDict
 from tdfunc._lazystack import lazy_stack
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError
 from tests.helpers import assert_pure, assert_trees_equal
-from tests.lazystack.trees import (
-    assert_alike,
-    assert_stacks_equal,
-    ragged,
-    tensors_only,
-    tree,
-    uniform,
-)
+from tests.lazystack.trees import assert_alike, assert_stacks_equal, ragged, tensors_only, tree, uniform
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

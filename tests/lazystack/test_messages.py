@@ -4,14 +4,7 @@ import pytest
 import torch
 
 import tdfunc as tdf
-from tdfunc import (
-    BatchSizeError,
-    LeafMismatchError,
-    MissingKeyError,
-    TensorDict,
-    TreeStructureError,
-    lazy_stack,
-)
+from tdfunc import BatchSizeError, LeafMismatchError, MissingKeyError, TensorDict, TreeStructureError, lazy_stack
 from tests.lazystack.trees import Message, ragged, tree
 
 NO_ONE_TENSOR = (

@@ -8,12 +8,7 @@ from tdfunc import TensorDict
 from tdfunc._lazystack import LazyStack, lazy_stack
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError
 from tests.helpers import assert_pure, assert_trees_equal
-from tests.lazystack.trees import (
-    assert_stacks_equal,
-    ragged,
-    tensors_only,
-    uniform,
-)
+from tests.lazystack.trees import assert_stacks_equal, ragged, tensors_only, uniform
 
 POINTWISE = [
     lambda t: t + 1,

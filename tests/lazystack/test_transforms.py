@@ -16,13 +16,7 @@ from tdfunc._lazystack import lazy_stack
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.modules.extract import from_module
 from tests.helpers import TiedLM, assert_trees_equal
-from tests.lazystack.trees import (
-    Message,
-    assert_stacks_equal,
-    ragged,
-    tensors_only,
-    tree,
-)
+from tests.lazystack.trees import Message, assert_stacks_equal, ragged, tensors_only, tree
 
 
 def columns(count=2):
@@ -76,16 +70,6 @@ def test_tree_map_inside_vmap():
     out = torch.vmap(lambda t: pytree.tree_map(lambda x: x[0], t))(lazy)
 
     assert torch.equal(out["x"][1], lazy["x"][1][:, 0])
-
-
-def test_gradients():
-    """Gradients and tangents of a stack are stacks."""
-    lazy = lazy_stack([TensorDict({"x": torch.randn(n)}, [n]) for n in (2, 3)])
-    grads = torch.func.grad(lambda t: sum((x**2).sum() for x in t["x"]))(lazy)
-    _, tangent = torch.func.jvp(lambda t: t * t, (lazy,), (lazy,))
-
-    assert_stacks_equal(grads, lazy * 2)
-    assert_stacks_equal(tangent, lazy * lazy * 2)
 
 
 def test_pytree():

@@ -153,11 +153,7 @@ def test_extra_state_is_set_or_the_load_undone():
     before, tree = slots_of(model), from_module(bad)
     with pytest.raises(ValueError, match="negative"):
         tree.to_module(model)
-    with (
-        pytest.raises(ValueError, match="negative"),
-        torch.autograd.forward_ad.dual_level(),
-        tree.to_module(model),
-    ):
+    with pytest.raises(ValueError, match="negative"), torch.autograd.forward_ad.dual_level(), tree.to_module(model):
         pass
 
     assert is_untouched(model, before)
@@ -357,22 +353,6 @@ def call_with(model, x):
             return model(x)
 
     return run
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_block_equals_functional_call(name):
-    """A block binds the weights that `torch.func.functional_call` does, and plain gradients reach the leaves."""
-    model, x = make_case(name)
-    tree = from_module(model.eval()).detach().apply(lambda p: p * 0.5 if p.is_floating_point() else p)
-    leaves = tree.clone()
-    for name, _ in model.named_parameters():
-        leaves[tuple(name.split("."))].requires_grad_()
-    run = call_with(model, x)
-    run(leaves.apply(lambda p: p * 1)).sum().backward()
-
-    assert torch.equal(run(tree), torch.func.functional_call(model, flat(tree), (x,)))
-    assert all(leaves[tuple(name.split("."))].grad is not None for name, _ in model.named_parameters())
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_grad_vmap_jvp_through_a_block():

@@ -159,19 +159,6 @@ def test_a_gradient_inside(case):
     torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
 
 
-@given(
-    depth=st.integers(0, 4), form=st.sampled_from(FORMS), case=st.sampled_from(["grad", "vmap of grad", "backward"]),
-    seed=st.integers(0, 2**32),
-)  # fmt: skip
-def test_any_depth(depth, form, case, seed):
-    """Chains of any length, none included, have the gradients of the plain ones."""
-    torch.manual_seed(seed)
-    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
-    plain, thrifty = (lambda w, x, wrap=wrap: form(wrap, w, x, depth) + w.sum() for wrap in (lambda fn: fn, checkpoint))
-
-    torch.testing.assert_close(CASES[case](thrifty, w, x), CASES[case](plain, w, x))
-
-
 @st.composite
 def programs(draw, depth=1, keeps=("in a list", "in an attribute", "the result")):
     """Calls: what each is given, reads, keeps and returns. Numbers choose among the values that there are."""
@@ -387,17 +374,6 @@ def test_draws_are_repeated(transform):
         found.append((transform(lambda x, fn=fn: fn(fn(x)), x), torch.rand(3)))
 
     torch.testing.assert_close(found[0], found[1])
-
-
-def test_keys():
-    """Draws by keys are the same in the second run, in a trace too."""
-    fn = checkpoint(lambda key, x: x.sin() * tdf.random.uniform(key, (4,)))
-    key, x = tdf.random.key(0), torch.randn(4)
-    expected = x.cos() * tdf.random.uniform(key, (4,))
-
-    step = tdf.jit(lambda key, x: grad(lambda x: fn(key, x).sum())(x))
-    torch.testing.assert_close(step(key, x), expected)
-    torch.testing.assert_close(step(key, x), expected)
 
 
 def test_autocast():

@@ -136,19 +136,6 @@ def test_plain_calls_between_compiled_ones():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("mode", ["real", "fake"])
-def test_make_fx(mode):
-    """A trace takes the weights and buffers as arguments."""
-    apply, params, buffers = functional(Norm())
-    traced = make_fx(lambda p, b, x: apply.with_buffers(p, b, x), tracing_mode=mode)(params, buffers, X)
-    out, new = traced(scaled(params, 2.0), buffers, X)
-    expected, statistics = apply.with_buffers(scaled(params, 2.0), buffers, X)
-
-    assert torch.equal(out, expected)
-    assert torch.equal(new["norm", "running_var"], statistics["norm", "running_var"])
-    assert not list(traced.parameters())
-
-
 def test_a_trace_binds_in_a_block_only():
     """A load inside make_fx leaves no fake tensor in the module."""
     model = make_mlp()

@@ -10,17 +10,6 @@ from tests.models import CASES, ResNet, Shared, Tied, WithState, make_case
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_state_dict_is_the_modules(name):
-    """The tree's state dict is the module's: keys, order, aliases and tensors."""
-    model, _ = make_case(name)
-    ours, theirs = from_module(model).state_dict(), model.state_dict()
-
-    assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    model.load_state_dict(ours)
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_leaves_are_the_live_tensors_once(name):
     """Leaves are the module's own tensors, a tied one once."""
     model, _ = make_case(name)

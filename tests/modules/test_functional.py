@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -74,18 +72,6 @@ def test_apply_is_functional_call(name):
         torch.testing.assert_close(jvp, sum(g.sum() for g in tree_leaves(grads)), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_is_the_loop(name):
-    """Each member of a stacked tree runs with its own weights."""
-    model, x = make_case(name)
-    apply, params, buffers = functional(model.eval())
-    members = [params, params * 0.5, params * 1.5]
-    ours = torch.vmap(lambda p: apply(p, x, buffers=buffers))(torch.stack(members))
-
-    torch.testing.assert_close(ours, torch.stack([apply(p, x, buffers=buffers) for p in members]))
-
-
 def test_higher_derivatives():
     """Hessians, jacfwd, dual levels and gradients through an inner step are right."""
     apply, params, _ = functional(MLP)
@@ -114,31 +100,6 @@ def test_higher_derivatives():
     assert_same_leaves(
         torch.func.grad(outer(lambda p: apply(p, X)))(params), torch.func.grad(outer(oracle))(flat(params))
     )
-
-
-def test_autograd_reaches_the_leaves():
-    """Plain `.backward()` fills the gradients of the leaves."""
-    model = make_mlp()
-    apply, params, _ = functional(model)
-    params = params.apply(lambda p: p.requires_grad_())
-    apply(params, X).sum().backward()
-    model(X).sum().backward()
-
-    assert_same_leaves(params.apply(lambda p: p.grad), {n: p.grad for n, p in model.named_parameters()})
-
-
-@given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.booleans(), st.data())
-def test_law_apply_equals_a_loaded_module(rows, widths, norm, data):
-    """Running a tree gives what the module gives after loading it."""
-    layers = [[nn.Linear(a, b), *([nn.LayerNorm(b)] if norm else [])] for a, b in zip(widths, widths[1:], strict=False)]
-    model = nn.Sequential(*[layer for block in layers for layer in block])
-    apply, params, _ = functional(model)
-    tree = params * data.draw(st.floats(-2, 2))
-    x = torch.linspace(-1, 1, rows * widths[0]).reshape(rows, widths[0])
-    ours = apply(tree, x)
-    tree.to_module(model)
-
-    assert torch.equal(ours, model(x))
 
 
 # -- buffers ------------------------------------------------------------------------------------------------------
@@ -267,18 +228,6 @@ def test_ties_survive(make, x, change):
     assert len(tree_leaves(changed)) == len(list(model.parameters()))
     named = {n: p for n, p in flat(changed).items() if n in dict(model.named_parameters())}
     torch.testing.assert_close(apply(changed, x), torch.func.functional_call(model, named, (x,)))
-
-
-@pytest.mark.parametrize(("make", "x"), TIED)
-def test_gradients_of_ties_are_sums(make, x):
-    """A tied weight gets the sum of the gradients of its uses, under vmap too."""
-    model = make()
-    apply, params, _ = functional(model)
-    model(x).square().sum().backward()
-    grad = torch.func.grad(lambda p: apply(p, x).square().sum())
-    for grads in (grad(params), torch.vmap(grad)(torch.stack([params, params]))[1]):
-        assert is_tied(grads)
-        assert_same_leaves(grads, {n: p.grad for n, p in model.named_parameters()})
 
 
 def test_copies_of_a_tied_weight():

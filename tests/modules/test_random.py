@@ -339,19 +339,6 @@ def test_rng_of_apply(generator):
     assert not torch.equal(apply(params, X), apply(params, X))
 
 
-def test_rng_in_transforms_is_the_loop():
-    """Vmap and grad draw the masks of the plain call."""
-    apply, params, _ = functional(make_mlp(dropout=0.5))
-    members = [params, params * 2.0]
-    ours = torch.vmap(lambda p: apply(p, X, rng=3))(torch.stack(members))
-    torch.testing.assert_close(ours, torch.stack([apply(p, X, rng=3) for p in members]))
-
-    grads = torch.func.grad(lambda p: apply(p, X, rng=3).sum())(params)
-    live = params.apply(lambda p: p.requires_grad_())
-    apply(live, X, rng=3).sum().backward()
-    assert torch.equal(grads["0", "weight"], live["0", "weight"].grad)
-
-
 # -- members ------------------------------------------------------------------------------------------------------
 
 FORWARDS = {

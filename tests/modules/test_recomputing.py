@@ -240,16 +240,6 @@ def test_weights_are_released(way):
         assert [ref for ref in refs if ref() is not None] == []
 
 
-def test_a_forward_that_fails():
-    """The next call has its own weights."""
-    model = HELD["not reentrant"]().double()
-    apply, params, buffers = tdf.functional(model)
-    for way in (by_backward, lambda loss, params: tdf.grad(loss)(params)):
-        with pytest.raises(RuntimeError, match="shape"):
-            way(lambda p: apply(p, X[:, :2], buffers=buffers), params)
-        tdf.assert_close(way(lambda p: apply(p, X, buffers=buffers), params).detach(), reference(model))
-
-
 class Dropping(nn.Module):
     """Layers with dropout, three draws a layer, run by a function."""
 

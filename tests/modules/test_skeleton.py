@@ -440,23 +440,6 @@ def test_a_cache_outside_of_the_module():
         assert torch.equal(apply(params * scale, X), F.linear(X, params["linear", "weight"] * scale * 2))
 
 
-def test_a_part_that_runs_again():
-    """A part under `torch.utils.checkpoint` runs again in backward with the weights and buffers of its call."""
-    model = Layer(lambda self, x: torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False))
-    model.part = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
-    apply, params, buffers = functional(model)
-    trees = [params.apply(lambda p, s=s: (p * s).requires_grad_()) for s in (1.0, 2.0)]
-    losses = [apply(tree, X, buffers=buffers).square().sum() for tree in trees]
-    for tree, loss in zip(trees, losses, strict=True):
-        loss.backward()
-        with combine(tree.detach().apply(nn.Parameter), buffers).to_module(model):
-            model.part(X).square().sum().backward()
-            expected = [p.grad for p in model.part.parameters()]
-
-        assert torch.equal(tree["part", "0", "weight"].grad, expected[0])
-        assert torch.equal(tree["part", "1", "weight"].grad, expected[2])
-
-
 def test_skeletons_are_used_again():
     """One skeleton runs all calls of a module whose changes show, also while graphs of earlier calls are alive."""
     model = Layer(lambda self, x: self.rnn(self.linear(x)[None] * self.scale)[0], scale=torch.ones(3), kept={"a": [1]})

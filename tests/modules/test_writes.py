@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tdfunc import Ensemble, from_module, functional, stack
+from tdfunc import from_module, functional
 from tdfunc.modules.functional import Apply
 from tests.helpers import assert_pure
 
@@ -100,23 +100,6 @@ def test_gradients_reach_the_given_leaves(name, warm):
 
         assert torch.equal(ours, expected)
         assert torch.equal(leaf, before)
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [("embedding", "loop"), ("clamp", "loop"), ("data in place", "loop"), ("mul", "loop"), ("mul", "vmap")],
-)
-def test_ensemble(name, how):
-    """Members do not write into the stacked tree."""
-    apply, params, _ = functional(MODELS[name]())
-    many = stack([params, params * 2.0])
-    leaf, before = leaf_of(many), leaf_of(many).clone()
-    members = Ensemble(apply, how=how)
-    for _ in range(3):
-        out = members(many, IDS)
-
-        assert torch.equal(leaf, before)
-        assert torch.equal(out[1], apply(params * 2.0, IDS))
 
 
 @pytest.mark.parametrize("name", ["embedding", "bag"])

@@ -1,9 +1,5 @@
 """Keys, selected outputs and `dispatch`, of modules that tdfunc knows nothing else about."""
 
-import copy
-import pickle
-
-import pytest
 import torch
 from torch import nn
 
@@ -32,19 +28,6 @@ class Split(TensorDictModuleBase):
 def tree():
     """A tree with an entry that modules do not read."""
     return TensorDict({"a": torch.randn(3), "other": torch.randn(3)}, [3])
-
-
-def test_a_selection_is_the_input_and_the_selected_outputs():
-    """Unselected outputs are neither added nor do they replace entries; entries of the input stay."""
-    module, td = Split(), tree()
-    full = module(td)
-
-    for keys in ([], ["b"], [("n", "c")], ["b", "a"], ["a", "b", ("n", "c")]):
-        selected = module.select_out_keys(*keys)
-        assert_trees_equal(selected(td), td.update({key: full[key] for key in keys}))
-        assert selected.out_keys == keys
-        assert selected.out_keys_source == module.out_keys
-    assert_trees_equal(module(td), full)
 
 
 def test_a_selection_of_a_selection():
@@ -99,15 +82,6 @@ def test_a_compiled_module_is_not_called_by_its_selection():
     assert module.select_out_keys()._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("remake", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_selection_is_copied_and_pickled(remake):
-    """Copies select the same outputs, and can be reset."""
-    module, td = remake(Split().select_out_keys("b")), tree()
-
-    assert module(td).paths() == [("a",), ("other",), ("b",)]
-    assert "n" in module.reset_out_keys()(td)
-
-
 def test_hooks_see_all_outputs():
     """A selection is made after the hooks, which may change what is selected from."""
     module, seen = Split().select_out_keys("b"), []
@@ -117,18 +91,6 @@ def test_hooks_see_all_outputs():
     assert module(tree()).paths() == [("a",), ("other",), ("b",)]
     assert module(tree())["b"].sum() == 0
     assert seen == [4, 4]
-
-
-def test_dispatch_by_position_and_by_keyword():
-    """Values in the order of the in keys, or by their names, give the values of the out keys; a tree gives a tree."""
-    module, a = Split(), torch.randn(3)
-    out = module(TensorDict({"a": a}))
-
-    for values in (module(a), module(a=a)):
-        assert all(map(torch.equal, values, (out["b"], out["n", "c"], out["a"])))
-    assert torch.equal(module.select_out_keys("b")(a), out["b"])
-    assert module.select_out_keys("b")(tensordict=tree()).paths() == [("a",), ("other",), ("b",)]
-    assert module(tensordict=tree()).batch_size == (3,)
 
 
 def test_dispatch_passes_other_arguments_on():

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdfunc as tdf
 from tdfunc import random
-from tdfunc.nn import BatchEnsembleConv2d, BatchEnsembleLinear, EnsembleLinear, TabM, batch_ensemble
+from tdfunc.nn import BatchEnsembleConv2d, BatchEnsembleLinear, TabM, batch_ensemble
 from tests.models import ResNet
 
 
@@ -77,16 +77,6 @@ def test_convolution_is_the_loop(options):
 
     torch.testing.assert_close(layer(x), torch.stack([member_of(layer, i)(x[i]) for i in range(3)]))
     torch.testing.assert_close(layer(x[:1]), torch.stack([member_of(layer, i)(x[0]) for i in range(3)]))
-
-
-def test_own_weights_are_the_loop():
-    """`EnsembleLinear` is one linear layer for each member."""
-    layer = EnsembleLinear(3, 2, 4).double()
-    x = torch.randn(4, 5, 6, 3, dtype=torch.float64)
-    expected = torch.stack([nn.functional.linear(x[i], layer.weight[i], layer.bias[i]) for i in range(4)])
-
-    torch.testing.assert_close(layer(x), expected)
-    torch.testing.assert_close(layer(x[:1])[3], nn.functional.linear(x[0], layer.weight[3], layer.bias[3]))
 
 
 def test_no_tensor_of_members_times_weights():

@@ -257,11 +257,7 @@ def test_members_share_a_trunk():
 
 
 MESSAGES = [
-    (
-        lambda apply, tree: EnsembleModule(apply, tree, shared="*"),
-        tdf.BatchSizeError,
-        "leaves no leaf to the members",
-    ),
+    (lambda apply, tree: EnsembleModule(apply, tree, shared="*"), tdf.BatchSizeError, "leaves no leaf to the members"),
     (lambda apply, tree: EnsembleModule(apply, tree[0]), tdf.BatchSizeError, r"params must be a stacked tree.*\[\]"),
     (
         lambda apply, tree: EnsembleModule(apply, tree.set("s", "text")),

@@ -123,19 +123,6 @@ def test_no_inputs_and_no_outputs():
     assert TensorDictModule(lambda x: (x, None, x), ["x"], ["_", "_", "_"])(td) is td
 
 
-def test_keywords():
-    """A dict has the key of the tree for each keyword; one key may serve several."""
-    module = TensorDictModule(lambda *, x, by, to: x * by + to, {"x": "a", "by": ("n", "b"), "to": "a"}, "y")
-    td = TensorDict({"a": torch.tensor(2.0), "n": {"b": torch.tensor(3.0)}})
-
-    assert module.in_keys == ["a", ("n", "b"), "a"]
-    assert module(td)["y"] == 8
-    more = TensorDictModule(lambda x, *, power=1: x**power, ["a"], ["y"])
-    lazy = tdf.lazy_stack([td, td])
-    results = more(td, power=3)["y"], more(td["a"], power=3), *more(lazy, power=3)["y"]
-    assert [float(y) for y in results] == [8] * 4
-
-
 def test_keys_in_short_and_long_forms():
     """A str or tuple is one key; tuples are unravelled."""
     assert TensorDictModule(torch.exp, ("a", "b"), "c").in_keys == [("a", "b")]
@@ -172,17 +159,6 @@ def test_lazy_stacks_run_tree_by_tree():
     assert [y.shape for y in typed.y] == [(1,), (2,)]
 
 
-@pytest.mark.parametrize("size", [(), (0,), (1,), (2, 3)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_batch_sizes_and_dtypes(size, dtype):
-    """Any batch, an empty one too, and any dtype passes through."""
-    td = TensorDict({"x": torch.zeros(*size, 4, dtype=dtype)}, size)
-    out = TensorDictModule(lambda x: x.logical_not(), ["x"], ["y"])(td)
-
-    assert out["y"].shape == (*size, 4)
-    assert out.batch_size == size
-
-
 def test_gradients_and_inference():
     """Gradients flow to parameters and inputs; inference mode and meta tensors work."""
     module = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"])
@@ -207,16 +183,6 @@ def test_state_dicts_are_those_of_the_function():
     assert torch.equal(other[0].weight, net[0].weight)
     with pytest.raises(AttributeError):
         TensorDictModule(torch.exp, ["x"], ["y"]).weight  # noqa: B018
-
-
-@pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_and_pickles(remake):
-    """Copies compute the same with parameters of their own."""
-    module, td = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"]), TensorDict({"x": torch.randn(4, 3)}, [4])
-    again = remake(module)
-
-    assert_trees_equal(again(td), module(td))
-    assert again.module.weight is not module.module.weight
 
 
 def test_hooks_and_modes():

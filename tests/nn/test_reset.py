@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import tdfunc as tdf
-from tdfunc import TensorDict
 from tdfunc.nn import TensorDictModule, TensorDictSequential
 from tests.helpers import assert_pure, assert_trees_equal
 
@@ -73,16 +72,6 @@ def test_dtypes_kinds_gradients_and_ties_stay():
     assert new["module", "0", "weight"].requires_grad
     assert not module.reset_parameters_recursive(tree.detach())["module", "0", "weight"].requires_grad
     assert new.kind(("module", "0", "weight")) is tdf.Kind.PARAMETER
-
-
-def test_parameters_of_functional():
-    """The tree of functional takes them: a new start for the pure function."""
-    module, x = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"]), TensorDict({"x": torch.randn(4, 3)}, [4])
-    apply, params, _ = tdf.functional(module)
-    new = module.reset_parameters_recursive(params)
-
-    assert (apply(new, x)["y"] != apply(params, x)["y"]).all()
-    assert torch.equal(apply(params, x)["y"], module(x)["y"])
 
 
 def test_a_shared_module_is_reset_once():

@@ -31,14 +31,6 @@ def test_modules_run_one_after_another(given):
     assert (seq.in_keys, seq.out_keys, len(seq)) == (["a"], ["b", "a"], 2)
 
 
-def test_a_module_may_run_twice():
-    """One module at two places, named or not, runs at both."""
-    module, td = shift("a", "a"), TensorDict({"a": torch.zeros(())})
-
-    assert TensorDictSequential(module, module)(td)["a"] == 2
-    assert TensorDictSequential({"first": module, "second": module})(td)["a"] == 2
-
-
 def test_an_empty_sequence():
     """No modules, no change."""
     td = TensorDict({"a": torch.zeros(2)})
@@ -56,20 +48,6 @@ def test_parts_by_number_name_and_slice():
     assert seq[-1] is second
     assert seq[1:].in_keys == ["b"]
     assert list(named[1:].module) == ["q"]
-
-
-def test_names_of_a_subsequence_and_its_tolerance_stay():
-    """The part keeps names and options, of nested sequences too."""
-    seq = TensorDictSequential(
-        {"outer": TensorDictSequential({"p": shift("a", "b"), "q": shift("b", "c")}), "last": shift("c", "d")},
-        partial_tolerant=True,
-    )
-    part = seq.select_subsequence(in_keys=["b"])
-
-    assert list(part.module) == ["outer", "last"]
-    assert list(part["outer"].module) == ["q"]
-    assert part.partial_tolerant
-    assert part["outer"]["q"] is seq["outer"]["q"]
 
 
 def test_a_selection_inside_stays():

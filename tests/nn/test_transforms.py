@@ -108,13 +108,6 @@ def test_members(module, how):
         tdf.assert_close(EnsembleModule(apply, stacked)(td), expected)
 
 
-def test_vmap_over_data(module):
-    """Over rows: the call on the batch."""
-    td = tree((4, 5))
-
-    tdf.assert_close(torch.vmap(module)(td), module(td))
-
-
 def test_gradients(module):
     """Gradients by the tree of parameters are those of autograd; of each sample, too."""
     apply, params, _ = tdf.functional(module)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Size, Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import tdfunc as tdf
 from tdfunc import Kind, TensorClass, TensorDict, lazy_stack
@@ -307,17 +307,6 @@ def test_torchs_table_has_one_entry_more():
     assert str(tdf.collate(rows)) == str(default_collate(rows))
     assert [cls.__name__ for cls, fn in table.items() if fn.__module__.startswith("tdfunc")] == ["TensorCollection"]
     assert tdf.collate(tree) is tree
-
-
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_samplers_of_whole_batches(batch_size):
-    """A batch sampler, and a loader that takes rows one by one, give trees."""
-    data = SETS["TensorDict"]
-    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False) if batch_size is None else None
-    loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
-
-    assert_trees_equal(next(iter(loader)), data[:4])
-    assert_trees_equal(next(iter(DataLoader(data, batch_size=None))), data[0])
 
 
 @pytest.mark.parametrize("name", SETS)

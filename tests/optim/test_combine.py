@@ -80,18 +80,6 @@ def test_member_norm_equals_the_loop(wrap, grads, max_norm):
         assert_trees_equal(torch.vmap(clip)(grads), unnamed, rtol=1e-12)
 
 
-def test_chain_maps_then_steps(generator):
-    """A chain steps with mapped gradients; its state is that of its optimizer."""
-    params, grads = make_tree(generator), make_tree(generator)
-    opt = chain(clip_by_member_norm(0.1), clip_by_global_norm(1.0), sgd(lr=1.0))
-
-    moved, state = opt.update(params, grads, opt.init(params))
-
-    expected = params["b"] - clip_by_global_norm(1.0)(clip_by_member_norm(0.1)(grads))["b"]
-    torch.testing.assert_close(moved["b"], expected)
-    assert list(state.keys()) == ["step"]
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
 @examples(0.4)
 @given(params=trees(dtypes=st.sampled_from([torch.float32, torch.float64])), data=st.data())
@@ -147,19 +135,6 @@ def test_groups_equal_parameter_groups(members, generator):
             torchs.step()
         for got in (new, mapped) if members else (new,):
             torch.testing.assert_close([got["a", "w"][i], got["b"][i]], [w.detach(), b.detach()], rtol=1e-10, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_groups_compile_to_one_graph(generator):
-    """`torch.compile(fullgraph=True)` takes chains, masks and groups."""
-    params, grads = make_tree(generator), make_tree(generator)
-    opt = chain(clip_by_member_norm(1.0), multi({"a*": sgd(0.1), "*": masked(adam(0.1), "b")}))
-    state = opt.init(params)
-
-    found = torch.compile(opt.update, backend="eager", fullgraph=True)(params, grads, state)
-
-    for got, expected in zip(found, opt.update(params, grads, state), strict=True):
-        assert_trees_equal(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])

@@ -11,17 +11,8 @@ from torch._dynamo.testing import CompileCounter
 from tdfunc import TensorDict
 from tdfunc._jit import jit
 from tdfunc.optim import adagrad, adam, adamw, sgd
-from tests.helpers import assert_pure, assert_trees_equal, examples, quick
-from tests.optim.table import (
-    FIRST,
-    MEMBERS,
-    RULES,
-    assert_leaves,
-    each_rule,
-    random_tree,
-    train,
-    train_torch,
-)
+from tests.helpers import assert_pure, assert_trees_equal, quick
+from tests.optim.table import FIRST, MEMBERS, RULES, assert_leaves, each_rule, random_tree, train, train_torch
 
 STEPS = 12
 FLAGS, BETAS = st.booleans(), st.sampled_from([0.0, 0.9, 0.999])
@@ -55,24 +46,6 @@ def test_equals_torch_to_the_last_bit(rule, dtype, batch, generator):
     assert_leaves(trained, train_torch(cls, options, params, grads, fused=True))
 
 
-@examples(0.6)
-@given(rules(), DTYPES, SEEDS)
-def test_per_member_values_equal_the_loop(rule, dtype, generator):
-    """A member with a learning rate of its own is trained as if it were alone."""
-    make, cls, options = rule
-    params = random_tree(generator, dtype)
-    grads = [random_tree(generator, dtype) for _ in range(STEPS)]
-    rates = torch.tensor([0.3, 0.01, 0.002], dtype=torch.float64)
-    opt = make(**{**options, "lr": rates})
-
-    trained, _ = train(opt.update, opt.init(params), params, grads)
-
-    close = {"rtol": 1e-14, "atol": 1e-14} if dtype is torch.float64 else {"rtol": 1e-6, "atol": 1e-7}
-    for i, rate in enumerate(rates.tolist()):
-        alone = train_torch(cls, {**options, "lr": rate}, params[i], [grad[i] for grad in grads], fused=False)
-        assert_leaves(trained[i], alone, **close)
-
-
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("members", [1, 2, 9])
 @pytest.mark.parametrize("size", [7, 1999])
@@ -94,23 +67,6 @@ def test_a_member_is_rounded_alike_among_any_others(make, size, members, wrap, g
         place = slice(i, i + 1) if size < 1500 else i
         own, _ = train(alone.update, alone.init(params[place]), params[place], [grad[place] for grad in grads])
         assert torch.equal(trained["w"][place], own["w"])
-
-
-@examples(0.6)
-@given(rules(), DTYPES, SEEDS)
-def test_vmap_equals_stacked(rule, dtype, generator):
-    """`torch.vmap(opt.update)` gives the numbers of the stacked call."""
-    make, _, options = rule
-    params = random_tree(generator, dtype)
-    grads = [random_tree(generator, dtype) for _ in range(STEPS)]
-    opt = make(**options)
-
-    mapped, state = train(torch.vmap(opt.update), torch.vmap(opt.init)(params), params, grads)
-    stacked, expected = train(opt.update, opt.init(params), params, grads)
-
-    tight = dtype is torch.float64
-    assert_trees_equal(mapped, stacked, rtol=1e-13 if tight else 1e-5, atol=1e-13 if tight else 1e-6)
-    assert_trees_equal(state, expected, rtol=1e-12 if tight else 1e-4, atol=1e-13 if tight else 1e-6)
 
 
 @each_rule
@@ -305,15 +261,6 @@ def test_hyperparameters_that_require_grad_are_differentiated(name):
         assert not run(w, g, *needing).requires_grad
 
 
-def test_a_sweep_of_hypergradients():
-    """`vmap` over learning rates gives the derivative by each."""
-    run, (w, g, *values) = tune("adam")
-    by_rate = torch.func.grad(lambda lr: run(w, g, lr, *values[1:]).sum())
-    rates = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
-
-    torch.testing.assert_close(torch.vmap(by_rate)(rates), torch.stack([by_rate(rate) for rate in rates]))
-
-
 @pytest.mark.parametrize("rule", [adam, adamw])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_eps_root_is_added_under_the_root(rule, amsgrad, generator):
@@ -327,27 +274,3 @@ def test_eps_root_is_added_under_the_root(rule, amsgrad, generator):
     m, v = (0.9 * 0.1 + 0.1 * 0.5) * g / (1 - 0.9**2), (0.999 + 0.25) * 0.001 * g**2 / (1 - 0.999**2)
     expected = x - 0.1 * g / ((g**2 + 0.5).sqrt() + 0.01) - 0.1 * m / ((v + 0.5).sqrt() + 0.01)
     torch.testing.assert_close(trained["out"], expected, rtol=1e-12, atol=1e-12)
-
-
-def test_parameters_stay_trainable(generator):
-    """A leaf that requires grad is a leaf again after a step, without a graph that grows from step to step."""
-    params = random_tree(generator).apply(lambda x: x.requires_grad_())
-    opt = adam(lr=0.1)
-
-    trained, state = opt.update(params, random_tree(generator), opt.init(params))
-
-    assert trained["out"].requires_grad
-    assert trained["out"].is_leaf
-    assert not state["exp_avg", "out"].requires_grad
-
-
-def test_schedule_sees_steps_done(generator):
-    """A schedule is given the number of steps done, in traces too."""
-    params = random_tree(generator)
-    opt = sgd(lr=lambda step: 0.5**step)
-    ones = params.apply(torch.ones_like)
-
-    for update in (opt.update, jit(opt.update), torch.vmap(opt.update)):
-        trained, state = train(update, opt.init(params), params, [ones] * 3)
-        torch.testing.assert_close(trained["out"], params["out"] - 1.75)
-        assert state["step"].tolist() == [3] * MEMBERS

@@ -1,7 +1,5 @@
 """The state tree, hyperparameters in it, and members that stop."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -9,46 +7,12 @@ import torch
 from tdfunc import TensorDict
 from tdfunc._jit import jit
 from tdfunc.optim import adam, adamw, chain, clip_by_global_norm, sgd
-from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+from tests.helpers import TiedLM, assert_trees_equal
 
 
 def make_tree(fill=1.0, members=3):
     """Return a tree of one number."""
     return TensorDict({"a": {"w": torch.full((members, 2, 2), fill)}, "b": torch.full((members, 4), fill)}, [members])
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("opt", [sgd(lr=0.1, momentum=0.9), adam(lr=0.1)], ids=["sgd", "adam"])
-def test_inactive_members_stay(opt, wrap):
-    """A finished member keeps its parameters, state and step count."""
-    update = wrap(opt.update)
-    params, state = update(make_tree(), make_tree(), opt.init(make_tree()))
-    active = torch.tensor([True, False, True])
-
-    moved, after = assert_pure(
-        lambda *trees: update(*trees, active=active), params, make_tree(math.inf).at[::2].set(make_tree()[::2]), state
-    )
-
-    assert after["step"].tolist() == [2, 1, 2]
-    assert_trees_equal(moved[1], params[1])
-    assert_trees_equal(after[1], state[1])
-    assert not torch.equal(moved["b"][0], params["b"][0])
-
-
-def test_members_at_different_steps_equal_the_loop():
-    """Each member has the bias correction of its own step count."""
-    opt = adam(lr=0.1)
-    params, state = make_tree(), opt.init(make_tree())
-    for active in ([True, False, True], [True, False, False], [True, True, True]):
-        grads = make_tree(0.5)
-        params, state = opt.update(params, grads, state, active=torch.tensor(active))
-
-    for i, steps in enumerate([3, 1, 2]):
-        alone, own = make_tree()[i], opt.init(make_tree()[i])
-        for _ in range(steps):
-            alone, own = opt.update(alone, make_tree(0.5)[i], own)
-        assert_trees_equal(params[i], alone, rtol=1e-6, atol=1e-6)
-        assert_trees_equal(state[i], own, rtol=1e-6, atol=1e-6)
 
 
 def test_active_ignores_donate():
@@ -122,28 +86,7 @@ def test_tied_leaves_step_once():
     assert len(torch.utils._pytree.tree_leaves(state["exp_avg"])) == len(torch.utils._pytree.tree_leaves(params))
 
 
-def test_empty_tree():
-    """A tree without leaves is trained to one without leaves."""
-    opt = adam()
-    params, state = opt.update(TensorDict({}), TensorDict({}), opt.init(TensorDict({})))
-
-    assert list(params.keys()) == []
-    assert int(state["step"]) == 1
-
-
 RATES = torch.tensor([1.0, 2.0, 3.0])
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("rule", [sgd, adam, adamw])
-def test_a_schedule_may_differ_by_member(rule, wrap):
-    """A schedule may give a value for each member."""
-    params = TensorDict({"w": torch.zeros(3, 3)}, [3])
-    scheduled, constant = rule(lr=lambda step: RATES), rule(lr=RATES)
-
-    moved, _ = wrap(scheduled.update)(params, params + 1, scheduled.init(params))
-
-    assert_trees_equal(moved, constant.update(params, params + 1, constant.init(params))[0])
 
 
 def test_optimizers_show_their_hyperparameters():

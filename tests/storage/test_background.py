@@ -358,13 +358,7 @@ EXIT = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "status"),
-    [
-        ("", 0),
-        ("sys.exit(3)", 3),
-        ("raise ValueError", 1),
-    ],
-    ids=["end", "exit", "error"],
+    ("end", "status"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)], ids=["end", "exit", "error"]
 )
 def test_an_interpreter_that_ends_finishes_its_saves(end, status, tmp_path):
     """Saves are finished at the end, those of exit handlers too, and failed ones are shown."""

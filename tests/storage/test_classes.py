@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tdfunc as tdf
-from tdfunc import TensorClass, TensorDict, TreeStructureError, UnsupportedError, lazy_stack
+from tdfunc import TensorClass, TensorDict, TreeStructureError, UnsupportedError
 from tests.storage.scripts import ended, run
 from tests.storage.trees import assert_same
 
@@ -173,13 +173,3 @@ def test_fields_that_are_none(tmp_path):
     tdf.save(tree, tmp_path / "emptied.safetensors")
 
     assert_same(tdf.load(tmp_path / "emptied.safetensors", classes=[Batch]), tree)
-
-
-def test_lazy_stacks_have_their_own_keys(tmp_path):
-    """A lazy stack of typed trees loads, whose numbers are not fields of the class."""
-    tree = lazy_stack([Batch(torch.ones(n), torch.zeros(n), batch_size=[n]) for n in (1, 2)])
-    tdf.save(tree, tmp_path / "t.safetensors")
-
-    back = tdf.load(tmp_path / "t.safetensors", classes=[Batch, type(tree)])
-
-    assert [len(back[i].x) for i in range(2)] == [1, 2]

@@ -1,7 +1,5 @@
 """Checkpoints that transformers wrote, and ours that it reads."""
 
-import os
-
 import pytest
 import safetensors.torch
 import torch
@@ -67,20 +65,6 @@ def test_there_and_back(tied, theirs, ours, tmp_path):
         model.model.norm.weight.mul_(2.0)
     torch.testing.assert_close(logits(read(folder)), logits(model), rtol=0, atol=0)
     assert_same(load(folder), edited)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["two heads", "tied"])
-def test_a_tree_from_a_module(tied, tmp_path):
-    """Transformers reads the tree of a module, also one with a tied head."""
-    model = make_model(tied)
-    model.config.save_pretrained(tmp_path / "m")
-    tree = TensorDict.from_module(model)
-
-    save(tree, tmp_path / "m", max_shard_size="8KB")
-
-    torch.testing.assert_close(logits(read(tmp_path / "m")), logits(model), rtol=0, atol=0)
-    assert_same(load(tmp_path / "m"), tree)
-    assert len([name for name in os.listdir(tmp_path / "m") if name.endswith(".safetensors")]) > 2
 
 
 def test_like_of_a_model_that_has_no_memory(tmp_path):

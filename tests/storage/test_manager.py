@@ -18,11 +18,9 @@ from tdfunc import (
     CheckpointManager,
     ConcurrencyError,
     CorruptCheckpointError,
-    NonTensorData,
     TensorDict,
     TreeStructureError,
     UnsupportedError,
-    load,
 )
 from tdfunc.storage.manager import manager as manager_module
 from tdfunc.storage.manager import steps as steps_module
@@ -78,18 +76,6 @@ def test_without_steps(tmp_path):
     assert os.listdir(tmp_path) == []
     manager.save(0, tree_of(1))
     assert value_of(manager.load()) == 1
-
-
-def test_a_step_is_a_checkpoint_for_others(tmp_path):
-    """The file of a step can be opened by itself."""
-    manager = CheckpointManager(tmp_path)
-    manager.save(5, tree_of(5))
-
-    assert sorted(os.listdir(tmp_path)) == ["step-0000000005"]
-    assert sorted(os.listdir(tmp_path / "step-0000000005")) == ["checkpoint.json", "model.safetensors"]
-    assert value_of(load(tmp_path / "step-0000000005" / "model.safetensors")) == 5
-    assert value_of(load(manager.path(5))) == 5
-    assert json.loads((tmp_path / "step-0000000005" / "checkpoint.json").read_text())["step"] == 5
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -169,13 +155,6 @@ def test_other_files_do_not_count(tmp_path):
 
     assert manager.steps() == [2]
     assert set(os.listdir(tmp_path)) == before | {"step-0000000002"}
-
-
-def test_a_leaf_that_cannot_be_stored(manager):
-    """A leaf that cannot be stored is refused before anything is written."""
-    with pytest.raises(UnsupportedError, match='leaf "bad" cannot be stored'):
-        manager.save(0, tree_of(1).set("bad", NonTensorData(object())))
-    assert manager.steps() == []
 
 
 CYCLE = {}
@@ -456,18 +435,3 @@ def test_a_leaf_that_changes_fails_the_step_by_name(gate, tmp_path):
     gate.set()
     manager.wait()
     assert manager.load()["n", "b"][1, 2] == 1
-
-
-def test_errors_come_with_the_next_save_or_at_the_end_of_the_block(tmp_path, monkeypatch):
-    """The error of a save in the background comes with the next save, or at the end of the block."""
-
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    manager = CheckpointManager(tmp_path, async_save=True)
-    monkeypatch.setattr(steps_module, "write_into", fail)
-    manager.save(0, tree_of(0))
-    with pytest.raises(OSError, match="No space left on device; the step was not saved: .*step-0000000000"):
-        manager.save(1, tree_of(1))
-    with pytest.raises(OSError, match="the step was not saved: .*step-0000000002"), manager:
-        manager.save(2, tree_of(2))

@@ -8,9 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from tdfunc import (
-    CheckpointManager,
-)
+from tdfunc import CheckpointManager
 from tdfunc.storage.disk import commit
 from tdfunc.storage.manager import manager as manager_module
 from tdfunc.storage.manager import steps as steps_module

@@ -70,17 +70,6 @@ def test_typed_load_of_a_plain_folder(tmp_path):
     assert point.x.tolist() == [1, 1]
 
 
-def test_expanded_transposed_and_small_dtypes(tmp_path):
-    """Leaves whose memory does not lie row by row are written row by row."""
-    entries = {"e": torch.arange(3.0).expand(4, 3), "t": torch.arange(12).reshape(3, 4).T}
-    entries |= {"c": torch.ones(4, 2).cfloat().conj(), "d": torch.ones(4, dtype=torch.complex128)}
-    tree = TensorDict(entries, [4])
-
-    back = tree.memmap(tmp_path / "d")
-
-    assert all(same_bytes(back[key], tree[key].contiguous()) for key in ("e", "t", "c", "d"))
-
-
 def test_memmap_without_a_folder():
     """`td.memmap()` leaves no files, and the tree keeps its values."""
     tree = flat().memmap()
@@ -393,11 +382,6 @@ def test_save_takes_a_folder(tmp_path):
     """The name of a file is refused, with the function that writes files."""
     with pytest.raises(ValueError, match=r"(?s)x\.safetensors.*tdfunc\.save\(tree, path\)"):
         flat().save(tmp_path / "x.safetensors")
-
-
-def test_return_early_without_threads(tmp_path):
-    """Without threads `return_early` gives the tree."""
-    assert isinstance(flat().memmap(tmp_path / "d", return_early=True), TensorDict)
 
 
 def test_without_values(tmp_path):

@@ -9,13 +9,7 @@ import time
 import pytest
 import torch
 
-from tdfunc import (
-    CorruptCheckpointError,
-    LeafMismatchError,
-    TensorDict,
-    UnsupportedError,
-    lazy_stack,
-)
+from tdfunc import CorruptCheckpointError, LeafMismatchError, TensorDict, UnsupportedError, lazy_stack
 from tdfunc.core.memory import mapped_file
 from tdfunc.parallel.parcel import from_parcel, to_parcel
 from tdfunc.storage.memmap import read, write

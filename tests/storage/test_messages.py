@@ -47,11 +47,7 @@ ROWS = {
     "load: other file": (lambda: tdf.load("words"), CorruptCheckpointError, "give the path of a"),
     "load: nothing": (lambda: tdf.load("none.safetensors"), FileNotFoundError, "none"),
     "load: no checkpoint": (lambda: tdf.load("f.safetensors"), FileNotFoundError, "index.json[\\s\\S]*other.txt"),
-    "open: a dotted key": (
-        lambda: tdf.open(FILE)["n.b"],
-        MissingKeyError,
-        r"a nested key is a tuple: \('n', 'b'\)",
-    ),
+    "open: a dotted key": (lambda: tdf.open(FILE)["n.b"], MissingKeyError, r"a nested key is a tuple: \('n', 'b'\)"),
     "open: a memmap": (lambda: tdf.open("d"), FileNotFoundError, "memmap folder"),
     "memmap: shared": (lambda: small_tree().memmap("e", share_non_tensor=True), ValueError, "share_non_tensor=False"),
     "memmap: path": (lambda: small_tree().memmap(3), TypeError, "int"),

@@ -1,6 +1,5 @@
 """Plain Python objects, such as the states of torch's optimizers, come back as they were."""
 
-import copy
 from collections import Counter, OrderedDict
 from functools import partial
 
@@ -207,19 +206,6 @@ def test_a_resumed_run_of_torch(optimizer, scheduler, tmp_path):
         assert_equal(states[name], state)
     resumed.restore(states)
     assert_equal(resumed.train(3), expected)
-
-
-def test_states_are_copied_in_the_background(tmp_path):
-    """The tensors of an optimizer, which its next step writes to, are saved in the background as they were."""
-    run = Run("adam", "milestones")
-    run.train(2)
-    manager = CheckpointManager(tmp_path, async_save=True, fsync=False)
-    before = copy.deepcopy(run.optim.state_dict())
-    handle = manager.save(0, {"optim": run.optim.state_dict(), "deep": {"tree": tdf.from_module(run.model)}})
-    run.train(2)
-    handle.result()
-
-    assert_equal(manager.load()["optim"], before)
 
 
 REFUSED = {

@@ -16,11 +16,11 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 
 import tdfunc
-from tdfunc import CorruptCheckpointError, MissingKeyError, NonTensorData, TensorClass, TensorDict, lazy_stack
+from tdfunc import CorruptCheckpointError, MissingKeyError, TensorClass, TensorDict, lazy_stack
 from tdfunc.storage.api import load, save
 from tdfunc.storage.safetensors import contents, read
 from tests.helpers import examples, run_in_threads
-from tests.storage.trees import assert_same, of_dtype, same_bytes, tied_trees, trees
+from tests.storage.trees import assert_same, same_bytes, tied_trees, trees
 
 
 def saved(tree, folder, **options):
@@ -93,32 +93,6 @@ def test_slice_is_index(index, tmp_path_factory):
                 got = f.slice("leaf", index, verify=verify)
                 assert got.shape == expected.shape
                 assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "bool", "complex64", "float4_e2m1fn_x2", "uint16"])
-def test_slices_of_dtypes(name, tmp_path):
-    """Rows of every dtype are cut at the right byte."""
-    leaf = of_dtype(name, (5, 6))
-    path = saved(TensorDict({"a": leaf, "b": torch.ones(3, dtype=torch.uint8)}), tmp_path)
-
-    with tdfunc.open(path) as f:
-        assert same_bytes(f.slice("a", slice(1, 4)), leaf[1:4])
-        assert same_bytes(f["a"], leaf)
-
-
-def test_scalars_and_empty_leaves(tmp_path):
-    """Leaves without dimensions or elements are read alone."""
-    tree = TensorDict({"scalar": torch.tensor(2.5), "none": torch.zeros(0, 3), "wide": torch.zeros(3, 0)})
-
-    with tdfunc.open(saved(tree, tmp_path)) as f:
-        assert f["scalar"] == 2.5
-        assert f.slice("scalar", ()) == 2.5
-        assert f["none"].shape == (0, 3)
-        assert f.slice("wide", slice(1, 3)).shape == (2, 0)
-        with pytest.raises(IndexError, match="index 0 is out of bounds.*size 0"):
-            f.slice("none", 0)
-        with pytest.raises(IndexError):
-            f.slice("scalar", 0)
 
 
 def test_reads_only_what_is_asked_for(layers, monkeypatch):
@@ -195,24 +169,6 @@ def test_lazy_stacks_and_typed_trees(tmp_path):
 
 class Point(TensorClass):
     x: torch.Tensor
-
-
-def test_ties_parameters_and_tensor_values(tmp_path):
-    """Tied paths, Parameters and tensors that are non-tensor data are read as they were saved."""
-    weight = nn.Parameter(torch.randn(2, 2), requires_grad=False)
-    module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    module["a"].weight = module["b"].weight = weight
-    tree = TensorDict({"m": TensorDict.from_module(module), "v": NonTensorData(torch.ones(2))})
-
-    with tdfunc.open(saved(tree, tmp_path)) as f:
-        assert torch.equal(f["m", "b", "weight"], weight)
-        assert type(f["m", "b", "weight"]) is nn.Parameter
-        assert not f["m", "b", "weight"].requires_grad
-        both = f["m"].load()
-        assert both["a", "weight"] is both["b", "weight"]
-        assert f.paths() == [("m", "a", "weight")]
-        assert torch.equal(f["v"], torch.ones(2))
-        assert torch.equal(f["m", "b"].load()["weight"], weight)
 
 
 def test_names_that_are_not_paths(tmp_path):

@@ -36,25 +36,6 @@ def names(system):
     return sorted(name.rpartition("/")[2] for name in system.find(""))
 
 
-def test_one_file(system, tree):
-    """A file comes back, and no temporary one is left."""
-    save(tree, "memory://bucket/t.safetensors")
-    save(tree.set("b", torch.zeros(3)), "memory://bucket/t.safetensors")
-
-    assert_same(load("memory://bucket/t.safetensors"), tree.set("b", torch.zeros(3)))
-    assert names(system) == ["t.safetensors"]
-
-
-def test_in_the_background(system, tree):
-    """The result is the URL under which the checkpoint is found."""
-    saver = tdfunc.AsyncSaver()
-    for url, options in (("memory://bucket/t.safetensors", {}), ("memory://bucket/m", {"max_shard_size": 500})):
-        found = saver.save(tree, url, **options).result()
-
-        assert found == url
-        assert_same(load(found), tree)
-
-
 def test_shards(system, tree):
     """Shards come back, and those of the replaced checkpoint go."""
     save(tree, "memory://bucket/m/model.safetensors")

@@ -8,15 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tdfunc import (
-    TensorDict,
-    TreeStructureError,
-    UnsupportedError,
-    get_rng_state,
-    load,
-    save,
-    set_rng_state,
-)
+from tdfunc import TensorDict, TreeStructureError, UnsupportedError, get_rng_state, load, save, set_rng_state
 
 
 def draw_global():

@@ -8,15 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tdfunc
-from tdfunc import (
-    AsyncSaver,
-    CheckpointManager,
-    LazyStack,
-    NonTensorStack,
-    TensorClass,
-    TensorDict,
-    lazy_stack,
-)
+from tdfunc import AsyncSaver, CheckpointManager, LazyStack, NonTensorStack, TensorClass, TensorDict, lazy_stack
 from tdfunc.parallel.parcel import from_parcel, to_parcel
 from tests.storage.test_raw import ONES
 from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes, tied_trees, trees

@@ -16,7 +16,6 @@ from tdfunc import (
     CorruptCheckpointError,
     Filter,
     FilterError,
-    Kind,
     LeafMismatchError,
     TensorDict,
     TreeStructureError,
@@ -79,18 +78,6 @@ def test_filters_read_and_verify_only_their_leaves(tmp_path):
         load(path, where="c")
 
 
-def test_filters_by_kind_and_dtype(tmp_path):
-    """Kinds, dtypes and combinations choose from a file as from the tree."""
-    torch.manual_seed(0)
-    tree = TensorDict.from_module(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    path = saved(tree, tmp_path)
-
-    assert load(path, where=Filter(Kind.BUFFER)).paths() == partition(tree, Filter(Kind.BUFFER))[0].paths()
-    assert load(path, where=Filter(torch.int64)).paths() == [("1", "num_batches_tracked")]
-    got = load(path, where=Filter("1.*") & Kind.PARAMETER)
-    assert_same(got, partition(tree, Filter("1.*") & Kind.PARAMETER)[0])
-
-
 def test_every_difference_is_listed(tmp_path):
     """One error lists all differences, each with both sides."""
     path = saved(TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(3), "d": torch.zeros(1)}, "n": "x"}), tmp_path)
@@ -126,16 +113,6 @@ def test_dots_in_keys(tmp_path):
     with pytest.raises(TreeStructureError, match=r"the checkpoint has keys with dots: [\s\S]*unflatten_keys\('\.'\)"):
         load(path, like=like)
     assert load(path, like=like.flatten_keys(".")).unflatten_keys(".").paths() == like.paths()
-
-
-def test_differences_of_leaves_alone(tmp_path):
-    """Differences of shapes and dtypes alone are a LeafMismatchError."""
-    path = saved(TensorDict({"a": torch.ones(2)}), tmp_path)
-
-    with pytest.raises(LeafMismatchError, match=r"1 difference:[\s\S]*a: expected \[3\], got \[2\]"):
-        load(path, like={"a": torch.ones(3)})
-    with tdfunc.open(path) as f, pytest.raises(LeafMismatchError, match=r"expected float64, got float32"):
-        f.load(like={"a": Spec((2,), torch.float64)})
 
 
 def test_what_may_be_like(tmp_path):
@@ -193,19 +170,6 @@ def test_like_compares_what_dtype_gives(tmp_path):
         load(path, like=like)
 
 
-def test_files_of_other_programs(tmp_path):
-    """The options work on a file of another program."""
-    path = tmp_path / "o.safetensors"
-    safetensors.torch.save_file({"a.w": torch.ones(2), "a.i": torch.arange(3), "b": torch.ones(1)}, path)
-
-    got = load(
-        path, where="a.*", dtype=torch.float16, like={"a": {"w": Spec((2,), torch.float16), "i": torch.arange(3)}}
-    )
-
-    assert sorted(got.paths()) == [("a", "i"), ("a", "w")]
-    assert got["a", "w"].dtype == torch.float16
-
-
 def test_memmap_folders(tmp_path):
     """The options work on a memmap folder."""
     tree = TensorDict({"a": torch.ones(2, 3), "b": {"i": torch.arange(2)}, "s": "text"}, [2])
@@ -216,15 +180,6 @@ def test_memmap_folders(tmp_path):
     assert load(tmp_path / "m", dtype=torch.float16)["a"].dtype == torch.float16
     with pytest.raises(LeafMismatchError, match=r"a: expected \[3\], got \[2, 3\]"):
         load(tmp_path / "m", like={"a": torch.ones(3), "b": {"i": torch.arange(2)}})
-
-
-def test_the_method(tmp_path):
-    """`TensorDict.load` takes the options of `load`."""
-    tree = TensorDict({"a": torch.ones(2), "b": torch.ones(1)})
-    path = saved(tree, tmp_path)
-
-    assert_same(TensorDict.load(path), tree)
-    assert TensorDict.load(path, where="a").paths() == [("a",)]
 
 
 def test_progress(tmp_path, capsys):

@@ -103,13 +103,6 @@ def test_what_is_no_size(size, tmp_path):
     assert not (tmp_path / "m").exists()
 
 
-def test_empty_trees(tmp_path):
-    """A tree without leaves has one shard."""
-    save(TensorDict({"a": {}, "s": "x"}, [3]), tmp_path / "m", max_shard_size=10)
-
-    assert_same(load(tmp_path / "m"), TensorDict({"a": {}, "s": "x"}, [3]))
-
-
 def test_nothing_of_the_old_checkpoint_stays(tmp_path):
     """A save replaces the checkpoint of the folder, one file or shards, and no other file."""
     folder = tmp_path / "m"
@@ -178,19 +171,6 @@ def test_shards_of_two_saves(folder, tmp_path):
         load(folder)
     with pytest.raises(CorruptCheckpointError, match="this shard is of another save than the index"):
         tdfunc.open(folder)
-
-
-def test_a_damaged_leaf(folder):
-    """A damaged leaf in a shard is named; the others load."""
-    path = folder / listed(folder)[1][3]
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-    with pytest.raises(CorruptCheckpointError, match='leaf "7" is damaged'):
-        load(folder)
-    assert_same(load(folder, where="[0-6]"), tree_of(1, 7))
-    load(folder, verify=False)
 
 
 HOSTILE = {

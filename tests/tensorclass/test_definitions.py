@@ -20,20 +20,6 @@ V = TypeVar("V")
 # -- construction -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [Foo, Decorated])
-def test_construction(cls):
-    """Fields are given by place or by name; those that are not given have their defaults, None is empty."""
-    x = torch.zeros(3, 2)
-    by_place, by_name = cls(x, "n", batch_size=[3]), cls(note="n", x=x, batch_size=3)
-
-    assert_trees_equal(by_place, by_name)
-    assert by_place.x is x
-    assert (by_place.note, by_place.inner, cls(x).note) == ("n", None, "plain")
-    assert list(by_place.keys()) == ["x", "note"]
-    assert isinstance(by_place, TensorClass)
-    assert cls(x, None).note is None
-
-
 def test_all_empty():
     """An instance all of whose fields are empty keeps its class and batch size."""
 
@@ -234,18 +220,6 @@ def test_subclass_hooks():
 
     assert seen == ["here"]
     assert type(Sub(1).x) is int
-
-
-def test_qualified_names():
-    """A decorated class keeps its module and qualified name."""
-
-    class Outer:
-        @tensorclass
-        class Within:
-            x: Tensor
-
-    assert Outer.Within.__qualname__ == "test_qualified_names.<locals>.Outer.Within"
-    assert Boxed.__module__ == __name__
 
 
 def test_redefinition():

@@ -169,15 +169,6 @@ def test_round_trip():
     assert type(Foo.from_tensordict(td).inner) is Inner
 
 
-def test_from_tensordict():
-    """Keys are fields; those with a default may be missing, the others with `safe=False`; further values are given."""
-    td = TensorDict({"x": torch.zeros(2)}, [2])
-    made = Foo.from_tensordict(td, {"extra": "e", "x": torch.ones(2)})
-
-    assert (made.extra, made.x.tolist(), made.note) == ("e", [1, 1], None)
-    assert Foo.from_tensordict(td.delete("x"), safe=False).x is None
-
-
 def test_from_a_lazy_stack():
     """Of a lazy stack, each tree gets its own of the further values, and the result is a stack of instances."""
     lazy = lazy_stack([TensorDict({"x": torch.zeros(n)}, [n]) for n in (2, 3)])

@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tdfunc import (
-    BatchSizeError,
-    LeafMismatchError,
-    TensorClass,
-    TensorDict,
-    TreeStructureError,
-    tensorclass,
-)
+from tdfunc import BatchSizeError, LeafMismatchError, TensorClass, TensorDict, TreeStructureError, tensorclass
 from tests.tensorclass.classes import Foo
 from tests.tensorclass.test_fields import Auto, Chat, Deep, Default, Defaults, NoCast, Only
 

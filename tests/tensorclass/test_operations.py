@@ -241,18 +241,6 @@ def test_inside_a_tree():
     assert tree["t", "inner", "y"] is Y
 
 
-def test_iteration_and_length():
-    """Rows are instances."""
-    rows = list(ours())
-
-    assert len(ours()) == 4
-    assert [type(row) for row in rows] == [Foo] * 4
-    assert_trees_equal(torch.stack(rows), ours())
-    with pytest.raises(RuntimeError, match="neither true nor false"):
-        bool(ours())
-    assert (ours() == ours()).all()
-
-
 def test_fields_with_the_name_of_a_write():
     """Names of tensordict's writes are free for fields, are not listed, and raise where there is no such field."""
     cls = type(TensorClass)("Door", (TensorClass,), {"__annotations__": {"lock_": Tensor}, "__module__": __name__})

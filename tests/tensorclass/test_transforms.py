@@ -99,21 +99,6 @@ def test_pytree_structure():
 # -- torch.func -------------------------------------------------------------------------------------------------
 
 
-def test_vmap():
-    """Inside vmap an instance has its class and the batch size of a row; out of it, the whole."""
-    seen = []
-
-    def fn(t):
-        seen.append((type(t), t.batch_size, type(t.inner), t.inner.batch_size))
-        return Foo(t.x * 2, None, t.inner, batch_size=[])
-
-    out = torch.vmap(fn)(foo())
-
-    assert seen == [(Foo, torch.Size([]), Inner, torch.Size([]))]
-    assert_trees_equal(out, foo().replace(x=foo().x * 2))
-    assert torch.vmap(fn, chunk_size=2)(foo()).batch_size == torch.Size([3])
-
-
 def test_vmap_in_dims():
     """A tree of in_dims may be an instance, and out_dims move the batch size."""
     made = foo().reshape(3, 1)

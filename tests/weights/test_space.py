@@ -145,8 +145,7 @@ TIED = tdf.from_module(nn.ModuleDict(dict.fromkeys("ab", nn.Linear(2, 2))))
         (lambda: tdf.weights.barriers(lambda p: p, MODEL), tdf.BatchSizeError, "must be stacked"),
         (
             lambda: tdf.weights.weight_matching(
-                *[tdf.TensorDict({"a": torch.zeros(3, 2), "b": torch.zeros(2, 4)})] * 2,
-                groups=[{("a",): 0, ("b",): 1}],
+                *[tdf.TensorDict({"a": torch.zeros(3, 2), "b": torch.zeros(2, 4)})] * 2, groups=[{("a",): 0, ("b",): 1}]
             ),
             tdf.LeafMismatchError,
             "'b' must be a multiple",

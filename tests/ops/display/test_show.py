@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from IPython.core.completer import IPCompleter, provisionalcompleter
 from torch import Tensor, nn
 
 import tdfunc
@@ -68,36 +67,6 @@ def test_completions_are_bounded():
 
     assert len(offered) == 10_000
     assert offered[:2] == ["many", "last"]
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ('td["', {"fc", "scale"}),
-        ('td["sc', {"scale"}),
-        ('td["fc", "', {"weight", "bias"}),
-        ('td["fc", "w', {"weight"}),
-        ('data["', {"image", "label"}),
-        ('ragged["', {"x"}),
-    ],
-)
-def test_ipython_completes(text, found):
-    """IPython completes the keys."""
-
-    class Sample(TensorClass):
-        image: Tensor
-        label: Tensor
-
-    names = {
-        "td": TensorDict({"fc": {"weight": 1, "bias": 1}, "scale": 2}),
-        "data": Sample(torch.zeros(2), torch.zeros(2)),
-        "ragged": lazy_stack([TensorDict({"x": torch.zeros(n)}, [n]) for n in (1, 2)]),
-    }
-
-    with provisionalcompleter():
-        offered = {c.text.strip("\"'],") for c in IPCompleter(namespace=names).completions(text, len(text))}
-
-    assert offered == found
 
 
 def test_dir_lists_what_can_be_called():
