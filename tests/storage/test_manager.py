@@ -13,7 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, TreeStructureError, UnsupportedError
+from tdfunc import (
+    CheckpointManager,
+    ConcurrencyError,
+    CorruptCheckpointError,
+    TensorDict,
+    TreeStructureError,
+    UnsupportedError,
+)
 from tdfunc.storage.manager import manager as manager_module
 from tdfunc.storage.manager import steps as steps_module
 from tests.storage.scripts import tree_of, value_of
@@ -396,3 +403,22 @@ def test_a_pending_step(gate, tmp_path):
     manager.wait()
     assert handle.done()
     assert manager.latest() == 0
+
+
+def test_a_leaf_that_changes_fails_the_step_by_name(gate, tmp_path):
+    """A leaf that changes during a save fails it by name and leaves nothing; `copy=True` saves it as it was."""
+    manager = CheckpointManager(tmp_path, async_save=True)
+    tree = tree_of(0)
+    handle = manager.save(7, tree)
+    tree["n", "b"][1, 2] = 1
+    gate.set()
+    with pytest.raises(ConcurrencyError, match=r'step-0000000007: .*leaf "n\.b" changed(.|\n)*copy=True'):
+        handle.result()
+    assert os.listdir(tmp_path) == []
+
+    gate.clear()
+    manager.save(8, tree, copy=True)
+    tree["n", "b"].zero_()
+    gate.set()
+    manager.wait()
+    assert manager.load()["n", "b"][1, 2] == 1

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 
 import tdfunc
-from tdfunc import CorruptCheckpointError, MissingKeyError, TensorClass, TensorDict
+from tdfunc import CorruptCheckpointError, MissingKeyError, TensorClass, TensorDict, lazy_stack
 from tdfunc.storage.api import load, save
 from tdfunc.storage.safetensors import contents, read
 from tests.helpers import examples, run_in_threads
