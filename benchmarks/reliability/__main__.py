@@ -1,8 +1,8 @@
 """Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
 
-The parts are `kills`, `ranks`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target of it);
-without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only writes the
-page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares it.
+The parts are `kills`, `ranks`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target
+of it); without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only
+writes the page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares it.
 """
 
 import json
@@ -155,8 +155,10 @@ def _kills() -> str:
 
 
 def _ranks() -> str:
-    head = ["writer", "kills", "old tree", "new tree", "lost or mixed", "files of others lost", "cleaned by the next save",
-            "other ranks", "raised `PeerError`"]  # fmt: skip
+    head = [
+        "writer", "kills", "old tree", "new tree", "lost or mixed", "files of others lost", "cleaned by the next save",
+        "other ranks", "raised `PeerError`",
+    ]  # fmt: skip
     keys = ("kills", "old", "new", "lost", "foreign files lost")
     rows = [
         [kind, *(n[key] for key in keys), n["kills"] - n["not cleaned"], n["survivors"], n["raised"]]
