@@ -2,7 +2,8 @@
 
 The parts are `kills`, `ranks`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target
 of it); without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only
-writes the page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py compares it.
+writes the page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py
+compares it.
 """
 
 import json
