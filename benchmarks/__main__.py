@@ -25,6 +25,7 @@ from benchmarks import (
     lora,
     mapping,
     memory,
+    messages,
     modules,
     nn,
     optimizers,
@@ -56,6 +57,7 @@ ALL = (
     background.SUITE,
     gather.SUITE,
     mapping.SUITE,
+    messages.SUITE,
 )
 SUITES = {suite.name: suite for suite in ALL}
 OTHERS = ("newer", "scaling", "ensembles", "compiled", "memory")

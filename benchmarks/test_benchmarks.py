@@ -22,6 +22,7 @@ from benchmarks import (
     mapping,
     measure,
     memory,
+    messages,
     modules,
     optimizers,
     page,
@@ -594,6 +595,9 @@ CONTRACT = [
     ("gather 256 random rows of a 1 GB memmap, warm", "rows in memory", 1.1),
     ("gather 256 random rows of a 1 GB memmap, cold", "tensordict", 30),
     ("map with 2 workers", "one chunk after another", 0.66),
+    ("message of 1,000 leaves, from 4 MB on", "one tensor", 2),
+    ("message of 1,000 leaves, below 4 MB", "one tensor, and 3 us for each leaf", 1),
+    ("message of 1,000 leaves", "leaf by leaf", 5),
 ]  # fmt: skip
 
 
@@ -645,6 +649,7 @@ def test_every_way_runs_and_rows_find_their_cases(suite, monkeypatch):
     monkeypatch.setattr(storage, "small_leaves", lambda: {f"a{i}": torch.randn(3, 3) for i in range(300)})
     monkeypatch.setattr(gather, "ROWS", 3000)
     monkeypatch.setattr(mapping, "map_ways", lambda rows: stand_ins(mapping.SUITE))
+    monkeypatch.setattr(messages, "message_ways", lambda values: stand_ins(messages.SUITE))
     # Compiling takes half a minute each time; a case of many members takes seconds.
     monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
     ways = {}
@@ -706,6 +711,15 @@ def test_mapping_ways_do_the_same():
     found = [plain(way()) for way in mapping.map_ways(1200).values()]
     for result in found[1:]:
         assert all(torch.equal(result[key], leaf) for key, leaf in found[0].items())
+
+
+@pytest.mark.slow  # Two processes are started.
+def test_message_ways_run_in_two_processes():
+    """A way that fails would leave the benchmark waiting; each is timed by the first process."""
+    for way in messages.message_ways(10).values():
+        cpu, wall = way.run(1)
+        assert cpu > 0
+        assert 0 < wall < 60e9
 
 
 def load_ways_of(leaves, folder):

@@ -156,8 +156,10 @@ def _kills() -> str:
 
 
 def _ranks() -> str:
-    head = ["writer", "kills", "old tree", "new tree", "lost or mixed", "files of others lost",
-            "cleaned by the next save", "other ranks", "raised `PeerError`"]  # fmt: skip
+    head = [
+        "writer", "kills", "old tree", "new tree", "lost or mixed", "files of others lost", "cleaned by the next save",
+        "other ranks", "raised `PeerError`",
+    ]  # fmt: skip
     keys = ("kills", "old", "new", "lost", "foreign files lost")
     rows = [
         [kind, *(n[key] for key in keys), n["kills"] - n["not cleaned"], n["survivors"], n["raised"]]

@@ -3,14 +3,15 @@
 Messages, collectives and the parcels of worker processes use it; the first two send a tree's description before it.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from copy import copy
 from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors as _flatten
+from torch._utils import _flatten_dense_tensors
 
 from tdfunc.core.collection import PLAIN, Static, TensorCollection
 from tdfunc.core.context import in_functorch
@@ -43,8 +44,6 @@ class Block(NamedTuple):
     layout: Layout
     # What is packed together: the first leaf in file order, the one after the last, and the bytes (of one dtype).
     runs: list[tuple[int, int, int]]
-    # Leaves of one shape but for the first dimension, which are joined in half the time.
-    is_alike: bool
 
     @property
     def size_bytes(self) -> int:
@@ -55,7 +54,7 @@ class Block(NamedTuple):
         """Yield the bytes of the block on a device, piece by piece; a large leaf that lies there is not copied."""
         order = self.layout.order
         for begin, end, _ in self.runs:
-            yield _join([leaves[i] for i in order[begin:end]], device, torch.cat if self.is_alike else _flatten)
+            yield _join([leaves[i] for i in order[begin:end]], device)
 
     def fill(self, leaves: Sequence[Tensor], wire: Tensor) -> None:
         """Write all bytes to the beginning of a tensor of bytes."""
@@ -83,10 +82,12 @@ class Block(NamedTuple):
 
 
 @torch.no_grad()
-def _join(part: list[Tensor], device: torch.device, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def _join(part: list[Tensor], device: torch.device) -> Tensor:
     if device.type != "cpu" or not all(map(_is_cpu, part)):
         part = [leaf.to(device) for leaf in part]
-    flat = part[0].detach().resolve_conj().resolve_neg().contiguous() if len(part) == 1 else join(part)
+    flat = (
+        part[0].detach().resolve_conj().resolve_neg().contiguous() if len(part) == 1 else _flatten_dense_tensors(part)
+    )
     # `view` to bytes refuses the stride that a dimension of one element may have.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
@@ -104,9 +105,7 @@ def make_block(specs: Sequence[Spec]) -> Block:
             begin = k
         size_bytes += spec.size_bytes
     runs += [(begin, len(order), size_bytes)] if size_bytes else []
-    return Block(
-        specs, layout, runs, len({spec.size[1:] for spec in specs}) == 1 and all([spec.size for spec in specs])
-    )
+    return Block(specs, layout, runs)
 
 
 class Structure(NamedTuple):
@@ -129,6 +128,11 @@ class Structure(NamedTuple):
         """Return the tree around leaves that `block.cut` returned, whose bytes are there."""
         plan = self.plan
         assert plan is not None
+        home = leaves[0].device if leaves else _CPU
+        if home.type != "cpu":
+            # The sender's GPU is another one than this rank's.
+            plan = copy(plan)
+            plan.devices = [home if place is not None and place.type == home.type else place for place in plan.devices]
         for i, flags in enumerate(plan.flags) if any(plan.flags) or any(plan.devices) else ():
             place = plan.place(i)
             leaf = leaves[i] if place is None else move_leaf(leaves[i], place)

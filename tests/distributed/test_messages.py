@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from copy import copy
 from functools import partial
 from operator import methodcaller
 
@@ -66,6 +67,26 @@ def test_large_leaves_and_layouts_in_a_block():
 
     assert_same(through_bytes(tree), tree)
     assert pack(tree, "send").leaves[0] is big
+
+
+def test_a_block_on_another_device():
+    """Leaves are cut from a block where it is, and a recorded device of its kind is this rank's; here it is meta."""
+    tree = TensorDict({"a": torch.ones(2, 3), "n": {"i": torch.arange(4)}}, device="cpu")
+    sent, leaves = pack(tree, "send")
+    wire = torch.empty(sent.block.size_bytes, dtype=torch.uint8, device="meta")
+    sent.block.fill(leaves, wire)
+    got = read_structure(sent.text)
+    plan = copy(got.plan)
+    plan.devices = [torch.device("meta:3") for _ in plan.devices]
+    got = got._replace(plan=plan)
+
+    found = got.build(got.block.cut(wire))
+
+    assert found.device == found["n"].device == torch.device("meta")
+    assert [(leaf.device.type, leaf.dtype, leaf.shape) for leaf in found.leaves()] == [
+        ("meta", torch.float32, (2, 3)),
+        ("meta", torch.int64, (4,)),
+    ]
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------

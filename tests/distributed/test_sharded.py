@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import tdfunc as tdf
+from benchmarks.reliability.ranks import kill_ranks
 from tdfunc import CorruptCheckpointError, LeafMismatchError, TensorDict, UnsupportedError
 from tdfunc.storage.safetensors import blocks
 from tests.distributed.ranks import run_ranks
@@ -219,3 +220,15 @@ def test_a_killed_rank_leaves_the_old_file_or_the_new(tmp_path, victim, after):
     assert found in ({1.0}, {2.0})
     tdf.save(TensorDict({"x": torch.ones(1)}), folder / "x.safetensors")
     assert os.listdir(folder) == ["x.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_manager", [False, True])
+def test_ranks_that_are_killed_at_any_moment(tmp_path, is_manager):
+    """The old tree or the new one is there, files of others stay, and the other ranks raise `PeerError`."""
+    counts = kill_ranks(12, tmp_path, is_manager=is_manager)
+
+    assert {key: counts[key] for key in ("lost", "foreign files lost", "not cleaned", "other ends")} == {
+        "lost": 0, "foreign files lost": 0, "not cleaned": 0, "other ends": 0,
+    }  # fmt: skip
+    assert counts["raised"] == counts["survivors"] >= 12

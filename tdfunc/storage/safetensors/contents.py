@@ -445,6 +445,8 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
     if _META in found:
         what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
+    if ".metadata" in found:
+        hint = "torch.distributed.checkpoint.load reads its folders, and HuggingFaceStorageWriter consolidates them."
     raise error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
 
 
