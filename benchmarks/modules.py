@@ -165,8 +165,8 @@ SUITE = Suite(
             bound=BARE,
         ),
         Row("stack_modules of 4 modules", STATE, 1.3, "faster", ("stack_modules of 4",), why=ALIKE, bound=BARE),
-        Row("init_ensemble, a member", MAKE, 2, "at most", (INIT,), why=SERVES),
         Row("stack_modules of 4 modules", MODULES, 4, "faster", ("stack_modules of 4",), why=ALIKE, bound=BARE),
+        Row("init_ensemble, a member", MAKE, 2, "at most", (INIT,), why=SERVES),
     ),
     (swap_cases, bare_swap, whole_cases, stack_cases, init_cases),
 )
