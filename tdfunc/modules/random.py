@@ -122,15 +122,10 @@ class Draw(NamedTuple):
     factor: float = 1.0
     shift: float = 0.0
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the numbers are not those of the distribution itself."""
-        return (self.factor, self.shift) != (1.0, 0.0)
-
     def numbers(self, keys: Tensor) -> Tensor:
         """Return the numbers of keys (*B, 2), as (*B, *shape)."""
         drawn = self.standard(keys, self.shape, self.dtype)
-        return drawn.mul_(self.factor).add_(self.shift) if self.is_scaled else drawn
+        return drawn if (self.factor, self.shift) == (1.0, 0.0) else drawn.mul_(self.factor).add_(self.shift)
 
 
 class Members:
@@ -143,31 +138,24 @@ class Members:
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
         # By number: the draws of the first member, and, for the members from one on, their numbers.
-        self._asked: dict[int, Draw] = {}
-        self._rows: dict[int, Tensor] = {}
-        self._first = self._end = 0
+        self.asked: dict[int, Draw] = {}
+        self.rows: dict[int, Tensor] = {}
+        self.first = self._end = 0
 
     def enter(self, member: int) -> seeded:
         """Return the mode that serves the draws of a member; members come in order."""
-        if member >= self._end and self._asked:
+        if member >= self._end and self.asked and self._keys.is_cpu:
             self._make_rows(member)
         return _Member(self._keys[member], self, member)
 
     def _make_rows(self, member: int) -> None:
-        sizes = {n: math.prod(draw.shape) for n, draw in self._asked.items()}
+        sizes = {n: math.prod(draw.shape) for n, draw in self.asked.items()}
         numbers = [n for n, size in sizes.items() if size <= _FEW_NUMBERS]
         total = sum([sizes[n] for n in numbers])
-        self._first, self._end = member, min(len(self._keys), member + max(1, _MANY_NUMBERS // max(total, 1)))
-        keys = splitmix.derive(self._keys[self._first : self._end, None], torch.tensor(numbers), splitmix.FOLD)
+        self.first, self._end = member, min(len(self._keys), member + max(1, _MANY_NUMBERS // max(total, 1)))
+        keys = splitmix.derive(self._keys[self.first : self._end, None], torch.tensor(numbers), splitmix.FOLD)
         drawn = zip(numbers, keys.unbind(1), strict=True)
-        self._rows = {n: self._asked[n].numbers(each.contiguous()) for n, each in drawn}
-
-    def find(self, member: int, number: int, draw: Draw) -> Tensor | None:
-        """Return the numbers of a draw if they were made; note what the first member draws."""
-        if not member:
-            self._asked[number] = draw
-        rows = self._rows.get(number)
-        return None if rows is None or self._asked[number] != draw else rows[member - self._first]
+        self.rows = {n: self.asked[n].numbers(each.contiguous()) for n, each in drawn}
 
 
 class _Member(seeded):
@@ -178,12 +166,15 @@ class _Member(seeded):
         self._members, self._member = members, member
 
     def draw(self, draw: Draw, device: torch.device) -> Tensor:
-        found = self._members.find(self._member, self.count, draw) if device.type == "cpu" else None
-        if found is None:
+        members = self._members
+        if not self._member:
+            members.asked[self.count] = draw
+        rows = members.rows.get(self.count) if device.type == "cpu" else None
+        if rows is None or members.asked[self.count] != draw:
             return super().draw(draw, device)
         self._next()
-        # The result is kept where it is not scaled; the members' numbers share memory.
-        return found if draw.is_scaled else found.clone()
+        # The numbers of several members share memory.
+        return rows[self._member - members.first].clone()
 
 
 class _Resumed:
@@ -569,15 +560,13 @@ def _body(func: types.FunctionType) -> Server:
     return serve
 
 
-_kaiming_body = _body(init.kaiming_uniform_)
-
-
 def _kaiming_uniform_(
     mode: seeded, func: Any, /, tensor: Tensor, a: float = 0, *, nonlinearity: Any = "leaky_relu", **options: Any
 ) -> Tensor:
     """Draw as torch's own function, which calls ten methods of the tensor that each come to the mode."""
-    if is_compiling() or not tensor.numel():
-        return _kaiming_body(mode, func, tensor, a, nonlinearity=nonlinearity, **options)
+    if not tensor.numel():
+        # It warns.
+        return func(tensor, a, nonlinearity=nonlinearity, **options)
     fan = init._calculate_correct_fan(tensor, options.get("mode", "fan_in"))
     bound = math.sqrt(3.0) * (init.calculate_gain(nonlinearity, a) / math.sqrt(fan))
     return _SERVERS[init.uniform_](mode, func, tensor, -bound, bound)

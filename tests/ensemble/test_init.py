@@ -92,7 +92,7 @@ def test_oracle_kaiming_uniform(options):
     with seeded(random.key(0)):
         drawn = nn.init.kaiming_uniform_(torch.empty(5, 3, 2), **options)
     with seeded(random.key(0)) as mode:
-        expected = modules_random._kaiming_body(mode, None, torch.empty(5, 3, 2), **options)
+        expected = modules_random._body(nn.init.kaiming_uniform_)(mode, None, torch.empty(5, 3, 2), **options)
 
     assert torch.equal(drawn, expected)
 

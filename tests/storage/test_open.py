@@ -149,6 +149,24 @@ def test_views_of_the_tree(layers):
     assert "closed" in repr(f)
 
 
+def test_lazy_stacks_and_typed_trees(tmp_path):
+    """Lazy stacks and typed trees are read as themselves."""
+    stack = lazy_stack([TensorDict({"x": torch.full((i + 1,), float(i))}) for i in range(3)])
+    point = Point(x=torch.ones(2), batch_size=[])
+    tree = TensorDict({"s": stack, "p": point})
+
+    with tdfunc.open(saved(tree, tmp_path)) as f:
+        assert [x.tolist() for x in f["s", "x"]] == [x.tolist() for x in tree["s", "x"]]
+        assert f["s"].keys() == ["x"]
+        assert ("s", "x") in f
+        assert ("s", "0") not in f
+        assert_same(f["s"].load(), tree["s"])
+        assert isinstance(f["p"].load(), Point)
+        assert torch.equal(f["p", "x"], point.x)
+    with tdfunc.open(tmp_path / "t.safetensors", classes=TensorDict) as f:
+        assert type(f["p"].load()) is TensorDict
+
+
 class Point(TensorClass):
     x: torch.Tensor
 

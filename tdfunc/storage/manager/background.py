@@ -6,7 +6,6 @@ had before. That digest is taken when the save is submitted, or, where only the 
 that starts then: until it is taken, the leaf's version and a word of every 8 kB must stay as they are.
 """
 
-import ctypes
 import os
 import pathlib
 import traceback
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
 # A path or, of a URL, its text. Any: saves to a folder of this machine need not rule out the text.
 SavedPath: TypeAlias = pathlib.Path | Any
 Write: TypeAlias = Callable[[], SavedPath]
+# The name of a leaf, the leaf, its version and its sample.
+_Private: TypeAlias = tuple[str, Tensor, int, bytes]
 # The kinds that a module writes to in its forward. A parameter is a new tensor after each functional update.
 _LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
 # Below this many bytes of large leaves starting threads costs more than they save.
@@ -85,10 +86,10 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
         for i, leaf in enumerate(leaves):
             if not leaf.is_cpu:
                 continue
-            if copy or (copy is None and (id(leaf) in live or _is_live(leaf))):
+            if not copy and id(leaf) not in live and _is_private(leaf):
+                alone.append((out.names[i], leaf, leaf._version, _sample(leaf)))
+            elif copy or (copy is None and (id(leaf) in live or _is_live(leaf))):
                 leaves[i] = leaf.detach().clone()
-            elif _is_private(leaf):
-                alone.append(_Private(out.names[i], leaf, leaf._version, _sample(leaf)))
             else:
                 kept.append((out.names[i], leaf))
         _fetch(leaves)
@@ -125,15 +126,6 @@ def _live_ids(td: TensorCollection) -> set[int]:
     return live
 
 
-class _Private(NamedTuple):
-    """A leaf whose memory nothing else refers to, with what shows that it was written to."""
-
-    name: str
-    leaf: Tensor
-    version: int
-    sample: bytes
-
-
 def _is_live(leaf: Tensor) -> bool:
     """Return whether it is a Parameter, which optimizers write to, or on a file that is mapped for writing."""
     return type(leaf) is nn.Parameter or ((file := mapped_file(leaf)) is not None and file.mode == "r+")
@@ -158,8 +150,8 @@ def _sample(leaf: Tensor) -> bytes:
 
 
 def _digests_of_private(leaves: Sequence[_Private]) -> dict[str, str]:
-    found = _digests([(each.name, each.leaf) for each in leaves])
-    changed = [each.name for each in leaves if each.leaf._version != each.version or _sample(each.leaf) != each.sample]
+    found = _digests([(name, leaf) for name, leaf, *_ in leaves])
+    changed = [name for name, leaf, version, sample in leaves if leaf._version != version or _sample(leaf) != sample]
     if changed:
         raise changed_error(changed, expected="the values of that moment", got="other values")
     return found
@@ -192,9 +184,8 @@ def _digests(leaves: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _digest(leaf: Tensor) -> str:
-    if leaf.nbytes <= _SMALL_BYTES and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg():
-        # A copy of so few bytes is faster than describing its memory to Python.
-        return xxhash.xxh3_64_hexdigest(ctypes.string_at(leaf.data_ptr(), leaf.nbytes))
+    if leaf.nbytes <= _SMALL_BYTES and is_plain(leaf):
+        return xxhash.xxh3_64_hexdigest(memory_of(leaf))
     state = xxhash.xxh3_64()
     with torch.no_grad():
         for piece in pieces(leaf):
