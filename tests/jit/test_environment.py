@@ -97,13 +97,15 @@ def make_contents():
 def make_default():
     """The same of a default."""
 
-    def spell(x, *, value=None):
+    def spell(x, other=None, *, value=None):
+        assert repr(other) == repr(value)
         return repr(value)
 
     fn = jit(spell)
 
     def call(value):
         spell.__kwdefaults__ = {"value": value}
+        spell.__defaults__ = (value,)
         return fn(X)
 
     return fn, call

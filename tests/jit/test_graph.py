@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from tdfunc import CaptureError, ImmutableError, UnsupportedError
 from tdfunc._jit import jit
 from tdfunc._jit.code import BINDINGS, METHODS
+from tdfunc._jit.tracing import written_by
 from tests.helpers import examples
 
 CAPTURED = torch.full((3,), 2.0)
@@ -242,3 +243,26 @@ def test_views_without_dimensions(fn):
 
     for _ in range(2):
         assert torch.equal(run(x), fn(x))
+
+
+# torch's own functional forms, those for evaluation, and derivatives: they read the statistics.
+_READERS = ("_functional", "_no_update", "_no_training", "_backward")
+
+
+def test_every_schema_that_hides_a_write_is_known():
+    """An operation of torch that is given running statistics says that it writes to them, or `written_by` knows it."""
+    hidden = set()
+    for schema in torch._C._jit_get_all_schemas():
+        stats = [argument for argument in schema.arguments if argument.name == "running_mean"]
+        namespace, _, name = schema.name.partition("::")
+        if not stats or namespace != "aten" or name.endswith(_READERS):
+            continue
+        packet = getattr(torch.ops.aten, name)
+        func = getattr(packet, schema.overload_name or "default")
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            continue  # Not recorded: the operations that it is made of are.
+        args = [argument.name if "running" in argument.name else True for argument in schema.arguments]
+        assert {"running_mean", "running_var"} <= set(written_by(func, args, {})), func
+        hidden |= set() if stats[0].alias_info else {packet}
+
+    assert hidden >= {torch.ops.aten.native_batch_norm, torch.ops.aten.batch_norm_update_stats}
