@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from tdfunc import CaptureError, ImmutableError, UnsupportedError
+from tdfunc import CaptureError, ImmutableError, TensorDict, UnsupportedError
 from tdfunc._jit import jit
 from tdfunc._jit.code import BINDINGS, METHODS
 from tdfunc._jit.tracing import written_by
+from tdfunc.optim import sgd
 from tests.helpers import examples
 
 CAPTURED = torch.full((3,), 2.0)
@@ -243,6 +245,35 @@ def test_views_without_dimensions(fn):
 
     for _ in range(2):
         assert torch.equal(run(x), fn(x))
+
+
+def test_a_copy_that_is_read_by_the_write_to_its_source_stays():
+    """A copy is not dropped where its last reader writes to the memory that was copied."""
+
+    def fn(x):
+        own = x * 2
+        copy = own.clone()
+        return own.index_add_(0, torch.tensor([1, 2, 0]), copy)
+
+    x = torch.arange(3.0)
+    assert torch.equal(jit(fn)(x), fn(x))
+
+
+def test_a_copy_of_an_argument_on_donated_memory_stays():
+    """Two arguments may share memory that torch does not know to be shared: a copy is made before the write."""
+    optimizer = sgd(lr=0.1)
+
+    def fn(params, grads, state, rows):
+        before = rows.clone()
+        params, _ = optimizer.update(params, grads, state, donate=True)
+        return params, before * 2
+
+    array = np.arange(4, dtype=np.float32)
+    params = TensorDict({"w": torch.from_numpy(array)})
+    _, rows = jit(fn)(params, torch.ones_like(params), optimizer.init(params), torch.from_numpy(array)[1:])
+
+    assert rows.tolist() == [2, 4, 6]
+    assert array[1] < 1
 
 
 # torch's own functional forms, those for evaluation, and derivatives: they read the statistics.
