@@ -8,6 +8,7 @@ import tdfunc as tdf
 from tdfunc import NonTensorStack, TensorDict, lazy_stack
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.nontensor import NonTensorBase
+from tdfunc.llm import History
 from tdfunc.spec import Composite, NonTensor, Unbounded
 from tests.strategies import trees
 
@@ -70,6 +71,10 @@ def test_devices_and_classes():
     assert not Composite({}, 2, "meta").is_in(td)
     assert Composite({}, 2, data_cls=TensorDict).is_in(td)
     assert not Composite({}, 2, data_cls=tdf.TensorClass).is_in(td)
+    zero = Composite(
+        {"role": NonTensor(2, example_data="user"), "content": NonTensor(2, example_data="")}, 2, data_cls=History
+    ).zero()
+    assert (type(zero), zero.batch_size) == (History, (2,))
 
 
 def test_equality_and_hash():

@@ -1,8 +1,9 @@
 """Counts how many small changes the tests notice: `python -m benchmarks.mutants --seed 1 --files 20`.
 
-Each change is made alone in a copy of the repository. The test file of the changed file runs, then those of its folder.
-Changes that survive are made all at once for the fast tests, and each of them runs the tests that failed. The results
-go to `mutants.json` in benchmarks/reliability/results after each change, and their table to docs/reliability.md.
+Each change is made alone in a copy of the repository. The test file of the changed file runs, then those of its folder,
+then those of the files that import it. Changes that survive are made all at once for the fast tests, and each of them
+runs the tests that failed. The results go to `mutants.json` in benchmarks/reliability/results after each change, and
+their table to docs/reliability.md.
 
 A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was
 written since notices it.
@@ -30,15 +31,26 @@ _PASSED = (0, 5)
 
 
 def targets(path: str) -> list[list[str]]:
-    """The tests to run for a file of tdfunc, one list after the other: its own test file, then those of its folder."""
+    """The tests to run for a file of tdfunc, in turn: its own, those of its folder, those of files that import it."""
+    own = _own_tests(path)
+    parts = Path("tests", *[part.removeprefix("_") for part in Path(path).parts[1:-1]])
+    folder = next(one for one in (parts, *parts.parents) if (_ROOT / one).is_dir())
+    beside = [str(folder)] if folder != Path("tests") else ["tests/test_laws.py"]
+    name = path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+    listed = subprocess.run(
+        ["git", "-C", _ROOT, "grep", "-lw", f"from {name} import"], stdout=subprocess.PIPE, check=False, text=True
+    )
+    found = listed.stdout.splitlines()
+    users = [one for one in found if one.startswith("tests/") and "/test_" in one]
+    users += [test for one in found if one.startswith("tdfunc/") for test in _own_tests(one)]
+    return [some for some in (own and [*own, path], [*beside, path], sorted({*users} - {*own})) if some]
+
+
+def _own_tests(path: str) -> list[str]:
+    """The mirrored test file of a file of tdfunc, if there is one."""
     parts = [part.removeprefix("_") for part in Path(path).with_suffix("").parts[1:]]
-    own = _ROOT.joinpath("tests", *parts[:-1], f"test_{parts[-1]}.py")
-    folder = own.parent
-    while not folder.is_dir():
-        folder = folder.parent
-    found = [str(own.relative_to(_ROOT)), str(path)] if own.exists() else []
-    beside = [] if folder == _ROOT / "tests" else [str(folder.relative_to(_ROOT)), str(path)]
-    return [some for some in (found, beside or found or ["tests/test_laws.py", str(path)]) if some]
+    own = Path("tests", *parts[:-1], f"test_{parts[-1]}.py")
+    return [str(own)] if (_ROOT / own).exists() else []
 
 
 def sample(seed: int, files: int, each: int) -> list[tuple[str, Change]]:
@@ -98,11 +110,12 @@ class Copy:
 
 
 def notice(copy: Copy, path: str, one: Change) -> str | None:
-    """The tests that notice a change: "own", "folder", or None."""
+    """The tests that notice a change: "own", "folder", "users", or None."""
     copy.write(path, [one])
+    tests = targets(path)
     try:
-        for name, tests in zip(("own", "folder"), targets(path), strict=False):
-            if copy.run(tests, "-x")[0] != "passed":
+        for name, some in zip(("own", "folder", "users")[-len(tests) :], tests, strict=True):
+            if copy.run(some, "-x")[0] != "passed":
                 return name
     finally:
         copy.write(path, [])

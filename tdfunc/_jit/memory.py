@@ -74,7 +74,7 @@ class Memory:
 
     def stays(self, source: fx.Node, copy: fx.Node) -> bool:
         """Return whether nothing writes to the memory of a copy's source as long as the copy is used."""
-        begin, end = self._place[copy], max([self._last_use.get(storage, 0) for storage in self.of(copy)], default=0)
+        begin, end = self._place[copy], max([self._last_use.get(storage, 0) for storage in self.of(copy)])
         return not any(begin < write <= end for s in self.of(source) for write in self._writes.get(s, ()))
 
     def merge(self, node: fx.Node, source: fx.Node) -> None:
@@ -83,7 +83,6 @@ class Memory:
             old, new = self._find(storage_id(old)), self._find(storage_id(new))
             if old != new:
                 self._merged[old] = new
-                self._last_use[new] = max(self._last_use.get(old, 0), self._last_use.get(new, 0))
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

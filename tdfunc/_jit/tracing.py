@@ -5,8 +5,9 @@ repeat are refused while they happen, with the name of the tensor and the user's
 """
 
 import gc
+import random
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -36,12 +37,17 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.pytree import flatten
 from tdfunc.core.walk import node_like
 
-# Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`).
-_HIDDEN_WRITES = {
-    torch.ops.aten.native_batch_norm.default: (3, 5),
-    torch.ops.aten.cudnn_batch_norm.default: (3, 5),
-    torch.ops.aten.miopen_batch_norm.default: (3, 5),
-    torch.ops.aten._batch_norm_impl_index.default: (3, 5),
+# Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`, or
+# None if they always do). A test searches all schemas of torch for others.
+_aten = torch.ops.aten
+_HIDDEN_WRITES: dict[object, tuple[int, int | None]] = {
+    _aten.native_batch_norm: (3, 5),
+    _aten.cudnn_batch_norm: (3, 5),
+    _aten.miopen_batch_norm: (3, 5),
+    _aten._batch_norm_impl_index: (3, 5),
+    _aten.batch_norm_gather_stats: (3, None),
+    _aten.batch_norm_gather_stats_with_counts: (3, None),
+    _aten.batch_norm_update_stats: (1, None),
 }
 
 
@@ -83,6 +89,7 @@ class Recorder(TorchDispatchMode):
         fake_mode: Makes the tensors in place of captured ones.
         names: The argument that each storage belongs to.
         find: Returns how the function reaches a captured object; None where that is not found.
+        generators: Those that the function can reach.
         deferred: Whether `call` may be used; a compiler's backend could not look inside.
     """
 
@@ -92,6 +99,7 @@ class Recorder(TorchDispatchMode):
         fake_mode: FakeTensorMode,
         names: dict[int, str],
         find: Callable[[object], str | None],
+        generators: Iterable[torch.Generator],
         *,
         deferred: bool,
     ) -> None:
@@ -101,6 +109,12 @@ class Recorder(TorchDispatchMode):
         # By identity; the tensors are kept, so their ids stay theirs.
         self.captures: dict[int, Capture] = {}
         self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
+        self._states: list[tuple[torch.Generator, Tensor, Tensor]] = []
+        for one in generators:
+            if one is not torch.default_generator:
+                # A state that the function cannot set, so that setting the present one shows, too.
+                state, seed = one.get_state(), random.SystemRandom().getrandbits(63)
+                self._states.append((one, state, one.manual_seed(seed).get_state()))
         # The fake tensors so far, each with its origin: an argument or an operation.
         self.made: list[tuple[weakref.ref[Tensor], object]] = []
 
@@ -112,7 +126,7 @@ class Recorder(TorchDispatchMode):
                 args, kwargs = torch_pytree.tree_map_only(Tensor, self._lift, (args, kwargs))
             leaves = torch_pytree.tree_leaves((args, kwargs)) if func not in _LIFTS else []
             if torch.Tag.nondeterministic_seeded in func.tags:
-                self._refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
+                self.refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
             for tensor in written_by(func, args, kwargs):
                 name = self._names.get(storage_id(tensor))
                 if name is not None:
@@ -184,14 +198,24 @@ class Recorder(TorchDispatchMode):
             'record its present value: jit(fn, captures="constants").',
         )
 
-    def _refuse_seeds(self, generators: list[torch.Generator]) -> None:
-        """Raise if a draw is from a generator that the function makes, or from the default one after it was seeded."""
-        seeded = torch.initial_seed() != self._seed
-        if seeded:
-            with _disable_current_modes():
+    def refuse_seeds(self, generators: Sequence[torch.Generator] = ()) -> None:
+        """Raise if a draw is from a generator that the function makes, or if it has seeded one.
+
+        Operations on fake tensors draw nothing, so the states of generators stay during a trace.
+        """
+        with _disable_current_modes():
+            moved = any([not torch.equal(one.get_state(), mark) for one, _, mark in self._states])
+            if torch.initial_seed() != self._seed:
+                moved = True
                 torch.set_rng_state(self._state)
-        if seeded or any([self._find(generator) is None for generator in generators]):
+        if moved or any([self._find(generator) is None for generator in generators]):
             raise seeds_error("the function", user_line())
+
+    def restore(self) -> None:
+        """Give the generators the states that they had before the trace."""
+        with _disable_current_modes():
+            for one, state, _ in self._states:
+                one.set_state(state)
 
     def refuse_kept(self) -> None:
         """Raise if a tensor of the trace is alive after it: it has no value that another reader could use."""
@@ -300,9 +324,10 @@ def trace(
     fakes = [made[id(leaf)] for leaf in leaves]
     names = [name for name, _ in named_leaves(args, kwargs, Tensor)]
     storages = dict(zip(map(storage_id, fakes), names, strict=True))
-    watch = Recorder(
-        tracer, fake_mode, storages, lambda value: name_of(value, environment, args, kwargs), deferred=deferred
-    )
+    find = lambda value: name_of(value, environment, args, kwargs)  # noqa: E731
+    reached = _walk(environment, args, kwargs)
+    generators = dict.fromkeys(value for _, value in reached if isinstance(value, torch.Generator))
+    watch = Recorder(tracer, fake_mode, storages, find, generators, deferred=deferred)
     watch.made += zip(map(weakref.ref, fakes), names, strict=True)
     guard = Guard(watch, dict(zip(map(id, fakes), names, strict=True)))
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
@@ -316,10 +341,13 @@ def trace(
         try:
             with watch, guard:
                 out = _run(fn, fake_args, fake_kwargs)
+                watch.refuse_seeds()
         except Exception as err:
             if watch.captures and not constants:
                 raise watch.capture_error() from err
             raise
+        finally:
+            watch.restore()
         slots: list[Tensor] = []
         # The place of each node by its id, and by ("data", id) that of each value held for a whole batch.
         places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
@@ -393,13 +421,13 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operation writes to (tensors, or nodes of a graph)."""
-    if func in _HIDDEN_WRITES:
-        first, training = _HIDDEN_WRITES[func]
-        return [stat for stat in args[first : first + 2] if stat is not None] if args[training] else []
+    found: list[Any] = []
+    hidden = _HIDDEN_WRITES.get(getattr(func, "overloadpacket", None))
+    if hidden is not None and (hidden[1] is None or args[hidden[1]]):
+        found += [stat for stat in args[hidden[0] : hidden[0] + 2] if stat is not None]
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
-        return []
-    found: list[Any] = []
+        return found
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -434,17 +462,20 @@ def name_of(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str | None:
-    """Search the values that the function can reach, breadth first, for one and return how it is reached."""
+    """Search the values that the function can reach for one and return how it is reached."""
+    return next((repr(name) for name, value in _walk(environment, args, kwargs) if _is_same(value, target)), None)
+
+
+def _walk(environment: Environment, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield (name, value) of those that the function can reach, breadth first."""
     todo = [*environment.named_values(), *((f"argument {i}", value) for i, value in enumerate(args))]
     todo += [(f"argument {name}", value) for name, value in kwargs.items()]
     seen: set[int] = set()
     for name, value in todo:
-        if _is_same(value, target):
-            return repr(name)
+        yield name, value
         if id(value) not in seen and len(todo) < _MAX_SEARCHED:
             seen.add(id(value))
             todo += _reachable(name, value)
-    return None
 
 
 def _is_same(value: object, target: object) -> bool:

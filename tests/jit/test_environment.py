@@ -94,16 +94,13 @@ def make_contents():
     return fn, call
 
 
-def make_default():
+def make_default(has_keyword=True):
     """The same of a default."""
-
-    def spell(x, *, value=None):
-        return repr(value)
-
+    spell = (lambda x, *, value=None: repr(value)) if has_keyword else (lambda x, value=None: repr(value))
     fn = jit(spell)
 
     def call(value):
-        spell.__kwdefaults__ = {"value": value}
+        setattr(spell, *(("__kwdefaults__", {"value": value}) if has_keyword else ("__defaults__", (value,))))
         return fn(X)
 
     return fn, call
@@ -115,7 +112,7 @@ def make_tree():
     return fn, lambda value: fn(TensorDict({"a": X}).set("n", NonTensorData(value)))
 
 
-WAYS = [make_argument, make_cell, make_global, make_contents, make_default, make_tree]
+WAYS = [make_argument, make_cell, make_global, make_contents, make_default, lambda: make_default(False), make_tree]
 
 
 @pytest.mark.parametrize("make", WAYS)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from tdfunc import CaptureError, ImmutableError, UnsupportedError
+from tdfunc import CaptureError, ImmutableError, TensorDict, UnsupportedError
 from tdfunc._jit import jit
 from tdfunc._jit.code import BINDINGS, METHODS
+from tdfunc._jit.tracing import written_by
+from tdfunc.optim import sgd
 from tests.helpers import examples
 
 CAPTURED = torch.full((3,), 2.0)
@@ -242,3 +245,55 @@ def test_views_without_dimensions(fn):
 
     for _ in range(2):
         assert torch.equal(run(x), fn(x))
+
+
+def test_a_copy_that_is_read_by_the_write_to_its_source_stays():
+    """A copy is not dropped where its last reader writes to the memory that was copied."""
+
+    def fn(x):
+        own = x * 2
+        copy = own.clone()
+        return own.index_add_(0, torch.tensor([1, 2, 0]), copy)
+
+    x = torch.arange(3.0)
+    assert torch.equal(jit(fn)(x), fn(x))
+
+
+def test_a_copy_of_an_argument_on_donated_memory_stays():
+    """Two arguments may share memory that torch does not know to be shared: a copy is made before the write."""
+    optimizer = sgd(lr=0.1)
+
+    def fn(params, grads, state, rows):
+        before = rows.clone()
+        params, _ = optimizer.update(params, grads, state, donate=True)
+        return params, before * 2
+
+    array = np.arange(4, dtype=np.float32)
+    params = TensorDict({"w": torch.from_numpy(array)})
+    _, rows = jit(fn)(params, torch.ones_like(params), optimizer.init(params), torch.from_numpy(array)[1:])
+
+    assert rows.tolist() == [2, 4, 6]
+    assert array[1] < 1
+
+
+# torch's own functional forms, those for evaluation, and derivatives: they read the statistics.
+_READERS = ("_functional", "_no_update", "_no_training", "_backward")
+
+
+def test_every_schema_that_hides_a_write_is_known():
+    """An operation of torch that is given running statistics says that it writes to them, or `written_by` knows it."""
+    hidden = set()
+    for schema in torch._C._jit_get_all_schemas():
+        stats = [argument for argument in schema.arguments if argument.name == "running_mean"]
+        namespace, _, name = schema.name.partition("::")
+        if not stats or namespace != "aten" or name.endswith(_READERS):
+            continue
+        packet = getattr(torch.ops.aten, name)
+        func = getattr(packet, schema.overload_name or "default")
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            continue  # Not recorded: the operations that it is made of are.
+        args = [argument.name if "running" in argument.name else True for argument in schema.arguments]
+        assert {"running_mean", "running_var"} <= set(written_by(func, args, {})), func
+        hidden |= set() if stats[0].alias_info else {packet}
+
+    assert hidden >= {torch.ops.aten.native_batch_norm, torch.ops.aten.batch_norm_update_stats}

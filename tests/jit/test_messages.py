@@ -24,6 +24,8 @@ class Holder:
         self.inner = {"mask": torch.ones(3)}
 
 
+GENERATOR = torch.Generator().manual_seed(0)
+STATE = GENERATOR.get_state()
 HOLDER, MINE, THEIRS = Holder(), np.random.default_rng(0), random.Random(0)
 
 
@@ -44,6 +46,12 @@ def seed_elsewhere(x):
     """The same, by a name that the code does not spell."""
     getattr(torch, "manual" + "_seed")(7)
     return torch.rand(3)
+
+
+def set_state(x):
+    """Draw after the present state of a generator was set."""
+    GENERATOR.set_state(STATE)
+    return torch.rand(3, generator=GENERATOR)
 
 
 def make_captures():
@@ -192,6 +200,7 @@ REFUSED = [
     (lambda x: x + torch.rand(3, generator=torch.Generator()), (X,), UnsupportedError, "function seeds or makes", LINE),
     (seed_and_draw, (X,), UnsupportedError, "seed_and_draw seeds or makes", "torch.Generator outside"),
     (seed_elsewhere, (X,), UnsupportedError, "function seeds or makes", LINE, "torch.Generator outside"),
+    (set_state, (X,), UnsupportedError, "function seeds or makes", LINE, "torch.Generator outside"),
     (lambda x: x * np.random.rand(), (X,), UnsupportedError, "draws while it is recorded", "numpy's", "tdfunc.random"),
     (lambda x: x * random.random(), (X,), UnsupportedError, "draws while it is recorded", "Python's"),
     (lambda x: x * MINE.random(), (X,), UnsupportedError, "draws while it is recorded", "'MINE' generator"),

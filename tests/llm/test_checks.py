@@ -95,6 +95,7 @@ CHECKS = [
     (ValueError, "'raw' or 'behaviour'", lambda i, m, r: of(i, under="behavior")),
     (ValueError, "temperature must be above 0", lambda i, m, r: ids_of(i, temperature=0.0)),
     (MissingKeyError, "prompt and response", lambda i, m, r: of(i, under="behaviour")),
+    (MissingKeyError, "how the responses were drawn", lambda i, m, r: of(i, parts=True, under="behaviour")),
     (
         UnsupportedError,
         "min-p alone",

@@ -59,6 +59,15 @@ def test_nothing_runs_twice_or_is_drawn():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_arguments_stay_what_they_are():
+    """A parameter, a lazy conjugate and a view are those inside as well."""
+    x = torch.ones(2, 3, dtype=torch.complex64)
+    seen = []
+
+    eval_shape(lambda *args: seen.extend(args) or x, nn.Parameter(x), x.conj(), x[0])
+    assert (isinstance(seen[0], nn.Parameter), seen[1].is_conj(), seen[2]._is_view()) == (True, True, True)
+
+
 def test_a_file_is_compared_with_it(tmp_path):
     """`load(like=)` takes the result, and names what a file has otherwise."""
     path = tmp_path / "a.safetensors"

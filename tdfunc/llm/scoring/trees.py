@@ -13,7 +13,7 @@ from torch.distributions import Categorical
 from tdfunc._lazystack import lazy_stack
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
-from tdfunc.core.keys import unravel
+from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.llm.rows.batch import TokenBatch, flat_list
 from tdfunc.llm.rows.read import TokenKeys, ragged_values, read_tokens
@@ -63,7 +63,7 @@ def score(
         these; with `at` (*B, T, K) the log-probs are (*B, T, K). Ragged tokens give a ragged stack.
 
     Raises:
-        MissingKeyError: The tree has no tokens.
+        MissingKeyError: The tree has no tokens; or, for "behaviour", no record of their draws at `log_probs_key`.
         LeafMismatchError: The mask has another shape than the tokens.
         ValueError: A row is longer than the model's positions; or `under` is another word.
         UnsupportedError: The responses were drawn from distributions that their `support` does not describe.
@@ -209,7 +209,7 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
     """Return the support of the responses at the places of the rows, (N, T, K) with -1 for nothing; None without one.
 
     Raises:
-        MissingKeyError: The rows are not prompts and responses.
+        MissingKeyError: The rows are not prompts and responses, or there is no record of their draws.
         UnsupportedError: More than a support changed the distributions.
     """
     if batch.prompt is None:
@@ -217,6 +217,12 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
             'score: under="behaviour" takes tokens that have prompt and response.', got="full, of unknown parts"
         )
     record = get_value(td, path, None)
+    if record is None:
+        raise MissingKeyError(
+            f'score: under="behaviour" reads at {dotted(path)!r} how the responses were drawn, which the tree lacks.',
+            expected="the log_probs of the generation (logprobs=True)",
+            hint="for draws at a temperature alone: score(temperature=...), whose `response` they are.",
+        )
     lazy = isinstance(record, TensorCollection) and record._is_lazy
     for each in flat_list(record, len(record._batch_size)) if lazy else [record]:
         if isinstance(each, TensorCollection) and get_value(each, "adjusted", None) is not None:
