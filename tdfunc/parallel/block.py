@@ -26,7 +26,7 @@ from tdfunc.storage.tree.encode import IS_VALUE, outline
 from tdfunc.storage.tree.specs import Spec
 
 # A leaf of this size goes from where it lies in memory; smaller ones are packed.
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 _MAX_KNOWN = 32
 _CPU = torch.device("cpu")
 # All of a leaf that a description depends on.
