@@ -140,7 +140,7 @@ def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[s
     for key, inner in deeper.items():
         child = result.get(key)
         # A prefix (None for a whole sub-tree) has nothing to graft into.
-        if child is not None and hasattr(child, "_data"):
+        if hasattr(child, "_data"):
             inner_ties = under(ties, key)
             result[key] = child._replace(_insert(child._data, inner, inner_ties), ties=inner_ties)
     return result

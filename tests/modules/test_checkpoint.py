@@ -533,3 +533,17 @@ def test_messages(call, pattern):
     """What would give wrong numbers is refused."""
     with pytest.raises(UnsupportedError, match=f"(?s)checkpoint: .*{pattern}"):
         call()
+
+
+def test_a_captured_parameter_inside_a_transform():
+    """A gradient by `torch.func` of a function that captures a Parameter can be differentiated by it."""
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def second(block):
+        inner = torch.func.grad(lambda x: block(x).square().sum())(x)
+        return torch.autograd.grad(inner.square().sum(), w)[0]
+
+    def block(x):
+        return (x * w).sin()
+
+    torch.testing.assert_close(second(tdf.checkpoint(block)), second(block))

@@ -59,6 +59,8 @@ ROWS = {
         FileExistsError,
         r"(?s)'a'.*expected: .*e/a\.memmap.*got:.*d/a\.memmap.*copy_existing=True",
     ),
+    "save: other file": (lambda: TensorDict.load_memmap("d").save("e"), FileExistsError, "copy_existing=True"),
+    "dumps: other file": (lambda: TensorDict.load_memmap("d").dumps("e"), FileExistsError, "copy_existing=True"),
     "load_memmap: mode": (lambda: TensorDict.load_memmap("d", mode="w"), ValueError, "(?s)'c'.*'r\\+'.*got:.*'w'"),
     "load_memmap: path": (lambda: TensorDict.load_memmap(3), TypeError, "int"),
     "load_memmap: nothing": (

@@ -47,7 +47,7 @@ def save_outline(
     target: str,
     max_bytes: int | None = None,
     *,
-    fsync: bool = True,
+    fsync: bool,
     digests: Mapping[str, str] | None = None,
     values: Values | None = None,
     progress: bool = False,

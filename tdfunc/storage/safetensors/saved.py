@@ -130,7 +130,6 @@ class SavedTree:
         """
         path = unravel(key)
         contents = self._contents
-        contents.check_open()
         leaf = contents.leaf_at((*self._at, *path))
         if leaf is None or IS_VALUE in leaf.flags:
             raise error(
