@@ -23,8 +23,11 @@ from tdfunc.optim._replay import Replay, Short, are_apart
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
 _FUSED_DTYPES = (torch.float32, torch.float64)
-# Elements on which list arithmetic takes as long as the views of a leaf of one member.
+# Elements on which the views of a leaf of one member cost little.
 _VIEW_ELEMENTS = 1500
+# Elements that the vectors of every processor divide: of what is left of a leaf, torch 2.13's fused CPU kernels round
+# otherwise than of the rest.
+_VECTOR = 16
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Values: TypeAlias = dict[str, Coefficient]
 Slots: TypeAlias = dict[str, Leaves]
@@ -62,6 +65,7 @@ class Rule:
             depend on each other; there hyperparameters must have the batch size.
         layout: The layout of gradients, if it is not that of the parameters.
         check: Raises if the rule does not take such parameters.
+        decoupled: Whether weight decay shrinks the parameters.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Rule:
     shape: Callable[[str, torch.Size, int], torch.Size] | None = None
     layout: torch.layout | None = None
     check: Callable[[TensorCollection, Leaves], None] | None = None
+    decoupled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +236,7 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
             targets = [work.params, *slots.values()]
             fused = rule.fused if dtype in _FUSED_DTYPES and device.type in _FUSED_DEVICES else None
             if fused is not None and varies:
-                dims = _count_dims(step, values)
-                fused = partial(_fused_by_member, fused) if _take_views(*targets, dims=dims) else None
+                fused = _choose_for_members(rule, {**values, "": step}, targets)
             if fused is not None and all(map(_are_laid_out, *targets)):
                 aligned = [
                     grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
@@ -250,19 +254,46 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
                 value.copy_(torch.as_tensor(work.scalars[name]))
 
 
-def _take_views(*lists: Leaves, dims: int) -> bool:
-    """Return whether the fused kernel of each member costs less than list arithmetic on all of them.
+def _choose_for_members(rule: Rule, numbers: Values, lists: list[Leaves]) -> Callable[[Work, Any], bool] | None:
+    """Return the call of the fused kernel where members differ in these numbers; None where there is none.
 
     It depends on the size of a member and not on their number, so that a member is rounded alike among any others.
     """
-    sizes = [leaf.shape[dims:].numel() for leaf in lists[0]]
-    large = sum(sizes) >= _VIEW_ELEMENTS * len(sizes)
-    return large and all([leaf.device.type == "cpu" and leaf.is_contiguous() for rows in lists for leaf in rows])
+    fused, varied = rule.fused, {name: x.dim() for name, x in numbers.items() if isinstance(x, Tensor) and x.dim()}
+    plain = all([leaf.device.type == "cpu" and leaf.is_contiguous() for leaves in lists for leaf in leaves])
+    if fused is None or not varied or not plain:
+        return None
+    sizes = [leaf.shape[max(varied.values()) :].numel() for leaf in lists[0]]
+    if sum(sizes) >= _VIEW_ELEMENTS * len(sizes):
+        return partial(_fused_by_member, fused)
+    known = rule.decoupled or numbers["weight_decay"] == 0.0
+    return partial(_fused_by_rate, fused) if varied.keys() == {"lr"} and known else None
 
 
-def _count_dims(step: Coefficient, values: Values) -> int:
-    """Return the number of dimensions along which members differ."""
-    return max([value.dim() for value in (step, *values.values()) if isinstance(value, Tensor)], default=0)
+def _fused_by_rate(fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
+    """Call the fused kernel at rate 1 on zeros, and add the changes, each times the rate of its member."""
+    params, rate, factor = work.params, values["lr"], values["weight_decay"]
+    changes = [torch.zeros_like(param) for param in params]
+    lists = [changes, work.grads, *work.slots.values()]
+    odd = [i for i, param in enumerate(params) if param.numel() % _VECTOR]
+    lengths = [params[i].numel() % _VECTOR for i in odd]
+    ends = [[leaves[i].view(-1)[-length:] for i, length in zip(odd, lengths, strict=True)] for leaves in lists]
+    if odd:
+        # The ends of all leaves are one more leaf, whole vectors long.
+        lengths.append(-sum(lengths) % _VECTOR)
+        lists = [[*x, torch.cat([*rows, x[0].new_zeros(lengths[-1])])] for x, rows in zip(lists, ends, strict=True)]
+    new, grads, *slots = lists
+    whole = replace(work, params=new, grads=grads, slots=dict(zip(work.slots, slots, strict=True)))
+    if not fused(whole, {**values, "lr": 1.0, "weight_decay": 0.0}):
+        return False
+    if odd:
+        for rows, leaves in zip([ends[0], *ends[2:]], [new, *slots], strict=True):
+            torch._foreach_copy_(rows, leaves[-1].split(lengths)[:-1])  # pyright: ignore[reportPrivateImportUsage]
+    ops = Lists(inplace=True)
+    if factor != 0.0:
+        params = ops.run("mul", params, 1 - rate * factor)
+    ops.run("addcmul", params, changes, rate)
+    return True
 
 
 def _fused_by_member(fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
@@ -311,6 +342,10 @@ def _shorten(
         return None
     fused, first, slots = rule.fused, (0,) * count.dim(), list(enumerate(rule.slots, 1))
     floats = {name: 0.0 if name in names else float(value) for name, value in hyper.items()}
+    numbers = floats | dict(zip(names, tensors, strict=True))
+    step = _choose_for_members(rule, numbers, rows) if any([x.dim() for x in tensors]) else fused
+    if step is None:
+        return None
 
     def run(writes: Leaves, reads: Leaves) -> bool:
         kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
@@ -318,11 +353,6 @@ def _shorten(
         values: Values = {name: _number(value) for name, value in zip(names, reads[n + 1 :], strict=True)}
         return step(work, floats | values)
 
-    step = fused
-    if (dims := max([x.dim() for x in tensors], default=0)) > 0:
-        if not _take_views(*rows, dims=dims):
-            return None
-        step = partial(_fused_by_member, fused)
     return run
 
 
