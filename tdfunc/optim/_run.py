@@ -274,21 +274,23 @@ def _fused_by_rate(fused: Callable[[Work, Any], bool], work: Work, values: Value
     """Call the fused kernel at rate 1 on zeros, and add the changes, each times the rate of its member."""
     params, rate, factor = work.params, values["lr"], values["weight_decay"]
     changes = [torch.zeros_like(param) for param in params]
-    lists = [changes, work.grads, *work.slots.values()]
-    odd = [i for i, param in enumerate(params) if param.numel() % _VECTOR]
-    lengths = [params[i].numel() % _VECTOR for i in odd]
-    ends = [[leaves[i].view(-1)[-length:] for i, length in zip(odd, lengths, strict=True)] for leaves in lists]
+    lists = [changes, *work.slots.values(), work.grads]
+    odd = [(i, rest) for i, param in enumerate(params) if (rest := param.numel() % _VECTOR)]
+    ends: Leaves = []
+    joined = padding = params[0].new_zeros(-sum([rest for _, rest in odd]) % _VECTOR)
     if odd:
         # The ends of all leaves are one more leaf, whole vectors long.
-        lengths.append(-sum(lengths) % _VECTOR)
-        lists = [[*x, torch.cat([*rows, x[0].new_zeros(lengths[-1])])] for x, rows in zip(lists, ends, strict=True)]
-    new, grads, *slots = lists
+        ends = [x for leaves in lists for x in (*[leaves[i].view(-1)[-rest:] for i, rest in odd], padding)]
+        joined = torch.cat(ends)
+        rows = joined.view(len(lists), -1).unbind(0)
+        lists = [[*leaves, row] for leaves, row in zip(lists, rows, strict=True)]
+    new, *slots, grads = lists
     whole = replace(work, params=new, grads=grads, slots=dict(zip(work.slots, slots, strict=True)))
     if not fused(whole, {**values, "lr": 1.0, "weight_decay": 0.0}):
         return False
     if odd:
-        for rows, leaves in zip([ends[0], *ends[2:]], [new, *slots], strict=True):
-            torch._foreach_copy_(rows, leaves[-1].split(lengths)[:-1])  # pyright: ignore[reportPrivateImportUsage]
+        written = ends[: -len(odd) - 1]
+        torch._foreach_copy_(written, joined.split([x.numel() for x in ends])[: len(written)])  # pyright: ignore[reportPrivateImportUsage]
     ops = Lists(inplace=True)
     if factor != 0.0:
         params = ops.run("mul", params, 1 - rate * factor)
