@@ -1,5 +1,7 @@
 """All ways to derive keys and draw words and masks give the same bits."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -94,6 +96,26 @@ def test_masks_agree(seed, size, p, dtype, fold):
     assert set(expected.unique().tolist()) <= {0.0, expected.max().item() if size else 0.0}
     assert torch.equal(draw(keys), expected)
     assert torch.equal(tdf.jit(draw)(keys), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [[(5,)] * 3, [(7,), (2, 9), (7,), (0,)], [(700,), (90_000,), (3,), (300_000,)]])
+@pytest.mark.parametrize("members", [1, 2, 40])
+def test_masks_of_one_key_are_filled_together(members, sizes, dtype):
+    """A trace makes small ones in one call, with the bits that each has of its own."""
+    keys = random.split(random.key(3), members)
+    if members * sum(map(math.prod, sizes)) > 1_000_000:
+        keys = keys[:2]
+
+    def draw(key):
+        return [splitmix.mask(key, size, 0.8, dtype, fold=i) for i, size in enumerate(sizes)]
+
+    traced = tdf.jit(torch.vmap(draw))
+    calls = [node for node in traced.graph(keys).graph.nodes if "deferred" in node.name]
+
+    assert len(calls) == 1 + (len(keys) * sum(map(math.prod, sizes)) > 1 << 18)
+    for got, *rows in zip(traced(keys), *map(draw, keys), strict=True):
+        assert torch.equal(got, torch.stack(rows))
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.9995])

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from tdfunc._jit.memory import Memory, writes_of
+from tdfunc._jit.tracing import Deferred
 from tdfunc.core.context import is_random
 from tdfunc.core.memory import storage_id
 
@@ -21,6 +22,8 @@ _VIEWS = {
     aten.reshape.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.t.default,
 }  # fmt: skip
 _FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+# Memory that calls are joined for: of more, the pieces would be alive for longer than the calls take.
+_JOINED = 1 << 18
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 
 
@@ -34,10 +37,11 @@ def clean(module: fx.GraphModule) -> Memory:
     _merge_common(graph, memory)
     graph.eliminate_dead_code(_has_effect)
     _drop_kept_dimensions(graph)
+    memory.read(graph)
+    _join_calls(graph, memory)
     for node in graph.nodes:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _spell_exactly)
     module.recompile()
-    memory.read(graph)
     return memory
 
 
@@ -181,6 +185,30 @@ def _merge_common(graph: fx.Graph, memory: Memory) -> None:
             memory.merge(node, twin)
             node.replace_all_uses_with(twin)
             graph.erase_node(node)
+
+
+def _join_calls(graph: fx.Graph, memory: Memory) -> None:
+    """Make one deferred call of several that read the same and fill small memory, where their functions `join`."""
+    # Any: nodes, with lists of nodes among their arguments.
+    known: dict[Any, Any] = {}
+    nodes: Any = [node for node in graph.nodes if isinstance(node.target, Deferred) and hasattr(node.target.fn, "join")]
+    for node in nodes:
+        (writes, reads), first = node.args, known.setdefault(_reads_at(node, memory), node)
+        filled = [*first.args[0], *writes]
+        joined = None if first is node else first.target.fn.join(node.target.fn)
+        small = sum([out.meta["val"].numel() for out in filled]) <= _JOINED
+        if joined is None or not small or any([out.op != "call_function" or out.all_input_nodes for out in writes]):
+            continue
+        for out in writes:
+            first.prepend(out)
+        first.target, first.args, first.meta["writes"] = Deferred(joined), (filled, reads), filled
+        graph.erase_node(node)
+    memory.read(graph)
+
+
+def _reads_at(node: fx.Node, memory: Memory) -> Any:
+    reads: Any = node.args[1]
+    return tuple([(read, memory.version(read, node)) for read in reads])
 
 
 def _frozen(value: Any) -> Any:

@@ -39,11 +39,14 @@ class Contexts:
         # By identity; the context is kept, so its id stays its own.
         self._known: dict[int, tuple[Any, int]] = {}
         self._next = count()
+        # Another object after each `clear`: what trees have noted under an older one has ended.
+        self.epoch = object()
 
     def clear(self) -> None:
         """Forget the numbers; none of them is given again, since a call in another thread may still hold one."""
         self._numbers.clear()
         self._known.clear()
+        self.epoch = object()
 
     def number(self, cls: type, context: Any) -> int:
         """Return one number for equal static data: class, batch size, device, names, kinds, ties and key order."""
@@ -82,10 +85,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         out.leaves.append(value)
         out.parts.append(None)
     elif isinstance(value, TensorCollection):
-        children, context = flatten(value)
-        out.nodes.append(value)
-        out.parts.append(contexts.number(kind, context))
-        _describe_each(contexts, children, out, where)
+        _describe_tree(contexts, value, out, where)
     elif isinstance(value, Tensor):
         raise UnsupportedError(
             f"jit: the argument {where} is, or holds, a tensor subclass.",
@@ -112,6 +112,33 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         _describe_each(contexts, children, out, where, numbered=True)
     else:
         out.parts.append(static_part(value, where))
+
+
+def _describe_tree(contexts: Contexts, tree: TensorCollection, out: Arguments, where: str) -> None:
+    """Describe a tree, from its second call on by a note in it: its structure and the objects in it never change."""
+    leaves, nodes, parts = out
+    nodes.append(tree)
+    # Without the tree itself, which would keep itself alive.
+    note, epoch = getattr(tree, "_described", None), contexts.epoch
+    if type(note) is tuple and note[0] is epoch:
+        leaves += note[1]
+        nodes += note[2]
+        parts += note[3]
+        return
+    begins = len(leaves), len(nodes), len(parts)
+    children, context = flatten(tree)
+    parts.append(contexts.number(type(tree), context))
+    _describe_each(contexts, children, out, where)
+    # Other values than tensors and trees may change and stay the same object.
+    if note is epoch and _FIXED.issuperset(map(type, parts[begins[2] :])):
+        note = (epoch, *[column[begin:] for column, begin in zip(out, begins, strict=True)])
+        object.__setattr__(tree, "_described", note)
+    elif note is not epoch:
+        object.__setattr__(tree, "_described", epoch)
+
+
+# The parts of trees and tensors.
+_FIXED = {int, type(None)}
 
 
 def _describe_each(

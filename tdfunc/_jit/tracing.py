@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
     def call(self, fn: Callable[[list[Tensor], list[Tensor]], None], writes: list[Tensor], reads: list[Tensor]) -> None:
         """Record a call of `fn(writes, reads)`, made at each replay on real tensors; `fn` writes to the first."""
         nodes = [[self._node(tensor) for tensor in tensors] for tensors in (writes, reads)]
-        node = self._tracer.graph.create_node("call_function", _Deferred(fn), tuple(nodes), {})
+        node = self._tracer.graph.create_node("call_function", Deferred(fn), tuple(nodes), {})
         node.meta["writes"] = nodes[0]
 
     def _node(self, tensor: Tensor) -> fx.Node:
@@ -279,16 +279,16 @@ _UNKEYED: dict[Any, str] = {
 }
 
 
-class _Deferred:
+class Deferred:
     """A call left for the replay, spelled as a function for the graph's code."""
 
     def __init__(self, fn: Callable[[list[Tensor], list[Tensor]], None]) -> None:
-        self._fn = fn
+        self.fn: Any = fn
         self.__name__ = self.__qualname__ = "deferred"
         self.__module__ = __name__
 
     def __call__(self, writes: list[Tensor], reads: list[Tensor]) -> None:
-        self._fn(writes, reads)
+        self.fn(writes, reads)
 
 
 _LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}

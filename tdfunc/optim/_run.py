@@ -18,13 +18,16 @@ from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
-from tdfunc.optim._replay import Replay, Short, are_apart
+from tdfunc.optim._replay import Apart, Replay, Short
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
 _FUSED_DTYPES = (torch.float32, torch.float64)
-# Elements on which list arithmetic takes as long as the views of a leaf of one member.
+# Elements on which the views of a leaf of one member cost little.
 _VIEW_ELEMENTS = 1500
+# Elements that the vectors of every processor divide: of what is left of a leaf, torch 2.13's fused CPU kernels round
+# otherwise than of the rest.
+_VECTOR = 16
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Values: TypeAlias = dict[str, Coefficient]
 Slots: TypeAlias = dict[str, Leaves]
@@ -62,6 +65,7 @@ class Rule:
             depend on each other; there hyperparameters must have the batch size.
         layout: The layout of gradients, if it is not that of the parameters.
         check: Raises if the rule does not take such parameters.
+        decoupled: Whether weight decay shrinks the parameters.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Rule:
     shape: Callable[[str, torch.Size, int], torch.Size] | None = None
     layout: torch.layout | None = None
     check: Callable[[TensorCollection, Leaves], None] | None = None
+    decoupled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,13 +192,13 @@ def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> 
     trace = recorder()
     if trace is not None:
         lengths = [span_bytes(tensor) for tensor in (*writes, *reads)]
-        trace.call(partial(_check_apart, names(), lengths), writes, reads)
+        trace.call(partial(_check_apart, names(), Apart(lengths)), writes, reads)
     return True
 
 
-def _check_apart(names: list[str], lengths: list[int], writes: Leaves, reads: Leaves) -> None:
+def _check_apart(names: list[str], are_apart: Apart, writes: Leaves, reads: Leaves) -> None:
     """Raise if two leaves share memory that did not when they were traced."""
-    if are_apart(lengths, [*writes, *reads]):
+    if are_apart([*writes, *reads]):
         return
     for i, j in _find_shared(writes, reads):
         raise UnsupportedError(
@@ -231,8 +236,7 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
             targets = [work.params, *slots.values()]
             fused = rule.fused if dtype in _FUSED_DTYPES and device.type in _FUSED_DEVICES else None
             if fused is not None and varies:
-                dims = _count_dims(step, values)
-                fused = partial(_fused_by_member, fused) if _take_views(*targets, dims=dims) else None
+                fused = _choose_for_members(rule, {**values, "": step}, targets)
             if fused is not None and all(map(_are_laid_out, *targets)):
                 aligned = [
                     grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
@@ -250,19 +254,48 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
                 value.copy_(torch.as_tensor(work.scalars[name]))
 
 
-def _take_views(*lists: Leaves, dims: int) -> bool:
-    """Return whether the fused kernel of each member costs less than list arithmetic on all of them.
+def _choose_for_members(rule: Rule, numbers: Values, lists: list[Leaves]) -> Callable[[Work, Any], bool] | None:
+    """Return the call of the fused kernel where members differ in these numbers; None where there is none.
 
     It depends on the size of a member and not on their number, so that a member is rounded alike among any others.
     """
-    sizes = [leaf.shape[dims:].numel() for leaf in lists[0]]
-    large = sum(sizes) >= _VIEW_ELEMENTS * len(sizes)
-    return large and all([leaf.device.type == "cpu" and leaf.is_contiguous() for rows in lists for leaf in rows])
+    fused, varied = rule.fused, {name: x.dim() for name, x in numbers.items() if isinstance(x, Tensor) and x.dim()}
+    plain = all([leaf.device.type == "cpu" and leaf.is_contiguous() for leaves in lists for leaf in leaves])
+    if fused is None or not varied or not plain:
+        return None
+    sizes = [leaf.shape[max(varied.values()) :].numel() for leaf in lists[0]]
+    if sum(sizes) >= _VIEW_ELEMENTS * len(sizes):
+        return partial(_fused_by_member, fused)
+    known = rule.decoupled or numbers["weight_decay"] == 0.0
+    return partial(_fused_by_rate, fused) if varied.keys() == {"lr"} and known else None
 
 
-def _count_dims(step: Coefficient, values: Values) -> int:
-    """Return the number of dimensions along which members differ."""
-    return max([value.dim() for value in (step, *values.values()) if isinstance(value, Tensor)], default=0)
+def _fused_by_rate(fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
+    """Call the fused kernel at rate 1 on zeros, and add the changes, each times the rate of its member."""
+    params, rate, factor = work.params, values["lr"], values["weight_decay"]
+    changes = [torch.zeros_like(param) for param in params]
+    lists = [changes, *work.slots.values(), work.grads]
+    odd = [(i, rest) for i, param in enumerate(params) if (rest := param.numel() % _VECTOR)]
+    ends: Leaves = []
+    joined = padding = params[0].new_zeros(-sum([rest for _, rest in odd]) % _VECTOR)
+    if odd:
+        # The ends of all leaves are one more leaf, whole vectors long.
+        ends = [x for leaves in lists for x in (*[leaves[i].view(-1)[-rest:] for i, rest in odd], padding)]
+        joined = torch.cat(ends)
+        rows = joined.view(len(lists), -1).unbind(0)
+        lists = [[*leaves, row] for leaves, row in zip(lists, rows, strict=True)]
+    new, *slots, grads = lists
+    whole = replace(work, params=new, grads=grads, slots=dict(zip(work.slots, slots, strict=True)))
+    if not fused(whole, {**values, "lr": 1.0, "weight_decay": 0.0}):
+        return False
+    if odd:
+        written = ends[: -len(odd) - 1]
+        torch._foreach_copy_(written, joined.split([x.numel() for x in ends])[: len(written)])  # pyright: ignore[reportPrivateImportUsage]
+    ops = Lists(inplace=True)
+    if factor != 0.0:
+        params = ops.run("mul", params, 1 - rate * factor)
+    ops.run("addcmul", params, changes, rate)
+    return True
 
 
 def _fused_by_member(fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
@@ -311,6 +344,10 @@ def _shorten(
         return None
     fused, first, slots = rule.fused, (0,) * count.dim(), list(enumerate(rule.slots, 1))
     floats = {name: 0.0 if name in names else float(value) for name, value in hyper.items()}
+    numbers = floats | dict(zip(names, tensors, strict=True))
+    step = _choose_for_members(rule, numbers, rows) if any([x.dim() for x in tensors]) else fused
+    if step is None:
+        return None
 
     def run(writes: Leaves, reads: Leaves) -> bool:
         kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
@@ -318,11 +355,6 @@ def _shorten(
         values: Values = {name: _number(value) for name, value in zip(names, reads[n + 1 :], strict=True)}
         return step(work, floats | values)
 
-    step = fused
-    if (dims := max([x.dim() for x in tensors], default=0)) > 0:
-        if not _take_views(*rows, dims=dims):
-            return None
-        step = partial(_fused_by_member, fused)
     return run
 
 

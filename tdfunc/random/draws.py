@@ -92,9 +92,7 @@ def split(key: Tensor, num: Shape = 2) -> Tensor:
         >>> first, second = split(key(0))
     """
     _check_key(key, "split")
-    shape = _size(num)
-    number = torch.arange(math.prod(shape), device=key.device).reshape(shape)
-    return splitmix.derive(key, number, splitmix.SPLIT)
+    return splitmix.derive(key, tuple(_size(num)), splitmix.SPLIT)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import cycle, repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +29,10 @@ _WORD = (1 << 64) - 1
 _STATE = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)
 _GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
 _LANES = np.array([SEED, SPLIT], np.uint64)
+_LANE_ROUNDS = [
+    (np.array([a, b], np.uint64), None if c is None or d is None else np.array([c, d], np.uint64))
+    for (a, c), (b, d) in zip(_STATE, _GAMMA, strict=True)
+]
 _ODD_BITS = 0xAAAAAAAAAAAAAAAA
 # Up to so many keys, Python's integers cost less than calls of numpy.
 _FEW = 8
@@ -60,17 +64,24 @@ def signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def derive(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
+def derive(key: Tensor, number: Tensor | int | tuple[int, ...], salt: int) -> Tensor:
     """Return the keys of a key and numbers; different salts give different keys.
+
+    Args:
+        key: The key.
+        number: Numbers, or a shape of numbers that are counted from 0.
+        salt: The constant that derivations of this kind start from.
 
     Shapes:
         key (2,) and number (*S) give (*S, 2), int64.
     """
-    if not isinstance(number, Tensor) and _is_read(key) and has_values():
+    if isinstance(number, int) and _is_read(key) and has_values():
         state, gamma = key.tolist()
         return torch.tensor(_derive_integers(state, gamma, number, salt))
     if _stays_plain():
         return _derive_plain(key, number, salt)
+    if isinstance(number, tuple):
+        return _run(partial(_derive, salt=salt, counted=number), key, None)
     return _run(partial(_derive, salt=salt), key, number)
 
 
@@ -169,21 +180,33 @@ class _Batched(Function):
         return _Batched.apply(key, number, run), 0
 
 
-def _derive(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
-    """Return the keys (*S, 2) of keys (*A, 2) and numbers (*B), which broadcast."""
+def _derive(key: Tensor, number: Tensor | int | None, salt: int, counted: tuple[int, ...] | None = None) -> Tensor:
+    """Return the keys (*S, 2) of keys (*A, 2) and numbers (*B), which broadcast; counted numbers come after A."""
     # The function below must not hold a tensor of a trace.
     tensors, fixed = ([number], 0) if isinstance(number, Tensor) else ([], number)
-    size = torch.broadcast_shapes(key.shape[:-1], *[x.shape for x in tensors])
+    lead = [1] * len(counted or ())
+    size = torch.broadcast_shapes((*key.shape[:-1], *lead), counted or (), *[x.shape for x in tensors])
+    count = math.prod(size)
 
-    def fill(out: Tensor, key: Tensor, number: Tensor | int = fixed) -> None:
+    def fill(writes: list[Tensor], reads: list[Tensor]) -> None:
+        (out,), (key, *given) = writes, reads
+        number: Any = given[0] if given else fixed if counted is None else counted
+        is_one = key.numel() == 2
+        if lead and not is_one:
+            key = key.reshape(*key.shape[:-1], *lead, 2)
         if not _is_read(out):
             out.copy_(_derive_plain(key, number, salt))
-        elif out.numel() > 2 * _FEW:
-            _derive_numpy(_unsigned(key), number, salt, _unsigned(out))
+        elif count > _FEW:
+            _derive_numpy(_unsigned(key), _words_of(number), salt, _unsigned(out))
         else:
-            pairs: list[list[int]] = key.expand(*size, 2).reshape(-1, 2).tolist()
-            column: Any = number.expand(size).flatten().tolist() if isinstance(number, Tensor) else repeat(number)
-            rows = [_derive_integers(state, gamma, n, salt) for (state, gamma), n in zip(pairs, column, strict=False)]
+            pairs: Any = repeat(key.flatten().tolist()) if is_one else key.expand(*size, 2).reshape(-1, 2).tolist()
+            column: Any = repeat(number)
+            if counted is not None:
+                column = cycle(range(math.prod(counted)))
+            elif isinstance(number, Tensor):
+                column = number.expand(size).flatten().tolist()
+            numbered: Any = zip(range(count), pairs, column, strict=False)
+            rows = [_derive_integers(state, gamma, n, salt) for _, (state, gamma), n in numbered]
             out.numpy().reshape(-1)[:] = [word for row in rows for word in row]
 
     return _filled(fill, Size((*size, 2)), torch.int64, [key, *tensors])
@@ -192,7 +215,8 @@ def _derive(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
 def _words(key: Tensor, number: None, count: int) -> Tensor:
     """Return the words (*B, count) of keys (*B, 2)."""
 
-    def fill(out: Tensor, key: Tensor) -> None:
+    def fill(writes: list[Tensor], reads: list[Tensor]) -> None:
+        (out,), (key,) = writes, reads
         if _is_read(out) and _takes_numpy(out.numel()):
             words = _unsigned(out).reshape(key.shape[:-1].numel(), count)
             for _ in _blocks(_unsigned(key).reshape(-1, 2), count, words):
@@ -205,31 +229,56 @@ def _words(key: Tensor, number: None, count: int) -> Tensor:
 
 def _mask(key: Tensor, number: int | None, what: Mask) -> Tensor:
     """Return the masks (*B, *size) of keys (*B, 2)."""
+    return _filled(_Masks(((number, what),)), Size((*key.shape[:-1], *what.size)), what.dtype, [key])
 
-    def fill(out: Tensor, key: Tensor) -> None:
-        if not _is_read(out) or what.dtype is torch.bfloat16 or not _takes_numpy(out.numel() // 2):
-            out.copy_(_mask_plain(key, number, what))
+
+@dataclass(frozen=True)
+class _Masks:
+    """The call that fills masks of one key, each by the number that is folded into it."""
+
+    parts: tuple[tuple[int | None, Mask], ...]
+
+    def join(self, other: Any) -> "_Masks | None":
+        """Return the call that fills the masks of both, which costs less than two; None for another kind of call."""
+        return _Masks((*self.parts, *other.parts)) if isinstance(other, _Masks) else None
+
+    def __call__(self, writes: list[Tensor], reads: list[Tensor]) -> None:
+        key, numbers = reads[0], [number for number, _ in self.parts if number is not None]
+        if not all([_is_read(x) and x.dtype is not torch.bfloat16 and _takes_numpy(x.numel() // 2) for x in writes]):
+            for out, (number, what) in zip(writes, self.parts, strict=True):
+                out.copy_(_mask_plain(key, number, what))
             return
         keys = _unsigned(key).reshape(-1, 2)
-        if number is not None and len(keys) > _FEW:
-            keys = _derive_numpy(keys, number, FOLD, np.empty_like(keys))
-        elif number is not None:
-            pairs: list[list[int]] = keys.tolist()
-            made = [[n & _WORD for n in _derive_integers(state, gamma, number, FOLD)] for state, gamma in pairs]
-            keys = np.array(made, np.uint64)
-        _mask_numpy(keys, out.numpy().reshape(len(keys), math.prod(what.size)), what)
+        folded, kinds = iter(_fold_numpy(keys, numbers) if numbers else ()), [what for _, what in self.parts]
+        outs = [out.numpy().reshape(len(keys), math.prod(what.size)) for out, what in zip(writes, kinds, strict=True)]
+        rows = [keys if number is None else next(folded) for number, _ in self.parts]
+        if kinds.count(kinds[0]) == len(kinds):
+            _mask_numpy(np.concatenate(rows), outs, kinds[0])
+        else:
+            for own, out, what in zip(rows, outs, kinds, strict=True):
+                _mask_numpy(own, [out], what)
 
-    return _filled(fill, Size((*key.shape[:-1], *what.size)), what.dtype, [key])
+
+def _fold_numpy(keys: Words, numbers: list[int]) -> Words:
+    """Return the keys (K, E, 2) of keys (E, 2), with each of K numbers folded in."""
+    if len(keys) * len(numbers) > _FEW:
+        column = np.array([[number & _WORD] for number in numbers], np.uint64)
+        return _derive_numpy(keys, column, FOLD, np.empty((len(numbers), *keys.shape), np.uint64))
+    pairs: list[list[int]] = keys.tolist()
+    made = [[_derive_integers(state, gamma, number, FOLD) for state, gamma in pairs] for number in numbers]
+    return np.array(made, np.int64).view(np.uint64)
 
 
-def _filled(fill: Callable[..., None], size: Size, dtype: torch.dtype, reads: list[Tensor]) -> Tensor:
+def _filled(
+    fill: Callable[[list[Tensor], list[Tensor]], None], size: Size, dtype: torch.dtype, reads: list[Tensor]
+) -> Tensor:
     """Return new memory that `fill` has written to, or writes to at each replay."""
     out = torch.empty(size, dtype=dtype, device=reads[0].device)
     call = deferral()
     if call is None:
-        fill(out, *reads)
+        fill([out], reads)
     else:
-        call(lambda writes, reads: fill(*writes, *reads), [out], reads)
+        call(fill, [out], reads)
     return out
 
 
@@ -249,8 +298,11 @@ def _unsigned(tensor: Tensor) -> Words:
 # -- tensor operations ----------------------------------------------------------------------------------------------
 
 
-def _derive_plain(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
-    number = number if isinstance(number, Tensor) else torch.full((), signed(number), device=key.device)
+def _derive_plain(key: Tensor, number: Tensor | int | tuple[int, ...], salt: int) -> Tensor:
+    if isinstance(number, tuple):
+        number = torch.arange(math.prod(number), device=key.device).reshape(number)
+    elif not isinstance(number, Tensor):
+        number = torch.full((), signed(number), device=key.device)
     (state, gamma), salt = key.unbind(-1), signed(salt)
     new_state = _mix(_mix(number * signed(SEED) + (gamma ^ salt)) ^ state)
     new_gamma = _mix(_mix(number * signed(SPLIT) + (state ^ salt)) + gamma, _GAMMA) | 1
@@ -299,29 +351,35 @@ def _derive_integers(state: int, gamma: int, number: int, salt: int) -> tuple[in
     return signed(new_state), signed(new_gamma)
 
 
-def _mix_integer(word: int, rounds: Sequence[tuple[int, int | None]]) -> int:
+# Any: a round without a factor ends the hash.
+def _mix_integer(word: int, rounds: Any) -> int:
+    (first, factor), (second, other), (third, _) = rounds
     word &= _WORD
-    for count, factor in rounds:
-        word ^= word >> count
-        if factor is not None:
-            word = word * factor & _WORD
-    return word
+    word = (word ^ word >> first) * factor & _WORD
+    word = (word ^ word >> second) * other & _WORD
+    return word ^ word >> third
 
 
 # -- numpy ----------------------------------------------------------------------------------------------------------
 
 
-def _derive_numpy(key: Words, number: Tensor | int, salt: int, out: Words) -> Words:
+def _words_of(number: Any) -> Words:
+    if isinstance(number, tuple):
+        return np.arange(math.prod(number), dtype=np.uint64).reshape(number)
+    return _unsigned(number) if isinstance(number, Tensor) else np.array(number & _WORD, np.uint64)
+
+
+def _derive_numpy(key: Words, numbers: Words, salt: int, out: Words) -> Words:
     # Lanes of the new state and the new gamma: the first hash of a lane starts from the other word of the key.
-    numbers = _unsigned(number)[..., None] if isinstance(number, Tensor) else np.array([number & _WORD], np.uint64)
-    lanes = _mix_numpy(np.add(numbers * _LANES, key[..., ::-1] ^ np.uint64(salt), out=np.empty_like(out)), _STATE)
+    start = key[..., ::-1] ^ np.uint64(salt)
+    lanes = _mix_numpy(np.add(numbers[..., None] * _LANES, start, out=np.empty_like(out)), _STATE)
     lanes[..., 0] ^= key[..., 0]
     lanes[..., 1] += key[..., 1]
     shifted = np.empty_like(lanes)
-    for (count, factor), (other, own) in zip(_STATE, _GAMMA, strict=True):
-        lanes ^= np.right_shift(lanes, np.array([count, other], np.uint64), out=shifted)
-        if factor is not None and own is not None:
-            lanes *= np.array([factor, own], np.uint64)
+    for shifts, factors in _LANE_ROUNDS:
+        lanes ^= np.right_shift(lanes, shifts, out=shifted)
+        if factors is not None:
+            lanes *= factors
     gamma = lanes[..., 1] | np.uint64(1)
     few = np.bitwise_count(gamma ^ (gamma >> np.uint64(1))) < 24
     out[..., 0] = lanes[..., 0]
@@ -329,13 +387,18 @@ def _derive_numpy(key: Words, number: Tensor | int, salt: int, out: Words) -> Wo
     return out
 
 
-# Any: an array of a floating dtype.
-def _mask_numpy(keys: Words, out: Any, what: Mask) -> None:
-    count, parts, kept = out.shape[1], what.in_word, out.dtype.type(what.kept)
-    bits = np.int16 if what.bits is torch.int16 else np.int32
+# Any: arrays of a floating dtype.
+def _mask_numpy(keys: Words, outs: list[Any], what: Mask) -> None:
+    """Fill masks of E rows each, of as many keys as they have rows together."""
+    (size, count), parts, kept = outs[0].shape, what.in_word, outs[0].dtype.type(what.kept)
+    kind = np.int16 if what.bits is torch.int16 else np.int32
     for rows, columns, block in _blocks(keys, -(-count // parts)):
-        place = out[rows, parts * columns.start : parts * columns.stop]
-        np.multiply(block.view(bits)[:, : place.shape[1]] < what.bound, kept, out=place)
+        bits = block.view(kind)
+        for k in range(rows.start // size, -(-min(rows.stop, len(keys)) // size)):
+            begin, end = max(rows.start, k * size), min(rows.stop, (k + 1) * size)
+            place = outs[k][begin - k * size : end - k * size, parts * columns.start : parts * columns.stop]
+            own = bits[begin - rows.start : end - rows.start, : place.shape[1]]
+            np.multiply(own < what.bound, kept, out=place)
 
 
 def _blocks(keys: Words, count: int, out: Words | None = None) -> Iterator[tuple[slice, slice, Words]]:

@@ -182,6 +182,8 @@ def sample_calls():
         aten.gather.default: (x, 1, i.reshape(2, 1)),
         aten.where.self: (x > y, x, y),
         aten.full.default: ([2, 3], 1.5),
+        # Without values that could differ.
+        aten.empty.memory_format: ([2, 0],),
         aten.sum.dim_IntList: (x, [1], True),
         aten.mean.dim: (x, [0], False),
         aten.amax.default: (x, [1], True),

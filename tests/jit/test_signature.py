@@ -1,5 +1,6 @@
 """The key of a call: structure of trees, values in them, arguments that are one object, settings of the thread."""
 
+import random
 from collections import OrderedDict, defaultdict
 
 import numpy as np
@@ -229,3 +230,68 @@ def test_function_modes_see_the_function_itself():
     assert fn(x).item() == 1
     with Doubling(), torch.device("cpu"):
         assert fn(x).item() == 2
+
+
+def _other_shape(tree):
+    tree["a", "w"].data = torch.randn(len(tree["a", "w"]) + 1, 2)
+
+
+MUTATIONS = {
+    "values": lambda tree, _: tree["a", "w"].add_(1),
+    "view": lambda tree, _: tree["a", "w"][0].zero_(),
+    "data": lambda tree, _: _other_shape(tree),
+    "strides": lambda tree, _: tree["b"].t_(),
+    "trained": lambda tree, _: tree["b"].requires_grad_(not tree["b"].requires_grad),
+    "list": lambda tree, _: tree["c", "names"].append("x"),
+    "forgotten": lambda _, fn: fn.cache_clear(),
+    "dtype": lambda *_: torch.set_default_dtype(
+        torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tree_that_was_called_with_is_described_as_a_new_one(seed):
+    """The note that a tree keeps from its second call on hides nothing that a user writes to what is in it."""
+    rng = random.Random(seed)
+    inner = {
+        "a": {"w": torch.randn(2, 2)},
+        "b": torch.randn(2, 3),
+        "c": {"names": NonTensorData(["x"]), "v": torch.ones(2)},
+    }
+    tree = TensorDict(inner)
+
+    def fn(tree):
+        return tree.apply(lambda leaf: leaf * 2), torch.zeros(len(tree["c", "names"]))
+
+    kept, other = jit(fn), jit(fn)
+    try:
+        with torch.no_grad():
+            for _ in range(40):
+                name = rng.choice([*MUTATIONS, "nothing"])
+                if name != "nothing":
+                    MUTATIONS[name](tree, kept)
+                if name == "forgotten":
+                    other.cache_clear()
+                new = TensorDict({**tree._data, "a": TensorDict(tree["a"]._data), "c": TensorDict(tree["c"]._data)})
+                got, expected = kept(tree), fn(tree)
+                other(new)
+
+                assert_trees_equal(got[0], expected[0])
+                assert got[1].dtype is torch.get_default_dtype()
+                assert got[1].shape == expected[1].shape
+                assert kept.cache_info() == other.cache_info(), name
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_tree_is_described_anew_for_each_function():
+    """Functions number structures each in their own order: the note of one is not read by another."""
+    x, y = TensorDict({"x": torch.ones(2)}), TensorDict({"y": torch.ones(2)})
+    first, second = jit(lambda tree: tree * 2), jit(lambda tree: tree * 2)
+
+    for _ in range(2):
+        first(x), second(y)
+    for fn in (first, second) * 3:
+        for tree in (x, x, y, y):
+            assert_trees_equal(fn(tree), tree * 2)

@@ -94,7 +94,7 @@ def _make(
     step = partial(_step, decoupled=decoupled, **flags)
     # The kernel has no eps_root.
     fused = partial(_fused, decoupled=decoupled, **flags) if eps_root == 0.0 else None
-    return make_optimizer(Rule(name, slots, step, fused), hyper)
+    return make_optimizer(Rule(name, slots, step, fused, decoupled=decoupled), hyper)
 
 
 def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: bool, maximize: bool) -> None:
