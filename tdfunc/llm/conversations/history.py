@@ -3,8 +3,8 @@
 How they are rendered and encoded is in `chat.py` and `templates/`; this file holds the messages.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Size
 
@@ -354,7 +354,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             return super().__eq__(other)
         return TensorClass.__eq__(*_aligned(self, other))
 
-    __hash__ = object.__hash__
+    __hash__: ClassVar[Callable[[object], int]] = object.__hash__
 
     def _repr_html_(self) -> str:
         return chat_html(per_conversation(_to_chat, self) if self._batch_size else [self.tolist()])
