@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance test-trl test-peft test-vllm test-wheel dist reliability mutants randomness pages outputs bench gpu lint types docs notebooks clean
+.PHONY: install demo test test-all conformance test-trl test-peft test-vllm test-wheel verify-types dist reliability mutants randomness pages outputs bench gpu lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -124,6 +124,13 @@ test-wheel: dist
 	$(VENV)/wheel/bin/python tests/release/wheel.py bare
 	PIP_CONSTRAINT=constraints.txt $(VENV)/wheel/bin/python -m pip install -q "$$(echo dist/*.whl)[demo,llm,cli]"
 	OMP_NUM_THREADS=1 $(VENV)/wheel/bin/python tests/release/wheel.py full
+
+# The types of all public symbols, as an editor reads them from the installed wheel.
+verify-types: install dist
+	test -d $(VENV)/wheel || $(PYTHON) -m venv $(VENV)/wheel
+	PIP_CONSTRAINT=constraints.txt $(VENV)/wheel/bin/python -m pip install -q "$$(echo dist/*.whl)[demo,llm,cli]"
+	$(VENV)/wheel/bin/python -m pip install -q --no-deps --force-reinstall dist/*.whl
+	$(VENV)/wheel/bin/python tests/release/wheel.py types $(abspath $(PY))
 
 dist: $(VENV)/builders/.installed
 	rm -rf dist

@@ -100,7 +100,7 @@ else:
         raise AttributeError(f"module 'tdfunc' has no attribute {name!r}")
 
 
-_NAMES, _ = _surface(
+_NAMES = _surface(
     globals(), "averaging", "calibration", "distributed", "lora", "metrics", "optim", "random", "sweep", "weights"
 )
 # `from tdfunc import *` leaves Python's own `map` and `open` as they are.

@@ -42,7 +42,6 @@ class TreeMethods(
     """All methods of a tree, shared by `TensorDict`, `TensorClass` and `LazyStack`."""
 
     __slots__ = ()
-    __hash__ = object.__hash__
 
 
 @final

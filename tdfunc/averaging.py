@@ -460,4 +460,4 @@ def _advance(call: str, state: T, new: dict[str, Any], active: Tensor | bool) ->
     return torch.where(chosen.expand(size), changed, state)  # pyright: ignore
 
 
-__all__, __dir__ = surface(globals())
+surface(globals())

@@ -249,4 +249,4 @@ def _labels(call: str, y: Tensor, t: Numbers, shape: torch.Size) -> Tensor:
     return t
 
 
-__all__, __dir__ = surface(globals())
+surface(globals())

@@ -406,4 +406,4 @@ def _pairs(call: str, score: Numbers, other: Numbers, *, bools: bool) -> tuple[T
     return score, other
 
 
-__all__, __dir__ = surface(globals())
+surface(globals())

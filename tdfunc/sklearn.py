@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from tdfunc import optim, random, sweep
 from tdfunc._jit import jit
+from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.surface import surface
 from tdfunc.ensemble.ensemble import Ensemble
@@ -32,6 +32,22 @@ from tdfunc.modules.random import seeded
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    # scikit-learn has no types: for a type checker its classes have every attribute.
+    class BaseEstimator:
+        """The base of estimators."""
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __sklearn_tags__(self) -> Any: ...
+
+    class ClassifierMixin:
+        """The score of classifiers."""
+
+    class RegressorMixin:
+        """The score of regressors."""
+
+else:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 
 # Any: whatever scikit-learn takes as an array, and numbers of any dtype.
 Array: TypeAlias = NDArray[Any]
@@ -55,6 +71,11 @@ class _Rows(NamedTuple):
 
 class _Ensemble(BaseEstimator):
     """The options of the two estimators, and their training."""
+
+    center_: Tensor
+    scale_: Tensor
+    params_: TensorDict
+    buffers_: TensorDict
 
     def __init__(
         self,
@@ -120,7 +141,7 @@ class _Ensemble(BaseEstimator):
         with seeded(random.key(seed)):
             apply, _, _ = functional(make())
         self.params_, self.buffers_ = split(init_ensemble(make, self.n_estimators, key=seed))
-        self.ensemble_ = Ensemble(apply.eval())
+        self.ensemble_: Ensemble = Ensemble(apply.eval())
         found = self.ensemble_(self.params_, rows.x[:1], buffers=self.buffers_).shape
         if found != (self.n_estimators, 1, outputs):
             raise LeafMismatchError(
@@ -190,7 +211,7 @@ class _Ensemble(BaseEstimator):
                 break
         if held is None:
             self.params_, self.buffers_ = params, buffers
-        self.validation_loss_ = None if held is None else stopping["best"].numpy(force=True)
+        self.validation_loss_: Array | None = None if held is None else stopping["best"].numpy(force=True)
 
     def _rate(self, name: str) -> float | Tensor:
         """Return an option that may have a value for each member."""
@@ -372,7 +393,9 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         self._is_flat = t.dim() == 1
         t = t.unsqueeze(1) if self._is_flat else t
         self._target_dtype = t.dtype
-        self.target_center_, self.target_scale_ = _moments(t, torch.tensor(weights, device=self.device))
+        center, scale = _moments(t, torch.tensor(weights, device=self.device))
+        self.target_center_: Tensor = center
+        self.target_scale_: Tensor = scale
         t = ((t - self.target_center_) / self.target_scale_).to(
             torch.float32 if data.dtype == np.float32 else torch.float64
         )
@@ -485,4 +508,4 @@ def _arrays(found: Any) -> dict[str, Array]:
     return {name: x.numpy(force=True) for name, x in found.items()}
 
 
-__all__, __dir__ = surface(globals())
+surface(globals())

@@ -51,9 +51,9 @@ class Unbounded:
     __slots__ = ("device", "dtype", "shape")
 
     def __init__(self, shape: Any = (), device: Any = None, dtype: torch.dtype | None = None) -> None:
-        self.shape = _size(shape)
-        self.device = None if device is None else as_device(device)
-        self.dtype = dtype
+        self.shape: Size = _size(shape)
+        self.device: torch.device | None = None if device is None else as_device(device)
+        self.dtype: torch.dtype | None = dtype
 
     def zero(self) -> Tensor:
         """Return a tensor of zeros, of size 1 where any is allowed."""
@@ -97,10 +97,12 @@ class NonTensor:
     _is_non_tensor: ClassVar[bool] = True
 
     def __init__(self, shape: Any = (), example_data: Any = None, device: Any = None, dtype: Any = None) -> None:
-        self.shape = _size(shape)
-        self.example_data = example_data
-        self.device = None if device is None else as_device(device)
-        self.dtype = dtype
+        self.shape: Size = _size(shape)
+        # Any: data of any type.
+        self.example_data: Any = example_data
+        self.device: torch.device | None = None if device is None else as_device(device)
+        # Any: kept as it is given.
+        self.dtype: Any = dtype
 
     def zero(self) -> NonTensorData:
         """Return the example, of size 1 where any is allowed."""
@@ -150,9 +152,10 @@ class Composite:
     def __init__(
         self, specs: Mapping[Any, Spec] | None = None, shape: Any = (), device: Any = None, *, data_cls: Any = None
     ) -> None:
-        self.shape = size = _size(shape)
-        self.device = None if device is None else as_device(device)
-        self.data_cls = data_cls
+        self.shape: Size = _size(shape)
+        self.device: torch.device | None = None if device is None else as_device(device)
+        # Any: a class of trees, of any library.
+        self.data_cls: Any = data_cls
         nested: dict[str, Any] = {}
         for key, spec in (specs or {}).items():
             first, *rest = unravel(key)
@@ -163,15 +166,16 @@ class Composite:
             else:
                 nested[first] = spec
         self._specs: dict[str, Spec] = {
-            key: Composite(spec, size, device) if isinstance(spec, Mapping) else spec for key, spec in nested.items()
+            key: Composite(spec, self.shape, device) if isinstance(spec, Mapping) else spec
+            for key, spec in nested.items()
         }
         for key, spec in self._specs.items():
             if not isinstance(spec, (Unbounded, NonTensor, Composite)):
                 raise error(TypeError, f"Composite: {key!r} must be a spec.", got=repr(spec))
-            if spec.shape[: len(size)] != size:
+            if spec.shape[: len(self.shape)] != self.shape:
                 raise BatchSizeError(
                     f"Composite: the spec of {key!r} must start with the batch size.",
-                    expected=str(list(size)),
+                    expected=str(list(self.shape)),
                     got=str(list(spec.shape)),
                 )
 
@@ -257,4 +261,4 @@ def _text(name: str, entries: Mapping[str, Any], keys: Any = ()) -> str:
     return f"{name}(\n" + ",\n".join(lines) + ")"
 
 
-__all__, __dir__ = surface(globals())
+surface(globals())

@@ -187,7 +187,9 @@ class EarlyStopping:
     def __init__(self, patience: int, *, min_delta: float = 0.0, mode: Mode = "min") -> None:
         if patience < 1:
             raise error(ValueError, "EarlyStopping: patience must be at least 1.", got=patience)
-        self.patience, self.min_delta, self.sign = patience, min_delta, _sign(mode)
+        self.patience = patience
+        self.min_delta = min_delta
+        self.sign: int = _sign(mode)
 
     def init(self, members: int, *, device: torch.device | str | None = None) -> "TensorDict":
         """Return the state before the first metric: `best`, `waited`, `improved` and `active`, of shape (E,)."""
@@ -547,4 +549,4 @@ def _tree(data: dict[str, Any]) -> "TensorDict":
     return TensorCollection._open._make(data, size, None, None)
 
 
-__all__, __dir__ = surface(globals())
+surface(globals())

@@ -20,7 +20,7 @@ from tdfunc.cli.template import check as check_template
 from tdfunc.cli.verify import verify as run_verify
 from tdfunc.weights.methods import HEADER, rows
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="tdfunc",
     help="Look at, compare, verify, convert and merge checkpoints, also those that are larger than memory.",
     epilog="PATH is a safetensors file, a folder of shards, a memmap folder, a folder of steps, or a .pt file.",
@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 
 
-template = typer.Typer(no_args_is_help=True, help="Look at chat templates.")
+template: typer.Typer = typer.Typer(no_args_is_help=True, help="Look at chat templates.")
 app.add_typer(template, name="template")
 
 

@@ -332,8 +332,6 @@ class TensorCollection(Slots):
             data = {key: send(node) if isinstance(node, Tensor) else node for key, node in data.items()}
         return _remake, (type(self), data, self._batch_size, self._device, self._names, self._static)
 
-    __hash__ = object.__hash__
-
 
 # The path of the leaf that raised: each node on the way out of a map puts its key in front.
 _ERROR_PATH = "_tdfunc_path"

@@ -22,7 +22,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 # While dynamo or export reads the Python source. Use it around code that dynamo cannot read, such as C methods passed
 # to `map` or a change of class. Under a name of its own: the lookup in torch.compiler costs as much as the call.
-is_compiling = torch.compiler.is_compiling
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 def in_functorch() -> bool:

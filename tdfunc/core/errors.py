@@ -44,7 +44,7 @@ class _Explained(Exception):
     ) -> None:
         # `BaseException.__new__` has set `args` to `what`; dynamo cannot trace `super().__init__` here.
         if expected is not None or got is not None or hint is not None:
-            self.args = (explain(what, expected=expected, got=got, hint=hint),)
+            self.args: tuple[str, ...] = (explain(what, expected=expected, got=got, hint=hint),)
 
 
 class ImmutableError(_Explained, TypeError, FrozenInstanceError):

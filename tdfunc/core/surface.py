@@ -1,12 +1,11 @@
 """The names that a public module shows: in `dir`, and by `from module import *`."""
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 
-def surface(namespace: dict[str, Any], *modules: str) -> tuple[list[str], Callable[[], list[str]]]:
-    """Return `__all__` and `__dir__` of a module, given its globals: its own functions and classes.
+def surface(namespace: dict[str, Any], *modules: str) -> list[str]:
+    """Set `__all__` and `__dir__` in the globals of a module: its own functions and classes; return the names.
 
     A package shows what it imports by name, and of modules only those that are named here. Type checkers and editors
     have the same rule, as `from a import b` exports nothing and `from a import b as b` does.
@@ -19,4 +18,5 @@ def surface(namespace: dict[str, Any], *modules: str) -> tuple[list[str], Callab
         if (name in modules or not isinstance(value, ModuleType))
         if is_package or (callable(value) and getattr(value, "__module__", None) == namespace["__name__"])
     ]
-    return names, names.copy
+    namespace["__all__"], namespace["__dir__"] = names, names.copy
+    return names

@@ -17,4 +17,4 @@ from tdfunc.distributed.messages import isend as isend
 from tdfunc.distributed.messages import recv as recv
 from tdfunc.distributed.messages import send as send
 
-__all__, __dir__ = _surface(globals())  # pyright: ignore[reportUnsupportedDunderAll]
+_surface(globals())

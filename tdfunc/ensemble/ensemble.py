@@ -127,7 +127,7 @@ class Ensemble:
         self.apply = apply
         self.how: How = how
         self.chunk_size = chunk_size
-        self.shared = None if shared is None else Filter(shared)
+        self.shared: Filter | None = None if shared is None else Filter(shared)
         # How the last call ran, why, and with how many members.
         self._last: tuple[str, str, int] | None = None
         # By kind of call: why vmap cannot run it, or None where it has.

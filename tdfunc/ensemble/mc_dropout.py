@@ -65,7 +65,9 @@ class MCDropout:
             for part in module.modules():
                 part.training = isinstance(part, drops)
 
-        self.apply, self.members, self.chunk_size = variant(apply, switch), members, chunk_size
+        self.apply: Apply = variant(apply, switch)
+        self.members = members
+        self.chunk_size = chunk_size
 
     def __call__(self, params: Any, /, *args: Any, buffers: Any = None, rng: KeyLike, **kwargs: Any) -> Any:
         """Return the outputs of all passes, stacked along a new first dimension.

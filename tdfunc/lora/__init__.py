@@ -6,4 +6,4 @@ from tdfunc.lora._files import load as load
 from tdfunc.lora._files import save as save
 from tdfunc.lora._lora import Lora as Lora
 
-__all__, __dir__ = _surface(globals())
+_surface(globals())

@@ -60,7 +60,7 @@ class Match:
         self._absent: list[tuple[Entry, bool]] = []
         self._extra: list[Path] = []
         self._pair(module, tree, (), strict)
-        self.modules = list(self._seen)
+        self.modules: list[nn.Module] = list(self._seen)
         self._tied = len({id(entry[2]) for entry in self.entries}) != len(self.entries)
         absent = self._resolve_ties() if self._absent or self._tied else []
         if absent or self._extra:

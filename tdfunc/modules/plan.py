@@ -98,7 +98,7 @@ class Plan:
         self._reader = make_reader(self._nodes, self._counts, self._places)
         places = {path: i for i, path in enumerate(self.paths)}
         # (place, place of the first path) of every later path of a tied leaf.
-        self.aliases = [
+        self.aliases: list[tuple[int, int]] = [
             (i, places[f]) for i, (path, f) in enumerate(zip(self.paths, self.first, strict=True)) if path != f
         ]
 
@@ -202,14 +202,16 @@ class Spec:
 
     def __init__(self, name: str, params: TensorCollection, rest: TensorCollection, whole: TensorCollection) -> None:
         self.name = name
-        self.params, self.buffers, self.whole = Plan(params), Plan(rest), Plan(whole)
+        self.params: Plan = Plan(params)
+        self.buffers: Plan = Plan(rest)
+        self.whole: Plan = Plan(whole)
         self.first: dict[Path, Path] = dict(zip(self.whole.paths, self.whole.first, strict=True))
-        self.order = {path: i for i, path in enumerate([*self.params.paths, *self.buffers.paths])}
-        self.n_params = len(self.params.paths)
+        self.order: dict[Path, int] = {path: i for i, path in enumerate([*self.params.paths, *self.buffers.paths])}
+        self.n_params: int = len(self.params.paths)
         places = {path: i for i, path in enumerate(self.whole.paths)}
         self._from_whole = [places[path] for path in self.order]
         # For each buffer, where the leaf of its first path is.
-        self.buffer_places = [self.order[self.first[path]] for path in self.buffers.paths]
+        self.buffer_places: list[int] = [self.order[self.first[path]] for path in self.buffers.paths]
 
     def leaves(self, params: Any, buffers: Any, lead: Size = EMPTY, shared: Set[Path] = frozenset()) -> list[Any]:
         """Return the leaves in order; stacked trees have `lead` before each shape, except at the `shared` paths.

@@ -34,7 +34,8 @@ class Poison(Tensor):
     leak: Callable[[Path, Any], NoReturn]
 
     # Reading metadata must not go through Python dispatch; every operation still reaches `__torch_dispatch__`.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    # Any: the signature of torch.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def of(weight: Tensor, path: Path, leak: "Callable[[Path, Any], NoReturn] | None" = None) -> "Poison":

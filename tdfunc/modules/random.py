@@ -50,7 +50,9 @@ class seeded(TorchFunctionMode):
 
     def __init__(self, key: Tensor, count: int = 0, *, strict: bool = False) -> None:
         super().__init__()
-        self.key, self.count, self.strict = key, count, strict
+        self.key = key
+        self.count: int = count
+        self.strict = strict
         # Those of the draws from the second number on.
         self._keys: Tensor | None = None
         self._entered = self._start = count

@@ -267,17 +267,17 @@ class Skeleton:
 
     def __init__(self, template: nn.Module, order: dict[Path, int], first: dict[Path, Path]) -> None:
         memo: dict[int, Any] = {}
-        self.module = duplicate(template, memo)
+        self.module: nn.Module = duplicate(template, memo)
         walked = walk(self.module, "functional")
         # Where extra state goes.
-        self.owners = {slot.path: slot.owner for slot in walked if slot.store is None}
+        self.owners: dict[Path, nn.Module] = {slot.path: slot.owner for slot in walked if slot.store is None}
         # Tied slots share a leaf, that of their first path; a shared submodule has its slots once.
         targets: dict[tuple[int, str], tuple[dict[str, Any], str, int]] = {}
         for path, owner, store, _ in walked:
             if store is not None:
                 targets.setdefault((id(owner), path[-1]), (store, path[-1], order[first.get(path, path)]))
         # (store, name, place of the leaf), in the order of the leaves, so that they fill the slots as they come.
-        self.targets = sorted(targets.values(), key=itemgetter(2))
+        self.targets: list[tuple[dict[str, Any], str, int]] = sorted(targets.values(), key=itemgetter(2))
         self._stores = list({id(store): store for store, _, _ in self.targets}.values())
         self._poison = [store[name] for store, name, _ in self.targets]
         # None where the leaves fill the slots as they come, without ties.
@@ -288,8 +288,8 @@ class Skeleton:
         # Embeddings with max_norm write the rows that they look up; norms in evaluation mode write nothing.
         tables = {id(m._parameters) for m in modules if is_renormed(m)}
         norms = {id(m._buffers) for m in modules if type(m) in _NORMS and not m.training and _is_stateless(m)}
-        self.renormed = {i for store, _, i in self.targets if id(store) in tables}
-        self.lent = {i for store, _, i in self.targets if id(store) in norms}
+        self.renormed: set[int] = {i for store, _, i in self.targets if id(store) in tables}
+        self.lent: set[int] = {i for store, _, i in self.targets if id(store) in norms}
         self._remember(modules, {id(new) for old, new in memo.items() if id(new) != old})
 
     def _remember(self, modules: list[nn.Module], copied: set[int]) -> None:

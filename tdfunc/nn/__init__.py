@@ -17,4 +17,4 @@ from tdfunc.nn.probabilistic import ProbabilisticTensorDictSequential as Probabi
 from tdfunc.nn.sequential import TensorDictSequential as TensorDictSequential
 from tdfunc.nn.typed import TensorClassModuleBase as TensorClassModuleBase
 
-__all__, __dir__ = _surface(globals())
+_surface(globals())

@@ -61,6 +61,10 @@ class BatchEnsembleLinear(nn.Module):
         (torch.Size([4, 5, 2]), 34)
     """
 
+    scale_in: nn.Parameter
+    scale_out: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -73,9 +77,11 @@ class BatchEnsembleLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.members = in_features, out_features, members
+        self.in_features = in_features
+        self.out_features = out_features
+        self.members = members
         plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.weight = plain.weight
+        self.weight: Tensor = plain.weight
         self.scale_in, self.scale_out, self.bias = _vectors(
             self.weight, members, (in_features, out_features), plain.bias, init
         )
@@ -119,6 +125,10 @@ class BatchEnsembleConv2d(nn.Module):
         torch.Size([4, 5, 8, 6, 6])
     """
 
+    scale_in: nn.Parameter
+    scale_out: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_channels: int,
@@ -140,7 +150,7 @@ class BatchEnsembleConv2d(nn.Module):
         # Any: torch's own options, passed on.
         self.options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         plain = nn.Conv2d(in_channels, out_channels, kernel_size, bias=bias, device=device, dtype=dtype, **self.options)
-        self.weight = plain.weight
+        self.weight: Tensor = plain.weight
         self.scale_in, self.scale_out, self.bias = _vectors(
             self.weight, members, (in_channels, out_channels), plain.bias, init
         )
@@ -190,10 +200,11 @@ class EnsembleLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.members, bound = members, 1 / math.sqrt(max(in_features, 1))
+        self.members = members
+        bound = 1 / math.sqrt(max(in_features, 1))
         weight = torch.empty(members, out_features, in_features, device=device, dtype=dtype)
-        self.weight = nn.Parameter(nn.init.uniform_(weight, -bound, bound))
-        self.bias = (
+        self.weight: nn.Parameter = nn.Parameter(nn.init.uniform_(weight, -bound, bound))
+        self.bias: nn.Parameter | None = (
             nn.Parameter(nn.init.uniform_(weight.new_empty(members, out_features), -bound, bound)) if bias else None
         )
 
@@ -258,8 +269,8 @@ class TabM(nn.Module):
                 nn.ReLU(),
                 nn.Dropout(dropout),
             ]
-        self.body = nn.Sequential(*layers)
-        self.heads = EnsembleLinear(sizes[-1], out_features, members, device=device, dtype=dtype)
+        self.body: nn.Sequential = nn.Sequential(*layers)
+        self.heads: EnsembleLinear = EnsembleLinear(sizes[-1], out_features, members, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the members' outputs."""

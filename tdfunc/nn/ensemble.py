@@ -64,8 +64,8 @@ class EnsembleModule(nn.Module):
             members_of(tree)
         else:
             find_shared(self._given.shared, tree, None)
-        self.members = _module_of(tree)
-        self.training = apply.module.training
+        self.members: nn.Module = _module_of(tree)
+        self.training: bool = apply.module.training
 
     def train(self, mode: bool = True) -> "Self":
         """Set the mode of all layers; this module."""

@@ -1,6 +1,6 @@
 """`TensorDictModule`: a function or module of tensors as a module of trees."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import TreeStructureError
+from tdfunc.core.types import NestedKey
 from tdfunc.nn.base import (
     DISCARDED,
     InKeys,
@@ -50,8 +51,9 @@ class TensorDictModule(TensorDictModuleBase):
 
     def __init__(self, module: Callable[..., Any], in_keys: InKeys, out_keys: Keys) -> None:
         super().__init__()
-        self._keywords, self.in_keys = split_keys(in_keys)
-        self.out_keys = as_keys(out_keys)
+        self._keywords, keys = split_keys(in_keys)
+        self.in_keys: Sequence[NestedKey] = keys
+        self.out_keys: Sequence[NestedKey] = as_keys(out_keys)
         self.module = module
 
     @dispatch

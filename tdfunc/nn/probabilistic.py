@@ -1,6 +1,6 @@
 """Modules that choose a value from a distribution whose parameters are in the tree."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -55,20 +55,25 @@ class ProbabilisticTensorDictModule(TensorDictModuleBase):
         log_prob_key: "NestedKey | None" = None,
     ) -> None:
         super().__init__()
-        keywords, self.in_keys = split_keys(in_keys)
-        self._keywords = keywords or [unravel(key)[-1] for key in self.in_keys]
+        keywords, keys = split_keys(in_keys)
+        self.in_keys: Sequence[NestedKey] = keys
+        self._keywords = keywords or [unravel(key)[-1] for key in keys]
         outputs = as_keys(out_keys)
         if len(outputs) != 1:
             raise TreeStructureError(
                 f"{type(self).__name__}: out_keys must be the key of the value.", expected="1", got=f"{outputs}"
             )
         path = unravel(outputs[0])
-        self.sample_key = outputs[0]
-        self.log_prob_key = as_key((*path[:-1], f"{path[-1]}_log_prob") if log_prob_key is None else log_prob_key)
-        self.out_keys = [*outputs, self.log_prob_key] if return_log_prob else outputs
+        self.sample_key: NestedKey = outputs[0]
+        self.log_prob_key: NestedKey = as_key(
+            (*path[:-1], f"{path[-1]}_log_prob") if log_prob_key is None else log_prob_key
+        )
+        self.out_keys: Sequence[NestedKey] = [*outputs, self.log_prob_key] if return_log_prob else outputs
         self.return_log_prob = return_log_prob
-        self.distribution_class, self.distribution_kwargs = distribution_class, dict(distribution_kwargs or {})
-        self.default_interaction_type = InteractionType(default_interaction_type)
+        self.distribution_class = distribution_class
+        # Any: options of the distribution.
+        self.distribution_kwargs: dict[str, Any] = dict(distribution_kwargs or {})
+        self.default_interaction_type: InteractionType = InteractionType(default_interaction_type)
 
     def get_dist(self, tensordict: Any) -> Distribution:
         """Return the distribution with the parameters that are in a tree.

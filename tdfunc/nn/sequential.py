@@ -1,6 +1,6 @@
 """`TensorDictSequential`: modules of trees, one after another."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -63,8 +63,9 @@ class TensorDictSequential(TensorDictModuleBase):
                 # A key stands where it is written last.
                 written.pop(key, None)
                 written[key] = None
-        self.in_keys, self.out_keys = list(read), list(written)
-        self.module = nn.ModuleList(parts) if named is None else nn.ModuleDict(named)
+        self.in_keys: Sequence[NestedKey] = list(read)
+        self.out_keys: Sequence[NestedKey] = list(written)
+        self.module: nn.ModuleList | nn.ModuleDict = nn.ModuleList(parts) if named is None else nn.ModuleDict(named)
         if selected_out_keys is not None:
             self._select(as_keys(selected_out_keys))
 

@@ -47,4 +47,4 @@ from tdfunc.optim._wrappers.masters import masters as masters
 from tdfunc.optim._wrappers.schedule_free import ScheduleFree as ScheduleFree
 from tdfunc.optim._wrappers.schedule_free import schedule_free as schedule_free
 
-__all__, __dir__ = _surface(globals(), "schedules")
+_surface(globals(), "schedules")

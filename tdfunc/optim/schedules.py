@@ -259,8 +259,12 @@ class ReduceOnPlateau:
     ) -> None:
         if not 0.0 < factor < 1.0:
             raise error(ValueError, "ReduceOnPlateau: factor must lie between 0 and 1.", got=factor)
-        self.factor, self.patience, self.threshold = factor, patience, threshold
-        self.cooldown, self.min_scale, self.mode = cooldown, min_scale, mode
+        self.factor = factor
+        self.patience = patience
+        self.threshold = threshold
+        self.cooldown = cooldown
+        self.min_scale = min_scale
+        self.mode = mode
 
     def init(self, size: Sequence[int] = (), *, device: torch.device | str | None = None) -> "TensorDict":
         """Return the state before the first metric, with the given batch size: (E,) for members."""
@@ -309,4 +313,4 @@ def _check_positive(name: str, what: str, number: int) -> None:
         raise error(ValueError, f"{name}: {what} must be at least 1.", got=number)
 
 
-__all__, __dir__ = surface(globals())
+surface(globals())

@@ -25,4 +25,4 @@ from tdfunc.random.draws import split as split
 from tdfunc.random.draws import truncated_normal as truncated_normal
 from tdfunc.random.draws import uniform as uniform
 
-__all__, __dir__ = _surface(globals())
+_surface(globals())

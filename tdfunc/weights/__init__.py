@@ -36,4 +36,4 @@ from tdfunc.weights.tasks.sce import sce as sce
 from tdfunc.weights.tasks.task_arithmetic import task_arithmetic as task_arithmetic
 from tdfunc.weights.tasks.ties import ties as ties
 
-__all__, __dir__ = _surface(globals())
+_surface(globals())

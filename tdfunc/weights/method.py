@@ -57,15 +57,19 @@ class Method(Generic[P]):
         weight: str | None,
     ) -> None:
         functools.update_wrapper(self, leaf)
-        self.name = leaf.__name__
+        self.name: str = leaf.__name__
         self.leaf = leaf
-        self.formula, self.source, self.base = formula, source, base
-        self.least, self.most, self.weight = least, most, weight
+        self.formula = formula
+        self.source = source
+        self.base = base
+        self.least = least
+        self.most = most
+        self.weight = weight
         parameters = list(inspect.signature(leaf).parameters.values())
         # Any: the defaults of the options.
         self.options: dict[str, Any] = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
-        self.per_model = frozenset(one.name for one in parameters if one.annotation == PerModel)
-        self.is_random = self.options.pop("key", None) is not None
+        self.per_model: frozenset[str] = frozenset(one.name for one in parameters if one.annotation == PerModel)
+        self.is_random: bool = self.options.pop("key", None) is not None
 
     def __call__(self, base: T | None, stacked: T, weights: Weights, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the merged model, a tree like `base`; without a base, like a row of `stacked`.

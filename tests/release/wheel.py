@@ -1,6 +1,7 @@
 """A wheel in an environment without the clone: `make test-wheel` installs it there and runs this program.
 
-`bare` is the environment of `pip install tdfunc`; `full` has the extras demo, llm and cli.
+`bare` is the environment of `pip install tdfunc`; `full` has the extras demo, llm and cli. `types PYTHON` checks the
+types of all public symbols with the pyright of another environment.
 """
 
 import os
@@ -29,6 +30,16 @@ def check(command: tuple[str, ...], code: int, text: str) -> None:
     print("ok", " ".join(command)[-90:])
 
 
+def check_types(python: str) -> None:
+    """Raise if a public symbol of the wheel has no type that every type checker would find."""
+    options = ("--pythonpath", sys.executable, "--verifytypes", "tdfunc", "--ignoreexternal")
+    done = run(python, "-m", "pyright", *options)
+    # The score is rounded; one symbol without a type shows in the exit code alone.
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Type completeness score: 100%" in done.stdout, done.stdout
+    print(done.stdout[done.stdout.index("Symbols exported") :])
+
+
 def readme() -> str:
     """Return the Python blocks of the README as one program."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -36,13 +47,16 @@ def readme() -> str:
     return "\n".join(blocks)
 
 
-def main(kind: str) -> None:
+def main(kind: str, *pythons: str) -> None:
     """Check the installed wheel."""
     python, tdfunc = sys.executable, str(SCRIPTS / "tdfunc")
     where = "import tdfunc; assert 'site-packages' in tdfunc.__file__, tdfunc.__file__; print('installed')"
     files = "from importlib.metadata import files; print(*[f for f in files('tdfunc') if 'dist-info' in str(f)])"
     check((python, "-c", where), 0, "installed")
     check((python, "-c", files), 0, "sboms/sbom.cdx.json")
+    if kind == "types":
+        check_types(*pythons)
+        return
     if kind == "bare":
         check((tdfunc, "--help"), 1, "pip install 'tdfunc[cli]'")
         check((python, "-m", "tdfunc.demo"), 1, "pip install 'tdfunc[demo]'")
@@ -59,4 +73,4 @@ def main(kind: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        main(sys.argv[1])
+        main(*sys.argv[1:])

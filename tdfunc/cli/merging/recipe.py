@@ -67,7 +67,7 @@ class Models:
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self.sources = sources
-        self.leaves = {
+        self.leaves: dict[str, dict[Path, Stored]] = {
             name: {path: one for one in stored_leaves(source.tree) for path in one.paths}
             for name, source in sources.items()
         }

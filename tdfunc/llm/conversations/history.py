@@ -354,7 +354,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             return super().__eq__(other)
         return TensorClass.__eq__(*_aligned(self, other))
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def _repr_html_(self) -> str:
         return chat_html(per_conversation(_to_chat, self) if self._batch_size else [self.tolist()])

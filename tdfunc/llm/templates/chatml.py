@@ -224,8 +224,8 @@ def _read_calls(text: str) -> "list[dict[str, object]]":
     return calls
 
 
-chatml = ChatML()
+chatml: ChatML = ChatML()
 """ChatML with thinking kept in every turn."""
 
-qwen = ChatML(drop_thinking=True)
+qwen: ChatML = ChatML(drop_thinking=True)
 """The template of Qwen3."""

@@ -163,5 +163,5 @@ def _call_pieces(message: Message, i: int) -> list[Piece]:
     return found
 
 
-deepseek = DeepSeek()
+deepseek: DeepSeek = DeepSeek()
 """The template of DeepSeek-V3."""

@@ -95,5 +95,5 @@ class Gemma(AbstractPieceTemplate):
         return {"role": "assistant", "content": text}
 
 
-gemma = Gemma()
+gemma: Gemma = Gemma()
 """The template of Gemma 1 to 3."""

@@ -182,5 +182,5 @@ def _read_tools(text: str) -> tuple[list[Any], str]:
     return tools, text
 
 
-llama = Llama()
+llama: Llama = Llama()
 """The template of Llama 3.1, with its default dates."""

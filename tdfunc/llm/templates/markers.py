@@ -32,7 +32,7 @@ class Alignment:
 
     def __init__(self, conversation: Conversation, control: tuple[str, ...] = (), *, everything: bool = False) -> None:
         texts = "".join(strings_in(conversation._asdict()))
-        self.mark = next((mark for mark in MARKS if mark not in texts), None)
+        self.mark: str | None = next((mark for mark in MARKS if mark not in texts), None)
         if self.mark is None:
             raise error(ValueError, "A content has every character by which contents are found.", got=str(MARKS))
         # The text that each marker stands for, in the forms in which it was given.
@@ -41,7 +41,7 @@ class Alignment:
         self._control = control if everything else None
         messages = [self._marked_message(i, message) for i, message in enumerate(conversation.messages)]
         tools = conversation.tools and [self._deep(tool, None, False) for tool in conversation.tools]
-        self.marked = Conversation(messages, tools)
+        self.marked: Conversation = Conversation(messages, tools)
 
     def _marker(self, text: str, owner: int | None) -> str:
         self.originals.append((text,))

@@ -153,5 +153,5 @@ def _read_call(given: Any) -> dict[str, Any]:
     return {"id": given["id"], **call} if "id" in given else call
 
 
-mistral = Mistral()
+mistral: Mistral = Mistral()
 """The template of Mistral's seventh tokenizer."""

@@ -6,6 +6,7 @@ It reads conversations, texts or tokens as rows of ids, and makes the typed tree
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -151,13 +152,20 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         `torchrl.modules.llm.LLMWrapperBase`.
     """
 
-    generate, input_mode, pad_output, pad_model_input = _Option(), _Option(), _Option(), _Option()
-    tokenizer, device, layout, num_samples, inplace = _Option(), _Option(), _Option(), _Option(), _Option()
+    generate: _Option = _Option()
+    input_mode: _Option = _Option()
+    pad_output: _Option = _Option()
+    pad_model_input: _Option = _Option()
+    tokenizer: _Option = _Option()
+    device: _Option = _Option()
+    layout: _Option = _Option()
+    num_samples: _Option = _Option()
+    inplace: _Option = _Option()
 
     # Any: the arguments of a class statement.
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.__signature__ = _with_options(cls)
+        cls.__signature__: inspect.Signature = _with_options(cls)
 
     # Any: what a backend runs, and the options of `WrapperOptions`.
     def __init__(self, model: Any, **options: Any) -> None:
@@ -214,9 +222,10 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         self._reader.layout.check("LLMWrapper")
         self._pad = 0 if own is None else pad_id_of(own)
         self._outputs = {kind: as_key(key) for kind, key in options.outputs.items()}
-        self.in_keys = [as_key(options.source)]
+        self.in_keys: Sequence[NestedKey] = [as_key(options.source)]
         selected = None if self._source is None else [key for key in self.out_keys]
-        self.out_keys, self._source = list(self._outputs.values()), None
+        self.out_keys: Sequence[NestedKey] = list(self._outputs.values())
+        self._source = None
         if selected is not None:
             self._select(selected)
 

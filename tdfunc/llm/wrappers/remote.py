@@ -46,7 +46,9 @@ class RemoteEngine(AbstractEngine):
     """The engine of vLLM behind a server, which reads weights from a folder that it shares with this process."""
 
     def __init__(self, wrapper: "RemoteWrapper", folder: "str | os.PathLike[str]", vocabulary: int) -> None:
-        self.wrapper, self.folder, self.vocabulary = wrapper, os.path.abspath(folder), vocabulary
+        self.wrapper = wrapper
+        self.folder: str = os.path.abspath(folder)
+        self.vocabulary = vocabulary
 
     # Any: JSON.
     def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:

@@ -52,12 +52,13 @@ class Summary:
     __slots__ = ("by_dtype", "by_kind", "elements", "leaves", "size_bytes", "table")
 
     def __init__(self, rows: list[Row], table: Any) -> None:
-        self.leaves = sum(row.leaves for row in rows)
-        self.elements = sum(row.elements for row in rows)
-        self.size_bytes = sum(row.size_bytes for row in rows)
-        self.by_dtype = _group(rows, "dtype")
-        self.by_kind = _group(rows, "kind")
-        self.table = table
+        self.leaves: int = sum(row.leaves for row in rows)
+        self.elements: int = sum(row.elements for row in rows)
+        self.size_bytes: int = sum(row.size_bytes for row in rows)
+        self.by_dtype: dict[str, tuple[int, int, int]] = _group(rows, "dtype")
+        self.by_kind: dict[str, tuple[int, int, int]] = _group(rows, "kind")
+        # Any: of rich, which is optional.
+        self.table: Any = table
 
     def __repr__(self) -> str:
         from rich.console import Console

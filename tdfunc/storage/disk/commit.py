@@ -54,7 +54,7 @@ class Descriptor:
     """
 
     def __init__(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        self.fd = -1
+        self.fd: int = -1
         _descriptors.add(self)
         self.fd = os.open(path, flags, mode, dir_fd=dir_fd)
 

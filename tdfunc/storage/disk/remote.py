@@ -86,11 +86,11 @@ class LocalBytes:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.fd = -1
+        self.fd: int = -1
         # Without O_NONBLOCK opening a pipe waits for a writer.
         self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         found = os.fstat(self.fd)
-        self.size_bytes = found.st_size
+        self.size_bytes: int = found.st_size
         if not stat.S_ISREG(found.st_mode):
             self.close()
             if stat.S_ISDIR(found.st_mode):

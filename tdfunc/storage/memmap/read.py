@@ -252,7 +252,8 @@ class FolderReader:
     """
 
     def __init__(self, root: int, classes: Classes = ()) -> None:
-        self.root, self.classes = root, classes
+        self.root = root
+        self.classes = classes
         self.files: list[LeafFile] = []
         self._nodes: list[_Node] = []
         self._places: list[_Place] = []
@@ -270,7 +271,7 @@ class FolderReader:
         with _checking("the folder"):
             self._measure()
             doc = {"specs": [[s.code, s.shape] for s in specs], "nodes": [node.fields for node in self._nodes]}
-            self.plan = Description({**doc, "ties": self._tie(specs)})
+            self.plan: Description = Description({**doc, "ties": self._tie(specs)})
             for place, node, exact in zip(self._places, self._nodes, self._exact, strict=True):
                 for key, item, stem in zip(node.fields["keys"], node.fields["items"], node.stems, strict=True):
                     if type(item) is not dict:

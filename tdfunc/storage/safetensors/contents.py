@@ -78,8 +78,12 @@ class Contents:
     def __init__(
         self, path: str, sources: Sequence[Source], metadata: dict[str, str], homes: dict[str, int] | None, verify: bool
     ) -> None:
-        self.path, self.sources, self.metadata, self.homes, self.verify = path, sources, metadata, homes, verify
-        self.is_ours = any(key.startswith("tdfunc") for key in metadata)
+        self.path = path
+        self.sources = sources
+        self.metadata = metadata
+        self.homes = homes
+        self.verify = verify
+        self.is_ours: bool = any(key.startswith("tdfunc") for key in metadata)
         if self.is_ours:
             if metadata.get("tdfunc.version") not in (VERSION, BLOCKS_VERSION):
                 raise UnsupportedError(

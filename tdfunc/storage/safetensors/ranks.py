@@ -17,9 +17,9 @@ from tdfunc.storage.disk.commit import Descriptor, replace_named
 from tdfunc.storage.disk.ranks import Ranks, group_of, is_sharded, own_part
 from tdfunc.storage.disk.raw import raw_bytes, write_all
 from tdfunc.storage.safetensors.blocks import Block, check_cover, cut_blocks, table_text
-from tdfunc.storage.safetensors.header import DIGITS, lay_out, render, seal
+from tdfunc.storage.safetensors.header import DIGITS, Layout, lay_out, render, seal
 from tdfunc.storage.safetensors.like import check_ranks, found_in
-from tdfunc.storage.tree.encode import outline
+from tdfunc.storage.tree.encode import Outline, outline
 
 # Calls the function with the descriptor of a new file and its name, and gives the file its place.
 Commit = Callable[[str, Callable[[int, str], None], int], None]
@@ -42,7 +42,8 @@ class RankSave:
     """
 
     def __init__(self, td: TensorCollection, call: str, *, fsync: bool) -> None:
-        self.ranks, self.fsync = Ranks(call, group_of(td)), fsync
+        self.ranks: Ranks = Ranks(call, group_of(td))
+        self.fsync = fsync
         self._told = False
         # For each leaf this rank's part, as far as it writes one.
         self._parts: list[tuple[int, Block, Tensor]] = []
@@ -68,8 +69,9 @@ class RankSave:
             originals[id(empty)] = leaf
             return empty
 
-        self.outline = out = outline(td._map(LeafOp(call, shell)), call=call, values=False)
-        self.layout = lay_out(out.names, out.specs)
+        self.outline: Outline = outline(td._map(LeafOp(call, shell)), call=call, values=False)
+        out = self.outline
+        self.layout: Layout = lay_out(out.names, out.specs)
         digests: dict[str, str] = {}
         for i, (name, leaf) in enumerate(zip(out.names, out.leaves, strict=True)):
             whole = originals.get(id(leaf), leaf)

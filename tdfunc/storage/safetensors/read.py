@@ -111,7 +111,7 @@ class naming:
 
 
 # Where headers are taken apart, errors of Python are damage.
-parsing = partial(naming, malformed=MALFORMED)
+parsing: partial[naming] = partial(naming, malformed=MALFORMED)
 
 
 def read_bytes(data: Bytes, offset: int, count: int) -> bytes:

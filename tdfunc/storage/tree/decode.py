@@ -69,7 +69,7 @@ class Description:
         # The first leaf of each node; the last number is that of all leaves.
         self.starts: list[int] = [0]
         # How many keys the description has, but for those in values.
-        self.fields = len(doc)
+        self.fields: int = len(doc)
         # Nodes with more than tensors, trees, and the fields that both inherit.
         self.rich: set[int] = set()
         self._aliases: dict[tuple[int, str], Any] = {}
@@ -87,10 +87,10 @@ class Description:
         if not _INTS.issuperset(map(type, numbers)) or min(numbers, default=0) < 0:
             raise malformed("the numbers of specs", f"{_stray(numbers, _INTS)!r}")
         self.specs: list[Spec] = [self._table[number] for number in numbers]
-        self.flags = [""] * len(flat) if not self._has_lists else self._read_flags(flat, numbers)
+        self.flags: list[str] = [""] * len(flat) if not self._has_lists else self._read_flags(flat, numbers)
         self._check_leaves(numbers)
         # For each group of ties the leaf that all its paths read.
-        self.tied = self._find_tied()
+        self.tied: dict[int, int] = self._find_tied()
 
     def path(self, number: int) -> Path:
         """Return the keys that lead to a node."""
