@@ -1,6 +1,5 @@
 """Saves in the background: the same files, no lost errors, no needless copies, and an exit that waits."""
 
-import functools
 import gc
 import os
 import threading
