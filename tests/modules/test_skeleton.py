@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -17,6 +18,7 @@ from torch import nn
 
 from tdfunc import Ensemble, LeakError, combine, from_module, functional, stack
 from tdfunc.modules.poison import Poison
+from tdfunc.modules.skeleton import _is_stateless
 from tests.models import make_mlp
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -494,3 +496,30 @@ def test_a_returned_constant_is_the_callers():
         config.update(k=10.0)
 
         assert torch.equal(out, X)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_modules_of_torch_write_nothing_on_themselves():
+    """Whichever of torch's own modules counts as stateless has the same attributes and tensors after a forward."""
+    # torch's list of its modules with inputs for each, which its own tests use.
+    from torch.testing._internal.common_modules import module_db
+
+    def marks(module):
+        own = [{name: id(value) for name, value in m.__dict__.items()} for m in module.modules()]
+        tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+        return own, [[(name, id(leaf)) for name, leaf in table.items()] for table in tables]
+
+    seen = set()
+    for info, training in itertools.product(module_db, (True, False)):
+        options = {"device": "cpu", "dtype": torch.float32, "requires_grad": False, "training": training}
+        for given in info.module_inputs_func(info, **options)[:8]:
+            module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).train(training)
+            if not _is_stateless(module) or "FractionalMaxPool" in info.name:
+                continue
+            before = marks(module)
+            module(*given.forward_input.args, **given.forward_input.kwargs)
+            assert before == marks(module), info.name
+            seen.add(info.name)
+
+    assert len(seen) >= 90

@@ -383,7 +383,9 @@ def test_memory_is_let_go(tmp_path, monkeypatch):
     for fails in (False, True):
         if fails:
             real = background.save_outline
-            monkeypatch.setattr(background, "save_outline", lambda *args, real=real, **_: real(args[0], "/no/folder", fsync=True))
+            monkeypatch.setattr(
+                background, "save_outline", lambda *args, real=real, **_: real(args[0], "/no/folder", fsync=True)
+            )
         leaf = torch.ones(3)
         leaves.append(weakref.ref(leaf))
         kept.append(saver.save(TensorDict({"w": leaf}), tmp_path / "t.safetensors"))
