@@ -193,22 +193,17 @@ def _join_calls(graph: fx.Graph, memory: Memory) -> None:
     known: dict[Any, Any] = {}
     nodes: Any = [node for node in graph.nodes if isinstance(node.target, Deferred) and hasattr(node.target.fn, "join")]
     for node in nodes:
-        (writes, reads), first = node.args, known.setdefault(_reads_at(node, memory), node)
+        (writes, reads), fn = node.args, node.target.fn
+        first = known.setdefault((type(fn), *[(read, memory.version(read, node)) for read in reads]), node)
         filled = [*first.args[0], *writes]
-        joined = None if first is node else first.target.fn.join(node.target.fn)
         small = sum([out.meta["val"].numel() for out in filled]) <= _JOINED
-        if joined is None or not small or any([out.op != "call_function" or out.all_input_nodes for out in writes]):
+        if first is node or not small or any([out.op != "call_function" or out.all_input_nodes for out in writes]):
             continue
         for out in writes:
             first.prepend(out)
-        first.target, first.args, first.meta["writes"] = Deferred(joined), (filled, reads), filled
+        first.target, first.args, first.meta["writes"] = Deferred(first.target.fn.join(fn)), (filled, reads), filled
         graph.erase_node(node)
     memory.read(graph)
-
-
-def _reads_at(node: fx.Node, memory: Memory) -> Any:
-    reads: Any = node.args[1]
-    return tuple([(read, memory.version(read, node)) for read in reads])
 
 
 def _frozen(value: Any) -> Any:

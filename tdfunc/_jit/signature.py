@@ -119,7 +119,7 @@ def _describe_tree(contexts: Contexts, tree: TensorCollection, out: Arguments, w
     leaves, nodes, parts = out
     nodes.append(tree)
     # Without the tree itself, which would keep itself alive.
-    note, epoch = getattr(tree, "_described", None), contexts.epoch
+    note, epoch = getattr(tree, "_note", None), contexts.epoch
     if type(note) is tuple and note[0] is epoch:
         leaves += note[1]
         nodes += note[2]
@@ -132,9 +132,9 @@ def _describe_tree(contexts: Contexts, tree: TensorCollection, out: Arguments, w
     # Other values than tensors and trees may change and stay the same object.
     if note is epoch and _FIXED.issuperset(map(type, parts[begins[2] :])):
         note = (epoch, *[column[begin:] for column, begin in zip(out, begins, strict=True)])
-        object.__setattr__(tree, "_described", note)
+        object.__setattr__(tree, "_note", note)
     elif note is not epoch:
-        object.__setattr__(tree, "_described", epoch)
+        object.__setattr__(tree, "_note", epoch)
 
 
 # The parts of trees and tensors.

@@ -70,10 +70,8 @@ class Slots:
     Plain stores are four times as fast as `object.__setattr__`, and trees are made by the thousand.
     """
 
-    # `_bound` is set only by the first call of `apply` that finds the tree to fit its module, `_described` by `jit`.
-    __slots__ = (
-        "__weakref__", "_batch_size", "_bound", "_cache", "_data", "_described", "_device", "_names", "_static",
-    )  # fmt: skip
+    # `_bound` is set only by the first call of `apply` that finds the tree to fit its module, `_note` by `jit`.
+    __slots__ = ("__weakref__", "_batch_size", "_bound", "_cache", "_data", "_device", "_names", "_note", "_static")
 
 
 class TensorCollection(Slots):
@@ -87,7 +85,7 @@ class TensorCollection(Slots):
     _static: Static | None
     _cache: Any
     _bound: Any
-    _described: Any
+    _note: Any
 
     # The class for open keys and the class for ragged stacks; the public modules set them, lower layers build by them.
     _open: ClassVar[Any] = None

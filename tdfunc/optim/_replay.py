@@ -31,22 +31,11 @@ class Replay:
             self._kernel(writes, reads)
 
 
-class Apart:
-    """Whether tensors that are so many bytes long are certain not to overlap; asked again and again."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._lengths = lengths
-        # Where they lay when they last did not.
-        self._known: list[int] = []
-
-    def __call__(self, tensors: Leaves) -> bool:
-        places = [tensor.data_ptr() for tensor in tensors]
-        if places == self._known:
-            return True
-        end = 0
-        for begin, length in sorted(zip(places, self._lengths, strict=True)):
-            if begin < end:
-                return False
-            end = begin + length
-        self._known = places
-        return True
+def are_apart(lengths: list[int], tensors: Leaves) -> bool:
+    """Return whether tensors that are so many bytes long are certain not to overlap."""
+    end = 0
+    for begin, length in sorted(zip([tensor.data_ptr() for tensor in tensors], lengths, strict=True)):
+        if begin < end:
+            return False
+        end = begin + length
+    return True

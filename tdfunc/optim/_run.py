@@ -18,7 +18,7 @@ from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
-from tdfunc.optim._replay import Apart, Replay, Short
+from tdfunc.optim._replay import Replay, Short, are_apart
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
@@ -192,13 +192,13 @@ def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> 
     trace = recorder()
     if trace is not None:
         lengths = [span_bytes(tensor) for tensor in (*writes, *reads)]
-        trace.call(partial(_check_apart, names(), Apart(lengths)), writes, reads)
+        trace.call(partial(_check_apart, names(), lengths), writes, reads)
     return True
 
 
-def _check_apart(names: list[str], are_apart: Apart, writes: Leaves, reads: Leaves) -> None:
+def _check_apart(names: list[str], lengths: list[int], writes: Leaves, reads: Leaves) -> None:
     """Raise if two leaves share memory that did not when they were traced."""
-    if are_apart([*writes, *reads]):
+    if are_apart(lengths, [*writes, *reads]):
         return
     for i, j in _find_shared(writes, reads):
         raise UnsupportedError(

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -196,18 +195,13 @@ def _derive(key: Tensor, number: Tensor | int | None, salt: int, counted: tuple[
             key = key.reshape(*key.shape[:-1], *lead, 2)
         if not _is_read(out):
             out.copy_(_derive_plain(key, number, salt))
-        elif count > _FEW:
-            _derive_numpy(_unsigned(key), _words_of(number), salt, _unsigned(out))
+        elif count <= _FEW and is_one:
+            state, gamma = key.flatten().tolist()
+            column: Any = number.flatten().tolist() if isinstance(number, Tensor) else [number]
+            column = column if counted is None else range(count)
+            out.numpy().reshape(-1)[:] = [word for n in column for word in _derive_integers(state, gamma, n, salt)]
         else:
-            pairs: Any = repeat(key.flatten().tolist()) if is_one else key.expand(*size, 2).reshape(-1, 2).tolist()
-            column: Any = repeat(number)
-            if counted is not None:
-                column = cycle(range(math.prod(counted)))
-            elif isinstance(number, Tensor):
-                column = number.expand(size).flatten().tolist()
-            numbered: Any = zip(range(count), pairs, column, strict=False)
-            rows = [_derive_integers(state, gamma, n, salt) for _, (state, gamma), n in numbered]
-            out.numpy().reshape(-1)[:] = [word for row in rows for word in row]
+            _derive_numpy(_unsigned(key), _words_of(number), salt, _unsigned(out))
 
     return _filled(fill, Size((*size, 2)), torch.int64, [key, *tensors])
 
@@ -238,9 +232,9 @@ class _Masks:
 
     parts: tuple[tuple[int | None, Mask], ...]
 
-    def join(self, other: Any) -> "_Masks | None":
-        """Return the call that fills the masks of both, which costs less than two; None for another kind of call."""
-        return _Masks((*self.parts, *other.parts)) if isinstance(other, _Masks) else None
+    def join(self, other: "_Masks") -> "_Masks":
+        """Return the call that fills the masks of both, which costs less than two."""
+        return _Masks((*self.parts, *other.parts))
 
     def __call__(self, writes: list[Tensor], reads: list[Tensor]) -> None:
         key, numbers = reads[0], [number for number, _ in self.parts if number is not None]
@@ -249,14 +243,13 @@ class _Masks:
                 out.copy_(_mask_plain(key, number, what))
             return
         keys = _unsigned(key).reshape(-1, 2)
-        folded, kinds = iter(_fold_numpy(keys, numbers) if numbers else ()), [what for _, what in self.parts]
-        outs = [out.numpy().reshape(len(keys), math.prod(what.size)) for out, what in zip(writes, kinds, strict=True)]
-        rows = [keys if number is None else next(folded) for number, _ in self.parts]
-        if kinds.count(kinds[0]) == len(kinds):
-            _mask_numpy(np.concatenate(rows), outs, kinds[0])
-        else:
-            for own, out, what in zip(rows, outs, kinds, strict=True):
-                _mask_numpy(own, [out], what)
+        folded = iter(_fold_numpy(keys, numbers) if numbers else ())
+        kinds: dict[Mask, list[tuple[Words, Any]]] = {}
+        for out, (number, what) in zip(writes, self.parts, strict=True):
+            row = keys if number is None else next(folded), out.numpy().reshape(len(keys), math.prod(what.size))
+            kinds.setdefault(what, []).append(row)
+        for what, rows in kinds.items():
+            _mask_numpy(np.concatenate([own for own, _ in rows]), [out for _, out in rows], what)
 
 
 def _fold_numpy(keys: Words, numbers: list[int]) -> Words:
