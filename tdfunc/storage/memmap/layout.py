@@ -89,7 +89,7 @@ class Owned(NamedTuple):
 
 
 def owned_names(meta: dict[str, Any]) -> Owned:
-    """Return the names of the files and folders that a `meta.json` of any version describes."""
+    """Return the names of the files and folders that a `meta.json` describes."""
     files, folders, own = {META}, set[str](), meta.get("")
     fields: dict[str, Any] = own if type(own) is dict else {}
     if "tdfunc" not in fields and not str(meta.get("_type")).startswith(_TYPE_START):
@@ -99,19 +99,18 @@ def owned_names(meta: dict[str, Any]) -> Owned:
     for key, item in zip(node.get("keys", ()), node.get("items", ()), strict=False):
         is_leaf = type(item) is not dict
         (files if is_leaf else folders).add(stem_of(key, leaf=is_leaf) + LEAF_SUFFIX * is_leaf)
-    special = fields.get("special", {})
-    entries = [(hashed(key), entry) for key, entry in special.items()]
-    for key, entry in meta.items() if not node else ():
-        # tensordict also writes names as they are, and several leaves for one nested tensor.
-        names = {encoded(key), key if own is None and is_raw_name(key) else encoded(key)}
-        entries += [(name, entry) for name in names if key not in RESERVED]
-    for name, entry in entries:
-        if type(entry) is dict and "type" in entry:
-            folders.add(name)
-        elif type(entry) is dict:
-            files.add(name + LEAF_SUFFIX)
-            files |= {f"{name}.shape{LEAF_SUFFIX}"} if entry.get("is_nested") else set()
     if own is None:
+        for key, entry in meta.items():
+            if key in RESERVED or type(entry) is not dict:
+                continue
+            # tensordict also writes names as they are, and several leaves for one nested tensor.
+            for name in {encoded(key), key if is_raw_name(key) else encoded(key)}:
+                if "type" in entry:
+                    folders.add(name)
+                    continue
+                files.add(name + LEAF_SUFFIX)
+                if entry.get("is_nested"):
+                    files.add(f"{name}.shape{LEAF_SUFFIX}")
         files.update(PICKLES)
         folders |= {"_tensordict"} if "shape" not in meta else set()
     return Owned(files, folders, meta.get("_type") in (LAZY_TYPE, VALUES_TYPE))

@@ -37,7 +37,6 @@ from tdfunc.storage.memmap.layout import (
     VALUES_TYPE,
     VERSION,
     encoded,
-    hashed,
     is_raw_name,
     join_name,
     shared_fields,
@@ -46,14 +45,13 @@ from tdfunc.storage.memmap.layout import (
 from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, lazy_name, move_leaf
 from tdfunc.storage.tree.decode import MALFORMED, Description, kinds_in
 from tdfunc.storage.tree.encode import MAX_TIE_KEYS, restrict
-from tdfunc.storage.tree.specs import DTYPES, FOLDER_CODES, Spec, malformed, parse_json, spec_for, spec_of
+from tdfunc.storage.tree.specs import FOLDER_CODES, Spec, malformed, parse_json, spec_for, spec_of
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 # Each takes about a millisecond; while writers never rest a reader may need some.
 _RETRIES = 100
 _MAX_META_BYTES = 100_000_000
-_VERSIONS = (1, VERSION)
 
 
 def load_memmap(
@@ -296,7 +294,7 @@ class FolderReader:
                 expected="a key",
                 hint="load it with tensordict and rename the key.",
             )
-        if own is not None and own["tdfunc"] not in _VERSIONS:
+        if own is not None and own["tdfunc"] != VERSION:
             raise UnsupportedError(
                 f"{where(place.path)} has another format version.",
                 expected=str(VERSION),
@@ -307,13 +305,12 @@ class FolderReader:
         inner = join_name(place.folder, "_tensordict")
         if own is None and "shape" not in meta and self._is_folder(inner, place.path):
             place, meta = self._tensorclass(place, meta)
-            own = meta.get("")
-        if own is not None and own["tdfunc"] == VERSION:
+        if own is not None:
             node = self._document(place, meta, own)
         elif meta.get("_type") == LAZY_TYPE:
-            node = self._stack(place, meta, own)
+            node = self._stack(place, meta)
         else:
-            node = self._entries(place, meta, own)
+            node = self._entries(place, meta)
         self._nodes.append(node)
         self._places.append(place)
         self._exact.append(own is not None)
@@ -354,25 +351,22 @@ class FolderReader:
                 shape = item.get("shape", size)
                 more = {field: item[field] for field in ("flags", "shape") if field in item}
                 items[at] = {**self._value(place, keys[at], stems[at], len(shape), shape), **more}
-        return _Node(fields, specs, stems, _ties_of(own))
+        ties = tuple(tuple(tuple(path) for path in group) for group in own.get("ties", ()))
+        return _Node(fields, specs, stems, ties)
 
-    def _stack(self, place: _Place, meta: dict[str, Any], own: dict[str, Any] | None) -> _Node:
-        """Read a lazy stack of tensordict, or of version 1."""
+    def _stack(self, place: _Place, meta: dict[str, Any]) -> _Node:
+        """Read a lazy stack of tensordict."""
         dim = meta.get("stack_dim")
         with Descriptor(place.folder or ".", FOLDER, dir_fd=self.root) as fd:
             found = {name for name in os.listdir(fd) if name.isascii() and name.isdigit()}
-        count = own["count"] if own is not None else len(found)
-        # The numbers are compared first: a small file may name a large one.
-        if type(count) is not int or count < 1 or count != len(found) or found != {str(i) for i in range(count)}:
+        keys = [str(i) for i in range(len(found))]
+        if not found or found != set(keys):
             raise malformed("the folders 0, 1, ... of a lazy stack", f"{sorted(found)}")
         if type(dim) is not int or not 0 <= dim < 64:
             raise malformed("the dimension of a lazy stack", repr(dim))
-        keys = [str(i) for i in range(count)]
-        fields: dict[str, Any] = {"class": lazy_name(), "keys": keys, "items": [{"tree": None} for _ in keys]}
-        fields["device"] = "cpu" if own is not None and own.get("device") == "cpu" else None
-        if own is not None and "names" in own:
-            fields["names"] = own["names"]
-        return _Node(fields, [], keys, _ties_of(own), dim)
+        items = [{"tree": None} for _ in keys]
+        fields = {"class": lazy_name(), "keys": keys, "items": items, "device": None}
+        return _Node(fields, [], keys, stack_dim=dim)
 
     def _tensorclass(self, place: _Place, meta: dict[str, Any]) -> tuple[_Place, dict[str, Any]]:
         """Read a tensorclass of tensordict: fields that are not tensors, and the tree or stack of the others."""
@@ -386,53 +380,38 @@ class FolderReader:
         place = place._replace(folder=join_name(place.folder, "_tensordict"), cls=named.get(name), further=meta)
         return place, self._meta(place.folder, place.path)
 
-    def _entries(self, place: _Place, meta: dict[str, Any], own: dict[str, Any] | None) -> _Node:
-        """Read a node of tensordict, or of version 1, which has tdfunc's own fields next to the entries."""
+    def _entries(self, place: _Place, meta: dict[str, Any]) -> _Node:
+        """Read a node of tensordict."""
         if type(meta.get("_type")) is not str or "shape" not in meta or meta["_type"] in (VALUE_TYPE, VALUES_TYPE):
             raise _unknown(place.path, meta.get("_type"))
-        size, fields = meta["shape"], own or {}
-        special, flags, shapes = fields.get("special", {}), fields.get("flags", {}), fields.get("shapes", {})
-        # tensordict has further fields of its own.
-        entries = {k: entry for k, entry in meta.items() if k not in RESERVED and (own or type(entry) is dict)}
-        if special and sorted(fields["order"]) != sorted([*entries, *special]):
-            raise malformed(f"the order of the keys {[*entries, *special]}", repr(fields["order"]))
-        # Names of torch, as version 1 writes those that tensordict does not have.
-        dtypes = SHARED_DTYPES | {str(dtype): dtype for dtype in DTYPES.values()}
+        size = meta["shape"]
         specs: list[Spec] = []
         items: dict[str, Any] = {}
         stems: list[str] = []
-        for key in fields["order"] if special else entries:
-            entry = special[key] if key in special else entries[key]
+        for key, entry in meta.items():
+            # tensordict has further fields of its own.
+            if key in RESERVED or type(entry) is not dict:
+                continue
             is_leaf = "type" not in entry
-            stem = hashed(key) if key in special else encoded(key)
-            suffix = LEAF_SUFFIX if is_leaf else ""
-            if own is None and is_raw_name(key) and not self._exists(join_name(place.folder, stem + suffix)):
+            stem = encoded(key)
+            if is_raw_name(key) and not self._exists(join_name(place.folder, stem + LEAF_SUFFIX * is_leaf)):
                 stem = key
             stems.append(stem)
-            more = {"shape": shapes[key]} if key in shapes else {}
-            more |= {"flags": flags[key]} if key in flags else {}
-            if key in special and ("value" in entry or "values" in entry):
-                items[key] = {**{field: entry[field] for field in ("value", "values") if field in entry}, **more}
-            elif is_leaf:
+            if is_leaf:
                 is_nested, dtype = entry.get("is_nested"), entry["dtype"]
-                if is_nested or (dtype not in dtypes and str(dtype).startswith("torch.")):
+                if is_nested or (dtype not in SHARED_DTYPES and str(dtype).startswith("torch.")):
                     raise UnsupportedError(
                         f"leaf {dotted((*place.path, key))!r} must be a dense tensor of a dtype that torch has.",
-                        expected=f"one of {', '.join(dtypes)}",
+                        expected=f"one of {', '.join(SHARED_DTYPES)}",
                         got="a nested tensor" if is_nested else dtype,
                     )
-                spec = spec_for(dtypes[dtype], entry["shape"], FOLDER_CODES)
+                spec = spec_for(SHARED_DTYPES[dtype], entry["shape"], FOLDER_CODES)
                 assert spec is not None
+                items[key] = len(specs)
                 specs.append(spec)
-                shape = [None, shapes[key]] if key in shapes else []
-                items[key] = [len(specs) - 1, flags[key], *shape] if key in flags else len(specs) - 1
-            elif key not in special and entry["type"] in ("NonTensorData", "NonTensorStack"):
-                # Without a recorded shape: one value for each element of the batch, and at least one dimension.
-                shape = shapes.get(key, size)
-                items[key] = {
-                    **self._value(place, key, stem, len(shape) if more else max(len(shape), 1), shape),
-                    **more,
-                }
+            elif entry["type"] in ("NonTensorData", "NonTensorStack"):
+                # One value for each element of the batch, and at least one dimension.
+                items[key] = self._value(place, key, stem, max(len(size), 1), size)
             else:
                 items[key] = {"tree": None}
         for key, value in place.further.items():
@@ -441,10 +420,8 @@ class FolderReader:
                 stems.append("")
         device = "cpu" if meta.get("device", "None") not in ("None", None) else None
         node = {"size": size, "device": device, "keys": list(items), "items": list(items.values())}
-        cls = place.cls if own is None else fields.get("class")
-        node |= {"class": cls} if cls is not None else {}
-        node |= {"names": fields["names"]} if "names" in fields else {}
-        return _Node(node, specs, stems, _ties_of(own))
+        node |= {"class": place.cls} if place.cls is not None else {}
+        return _Node(node, specs, stems)
 
     def _value(self, place: _Place, key: str, stem: str, dims: int, shape: Sequence[int]) -> dict[str, Any]:
         """Read non-tensor data, whose values are lists nested `dims` deep, as the item that they are."""
@@ -566,10 +543,6 @@ class FolderReader:
                 first = spec
             groups.append(refs)
         return groups
-
-
-def _ties_of(own: dict[str, Any] | None) -> Ties:
-    return tuple(tuple(tuple(path) for path in group) for group in (own or {}).get("ties", ()))
 
 
 def where(path: Path) -> str:
