@@ -138,8 +138,8 @@ def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[s
             deeper.setdefault(path[0], {})[path[1:]] = (place, value)
     result = dict(items)
     for key, inner in deeper.items():
-        child = result.get(key)
-        # A prefix (None for a whole sub-tree) has nothing to graft into.
+        # Any: a prefix (None for a whole sub-tree) has nothing to graft into.
+        child: Any = result.get(key)
         if hasattr(child, "_data"):
             inner_ties = under(ties, key)
             result[key] = child._replace(_insert(child._data, inner, inner_ties), ties=inner_ties)
