@@ -23,7 +23,7 @@ _VIEWS = {
 }  # fmt: skip
 _FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 # Memory that calls are joined for: of more, the pieces would be alive for longer than the calls take.
-_JOINED = 1 << 18
+_JOINED = 1 << 16
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 
 
