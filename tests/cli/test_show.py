@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tdfunc import CheckpointManager, Kind, NonTensorData, TensorDict, save
 from tdfunc.cli.numbers import Stats
@@ -156,3 +157,13 @@ def test_one_value_for_a_huge_batch(tmp_path):
     assert listed["values"] == [{"path": ["v"], "name": "v", "shape": [2**40], "per_element": False, "value": "b"}]
     assert [one["what"] for one in compared["differences"]] == ["value"]
     assert "'value': 'b'} instead of {" in averaged.err
+
+
+def test_ties_inside_a_plain_object(tmp_path):
+    """A tied leaf of a tree inside a plain object is one leaf, with both of its paths."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    save({"run": {1: TensorDict.from_module(model).detach(), 2: "x"}}, tmp_path / "t.safetensors")
+
+    leaves = run("show", tmp_path / "t.safetensors", "--json").json["leaves"]
+    assert [leaf["tied_to"] for leaf in leaves] == [[["run", "1", "b", "weight"]]]
