@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, check_least, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
@@ -229,8 +229,7 @@ class Snapshots:
     """
 
     def __init__(self, members: int) -> None:
-        if members < 1:
-            raise error(ValueError, "Snapshots: there must be a member.", expected="members >= 1", got=members)
+        check_least("Snapshots: members", members)
         self.members = members
 
     def init(self, params: TensorCollection) -> "TensorDict":
@@ -287,10 +286,7 @@ def cosine_cycles(peak_value: float | Tensor, cycle_steps: int) -> Schedule:
         >>> [round(float(rate(torch.tensor(step))), 4) for step in (0, 5, 9, 10)]
         [0.1, 0.05, 0.0024, 0.1]
     """
-    if cycle_steps < 1:
-        raise error(
-            ValueError, "cosine_cycles: a cycle must have a step.", expected="cycle_steps >= 1", got=cycle_steps
-        )
+    check_least("cosine_cycles: cycle_steps", cycle_steps)
 
     def value(step: Tensor) -> Tensor:
         share = (step % cycle_steps).to(torch.float64) / cycle_steps

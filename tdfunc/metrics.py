@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tdfunc._mixture import Numbers, as_tensor, check_outputs, log_mixture, member_weights, predicted, widen
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError, check_choice, check_least
 from tdfunc.core.surface import surface
 
 if TYPE_CHECKING:
@@ -86,10 +86,8 @@ def uncertainty(
         >>> u["mutual_information"].round(decimals=2)
         tensor([0.0000, 0.6000])
     """
-    for name, value, known in (("kind", kind, tuple(_KINDS)), ("nan", nan, ("propagate", "omit"))):
-        if value not in known:
-            what = f"uncertainty: {name} must be one of its names."
-            raise error(ValueError, what, expected=" or ".join(map(repr, known)), got=repr(value))
+    check_choice("uncertainty: kind", kind, _KINDS)
+    check_choice("uncertainty: nan", nan, ("propagate", "omit"))
     y = as_tensor(y)
     check_outputs("uncertainty", y, _KINDS[kind])
     if kind == "gaussian" and y.shape[-1] != 2:
@@ -267,8 +265,7 @@ def reliability_curve(y: Numbers, t: Numbers, *, bins: int = 15, weights: Number
 
 def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return for all predictions the confidence, 1 if right, and True for the bin of the confidence."""
-    if bins < 1:
-        raise error(ValueError, f"{call}: there must be a bin.", expected="bins >= 1", got=bins)
+    check_least(f"{call}: bins", bins)
     log_p, t = predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)

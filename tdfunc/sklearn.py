@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tdfunc import optim, random, sweep
 from tdfunc._jit import jit
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError, check_choice, check_least, error
 from tdfunc.core.surface import surface
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
@@ -122,8 +122,7 @@ class _Ensemble(BaseEstimator):
     def _train(self, data: Array, t: Tensor, weights: Array, outputs: int, losses: Losses) -> None:
         """Train all members on checked data, and keep them."""
         for name in ("n_estimators", "max_iter", "batch_size", "n_iter_no_change"):
-            if getattr(self, name) < 1:
-                raise error(ValueError, f"{name} must be at least 1.", got=getattr(self, name))
+            check_least(name, getattr(self, name))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         key = random.key(seed, device=self.device)
         x, w = (torch.tensor(array, device=self.device) for array in (data, weights))
@@ -383,8 +382,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
             y: Values of shape (N), or (N, K).
             sample_weight: The weight of each example's loss.
         """
-        if self.loss not in _LOSSES:
-            raise error(ValueError, "loss must be squared_error or gaussian.", got=repr(self.loss))
+        check_choice("loss", self.loss, _LOSSES)
         checked: Any = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
         data, values = checked
         weights = _check_sample_weight(sample_weight, data, dtype=data.dtype, ensure_non_negative=True)

@@ -257,8 +257,8 @@ MESSAGES = [
     (lambda: averaging.SWAG(1), ValueError, "rank must be 0, or at least 2.*1"),
     (lambda: averaging.SWAG().init(TensorDict({"n": torch.ones(2).long()})), tdf.LeafMismatchError, "SWAG.init.*'n'"),
     (lambda: averaging.SWA().init({}), TypeError, "SWA.init: params must be a tree.*dict"),
-    (lambda: averaging.Snapshots(0), ValueError, "there must be a member.*0"),
-    (lambda: averaging.cosine_cycles(0.1, 0), ValueError, "a cycle must have a step.*0"),
+    (lambda: averaging.Snapshots(0), ValueError, "members must be at least 1.*0"),
+    (lambda: averaging.cosine_cycles(0.1, 0), ValueError, "cycle_steps must be at least 1.*0"),
     (lambda: averaging.SWA().update(averaging.SWA().init(STACK), STACK), tdf.TreeStructureError, "of this class.*'w'"),
     (
         lambda: averaging.SWAG(0).update(STACK, averaging.SWAG(2).init(STACK)),

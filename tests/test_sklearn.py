@@ -327,7 +327,7 @@ MESSAGES = [
         {"early_stopping": True, "validation_fraction": 0.01},
         "both parts must have an example with a weight",
     ),
-    (EnsembleRegressor, {"loss": "x"}, "loss must be squared_error or gaussian.*'x'"),
+    (EnsembleRegressor, {"loss": "x"}, "loss must be one of 'squared_error', 'gaussian'.*'x'"),
 ]
 
 

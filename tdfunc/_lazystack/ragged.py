@@ -9,7 +9,7 @@ from torch import Size, Tensor
 
 from tdfunc.core.collection import PLAIN, Static, TensorCollection, check_one_shape
 from tdfunc.core.context import is_compiling
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, check_choice, error
 from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import stacked_size
@@ -127,8 +127,7 @@ def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
 
 def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str, masks: bool, *, only: int | None = None) -> Padded:
     """Return the stack of trees padded to the largest sizes, and its masks or None."""
-    if side not in ("right", "left"):
-        raise error(ValueError, "pad: side must be 'right' or 'left'.", got=repr(side))
+    check_choice("pad: side", side, ("right", "left"))
     padding = Padding(_values(trees, value), side == "left", masks, only, {})
     return _pad([_dense_pair(tree, padding) for tree in trees], dim, (), padding)
 
@@ -245,8 +244,7 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
 
 def nest_trees(trees: Sequence[Any], layout: torch.layout) -> Any:
     """Return a tree of nested tensors, batch size [number of trees]."""
-    if layout not in (torch.jagged, torch.strided):
-        raise error(ValueError, "nested: the layout must be torch.jagged or torch.strided.", got=str(layout))
+    check_choice("nested: the layout", layout, (torch.jagged, torch.strided))
     return _nest(trees, layout, {}, ())
 
 

@@ -5,6 +5,7 @@ Each is a subclass of the builtin error that a caller would catch anyway; `error
 
 import os
 import traceback
+from collections.abc import Collection
 from dataclasses import FrozenInstanceError
 from typing import TypeVar
 
@@ -25,6 +26,18 @@ def explain(what: object = "", *, expected: object = None, got: object = None, h
 def error(kind: type[E], what: object, *, expected: object = None, got: object = None, hint: str | None = None) -> E:
     """Return a builtin error with a message of four parts."""
     return kind(explain(what, expected=expected, got=got, hint=hint))
+
+
+def check_choice(what: str, value: object, choices: Collection[object]) -> None:
+    """Raise unless an option has one of its values."""
+    if value not in choices:
+        raise error(ValueError, f"{what} must be one of {', '.join(map(repr, choices))}.", got=repr(value))
+
+
+def check_least(what: str, number: float, least: int = 1) -> None:
+    """Raise unless a number has at least a value."""
+    if not number >= least:
+        raise error(ValueError, f"{what} must be at least {least}.", got=number)
 
 
 def user_line(err: BaseException | None = None) -> str:

@@ -22,7 +22,7 @@ from tdfunc import random
 from tdfunc._jit import Jitted
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
-from tdfunc.core.errors import UnsupportedError, error, explain
+from tdfunc.core.errors import UnsupportedError, check_choice, check_least, error, explain
 from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Path
@@ -120,10 +120,9 @@ class Ensemble:
                 got=f"forward{signature(apply.module.forward)}",
                 hint="wrap the module in one whose forward has another name for it.",
             )
-        if how not in _HOWS:
-            raise error(ValueError, "Ensemble: how must name a way to run.", expected=" | ".join(_HOWS), got=repr(how))
-        if chunk_size is not None and chunk_size < 1:
-            raise error(ValueError, "Ensemble: chunk_size must be at least 1.", expected="None or >= 1", got=chunk_size)
+        check_choice("Ensemble: how", how, _HOWS)
+        if chunk_size is not None:
+            check_least("Ensemble: chunk_size", chunk_size)
         self.apply = apply
         self.how: How = how
         self.chunk_size = chunk_size

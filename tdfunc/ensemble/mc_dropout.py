@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from tdfunc import random
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, check_least
 from tdfunc.ensemble._variant import variant
 from tdfunc.modules.functional import Apply
 from tdfunc.random.draws import KeyLike, key_of
@@ -51,8 +51,7 @@ class MCDropout:
         layers: tuple[type[nn.Module], ...] = (),
         chunk_size: int | None = None,
     ) -> None:
-        if members < 1:
-            raise error(ValueError, "MCDropout: there must be a pass.", expected="members >= 1", got=members)
+        check_least("MCDropout: members", members)
         drops = (_DropoutNd, *layers)
         if not any(isinstance(part, drops) for part in apply.module.modules()):
             raise UnsupportedError(

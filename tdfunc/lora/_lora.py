@@ -9,7 +9,7 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, check_choice, error
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
@@ -78,8 +78,7 @@ class Lora:
     whole: "FilterLike | None" = None
 
     def __post_init__(self) -> None:
-        if self.start not in ("kaiming", "pissa", "olora"):
-            raise error(ValueError, "Lora: start must be 'kaiming', 'pissa' or 'olora'.", got=repr(self.start))
+        check_choice("Lora: start", self.start, ("kaiming", "pissa", "olora"))
         if not 0 <= self.dropout < 1:
             raise error(ValueError, "Lora: dropout must be a probability below 1.", got=self.dropout)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tdfunc import random
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, check_least, error
 from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
 from tdfunc.modules.functional import functional
@@ -393,8 +393,8 @@ def _check_init(members: int | None, init: Any) -> tuple[Init, Init]:
             expected=f"{' | '.join(map(repr, _INITS))}, or a pair of them",
             got=repr(init),
         )
-    if members is not None and members < 1:
-        raise error(ValueError, "BatchEnsemble: there must be a member.", expected="members >= 1", got=members)
+    if members is not None:
+        check_least("BatchEnsemble: members", members)
     return kinds
 
 

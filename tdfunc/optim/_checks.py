@@ -189,13 +189,6 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
         value = torch.tensor(value, dtype=torch.float64)
     if callable(value) or (isinstance(value, Tensor) and not has_values()):
         return value
-    if isinstance(value, dict):
-        raise error(
-            TypeError,
-            f"{rule}: {name} must be one for all leaves.",
-            got="a dict",
-            hint=f'multi({{"*.bias": {rule}({name}=...), "*": {rule}(...)}}) has an optimizer for each filter.',
-        )
     # Written so that nan fails.
     fits = bool(((value >= low) & (value < high)).all()) if isinstance(value, Tensor) else low <= value < high
     if not fits:

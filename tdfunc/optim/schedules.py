@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import error
+from tdfunc.core.errors import check_least, error
 from tdfunc.core.surface import surface
 from tdfunc.optim._optimizer import Schedule
 
@@ -44,7 +44,7 @@ def polynomial(
     Source:
         `optax.polynomial_schedule`, `torch.optim.lr_scheduler.PolynomialLR`.
     """
-    _check_positive("polynomial", "transition_steps", transition_steps)
+    check_least("polynomial: transition_steps", transition_steps)
 
     def value(step: Tensor) -> Tensor:
         left = 1 - (_real(step) - transition_begin).clamp(0, transition_steps) / transition_steps
@@ -77,7 +77,7 @@ def cosine_decay(init_value: Value, decay_steps: int, *, alpha: float = 0.0, exp
         Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts" (2017);
         `optax.cosine_decay_schedule`.
     """
-    _check_positive("cosine_decay", "decay_steps", decay_steps)
+    check_least("cosine_decay: decay_steps", decay_steps)
 
     def value(step: Tensor) -> Tensor:
         share = _real(step).clamp(max=decay_steps) / decay_steps
@@ -150,7 +150,7 @@ def exponential_decay(
     Source:
         `optax.exponential_decay`.
     """
-    _check_positive("exponential_decay", "transition_steps", transition_steps)
+    check_least("exponential_decay: transition_steps", transition_steps)
 
     def value(step: Tensor) -> Tensor:
         share = (_real(step) - transition_begin).clamp(min=0) / transition_steps
@@ -195,19 +195,9 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         schedules: The schedules.
         boundaries: At how many steps done the second, third, ... begins.
 
-    Raises:
-        ValueError: There is not one boundary between each two.
-
     Source:
         `optax.join_schedules`, `torch.optim.lr_scheduler.SequentialLR`.
     """
-    if len(schedules) != len(boundaries) + 1:
-        raise error(
-            ValueError,
-            "join_schedules: there must be a boundary between each two schedules.",
-            expected=len(schedules) - 1,
-            got=len(boundaries),
-        )
     if list(boundaries) != sorted(boundaries):
         raise error(ValueError, "join_schedules: boundaries must ascend.", got=list(boundaries))
 
@@ -306,11 +296,6 @@ def _real(step: Tensor) -> Tensor:
 def _at(step: Tensor, value: Any) -> Tensor:
     """Return a value with the dimensions of the step count."""
     return (value.to(step.device) if isinstance(value, Tensor) else value) + torch.zeros_like(_real(step))
-
-
-def _check_positive(name: str, what: str, number: int) -> None:
-    if number < 1:
-        raise error(ValueError, f"{name}: {what} must be at least 1.", got=number)
 
 
 surface(globals())

@@ -97,7 +97,7 @@ MESSAGES = [
     (lambda: stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)]), UnsupportedError,
      "stack_modules: '0.weight' of LazyLinear", "example input"),
     (lambda: unstack(from_module(LAYER)), BatchSizeError, "unstack", "[E, ...]", "[]"),
-    (lambda: init_ensemble(nn.ReLU, 0), ValueError, "members >= 1", "0"),
+    (lambda: init_ensemble(nn.ReLU, 0), ValueError, "members must be at least 1", "0"),
     (lambda: init_ensemble(lambda: LAYER, 3), ValueError, "members 0 and 1 are equal", "differ", "make() must build"),
     (lambda: init_ensemble(lambda: nn.LayerNorm(3), 3), ValueError, "members 0 and 1 are equal"),
     (lambda: init_ensemble(make_each(make_mlp, nn.ReLU), 2), TreeStructureError, "init_ensemble: member 1", "'class'"),
@@ -114,7 +114,7 @@ MESSAGES = [
     (lambda: init_ensemble(lambda: drawn_outside(np.random.rand), 2), UnsupportedError, "past the key", "numpy's"),
     (lambda: init_ensemble(lambda: drawn_outside(random.random), 2), UnsupportedError, "past the key", "Python's"),
     # Making an ensemble.
-    (lambda: Ensemble(APPLY, "vmapp"), ValueError, "loop | vmap", "'vmapp'"),
+    (lambda: Ensemble(APPLY, "vmapp"), ValueError, "'loop', 'vmap'", "'vmapp'"),
     (lambda: Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
     (lambda: Ensemble(functional(Takes("in_dims"))[0]), UnsupportedError, "called 'in_dims'", "wrap the module"),
     (lambda: Ensemble(functional(Takes("rng"), call_only=True)[0]), UnsupportedError, "called 'rng'", "'buffers'"),

@@ -52,7 +52,7 @@ ROWS = [
     (lambda t: t.at[:2].set(t), BatchSizeError, r"must have the batch size.*\n.*2 at dimension 0\n.*\[3, -1\]"),
     (lambda t: t.with_batch_size([2]), BatchSizeError, r"dimension 0 must be the number of trees.*\n.*3\n.*\[2\]"),
     # One tree of all.
-    (lambda t: t.pad(side="middle"), ValueError, "must be 'right' or 'left'.*\n.*'middle'"),
+    (lambda t: t.pad(side="middle"), ValueError, "must be one of 'right', 'left'.*\n.*'middle'"),
     (lambda t: t.pad(1.5), LeafMismatchError, "must fit leaf 'n.y'.*\n.*int64\n.*1.5"),
     (lambda t: t.pad({"q": 1}), MissingKeyError, "pad: no key 'q'"),
     (
@@ -68,7 +68,7 @@ ROWS = [
     (lambda t: t.dense(), LeafMismatchError, r"stack: the batch sizes differ.\n.*\[2\]\n.*\[4\]\n.*pad"),
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[0]]).dense(), TreeStructureError, r"different keys.*\n.*'q'"),
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[1]]).pad(), TreeStructureError, "pad: trees 0 and 1 have different"),
-    (lambda t: t.nested(torch.sparse_coo), ValueError, "layout must be torch.jagged"),
+    (lambda t: t.nested(torch.sparse_coo), ValueError, "layout must be one of torch.jagged"),
     (lambda t: t.permute(1, 0).nested(), ValueError, "must lie along dimension 0.*\n.*stack_dim 1"),
     (lambda t: tdf.pad_sequence([]), ValueError, "no trees were given"),
     (

@@ -235,7 +235,7 @@ def test_a_layer_keeps_its_hooks_and_its_names():
 LINEAR = BatchEnsembleLinear(3, 2, 4)
 MESSAGES = [
     (lambda: LINEAR(torch.zeros(5, 3)), tdf.LeafMismatchError, r"BatchEnsembleLinear.*4 or 1 entries.*\[5, 3\]"),
-    (lambda: BatchEnsembleLinear(3, 2, 0), ValueError, "there must be a member.*0"),
+    (lambda: BatchEnsembleLinear(3, 2, 0), ValueError, "members must be at least 1.*0"),
     (lambda: BatchEnsembleLinear(3, 2, 4, init="x"), ValueError, "how scales begin.*'signs'.*'x'"),
     (lambda: batch_ensemble(nn.ReLU(), 4, 0), tdf.UnsupportedError, "nn.Linear or nn.Conv2d.*ReLU"),
     (

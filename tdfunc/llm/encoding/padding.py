@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tdfunc._lazystack import lazy_stack
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import error
+from tdfunc.core.errors import check_choice, error
 
 # The `input_ids` of a row and its masks, each of shape (T,).
 EncodedRow = dict[str, Tensor]
@@ -50,9 +50,7 @@ class Layout:
             "truncation_side": sides,
         }
         for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise error(ValueError, f"{call}: {name} must be one of {list(allowed)}.", got=repr(value))
+            check_choice(f"{call}: {name}", getattr(self, name), allowed)
         if self.max_length is None and (self.padding == "max_length" or self.cuts):
             raise error(ValueError, f"{call}: max_length must be given.", got="None")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from tdfunc.core.errors import error
+from tdfunc.core.errors import check_choice, check_least, error
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -149,21 +149,15 @@ class GenerationOptions:
         least: dict[str, int] = {"max_new_tokens": 0, "min_new_tokens": 0, "num_return_sequences": 1, "num_beams": 1}
         for name, bound in (least | {"top_k": 1}).items():
             value = getattr(self, name)
-            if value is not None and not value >= bound:
-                raise error(ValueError, f"generate: {name} must be at least {bound}.", got=value)
+            if value is not None:
+                check_least(f"generate: {name}", value, bound)
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise error(ValueError, f"generate: {name} must be above 0 and at most 1.", got=value)
         if not 0 < self.repetition_penalty < math.inf:
             raise error(ValueError, "generate: repetition_penalty must be above 0.", got=self.repetition_penalty)
-        if self.early_stopping not in (True, False, "never"):
-            raise error(
-                ValueError,
-                "generate: early_stopping must be one of three.",
-                expected="True, False or 'never'",
-                got=self.early_stopping,
-            )
+        check_choice("generate: early_stopping", self.early_stopping, (True, False, "never"))
         if "" in self.stop_sequences:
             raise error(ValueError, "generate: a stop sequence must not be empty.", got=self.stop_sequences)
         cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tdfunc._mixture import widen
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError, check_choice
 from tdfunc.llm.losses.streams import clean
 
 
@@ -50,13 +50,7 @@ def group_normalized(
         tensor([[-0.9999,  0.0000,  0.9999],
                 [ 0.0000,  0.0000,  0.0000]])
     """
-    if scale not in ("group", "batch", None):
-        raise error(
-            ValueError,
-            "group_normalized: scale must be one of its names.",
-            expected="'group', 'batch' or None",
-            got=repr(scale),
-        )
+    check_choice("group_normalized: scale", scale, ("group", "batch", None))
     rewards, mask = _read("group_normalized", rewards, mask)
     centred = _centred(rewards, mask, -1)
     if scale is None:

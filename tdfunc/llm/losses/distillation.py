@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tdfunc._mixture import widen
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError, check_choice, error
 from tdfunc.llm.losses.output import Loss
 from tdfunc.llm.losses.policy import policy_gradient
 from tdfunc.llm.losses.streams import Normalize, clean, log1mexp, mean, spread
@@ -70,9 +70,7 @@ def distill(
     """
     if not 0 <= beta <= 1:
         raise error(ValueError, "distill: beta must be in [0, 1].", got=beta)
-    if tail not in (None, "bucket", "renormalize"):
-        what = "distill: tail must be one of its names."
-        raise error(ValueError, what, expected="'bucket', 'renormalize' or None", got=repr(tail))
+    check_choice("distill: tail", tail, ("bucket", "renormalize", None))
     for name, values in (("student", student), ("teacher", teacher)):
         if values.shape[:-1] != mask.shape or values.shape != student.shape:
             raise LeafMismatchError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import error
+from tdfunc.core.errors import check_choice, error
 from tdfunc.llm.losses.divergences import k1, k2, k3
 from tdfunc.llm.losses.output import Loss
 from tdfunc.llm.losses.streams import Level, Normalize, clean, effective_share, log_ratio, mean, spread
@@ -366,10 +366,8 @@ def _idle(coefficient: float | Tensor, measured: Tensor | None) -> bool:
 
 
 def _check(surrogate: str, kl: str, dual_clip: float | None, *, kl_missing: bool, entropy_missing: bool) -> None:
-    for name, value, known in (("surrogate", surrogate, ("clipped", "weighted")), ("kl", kl, tuple(ESTIMATORS))):
-        if value not in known:
-            what = f"policy_gradient: {name} must be one of its names."
-            raise error(ValueError, what, expected=" or ".join(map(repr, known)), got=repr(value))
+    check_choice("policy_gradient: surrogate", surrogate, ("clipped", "weighted"))
+    check_choice("policy_gradient: kl", kl, ESTIMATORS)
     if dual_clip is not None and (dual_clip <= 1 or surrogate != "clipped"):
         what = "policy_gradient: dual_clip must be a ratio above 1, such as 3, for the clipped surrogate."
         raise error(ValueError, what, got=f"dual_clip={dual_clip}, surrogate={surrogate!r}")

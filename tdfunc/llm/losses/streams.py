@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc._mixture import widen
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError, check_choice, error
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Normalize: TypeAlias = Literal["token", "sequence"] | float | Tensor
@@ -71,12 +71,7 @@ def mean(values: Tensor, mask: Tensor, normalize: Normalize = "token") -> Tensor
     if normalize == "sequence":
         return row_mean(row_sums(values, mask, average=True))
     if isinstance(normalize, str):
-        raise error(
-            ValueError,
-            "normalize must be one of its names, or a divisor of the sum.",
-            expected="'token', 'sequence' or a number",
-            got=repr(normalize),
-        )
+        raise error(ValueError, "normalize must be 'token', 'sequence' or a divisor of the sum.", got=repr(normalize))
     return values.sum() / normalize
 
 
@@ -94,13 +89,7 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor, level: Level) -> Tensor:
     gap = new - old
     if level == "token":
         return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if level not in ("sequence", "geometric"):
-        raise error(
-            ValueError,
-            "the level of a ratio must be one of its names.",
-            expected="'token', 'sequence' or 'geometric'",
-            got=repr(level),
-        )
+    check_choice("the level of a ratio", level, ("token", "sequence", "geometric"))
     rows = row_sums(gap, mask, average=level == "geometric").unsqueeze(-1)
     return rows.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

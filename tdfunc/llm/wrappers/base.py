@@ -16,7 +16,7 @@ from torch import Size, Tensor
 
 from tdfunc import random
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, error
+from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, check_choice, error
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.conversations.exact import TokenTemplate
@@ -436,8 +436,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             )
         if as_nested_tensor and as_padded_tensor:
             raise error(ValueError, "get_dist: results must be padded or nested.", got="both")
-        if padding_side not in ("left", "right"):
-            raise error(ValueError, "get_dist: padding_side must be 'left' or 'right'.", got=repr(padding_side))
+        check_choice("get_dist: padding_side", padding_side, ("left", "right"))
         if logits_key is None or not has(tensordict, logits_key):
             logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
         else:

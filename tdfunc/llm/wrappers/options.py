@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from tdfunc.core.errors import ImmutableError, error
+from tdfunc.core.errors import ImmutableError, check_choice, error
 from tdfunc.core.types import NestedKey
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class WrapperOptions:
             TypeError: Texts or histories are to be read without a tokenizer.
             ImmutableError: `inplace` would write to the given tree.
         """
-        if self.input_mode not in MODES:
-            raise error(ValueError, f"LLMWrapper: input_mode must be one of {list(MODES)}.", got=repr(self.input_mode))
+        check_choice("LLMWrapper: input_mode", self.input_mode, MODES)
         if self.inplace not in (None, False):
             raise ImmutableError(
                 "LLMWrapper: inplace must be None or False: trees are never written.",
@@ -80,10 +79,7 @@ class WrapperOptions:
                 f"LLMWrapper: input_mode={self.input_mode!r} takes a tokenizer.",
                 hint="tokenizer=..., or input_mode='tokens'.",
             )
-        if self.layout not in (None, torch.jagged, torch.strided):
-            raise error(
-                ValueError, "LLMWrapper: layout must be None, torch.jagged or torch.strided.", got=str(self.layout)
-            )
+        check_choice("LLMWrapper: layout", self.layout, (None, torch.jagged, torch.strided))
         sizes = (self.min_batch_size, self.max_batch_size)
         if self.batching is False and sizes != (None, None):
             raise error(

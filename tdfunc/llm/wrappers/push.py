@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc import random
-from tdfunc.core.errors import ConcurrencyError, TreeStructureError, error
+from tdfunc.core.errors import ConcurrencyError, TreeStructureError, check_choice, error
 from tdfunc.llm.scoring.ids import score_ids
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.random.draws import KeyLike
@@ -179,8 +179,7 @@ def push_weights(
         ValueError: The engine's log-probs or digests are not those of the tree.
         ConcurrencyError: The engine did not take all leaves, or kept its cache.
     """
-    if proof not in ("prompt", "full"):
-        raise error(ValueError, "push: proof must be 'prompt' or 'full'.", got=repr(proof))
+    check_choice("push: proof", proof, ("prompt", "full"))
     _check_names(leaves, shapes, set(optional))
     key = random.key(int.from_bytes(os.urandom(7), "big")) if key is None else random.key_of(key)
     vocabulary, length = engine.limits()

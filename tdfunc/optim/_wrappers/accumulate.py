@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import check_least
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._run import free_lists, grads_of, restore, select_members, widen
-from tdfunc.optim._wrappers.parts import begin_step, check_count, make_state, select, step_some
+from tdfunc.optim._wrappers.parts import begin_step, make_state, select, step_some
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -78,5 +79,5 @@ def accumulate(optimizer: AbstractOptimizer, every: int) -> Accumulate:
         tensor([0.])
         tensor([-2.])
     """
-    check_count("accumulate", "every", every)
+    check_least("accumulate: every", every)
     return Accumulate(optimizer, every)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import error
+from tdfunc.core.errors import check_least
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._lists import Leaves
 from tdfunc.optim._wrappers.parts import begin_step, make_state, select, step_some
@@ -80,6 +80,5 @@ def apply_if_finite(optimizer: AbstractOptimizer, max_consecutive: int) -> Apply
         >>> params["w"], state["total"]
         (tensor([0., 1.]), tensor([0, 1]))
     """
-    if max_consecutive < 0:
-        raise error(ValueError, "apply_if_finite: max_consecutive must be at least 0.", got=max_consecutive)
+    check_least("apply_if_finite: max_consecutive", max_consecutive, 0)
     return ApplyIfFinite(optimizer, max_consecutive)

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import check_least
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_hyper, list_trainable
 from tdfunc.optim._run import free_lists, grads_of, restore, select_members, widen
-from tdfunc.optim._wrappers.parts import begin_step, check_count, make_state, rebuild_params, select
+from tdfunc.optim._wrappers.parts import begin_step, make_state, rebuild_params, select
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -78,6 +79,6 @@ def lookahead(optimizer: AbstractOptimizer, every: int = 6, slow_step_size: floa
         >>> params["w"]
         tensor([1.])
     """
-    check_count("lookahead", "every", every)
+    check_least("lookahead: every", every)
     check_hyper("lookahead", "slow_step_size", slow_step_size, 0.0)
     return Lookahead(optimizer, every, slow_step_size)

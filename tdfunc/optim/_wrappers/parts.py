@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_functorch, is_known
-from tdfunc.core.errors import error
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import repeats_itself
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
@@ -88,9 +87,3 @@ def rebuild_params(params: T, leaves: Leaves, before: Leaves) -> T:
             if leaf is not old and old.requires_grad and not leaf.requires_grad:
                 leaf.requires_grad_()
     return rebuild(params, leaves)
-
-
-def check_count(name: str, what: str, number: int) -> None:
-    """Raise unless a number of steps is at least 1."""
-    if number < 1:
-        raise error(ValueError, f"{name}: {what} must be at least 1.", got=number)

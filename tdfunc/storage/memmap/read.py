@@ -10,14 +10,20 @@ import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import is_fake
-from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, error, explain
+from tdfunc.core.errors import (
+    CorruptCheckpointError,
+    TreeStructureError,
+    UnsupportedError,
+    check_choice,
+    explain,
+)
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device, Path, Ties
@@ -65,12 +71,7 @@ def load_memmap(
     classes: Classes = (),
 ) -> Any:
     """Open a memmap folder: no leaf is read before it is used."""
-    if mode not in ("c", "r+"):
-        raise error(
-            ValueError,
-            "load_memmap: the mode must be 'c' (copy-on-write) or 'r+' (writes reach the files).",
-            got=repr(mode),
-        )
+    check_choice("load_memmap: the mode", mode, get_args(MapMode))
     name = local_folder(prefix, "load_memmap")
     # Only values are copied to `out`, so the classes of the nodes need not be here.
     classes = classes if out is None else TensorCollection._open

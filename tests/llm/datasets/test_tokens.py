@@ -300,7 +300,7 @@ ERRORS = [
     (lambda: load_tokens(TOKENIZER, ["a"]).batch([1]), IndexError, "The row must exist"),
     (lambda: load_tokens(TOKENIZER, ["a"])[-2], IndexError, "The row must exist"),
     (lambda: load_tokens(TOKENIZER, ["a"]).batch([0], padding=False), ValueError, "rows are padded"),
-    (lambda: load_tokens(TOKENIZER, ["a"]).batches(0), ValueError, "batch_size must be positive"),
+    (lambda: load_tokens(TOKENIZER, ["a"]).batches(0), ValueError, "batch_size must be at least 1"),
 ]
 
 

@@ -69,7 +69,7 @@ CASES = [
     (lambda: made().get_dist(TOKENS), UnsupportedError, "gives no logits"),
     (lambda: made().get_dist(TOKENS, TOKENS), ImmutableError, "left out"),
     (lambda: made().get_dist(TOKENS, as_nested_tensor=True, as_padded_tensor=True), ValueError, "padded or nested"),
-    (lambda: made().get_dist(TOKENS, padding_side="up"), ValueError, "'left' or 'right'"),
+    (lambda: made().get_dist(TOKENS, padding_side="up"), ValueError, "one of 'left', 'right'"),
     (
         lambda: made().get_dist(TOKENS.set("logits", torch.zeros(2, 2, 5)), logits_key="logits"),
         LeafMismatchError,
