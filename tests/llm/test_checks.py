@@ -92,7 +92,7 @@ CHECKS = [
         lambda i, m, r: score(LM, PARAMS, tree(i).set("tokens", Tokens(prompt=i[:, 1:], batch_size=[2]))),
     ),
     (MissingKeyError, r"History.*apply_chat_template\(tokenizer", lambda i, m, r: score(LM, PARAMS, CHAT)),
-    (ValueError, "'raw' or 'behaviour'", lambda i, m, r: of(i, under="behavior")),
+    (ValueError, "one of 'raw', 'behaviour'", lambda i, m, r: of(i, under="behavior")),
     (ValueError, "temperature must be above 0", lambda i, m, r: ids_of(i, temperature=0.0)),
     (MissingKeyError, "prompt and response", lambda i, m, r: of(i, under="behaviour")),
     (MissingKeyError, "how the responses were drawn", lambda i, m, r: of(i, parts=True, under="behaviour")),

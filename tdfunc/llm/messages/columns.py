@@ -98,9 +98,9 @@ def with_replies(histories: Sequence[Any], replies: Sequence[Message]) -> tuple[
     return own, full
 
 
-def conversation_of(cls: Any, messages: Sequence[Message], *, scalar: bool = False) -> Any:
-    """Return messages as a history of one dimension, or one message as a history without any."""
-    size = Size(() if scalar else (len(messages),))
+def conversation_of(cls: Any, messages: Sequence[Message]) -> Any:
+    """Return messages as a history of one dimension."""
+    size = Size((len(messages),))
     data: dict[str, Any] = {}
     for name in FIELDS:
         values = [message.get(name) for message in messages]
@@ -108,10 +108,7 @@ def conversation_of(cls: Any, messages: Sequence[Message], *, scalar: bool = Fal
             values = [value is not False for value in values]
         elif name not in _ALWAYS and all([value is None for value in values]):
             continue
-        if scalar:
-            if values[0] is not None:
-                data[name] = NonTensorData(values[0])
-        elif name == "tools":
+        if name == "tools":
             data[name] = NonTensorData(tools_of(messages), size)
         else:
             data[name] = NonTensorStack(*values)

@@ -12,7 +12,7 @@ from torch.distributions import Categorical
 
 from tdfunc._lazystack import lazy_stack
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
+from tdfunc.core.errors import MissingKeyError, UnsupportedError, check_choice
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.llm.rows.batch import TokenBatch, flat_list
@@ -77,8 +77,7 @@ def score(
         >>> score(lm, params, td, buffers=buffers)["log_probs"].full.shape
         torch.Size([2, 3])
     """
-    if under not in ("raw", "behaviour"):
-        raise error(ValueError, "score: under must be 'raw' or 'behaviour'.", got=repr(under))
+    check_choice("score: under", under, ("raw", "behaviour"))
     batch = _read(td, tokens_key, mask_key, "score")
     heat = temperature.reshape(-1) if isinstance(temperature, Tensor) and temperature.dim() else temperature
     support = _read_support(td, batch, unravel(log_probs_key)) if under == "behaviour" else None

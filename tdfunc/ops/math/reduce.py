@@ -11,7 +11,7 @@ from torch import Size, Tensor
 
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths, note_leaf, with_leaves
 from tdfunc.core.context import is_compiling
-from tdfunc.core.errors import error
+from tdfunc.core.errors import check_choice, error
 from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
 from tdfunc.core.types import LeafFn, Names, Path
 from tdfunc.ops.base.reading import check_dense
@@ -105,8 +105,7 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
     """Reduce with `torch.<name>`; `whole` gives one tensor for all leaves, or all features, a tied one counted once."""
     fn: Callable[..., Tensor] = _OWN.get(name) or getattr(torch, name)
     if whole:
-        if dim not in (None, "feature"):
-            raise error(ValueError, f"{name}: with reduce=True dim must be None or 'feature'.", got=repr(dim))
+        check_choice(f"{name}: with reduce=True dim", dim, (None, "feature"))
         if dim == "feature":
             check_dense(tree, name)
         # The features of all leaves side by side; without `dim` all their elements.
