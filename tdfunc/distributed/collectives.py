@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,24 +22,30 @@ from tdfunc.storage.tree.build import Classes
 
 T = TypeVar("T", bound=TensorCollection)
 
-# The lengths of a block and of a description.
-_SIZES = struct.Struct("<QQ")
-_NO_TREE = b""
 
-
-def _check_alike(ranks: Ranks, make: Callable[[], Structure | None], *, strict: bool = True) -> list[tuple[int, int]]:
-    """Return the lengths of each rank's block and description; every rank raises if their trees differ."""
+def _check_alike(
+    ranks: Ranks, call: str, make: Callable[[], Structure | None], *, strict: bool = True
+) -> list[tuple[int, int]]:
+    """Return the lengths of each rank's block and description; every rank raises if their calls or trees differ."""
     made: list[Structure | None] = []
 
     def first() -> bytes:
         made.append(make())
         own = made[0]
-        return _NO_TREE if own is None else own.digest + _SIZES.pack(own.block.size_bytes, len(own.text))
+        size = (0, 0) if own is None else (own.block.size_bytes, len(own.text))
+        return json.dumps([call, own and own.digest.hex(), size]).encode()
 
     def compare(headers: list[bytes]) -> bytes:
-        digests = {header[: -_SIZES.size] for header in headers if header != _NO_TREE}
-        sizes = [_SIZES.unpack(header[-_SIZES.size :]) if header else (0, 0) for header in headers]
-        return json.dumps([strict and len(digests) > 1, sizes]).encode()
+        calls, digests, sizes = zip(*map(json.loads, headers), strict=True)
+        for rank, other in enumerate(calls):
+            if other != call:
+                raise error(
+                    ValueError,
+                    f"{ranks.call}: all ranks of the group must make the same call.",
+                    expected=f"{call}, as on rank {ranks.world_rank(0)}",
+                    got=f"{other} on rank {ranks.world_rank(rank)}",
+                )
+        return json.dumps([strict and len({*digests} - {None}) > 1, sizes]).encode()
 
     differ, sizes = json.loads(ranks.agree(first, compare))
     if differ:
@@ -98,7 +103,7 @@ def broadcast(
         packed.extend([] if td is None else [pack(td, "broadcast")])
         return packed[0].structure if packed else None
 
-    sizes = _check_alike(ranks, make)[_group_rank(ranks, src)]
+    sizes = _check_alike(ranks, f"broadcast from rank {src}", make)[_group_rank(ranks, src)]
     wire = _wire(ranks, packed[0], sum(sizes)) if is_source else ranks.empty(sum(sizes))
     _run(ranks, lambda: dist.broadcast(wire, src, group=group))
     return td if is_source else _unwire(wire, sizes, classes if td is None else classes_of(td))
@@ -204,7 +209,8 @@ def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -
         packed.append(pack(td, ranks.call))
         return packed[0].structure
 
-    sizes = _check_alike(ranks, make, strict=strict)
+    where = "" if dst is None else f" to rank {dst}"
+    sizes = _check_alike(ranks, f"{ranks.call}{where}", make, strict=strict)
     longest = max(map(sum, sizes))
     wire, takes = _wire(ranks, packed[0], longest), dst is None or dst == dist.get_rank()
     wires = [ranks.empty(longest) for _ in sizes] if takes else None
@@ -244,7 +250,8 @@ def reduce(td: T, dst: int, op: str = "sum", *, group: Any = None, timeout_s: fl
 
 def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
     kind = getattr(dist.ReduceOp, op.upper())
-    _check_alike(ranks, lambda: pack(td, ranks.call).structure)
+    where = "" if dst is None else f" to rank {dst}"
+    _check_alike(ranks, f"{ranks.call} {op!r}{where}", lambda: pack(td, ranks.call).structure)
     leaves: list[Tensor] = [leaf.detach() for leaf in list_leaves(td)]
     runs: dict[torch.dtype, list[int]] = {}
     for i, leaf in enumerate(leaves):

@@ -226,6 +226,17 @@ MISMATCHES = {
     "leaf": (lambda r: A.set("f", NonTensorData([len, 1][r != 1])).all_reduce(), UnsupportedError, "leaf .f.*len"),
     "mean": (lambda r: TensorDict({"i": 1}).all_reduce("avg"), UnsupportedError, "'i' cannot be reduced.*by 'avg'"),
     "op": (lambda r: A.all_reduce("mode"), AttributeError, "MODE"),
+    "other op": (
+        lambda r: A.all_reduce(["sum", "max", "sum"][r]),
+        ValueError,
+        "same call.*expected: *all_reduce 'sum', as on rank 0.*got: *all_reduce 'max' on rank 1",
+    ),
+    "other call": (
+        lambda r: A.all_reduce() if r else A.broadcast(0),
+        ValueError,
+        "same call.*expected: *broadcast from rank 0.*got: *all_reduce 'sum' on rank 1",
+    ),
+    "other source": (lambda r: A.broadcast(r), ValueError, "same call.*broadcast from rank 1 on rank 1"),
     "vmap": (lambda r: torch.vmap(lambda td: td.all_reduce())(A.unsqueeze(0)), UnsupportedError, "outside of vmap"),
 }  # fmt: skip
 
