@@ -453,7 +453,7 @@ def _advance(call: str, state: T, new: dict[str, Any], active: Tensor | bool) ->
             expected=f"shape [] or {list(size)}",
             got=f"shape {list(chosen.shape)}",
         )
-    return torch.where(chosen.expand(size), changed, state)  # pyright: ignore
+    return torch.where(chosen.expand(size), changed, state)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 surface(globals())

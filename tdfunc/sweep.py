@@ -274,7 +274,7 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
     if has_values() and not scores.is_meta and bool(scores.isnan().all()):
         raise error(ValueError, "sweep: one of the scores must be a number.", got=f"{total} times nan")
     chosen: Any = rank(scores, mode=mode)[:members]
-    return tree[chosen]  # pyright: ignore
+    return tree[chosen]  # pyright: ignore[reportIndexIssue]
 
 
 def best(tree: T, scores: Tensor, *, mode: Mode = "min") -> T:
@@ -285,7 +285,7 @@ def best(tree: T, scores: Tensor, *, mode: Mode = "min") -> T:
         >>> best(run, torch.tensor([0.7, 0.9, float("nan")]), mode="max")["lr"]
         tensor(0.2000)
     """
-    return elites(tree, scores, 1, mode=mode)[0]  # pyright: ignore
+    return elites(tree, scores, 1, mode=mode)[0]  # pyright: ignore[reportIndexIssue]
 
 
 def successive_halving(
@@ -338,7 +338,7 @@ def keep_best(kept: T, tree: T, improved: Tensor) -> T:
         `improved` is (E,), as in the state of `EarlyStopping`.
     """
     _check_members("keep_best", "improved", improved, kept._batch_size[:1])
-    return torch.where(improved, tree, kept)  # pyright: ignore
+    return torch.where(improved, tree, kept)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 class _Blocks(NamedTuple):
@@ -498,7 +498,7 @@ def train_blocks(
         if done == before:
             # Others train what is left.
             time.sleep(_LOOK_S)
-    parts = [blocks.load(run[i : i + block], i, _device_of(run)) for i in firsts]  # pyright: ignore
+    parts = [blocks.load(run[i : i + block], i, _device_of(run)) for i in firsts]  # pyright: ignore[reportIndexIssue]
     # Any: trees.
     found: Any = torch.cat([part["run"] for part in parts])
     return found, torch.cat([part["scores"] for part in parts])

@@ -87,7 +87,7 @@ def _find_index(node: fx.Node) -> str | None:
     target, args = node.target, node.args
     if target is aten.transpose.int:
         dims = node.meta["val"].dim()
-        return ".mT" if dims >= 2 and {args[1] % dims, args[2] % dims} == {dims - 1, dims - 2} else None  # pyright: ignore
+        return ".mT" if dims >= 2 and {args[1] % dims, args[2] % dims} == {dims - 1, dims - 2} else None
     if target is aten.select.int:
         return f"[{args[2]}]" if args[1] == 0 else None
     if target is aten.slice.Tensor and len(args) == 4 and args[1] == 0:

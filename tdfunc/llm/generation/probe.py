@@ -54,7 +54,7 @@ def _measure(lm: CausalLM, params: Any, buffers: Any) -> Way:
     weights, rest = split(params)
     weights, rest = _random_weights(weights), rest if buffers is None else buffers
     leaf = next(leaf for leaf in weights.leaves() if leaf.is_floating_point())
-    vocabulary = lm.apply.module.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    vocabulary = lm.apply.module.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue]
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocabulary, (length,), generator=generator).to(leaf.device) for length in _ROWS]
     own = [lm.run(weights, own_logits, row.unsqueeze(0), None, None, buffers=rest)[0, -_STEPS - 1 :] for row in rows]

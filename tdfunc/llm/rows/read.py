@@ -28,7 +28,7 @@ class TokenKeys(NamedTuple):
 
 def missing_field(td: TensorCollection, path: Path, call: str, hint: str | None = None) -> MissingKeyError:
     """Return the error of a tree that lacks an entry."""
-    keys = ", ".join([repr(path) for path in td.keys(True, True)][:20])  # pyright: ignore
+    keys = ", ".join([repr(path) for path in td.keys(True, True)][:20])  # pyright: ignore[reportAttributeAccessIssue]
     got = f"a {type(td).__name__} with {keys or 'no keys'}"
     return MissingKeyError(f"{call}: the tree must have {dotted(path)!r}.", got=got, hint=hint)
 
