@@ -7,10 +7,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar, final
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import LeafMismatchError, PeerError
 from tdfunc.core.keys import dotted
 from tdfunc.ops.edits.storage_writes import check_writable, write_tree
 from tdfunc.parallel.block import find_structure, key_of, pack, read_structure
-from tdfunc.storage.disk.ranks import Ranks, Wait
+from tdfunc.storage.disk.ranks import Ranks, Wait, read_error, write_error
 from tdfunc.storage.safetensors.like import describe_found, mismatch, parse_found
 from tdfunc.storage.tree.build import Classes
 
@@ -19,7 +20,7 @@ T = TypeVar("T", bound=TensorCollection)
 # Of the leaves; the description follows, or its key if it does not fit into a frame.
 _DIGEST_BYTES, _KEY_BYTES, _SHORT_BYTES = 8, 16, 4000
 # The answers of a receiver.
-_GO, _MISFIT, _DESCRIBE = b"\0", b"\1", b"\2"
+_GO, _MISFIT, _DESCRIBE, _REFUSED = b"\0", b"\1", b"\2", b"\3"
 # The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
 _last: dict[tuple[str, str, int, int], "Future[Any]"] = {}
 _lock = threading.Lock()
@@ -69,6 +70,16 @@ class _Lane(NamedTuple):
     def key(self) -> tuple[str, str, int, int]:
         return self.ranks.pg.group_name, self.direction, self.peer, self.tag
 
+    @property
+    def tags(self) -> tuple[int, int, int]:
+        """The tags of headers and values, of the receiver's answers, and of descriptions that it asks for."""
+        return 3 * self.tag, 3 * self.tag + 1, 3 * self.tag + 2
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the first piece is sent before the receiver's answer: nccl has no tags to tell descriptions apart."""
+        return self.ranks.device.type == "cpu"
+
     def start(self, run: Callable[[], Any]) -> "Future[Any]":
         """Run in a thread, after the messages that started earlier."""
         future: Future[Any] = Future()
@@ -99,38 +110,44 @@ class _Lane(NamedTuple):
 def _sender(td: TensorCollection, lane: _Lane) -> Callable[[], None]:
     ranks, peer = lane.ranks, lane.peer
     packed = pack(td, ranks.call)
-    structure, tag, back = packed.structure, 2 * lane.tag, 2 * lane.tag + 1
+    structure, (tag, back, described) = packed.structure, lane.tags
 
     def run() -> None:
         text = structure.text
         ranks.send_bytes(structure.digest + (text if len(text) < _SHORT_BYTES else key_of(text)), peer, tag)
-        # One piece is packed while the one before it, or the answer, is on its way.
-        pieces = structure.block.pieces(packed.leaves, ranks.device)
-        piece, sent = next(pieces, None), deque[Wait]()
-        answer = ranks.recv_bytes(peer, back)
+        expect = ranks.expect_bytes(peer, back)
+        pieces, sent = structure.block.pieces(packed.leaves, ranks.device), deque[Wait]()
+        piece = next(pieces, None)
+        if piece is not None and lane.is_eager:
+            sent.append(ranks.post(piece, peer, tag))
+            piece = next(pieces, None)
+        answer = expect()
         if answer == _DESCRIBE:
-            ranks.send_bytes(text, peer, tag)
+            ranks.send_bytes(text, peer, described)
             answer = ranks.recv_bytes(peer, back)
+        while piece is not None and answer == _GO:
+            sent.append(ranks.post(piece, peer, tag))
+            # One piece is packed while the one before it is on its way.
+            if len(sent) > 1:
+                sent.popleft()()
+            piece = next(pieces, None)
+        for wait in sent:
+            wait()
+        if answer[:1] == _REFUSED:
+            raise read_error(answer[1:])
         if answer[:1] == _MISFIT:
             raise mismatch(
                 ranks.call, f"rank {peer} (expected) and this rank", parse_found(answer[1:]), structure.found
             )
-        while piece is not None:
-            sent.append(ranks.post(piece, peer, tag))
-            piece = next(pieces, None)
-            if len(sent) > 1 or piece is None:
-                sent.popleft()()
-        for wait in sent:
-            wait()
 
     return run
 
 
-def _receiver(like: T | None, lane: _Lane, classes: Classes = ()) -> Callable[[], T]:
+def _receiver(like: T | None, lane: _Lane, classes: Classes = (), refusal: Exception | None = None) -> Callable[[], T]:
     ranks, peer = lane.ranks, lane.peer
     structure = None if like is None else pack(like, ranks.call).structure
     known = classes if like is None else classes_of(like)
-    tag, back = 2 * lane.tag, 2 * lane.tag + 1
+    tag, back, described = lane.tags
 
     def run() -> Any:
         raw = ranks.recv_bytes(peer, tag)
@@ -138,18 +155,24 @@ def _receiver(like: T | None, lane: _Lane, classes: Classes = ()) -> Callable[[]
         theirs = find_structure(text) if len(text) == _KEY_BYTES else read_structure(text)
         if theirs is None:
             ranks.send_bytes(_DESCRIBE, peer, back)
-            theirs = read_structure(ranks.recv_bytes(peer, tag))
-        if structure is not None and digest != structure.digest:
-            ranks.send_bytes(_MISFIT + describe_found(structure.found), peer, back)
+            theirs = read_structure(ranks.recv_bytes(peer, described))
+        err, answer = refusal, _REFUSED + write_error(refusal, ranks.rank) if refusal is not None else _GO
+        if err is None and structure is not None and digest != structure.digest:
             who = f"this rank (expected) and rank {peer}"
-            raise mismatch(ranks.call, who, structure.found, theirs.found)
-        ranks.send_bytes(_GO, peer, back)
-        wire = ranks.empty(theirs.block.size_bytes)
-        parts = wire.split_with_sizes([size_bytes for _, _, size_bytes in theirs.block.runs])
-        waits = [ranks.post_into(part, peer, tag) for part in parts]
-        leaves = theirs.block.cut(wire)
-        for wait in waits:
-            wait()
+            err = mismatch(ranks.call, who, structure.found, theirs.found)
+            answer = _MISFIT + describe_found(structure.found)
+        waits = ranks.post_bytes(answer, peer, back)
+        runs = theirs.block.runs if err is None else theirs.block.runs[: lane.is_eager]
+        wire = ranks.empty(sum([size_bytes for _, _, size_bytes in runs]))
+        waits += [ranks.post_into(part, peer, tag) for part in wire.split_with_sizes([run[2] for run in runs])]
+        try:
+            # While the bytes are on their way.
+            leaves = theirs.block.cut(wire) if err is None else []
+        finally:
+            for wait in waits:
+                wait()
+        if err is not None:
+            raise err
         return theirs.build(leaves, known)
 
     return run
@@ -232,15 +255,21 @@ def irecv(
 
 def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMessage":
     """Receive values into the leaves of a tree, which is returned, or the handle whose `wait()` returns it."""
-    call = "recv_" if wait else "irecv_"
-    # Before the other rank is answered: what cannot be written should not be sent.
-    for path, leaf in iter_leaves(td):
-        check_writable(leaf, f"{call} {dotted(path)!r}")
+    call, refusal = "recv_" if wait else "irecv_", None
+    try:
+        for path, leaf in iter_leaves(td):
+            check_writable(leaf, f"{call} {dotted(path)!r}")
+    except LeafMismatchError as err:
+        # It is this rank's answer to the message, so that the sender raises it as well.
+        refusal = err
     lane = _Lane(Ranks(call, options["group"], options["timeout_s"]), "from", src, options["tag"])
-    receive = _receiver(td, lane)
+    receive = _receiver(td, lane, refusal=refusal)
 
     def run() -> T:
-        write_tree(td, receive(), complete=True)
+        try:
+            write_tree(td, receive(), complete=True)
+        except PeerError as err:
+            raise err if refusal is None else refusal from err
         return td
 
     return lane.run(run) if wait else PendingMessage(lane.start(run))

@@ -26,7 +26,7 @@ from tdfunc.storage.tree.encode import IS_VALUE, outline
 from tdfunc.storage.tree.specs import Spec
 
 # A leaf of this size goes from where it lies in memory; smaller ones are packed.
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 18
 _MAX_KNOWN = 32
 _CPU = torch.device("cpu")
 # All of a leaf that a description depends on.
@@ -178,9 +178,12 @@ def _list(tree: TensorCollection, leaves: list[Tensor], key: list[Hashable]) -> 
     static, data = tree._static or Static(), tree._data
     if tree._is_lazy or static.ties:
         return False
-    nodes = [node for node in data.values() if isinstance(node, TensorCollection)]
-    own = [node for node in data.values() if not isinstance(node, TensorCollection)] if nodes else list(data.values())
+    nodes, own = list[TensorCollection](), list(data.values())
     types = tuple(map(type, own))
+    if not PLAIN.issuperset(types):
+        nodes = [node for node in own if isinstance(node, TensorCollection)]
+        own = [node for node in own if not isinstance(node, TensorCollection)]
+        types = tuple(map(type, own))
     if not PLAIN.issuperset(types) or not _STRIDED.issuperset(map(_layout, own)):
         return False
     kinds = tuple(static.kinds.items())

@@ -252,8 +252,12 @@ def _differ(rank):
         with pytest.raises(LeafMismatchError, match=r"rank 0|this rank(?s:.)*shape: *a: expected \[3\], got \[4\]"):
             calls[rank]()
     expanded = TensorDict({"a": torch.zeros(1).expand(3)})
-    with pytest.raises(LeafMismatchError, match="recv_ 'a': the leaf is expanded"):
-        expanded.recv_(0)
+    calls = [lambda: A.send(1), lambda: expanded.recv_(0)]
+    if rank < 2:
+        # Both ranks raise, and the next message arrives.
+        with pytest.raises(LeafMismatchError, match="recv_ 'a': the leaf is expanded"):
+            calls[rank]()
+        assert int(TensorDict({"x": 1}).send(1) is None if rank == 0 else td_dist.recv(0)["x"]) == 1
     dist.barrier()
 
 
@@ -279,6 +283,8 @@ def _lose(rank):
     if rank == 0:
         with pytest.raises(PeerError, match="recv: rank 1 must answer rank 0(?s:.)*within 0.5 s"):
             td_dist.recv(1, timeout_s=0.5)
+        with pytest.raises(LeafMismatchError, match="recv_ 'a': the leaf is expanded"):
+            TensorDict({"a": torch.zeros(1).expand(3)}).recv_(1, timeout_s=0.5)
     assert time.monotonic() - started < 10
     time.sleep(3)
     os._exit(0)

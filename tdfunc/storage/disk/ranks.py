@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,33 @@ _ROUND_TAG = 1 << 30
 # The root waits for less time than the others wait for it, so that it can name the rank that is missing.
 _ROOT_PATIENCE = 0.8
 _OK, _FAILED = b"\0", b"\1"
-# Waits for one transfer, so many seconds, or as long as the call does.
+# Waits for one transfer, as long as the call does or as given.
 Wait = Callable[..., None]
 
 
-class Ranks(NamedTuple):
-    """The ranks of a process group, in one call: its name for messages, and how long it waits."""
+@final
+class Ranks:
+    """The ranks of a process group, in one call.
 
-    call: str
-    # Any: torch.distributed may be built without process groups. None is the default group.
-    group: Any = None
-    timeout_s: float | None = None
+    Args:
+        call: The name of the call, for messages.
+        group: A process group; None is the default group.
+        timeout_s: How long the call waits for another rank; without it the group's timeout.
+    """
+
+    # Any: torch.distributed may be built without process groups.
+    def __init__(self, call: str, group: Any = None, timeout_s: float | None = None) -> None:
+        self.call, self.group = call, group
+        self.pg: Any = dist.group.WORLD if group is None else group
+        types = [device.type for device in self.pg._device_types]
+        # Where tensors must be to be sent: the CPU, if the group has a backend for it.
+        self.device: torch.device = (
+            torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
+        )
+        self.patience_s: float = (
+            self.pg._get_backend(self.device).options._timeout.total_seconds() if timeout_s is None else timeout_s
+        )
+        self._patience = timedelta(seconds=max(self.patience_s, 0.001))
 
     @property
     def rank(self) -> int:
@@ -44,31 +60,9 @@ class Ranks(NamedTuple):
         """The number of ranks in the group."""
         return dist.get_world_size(self.group)
 
-    @property
-    def pg(self) -> Any:
-        """The process group."""
-        return dist.group.WORLD if self.group is None else self.group
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors must be to be sent: the CPU, if the group has a backend for it."""
-        types = [device.type for device in self.pg._device_types]
-        return (
-            torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
-        )
-
     def world_rank(self, rank: int) -> int:
         """Return the global rank of a rank of the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-    @property
-    def patience_s(self) -> float:
-        """How long a call waits for another rank."""
-        return (
-            self.pg._get_backend(self.device).options._timeout.total_seconds()
-            if self.timeout_s is None
-            else self.timeout_s
-        )
 
     # -- two ranks ------------------------------------------------------------------------------------------------
 
@@ -91,10 +85,9 @@ class Ranks(NamedTuple):
         except RuntimeError as err:
             raise self.lost(f"rank {peer}", err) from err
 
-        def wait(wait_s: float | None = None) -> None:
-            wait_s = self.patience_s if wait_s is None else wait_s
+        def wait(patience: timedelta = self._patience) -> None:
             try:
-                work.wait(timedelta(seconds=max(wait_s, 0.001)))
+                work.wait(patience)
             except RuntimeError as err:
                 raise self.lost(f"rank {peer}", err) from err
 
@@ -111,18 +104,31 @@ class Ranks(NamedTuple):
 
     def send_bytes(self, raw: bytes, peer: int, tag: int) -> None:
         """Send bytes of any number."""
+        for wait in self.post_bytes(raw, peer, tag):
+            wait()
+
+    def post_bytes(self, raw: bytes, peer: int, tag: int) -> list[Wait]:
+        """Start to send bytes of any number."""
         first = len(raw).to_bytes(8, "little") + raw[: _FRAME_BYTES - 8]
         waits = [self.post(as_tensor(first.ljust(_FRAME_BYTES, b"\0")), peer, tag)]
         if len(raw) > _FRAME_BYTES - 8:
             waits.append(self.post(as_tensor(raw[_FRAME_BYTES - 8 :]), peer, tag))
-        for wait in waits:
-            wait()
+        return waits
 
     def recv_bytes(self, peer: int, tag: int) -> bytes:
         """Return what `send_bytes` sent."""
+        return self.expect_bytes(peer, tag)()
+
+    def expect_bytes(self, peer: int, tag: int) -> Callable[[], bytes]:
+        """Be ready for what `send_bytes` sends, without which gloo's sends do not end; the call returns it."""
         frame = self.empty(_FRAME_BYTES)
-        self.post_into(frame, peer, tag)()
-        return self._finish(frame, peer, tag)
+        wait = self.post_into(frame, peer, tag)
+
+        def finish() -> bytes:
+            wait()
+            return self._finish(frame, peer, tag)
+
+        return finish
 
     def _finish(self, frame: Tensor, peer: int, tag: int) -> bytes:
         """Return the bytes of a message whose first frame has come."""
@@ -147,7 +153,7 @@ class Ranks(NamedTuple):
         try:
             mine = _OK + make()
         except Exception as err:
-            own, mine = err, _FAILED + _write(err, self.rank)
+            own, mine = err, _FAILED + write_error(err, self.rank)
         root = self.world_rank(0)
         if self.rank:
             self.send_bytes(mine, root, _ROUND_TAG)
@@ -157,7 +163,7 @@ class Ranks(NamedTuple):
         if own is not None:
             raise own
         if answer[:1] == _FAILED:
-            raise _read(answer[1:])
+            raise read_error(answer[1:])
         return answer[1:]
 
     def _decide(
@@ -181,11 +187,11 @@ class Ranks(NamedTuple):
                 try:
                     if isinstance(wait, PeerError):
                         raise wait
-                    wait(2 * self.patience_s)
+                    wait(2 * self._patience)
                     heard.append(self._finish(frame, peer, _ROUND_TAG))
                 except PeerError as err:
                     silent.append(rank)
-                    heard.append(_FAILED + _write(err))
+                    heard.append(_FAILED + write_error(err))
             is_done.set()
 
         # In a thread: a timeout of gloo's own closes the connections to all ranks, which then could not be told.
@@ -193,13 +199,13 @@ class Ranks(NamedTuple):
         if not is_done.wait(self.patience_s * _ROOT_PATIENCE):
             silent.append(len(heard))
             late = self.lost(f"rank {self.world_rank(len(heard))}", TimeoutError("nothing"))
-            heard = [*heard, _FAILED + _write(late)]
+            heard = [*heard, _FAILED + write_error(late)]
         failed = next((answer for answer in heard if answer[:1] == _FAILED), None)
         if failed is None:
             try:
                 answer = _OK + decide([answer[1:] for answer in heard])
             except Exception as err:
-                own, answer = err, _FAILED + _write(err)
+                own, answer = err, _FAILED + write_error(err)
         else:
             answer = failed
         for rank in set(range(1, self.size)) - {*silent}:
@@ -270,7 +276,8 @@ def as_bytes(data: Tensor) -> bytes:
     return data.cpu().numpy().tobytes()
 
 
-def _write(err: Exception, rank: int | None = None) -> bytes:
+def write_error(err: Exception, rank: int | None = None) -> bytes:
+    """Return an error, and the rank that raised it, as bytes for other ranks."""
     code, text = None, str(err)
     if isinstance(err, OSError) and err.errno is not None:
         code, text = err.errno, f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
@@ -278,7 +285,8 @@ def _write(err: Exception, rank: int | None = None) -> bytes:
     return json.dumps([type(err).__name__, text, code]).encode()
 
 
-def _read(raw: bytes) -> Exception:
+def read_error(raw: bytes) -> Exception:
+    """Return the error that `write_error` wrote."""
     name, text, code = json.loads(raw)
     if code is not None:
         return OSError(code, text)
