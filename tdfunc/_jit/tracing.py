@@ -147,6 +147,10 @@ class Recorder(TorchDispatchMode):
         node = self._tracer.graph.create_node("call_function", Deferred(fn), tuple(nodes), {})
         node.meta["writes"] = nodes[0]
 
+    def is_given(self, tensor: Tensor) -> bool:
+        """Return whether the memory of a tensor is that of an argument or of a captured tensor."""
+        return storage_id(tensor) in self._names
+
     def _node(self, tensor: Tensor) -> fx.Node:
         return proxy_tensor.get_proxy_slot(self._lift(tensor), self._tracer).proxy.node
 
