@@ -188,20 +188,20 @@ def _merge_common(graph: fx.Graph, memory: Memory) -> None:
 
 
 def _join_calls(graph: fx.Graph, memory: Memory) -> None:
-    """Make one deferred call of several that read the same and fill small memory, where their functions `join`."""
+    """Make one deferred call of several that read the same and return small memory, where their functions `join`."""
     # Any: nodes, with lists of nodes among their arguments.
     known: dict[Any, Any] = {}
     nodes: Any = [node for node in graph.nodes if isinstance(node.target, Deferred) and hasattr(node.target.fn, "join")]
     for node in nodes:
-        (writes, reads), fn = node.args, node.target.fn
+        (reads,), fn = node.args, node.target.fn
         first = known.setdefault((type(fn), *[(read, memory.version(read, node)) for read in reads]), node)
-        filled = [*first.args[0], *writes]
-        small = sum([out.meta["val"].numel() for out in filled]) <= _JOINED
-        if first is node or not small or any([out.op != "call_function" or out.all_input_nodes for out in writes]):
+        values = [*first.meta["val"], *node.meta["val"]]
+        if first is node or sum([value.numel() for value in values]) > _JOINED:
             continue
-        for out in writes:
-            first.prepend(out)
-        first.target, first.args, first.meta["writes"] = Deferred(first.target.fn.join(fn)), (filled, reads), filled
+        for item in list(node.users):
+            item.args = (first, item.args[1] + len(first.meta["val"]))
+            first.append(item)
+        first.target, first.meta["val"] = Deferred(first.target.fn.join(fn)), values
         graph.erase_node(node)
     memory.read(graph)
 

@@ -353,7 +353,7 @@ def _shorten(
 
     def run(writes: Leaves, reads: Leaves) -> bool:
         kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
-        work = Work(writes[:n], reads[:n], kept, {}, reads[n][first].tolist() + 1.0, len(first))
+        work = Work(writes[:n], reads[:n], kept, {}, float(reads[n][first]) + 1.0, len(first))
         values: Values = {name: _number(value) for name, value in zip(names, reads[n + 1 :], strict=True)}
         return step(work, floats | values)
 
