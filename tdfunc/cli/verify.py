@@ -15,7 +15,7 @@ from tdfunc.cli.sources import FileLeaf, Source, Stored, Tick, open_source, step
 from tdfunc.cli.torch_files import damaged_entry
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.ops.display.text import bytes_text, count_text
-from tdfunc.storage.disk.remote import Bytes, LocalBytes, local_path
+from tdfunc.storage.disk.remote import LocalBytes, local_path
 from tdfunc.storage.manager.steps import (
     StepRemovedError,
     StepReplacedError,
@@ -27,6 +27,8 @@ from tdfunc.storage.manager.steps import (
 from tdfunc.storage.safetensors.read import as_view
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
+# Of a leaf that the second reader reads at a time.
+_MOST_BYTES = 16 << 20
 
 
 class Verdict(NamedTuple):
@@ -101,11 +103,7 @@ def _verify_one(path: str) -> Verdict:
                 checksums, found = "crc32", damaged_entry(path)
                 damage += [] if found is None else [found]
             return Verdict(path, len(leaves), size, checksums, damage)
-        try:
-            second = _second_reader(source, stack)
-        except SafetensorError as err:
-            damage.append(f"the safetensors package cannot read it: {err}")
-            second = {}
+        second = stack.enter_context(_SecondReader())
         for one in leaves:
             try:
                 _compare_readers(source, one, second, tick)
@@ -114,24 +112,52 @@ def _verify_one(path: str) -> Verdict:
         return Verdict(path, len(leaves), size, checksums, damage)
 
 
-# Any: a handle of the safetensors package, which is a class of its extension.
-def _second_reader(source: Source, stack: ExitStack) -> dict[Bytes, Any]:
-    """Open the local files of a source with the safetensors package, too: a handle for each."""
-    files = {reader.data for reader in source.readers.values() if isinstance(reader, FileLeaf)}
-    handles = {file: stack.enter_context(safe_open(file.path, "pt")) for file in files if isinstance(file, LocalBytes)}
-    # Another program may have replaced a file since it was opened here.
-    return {f: handle for f, handle in handles.items() if os.path.samestat(os.stat(f.path), os.fstat(f.fd))}
-
-
-def _compare_readers(source: Source, one: Stored, second: dict[Bytes, Any], tick: Tick) -> None:
-    """Read a leaf here, which compares its checksum, and by the second reader: both must find the same bytes."""
+def _compare_readers(source: Source, one: Stored, second: "_SecondReader", tick: Tick) -> None:
+    """Read a leaf here, which compares its checksum, and with the safetensors package: both must find equal bytes."""
     reader, state = source.readers[id(one.leaf)], xxhash.xxh3_64()
     for part in source.pieces(one.leaf, tick):
         state.update(as_view(part))
-    if isinstance(reader, FileLeaf) and reader.data in second:
+    if isinstance(reader, FileLeaf) and isinstance(reader.data, LocalBytes):
         try:
-            other = second[reader.data].get_tensor(json_loads(reader.name))
+            found = second.digest(reader.data, reader)
         except SafetensorError as err:
             raise CorruptCheckpointError(f"leaf {reader.name}: the safetensors package cannot read it: {err}") from err
-        if other.dtype != reader.dtype or xxhash.xxh3_64_digest(as_view(other)) != state.digest():
+        if found not in (None, state.digest()):
             raise CorruptCheckpointError(f"leaf {reader.name}: the safetensors package reads other values.")
+
+
+class _SecondReader(ExitStack):
+    """The safetensors package: it maps files, whose pages count as memory, so that a file is opened anew often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: LocalBytes | None = None
+        # Any: a class of the package's extension.
+        self._handle: Any = None
+        self._read_bytes = 0
+
+    def _open(self, file: LocalBytes, size_bytes: int) -> None:
+        self._read_bytes += size_bytes
+        if self._file is not file or self._read_bytes > _MOST_BYTES:
+            self.close()
+            self._file, self._read_bytes = None, size_bytes
+            self._handle = self.enter_context(safe_open(file.path, "pt"))
+            self._file = file
+
+    def digest(self, file: LocalBytes, leaf: FileLeaf) -> bytes | None:
+        """Return the digest of a leaf's bytes; None if the file was replaced since it was opened here."""
+        name, state, at = json_loads(leaf.name), xxhash.xxh3_64(), 0
+        while True:
+            self._open(file, min(leaf.size_bytes, _MOST_BYTES))
+            if not os.path.samestat(os.stat(file.path), os.fstat(file.fd)):
+                return None
+            part = self._handle.get_slice(name)
+            rows = part.get_shape()[0] if leaf.size_bytes > _MOST_BYTES and part.get_shape() else 0
+            count = max(1, _MOST_BYTES * rows // leaf.size_bytes) if rows else 0
+            values = part[at : at + count] if rows else self._handle.get_tensor(name)
+            if values.dtype != leaf.dtype:
+                return b""
+            state.update(as_view(values.contiguous()))
+            at += count
+            if at >= rows:
+                return state.digest()

@@ -370,6 +370,15 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
         if shape is None:
             got = ", ".join(str(list(each)) for each in shapes)
             raise error(IndexError, "index: the index tensors must broadcast together.", got=f"shapes {got}")
+        # As torch: any position in an empty dimension is out of range.
+        # The sizes first: to a compiler the number of elements that a mask takes may be unknown.
+        if any([dim is not None and size[dim] == 0 for _, dim in layout.advanced]) and shape.numel():
+            raise error(
+                IndexError,
+                "index: an empty batch dimension must not be indexed with integers.",
+                expected="no positions, or a dimension with elements",
+                got=f"positions of shape {list(shape)}, batch size {list(size)}",
+            )
         result[layout.place : layout.place] = shape
     return Size(result) + size[layout.used :]
 

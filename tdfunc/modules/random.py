@@ -61,6 +61,8 @@ class seeded(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         server = _SERVERS.get(func)
         if server is None:
+            # Dynamo of torch 2.13 cannot call the method for a mode, since it uses `super()`; attention calls it.
+            func = torch.unflatten if func is Tensor.unflatten else func
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None:
@@ -154,7 +156,8 @@ class Members:
         sizes = {n: math.prod(draw.shape) for n, draw in self.asked.items()}
         numbers = [n for n, size in sizes.items() if size <= _FEW_NUMBERS]
         total = sum([sizes[n] for n in numbers])
-        self.first, self._end = member, min(len(self._keys), member + max(1, _MANY_NUMBERS // max(total, 1)))
+        self.first: int = member
+        self._end: int = min(len(self._keys), member + max(1, _MANY_NUMBERS // max(total, 1)))
         keys = splitmix.derive(self._keys[self.first : self._end, None], torch.tensor(numbers), splitmix.FOLD)
         drawn = zip(numbers, keys.unbind(1), strict=True)
         self.rows = {n: self.asked[n].numbers(each.contiguous()) for n, each in drawn}
@@ -538,11 +541,6 @@ _SERVERS: dict[Any, Server] = {
 }
 
 
-def _unflatten(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
-    # Dynamo of torch 2.13 cannot call the method for a mode, since it uses `super()`; attention calls it.
-    return torch.unflatten(*args, **kwargs)
-
-
 def _body(func: types.FunctionType) -> Server:
     """Serve a Python function of torch by one that does not hand itself to modes: they see the calls that it makes."""
     names = [name for name in (*vars(torch.overrides), *func.__globals__) if name.startswith("has_torch_function")]
@@ -585,5 +583,5 @@ def _without_grad(method: Any) -> Server:
 
 
 _SERVERS.update({func: _body(func) for func in (F.multi_head_attention_forward, F.gumbel_softmax)})
-_SERVERS.update({init.kaiming_uniform_: _kaiming_uniform_, Tensor.unflatten: _unflatten})
+_SERVERS[init.kaiming_uniform_] = _kaiming_uniform_
 _SERVERS.update({getattr(init, name): _without_grad(getattr(Tensor, name)) for name in ("uniform_", "normal_")})

@@ -247,7 +247,7 @@ OPERATIONS = [
     (lambda: FLAT.softmax(1), IndexError, "softmax: batch dimension 1.*-1 <= dim < 1"),
     # reductions
     (lambda: FLAT.sum(1), IndexError, "sum: batch dimension 1"),
-    (lambda: FLAT.sum("x"), TypeError, "str"),
+    (lambda: FLAT.sum("x"), ValueError, "sum: dim must be a batch dimension.*'feature'.*'x'"),
     (lambda: FLAT.mean(0, reduce=True), ValueError, "mean: with reduce=True dim must be one of None, .*0"),
     (lambda: FLAT.max(0, reduce=True), ValueError, "amax: with reduce=True dim must be one of None, .*0"),
     (lambda: TensorDict().sum(reduce=True), ValueError, "sum: the tree must have a leaf"),

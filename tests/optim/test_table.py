@@ -285,3 +285,21 @@ def test_adagrad_begins_with_its_members_sums():
 
     assert state["sum", "w"][:, 0].tolist() == [0.0, 1.0, 2.0]
     assert len(state["sum"]) == MEMBERS
+
+
+def test_the_average_of_asgd_is_torchs_to_the_last_bit():
+    """Before `t0` the average is the parameter itself, and after it torch's."""
+    w = torch.nn.Parameter(torch.randn(50))
+    params, opt, theirs = (
+        TensorDict({"w": w.detach().clone()}),
+        asgd(lr=0.1, t0=3.0),
+        torch.optim.ASGD([w], 0.1, t0=3.0),
+    )
+    state = opt.init(params)
+    for _ in range(8):
+        w.grad = torch.randn(50)
+        params, state = opt.update(params, TensorDict({"w": w.grad}), state)
+        theirs.step()
+
+        assert torch.equal(params["w"], w)
+        assert torch.equal(state["ax", "w"], theirs.state[w]["ax"])

@@ -51,6 +51,12 @@ def _reduce_leaves(
         plain = direct(None) if direct is not None and not keepdim else None
         size = (lambda old: Size((1,) * len(old))) if keepdim else lambda _: EMPTY
         return tree._map(LeafOp(name, lambda x: over(x, tuple(range(x.dim()))), size, plain=_always(plain)))
+    if isinstance(dim, str):
+        raise error(
+            ValueError,
+            f"{name}: dim must be a batch dimension (or several), None for all, or 'feature'.",
+            got=repr(dim),
+        )
     given = (dim,) if isinstance(dim, int) else dims_of(dim)
     dims = tuple(sorted({dim_index(d, n, name) for d in given}))
 

@@ -177,10 +177,14 @@ def _digests(leaves: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     large_bytes = sum([leaf.nbytes for _, leaf in leaves if leaf.nbytes > _SMALL_BYTES])
     if threads == 1 or large_bytes < _THREADS_FROM_BYTES:
         return {name: _digest(leaf) for name, leaf in leaves}
-    with ThreadPoolExecutor(threads) as pool:
-        groups = [leaves[i::_GROUPS] for i in range(_GROUPS)]
-        parts = pool.map(lambda group: [(name, _digest(leaf)) for name, leaf in group], groups)
-        return dict(chain.from_iterable(parts))
+    groups = [leaves[i::_GROUPS] for i in range(_GROUPS)]
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            parts = pool.map(lambda group: [(name, _digest(leaf)) for name, leaf in group], groups)
+            return dict(chain.from_iterable(parts))
+    except RuntimeError:
+        # It has begun to end since.
+        return {name: _digest(leaf) for name, leaf in leaves}
 
 
 def _digest(leaf: Tensor) -> str:
