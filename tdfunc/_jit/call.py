@@ -21,6 +21,7 @@ from tdfunc._jit.tracing import name_of, named_leaves, state_of, trace
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import CaptureError, UnsupportedError, error, explain
 from tdfunc.core.generators import refuse_draws
+from tdfunc.core.memory import keep_freed_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -191,6 +192,7 @@ class Jitted(Generic[P, R]):
                     hint="call the function without jit.",
                 )
             _refuse_trained(name, leaf)
+        keep_freed_memory()
         hint = "draw by torch or tdfunc.random, which replays do anew; or pass the number as a tensor."
         with refuse_draws(f"{self} draws while it is recorded.", hint, named=self._environment.named_values()):
             recorded = trace(

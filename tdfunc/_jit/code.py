@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tdfunc._jit.memory import Memory
+from tdfunc._jit.graph import list_moved
+from tdfunc._jit.memory import Memory, tensors_of
+from tdfunc.core.memory import storage_id
 
 aten = torch.ops.aten
 _PACKETS = """
@@ -23,6 +25,7 @@ _PACKETS = """
     rsqrt.default square.default reciprocal.default sign.default pow.Tensor_Scalar tanh.default sigmoid.default
     relu.default maximum.default minimum.default eq.Tensor eq.Scalar gt.Scalar ge.Scalar lt.Scalar le.Scalar
     lerp.Scalar addcmul.default addcdiv.default native_layer_norm.default arange.default arange.start
+    as_strided.default
     bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar
     empty.memory_format
 """
@@ -58,13 +61,25 @@ _MAKERS = {
     aten.threshold_backward.default, aten.clone.default, aten.sum.dim_IntList, aten.mean.dim, aten.full.default,
     aten.mul.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.div.Scalar, aten.convolution.default,
     aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,
-    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool2d_with_indices_backward.default, aten.stack.default, aten.cat.default,
+    aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.convolution_backward.default,
+    aten.native_batch_norm.default, aten.native_batch_norm_backward.default,
 }  # fmt: skip
+# Views of a part or of all of a tensor.
+_LOOKS = {
+    aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default, aten.transpose.int,
+    aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.select.int, aten.slice.Tensor,
+}  # fmt: skip
+# Of at most so many elements, what needs no argument is made once.
+_KEPT = 4096
+_FILLS = (aten.full.default, aten.ones.default, aten.zeros.default, aten.scalar_tensor.default, aten.arange.start)
 _EXACT_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[Any]]:
     """Return the function of the graph's placeholders that returns a list of its outputs."""
+    _join_views(module.graph)
+    memory.read(module.graph)
     writer = _Writer(module, memory)
     lines: list[str] = []
     names: list[str] = []
@@ -73,13 +88,53 @@ def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[
             names.append(node.name)
         elif node.op == "output":
             lines.append(f"return [{', '.join(map(writer.spell, node.args[0]))}]")
-        elif node.op != "get_attr":
+        elif node.op != "get_attr" and node not in writer.constants:
             lines.append(f"{node.name} = {writer.call(node)}")
             if dead := writer.dead.get(node):
                 lines.append(" = ".join([*dead, "None"]))
     source = "\n    ".join([f"def replay({', '.join(names)}):", *lines])
     exec(compile(source, "<jit>", "exec"), writer.scope)
     return writer.scope["replay"]
+
+
+def _join_views(graph: fx.Graph) -> None:
+    """Make one view of a view of views that nothing else looks at."""
+    moved = list_moved(graph)
+    # From the end, so that a chain is found whole.
+    for node in reversed(list(graph.nodes)):
+        # Any: the nodes of a chain.
+        source: Any = node
+        if node in moved or not node.users or node.target not in _LOOKS:
+            continue
+        root: Any = node.args[0]
+        while root.target in _LOOKS and len(root.users) == 1 and root not in moved:
+            source, root = root, root.args[0]
+        x, y = node.meta["val"], root.meta["val"]
+        same = storage_id(x) == storage_id(y) and x.storage_offset() == y.storage_offset()
+        if source is node or root in moved or not same or x.is_complex():
+            continue
+        with graph.inserting_before(node):
+            if x.is_contiguous() and y.is_contiguous() and x.numel() == y.numel():
+                new = graph.call_function(aten.view.default, (root, list(x.shape)))
+            else:
+                new = graph.call_function(aten.as_strided.default, (root, list(x.shape), list(x.stride())))
+        new.meta["val"] = x
+        node.replace_all_uses_with(new)
+        while node is not root:
+            last, node = node, node.args[0]
+            graph.erase_node(last)
+
+
+def _pool(x: Tensor, *args: list[int]) -> tuple[Tensor, Tensor]:
+    """Pool with channels last, which torch's kernel compares a vector at a time, to the same values and indices."""
+    largest, indices = aten.max_pool2d_with_indices.default(x.contiguous(memory_format=torch.channels_last), *args)
+    return largest.contiguous(), indices.contiguous()
+
+
+def _pools_faster(node: fx.Node) -> bool:
+    x: Tensor = node.args[0].meta["val"]  # pyright: ignore
+    plain = x.dim() == 4 and x.device.type == "cpu" and x.is_contiguous() and x.dtype in _EXACT_DTYPES
+    return plain and x.shape[1] >= 8 and 1 << 13 <= x.numel() <= 1 << 22
 
 
 def _find_index(node: fx.Node) -> str | None:
@@ -104,6 +159,11 @@ class _Writer:
         self._bound: dict[Any, str] = {}
         self._makers: dict[int, fx.Node] = {}
         self.dead: dict[fx.Node, list[str]] = {}
+        self.constants = {
+            node: self.bind(node.target(*node.args, **node.kwargs))
+            for node in module.graph.nodes
+            if node.target in _FILLS and node.meta["val"].numel() <= _KEPT and memory.is_private(node)
+        }
         last: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
             for storage in self._memory.of(node):
@@ -111,7 +171,7 @@ class _Writer:
             if node.op not in ("placeholder", "get_attr"):
                 last |= dict.fromkeys([node, *node.all_input_nodes], node)
         for node, user in last.items():
-            if user.op != "output" and node.op not in ("placeholder", "get_attr"):
+            if user.op != "output" and node.op not in ("placeholder", "get_attr") and node not in self.constants:
                 self.dead.setdefault(user, []).append(node.name)
 
     def bind(self, value: Any, key: Any = None) -> str:
@@ -123,11 +183,9 @@ class _Writer:
 
     def spell(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return (
-                self.bind(operator.attrgetter(str(value.target))(self._module))
-                if value.op == "get_attr"
-                else value.name
-            )
+            if value.op == "get_attr":
+                return self.bind(operator.attrgetter(str(value.target))(self._module))
+            return self.constants.get(value, value.name)
         if value is None or isinstance(value, (bool, str)) or type(value) is int:
             return repr(value)
         if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
@@ -153,6 +211,8 @@ class _Writer:
             others = [arg for i, arg in enumerate(args) if i != overwritten]
             return f"{args[overwritten]}.{_IN_PLACE[target]}({', '.join(others)})"
         args += [f"{name}={self.spell(value)}" for name, value in node.kwargs.items()]
+        if target is aten.max_pool2d_with_indices.default and _pools_faster(node):
+            return f"{self.bind(_pool)}({', '.join(args)})"
         if target in METHODS:
             return f"{args[0]}.{METHODS[target]}({', '.join(args[1:])})"
         if target in BINDINGS:
@@ -185,11 +245,11 @@ class _Writer:
     def _is_free(self, operand: fx.Node, node: fx.Node) -> bool:
         own, memory = self._memory.of(operand), self._memory
         maker = self._makers[next(iter(own))]
-        if maker.target not in _MAKERS or not memory.dies_at(operand, node):
+        if maker.target not in _MAKERS or maker in self.constants or not memory.dies_at(operand, node):
             return False
         x, y = operand.meta["val"], node.meta["val"]
         if not isinstance(y, Tensor) or (x.shape, x.stride(), x.dtype) != (y.shape, y.stride(), y.dtype):
             return False
-        if x.numel() != maker.meta["val"].numel():
+        if x.numel() not in [made.numel() for made in tensors_of(maker) if memory.find(made) in own]:
             return False
         return all(other is operand or own.isdisjoint(memory.of(other)) for other in node.all_input_nodes)

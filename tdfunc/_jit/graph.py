@@ -38,6 +38,7 @@ def clean(module: fx.GraphModule) -> Memory:
     graph.eliminate_dead_code(_has_effect)
     _drop_kept_dimensions(graph)
     memory.read(graph)
+    _stack_selected(graph, memory)
     _join_calls(graph, memory)
     for node in graph.nodes:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _spell_exactly)
@@ -64,7 +65,7 @@ def draws(graph: fx.Graph) -> bool:
 def _drop_no_ops(graph: fx.Graph, memory: Memory) -> None:
     """Replace each node that returns the value of an earlier one by that one."""
     ones: set[fx.Node] = set()
-    moved = _list_moved(graph)
+    moved = list_moved(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
@@ -81,7 +82,7 @@ def _drop_no_ops(graph: fx.Graph, memory: Memory) -> None:
         graph.erase_node(node)
 
 
-def _list_moved(graph: fx.Graph) -> set[Any]:
+def list_moved(graph: fx.Graph) -> set[Any]:
     """Return the nodes whose tensors get another shape or memory in place: each must be an object of its own."""
     moved: set[Any] = set()
     for node in graph.nodes:
@@ -167,7 +168,7 @@ def _fill_shapes(graph: fx.Graph) -> None:
 def _merge_common(graph: fx.Graph, memory: Memory) -> None:
     """Compute once what is computed twice from the same values."""
     known: dict[Any, fx.Node] = {}
-    moved = _list_moved(graph)
+    moved = list_moved(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or _has_effect(node) or "empty" in str(node.target) or _is_returned(node):
             continue
@@ -188,20 +189,20 @@ def _merge_common(graph: fx.Graph, memory: Memory) -> None:
 
 
 def _join_calls(graph: fx.Graph, memory: Memory) -> None:
-    """Make one deferred call of several that read the same and fill small memory, where their functions `join`."""
+    """Make one deferred call of several that read the same and return small memory, where their functions `join`."""
     # Any: nodes, with lists of nodes among their arguments.
     known: dict[Any, Any] = {}
     nodes: Any = [node for node in graph.nodes if isinstance(node.target, Deferred) and hasattr(node.target.fn, "join")]
     for node in nodes:
-        (writes, reads), fn = node.args, node.target.fn
+        (reads,), fn = node.args, node.target.fn
         first = known.setdefault((type(fn), *[(read, memory.version(read, node)) for read in reads]), node)
-        filled = [*first.args[0], *writes]
-        small = sum([out.meta["val"].numel() for out in filled]) <= _JOINED
-        if first is node or not small or any([out.op != "call_function" or out.all_input_nodes for out in writes]):
+        values = [*first.meta["val"], *node.meta["val"]]
+        if first is node or sum([value.numel() for value in values]) > _JOINED:
             continue
-        for out in writes:
-            first.prepend(out)
-        first.target, first.args, first.meta["writes"] = Deferred(first.target.fn.join(fn)), (filled, reads), filled
+        for item in list(node.users):
+            item.args = (first, item.args[1] + len(first.meta["val"]))
+            first.append(item)
+        first.target, first.meta["val"] = Deferred(first.target.fn.join(fn)), values
         graph.erase_node(node)
     memory.read(graph)
 
@@ -234,6 +235,39 @@ def _drop_kept_dimensions(graph: fx.Graph) -> None:
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             graph.erase_node(total)
+
+
+def _stack_selected(graph: fx.Graph, memory: Memory) -> None:
+    """Stack gradients of all that was selected along a dimension, which are padded by zeros and added else."""
+    for node in reversed(list(graph.nodes)):
+        # Any: arguments of aten.select_backward.
+        parts: Any = _list_added(node)
+        kinds = {str(part.args[1:3]) for part in parts}
+        if len(parts) < 2 or len(kinds) > 1 or {part.target for part in parts} != {aten.select_backward.default}:
+            continue
+        (_, shape, dim, _), value = parts[0].args, node.meta["val"]
+        by_index = {part.args[3] % shape[dim]: part.args[0] for part in parts}
+        stays = all([memory.version(part.args[0], part) == memory.version(part.args[0], node) for part in parts])
+        if not len(by_index) == len(parts) == shape[dim] or not stays or not value.is_contiguous():
+            continue
+        with graph.inserting_before(node):
+            stacked = graph.call_function(aten.stack.default, ([by_index[i] for i in range(shape[dim])], dim))
+            # -0.0 + 0 is 0.0
+            new = graph.call_function(aten.add.Tensor, (stacked, 0))
+        with value.fake_mode:
+            stacked.meta["val"] = torch.empty_like(value)
+        new.meta["val"] = value
+        node.replace_all_uses_with(new)
+        graph.eliminate_dead_code(_has_effect)
+    memory.read(graph)
+
+
+def _list_added(node: fx.Node) -> list[fx.Node]:
+    """Return the terms of a sum of sums, of which nothing else is used; the node alone if it is no sum."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all([isinstance(x, fx.Node) for x in node.args]):
+        return [node]
+    terms: Any = node.args
+    return [term for x in terms for term in (_list_added(x) if len(x.users) == 1 else [x])]
 
 
 def _has_effect(node: fx.Node) -> bool:

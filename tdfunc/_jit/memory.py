@@ -29,7 +29,7 @@ class Memory:
         self._merged: dict[int, int] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
-                self._merged |= dict.fromkeys(map(storage_id, _tensors(node)), _ARGUMENTS)
+                self._merged |= dict.fromkeys(map(storage_id, tensors_of(node)), _ARGUMENTS)
         self.read(graph)
 
     def read(self, graph: fx.Graph) -> None:
@@ -50,9 +50,11 @@ class Memory:
 
     def of(self, node: fx.Node) -> set[int]:
         """Return the storages of a node's value."""
-        return {self._find(storage_id(tensor)) for tensor in _tensors(node)}
+        return set(map(self.find, tensors_of(node)))
 
-    def _find(self, storage: int) -> int:
+    def find(self, tensor: Tensor) -> int:
+        """Return the storage of a value."""
+        storage = storage_id(tensor)
         while storage in self._merged:
             storage = self._merged[storage]
         return storage
@@ -79,13 +81,14 @@ class Memory:
 
     def merge(self, node: fx.Node, source: fx.Node) -> None:
         """Let the storages of a node, which is to be erased, and of its views be those of another node."""
-        for old, new in zip(_tensors(node), _tensors(source), strict=True):
-            old, new = self._find(storage_id(old)), self._find(storage_id(new))
+        for old, new in zip(tensors_of(node), tensors_of(source), strict=True):
+            old, new = self.find(old), self.find(new)
             if old != new:
                 self._merged[old] = new
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """Return the values of a node."""
     value: Any = node.meta.get("val")
     values: Any = value if isinstance(value, (list, tuple)) else [value]
     return [item for item in values if isinstance(item, Tensor)]

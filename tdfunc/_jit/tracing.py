@@ -147,8 +147,28 @@ class Recorder(TorchDispatchMode):
         node = self._tracer.graph.create_node("call_function", Deferred(fn), tuple(nodes), {})
         node.meta["writes"] = nodes[0]
 
+    def make(
+        self, fn: Callable[[list[Tensor]], list[Tensor]], like: Callable[[], Tensor], reads: list[Tensor]
+    ) -> Tensor:
+        """Record a call of `fn(reads)`, made at each replay on real tensors; it returns new ones, here like one."""
+        with _disable_current_modes(), self._fake_mode:
+            made = like()
+        call = self._tracer.create_proxy("call_function", Deferred(fn), ([self._proxy(x) for x in reads],), {})
+        item = call[0]
+        proxy_tensor.track_tensor_tree(made, item, constant=None, tracer=self._tracer)
+        call.node.meta["val"] = [item.node.meta["val"]]
+        self.made.append((weakref.ref(made), fn))
+        return made
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Return whether the memory of a tensor is that of an argument or of a captured tensor."""
+        return storage_id(tensor) in self._names
+
+    def _proxy(self, tensor: Tensor) -> fx.Proxy:
+        return proxy_tensor.get_proxy_slot(self._lift(tensor), self._tracer).proxy
+
     def _node(self, tensor: Tensor) -> fx.Node:
-        return proxy_tensor.get_proxy_slot(self._lift(tensor), self._tracer).proxy.node
+        return self._proxy(tensor).node
 
     def attempt(self, fn: Callable[[], Any]) -> Any:
         """Return the result of a function, or None if it uses a tensor from outside of the trace."""
@@ -282,13 +302,13 @@ _UNKEYED: dict[Any, str] = {
 class Deferred:
     """A call left for the replay, spelled as a function for the graph's code."""
 
-    def __init__(self, fn: Callable[[list[Tensor], list[Tensor]], None]) -> None:
+    def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn: Any = fn
         self.__name__ = self.__qualname__ = "deferred"
         self.__module__ = __name__
 
-    def __call__(self, writes: list[Tensor], reads: list[Tensor]) -> None:
-        self.fn(writes, reads)
+    def __call__(self, *tensors: list[Tensor]) -> Any:
+        return self.fn(*tensors)
 
 
 _LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}

@@ -85,16 +85,17 @@ def has_values() -> bool:
     return not in_transform() and not is_tracing()
 
 
-# Any: the call of `jit`'s recorder, which stands above.
-def deferral() -> Callable[[Callable[..., None], list[Tensor], list[Tensor]], None] | None:
-    """Return `call(fn, writes, reads)` of the trace that the caller runs in, if it takes deferred calls.
+# Any: `jit`'s recorder, which stands above.
+def deferral() -> Callable[[Callable[[list[Tensor]], list[Tensor]], Callable[[], Tensor], list[Tensor]], Tensor] | None:
+    """Return `make(fn, like, reads)` of the trace that the caller runs in, if it takes deferred calls.
 
-    Use it for work on real tensors that a replay does as one operation: `fn(writes, reads)` writes to the first.
+    Use it for work on real tensors that a replay does as one operation: `fn(reads)` returns a list of one new tensor,
+    like the one that `like()` returns.
     """
     if is_compiling() or not is_tracing():
         return None
     modes: list[Any] = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "deferred", False)]
-    return modes[-1].call if modes else None
+    return modes[-1].make if modes else None
 
 
 def is_fake(device: torch.device | None) -> bool:

@@ -145,6 +145,22 @@ def repeats_itself(tensor: Tensor) -> bool:
     return False
 
 
+# A little less than the largest block that malloc learns from (DEFAULT_MMAP_THRESHOLD_MAX).
+_LEARNED_BYTES = (32 << 20) - (1 << 16)
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep freed memory, up to 64 MB, for what is allocated next.
+
+    Else it gives the memory of a step back to the system, which clears each page of it for the next step. glibc raises
+    its thresholds when a large block is freed; one that nothing has written to takes no memory.
+
+    Source:
+        mallopt(3), M_MMAP_THRESHOLD: "dynamic adjustment".
+    """
+    torch.empty(_LEARNED_BYTES, dtype=torch.uint8, device="cpu")
+
+
 class Places:
     """The memory under some tensors, in which others can be looked for."""
 

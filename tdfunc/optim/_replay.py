@@ -1,7 +1,10 @@
 """Steps of a trace: on tensors of one layout, again and again, so that what the layout decides is decided once."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import TypeAlias
+
+from torch import Tensor
 
 from tdfunc.optim._lists import Leaves
 
@@ -31,11 +34,40 @@ class Replay:
             self._kernel(writes, reads)
 
 
-def are_apart(lengths: list[int], tensors: Leaves) -> bool:
-    """Return whether tensors that are so many bytes long are certain not to overlap."""
-    end = 0
-    for begin, length in sorted(zip([tensor.data_ptr() for tensor in tensors], lengths, strict=True)):
-        if begin < end:
-            return False
-        end = begin + length
-    return True
+class Apart:
+    """The check of a trace that the tensors written at each replay overlap none of these.
+
+    Their lengths are those of the trace, so that places found apart once are apart again.
+
+    Args:
+        refuse: Raises for tensors that overlap.
+        writes: Bytes of each tensor that is written.
+        reads: Bytes of each tensor that is read.
+    """
+
+    def __init__(self, refuse: Kernel, writes: list[int], reads: list[int]) -> None:
+        self._refuse, self._writes, self._reads = refuse, writes, reads
+        # The places of the written tensors, and in their order where memory begins that is free, or ends.
+        self._known: tuple[list[int], list[int]] = ([], [])
+
+    def __call__(self, writes: Leaves, reads: Leaves) -> None:
+        places, (known, edges) = list(map(_place_of, writes)), self._known
+        if places != known:
+            edges = find_edges(places, self._writes)
+            self._known = (places, edges)
+        for place, length in zip(map(_place_of, reads), self._reads, strict=True):
+            at = bisect_right(edges, place)
+            if at % 2 or (at < len(edges) and place + length > edges[at]):
+                edges = []
+        if not edges and writes:
+            self._refuse(writes, reads)
+
+
+_place_of: Callable[[Tensor], int] = Tensor.data_ptr
+
+
+def find_edges(places: list[int], lengths: list[int]) -> list[int]:
+    """Return where each of so many bytes begins and ends, in order; nothing if some overlap."""
+    spans = sorted([(begin, begin + length) for begin, length in zip(places, lengths, strict=True) if length])
+    edges = [edge for span in spans for edge in span]
+    return edges if edges == sorted(edges) else []

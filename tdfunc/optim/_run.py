@@ -18,7 +18,7 @@ from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
-from tdfunc.optim._replay import Replay, Short, are_apart
+from tdfunc.optim._replay import Apart, Replay, Short
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
@@ -33,7 +33,7 @@ Values: TypeAlias = dict[str, Coefficient]
 Slots: TypeAlias = dict[str, Leaves]
 
 
-@dataclass
+@dataclass(slots=True)
 class Work:
     """The lists of leaves that a rule reads and assigns, its scalars, and the number of this step, counted from 1."""
 
@@ -191,15 +191,17 @@ def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> 
         return False
     trace = recorder()
     if trace is not None:
-        lengths = [span_bytes(tensor) for tensor in (*writes, *reads)]
-        trace.call(partial(_check_apart, names(), lengths), writes, reads)
+        # New memory overlaps nothing at a replay either.
+        given = [(name, x) for name, x in zip(names(), (*writes, *reads), strict=False) if trace.is_given(x)]
+        tensors, n = [x for _, x in given], sum(map(trace.is_given, writes))
+        lengths = list(map(span_bytes, tensors))
+        refuse = partial(_refuse_shared, [name for name, _ in given])
+        trace.call(Apart(refuse, lengths[:n], lengths[n:]), tensors[:n], tensors[n:])
     return True
 
 
-def _check_apart(names: list[str], lengths: list[int], writes: Leaves, reads: Leaves) -> None:
+def _refuse_shared(names: list[str], writes: Leaves, reads: Leaves) -> None:
     """Raise if two leaves share memory that did not when they were traced."""
-    if are_apart(lengths, [*writes, *reads]):
-        return
     for i, j in _find_shared(writes, reads):
         raise UnsupportedError(
             f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
@@ -351,7 +353,7 @@ def _shorten(
 
     def run(writes: Leaves, reads: Leaves) -> bool:
         kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
-        work = Work(writes[:n], reads[:n], kept, {}, reads[n][first].item() + 1.0, len(first))
+        work = Work(writes[:n], reads[:n], kept, {}, float(reads[n][first]) + 1.0, len(first))
         values: Values = {name: _number(value) for name, value in zip(names, reads[n + 1 :], strict=True)}
         return step(work, floats | values)
 

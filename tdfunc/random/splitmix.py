@@ -27,9 +27,10 @@ _WORD = (1 << 64) - 1
 # Stafford's and Murmur's rounds: shift, and factor.
 _STATE = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)
 _GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
-_LANES = np.array([SEED, SPLIT], np.uint64)
+_SEED, _SPLIT = np.uint64(SEED), np.uint64(SPLIT)
+# In rows for the state and the gamma.
 _LANE_ROUNDS = [
-    (np.array([a, b], np.uint64), None if c is None or d is None else np.array([c, d], np.uint64))
+    (np.array([[a], [b]], np.uint64), None if c is None or d is None else np.array([[c], [d]], np.uint64))
     for (a, c), (b, d) in zip(_STATE, _GAMMA, strict=True)
 ]
 _ODD_BITS = 0xAAAAAAAAAAAAAAAA
@@ -187,92 +188,98 @@ def _derive(key: Tensor, number: Tensor | int | None, salt: int, counted: tuple[
     size = torch.broadcast_shapes((*key.shape[:-1], *lead), counted or (), *[x.shape for x in tensors])
     count = math.prod(size)
 
-    def fill(writes: list[Tensor], reads: list[Tensor]) -> None:
-        (out,), (key, *given) = writes, reads
+    def make(reads: list[Tensor]) -> list[Tensor]:
+        key, *given = reads
         number: Any = given[0] if given else fixed if counted is None else counted
-        is_one = key.numel() == 2
-        if lead and not is_one:
-            key = key.reshape(*key.shape[:-1], *lead, 2)
-        if not _is_read(out):
-            out.copy_(_derive_plain(key, number, salt))
-        elif count <= _FEW and is_one:
+        if count <= _FEW and key.numel() == 2 and _is_read(key):
             state, gamma = key.flatten().tolist()
             column: Any = number.flatten().tolist() if isinstance(number, Tensor) else [number]
-            column = column if counted is None else range(count)
-            out.numpy().reshape(-1)[:] = [word for n in column for word in _derive_integers(state, gamma, n, salt)]
-        else:
-            _derive_numpy(_unsigned(key), _words_of(number), salt, _unsigned(out))
+            made = [_derive_integers(state, gamma, n, salt) for n in (column if counted is None else range(count))]
+            return [torch.tensor(made, dtype=torch.int64).view(*size, 2)]
+        key = key.reshape(*key.shape[:-1], *lead, 2) if lead else key
+        if not _is_read(key):
+            return [_derive_plain(key, number, salt)]
+        out = torch.empty((*size, 2), dtype=torch.int64, device="cpu")
+        _derive_numpy(_unsigned(key), _words_of(number), salt, _unsigned(out))
+        return [out]
 
-    return _filled(fill, Size((*size, 2)), torch.int64, [key, *tensors])
+    return _made(make, Size((*size, 2)), torch.int64, [key, *tensors])
 
 
 def _words(key: Tensor, number: None, count: int) -> Tensor:
     """Return the words (*B, count) of keys (*B, 2)."""
 
-    def fill(writes: list[Tensor], reads: list[Tensor]) -> None:
-        (out,), (key,) = writes, reads
-        if _is_read(out) and _takes_numpy(out.numel()):
-            words = _unsigned(out).reshape(key.shape[:-1].numel(), count)
-            for _ in _blocks(_unsigned(key).reshape(-1, 2), count, words):
-                pass
-        else:
-            out.copy_(_words_plain(key, count))
+    def make(reads: list[Tensor]) -> list[Tensor]:
+        key, members = reads[0], reads[0].numel() // 2
+        if not _is_read(key) or not _takes_numpy(members * count):
+            return [_words_plain(key, count)]
+        out = np.empty((members, count), np.uint64)
+        for _ in _blocks(_unsigned(key).reshape(-1, 2), count, out):
+            pass
+        return [torch.from_numpy(out.view(np.int64)).view(*key.shape[:-1], count)]
 
-    return _filled(fill, Size((*key.shape[:-1], count)), torch.int64, [key])
+    return _made(make, Size((*key.shape[:-1], count)), torch.int64, [key])
 
 
 def _mask(key: Tensor, number: int | None, what: Mask) -> Tensor:
     """Return the masks (*B, *size) of keys (*B, 2)."""
-    return _filled(_Masks(((number, what),)), Size((*key.shape[:-1], *what.size)), what.dtype, [key])
+    return _made(_Masks((number, what)), Size((*key.shape[:-1], *what.size)), what.dtype, [key])
 
 
-@dataclass(frozen=True)
 class _Masks:
-    """The call that fills masks of one key, each by the number that is folded into it."""
+    """The call that makes masks of one key, each by the number that is folded into it."""
 
-    parts: tuple[tuple[int | None, Mask], ...]
+    def __init__(self, *parts: tuple[int | None, Mask]) -> None:
+        self._parts = parts
+        # By kind, the places of its masks among all.
+        kinds: dict[Mask, list[int]] = {}
+        for i, (_, what) in enumerate(parts):
+            kinds.setdefault(what, []).append(i)
+        self._kinds = list(kinds.items())
+        self._numbers = [number for number, _ in parts]
+        self._most = max([math.prod(what.size) for what in kinds])
+        self._is_read = all([what.dtype is not torch.bfloat16 for what in kinds])
 
     def join(self, other: "_Masks") -> "_Masks":
-        """Return the call that fills the masks of both, which costs less than two."""
-        return _Masks((*self.parts, *other.parts))
+        """Return the call that makes the masks of both, which costs less than two."""
+        return _Masks(*self._parts, *other._parts)
 
-    def __call__(self, writes: list[Tensor], reads: list[Tensor]) -> None:
-        key, numbers = reads[0], [number for number, _ in self.parts if number is not None]
-        if not all([_is_read(x) and x.dtype is not torch.bfloat16 and _takes_numpy(x.numel() // 2) for x in writes]):
-            for out, (number, what) in zip(writes, self.parts, strict=True):
-                out.copy_(_mask_plain(key, number, what))
-            return
-        keys = _unsigned(key).reshape(-1, 2)
-        folded = iter(_fold_numpy(keys, numbers) if numbers else ())
-        kinds: dict[Mask, list[tuple[Words, Any]]] = {}
-        for out, (number, what) in zip(writes, self.parts, strict=True):
-            row = keys if number is None else next(folded), out.numpy().reshape(len(keys), math.prod(what.size))
-            kinds.setdefault(what, []).append(row)
-        for what, rows in kinds.items():
-            _mask_numpy(np.concatenate([own for own, _ in rows]), [out for _, out in rows], what)
+    def __call__(self, reads: list[Tensor]) -> list[Tensor]:
+        key, size = reads[0], reads[0].shape[:-1]
+        if not self._is_read or not _is_read(key) or not _takes_numpy(key.numel() // 4 * self._most):
+            return [_mask_plain(key, number, what) for number, what in self._parts]
+        keys = _fold_numpy(_unsigned(key).reshape(-1, 2), self._numbers)
+        if len(self._kinds) == 1:
+            return self._make(keys, self._kinds[0][0], size)
+        outs: dict[int, Tensor] = {}
+        for what, places in self._kinds:
+            outs |= zip(places, self._make(keys[places], what, size), strict=True)
+        return [outs[i] for i in range(len(outs))]
+
+    def _make(self, keys: Words, what: Mask, size: Size) -> list[Tensor]:
+        # Memory of torch, which is aligned for the vectors of its kernels.
+        made = torch.empty((len(keys), *size, *what.size), dtype=what.dtype, device="cpu")
+        _mask_numpy(keys.reshape(-1, 2), made.numpy().reshape(keys.size // 2, math.prod(what.size)), what)
+        return list(made.unbind(0))
 
 
-def _fold_numpy(keys: Words, numbers: list[int]) -> Words:
-    """Return the keys (K, E, 2) of keys (E, 2), with each of K numbers folded in."""
-    if len(keys) * len(numbers) > _FEW:
-        column = np.array([[number & _WORD] for number in numbers], np.uint64)
-        return _derive_numpy(keys, column, FOLD, np.empty((len(numbers), *keys.shape), np.uint64))
+def _fold_numpy(keys: Words, numbers: list[int | None]) -> Words:
+    """Return the keys (K, E, 2) of keys (E, 2), with each of K numbers folded in, or None."""
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers):
+        return np.stack([keys if number is None else _fold_numpy(keys, [number])[0] for number in numbers])
+    if len(keys) * len(known) > _FEW:
+        column = np.array([[number & _WORD] for number in known], np.uint64)
+        return _derive_numpy(keys, column, FOLD, np.empty((len(known), *keys.shape), np.uint64))
     pairs: list[list[int]] = keys.tolist()
-    made = [[_derive_integers(state, gamma, number, FOLD) for state, gamma in pairs] for number in numbers]
+    made = [[_derive_integers(state, gamma, number, FOLD) for state, gamma in pairs] for number in known]
     return np.array(made, np.int64).view(np.uint64)
 
 
-def _filled(
-    fill: Callable[[list[Tensor], list[Tensor]], None], size: Size, dtype: torch.dtype, reads: list[Tensor]
-) -> Tensor:
-    """Return new memory that `fill` has written to, or writes to at each replay."""
-    out = torch.empty(size, dtype=dtype, device=reads[0].device)
+def _made(make: Callable[[list[Tensor]], list[Tensor]], size: Size, dtype: torch.dtype, reads: list[Tensor]) -> Tensor:
+    """Return the first of the tensors that `make` returns, now or at each replay."""
     call = deferral()
-    if call is None:
-        fill([out], reads)
-    else:
-        call(fill, [out], reads)
-    return out
+    return make(reads)[0] if call is None else call(make, lambda: reads[0].new_empty(size, dtype=dtype), reads)
 
 
 def _takes_numpy(count: int) -> bool:
@@ -337,20 +344,21 @@ def _mask_plain(key: Tensor, number: int | None, what: Mask) -> Tensor:
 
 def _derive_integers(state: int, gamma: int, number: int, salt: int) -> tuple[int, int]:
     state, gamma = state & _WORD, gamma & _WORD
-    new_state = _mix_integer(_mix_integer(number * SEED + (gamma ^ salt), _STATE) ^ state, _STATE)
-    new_gamma = _mix_integer(_mix_integer(number * SPLIT + (state ^ salt), _STATE) + gamma, _GAMMA) | 1
+    new_state = _mix_integer(_mix_integer(number * SEED + (gamma ^ salt)) ^ state)
+    word = _mix_integer(number * SPLIT + (state ^ salt)) + gamma & _WORD
+    word = (word ^ word >> 33) * 0xFF51AFD7ED558CCD & _WORD
+    word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
+    new_gamma = (word ^ word >> 33) | 1
     if (new_gamma ^ (new_gamma >> 1)).bit_count() < 24:
         new_gamma ^= _ODD_BITS
     return signed(new_state), signed(new_gamma)
 
 
-# Any: a round without a factor ends the hash.
-def _mix_integer(word: int, rounds: Any) -> int:
-    (first, factor), (second, other), (third, _) = rounds
+def _mix_integer(word: int) -> int:
     word &= _WORD
-    word = (word ^ word >> first) * factor & _WORD
-    word = (word ^ word >> second) * other & _WORD
-    return word ^ word >> third
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31
 
 
 # -- numpy ----------------------------------------------------------------------------------------------------------
@@ -362,56 +370,61 @@ def _words_of(number: Any) -> Words:
     return _unsigned(number) if isinstance(number, Tensor) else np.array(number & _WORD, np.uint64)
 
 
-def _derive_numpy(key: Words, numbers: Words, salt: int, out: Words) -> Words:
-    # Lanes of the new state and the new gamma: the first hash of a lane starts from the other word of the key.
-    start = key[..., ::-1] ^ np.uint64(salt)
-    lanes = _mix_numpy(np.add(numbers[..., None] * _LANES, start, out=np.empty_like(out)), _STATE)
-    lanes[..., 0] ^= key[..., 0]
-    lanes[..., 1] += key[..., 1]
-    shifted = np.empty_like(lanes)
-    for shifts, factors in _LANE_ROUNDS:
-        lanes ^= np.right_shift(lanes, shifts, out=shifted)
-        if factors is not None:
-            lanes *= factors
-    gamma = lanes[..., 1] | np.uint64(1)
-    few = np.bitwise_count(gamma ^ (gamma >> np.uint64(1))) < 24
-    out[..., 0] = lanes[..., 0]
-    out[..., 1] = np.where(few, gamma ^ np.uint64(_ODD_BITS), gamma)
+def _derive_numpy(keys: Words, numbers: Words, salt: int, out: Words) -> Words:
+    """Fill the keys (*S, 2) of keys (*A, 2) and numbers (*B), which broadcast."""
+    state, gamma = keys[..., 0], keys[..., 1]
+    lanes = np.empty((2, *out.shape[:-1]), np.uint64)
+    # The first hash of a lane starts from the other word of the key.
+    for lane, factor, other in ((lanes[0], _SEED, gamma), (lanes[1], _SPLIT, state)):
+        np.add(numbers * factor, other ^ np.uint64(salt), out=lane)
+    flat = lanes.reshape(2, -1)
+    shifted = np.empty_like(flat)
+    _mix_numpy(flat, shifted, _STATE)
+    lanes[0] ^= state
+    lanes[1] += gamma
+    new_state, new_gamma = _mix_numpy(flat, shifted, _LANE_ROUNDS)
+    new_gamma |= np.uint64(1)
+    few = np.bitwise_count(new_gamma ^ (new_gamma >> np.uint64(1))) < 24
+    pairs = out.reshape(-1, 2)
+    pairs[:, 0] = new_state
+    np.bitwise_xor(new_gamma, few * np.uint64(_ODD_BITS), out=pairs[:, 1])
     return out
 
 
-# Any: arrays of a floating dtype.
-def _mask_numpy(keys: Words, outs: list[Any], what: Mask) -> None:
-    """Fill masks of E rows each, of as many keys as they have rows together."""
-    (size, count), parts, kept = outs[0].shape, what.in_word, outs[0].dtype.type(what.kept)
+# Any: an array of a floating dtype.
+def _mask_numpy(keys: Words, out: Any, what: Mask) -> None:
+    """Fill the masks (E, count) of keys (E, 2)."""
+    count, parts, kept = math.prod(what.size), what.in_word, out.dtype.type(what.kept)
     kind = np.int16 if what.bits is torch.int16 else np.int32
     for rows, columns, block in _blocks(keys, -(-count // parts)):
-        bits = block.view(kind)
-        for k in range(rows.start // size, -(-min(rows.stop, len(keys)) // size)):
-            begin, end = max(rows.start, k * size), min(rows.stop, (k + 1) * size)
-            place = outs[k][begin - k * size : end - k * size, parts * columns.start : parts * columns.stop]
-            own = bits[begin - rows.start : end - rows.start, : place.shape[1]]
-            np.multiply(own < what.bound, kept, out=place)
+        place = out[rows, parts * columns.start : parts * columns.stop]
+        np.multiply(block.view(kind)[:, : place.shape[1]] < what.bound, kept, out=place)
 
 
 def _blocks(keys: Words, count: int, out: Words | None = None) -> Iterator[tuple[slice, slice, Words]]:
-    """Yield words of keys (E, 2), as many at a time as stay in the cache: which keys, which numbers, and the words."""
-    at_once = max(1, _BLOCK // max(1, count))
+    """Yield words of keys (E, 2), as many at a time as stay in the cache: which keys, which numbers, and the words.
+
+    The words are in `out`, or overwritten by the next.
+    """
+    at_once, state, gamma = max(1, _BLOCK // max(1, count)), keys[:, :1], keys[:, 1:]
+    size = (2, min(at_once, len(keys)), min(count, _BLOCK))
+    memory = _unsigned(torch.empty(size, dtype=torch.int64, device="cpu"))
     for begin in range(0, count, _BLOCK):
         columns = slice(begin, min(begin + _BLOCK, count))
+        index = _INDEX[: columns.stop - begin]
         for i in range(0, len(keys), at_once):
-            rows = slice(i, i + at_once)
-            state, gamma = keys[rows, :1], keys[rows, 1:]
-            block = np.multiply(_INDEX[: columns.stop - begin], gamma, out=None if out is None else out[rows, columns])
-            block += state + gamma * np.uint64(begin) if begin else state
-            yield rows, columns, _mix_numpy(block, _STATE)
+            rows = slice(i, min(i + at_once, len(keys)))
+            block, shifted = memory[:, : rows.stop - i, : len(index)]
+            block = np.multiply(index, gamma[rows], out=block if out is None else out[rows, columns])
+            block += state[rows] + gamma[rows] * np.uint64(begin) if begin else state[rows]
+            yield rows, columns, _mix_numpy(block, shifted, _STATE)
 
 
-def _mix_numpy(word: Words, rounds: Sequence[tuple[int, int | None]]) -> Words:
+# Any: numbers, or a column of two.
+def _mix_numpy(word: Words, shifted: Words, rounds: Sequence[tuple[Any, Any]]) -> Words:
     """Hash words one to one, in their own memory."""
-    shifted = np.empty_like(word)
     for count, factor in rounds:
-        word ^= np.right_shift(word, np.uint64(count), out=shifted)
+        word ^= np.right_shift(word, count, out=shifted)
         if factor is not None:
-            word *= np.uint64(factor)
+            word *= factor
     return word

@@ -280,7 +280,7 @@ def test_copies_capture_anew():
 def test_a_step_does_not_wait(name, donate, monkeypatch):
     """A training step is captured where there are no values: it reads none, draws by keys and moves nothing."""
     # There all tensors have one address, and the kernel of Adam is that of a GPU.
-    monkeypatch.setattr(_run, "are_apart", lambda *_: True)
+    monkeypatch.setattr(_run, "_refuse_shared", lambda *_: None)
     monkeypatch.setattr(_run, "_FUSED_DEVICES", ("cpu", "meta"))
     step, start, batch = make_step(name, "meta", donate=donate)
     captured = jit(step, backend=CudaGraphs(StandIn, "meta"))

@@ -192,6 +192,7 @@ def sample_calls():
         aten.addcmul.default: (x, y, y),
         aten.addcdiv.default: (x, y, y),
         aten.native_layer_norm.default: (x, [4], None, None, 1e-5),
+        aten.as_strided.default: (b, [3, 2], [1, 12]),
         aten.arange.default: (5,),
         aten.arange.start: (2, 5),
         **{getattr(aten, f"bitwise_{name}").Tensor: (i, i + 1) for name in ("and", "or", "xor")},
