@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all conformance test-trl test-peft test-vllm test-wheel verify-types dist reliability mutants randomness pages outputs bench gpu lint types docs notebooks clean
+.PHONY: install demo test test-all test-torch conformance test-trl test-peft test-vllm test-wheel verify-types dist reliability mutants randomness pages outputs bench gpu lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -28,6 +28,16 @@ test: install
 
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
+
+# The fast tests on another torch, in an environment of its own (several GB): `make test-torch VERSION=2.6.0`.
+test-torch: $(VENV)/torch-$(VERSION)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/torch-$(VERSION)/bin/python -m pytest -n auto -q -W default
+
+$(VENV)/torch-$(VERSION)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)/torch-$(VERSION)
+	sed "s/^torch==.*/torch==$(VERSION)/" constraints.txt > $(VENV)/torch-$(VERSION)/constraints.txt
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/torch-$(VERSION)/bin/python -m pip install -q -c $(VENV)/torch-$(VERSION)/constraints.txt -e ".[dev]"
+	@touch $@
 
 # Losses of language models next to TRL's.
 test-trl: $(VENV)/trl/.installed

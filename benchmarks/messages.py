@@ -107,9 +107,9 @@ SUITE = Suite(
             2,
             "at most",
             (what("4 MB"), what("64 MB")),
-            why="at 4 MB one tensor takes 1.3 ms, which are the system calls of both ends; 1,000 leaves take 0.4 ms to "
-            "describe and 0.6 to 1.0 ms to pack (a second pass over the bytes) at one end, 0.7 ms to cut, 0.1 ms to put "
-            "into a tree and 0.25 ms to free at the other, 1 us a leaf each, and two processes share two cores",
+            why="at 4 MB one tensor takes 1.3 ms, which are the system calls of both ends; 1,000 leaves take 0.4 ms "
+            "to describe and 0.6 to 1.0 ms to pack (a second pass over the bytes) at one end, 0.7 ms to cut, 0.1 ms "
+            "to put into a tree and 0.25 ms to free at the other, and two processes share two cores",
         ),
         Row("message of 1,000 leaves, below 4 MB", ALLOWED, 1, "at most", (what("40 kB"),)),
         Row("message of 1,000 leaves", EACH, 5, "faster", (what("40 kB"), what("4 MB"))),

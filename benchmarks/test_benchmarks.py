@@ -535,6 +535,8 @@ CONTRACT = [
       for rival in ("loop of torch.optim", "torch.compile", "jax.jit", "equinox")
       for model in ("MLP 16-64-64-1", "CNN with BatchNorm", "transformer")
       if (model, rival) != ("CNN with BatchNorm", "torch.compile")),
+    ("step, MLP with dropout", "the same step without", 1.4), ("step, MLP with dropout", "the same step without", 1.25),
+    ("step, MLP with a learning rate for each member", "the same step without", 1.2),
     ("jit(vmap(grad(loss))), 4 to 16 members", "not traced", 2.5),
     ("64 adapters in one step, equal total tokens, d = 256", "one adapter", 1.2),
     ("a step of any rule with a state, 16 members", "loop of torch.optim", 3),

@@ -25,6 +25,7 @@ from tdfunc.ensemble.stack import stack_modules
 from tdfunc.optim import adam
 
 LOOP, FOREACH, UNTRACED = "loop of torch.optim", "vmap(grad(functional_call))", "not traced"
+DROPPED, RATES, WITHOUT = "MLP with dropout", "MLP with a learning rate for each member", "the same step without"
 DEFAULT = "torch.vmap(randomness='different')"
 DRAWS, DRAWS_COMPILED = "dropout of 16 members by keys", "dropout of 16 members by keys, compiled"
 COMPILED, INDUCTOR, JAX, EQUINOX = "torch.compile", "jit(backend='inductor')", "jax.jit", "equinox"
@@ -74,10 +75,12 @@ def is_compiled(way: str, model: str, members: int, dropout: float) -> bool:
     return not dropout and members in COMPILED_MEMBERS[way].get(model, ())
 
 
-def ours(models: list[nn.Module], x: Tensor, t: Tensor, dropout: float = 0.0, backend: str | None = None) -> Way:
+def ours(
+    models: list[nn.Module], x: Tensor, t: Tensor, dropout: float = 0.0, backend: str | None = None, lr: Any = LR
+) -> Way:
     apply, _, _ = tdf.functional(models[0])
     params, buffers = tdf.split(stack_modules(models))
-    optimizer, members = adam(lr=LR), len(models)
+    optimizer, members = adam(lr=lr), len(models)
 
     @jit(backend=backend)
     def step(params: Any, buffers: Any, state: Any, key: Tensor, x: Tensor, t: Tensor) -> Any:
@@ -185,8 +188,22 @@ def jit_ways(members: int) -> dict[str, Way]:
     return {OURS: lambda: traced(params, x, t), UNTRACED: lambda: grads(params, x, t)}
 
 
+def part_ways(part: str, members: int) -> dict[str, Way]:
+    """Return a step with one thing more, and the step without it."""
+    x, t = make_data("mlp")
+    dropout = DROPOUT if part == DROPPED else 0.0
+    models = [make_model("mlp", dropout) for _ in range(members)]
+    lr = LR if part == DROPPED else torch.full((members,), LR)
+    plain = [make_model("mlp") for _ in range(members)]
+    return {OURS: ours(models, x, t, dropout, lr=lr), WITHOUT: ours(plain, x, t)}
+
+
 def title_of(model: str, members: int, dropout: float = 0.0) -> str:
     return f"{TITLES[model]}{', dropout' if dropout else ''}, {members} member{'s' * (members > 1)}"
+
+
+def part_title(part: str, members: int) -> str:
+    return f"{part}, {members} member{'s' * (members > 1)}"
 
 
 SETTINGS = [(model, members, dropout) for model in TITLES for dropout in (0.0, DROPOUT) for members in MEMBERS[model]]
@@ -211,6 +228,9 @@ def training_cases() -> Iterator[Case]:
         # Without what was compiled before, whose guards a call would look at.
         torch.compiler.reset()
         yield Case(title_of(model, members, dropout), step_ways(model, members, dropout), series=f"{model}, {dropout}")
+    for part in (DROPPED, RATES):
+        for members in MEMBERS["mlp"]:
+            yield Case(part_title(part, members), part_ways(part, members))
     for members in TRACED:
         yield Case(f"jit(vmap(grad(loss))), {members} members", jit_ways(members))
 
@@ -232,6 +252,14 @@ DISPATCH = (
     "for few members a step is many calls of small kernels, and torch takes microseconds for each that a compiled "
     "program does not; for convolutions and attention the kernels themselves are torch's"
 )
+MASKS = (
+    "the masks alone, in a replay, take 60 us of a step of 110 at 1 member (keys by Python's integers, and some 20 "
+    "calls of numpy) and 320 us of 1250 at 64 members (three rounds of a hash for each 64 bits, and a comparison)"
+)
+ENDS = (
+    "torch 2.13's fused kernel takes one rate, so it runs at rate 1 on zeros, and two more calls multiply and add; the "
+    "ends of leaves that no vector fills are joined first, so that a member's bits are those of a run of its own"
+)
 MANY = tuple(title_of("mlp", members) for members in (16, 64))
 REACH = {LOOP: 16, COMPILED: 1.2, EQUINOX: 1.7, JAX: 1.3}
 SUITE = Suite(
@@ -251,10 +279,18 @@ SUITE = Suite(
         Row("Adam step of 16 to 64 small members", LOOP, 10, "faster", MANY),
         Row("Adam step of 16 to 64 small members", FOREACH, 1.8, "faster", MANY),
         *[Row("Adam step of 64 small members", rival, reach, "faster", MANY[1:]) for rival, reach in REACH.items()],
-        *rows_against(LOOP),
+        *rows_against(LOOP, MASKS),
         *rows_against(COMPILED, DISPATCH),
         *rows_against(JAX, DISPATCH),
         *rows_against(EQUINOX, DISPATCH),
+        *[
+            Row(f"step, {part}", WITHOUT, reach, "at most", tuple([part_title(part, m) for m in ms]), why=why)
+            for part, reach, ms, why in (
+                (DROPPED, 1.4, (1, 4), MASKS),
+                (DROPPED, 1.25, (16, 64, 256), MASKS),
+                (RATES, 1.2, MEMBERS["mlp"], ENDS),
+            )
+        ],
         Row(
             "jit(vmap(grad(loss))), 4 to 16 members",
             UNTRACED,
@@ -263,6 +299,6 @@ SUITE = Suite(
             tuple(f"jit(vmap(grad(loss))), {m} members" for m in TRACED),
         ),
     ),
-    (step_ways, ours, loop, stacked, jit_ways, dropout_ways),
+    (step_ways, ours, loop, stacked, part_ways, jit_ways, dropout_ways),
     compiles=True,
 )
