@@ -220,7 +220,6 @@ class TensorClass(_Typed):
     def _accept(self, key: str, value: Any, where: str) -> Node:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return a value of a field as a node, None where it empties the field."""
         cls = type(self)
-        self._check_names((key,))
         size = self._batch_size
         plain = type(value) is Tensor and self._device is None and not cls._looks_up and not value.is_nested
         if plain and value.shape[: len(size)] == size:

@@ -170,3 +170,8 @@ def test_another_threads_draws():
         return nn.Linear(3, 2)
 
     assert init_ensemble(make, 2).batch_size == (2,)
+
+
+def test_the_key_without_a_choice_is_0():
+    """An ensemble that is made without a key is that of key 0."""
+    assert_trees_equal(init_ensemble(lambda: nn.Linear(3, 2), 2), init_ensemble(lambda: nn.Linear(3, 2), 2, key=0))

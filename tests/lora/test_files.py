@@ -10,6 +10,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
+from tdfunc.lora._peft import short_names
 from tests.lora.layers import MODULES, Tied, experts, trained
 
 EXPERTS = ("model", "layers", "0", "mlp", "experts")
@@ -35,7 +36,9 @@ def under(name, parts):
     return {f"{name}.{part}": leaf for part, leaf in parts.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"dora": True}, {"start": "olora"}, {"rslora": True, "alpha": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dora": True}, {"start": "olora"}, {"rslora": True, "alpha": 3.0}, {"alpha": 0.3}], ids=str
+)
 @pytest.mark.parametrize("name", [*(name for name in MODULES if name not in ("grouped", "scaled")), "tied"])
 def test_what_is_saved_loads(name, options, tmp_path):
     """The adapters come back with the choice; a start comes back as plain LoRA of twice the rank."""
@@ -56,6 +59,30 @@ def test_what_is_saved_loads(name, options, tmp_path):
     if "start" not in options:
         tdf.assert_close(same, adapters)
         assert back.alpha == lora.alpha
+
+
+def test_numbers_of_a_configuration_are_kept(tmp_path):
+    """`lora_alpha` is the number of the file, where the scale times the rank differs from it in the last bit."""
+    base = tdf.TensorDict({"a": {"weight": torch.zeros(60, 60)}})
+    tensors = {f"a.{name}": leaf for name, leaf in pair(60, 60, 49).items()}
+    folder = folder_of(tmp_path / "a", tensors, r=49, lora_alpha=1, target_modules=["a"])
+
+    lora, _ = tdf.lora.load(folder, base)
+
+    assert (lora.alpha, lora.rank) == (1, 49)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "everything", "expected"),
+    [
+        (["b.a.q", "a.a.q"], ["a.a.q", "a.a.k", "b.a.q"], ["q"]),
+        (["a.l.q"], ["a.l.q", "b.m.q"], ["l.q"]),
+        (["z.x.y.q", "a.x.y.q"], ["a.x.y.q", "z.x.y.q", "b.x.y.q"], ["a.x.y.q", "z.x.y.q"]),
+    ],
+)
+def test_targets_are_named_by_their_ends_where_these_choose_no_other(chosen, everything, expected):
+    """The last parts of names are enough for PEFT; where they choose another layer, the whole names are written."""
+    assert short_names(chosen, everything) == expected
 
 
 def test_other_files_stay_and_load_opens_the_folder(tmp_path):

@@ -53,6 +53,17 @@ def test_the_layout(tmp_path):
             assert f.metadata()["format"] == "pt"
 
 
+def test_an_index_of_another_algorithm(tmp_path):
+    """An index whose checksum is of another algorithm is refused by that name, and loads unverified."""
+    save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
+    index = tmp_path / "m" / INDEX
+    index.write_bytes(index.read_bytes().replace(b"xxh3-64:", b"blake-3:", 1))
+
+    with pytest.raises(CorruptCheckpointError, match="'blake-3'"):
+        load(tmp_path / "m")
+    assert_same(load(tmp_path / "m", verify=False), tree_of(1))
+
+
 def test_the_index_is_as_documented(tmp_path):
     """The digests of an index and its shards are those that docs/storage.md describes."""
     save(tree_of(1), tmp_path / "m", max_shard_size=10_000)

@@ -87,7 +87,7 @@ def test_barriers_are_those_of_each_pair():
     members = tdf.init_ensemble(mlp, 3, key=0)
     members, _ = tdf.split(members)
     x, t = torch.randn(20, 4), torch.randn(20, 3)
-    loss = lambda p: (apply(p, x) - t).square().mean()  # noqa: E731
+    loss = lambda p: (20 * apply(p, x) - t).sin().mean()  # noqa: E731
 
     heights = tdf.weights.barriers(loss, members, points=5, chunk_size=2)
 
@@ -96,6 +96,7 @@ def test_barriers_are_those_of_each_pair():
         above = [one - line[0] - (line[-1] - line[0]) * k / 4 for k, one in enumerate(line)]
         torch.testing.assert_close(heights[i, j], torch.stack(above).max())
     torch.testing.assert_close(heights, heights.T)
+    assert heights.max() > 0
     assert heights.diag().tolist() == [0, 0, 0]
     assert params.batch_size == ()
 

@@ -147,18 +147,19 @@ def test_behaviour_that_cannot_be_scored_is_refused(options, refused, pad_output
             call(params)
 
 
-def test_several_responses_are_a_dimension_of_their_own():
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_responses_are_a_dimension_of_the_result(count):
     """Entries of the tree are expanded to it; the prompts' log-probs are scored if they are to be."""
     lm, params, buffers = causal_lm(make("gpt2"))
     td, rows = padded([4, 2])
-    options = {"max_new_tokens": 3, "temperature": 1.0, "num_return_sequences": 3}
+    options = {"max_new_tokens": 3, "temperature": 1.0, "num_return_sequences": count}
     out = generate(lm, params, td, key=0, buffers=buffers, prompt_log_probs=True, **options)
 
-    assert out.batch_size == (2, 3)
-    assert out["tokens"].response.shape == (2, 3, 3)
-    assert out["name"].tolist() == [[0] * 3, [1] * 3]
+    assert out.batch_size == (2, count)
+    assert out["tokens"].response.shape == (2, count, 3)
+    assert out["name"].tolist() == [[0] * count, [1] * count]
     expected = score(lm, params, td.set("tokens", Tokens(full=td["tokens"].prompt, batch_size=[2])), buffers=buffers)
-    for n in range(3):
+    for n in range(count):
         assert torch.equal(out["log_probs"].mask[:, n, :4], expected["log_probs"].mask)
         torch.testing.assert_close(out["log_probs"].prompt[:, n], expected["log_probs"].full, atol=1e-5, rtol=0)
         assert torch.equal(out["tokens"].full[0, n, :4], rows[0])
