@@ -24,8 +24,8 @@ _LOG_RANGE, _STEPS = 12.0, 60
 def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
     """Return the temperature whose division of the logits makes the labels most likely.
 
-    The logits of one model, of each member (a temperature each), or of the ensemble: `ensemble_logits(y)`, which may
-    be taken of members that were scaled each by its own.
+    The logits may come from one model, from each member (one temperature each), or from the ensemble, by
+    `ensemble_logits(y)`. There each member may be divided by its own temperature first.
 
     Args:
         y: Logits.
@@ -92,13 +92,13 @@ def ensemble_logits(y: Numbers, *, weights: Numbers | None = None) -> Tensor:
 
 
 def conformal_scores(p: Numbers, t: Numbers, *, method: Method = "lac") -> Tensor:
-    """Return how badly probabilities fit labels, for `conformal_threshold`.
+    """Return the distance of probabilities from labels, for `conformal_threshold`.
 
     Args:
         p: Probabilities, such as `mean` in `tdf.metrics.uncertainty(y, "classification")`.
         t: The right classes.
-        method: `lac`, one minus the probability of the label (the smallest sets); or `aps`, the probability of the
-            label and all more probable classes (sets that adapt to how hard an input is).
+        method: The score. `lac` is one minus the probability of the label, and gives the smallest sets. `aps` is the
+            probability of the label and all more probable classes, and gives larger sets for harder inputs.
 
     Shapes:
         `p` is (*B, C), `t` and the result are (*B).
@@ -115,11 +115,11 @@ def conformal_scores(p: Numbers, t: Numbers, *, method: Method = "lac") -> Tenso
 def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
     """Return the threshold under which sets hold the right answer with a probability of at least 1 - alpha.
 
-    It is the ceil((N + 1) (1 - alpha))-th smallest score, and infinite if there are too few for `alpha`. The scores are
-    those of `conformal_scores` for classes, or of `regression_scores`.
+    It is the ceil((N + 1) (1 - alpha))-th smallest score, and infinite if N is too small for `alpha`.
 
     Args:
-        scores: Of examples that are exchangeable with those to predict; NaN counts as the worst.
+        scores: The result of `conformal_scores` or `regression_scores`, for examples that are exchangeable with the
+            examples to predict. NaN counts as the worst score.
         alpha: The share of answers that may be missed, in (0, 1).
 
     Raises:
@@ -137,7 +137,7 @@ def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
         tensor(9.)
     """
     if not 0.0 < alpha < 1.0:
-        raise error(ValueError, "conformal_threshold: alpha must lie between 0 and 1.", got=alpha)
+        raise error(ValueError, "conformal_threshold: alpha must be between 0 and 1.", got=alpha)
     scores = as_tensor(scores)
     count = scores.shape[-1]
     # Rounded, since (10 + 1) * (1 - 0.2) is a little more than 8.8, and so may be what should be whole.
@@ -168,13 +168,13 @@ def conformal_sets(p: Numbers, threshold: Numbers | float, *, method: Method = "
 
 
 def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -> Tensor:
-    """Return how far predictions are from the truth, for `conformal_threshold`.
+    """Return the distance of predictions from the truth, for `conformal_threshold`.
 
     Args:
         y: Predictions of a model, of each member, or of the ensemble: the `mean` of `tdf.metrics.uncertainty`.
         t: The true values.
-        scale: How far off each prediction may be, such as the root of `variance` there; intervals are then wide where
-            it is large. By default all intervals have one width.
+        scale: The expected error of each prediction, such as the root of `variance` there; intervals are then wide
+            where it is large. By default all intervals have one width.
 
     Shapes:
         `y` is (*E, N), `t` is (N), `scale` is (*E, N) or (N); the result is (*E, N).
@@ -200,12 +200,12 @@ def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -
 def regression_intervals(
     y: Numbers, threshold: Numbers | float, *, scale: Numbers | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the bounds between which each true value lies with a probability of at least 1 - alpha.
+    """Return bounds that contain each true value with a probability of at least 1 - alpha.
 
     Args:
         y: Predictions, as in `regression_scores`.
         threshold: The result of `conformal_threshold`.
-        scale: As in `regression_scores`, and given if it was given there.
+        scale: The scale of `regression_scores`, if it was given there.
 
     Shapes:
         `y`, the lower and the upper bounds are (*E, N); a threshold of shape (*E) is one for each member.

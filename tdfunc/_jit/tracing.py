@@ -58,7 +58,7 @@ class Capture(NamedTuple):
     fake: Tensor
     # The line of the user.
     line: str
-    # That of the tensor when it was found.
+    # The state of the tensor when it was found.
     state: tuple[int, int]
 
 
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         self._states: list[tuple[torch.Generator, Tensor, Tensor]] = []
         for one in generators:
             if one is not torch.default_generator:
-                # A state that the function cannot set, so that setting the present one shows, too.
+                # A state that the function cannot set, so that setting the present one also shows.
                 state, seed = one.get_state(), random.SystemRandom().getrandbits(63)
                 self._states.append((one, state, one.manual_seed(seed).get_state()))
         # The fake tensors so far, each with its origin: an argument or an operation.
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Guard(TorchFunctionMode):
-    """Sees calls of a trace that are no operations, or not in every respect: reads of tensors, checks of values."""
+    """Finds the calls of a trace that a graph of operations does not contain: reads of tensors, checks of values."""
 
     def __init__(self, recorder: Recorder, arguments: dict[int, str]) -> None:
         super().__init__()
@@ -251,14 +251,14 @@ class Guard(TorchFunctionMode):
             raise UnsupportedError(
                 "jit: the function assigns to .data, which a replay does not.",
                 got=user_line(),
-                hint="write values by copy_(), or give the new tensor a name of its own.",
+                hint="write values by copy_(), or give the new tensor its own name.",
             )
         if func in _UNKEYED and id(args[0]) in self._arguments:
             raise UnsupportedError(
                 f"jit: the function reads {_UNKEYED[func]} of {self._arguments[id(args[0])]}, which a replay does not.",
                 expected="shapes, strides, dtypes, devices and values of tensors",
                 got=user_line(),
-                hint="pass the value as an argument of its own.",
+                hint="pass the value as a separate argument.",
             )
         out = func(*args, **kwargs)
         if func is torch.nn.functional.one_hot:
@@ -349,7 +349,7 @@ def trace(
         finally:
             watch.restore()
         slots: list[Tensor] = []
-        # The place of each node by its id, and by ("data", id) that of each value held for a whole batch.
+        # The place of each node by its id, and by ("data", id) the place of each value held for a whole batch.
         places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
         places |= {("data", id(node.data)): i for i, node in enumerate(nodes) if isinstance(node, NonTensorData)}
         build = _make_builder(out, slots, places, "the result")
@@ -394,7 +394,7 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
         parts = [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
         return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
     if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
-        # With another batch size: the value is that of the call, which may be a list that has changed since.
+        # With another batch size: the value comes from the call, which may be a list that has changed since.
         source, size = nodes["data", id(out.data)], out.shape
         return lambda _, trees: NonTensorData(trees[source].data, size)
     if isinstance(out, _PLAIN_VALUES):

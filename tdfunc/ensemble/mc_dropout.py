@@ -21,9 +21,9 @@ class MCDropout:
     Args:
         apply: The pure function of the model, in any mode.
         members: The number of passes.
-        layers: Classes of further layers to switch on, which drop by functions in their own forward: an attention, a
-            stochastic depth. Layers inside of them stay in evaluation.
-        chunk_size: At most this many passes at a time, to bound memory.
+        layers: Further classes of layers to switch on, such as an attention or a stochastic depth that drops in its own
+            forward. Layers inside of them stay in evaluation.
+        chunk_size: The largest number of passes that run together. A smaller number needs less memory.
 
     Raises:
         UnsupportedError: The model has no dropout layer.
@@ -75,7 +75,7 @@ class MCDropout:
             params: The tree of parameters, or of parameters and buffers.
             *args: Arguments of forward.
             buffers: The tree of buffers, unless `params` holds them.
-            rng: As for `apply`; pass i draws from `fold_in(key, i)`, and so does not change with the number of passes.
+            rng: As for `apply`. Pass i draws from `fold_in(key, i)`, so it does not depend on the number of passes.
             **kwargs: Keyword arguments of forward.
         """
         key = key_of(rng)

@@ -1,9 +1,9 @@
-"""Random numbers for one call: every draw of a forward is served from a key.
+"""Random numbers for one call: every draw of a forward comes from a key.
 
 A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Draw n of a forward is a function
 of `fold_in(key, n)` by plain tensor operations: the same in a loop, under `vmap` and `grad`, in a replay, when
-compiled, and when `torch.utils.checkpoint` runs a part of forward again. A served draw refuses the arguments that
-torch's own refuses. Draws inside torch are not served; `apply(..., rng=)` notices and refuses them.
+compiled, and when `torch.utils.checkpoint` runs a part of forward again. A draw by key refuses the arguments that
+torch's function refuses. Draws inside torch take no key; `apply(..., rng=)` notices and refuses them.
 """
 
 import functools
@@ -39,13 +39,13 @@ _FEW_NUMBERS, _MANY_NUMBERS = 1 << 14, 1 << 20
 class seeded(TorchFunctionMode):
     """Serve the random functions called inside from a key.
 
-    `seeded(mode.key, mode.count)` continues where another one stands: whoever computes a part of forward again enters
-    it there.
+    `seeded(mode.key, mode.count)` continues another mode from its present count, for code that computes a part of
+    forward again.
 
     Args:
         key: The key.
-        count: How many draws were made before.
-        strict: Whether `apply` refuses draws from torch's default generators, which nobody has seeded.
+        count: The number of draws made before.
+        strict: Have `apply` refuse draws from torch's default generators, which nobody has seeded.
     """
 
     def __init__(self, key: Tensor, count: int = 0, *, strict: bool = False) -> None:
@@ -53,7 +53,7 @@ class seeded(TorchFunctionMode):
         self.key = key
         self.count: int = count
         self.strict = strict
-        # Those of the draws from the second number on.
+        # The keys of the draws from number `_start` on.
         self._keys: Tensor | None = None
         self._entered = self._start = count
         self._checkpoints = 0 if is_compiling() else len(_checkpoint_frames())
@@ -103,8 +103,8 @@ class seeded(TorchFunctionMode):
     def _follow_checkpoints(self) -> None:
         """Have the checkpoints that are being called repeat their draws when backward runs them again.
 
-        Nothing else shows that torch.utils.checkpoint is being called. Each is found at its first draw, so the count is
-        that of its entry.
+        Nothing else shows that torch.utils.checkpoint is being called. Each is found at its first draw, so no draw was
+        counted since its entry.
         """
         frames = _checkpoint_frames()
         for frame in frames[: len(frames) - self._checkpoints]:
@@ -133,7 +133,7 @@ class Draw(NamedTuple):
 
 
 class Members:
-    """The draws of members that each have a key: those of the first are made for many of the others in one call.
+    """The draws of members that each have a key: one call makes a draw of the first member for many of the others.
 
     Args:
         keys: A key (E, 2) for each.
@@ -206,7 +206,7 @@ def _checkpoint_frames() -> list[types.FrameType]:
 def _compiled_checkpoint(mode: seeded, func: Any, /, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Serve a checkpoint that dynamo captures: eagerly the function is not handed to modes.
 
-    The captured part may not write to objects outside of it, so it has a mode of its own, whose count is a result.
+    The captured part may not write to objects outside of it, so it has its own mode, whose count is a result.
     """
     key, count = mode.key, mode.count
 

@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 
 
 class EnsembleModule(nn.Module):
-    """All members of an ensemble as one module, for code that wants an `nn.Module`.
+    """All members of an ensemble as one module, for code that needs an `nn.Module`.
 
     The leaves of the stacked tree are its parameters and buffers, under `members` and their own names: `.to`,
     `state_dict`, torch's optimizers, DistributedDataParallel and Lightning find them there. Freeze leaves with
-    `requires_grad_(False)`. Modes of layers are those of `apply` until `train()` or `eval()` sets all of them.
+    `requires_grad_(False)`. Layers have the modes of `apply` until `train()` or `eval()` sets all of them.
 
     Args:
         apply: The pure function of one member, from `functional`.
         tree: The stacked tree, which is copied.
-        how: As in `Ensemble`.
-        chunk_size: As in `Ensemble`.
-        shared: As in `Ensemble`: leaves without a dimension of members. Buffers that change in training are not shared.
+        how: How to run the members, as in `Ensemble`.
+        chunk_size: The largest number of members that vmap runs together, as in `Ensemble`.
+        shared: A filter for leaves without a member dimension, as in `Ensemble`. Do not share buffers that change in
+            training.
 
     Raises:
         BatchSizeError: The tree is not stacked.
@@ -68,7 +69,7 @@ class EnsembleModule(nn.Module):
         self.training: bool = apply.module.training
 
     def train(self, mode: bool = True) -> "Self":
-        """Set the mode of all layers; this module."""
+        """Set the mode of all layers, and return this module."""
         given = self._given
         self._chosen = Ensemble(given.apply.train(mode), given.how, chunk_size=given.chunk_size, shared=given.shared)
         return super().train(mode)
@@ -87,10 +88,10 @@ class EnsembleModule(nn.Module):
         In training mode new buffers are kept, and draws without `rng` take a seed from torch's default generator.
 
         Args:
-            *args: What a member's forward takes; shared by the members unless `in_dims` maps it.
-            in_dims: As in `Ensemble`.
-            rng: As in `Ensemble`.
-            **kwargs: What forward takes by keyword, shared by the members.
+            *args: Arguments of a member's forward, shared by the members unless `in_dims` maps them.
+            in_dims: The member dimension of each argument, as in `Ensemble`.
+            rng: A random key, a seed or a generator, as in `Ensemble`.
+            **kwargs: Keyword arguments of forward, shared by the members.
         """
         ensemble = self._chosen or self._given
         if not self.training:

@@ -131,8 +131,8 @@ def _wide(leaf: Tensor) -> torch.dtype:
 def adaptive_grad_clip(clipping: float, *, eps: float = 1e-3) -> GradientMap:
     """Return a map that scales gradients so that their norm is at most a part of the norm of their parameters.
 
-    Norms are those of a unit: of the weights into one output (a row of a matrix, a filter of a convolution), and of
-    the whole leaf where it is a vector or a number. Members are clipped each by itself.
+    A norm is taken over a unit: the weights into one output (a row of a matrix, a filter of a convolution), or the
+    complete leaf if it is a vector or a number. Each member is clipped by itself.
 
     Args:
         clipping: The largest norm of a gradient, as a part of the norm of its parameters.
@@ -184,7 +184,7 @@ def add_decayed_weights(weight_decay: float, where: "FilterLike | None" = None) 
 
     Args:
         weight_decay: The multiple.
-        where: The leaves that decay: a glob on the dotted path, or a `Filter`. By default all.
+        where: The leaves that decay: a glob on the dotted path, or a `Filter`. By default all leaves.
 
     Raises:
         ValueError: `weight_decay` is negative or nan.

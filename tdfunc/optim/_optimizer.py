@@ -109,7 +109,7 @@ class Optimizer(AbstractOptimizer):
         data |= scalars
         if how.active is not None:
             data["step"] = step + how.active
-        # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
+        # Kept expanded, also under a compiler: a state of other strides would be compiled for again.
         elif step.dim() and 0 not in size and (is_compiling() or not in_functorch()) and not any(step.stride()):
             data["step"] = (step[(0,) * step.dim()] + 1).expand(step.shape)
         else:
@@ -126,7 +126,7 @@ class Optimizer(AbstractOptimizer):
 
 
 def make_optimizer(rule: Rule, hyper: Mapping[str, Hyper], **limits: tuple[float, float]) -> Optimizer:
-    """Return an optimizer whose hyperparameters lie in [0, inf), betas in [0, 1), others in their own `limits`."""
+    """Return an optimizer whose hyperparameters are in [0, inf), betas in [0, 1), others in their own `limits`."""
     checked: dict[str, Any] = {}
     for name, value in hyper.items():
         low, high = limits.get(name, (0.0, 1.0 if name.startswith("beta") else torch.inf))

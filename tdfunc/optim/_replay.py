@@ -12,7 +12,7 @@ Short: TypeAlias = Callable[[Leaves, Leaves], bool]
 
 
 class Replay:
-    """A kernel that looks at the layout of its tensors once: that of a later call is the same.
+    """A kernel that reads the layout of its tensors once, since later calls have the same layout.
 
     Args:
         kernel: For tensors of any layout.

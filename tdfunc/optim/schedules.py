@@ -223,7 +223,7 @@ class ReduceOnPlateau:
         threshold: How much better counts as an improvement, as a share of the best metric.
         cooldown: How many updates after a reduction are not counted.
         min_scale: The least scale.
-        mode: Whether small or large metrics are good.
+        mode: `min` if small metrics are good, `max` if large ones are.
 
     Source:
         `torch.optim.lr_scheduler.ReduceLROnPlateau`, with `threshold_mode="rel"`.
@@ -248,7 +248,7 @@ class ReduceOnPlateau:
         mode: Literal["min", "max"] = "min",
     ) -> None:
         if not 0.0 < factor < 1.0:
-            raise error(ValueError, "ReduceOnPlateau: factor must lie between 0 and 1.", got=factor)
+            raise error(ValueError, "ReduceOnPlateau: factor must be between 0 and 1.", got=factor)
         self.factor = factor
         self.patience = patience
         self.threshold = threshold
@@ -270,7 +270,7 @@ class ReduceOnPlateau:
         return TensorCollection._open._make(data, size, None, None)
 
     def update(self, metric: Tensor, state: T) -> T:
-        """Return the state after a metric, of the state's batch size; a nan is no improvement."""
+        """Return the state after a metric, of the state's batch size; a nan is not an improvement."""
         data: Any = state._data
         best, metric = data["best"], metric.detach().to(data["best"].dtype)
         # inf * 0.9999 is inf: the first metric improves on it.

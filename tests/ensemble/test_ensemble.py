@@ -158,7 +158,7 @@ def test_law_shared_leaves_are_stacked_copies(members, how, chunk, training, dim
     apply = functional(Branches())[0].train(seed is not None)
     x = torch.arange(members * 12.0).sin().reshape(members, 4, 3)
     x = x[0] if dim is None else x.movedim(0, dim)
-    # In training mode each member has statistics of its own.
+    # In training mode each member has its own statistics.
     where = Filter(where) if seed is None else Filter(where) & Kind.PARAMETER
     tree = init_ensemble(Branches, members)
     (one, _), (_, own) = partition(tree[0], where), partition(tree, where)

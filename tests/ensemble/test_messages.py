@@ -130,7 +130,7 @@ MESSAGES = [
     (lambda: Ensemble(APPLY, shared="*")(TREE, X), BatchSizeError, "leaves no leaf to the members", "2 shared leaves"),
     (lambda: Ensemble(APPLY, shared="trunk.*")(TREE, X), FilterError, "'trunk.*' matches no leaf"),
     (lambda: Ensemble(APPLY, shared="bias")(TREE, X), LeafMismatchError, "'bias'", "(2,)", "(3, 2)"),
-    (lambda: share_statistics(), UnsupportedError, "buffers of its own", "Filter('running_*')", "Kind.PARAMETER"),
+    (lambda: share_statistics(), UnsupportedError, "its own buffers", "Filter('running_*')", "Kind.PARAMETER"),
     (lambda: run([make_mlp(0.5)], "auto"), UnsupportedError, "no rng was given", "rng=key", "rng=None", "apply.eval"),
     (lambda: run([Returns(lambda y: torch.poisson(y.exp())) for _ in range(2)], "vmap", rng=0), UnsupportedError,
      "past its member's key", "default generator", 'how="loop"'),

@@ -138,7 +138,7 @@ MESSAGES = [
     (lambda: apply_if_finite(sgd(), -1), ValueError, "max_consecutive", "-1"),
     (lambda: ema(sgd(), 1.0), ValueError, "ema: decay", "< 1.0"),
     (lambda: schedule_free(ema(sgd(), 0.9)), TypeError, "a single rule", "Ema", "chain("),
-    (lambda: schedule_free(sgd(), 0.0), ValueError, "beta must lie between 0 and 1", "0.0"),
+    (lambda: schedule_free(sgd(), 0.0), ValueError, "beta must be between 0 and 1", "0.0"),
     (lambda: masters(sgd()).init(make_tree().set("n", RATES.long())), LeafMismatchError, "'n'", "torch.int64"),
     (lambda: ema(sgd(), 0.9).init({"a": RATES}), TypeError, "params must be a tree", "dict"),
     (lambda: ema(sgd(), 0.9).init(ROWS), UnsupportedError, "ema.init", "a lazy stack"),

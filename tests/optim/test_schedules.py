@@ -156,7 +156,7 @@ MESSAGES = [
     (lambda: schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), "include the warm-up.*above 5.*5"),
     (lambda: schedules.join_schedules([schedules.constant(1.0)], [3])(torch.tensor(0)), "shorter than argument 1"),
     (lambda: schedules.join_schedules([schedules.constant(1.0)] * 3, [6, 3]), r"boundaries must ascend.*\[6, 3\]"),
-    (lambda: schedules.ReduceOnPlateau(1.0), "factor must lie between 0 and 1.*1.0"),
+    (lambda: schedules.ReduceOnPlateau(1.0), "factor must be between 0 and 1.*1.0"),
 ]
 
 
