@@ -421,15 +421,8 @@ def _split(values: Any) -> tuple[list[Tensor], Fn]:
 
 def _non_tensors(value: Any) -> list[Any]:
     """Return the non-tensor nodes of the operands: a result may hold them again."""
-    if isinstance(value, NonTensorBase):
-        return [value]
-    if isinstance(value, TensorCollection):
-        return [found for node in value._data.values() for found in _non_tensors(node)]
-    if isinstance(value, (tuple, list)):
-        return [found for item in value for found in _non_tensors(item)]
-    if isinstance(value, dict):
-        return [found for item in value.values() for found in _non_tensors(item)]
-    return []
+    nodes = torch_pytree.tree_leaves(value, is_leaf=lambda node: isinstance(node, NonTensorBase))
+    return [node for node in nodes if isinstance(node, NonTensorBase)]
 
 
 def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 0) -> Any:

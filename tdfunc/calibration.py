@@ -6,14 +6,13 @@ of one model serves each member of an ensemble. Lists and numpy arrays are accep
 """
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import Numbers, as_tensor, check_outputs, log_mixture, member_weights, widen
-from tdfunc.core.context import require_values
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc._mixture import Numbers, as_tensor, check_labels, check_outputs, log_mixture, member_weights, widen
+from tdfunc.core.errors import LeafMismatchError, check_choice, error
 from tdfunc.core.surface import surface
 
 Method: TypeAlias = Literal["lac", "aps"]
@@ -48,7 +47,7 @@ def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
         tensor(3.6410)
     """
     y = as_tensor(y)
-    t = _labels("fit_temperature", y, t, y.shape[-2:-1])
+    t = check_labels("fit_temperature", y, as_tensor(t, y.device), y.shape[-2:-1])
     wide = widen(y.detach())
     # A class that cannot be has no part in the expectation; the labels' logits must be finite.
     wide = wide - wide.amax(-1, keepdim=True)
@@ -108,7 +107,7 @@ def conformal_scores(p: Numbers, t: Numbers, *, method: Method = "lac") -> Tenso
         "Classification with valid and adaptive coverage" (2020), without randomisation.
     """
     p = as_tensor(p)
-    t = _labels("conformal_scores", p, t, p.shape[:-1])
+    t = check_labels("conformal_scores", p, as_tensor(t, p.device), p.shape[:-1])
     return _class_scores(p, method).gather(-1, t.unsqueeze(-1)).squeeze(-1)
 
 
@@ -224,29 +223,11 @@ def regression_intervals(
 
 
 def _class_scores(p: Tensor, method: Method) -> Tensor:
+    check_choice("conformal: method", method, get_args(Method))
     if method == "lac":
         return 1 - p
-    if method == "aps":
-        ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
-        return torch.zeros_like(p).scatter(-1, order, ordered.cumsum(-1))
-    raise error(ValueError, "conformal: method must be lac or aps.", got=repr(method))
-
-
-def _labels(call: str, y: Tensor, t: Numbers, shape: torch.Size) -> Tensor:
-    t = as_tensor(t, y.device)
-    if not y.is_floating_point() or t.shape != shape or t.is_floating_point() or t.dtype is torch.bool:
-        raise LeafMismatchError(
-            f"{call}: labels must fit the outputs.",
-            expected=f"integers of shape {list(shape)}, for {list(y.shape)}",
-            got=f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, for {y.dtype}",
-        )
-    if not t.numel():
-        raise error(ValueError, f"{call}: there must be examples.", got=f"shape {list(t.shape)}")
-    # Narrow integers cannot be compared with the number of classes.
-    t, classes = t.long(), y.shape[-1]
-    what = f"{call}: labels must name classes."
-    require_values((t >= 0) & (t < classes), lambda: error(ValueError, what, expected=f"0 <= t < {classes}"))
-    return t
+    ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
+    return torch.zeros_like(p).scatter(-1, order, ordered.cumsum(-1))
 
 
 surface(globals())

@@ -28,7 +28,7 @@ from tdfunc._jit import jit
 from tdfunc.distributed.members import from_local, on_members, shard, to_local
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
-from tdfunc.metrics import brier, ece, nll, uncertainty
+from tdfunc.metrics import auroc, brier, ece, nll, uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import functional
 from tdfunc.modules.random import seeded
@@ -300,15 +300,13 @@ def doubts(data: Digits, params: Any, seed: int) -> "dict[str, TensorDict]":
 
 def out_of_distribution(found: "dict[str, TensorDict]") -> Table:
     """Compare uncertainty on the test digits with that on the other images."""
-    from sklearn.metrics import roc_auc_score
-
     digits = found["test digits"]
     rows: list[tuple[str, ...]] = []
     for name, tree in found.items():
         areas = [""] * 2
         if tree is not digits:
-            pairs = [torch.cat([digits[m], tree[m]]).cpu() for m in (MEASURES[0], MEASURES[2])]
-            areas = [f"{roc_auc_score([0] * len(digits) + [1] * len(tree), pair):.3f}" for pair in pairs]
+            pairs = [torch.cat([digits[m], tree[m]]) for m in (MEASURES[0], MEASURES[2])]
+            areas = [f"{float(auroc(pair, torch.arange(len(pair)) >= len(digits))):.3f}" for pair in pairs]
         rows.append((name, *[f"{float(tree[m].mean()):.3f}" for m in MEASURES], *areas))
     header = ("mean, in nats", "entropy", "expected entropy", "mutual information", "AUROC, entropy", "AUROC, m.i.")
     note = (

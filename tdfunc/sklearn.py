@@ -69,6 +69,11 @@ class _Rows(NamedTuple):
         return _Rows(self.x[index], self.t[index], self.w[index])
 
 
+def _keep_options(estimator: Any, arguments: dict[str, Any]) -> None:
+    """Keep the arguments of a constructor as attributes of their names, where scikit-learn reads and sets them."""
+    vars(estimator).update({name: value for name, value in arguments.items() if name != "self"})
+
+
 class _Ensemble(BaseEstimator):
     """The options of the two estimators, and their training."""
 
@@ -95,20 +100,7 @@ class _Ensemble(BaseEstimator):
         device: str = "cpu",
         random_state: Any = None,
     ) -> None:
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.make = make
-        self.n_estimators = n_estimators
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.max_iter = max_iter
-        self.batch_size = batch_size
-        self.bootstrap = bootstrap
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.device = device
-        self.random_state = random_state
+        _keep_options(self, locals())
 
     def _outputs(self, X: Any) -> Tensor:
         """Return the members' raw outputs, (E, N, outputs)."""
@@ -352,23 +344,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         device: str = "cpu",
         random_state: Any = None,
     ) -> None:
-        super().__init__(
-            hidden_layer_sizes,
-            make=make,
-            n_estimators=n_estimators,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            max_iter=max_iter,
-            batch_size=batch_size,
-            bootstrap=bootstrap,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            n_iter_no_change=n_iter_no_change,
-            tol=tol,
-            device=device,
-            random_state=random_state,
-        )
-        self.loss = loss
+        _keep_options(self, locals())
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

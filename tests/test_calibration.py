@@ -283,9 +283,9 @@ MESSAGES = [
         r"regression_scores.*\[3\], for \[2, 3\].*\[2\]",
     ),
     (lambda: cal.ensemble_logits(torch.zeros(3).long()), tdf.LeafMismatchError, "ensemble_logits.*int64"),
-    (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there must be examples"),
+    (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there must be labels"),
     (lambda: cal.conformal_threshold(torch.zeros(3), 1.0), ValueError, "alpha must be between 0 and 1.*1.0"),
-    (lambda: cal.conformal_sets(torch.zeros(3, 2), 0.5, method="x"), ValueError, "method must be lac or aps.*'x'"),
+    (lambda: cal.conformal_sets(torch.zeros(3, 2), 0.5, method="x"), ValueError, "must be one of .lac., .aps..*.x."),
 ]
 
 

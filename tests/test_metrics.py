@@ -357,7 +357,7 @@ T = torch.zeros(4, dtype=torch.int64)
         (lambda: brier(Y, T.float()), LeafMismatchError, ["integers", "float32"]),
         (lambda: nll(Y[0], T, weights=torch.ones(3)), LeafMismatchError, ["(E, *[4], C)", "[4, 5]"]),
         (lambda: ece(Y, T + 5), ValueError, ["0 <= t < 5", "5 to 5"]),
-        (lambda: ece(Y[:, :0], T[:0]), ValueError, ["labels to average", "[0]"]),
+        (lambda: ece(Y[:, :0], T[:0]), ValueError, ["there must be labels", "[0]"]),
         (lambda: reliability_curve(Y, T, bins=0), ValueError, ["bins must be at least 1", "0"]),
         (lambda: nll(Y, [0, 1, 2]), LeafMismatchError, ["nll: the labels", "[3, 4, 5]", "[3]"]),
         (lambda: uncertainty(Y, "regression", weights=[1, 2]), LeafMismatchError, ["weights", "[3]", "[2]"]),

@@ -268,23 +268,24 @@ class Ensemble:
         return result
 
     def _auto(self, call: Call) -> Result:
-        kind, reason = call.kind(), ""
+        kind, refusal = call.kind(), None
         if call.members == 1:
             reason = "one member needs no vmap."
         elif call.autocast():
             reason = "autocast is on, which torch's vmap does not keep."
-        elif self._tried.get(kind) is None:
-            result, refusal = self._attempt(call, kind)
-            if refusal is None:
-                self._last = ("vmap", "by the rule.", call.members)
-                return result
-            # If the input is at fault the loop also raises, and its error is the clearer one.
-            result = self._loop(call)
+        else:
+            if self._tried.get(kind) is None:
+                result, refusal = self._attempt(call, kind)
+                if refusal is None:
+                    self._last = ("vmap", "by the rule.", call.members)
+                    return result
+            reason = f"vmap cannot run the forward: {refusal or self._tried[kind]}"
+        # If the input is at fault the loop also raises: its error is the clearer one, and no refusal is remembered.
+        result = self._loop(call)
+        if refusal is not None:
             self._remember(kind, refusal)
-            self._last = ("loop", f"vmap cannot run the forward: {refusal}", call.members)
-            return result
-        self._last = ("loop", reason or f"vmap cannot run the forward: {self._tried[kind]}", call.members)
-        return self._loop(call)
+        self._last = ("loop", reason, call.members)
+        return result
 
     def _attempt(self, call: Call, kind: Hashable) -> tuple[Any, str | None]:
         """Run a call by vmap; return its result, or why vmap cannot run it."""
