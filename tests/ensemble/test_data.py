@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tdfunc import Ensemble, TensorDict, UnsupportedError, functional, split, stack_modules
+from tdfunc import Ensemble, UnsupportedError, functional, split, stack_modules
 
 
 class Centred(nn.Module):
@@ -200,15 +200,3 @@ def test_gradients_of_attention_in_evaluation_mode(name):
             expected = given["loop"][path].grad
             assert_close(leaves[path].grad, expected, rtol=1e-4, atol=1e-5)
             assert_close(inside[path], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_marks_of_the_compiler_are_no_hyperparameters():
-    """A compiled member is like one that was not compiled."""
-    models = [nn.Linear(2, 2) for _ in range(3)]
-    compiled = torch.compile(models[0], backend="eager")
-    models[1].compile(backend="eager")
-
-    tree = stack_modules([compiled, *models[1:]])
-
-    assert isinstance(tree, TensorDict)
-    assert_close(tree[0]["weight"], models[0].weight)

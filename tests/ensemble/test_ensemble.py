@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure
 
 from tdfunc import (
     Ensemble,
@@ -189,42 +190,30 @@ def test_nothing_given_is_written(how, generator):
 # -- outputs ----------------------------------------------------------------------------------------------------
 
 
+OUTPUTS = {
+    "containers": lambda y: {"y": y, "both": (y.sum(-1), [None, 3, "text"])},
+    "a tree": lambda y: TensorDict({"y": y, "note": "ok"}, [5]),
+    "nothing": lambda y: None,
+    "a constant": lambda y: torch.ones(2),
+}
+
+
 @pytest.mark.parametrize("how", WAYS)
-def test_structured_outputs(how):
-    """Tuples, dicts, None and plain values come back with the tensors."""
-    models = [Returns(lambda y: {"y": y, "both": (y.sum(-1), [None, 3, "text"])}) for _ in range(3)]
+@pytest.mark.parametrize("fn", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs(fn, how):
+    """Containers, trees, None and plain values come back with the tensors of all members stacked."""
+    models = [Returns(fn) for _ in range(3)]
     ensemble, tree = ensemble_of(models, how)
     x = torch.ones(5, 3)
+    flat, specs = zip(*[tree_flatten(model(x)) for model in models], strict=True)
+    expected = [torch.stack(xs) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*flat, strict=True)]
 
     out = ensemble(tree, x)
 
-    assert_close(out["y"], torch.stack([model.linear(x) for model in models]))
-    assert out["both"][0].shape == (3, 5)
-    assert out["both"][1] == [None, 3, "text"]
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_tree_outputs_have_the_members_in_their_batch_size(how):
-    """A TensorDict that forward returns gets the members as its first batch dimension."""
-    models = [Returns(lambda y: TensorDict({"y": y, "note": "ok"}, [5])) for _ in range(3)]
-    ensemble, tree = ensemble_of(models, how)
-    x = torch.ones(5, 3)
-    expected = stack([TensorDict({"y": model.linear(x), "note": "ok"}, [5]) for model in models]).detach()
-
-    out = ensemble(tree, x)
-
-    assert out.batch_size == (3, 5)
-    assert_close(out["y"], expected["y"])
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_output_without_tensors(how):
-    """A forward may return nothing, or a constant for all members."""
-    nothing, tree = ensemble_of([Returns(lambda y: None) for _ in range(3)], how)
-    constant, _ = ensemble_of([Returns(lambda y: torch.ones(2)) for _ in range(3)], how)
-
-    assert nothing(tree, torch.ones(5, 3)) is None
-    assert_close(constant(tree, torch.ones(5, 3)), torch.ones(3, 2))
+    assert getattr(out, "batch_size", (3, 5)) == (3, 5)
+    assert tree_structure(out) == specs[0]
+    for x, y in zip(tree_leaves(out), expected, strict=True):
+        assert torch.allclose(x, y, atol=1e-6) if isinstance(y, torch.Tensor) else x == y
 
 
 class Opaque:
@@ -273,23 +262,10 @@ def test_tree_arguments(how):
     x = torch.ones(5, 3)
     for batch_size in ([3, 5], [3], [3, 5]):
         data = TensorDict({"b": torch.arange(30.0).reshape(3, 5, 2)}, batch_size)
-        mapped = Ensemble(functional(Both())[0], how)
-        out = mapped(tree, x, data, in_dims=(None, 0))
+        out = ensemble(tree, x, data, in_dims=(None, 0))
 
         assert_close(out, torch.stack([m.linear(x) + data["b"][i] + len(batch_size) - 1 for i, m in enumerate(models)]))
     assert ensemble(tree, x, data=data[0]).shape == (3, 5, 2)
-
-
-class Both(nn.Module):
-    """Adds a tree's leaf and its number of batch dimensions to linear(x)."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.fn = None
-
-    def forward(self, x, data):
-        return self.linear(x) + data["b"] + data.batch_dims
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------

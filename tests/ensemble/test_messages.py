@@ -14,6 +14,7 @@ from tdfunc import (
     Ensemble,
     FilterError,
     LeafMismatchError,
+    MCDropout,
     TieError,
     TreeStructureError,
     UnsupportedError,
@@ -114,6 +115,8 @@ MESSAGES = [
     (lambda: init_ensemble(lambda: drawn_outside(np.random.rand), 2), UnsupportedError, "past the key", "numpy's"),
     (lambda: init_ensemble(lambda: drawn_outside(random.random), 2), UnsupportedError, "past the key", "Python's"),
     # Making an ensemble.
+    (lambda: MCDropout(APPLY, 4), UnsupportedError, "a dropout layer", "Linear"),
+    (lambda: MCDropout(functional(nn.Dropout())[0], 0), ValueError, "members must be at least 1", "0"),
     (lambda: Ensemble(APPLY, "vmapp"), ValueError, "'loop', 'vmap'", "'vmapp'"),
     (lambda: Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
     (lambda: Ensemble(functional(Takes("in_dims"))[0]), UnsupportedError, "called 'in_dims'", "wrap the module"),

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, stack_modules
 from tdfunc.core.generators import default_generators
 from tdfunc.ensemble._draws import run_seeded
-from tests.ensemble.models import Attention, Returns, ensemble_of, line, make_transformer
+from tests.ensemble.models import Attention, Returns, ensemble_of, line
 from tests.helpers import examples, run_in_threads
 
 
@@ -60,27 +60,7 @@ def test_a_generator_gives_another_seed_each_call(generator):
     assert torch.equal(ensemble(tree, x, rng=generator), first)
 
 
-@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
-def test_transformer_dropout_equals_the_loop(how):
-    """Every kind of dropout is served from the member's generator."""
-    models = [Returns(lambda y: F.feature_alpha_dropout(F.dropout(y, 0.3), 0.2, training=True)) for _ in range(3)]
-    ensemble, tree = ensemble_of(models, how)
-    x = torch.ones(6, 3)
-
-    assert_close(ensemble(tree, x, rng=3), Ensemble(ensemble.apply, "loop")(tree, x, rng=3))
-
-
 # -- errors -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["loop", "vmap", "auto"])
-def test_evaluation_that_draws_without_rng(how):
-    """A forward that draws in evaluation mode too (MC dropout) needs `rng=`."""
-    models = [Returns(lambda y: F.dropout(y, 0.5)).eval() for _ in range(3)]
-    ensemble, tree = ensemble_of(models, how)
-
-    with pytest.raises(UnsupportedError, match="no rng was given"):
-        ensemble(tree, torch.ones(5, 3))
 
 
 @pytest.mark.parametrize("how", ["auto", "loop"])
@@ -207,11 +187,3 @@ def test_draws_outside_torch_are_each_members_own(draw, members):
     assert len(torch.unique(outs)) == 5 * members
     assert line(ensemble).startswith("loop")
     assert members == 1 or "Python's or numpy's generator" in line(ensemble)
-
-
-def test_transformer_trains_with_dropout_by_the_loop():
-    """Transformer layers, whose attention draws inside torch, train by the loop with a seed."""
-    ensemble, tree = ensemble_of([make_transformer(0.1).train() for _ in range(2)], "loop")
-    x = torch.ones(2, 5, 8)
-
-    assert torch.equal(ensemble(tree, x, rng=0), ensemble(tree, x, rng=0))

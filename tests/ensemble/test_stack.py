@@ -92,43 +92,16 @@ def test_extra_state_and_hidden_buffers():
     assert other.get_extra_state() == "same"
 
 
-def test_ties_stay_one_leaf():
-    """A tied Hugging Face model has one stacked leaf for both names of its embedding."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_implementation="eager"
-    )
-    models = [transformers.GPT2LMHeadModel(config).eval() for _ in range(3)]
-    ensemble, tree = ensemble_of(models, "vmap")
-    ids = torch.arange(6)[None]
-
-    assert tree["lm_head", "weight"] is tree["transformer", "wte", "weight"]
-    assert len(torch.utils._pytree.tree_leaves(tree)) == len(list(models[0].parameters()))
-    assert_close(ensemble(tree, ids, use_cache=False).logits, torch.stack([model(ids).logits for model in models]))
-    plain = transformers.GPT2LMHeadModel(config).eval()
-    tree[1].to_module(plain)
-    assert plain.lm_head.weight is plain.transformer.wte.weight
-    assert_close(plain(ids).logits, models[1](ids).logits)
-
-
-def test_parametrized_members_built_apart():
-    """Members whose parametrizations made a class each are alike."""
-    models = [parametrizations.weight_norm(nn.Linear(3, 2)) for _ in range(3)]
-    ensemble, tree = ensemble_of(models)
-    x = torch.ones(5, 3)
-
-    assert type(models[0]) is not type(models[1])
-    assert_close(ensemble(tree, x), torch.stack([model(x) for model in models]))
-
-
 def test_compiled_members_are_unwrapped():
-    """Members wrapped by torch.compile are unwrapped, the root and submodules."""
+    """Members that torch.compile wraps or marks are like others, the root and submodules."""
     models = [nn.Linear(3, 2) for _ in range(2)]
     wrapped = [torch.compile(model, backend="eager") for model in models]
-    inside = [nn.Sequential(model) for model in wrapped]
+    expected = stack_modules(models)
+    models[1].compile(backend="eager")
 
-    assert_trees_equal(stack_modules(wrapped), stack_modules(models))
-    assert stack_modules(inside)["0", "weight"].shape == (2, 2, 3)
+    assert_trees_equal(stack_modules(wrapped), expected)
+    assert_trees_equal(stack_modules([wrapped[0], models[1]]), expected)
+    assert stack_modules([nn.Sequential(model) for model in wrapped])["0", "weight"].shape == (2, 2, 3)
 
 
 # -- and back ---------------------------------------------------------------------------------------------------
@@ -286,11 +259,16 @@ def test_registered_modules_are_compared_by_their_paths():
 
 
 @pytest.mark.parametrize(
-    "change", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)]
-)
+    "change",
+    [
+        nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5),
+        # It makes a class for each module.
+        parametrizations.weight_norm,
+    ],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*_norm.*:FutureWarning")
-def test_weights_that_hooks_compute_may_differ(change):
-    """A weight that a hook before forward computes anew is no hyperparameter."""
+def test_computed_weights_may_differ(change):
+    """A weight that a hook before forward, or a parametrization, computes anew is not a hyperparameter."""
     models = [change(nn.Linear(3, 2)) for _ in range(2)]
     ensemble, tree = ensemble_of(models)
     x = torch.ones(5, 3)
@@ -326,25 +304,25 @@ def times(scale):
     return lambda module, args, out: out * scale
 
 
-@pytest.mark.parametrize("scales", [(None, 5.0), (5.0, None), (1.0, 5.0)], ids=["second", "first", "closure"])
-def test_hooks_that_differ(scales):
-    """Members with different hooks are refused."""
+HOOKS = {
+    "second": (lambda m: None, lambda m: m.register_forward_hook(times(5.0)), "_forward_hooks"),
+    "first": (lambda m: m.register_forward_hook(times(5.0)), lambda m: None, "_forward_hooks"),
+    "closure": (*[lambda m, s=s: m.register_forward_hook(times(s)) for s in (1.0, 5.0)], "_forward_hooks"),
+    "keywords": (
+        *[lambda m, k=k: m.register_forward_pre_hook(Plain.__init__, with_kwargs=k) for k in (True, False)],
+        "_forward_pre_hooks",
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "name"), HOOKS.values(), ids=HOOKS)
+def test_hooks_that_differ(first, second, name):
+    """Members with different hooks, or hooks that are called in another way, are refused."""
     models = [nn.Sequential(nn.ReLU(), nn.Linear(3, 2)) for _ in range(2)]
-    for model, scale in zip(models, scales, strict=True):
-        if scale is not None:
-            model[1].register_forward_hook(times(scale))
+    first(models[0][1])
+    second(models[1][1])
 
-    with pytest.raises(TreeStructureError, match=r"(?s)member 1 differs.*'_forward_hooks' of '1'.*expected:.*got:"):
-        stack_modules(models)
-
-
-def test_hooks_that_are_called_otherwise():
-    """Hooks that take keywords in one member only are refused."""
-    models = [nn.Linear(3, 2) for _ in range(2)]
-    for model, with_kwargs in zip(models, (True, False), strict=True):
-        model.register_forward_pre_hook(Plain.__init__, with_kwargs=with_kwargs)
-
-    with pytest.raises(TreeStructureError, match=r"(?s)'_forward_pre_hooks' of the root.*Plain"):
+    with pytest.raises(TreeStructureError, match=rf"(?s)member 1 differs.*'{name}' of '1'.*expected:.*got:"):
         stack_modules(models)
 
 

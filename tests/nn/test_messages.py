@@ -16,14 +16,19 @@ from tdfunc import (
     TreeStructureError,
     UnsupportedError,
     from_module,
+    functional,
+    init_ensemble,
     lazy_stack,
 )
 from tdfunc.nn import (
+    BatchEnsembleLinear,
+    EnsembleModule,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorClassModuleBase,
     TensorDictModule,
     TensorDictSequential,
+    batch_ensemble,
     dispatch,
 )
 
@@ -37,6 +42,7 @@ class Field(TensorClass):
 TD = TensorDict({"a": torch.zeros(3), "n": {"b": torch.ones(3)}}, [3])
 LINEAR = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"])
 NORMAL = ProbabilisticTensorDictModule(["loc", "scale"], ["v"], distribution_class=D.Normal, return_log_prob=True)
+APPLY, TREE = functional(nn.Linear(3, 2))[0], init_ensemble(lambda: nn.Linear(3, 2), 4)
 PARAMS = {"loc": torch.zeros(2), "scale": torch.ones(2)}
 
 
@@ -104,6 +110,19 @@ MESSAGES = [
         lambda: LINEAR.reset_parameters_recursive(torch.stack([from_module(LINEAR)] * 2)), LeafMismatchError,
         "module.weight.*the tree is stacked",
     ),
+    # Ensembles, whose trees must have members.
+    (lambda: EnsembleModule(APPLY, TREE, shared="*"), BatchSizeError, "leaves no leaf to the members"),
+    (lambda: EnsembleModule(APPLY, TREE[0]), BatchSizeError, r"params must be a stacked tree.*\[\]"),
+    (lambda: EnsembleModule(APPLY, TREE.set("s", "text")), UnsupportedError,
+     "leaf 's' must be a tensor.*NonTensorData"),
+    (lambda: BatchEnsembleLinear(3, 2, 4)(torch.zeros(5, 3)), LeafMismatchError,
+     r"BatchEnsembleLinear.*4 or 1 entries.*\[5, 3\]"),
+    (lambda: BatchEnsembleLinear(3, 2, 0), ValueError, "members must be at least 1.*0"),
+    (lambda: BatchEnsembleLinear(3, 2, 4, init="x"), ValueError, "how scales begin.*'signs'.*'x'"),
+    (lambda: batch_ensemble(nn.ReLU(), 4, 0), UnsupportedError, "nn.Linear or nn.Conv2d.*ReLU"),
+    (lambda: batch_ensemble(nn.TransformerEncoderLayer(8, 2), 4, 0), UnsupportedError, "run by their forward.*fast"),
+    (lambda: batch_ensemble(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), 2, 0), UnsupportedError,
+     "pad with zeros.*reflect"),
 ]  # fmt: skip
 
 
