@@ -39,6 +39,7 @@ from tdfunc.optim import (
     rprop,
     sam,
     schedule_free,
+    schedules,
     sgd,
     sparse_adam,
 )
@@ -99,6 +100,12 @@ MESSAGES = [
     (lambda: schedule(torch.ones(1), make_tree(2), jit), BatchSizeError, "the schedule of lr", "shape [2]", "[1]"),
     (lambda: schedule(torch.ones(2, 2), make_tree(2)), BatchSizeError, "the schedule of lr", "shape [2]", "[2, 2]"),
     (lambda: schedule(None, ONE), TypeError, "NoneType"),
+    (lambda: schedules.linear(0.0, 1.0, 0), ValueError, "polynomial: transition_steps must be at least 1", "0"),
+    (lambda: schedules.cosine_decay(1.0, 0), ValueError, "cosine_decay: decay_steps must be at least 1"),
+    (lambda: schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), ValueError, "include the warm-up", "above 5", "5"),
+    (lambda: schedules.join_schedules([schedules.constant(1.0)], [3])(torch.tensor(0)), ValueError, "shorter than"),
+    (lambda: schedules.join_schedules([schedules.constant(1.0)] * 3, [6, 3]), ValueError, "must ascend", "[6, 3]"),
+    (lambda: schedules.ReduceOnPlateau(1.0), ValueError, "factor must be between 0 and 1", "1.0"),
     # Leaves, gradients and state.
     (lambda: adam().init({"w": RATES}), TypeError, "TensorDict", "dict"),
     (lambda: masked(sgd(), "a*").init({"a": RATES}), TypeError, "masked: params must be a tree", "dict"),

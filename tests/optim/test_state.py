@@ -15,17 +15,6 @@ def make_tree(fill=1.0, members=3):
     return TensorDict({"a": {"w": torch.full((members, 2, 2), fill)}, "b": torch.full((members, 4), fill)}, [members])
 
 
-def test_active_ignores_donate():
-    """A frozen member keeps its values also where memory is donated."""
-    opt = adam(lr=0.1)
-    active = torch.tensor([True, False, True])
-    params = make_tree()
-
-    got, _ = opt.update(params, make_tree(), opt.init(params), active=active, donate=True)
-
-    assert_trees_equal(got[1], make_tree()[1])
-
-
 def test_state_rows_are_members_states():
     """Row i of the state is the state of member i; rows stack to the state."""
     opt = adamw(lr=torch.tensor([0.1, 0.2, 0.3]))

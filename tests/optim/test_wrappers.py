@@ -18,20 +18,16 @@ from tdfunc.optim import (
     apply_if_finite,
     chain,
     clip_by_global_norm,
-    clip_by_member_norm,
     ema,
     lion,
     lookahead,
-    masked,
     masters,
-    multi,
     sam,
     schedule_free,
-    schedules,
     sgd,
 )
-from tests.helpers import assert_pure, assert_trees_equal
-from tests.optim.table import random_tree, train
+from tests.helpers import assert_trees_equal
+from tests.optim.table import WRAPPERS, each_wrapper, random_tree, train
 
 START = TensorDict(
     {
@@ -51,7 +47,6 @@ def flat(params):
     return torch.cat([params["b"], params["w"].flatten()]).tolist()
 
 
-WARM = schedules.linear(0.01, 0.1, 5)
 OPTAX = {
     "lion": (
         lion(0.05, (0.8, 0.95), 0.1),
@@ -189,20 +184,6 @@ def test_added_decay_is_that_of_the_rule(generator):
     assert_trees_equal(found, train(other.update, other.init(params), params, grads)[0], rtol=1e-6, atol=1e-6)
 
 
-WRAPPERS = {
-    "accumulate": lambda: accumulate(adam(0.1), 3),
-    "apply_if_finite": lambda: apply_if_finite(adam(0.1), 2),
-    "ema": lambda: ema(sgd(0.1, 0.9), 0.9),
-    "ema biased": lambda: ema(sgd(0.1, 0.9), 0.9, debias=False),
-    "lookahead": lambda: lookahead(adam(0.1), 2),
-    "masters": lambda: masters(adam(0.1)),
-    "schedule_free": lambda: schedule_free(adamw(WARM, (0.0, 0.99))),
-    "nest": lambda: chain(clip_by_member_norm(1.0), ema(masters(apply_if_finite(accumulate(adam(0.1), 2), 1)), 0.9)),
-    "parts": lambda: multi({"out": ema(sgd(0.1), 0.5), "*": masked(lookahead(adam(0.1), 2), "block.weight")}),
-}
-each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
-
-
 @each_wrapper
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_members_jit_and_vmap_equal_the_loop(name, dtype, generator):
@@ -226,53 +207,6 @@ def test_members_jit_and_vmap_equal_the_loop(name, dtype, generator):
         for trained, rows in ((stacked, state), (mapped, mapped_state)):
             assert_trees_equal(trained[i], alone, **close)
             assert_trees_equal(opt.eval_params(trained, rows)[i], opt.eval_params(alone, own), **close)
-
-
-@each_wrapper
-def test_a_saved_run_continues_to_the_last_bit(name, generator, tmp_path):
-    """A run that is saved, loaded and continued is the run that was not interrupted."""
-    opt = WRAPPERS[name]()
-    params, *grads = [random_tree(generator).to(torch.bfloat16) for _ in range(8)]
-    half, state = train(opt.update, opt.init(params), params, grads[:3])
-
-    tdf.save(TensorDict({"params": half, "state": state}), tmp_path / "run.safetensors")
-    back = tdf.load(tmp_path / "run.safetensors")
-
-    resumed = train(opt.update, back["state"], back["params"], grads[3:])
-    for got, expected in zip(resumed, train(opt.update, opt.init(params), params, grads), strict=True):
-        assert_trees_equal(got, expected)
-
-
-@each_wrapper
-def test_inactive_members_stay(name, generator):
-    """A finished member keeps parameters and state; the others go on; nothing is written to."""
-    opt = WRAPPERS[name]()
-    params, *grads = [random_tree(generator) for _ in range(4)]
-    params, state = train(opt.update, assert_pure(opt.init, params), params, grads[:2])
-    active = torch.tensor([True, False, True])
-
-    for update in (opt.update, tdf.jit(opt.update)):
-        new, after = assert_pure(lambda *x, update=update: update(*x, active=active), params, grads[2], state)
-        both, both_after = opt.update(params, grads[2], state)
-        assert_trees_equal(new[1], params[1])
-        assert_trees_equal(after[1], state[1])
-        assert_trees_equal(new[::2], both[::2])
-        assert_trees_equal(after[::2], both_after[::2])
-
-
-@pytest.mark.slow
-@each_wrapper
-def test_compile_is_one_graph(name, generator):
-    """`torch.compile(fullgraph=True)` takes each of them."""
-    opt = WRAPPERS[name]()
-    params, grads = random_tree(generator), random_tree(generator)
-    state = opt.init(params)
-    torch._dynamo.reset()
-
-    found = torch.compile(opt.update, backend="eager", fullgraph=True)(params, grads, state)
-
-    for got, expected in zip(found, opt.update(params, grads, state), strict=True):
-        assert_trees_equal(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @each_wrapper
@@ -431,22 +365,6 @@ def test_sam_of_a_part(generator):
     up = w + 0.1 * w**2 * g / (w * g).norm()
     torch.testing.assert_close(found["out"], 3 * up**2 * s, rtol=1e-9, atol=1e-9)
     assert found.paths() == [("out",)]
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit], ids=["eager", "jit"])
-def test_an_average_that_shares_memory_is_copied(wrap):
-    """Parameters in the state are not overwritten with those that are donated."""
-    opt = ema(sgd(0.5), 0.5, debias=False)
-    params = TensorDict({"w": torch.ones(4)})
-    state = opt.init(params).set("average", params)
-    expected = opt.update(params, params.clone(), opt.init(params))
-    update = wrap(lambda p, g, s: opt.update(p, g, s, donate=True))
-
-    got = update(params, TensorDict({"w": torch.ones(4)}), state)
-
-    assert_trees_equal(got[0], expected[0])
-    assert_trees_equal(got[1], expected[1])
-    assert params["w"].tolist() == [1, 1, 1, 1]
 
 
 # The patterns of parts need their leaves.
