@@ -94,15 +94,11 @@ def test_captured_tensors_are_constants(i):
 
 
 ALL = [
-    (
-        lambda x: (x * WEIGHT + X).sum() + TREE["a", "w"].sum(),
-        r"'WEIGHT', 'X', .*w.*, tensors.*'X': shape.*test_messages",
-    ),
-    (
-        nn.Sequential(*[nn.Linear(3, 3) for _ in range(7)]),
-        "'self.0.weight', 'self.0.bias', .*'self.4.bias', and 4 more",
-    ),
-]
+    (lambda x: (x * WEIGHT + X).sum() + TREE["a", "w"].sum(),
+     r"'WEIGHT', 'X', .*w.*, tensors.*'X': shape.*test_messages"),
+    (nn.Sequential(*[nn.Linear(3, 3) for _ in range(7)]),
+     "'self.0.weight', 'self.0.bias', .*'self.4.bias', and 4 more"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "pattern"), ALL, ids=["some", "many"])

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tdfunc import NonTensorData, TensorDict
 from tdfunc._jit import jit
-from tests.helpers import assert_trees_equal
+from tests.helpers import TiedLM, assert_trees_equal
 
 
 def tree(**options):
@@ -33,6 +33,7 @@ def tree(**options):
         tree().set("a", torch.ones(3, 2).t()),
         tree().rename_key("b", "c"),
         TensorDict.from_module(nn.Linear(3, 2)).detach(),
+        TensorDict.from_module(TiedLM()).detach(),
     ],
 )
 def test_tree_data_is_in_the_key(other):
@@ -41,6 +42,7 @@ def test_tree_data_is_in_the_key(other):
     fn(tree())
 
     assert_trees_equal(fn(other), fn.__wrapped__(other))
+    assert fn(other).ties() == other.ties()
     assert list(fn(other).keys()) == list(other.keys())
     assert fn.cache_info().misses == 2
 
@@ -99,29 +101,21 @@ def test_changed_values_in_trees_are_read_again(values, change):
 
 def test_which_arguments_are_one_object_is_in_the_key():
     """Of three arguments, the pair that is one object is in the key."""
-    fn = jit(lambda t, c: [x is c for x in t.values()])
+    fn, same = jit(lambda t, c: [x is c for x in t.values()]), jit(lambda a, b: (a, b, a + b))
     x, y = torch.ones(3), torch.ones(3)
+    for _ in range(2):
+        first, second, _ = same(x, x)
+        assert first is second is x
 
     assert fn(TensorDict({"a": x, "b": y}), x) == [True, False]
     assert fn(TensorDict({"a": x, "b": y}), y) == [False, True]
     assert fn(TensorDict({"a": x, "b": x}), y) == [False, False]
 
 
-def test_one_object_given_twice_comes_back_as_one():
-    """An argument that is given twice comes back as one object."""
-    fn = jit(lambda a, b: (a, b, a + b))
-    x = torch.ones(3)
-
-    for _ in range(2):
-        first, second, total = fn(x, x)
-        assert first is x
-        assert second is x
-        assert total.tolist() == [2, 2, 2]
-
-
-def test_thread_settings_are_in_the_key():
-    """Autocast, grad mode and the default dtype make a trace each, without a second cast."""
-    fn = jit(lambda x: (x @ x, torch.zeros(1), torch.is_grad_enabled()))
+@pytest.mark.usefixtures("torch_defaults")
+def test_settings_are_in_the_key():
+    """Autocast, grad mode, the default dtype and algorithms make a trace each, without a second cast."""
+    fn = jit(lambda x: (x @ x, torch.zeros(1), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()))
     x = torch.randn(4, 4)
     plain = fn(x)[0]
 
@@ -135,40 +129,13 @@ def test_thread_settings_are_in_the_key():
         assert fn(x)[1].dtype is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(True)
+    assert fn(x)[3] is True
+    torch.use_deterministic_algorithms(False)
+    assert fn(x)[3] is False
     assert low.dtype is torch.bfloat16
     assert torch.equal(fn(x)[0], plain)
-    assert fn.cache_info().misses == 4
-
-
-def test_autocast_inside_is_kept():
-    """A region of autocast in the function covers the same operations in the replay."""
-
-    def fn(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            low = x @ x
-        return low, x @ x
-
-    x = torch.randn(4, 4)
-    assert all(torch.equal(a, b) for a, b in zip(jit(fn)(x), fn(x), strict=True))
-
-
-def test_a_new_dtype_of_autocast_is_traced_anew():
-    """A function that enables autocast follows `torch.set_autocast_dtype` between its calls."""
-
-    def fn(x):
-        with torch.autocast("cpu"):
-            return x @ x
-
-    traced, x, old = jit(fn), torch.randn(4, 4), torch.get_autocast_dtype("cpu")
-    try:
-        found = []
-        for dtype in (torch.bfloat16, torch.float16):
-            torch.set_autocast_dtype("cpu", dtype)
-            found.append(traced(x).dtype)
-    finally:
-        torch.set_autocast_dtype("cpu", old)
-
-    assert found == [torch.bfloat16, torch.float16]
+    assert fn.cache_info().misses == 5
 
 
 @pytest.fixture
@@ -177,6 +144,24 @@ def torch_defaults():
     yield
     torch.set_default_device(None)
     torch.use_deterministic_algorithms(False)
+
+
+def test_a_region_of_autocast_follows_its_dtype():
+    """A region in the function covers the same operations in the replay, and follows `torch.set_autocast_dtype`."""
+
+    def fn(x):
+        with torch.autocast("cpu"):
+            low = x @ x
+        return low, x @ x
+
+    traced, x, old = jit(fn), torch.randn(4, 4), torch.get_autocast_dtype("cpu")
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.set_autocast_dtype("cpu", dtype)
+            assert traced(x)[0].dtype is dtype
+            assert all(torch.equal(a, b) for a, b in zip(traced(x), fn(x), strict=True))
+    finally:
+        torch.set_autocast_dtype("cpu", old)
 
 
 @pytest.mark.usefixtures("torch_defaults")
@@ -196,18 +181,6 @@ def test_the_default_device_is_in_the_key():
     torch.set_default_device(None)
     assert fn(x).device.type == "cpu"
     assert fn.cache_info().misses == 3
-
-
-@pytest.mark.usefixtures("torch_defaults")
-def test_deterministic_algorithms_are_in_the_key():
-    """A function that reads this setting gets its present value."""
-    fn = jit(lambda x: (x, torch.are_deterministic_algorithms_enabled()))
-    assert fn(torch.ones(1))[1] is False
-
-    torch.use_deterministic_algorithms(True)
-    assert fn(torch.ones(1))[1] is True
-    torch.use_deterministic_algorithms(False)
-    assert fn(torch.ones(1))[1] is False
 
 
 class Doubling(TorchFunctionMode):
