@@ -260,44 +260,26 @@ MESSAGES = [
     (lambda: averaging.Snapshots(0), ValueError, "members must be at least 1.*0"),
     (lambda: averaging.cosine_cycles(0.1, 0), ValueError, "cycle_steps must be at least 1.*0"),
     (lambda: averaging.SWA().update(averaging.SWA().init(STACK), STACK), tdf.TreeStructureError, "of this class.*'w'"),
-    (
-        lambda: averaging.SWAG(0).update(STACK, averaging.SWAG(2).init(STACK)),
-        tdf.TreeStructureError,
-        "SWAG.update: the state must be of this class.*'deviations'",
-    ),
-    (
-        lambda: averaging.SWAG(3).sample(averaging.SWAG(2).init(STACK), 2, key=0),
-        tdf.TreeStructureError,
-        "SWAG.sample: the state must be of this rank.*3.*2",
-    ),
-    (
-        lambda: averaging.SWAG(2).sample(averaging.SWAG(2).init(STACK), 2, key=0),
-        ValueError,
-        r"two models or more.*\[0, 0\]",
-    ),
+    (lambda: averaging.SWAG(0).update(STACK, averaging.SWAG(2).init(STACK)), tdf.TreeStructureError,
+     "SWAG.update: the state must be of this class.*'deviations'"),
+    (lambda: averaging.SWAG(3).sample(averaging.SWAG(2).init(STACK), 2, key=0), tdf.TreeStructureError,
+     "SWAG.sample: the state must be of this rank.*3.*2"),
+    (lambda: averaging.SWAG(2).sample(averaging.SWAG(2).init(STACK), 2, key=0), ValueError,
+     r"two models or more.*\[0, 0\]"),
     (lambda: averaging.SWA().init(tdf.lazy_stack([STACK, STACK])), tdf.UnsupportedError, "SWA.init: members must be"),
     (lambda: SNAPSHOTS.stack(SNAPSHOTS.init(STACK)), ValueError, r"equally many models, and at least one.*\[0, 0\]"),
-    (
-        lambda: SNAPSHOTS.update(STACK[0], SNAPSHOTS.init(STACK)),
-        tdf.BatchSizeError,
-        r"Snapshots.update.*batch size of the state.*\[2\].*\[\]",
-    ),
-    (
-        lambda: SNAPSHOTS.update(STACK.apply(lambda x: x[:, :2]), SNAPSHOTS.init(STACK)),
-        tdf.LeafMismatchError,
-        r"Snapshots.update: the leaf 'w'.*\[2, 3\].*\[2, 2\]",
-    ),
-    (
-        lambda: averaging.SWA().update(STACK.rename_key("w", "v"), averaging.SWA().init(STACK)),
-        tdf.TreeStructureError,
-        "SWA.update.*'v'",
-    ),
+    (lambda: SNAPSHOTS.update(STACK[0], SNAPSHOTS.init(STACK)), tdf.BatchSizeError,
+     r"Snapshots.update.*batch size of the state.*\[2\].*\[\]"),
+    (lambda: SNAPSHOTS.update(STACK.apply(lambda x: x[:, :2]), SNAPSHOTS.init(STACK)), tdf.LeafMismatchError,
+     r"Snapshots.update: the leaf 'w'.*\[2, 3\].*\[2, 2\]"),
+    (lambda: averaging.SWA().update(STACK.rename_key("w", "v"), averaging.SWA().init(STACK)), tdf.TreeStructureError,
+     "SWA.update.*'v'"),
     (
         lambda: SNAPSHOTS.update(STACK, SNAPSHOTS.init(STACK), active=torch.ones(3).bool()),
         tdf.BatchSizeError,
         r"active must be one bool.*\[2\].*\[3\]",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "pattern"), MESSAGES)

@@ -338,21 +338,12 @@ T = torch.zeros(4, dtype=torch.int64)
         (lambda: uncertainty(Y[:0], kind="classification"), LeafMismatchError, ["not empty", "[0, 4, 5]"]),
         (lambda: uncertainty(Y, kind="gaussian"), LeafMismatchError, ["(E, ..., 2)", "[3, 4, 5]"]),
         (lambda: uncertainty(Y, kind="regression", weights=torch.ones(4)), LeafMismatchError, ["[3]", "[4]"]),
-        (
-            lambda: uncertainty(Y, kind="regression", weights=torch.tensor([1.0, -1.0, 1.0])),
-            ValueError,
-            [">= 0", "-1.0"],
-        ),
-        (
-            lambda: uncertainty(Y, kind="regression", weights=torch.zeros(3)),
-            ValueError,
-            ["not all 0", "[0.0, 0.0, 0.0]"],
-        ),
-        (
-            lambda: uncertainty(Y, kind="regression", weights=torch.tensor([1.0, torch.nan, 1.0])),
-            ValueError,
-            ["finite", "nan"],
-        ),
+        (lambda: uncertainty(Y, kind="regression", weights=torch.tensor([1.0, -1.0, 1.0])),
+         ValueError, [">= 0", "-1.0"]),
+        (lambda: uncertainty(Y, kind="regression", weights=torch.zeros(3)),
+         ValueError, ["not all 0", "[0.0, 0.0, 0.0]"]),
+        (lambda: uncertainty(Y, kind="regression", weights=torch.tensor([1.0, torch.nan, 1.0])),
+         ValueError, ["finite", "nan"]),
         (lambda: nll(Y, T[:3]), LeafMismatchError, ["[3, 4, 5]", "[3]"]),
         (lambda: brier(Y, T.float()), LeafMismatchError, ["integers", "float32"]),
         (lambda: nll(Y[0], T, weights=torch.ones(3)), LeafMismatchError, ["(E, *[4], C)", "[4, 5]"]),
@@ -362,7 +353,7 @@ T = torch.zeros(4, dtype=torch.int64)
         (lambda: nll(Y, [0, 1, 2]), LeafMismatchError, ["nll: the labels", "[3, 4, 5]", "[3]"]),
         (lambda: uncertainty(Y, "regression", weights=[1, 2]), LeafMismatchError, ["weights", "[3]", "[2]"]),
     ],
-)
+)  # fmt: skip
 def test_refused(call, error, words):
     """Each mistake is the error of its class, with the values that do not fit."""
     with pytest.raises(error) as err:

@@ -298,17 +298,6 @@ def test_structures_are_sent(registry, send):
     assert_trees_equal(back, tree)
 
 
-def test_autocast_of_a_pure_function():
-    """Autocast reaches the operations of a module that runs as a function of a tree."""
-    apply, params, _ = tdf.functional(torch.nn.Linear(2, 2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = apply(params, torch.ones(3, 2))
-        mapped = torch.vmap(apply)(torch.stack([params, params]), torch.ones(2, 3, 2))
-
-    assert out.dtype is torch.bfloat16
-    assert mapped.shape == Size([2, 3, 2])
-
-
 class Typed(TensorClass):
     x: torch.Tensor
     y: torch.Tensor

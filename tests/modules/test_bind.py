@@ -14,7 +14,7 @@ from torch import nn
 
 from tdfunc import ConcurrencyError, TensorDict, from_module, functional, stack
 from tests.helpers import TiedLM
-from tests.models import CASES, Norm, Shared, Tied, WithState, make_case, make_mlp
+from tests.models import CASES, Norm, Shared, Tied, WithState, flat, make_case, make_mlp, zeros_of
 
 
 def slots_of(model):
@@ -27,16 +27,6 @@ def is_untouched(model, before):
     now = slots_of(model)
     same = list(now) == list(before) and all(now[name] is before[name] for name in before)
     return same and not any("_tdfunc_owner" in sub.__dict__ for sub in model.modules())
-
-
-def zeros_of(model):
-    """The module's tree with every leaf zero, unconnected to the module."""
-    return from_module(model).apply(torch.zeros_like).detach()
-
-
-def flat(tree):
-    """Leaves by dotted path, as `torch.func.functional_call` takes them."""
-    return {".".join(path): leaf for path, leaf in tree.items(True, True)}
 
 
 # -- for good -----------------------------------------------------------------------------------------------------

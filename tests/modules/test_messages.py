@@ -25,7 +25,7 @@ from tdfunc import (
     functional,
     stack,
 )
-from tests.models import Norm, Tied, WithState, make_mlp
+from tests.models import Norm, Tied, WithState, make_mlp, zeros_of
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 MLP, NORM = make_mlp(), Norm()
@@ -38,11 +38,6 @@ def assert_raises(call, error, pattern):
 
 
 # -- to_module, which leaves the module untouched -----------------------------------------------------------------
-
-
-def zeros_of(model):
-    """The module's tree with every leaf zero, unconnected to the module."""
-    return from_module(model).apply(torch.zeros_like).detach()
 
 
 def load_for_good(tree, model):
