@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from tdfunc import TensorDict, functional
 from tdfunc._jit import jit
 from tdfunc.optim import adam
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, run_in_threads
 
 
 def member_loss(p, x, t):
@@ -291,9 +291,7 @@ def test_threads_share_a_trace():
             if not torch.equal(out, x * 2 + x * n) or not torch.equal(same["a"], t["a"]):
                 wrong.append((i, n))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    run_in_threads(work, range(8))
 
     assert wrong == []
     assert fn.cache_info().currsize == 3

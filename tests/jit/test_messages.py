@@ -229,13 +229,6 @@ class Gate(nn.Module):
         return x if x.sum() > 0 else -x  # read here
 
 
-def repeat(x):
-    """Loop as often as a tensor says."""
-    for _ in range(int(x[0])):  # read here
-        x = x * 2
-    return x
-
-
 def halve(x):
     """Loop until a tensor is small."""
     while x.norm() > 1:  # read here
@@ -243,23 +236,12 @@ def halve(x):
     return x
 
 
-def collect(x):
-    """Loop over the values of a tensor."""
-    return [x * 2 for value in x if value > 0]  # read here
-
-
-def write_masked(x):
-    """Write where a mask is true."""
-    return (x * 1).masked_scatter(x > 0, x[x > 0])  # read here
-
-
 # Each reads a value in the line that ends with a comment that says so, and in none of torch's or ours.
 READERS = [
     Gate(),
-    repeat,
     halve,
-    collect,
-    write_masked,
+    lambda x: [x * 2 for value in x if value > 0],  # read here
+    lambda x: (x * 1).masked_scatter(x > 0, x[x > 0]),  # read here
     lambda x: x * bool(x[0]),  # read here
     lambda x: x[: int(x[0])],  # read here
     lambda x: torch.masked_select(x, x > 0),  # read here

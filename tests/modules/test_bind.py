@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import sys
-import threading
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import ConcurrencyError, TensorDict, from_module, functional, stack
-from tests.helpers import TiedLM
+from tests.helpers import TiedLM, run_in_threads
 from tests.models import CASES, Norm, Shared, Tied, WithState, flat, make_case, make_mlp, zeros_of
 
 
@@ -310,23 +309,16 @@ def test_a_second_thread_is_refused():
     model = make_mlp()
     tree, errors = zeros_of(model), []
 
-    def enter(target, part):
+    def enter(pair):
         try:
-            part.to_module(target)
+            pair[1].to_module(pair[0])
         except ConcurrencyError as err:
             errors.append(str(err))
 
-    def run(*args):
-        thread = threading.Thread(target=enter, args=args)
-        thread.start()
-        thread.join()
-
     with tree.to_module(model):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        run(model, tree)
-        run(model[0], tree["0"])
-    for free in (model, *copies):
-        run(free, tree)
+        run_in_threads(enter, [(model, tree), (model[0], tree["0"])])
+    run_in_threads(enter, [(free, tree) for free in (model, *copies)])
 
     assert len(errors) == 2
     assert all("another thread is inside a block on" in e and "apply(params, x) is thread-safe" in e for e in errors)
