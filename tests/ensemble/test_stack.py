@@ -17,17 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
-from tdfunc import (
-    Ensemble,
-    Kind,
-    LeafMismatchError,
-    TreeStructureError,
-    from_module,
-    functional,
-    split,
-    stack_modules,
-    unstack,
-)
+import tdfunc as tdf
 from tdfunc.ops.batch.join import stack
 from tests.ensemble.models import ensemble_of, make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_trees_equal
@@ -35,7 +25,7 @@ from tests.helpers import TiedLM, assert_trees_equal
 
 def detached(module):
     """A module's tree without gradient history."""
-    return from_module(module).apply(lambda leaf: leaf.detach())
+    return tdf.from_module(module).apply(lambda leaf: leaf.detach())
 
 
 @pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer, TiedLM, nn.ReLU], ids=lambda f: f.__name__)
@@ -44,13 +34,13 @@ def test_equals_stacked_trees(make, members):
     """Leaves, kinds, ties and their order are those of the members' own trees."""
     models = [make() for _ in range(members)]
 
-    assert_trees_equal(stack_modules(models), stack([detached(model) for model in models]))
+    assert_trees_equal(tdf.stack_modules(models), stack([detached(model) for model in models]))
 
 
 def test_copies_without_gradient_history():
     """The tree's leaves share neither memory nor graph with the modules."""
     models = [make_mlp() for _ in range(2)]
-    tree = stack_modules(models)
+    tree = tdf.stack_modules(models)
     before = tree["0", "weight"].clone()
     with torch.no_grad():
         models[0][0].weight.add_(1)
@@ -82,10 +72,10 @@ class Stateful(nn.Module):
 def test_extra_state_and_hidden_buffers():
     """Each member keeps its extra state, and a non-persistent buffer its kind."""
     models = [Stateful("same") for _ in range(2)]
-    tree = stack_modules(models)
+    tree = tdf.stack_modules(models)
 
     assert tree["_extra_state"] == ["same", "same"]
-    assert split(tree)[1]._kinds["scratch"] is Kind.NON_PERSISTENT
+    assert tdf.split(tree)[1]._kinds["scratch"] is tdf.Kind.NON_PERSISTENT
     other = Stateful("old")
     tree[1].to_module(other)
     assert other.get_extra_state() == "same"
@@ -95,12 +85,12 @@ def test_compiled_members_are_unwrapped():
     """Members that torch.compile wraps or marks are like others, the root and submodules."""
     models = [nn.Linear(3, 2) for _ in range(2)]
     wrapped = [torch.compile(model, backend="eager") for model in models]
-    expected = stack_modules(models)
+    expected = tdf.stack_modules(models)
     models[1].compile(backend="eager")
 
-    assert_trees_equal(stack_modules(wrapped), expected)
-    assert_trees_equal(stack_modules([wrapped[0], models[1]]), expected)
-    assert stack_modules([nn.Sequential(model) for model in wrapped])["0", "weight"].shape == (2, 2, 3)
+    assert_trees_equal(tdf.stack_modules(wrapped), expected)
+    assert_trees_equal(tdf.stack_modules([wrapped[0], models[1]]), expected)
+    assert tdf.stack_modules([nn.Sequential(model) for model in wrapped])["0", "weight"].shape == (2, 2, 3)
 
 
 # -- and back ---------------------------------------------------------------------------------------------------
@@ -110,11 +100,11 @@ def test_compiled_members_are_unwrapped():
 def test_law_unstack_undoes_stack(members, make):
     """A member comes back with its leaves, ties and kinds."""
     models = [make() for _ in range(members)]
-    tree = stack_modules(models)
+    tree = tdf.stack_modules(models)
 
-    for model, member in zip(models, unstack(tree), strict=True):
+    for model, member in zip(models, tdf.unstack(tree), strict=True):
         assert_trees_equal(member, detached(model))
-    assert_trees_equal(stack(unstack(tree)), tree)
+    assert_trees_equal(stack(tdf.unstack(tree)), tree)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
@@ -218,8 +208,8 @@ def test_hyperparameters_that_differ_are_named(i):
     values = (lambda: HOLDERS[i](1.0), lambda: HOLDERS[i](5.0)) if i < n else [lambda x=x: x for x in UNLIKE[i - n]]
     first, same, second = values[0](), values[0](), values[1]()
 
-    with pytest.raises(TreeStructureError) as caught:
-        stack_modules([Holds(first), Holds(same), Holds(second)])
+    with pytest.raises(tdf.TreeStructureError) as caught:
+        tdf.stack_modules([Holds(first), Holds(same), Holds(second)])
     assert "member 2 differs from member 0 in 'value' of the root" in str(caught.value)
     assert f"expected: {first!r}" in str(caught.value)
     assert f"got:      {second!r}" in str(caught.value)
@@ -228,7 +218,7 @@ def test_hyperparameters_that_differ_are_named(i):
 @pytest.mark.parametrize("make", [object, torch.Generator, threading.Lock, lambda: float("nan"), lambda: None])
 def test_hyperparameters_without_numbers_are_alike(make):
     """Sentinels, locks and fresh generators, made for each member, are alike."""
-    assert stack_modules([Holds(make()) for _ in range(3)]).batch_size == (3,)
+    assert tdf.stack_modules([Holds(make()) for _ in range(3)]).batch_size == (3,)
 
 
 class Refers(nn.Module):
@@ -243,9 +233,9 @@ class Refers(nn.Module):
 
 def test_registered_modules_are_compared_by_their_paths():
     """A list of submodules or weights is alike where the same paths stand in it, whatever their values."""
-    assert stack_modules([Refers(), Refers()]).batch_size == (2,)
-    with pytest.raises(TreeStructureError, match="'order' of the root"):
-        stack_modules([Refers(), Refers(swapped=True)])
+    assert tdf.stack_modules([Refers(), Refers()]).batch_size == (2,)
+    with pytest.raises(tdf.TreeStructureError, match="'order' of the root"):
+        tdf.stack_modules([Refers(), Refers(swapped=True)])
 
 
 @pytest.mark.parametrize(
@@ -284,9 +274,9 @@ def leave(module, args):
 
 def test_computed_tensors_that_no_hook_recomputes_must_agree():
     """A tensor that no hook recomputes is compared, in a module with other hooks too."""
-    assert stack_modules([Scaled(2.0), Scaled(2.0)]).batch_size == (2,)
-    with pytest.raises(TreeStructureError, match="'scale' of the root"):
-        stack_modules([Scaled(2.0), Scaled(3.0)])
+    assert tdf.stack_modules([Scaled(2.0), Scaled(2.0)]).batch_size == (2,)
+    with pytest.raises(tdf.TreeStructureError, match="'scale' of the root"):
+        tdf.stack_modules([Scaled(2.0), Scaled(3.0)])
 
 
 HOOKS = {
@@ -307,8 +297,8 @@ def test_hooks_that_differ(first, second, name):
     first(models[0][1])
     second(models[1][1])
 
-    with pytest.raises(TreeStructureError, match=rf"(?s)member 1 differs.*'{name}' of '1'.*expected:.*got:"):
-        stack_modules(models)
+    with pytest.raises(tdf.TreeStructureError, match=rf"(?s)member 1 differs.*'{name}' of '1'.*expected:.*got:"):
+        tdf.stack_modules(models)
 
 
 def test_hooks_made_apart_are_alike():
@@ -318,7 +308,7 @@ def test_hooks_made_apart_are_alike():
         model.register_forward_pre_hook(Plain(1.0).__init__)
         model.register_forward_hook(times(2.0))
 
-    assert stack_modules(models).batch_size == (3,)
+    assert tdf.stack_modules(models).batch_size == (3,)
 
 
 def make_local():
@@ -368,8 +358,8 @@ def test_modules_that_differ(name):
     """A module of another structure is refused, with the first difference."""
     first, second, message = DIFFERENT[name]
 
-    with pytest.raises(TreeStructureError, match=f"(?s)member 1 differs from member 0 in {message}"):
-        stack_modules([nn.Sequential(nn.ReLU(), module) for module in (first, second)])
+    with pytest.raises(tdf.TreeStructureError, match=f"(?s)member 1 differs from member 0 in {message}"):
+        tdf.stack_modules([nn.Sequential(nn.ReLU(), module) for module in (first, second)])
 
 
 def test_a_child_that_is_none():
@@ -378,8 +368,8 @@ def test_a_child_that_is_none():
     without.linear = None
 
     for models in ([with_child, without], [without, with_child]):
-        with pytest.raises(TreeStructureError, match=r"(?s)'modules\.linear'.*(Linear.*None|None.*Linear)"):
-            stack_modules(models)
+        with pytest.raises(tdf.TreeStructureError, match=r"(?s)'modules\.linear'.*(Linear.*None|None.*Linear)"):
+            tdf.stack_modules(models)
 
 
 def test_an_attribute_of_one_member_only():
@@ -387,8 +377,8 @@ def test_an_attribute_of_one_member_only():
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
     second.scale = 2.0
 
-    with pytest.raises(TreeStructureError, match=r"(?s)'scale' of the root.*no such attribute.*2\.0"):
-        stack_modules([first, second])
+    with pytest.raises(tdf.TreeStructureError, match=r"(?s)'scale' of the root.*no such attribute.*2\.0"):
+        tdf.stack_modules([first, second])
 
 
 class Reshaped(nn.Module):
@@ -411,16 +401,16 @@ class Reshaped(nn.Module):
 def test_leaves_that_differ(other, got):
     """A leaf of another shape, dtype or device is named."""
     with pytest.raises(
-        LeafMismatchError, match=rf"(?s)leaf 'w' of member 1.*shape \(2, 3\), torch\.float32 on cpu.*{got}"
+        tdf.LeafMismatchError, match=rf"(?s)leaf 'w' of member 1.*shape \(2, 3\), torch\.float32 on cpu.*{got}"
     ):
-        stack_modules([Reshaped(2, 3), other])
+        tdf.stack_modules([Reshaped(2, 3), other])
 
 
 def test_a_stack_of_stacks():
     """An ensemble of ensembles runs under vmap."""
-    trees = [stack_modules([nn.Linear(3, 2) for _ in range(2)]) for _ in range(3)]
-    apply, _, _ = functional(nn.Linear(3, 2))
-    out = torch.vmap(lambda tree: Ensemble(apply)(tree, torch.ones(5, 3)))(stack(trees))
+    trees = [tdf.stack_modules([nn.Linear(3, 2) for _ in range(2)]) for _ in range(3)]
+    apply, _, _ = tdf.functional(nn.Linear(3, 2))
+    out = torch.vmap(lambda tree: tdf.Ensemble(apply)(tree, torch.ones(5, 3)))(stack(trees))
 
     assert out.shape == (3, 2, 5, 2)
     assert_close(out[1, 0], apply(trees[1][0], torch.ones(5, 3)))
