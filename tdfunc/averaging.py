@@ -20,7 +20,6 @@ from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureE
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
-from tdfunc.ensemble._variant import variant
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base import cast
@@ -338,7 +337,7 @@ def update_bn(
                 fresh[path] = torch.full_like(get(buffers, path), value)
     if not fresh:
         return buffers
-    run = variant(apply, cumulative)
+    run = apply._vary(cumulative)
     # The share of a batch is a Python number in torch's BatchNorm, which vmap cannot read.
     run = Ensemble(run, "loop") if params._batch_size else run
     key = None if rng is None else key_of(rng)

@@ -8,7 +8,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tdfunc import random
 from tdfunc.core.errors import UnsupportedError, check_least
-from tdfunc.ensemble._variant import variant
 from tdfunc.modules.functional import Apply
 from tdfunc.random.draws import KeyLike, key_of
 
@@ -64,7 +63,7 @@ class MCDropout:
             for part in module.modules():
                 part.training = isinstance(part, drops)
 
-        self.apply: Apply = variant(apply, switch)
+        self.apply: Apply = apply._vary(switch)
         self.members = members
         self.chunk_size = chunk_size
 

@@ -3,7 +3,7 @@
 import copy as copying
 import inspect
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,11 +117,17 @@ class Apply:
 
     def train(self, mode: bool = True) -> "Apply":
         """Return an apply in which every submodule is in training mode, or with `mode=False` in evaluation mode."""
-        return Apply(duplicate(self._template, {}).train(mode), self._spec, self._reserved, self._originals)
+        return self._vary(lambda module: module.train(mode))
 
     def eval(self) -> "Apply":
         """Return an apply in which every submodule is in evaluation mode."""
         return self.train(False)
+
+    def _vary(self, change: Callable[[nn.Module], object]) -> "Apply":
+        """Return an apply of a copy whose modes or hyperparameters `change` writes; its weights hold no numbers."""
+        module = duplicate(self._template, {})
+        change(module)
+        return Apply(module, self._spec, self._reserved, self._originals)
 
     def __call__(
         self, params: Any, /, *args: Any, buffers: Any = None, rng: KeyLike | None = None, **kwargs: Any

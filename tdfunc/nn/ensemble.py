@@ -60,25 +60,25 @@ class EnsembleModule(nn.Module):
         shared: "FilterLike | None" = None,
     ) -> None:
         super().__init__()
-        self._given, self._chosen = Ensemble(apply, how, chunk_size=chunk_size, shared=shared), None
-        if self._given.shared is None:
+        self._ensemble = Ensemble(apply, how, chunk_size=chunk_size, shared=shared)
+        if self._ensemble.shared is None:
             members_of(tree)
         else:
-            find_shared(self._given.shared, tree, None)
+            find_shared(self._ensemble.shared, tree, None)
         self.members: nn.Module = _module_of(tree)
         self.training: bool = apply.module.training
 
     def train(self, mode: bool = True) -> "Self":
         """Set the mode of all layers, and return this module."""
-        given = self._given
-        self._chosen = Ensemble(given.apply.train(mode), given.how, chunk_size=given.chunk_size, shared=given.shared)
+        old = self._ensemble
+        self._ensemble = Ensemble(old.apply.train(mode), old.how, chunk_size=old.chunk_size, shared=old.shared)
         return super().train(mode)
 
     @property
     def tree(self) -> Any:
         """The live parameters and buffers as a stacked tree; without a batch size, if members share some."""
         tree = from_module(self.members)
-        if self._given.shared is not None:
+        if self._ensemble.shared is not None:
             return tree
         return tree.with_batch_size(next(iter(tree_leaves(tree))).shape[:1])
 
@@ -93,13 +93,12 @@ class EnsembleModule(nn.Module):
             rng: A random key, a seed or a generator, as in `Ensemble`.
             **kwargs: Keyword arguments of forward, shared by the members.
         """
-        ensemble = self._chosen or self._given
         if not self.training:
-            return ensemble(self.tree, *args, in_dims=in_dims, rng=rng, **kwargs)
+            return self._ensemble(self.tree, *args, in_dims=in_dims, rng=rng, **kwargs)
         if rng is None:
             rng = int(torch.randint(0, 1 << 62, ()))
         params, buffers = split(self.tree)
-        out, new = ensemble.with_buffers(params, buffers, *args, in_dims=in_dims, rng=rng, **kwargs)
+        out, new = self._ensemble.with_buffers(params, buffers, *args, in_dims=in_dims, rng=rng, **kwargs)
         with torch.no_grad():
             buffers.update_(new)
         return out
