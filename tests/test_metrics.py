@@ -278,14 +278,6 @@ def test_scores_by_hand(rng, members, batch, classes, bins):
         np.testing.assert_allclose(curve[key].numpy(), column, rtol=1e-6, atol=1e-9)
 
 
-def test_ece_is_zero_when_calibrated():
-    """A calibrated predictor has no error, an overconfident one the gap."""
-    y = torch.log(torch.tensor([[0.75, 0.25]])).expand(4, 2)
-
-    assert ece(y, torch.tensor([0, 0, 0, 1])).item() < 1e-6
-    torch.testing.assert_close(ece(y, torch.tensor([1, 1, 1, 1])), torch.tensor(0.75))
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
 def test_labels_of_narrow_integers(dtype, generator):
     """Labels of any integer dtype name the same classes, also where there are more classes than it can count."""

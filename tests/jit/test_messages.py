@@ -114,10 +114,7 @@ CHANGES = {
     "another weight": (lambda box: setattr(box["layer"], "weight", nn.Parameter(torch.eye(3), False)), None),
     "a write": (lambda box: box["list"][0].add_(1), r"list'\]\[0\]. was written since.*cache_clear"),
     "a write to a view": (lambda box: box["list"][0][:1].zero_(), "written since"),
-    "assigned data": (
-        lambda box: setattr(box["layer"].weight, "data", torch.eye(3)),
-        "layer.*weight.* was written since",
-    ),
+    "assigned data": (lambda box: setattr(box["layer"].weight, "data", torch.eye(3)), "layer.*weight.* was written"),
 }
 
 

@@ -43,18 +43,9 @@ OPTAX = {
     "join_schedules": [0.0, 0.6, 0.933013, 0.25, 0.05, 0.05],
 }
 TORCH = {
-    "linear": (
-        lambda opt: lr_scheduler.LinearLR(opt, start_factor=0.25, total_iters=6),
-        schedules.linear(0.25, 1.0, 6),
-    ),
-    "polynomial": (
-        lambda opt: lr_scheduler.PolynomialLR(opt, total_iters=8, power=2.0),
-        schedules.polynomial(1.0, 0.0, 8, power=2.0),
-    ),
-    "cosine": (
-        lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=20, eta_min=0.1),
-        schedules.cosine_decay(1.0, 20, alpha=0.1),
-    ),
+    "linear": (lambda opt: lr_scheduler.LinearLR(opt, 0.25, total_iters=6), schedules.linear(0.25, 1.0, 6)),
+    "polynomial": (lambda opt: lr_scheduler.PolynomialLR(opt, 8, 2.0), schedules.polynomial(1.0, 0.0, 8, power=2.0)),
+    "cosine": (lambda opt: lr_scheduler.CosineAnnealingLR(opt, 20, 0.1), schedules.cosine_decay(1.0, 20, alpha=0.1)),
     "exponential": (lambda opt: lr_scheduler.ExponentialLR(opt, 0.9), schedules.exponential_decay(1.0, 1, 0.9)),
     "steps": (lambda opt: lr_scheduler.StepLR(opt, 5, 0.3), schedules.exponential_decay(1.0, 5, 0.3, staircase=True)),
     "milestones": (
