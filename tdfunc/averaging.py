@@ -390,12 +390,8 @@ def _state(params: TensorCollection, parts: dict[str, Any]) -> Any:
 def _rows(tree: T, n: int) -> T:
     """Return zeros for n models, along a new dimension after the members."""
     dims = len(tree._batch_size)
-    return maps.apply(
-        tree,
-        lambda x: x.new_zeros((*x.shape[:dims], n, *x.shape[dims:])),
-        (),
-        batch_size=[*tree._batch_size, n],
-    )
+    size = [*tree._batch_size, n]
+    return maps.apply(tree, lambda x: x.new_zeros((*x.shape[:dims], n, *x.shape[dims:])), (), batch_size=size)
 
 
 def _pushed(rows: T, tree: TensorCollection) -> T:

@@ -276,13 +276,8 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
         check_classification_targets(labels)
         weights = _check_sample_weight(sample_weight, data, dtype=data.dtype, ensure_non_negative=True)
         self.classes_, t = np.unique(labels, return_inverse=True)
-        self._train(
-            data,
-            torch.tensor(t, device=self.device),
-            weights,
-            len(self.classes_),
-            partial(F.cross_entropy, reduction="none"),
-        )
+        losses = partial(F.cross_entropy, reduction="none")
+        self._train(data, torch.tensor(t, device=self.device), weights, len(self.classes_), losses)
         return self
 
     def predict_proba(self, X: Any) -> Array:

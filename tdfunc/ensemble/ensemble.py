@@ -189,14 +189,7 @@ class Ensemble:
         return out
 
     def with_buffers(
-        self,
-        params: Any,
-        buffers: Any,
-        /,
-        *args: Any,
-        in_dims: Any = None,
-        rng: KeyLike | None = None,
-        **kwargs: Any,
+        self, params: Any, buffers: Any, /, *args: Any, in_dims: Any = None, rng: KeyLike | None = None, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Return the stacked outputs and the stacked buffers after the call; the given ones are not written.
 

@@ -279,13 +279,11 @@ class Spec:
             elif missing and unknown:
                 hint = "does the tree belong to another module, or is it a sub-tree?"
             n = len(self.order)
+            first = (
+                f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
+            )
             raise TreeStructureError(
-                f"apply: the trees do not fit {self.name}: "
-                + (
-                    f"{dotted(missing[0])!r} is missing."
-                    if missing
-                    else f"{dotted(unknown[0])!r} is not one of its leaves."
-                ),
+                f"apply: the trees do not fit {self.name}: {first}.",
                 expected=f"{n} leaves" + (f", also {_names(missing)}" if missing else ""),
                 got=f"unknown leaves {_names(unknown)}" if unknown else f"{n - len(missing)} of them",
                 hint=hint,
