@@ -73,10 +73,11 @@ def test_classification_by_hand(rng, members, batch, classes, scale, weighted):
 @given(logits, st.integers(1, 5), st.floats(0.01, 200))
 def test_classification_laws(rng, members, scale):
     """Measures stay in their ranges, and do not depend on the order of members or on a shift of the logits."""
-    y = torch.as_tensor(rng.normal(size=(members, 3, 4)) * scale, dtype=torch.float32)
+    y = torch.as_tensor(rng.normal(size=(members, 3, 2, 4)) * scale, dtype=torch.float32)
     u = uncertainty(y, kind="classification")
 
-    torch.testing.assert_close(u["mean"].sum(-1), torch.ones(3))
+    assert (type(u), u.batch_size) == (TensorDict, (3, 2))
+    torch.testing.assert_close(u["mean"].sum(-1), torch.ones(3, 2))
     assert (u["mutual_information"] >= 0).all()
     assert (u["mutual_information"] <= np.log(members) + 1e-5).all()
     assert (u["entropy"] <= np.log(4) + 1e-5).all()
@@ -352,12 +353,3 @@ def test_refused(call, error, words):
         call()
 
     assert all(word in str(err.value) for word in words), str(err.value)
-
-
-def test_result_is_a_tree(generator):
-    """Results are trees with the batch size of the inputs."""
-    u = uncertainty(torch.randn(3, 4, 5, 6, generator=generator), kind="classification")
-
-    assert isinstance(u, TensorDict)
-    assert u.batch_size == (4, 5)
-    assert u[1:3, 0]["mean"].shape == (2, 6)
