@@ -95,7 +95,7 @@ def learning_rates(members: int) -> Tensor:
 
 
 def bootstrap(images: int, members: int, steps: int, seed: int) -> Tensor:
-    """Return the image numbers (steps, E, B) that each member sees: drawn from its own bootstrap sample.
+    """Return the image numbers (steps, E, B) of each member's batches, sampled from its own bootstrap sample.
 
     Source:
         Breiman, Bagging Predictors (1996): each member's data are drawn with replacement.
@@ -130,7 +130,7 @@ def make_step(training: Ensemble, optimizer: Optimizer) -> Callable[[Any, Any, A
 def stacked_steps(data: Digits, rows: Tensor, seed: int, own: Tensor | None = None) -> "Iterator[TensorDict]":
     """Train all members at once on images by number (steps, E, B), and yield their trees after each step.
 
-    With `own` these members (their numbers) alone are trained: each is what it is among all.
+    With `own`, only the members with these numbers are trained, each as among all members.
     """
     device, members = data.train_x.device, rows.shape[1]
     own = torch.arange(members) if own is None else own

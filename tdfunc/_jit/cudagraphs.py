@@ -87,7 +87,7 @@ class CudaGraphs:
     """Captures the records of one function.
 
     Args:
-        pool: Makes the pool of a device.
+        pool: A function that makes the pool of a device.
         kind: The type of device that all tensors must be on.
     """
 

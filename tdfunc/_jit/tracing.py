@@ -85,12 +85,12 @@ class Recorder(TorchDispatchMode):
     """Sees every operation of a trace first: collects captured tensors, refuses writes to arguments and seeds.
 
     Args:
-        tracer: Where operations are recorded.
-        fake_mode: Makes the tensors in place of captured ones.
+        tracer: The recorder of operations.
+        fake_mode: The mode that makes the tensors in place of captured ones.
         names: The argument that each storage belongs to.
-        find: Returns how the function reaches a captured object; None where that is not found.
-        generators: Those that the function can reach.
-        deferred: Whether `call` may be used; a compiler's backend could not look inside.
+        find: A function that returns the path from the function to a captured object, or None.
+        generators: The generators that the function can reach.
+        deferred: True if `call` may be used; a compiler's backend could not read inside.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class Outline:
     Args:
         module: The first member.
         values: Its leaves are appended here.
-        call: How messages name the call.
+        call: The name of the call in messages.
         plain: Classes of modules that are not wrappers; grows as they are met.
         at: The path of the module in its member.
     """
@@ -190,8 +190,8 @@ class Pair:
     Args:
         first: The first member.
         other: The other.
-        call: How messages name the call.
-        name: How messages name the other.
+        call: The name of the call in messages.
+        name: The name of the other member in messages.
     """
 
     def __init__(self, first: nn.Module, other: nn.Module, call: str, name: str) -> None:

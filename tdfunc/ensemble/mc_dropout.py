@@ -74,7 +74,8 @@ class MCDropout:
             params: The tree of parameters, or of parameters and buffers.
             *args: Arguments of forward.
             buffers: The tree of buffers, unless `params` holds them.
-            rng: As for `apply`. Pass i draws from `fold_in(key, i)`, so it does not depend on the number of passes.
+            rng: A random key, a seed or a generator. Pass i draws from `fold_in(key, i)`, so it does not depend on the
+                number of passes.
             **kwargs: Keyword arguments of forward.
         """
         key = key_of(rng)

@@ -174,7 +174,7 @@ class Apply:
             params: The tree of parameters, or of parameters and buffers.
             buffers: The tree of buffers, or None if `params` holds them; then that tree is returned with new buffers.
             *args: Arguments of forward.
-            rng: As for `apply`.
+            rng: A random key, a seed or a generator, as for `apply`.
             **kwargs: Keyword arguments of forward.
 
         Returns:

@@ -56,7 +56,7 @@ def make_reader(nodes: Sequence[tuple[int, str]], counts: Sequence[int], places:
 
     Args:
         nodes: For each node but the root, parents first, the number of its parent and its key there.
-        counts: How many entries each node has, the root first.
+        counts: The number of entries of each node, the root first.
         places: For each leaf the number of its node and its key there.
     """
     steps = [f" d{i} = d{parent}[{_literal(key)}]._data\n" for i, (parent, key) in enumerate(nodes, 1)]

@@ -66,8 +66,8 @@ def duplicate(
 
     Args:
         module: The module.
-        memo: As for `copy.deepcopy`: the replacement of each object by its id. It is filled.
-        stand_in: Returns the replacement of a tensor found in an attribute of this name, None to copy the tensor.
+        memo: The replacement of each object by its id, as for `copy.deepcopy`. It is filled.
+        stand_in: A function that returns the replacement of a tensor in an attribute of this name, or None to copy it.
 
     Raises:
         UnsupportedError: `copy.deepcopy` refuses an object in the module, such as a file; the message names it.

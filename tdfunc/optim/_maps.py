@@ -78,7 +78,7 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
 
     Raises:
         ValueError: `max_norm` is negative or nan.
-        UnsupportedError: Called on gradients whose members are rows of a lazy stack.
+        UnsupportedError: The map is called on gradients whose members are rows of a lazy stack.
 
     Source:
         `torch.nn.utils.clip_grad_norm_` for each member.
@@ -219,7 +219,7 @@ def check_finite() -> GradientMap:
     It reads the values, which waits for a GPU and which no trace or transform can do.
 
     Raises:
-        UnsupportedError: Called inside a transform or a trace.
+        UnsupportedError: The map is called inside a transform or a trace.
 
     Examples:
         >>> opt = tdf.optim.chain(tdf.optim.check_finite(), tdf.optim.sgd(lr=0.1))

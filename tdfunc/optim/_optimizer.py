@@ -42,10 +42,15 @@ Hyper: TypeAlias = float | Tensor | Schedule | Sequence[float] | NDArray[Any]
 class Optimizer(AbstractOptimizer):
     """A rule and its hyperparameters: made by `sgd`, `adam` and all others that train by one rule.
 
-    A hyperparameter is a float, which is fixed; a tensor, list or array with a value for each member, which `init` puts
-    into the state under its own name, where `state.set` changes it; or a function from the number of steps done so far
-    (an integer tensor) to a float or tensor, of no dimensions or of the batch size of the parameters. Tensors are
-    differentiated where they require grad, and inside `torch.func.grad`, through `init` and `update`.
+    A hyperparameter is one of these:
+
+    - a float, which is fixed;
+    - a tensor, list or array with a value for each member, which `init` puts into the state under its own name, where
+      `state.set` changes it;
+    - a function from the number of steps done so far (an integer tensor) to a float or tensor, of no dimensions or of
+      the batch size of the parameters.
+
+    Tensors are differentiated through `init` and `update` if they require grad, and inside `torch.func.grad`.
 
     Args:
         rule: The arithmetic of one step.

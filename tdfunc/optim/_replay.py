@@ -15,8 +15,8 @@ class Replay:
     """A kernel that reads the layout of its tensors once, since later calls have the same layout.
 
     Args:
-        kernel: For tensors of any layout.
-        shorten: Returns a shorter way for tensors laid out like these, or None where there is none.
+        kernel: The kernel for tensors of any layout.
+        shorten: A function that returns a shorter way for tensors laid out like these, or None.
     """
 
     def __init__(self, kernel: Kernel, shorten: Callable[[Leaves, Leaves], Short | None]) -> None:

@@ -50,17 +50,17 @@ class Work:
 class Rule:
     """One step, written in list arithmetic, and as a call of torch's fused kernel where there is one.
 
-    Its functions are a module's own, or partials of those, so that optimizers can be pickled.
+    Its functions are defined in a module, or are partials of such functions, so that optimizers can be pickled.
 
     Args:
         name: Its name in messages.
         slots: The trees that it keeps in the state, of zeros shaped like the parameters.
-        lists: Assigns the lists after the step to its `Work`.
-        fused: Overwrites the tensors of its `Work`, or returns False where it does not apply. Called only when all
+        lists: A function that assigns the lists after the step to its `Work`.
+        fused: A function that overwrites the tensors of its `Work`, or returns False. It is called only when all
             values are floats, all members have done as many steps, and the tensors are of float32 or float64, on one
             device and in one layout.
         scalars: The numbers of each member that it keeps in the state; they begin as 1.
-        fill: By slot the hyperparameter that it is filled with before the first step.
+        fill: A mapping from slots to the hyperparameters that fill them before the first step.
         shape: The shape of a slot for a parameter of some shape with so many batch dimensions, in rules whose elements
             depend on each other; there hyperparameters must have the batch size.
         layout: The layout of gradients, if it differs from the layout of the parameters.
