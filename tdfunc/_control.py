@@ -37,9 +37,9 @@ _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIs
 def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> Any:
     """Return `true_fn(*operands)` if `pred` holds, else `false_fn(*operands)`.
 
-    Run eagerly this is Python's `if`: one branch runs. Under `torch.compile`, `torch.export` and `make_fx` it is
-    `torch.cond`, which keeps both branches. Where the value of `pred` is not known (it differs along a vmapped
-    dimension; inside `jit`; in a compiled `vmap` or `grad`; on meta tensors) both run and `torch.where` selects.
+    Run eagerly, this is Python's `if`: one branch runs. Under `torch.compile`, `torch.export` and `make_fx` it is
+    `torch.cond`, which keeps both branches. If the value of `pred` is not known, both branches run and `torch.where`
+    selects: inside `jit`, in a compiled `vmap` or `grad`, on meta tensors, and if it differs along a vmapped dimension.
 
     Args:
         pred: A bool, or a tensor of one element.
@@ -49,7 +49,7 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
 
     Raises:
         UnsupportedError: `operands` is not a tuple or list.
-        TreeStructureError: The results differ in structure, where both branches run.
+        TreeStructureError: Both branches run, and their results differ in structure.
         LeafMismatchError: A leaf of the results differs in shape, dtype or device; the message names it.
         BatchSizeError: A tree of the results differs in batch size.
 
@@ -89,9 +89,9 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
 def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, ...]:
     """Return `carried` after `carried = body_fn(*carried)` was done while `cond_fn(*carried)` holds.
 
-    Run eagerly this is Python's `while`; under `torch.compile`, `torch.export` and `make_fx` it is torch's
-    `while_loop`. The number of steps must be the same for every element of a vmapped dimension, and cannot be found
-    inside `jit`, or inside a `vmap` or `grad` that is compiled.
+    Run eagerly, this is Python's `while`; under `torch.compile`, `torch.export` and `make_fx` it is torch's
+    `while_loop`. The number of steps must be the same for every element of a vmapped dimension. It cannot be found
+    inside `jit`, or inside a compiled `vmap` or `grad`.
 
     Args:
         cond_fn: A function of the carried values that returns a bool or a tensor of one element.
@@ -101,7 +101,7 @@ def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, .
 
     Raises:
         UnsupportedError: `carried` is not a tuple or list, or the number of steps is not known.
-        TreeStructureError: The body changes the structure of what is carried.
+        TreeStructureError: The body changes the structure of the carried values.
         LeafMismatchError: The body changes the shape, dtype or device of a leaf; the message names it.
         BatchSizeError: The body changes the batch size of a tree.
 
@@ -138,8 +138,8 @@ def map(fn: Fn, xs: Any, *args: Any) -> Any:
     """Return the results of `fn(row, *args)` for each row of `xs`, stacked: one row after another, as a loop does.
 
     `torch.vmap` does all rows at once; this takes the memory of one. Under `torch.compile`, `torch.export` and
-    `make_fx` it is torch's `map`. `row` is what `vmap` would give: every leaf, and the batch of every tree, without its
-    first dimension. The errors are those of `scan`.
+    `make_fx` it is torch's `map`. `row` is as under `vmap`: every leaf, and the batch of every tree, without its
+    first dimension. Errors are as in `scan`.
 
     Args:
         fn: A function of a row and of `args`.
@@ -174,17 +174,17 @@ def scan(
 ) -> tuple[Any, Any]:
     """Carry a value through the rows of `xs`: `carry, out = combine_fn(carry, row)`, one row after another.
 
-    Run eagerly this is a loop; under `torch.compile`, `torch.export` and `make_fx` it is torch's `scan`, whose graph
+    Run eagerly, this is a loop; under `torch.compile`, `torch.export` and `make_fx` it is torch's `scan`, whose graph
     holds the first step, and one copy of the others.
 
     Args:
         combine_fn: A function of the carry and a row that returns the new carry, with the structure, shapes and dtypes
             of the old, and a result.
         init: The first carry: a tree, a tensor, or a container of these.
-        xs: A tree, a tensor, or a container of these, in which the rows lie. Without it, every row is None.
-        length: The number of steps, where there is no `xs`.
-        dim: The dimension of every leaf of `xs`, and of the batch of its trees, that the rows lie along; the results
-            are stacked along it.
+        xs: A tree, a tensor, or a container of these, which holds the rows. Without it, every row is None.
+        length: The number of steps, needed without `xs`.
+        dim: The dimension of every leaf of `xs`, and of the batch of its trees, that counts the rows; the results are
+            stacked along it.
         reverse: Start with the last row; results stay at the places of their rows.
 
     Returns:
@@ -222,13 +222,12 @@ def scan(
 def associative_scan(combine_fn: Fn, xs: Any, dim: int = 0, *, reverse: bool = False) -> Any:
     """Return all partial results of an associative function over the rows of `xs`, in a logarithmic number of steps.
 
-    `combine_fn(a, b)` is called on many pairs of rows at once, under `torch.vmap`. The errors are those of `scan`.
+    `combine_fn(a, b)` is called on many pairs of rows at once, under `torch.vmap`. Errors are as in `scan`.
 
     Args:
-        combine_fn: A function of two rows that returns one like them, for which
-            `f(a, f(b, c)) == f(f(a, b), c)`.
+        combine_fn: An associative function of two rows, `f(a, f(b, c)) == f(f(a, b), c)`, that returns a row like them.
         xs: A tree, a tensor, or a container of these.
-        dim: The dimension of every leaf of `xs`, and of the batch of its trees, that the rows lie along.
+        dim: The dimension of every leaf of `xs`, and of the batch of its trees, that counts the rows.
         reverse: Combine from the last row to the first.
 
     Source:
@@ -351,7 +350,7 @@ def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
         raise TreeStructureError(at, expected=type(a).__name__, got=type(b).__name__)
     elif isinstance(a, (TensorCollection, dict)):
         mine, theirs = (a, b) if isinstance(a, dict) else (a._data, b._data)
-        # The leaves of a tree come in sorted order, those of a dict in its own.
+        # The leaves of a tree come in sorted order, the values of a dict in its order.
         keys = [list(x) if isinstance(a, dict) else sorted(x) for x in (mine, theirs)]
         if keys[0] != keys[1]:
             raise TreeStructureError(at, expected=f"keys {keys[0]}", got=f"keys {keys[1]}")
@@ -422,15 +421,8 @@ def _split(values: Any) -> tuple[list[Tensor], Fn]:
 
 def _non_tensors(value: Any) -> list[Any]:
     """Return the non-tensor nodes of the operands: a result may hold them again."""
-    if isinstance(value, NonTensorBase):
-        return [value]
-    if isinstance(value, TensorCollection):
-        return [found for node in value._data.values() for found in _non_tensors(node)]
-    if isinstance(value, (tuple, list)):
-        return [found for item in value for found in _non_tensors(item)]
-    if isinstance(value, dict):
-        return [found for item in value.values() for found in _non_tensors(item)]
-    return []
+    nodes = torch_pytree.tree_leaves(value, is_leaf=lambda node: isinstance(node, NonTensorBase))
+    return [node for node in nodes if isinstance(node, NonTensorBase)]
 
 
 def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 0) -> Any:

@@ -27,21 +27,21 @@ def grad(
 
     Args:
         fn: A function that returns a tensor of no dimensions, or with `has_aux` a pair of it and anything.
-        wrt: The leaves, by a filter; a sequence has one for each of `argnums`. By default those of floating-point and
-            complex dtypes, without the buffers of a module.
-        argnums: Which positional argument is the tree; a tuple for several.
-        has_aux: Whether `fn` returns a pair.
+        wrt: A filter for the leaves; a sequence has one for each of `argnums`. By default all leaves of floating-point
+            and complex dtypes, except the buffers of a module.
+        argnums: The position of the tree among the arguments; a tuple for several trees.
+        has_aux: Declare that `fn` returns a pair.
 
     Returns:
-        A function with the arguments of `fn`, which returns a tree of gradients for the chosen leaves alone, as
-        `partition(tree, wrt)[0]`; a tuple of trees for a tuple of `argnums`; with `has_aux` a pair of them and the
-        second value.
+        A function with the arguments of `fn`. It returns a tree of gradients for only the chosen leaves, as
+        `partition(tree, wrt)[0]`, and a tuple of trees for a tuple of `argnums`. With `has_aux` it returns a pair: the
+        gradients and the second value of `fn`.
 
     Raises:
         TypeError: An argument is not a tree.
         FilterError: A pattern matches no leaf.
-        LeafMismatchError: A chosen leaf has no gradient, since its dtype is an integer or bool; or a tree is, or holds,
-            a lazy stack, which `torch.func.grad` takes.
+        LeafMismatchError: A chosen leaf has no gradient, because its dtype is an integer or bool; or a tree is or
+            contains a lazy stack (use `torch.func.grad`).
 
     Source:
         `jax.grad`, `equinox.filter_grad`.
@@ -124,7 +124,7 @@ def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
         TypeError,
         f"grad: positional argument {place} must be a tree.",
         got=type(given).__name__ if given is not None else f"{len(args)} positional arguments",
-        hint="argnums= says which arguments are differentiated; torch.func.grad takes tensors and dicts.",
+        hint="argnums= gives the positions of the trees; torch.func.grad takes tensors and dicts.",
     )
 
 

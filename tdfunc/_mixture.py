@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tdfunc.core.context import has_values
+from tdfunc.core.context import has_values, require_values
 from tdfunc.core.errors import LeafMismatchError, error
 
 # Any: numbers of any dtype, in sequences of sequences.
@@ -29,26 +29,10 @@ def predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
     y = as_tensor(y)
     check_outputs(call, y, 1)
     t = as_tensor(t, y.device)
-    fits = y.dim() - t.dim() in (1, 2) and y.shape[y.dim() - 1 - t.dim() : -1] == t.shape
-    if not fits or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
-        raise LeafMismatchError(
-            f"{call}: the labels must fit the logits.",
-            expected=f"integers of shape (*B), for logits of shape (*B, C) or (E, *B, C): {list(y.shape)}",
-            got=f"shape {list(t.shape)}, {t.dtype}",
-        )
-    if t.numel() == 0:
-        raise error(ValueError, f"{call}: there must be labels to average over.", got=f"shape {list(t.shape)}")
-    # Narrow integers cannot be compared with the number of classes.
-    t = t.long()
-    if has_values() and not bool(((t >= 0) & (t < y.shape[-1])).all()):
-        raise error(
-            ValueError,
-            f"{call}: labels must name classes.",
-            expected=f"0 <= t < {y.shape[-1]}",
-            got=f"{int(t.min())} to {int(t.max())}",
-        )
+    has_members = y.dim() == t.dim() + 2
+    t = check_labels(call, y, t, y.shape[has_members:-1])
     log_q = widen(y).log_softmax(-1)
-    if y.dim() == t.dim() + 2:
+    if has_members:
         return log_mixture(log_q, member_weights(y, weights)), t
     if weights is not None:
         raise LeafMismatchError(
@@ -57,6 +41,28 @@ def predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
             got=f"shape {list(y.shape)}",
         )
     return log_q, t
+
+
+def check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> Tensor:
+    """Return labels as int64, which must be integers of this shape that name the classes of outputs."""
+    is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+    if not y.is_floating_point() or t.shape != shape or not is_integer:
+        raise LeafMismatchError(
+            f"{call}: the labels must fit the outputs.",
+            expected=f"integers of shape {list(shape)}, for {list(y.shape)}",
+            got=f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, for {y.dtype}",
+        )
+    if not t.numel():
+        raise error(ValueError, f"{call}: there must be labels.", got=f"shape {list(t.shape)}")
+    # Narrow integers cannot be compared with the number of classes.
+    t, classes = t.long(), y.shape[-1]
+
+    def failure() -> ValueError:
+        got = f"{int(t.min())} to {int(t.max())}" if has_values() else None
+        return error(ValueError, f"{call}: labels must name classes.", expected=f"0 <= t < {classes}", got=got)
+
+    require_values((t >= 0) & (t < classes), failure)
+    return t
 
 
 def widen(y: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Each is a pair of pure functions over a state that is a tree: `init(params)` and `update(params, state)`. They take one
 model or a stacked tree, whose members are averaged each by itself, and work under `torch.vmap`, `tdfunc.jit` and
-`torch.compile`. K is the number of models that are kept, E that of members.
+`torch.compile`. K is the number of models that are kept, E the number of members.
 """
 
 import math
@@ -20,7 +20,6 @@ from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureE
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
-from tdfunc.ensemble._variant import variant
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base import cast
@@ -41,7 +40,7 @@ class SWA:
     """The running average of the parameters along a run.
 
     The state has `mean`, a tree like the parameters, and `count`. Numbers of 16 bits are averaged in float32;
-    integers and bools, such as counters among buffers, are those of the last update.
+    integers and bools, such as counters among buffers, come from the last update.
 
     Source:
         Izmailov et al., "Averaging weights leads to wider optima and better generalization" (2018);
@@ -67,7 +66,7 @@ class SWA:
         Args:
             params: The model, or the stacked members.
             state: The result of `init`, or of the last `update`.
-            active: Whether the model counts, for all members or for each: `active=(step + 1) % 100 == 0`.
+            active: True if the model counts, for all members or for each: `active=(step + 1) % 100 == 0`.
 
         Raises:
             TreeStructureError: The state is of another class, or `params` has other leaves than in `init`.
@@ -90,7 +89,7 @@ class SWAG:
     oldest first.
 
     Args:
-        rank: K, the deviations that give the covariance its part of low rank; 0 keeps the variances alone.
+        rank: K, the number of deviations that give the covariance its part of low rank; 0 keeps only the variances.
 
     Raises:
         ValueError: `rank` is 1, which has no covariance, or negative.
@@ -145,9 +144,9 @@ class SWAG:
         return _advance("SWAG.update", state, new, active)
 
     def sample(self, state: TensorCollection, members: int, *, key: KeyLike, scale: float = 1.0) -> "TensorDict":
-        """Return models drawn from the Gaussian, stacked; member i does not change with their number.
+        """Return models sampled from the Gaussian, stacked; member i does not depend on their number.
 
-        With deviations, half of the covariance is that of the variances and half that of the deviations.
+        With deviations, half of the covariance comes from the variances and half from the deviations.
 
         Args:
             state: The state of this class, after at least two updates.
@@ -163,7 +162,7 @@ class SWAG:
             `flatten(0, 1)` makes one stack.
 
         Raises:
-            ValueError: The state is of fewer than two models.
+            ValueError: The state has fewer than two models.
             TreeStructureError: The state is of another class, or of another rank.
         """
         parts = self._parts("SWAG.sample", state)
@@ -251,7 +250,7 @@ class Snapshots:
             Leaves (*S) of one model give (K, *S); those (E, *S) of a stack (E * K, *S), the models of member 0 first.
 
         Raises:
-            ValueError: There are none, or the members of a stack have collected different numbers of models.
+            ValueError: No model was collected, or the members of a stack have collected different numbers of models.
         """
         parts = _parts("Snapshots.stack", state, {"members"})
         counts = parts["count"].clamp(max=self.members)
@@ -300,18 +299,18 @@ def update_bn(
 ) -> T:
     """Return the buffers with the statistics that the BatchNorm layers have for these parameters.
 
-    An average of models has the statistics of none of them. They are computed anew: the average over the batches, by
-    forwards in training mode.
+    An average of models does not have the statistics of any of them. This function computes them anew, as the average
+    over the batches, by forward passes in training mode.
 
     Args:
         apply: The pure function of the model, or of one member.
-        params: The parameters, or those of a stack.
-        buffers: Its buffers; those that belong to no BatchNorm layer are as after the forwards.
+        params: The parameters of one model, or of a stack.
+        buffers: Its buffers. Buffers of other layers are returned as the forward passes leave them.
         batches: Inputs; the first element of a tuple or list is the input.
         rng: A random key, a seed or a generator for dropout; batch i draws from `fold_in(key, i)`.
 
     Raises:
-        ValueError: There are no batches.
+        ValueError: `batches` is empty.
 
     Source:
         `torch.optim.swa_utils.update_bn`.
@@ -338,7 +337,7 @@ def update_bn(
                 fresh[path] = torch.full_like(get(buffers, path), value)
     if not fresh:
         return buffers
-    run = variant(apply, cumulative)
+    run = apply._vary(cumulative)
     # The share of a batch is a Python number in torch's BatchNorm, which vmap cannot read.
     run = Ensemble(run, "loop") if params._batch_size else run
     key = None if rng is None else key_of(rng)
@@ -370,7 +369,7 @@ def _check_params(call: str, params: TensorCollection) -> None:
 
 # Any: the nodes are tensors and trees.
 def _parts(call: str, state: Any, names: set[str]) -> dict[str, Any]:
-    """Return the entries of a state, which must be those of this class."""
+    """Return the entries of a state, which must be a state of this class."""
     if not isinstance(state, TensorCollection) or state._data.keys() != {"count", *names}:
         raise TreeStructureError(
             f"{call}: the state must be of this class.",
@@ -391,12 +390,8 @@ def _state(params: TensorCollection, parts: dict[str, Any]) -> Any:
 def _rows(tree: T, n: int) -> T:
     """Return zeros for n models, along a new dimension after the members."""
     dims = len(tree._batch_size)
-    return maps.apply(
-        tree,
-        lambda x: x.new_zeros((*x.shape[:dims], n, *x.shape[dims:])),
-        (),
-        batch_size=[*tree._batch_size, n],
-    )
+    size = [*tree._batch_size, n]
+    return maps.apply(tree, lambda x: x.new_zeros((*x.shape[:dims], n, *x.shape[dims:])), (), batch_size=size)
 
 
 def _pushed(rows: T, tree: TensorCollection) -> T:
@@ -410,7 +405,7 @@ def _pushed(rows: T, tree: TensorCollection) -> T:
 
 
 def _moved(mean: Tensor, x: Tensor, count: Tensor) -> Tensor:
-    """Return the average of `count` values, given that of the others and the last."""
+    """Return the average of `count` values, given the average of the others and the last value."""
     if not (mean.is_floating_point() or mean.is_complex()):
         return x
     share = count.reshape((*count.shape, *[1] * (mean.dim() - count.dim()))).to(mean.dtype)
@@ -428,7 +423,7 @@ def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept
             got=list(params._batch_size),
         )
     check_keys(kept, params, call)
-    # The rows of `Snapshots` have a dimension of their own.
+    # The rows of `Snapshots` have a further dimension.
     dims, extra = len(params._batch_size), len(kept._batch_size) - len(params._batch_size)
     for path, old, new in zip(list_paths(params), list_leaves(kept), list_leaves(params), strict=True):
         if (*old.shape[:dims], *old.shape[dims + extra :]) != new.shape:

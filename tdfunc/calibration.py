@@ -6,14 +6,13 @@ of one model serves each member of an ensemble. Lists and numpy arrays are accep
 """
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import Numbers, as_tensor, check_outputs, log_mixture, member_weights, widen
-from tdfunc.core.context import require_values
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc._mixture import Numbers, as_tensor, check_labels, check_outputs, log_mixture, member_weights, widen
+from tdfunc.core.errors import LeafMismatchError, check_choice, error
 from tdfunc.core.surface import surface
 
 Method: TypeAlias = Literal["lac", "aps"]
@@ -24,8 +23,8 @@ _LOG_RANGE, _STEPS = 12.0, 60
 def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
     """Return the temperature whose division of the logits makes the labels most likely.
 
-    The logits of one model, of each member (a temperature each), or of the ensemble: `ensemble_logits(y)`, which may
-    be taken of members that were scaled each by its own.
+    The logits may come from one model, from each member (one temperature each), or from the ensemble, by
+    `ensemble_logits(y)`. There each member may be divided by its own temperature first.
 
     Args:
         y: Logits.
@@ -48,7 +47,7 @@ def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
         tensor(3.6410)
     """
     y = as_tensor(y)
-    t = _labels("fit_temperature", y, t, y.shape[-2:-1])
+    t = check_labels("fit_temperature", y, as_tensor(t, y.device), y.shape[-2:-1])
     wide = widen(y.detach())
     # A class that cannot be has no part in the expectation; the labels' logits must be finite.
     wide = wide - wide.amax(-1, keepdim=True)
@@ -92,13 +91,13 @@ def ensemble_logits(y: Numbers, *, weights: Numbers | None = None) -> Tensor:
 
 
 def conformal_scores(p: Numbers, t: Numbers, *, method: Method = "lac") -> Tensor:
-    """Return how badly probabilities fit labels, for `conformal_threshold`.
+    """Return the distance of probabilities from labels, for `conformal_threshold`.
 
     Args:
         p: Probabilities, such as `mean` in `tdf.metrics.uncertainty(y, "classification")`.
         t: The right classes.
-        method: `lac`, one minus the probability of the label (the smallest sets); or `aps`, the probability of the
-            label and all more probable classes (sets that adapt to how hard an input is).
+        method: The score. `lac` is one minus the probability of the label, and gives the smallest sets. `aps` is the
+            probability of the label and all more probable classes, and gives larger sets for harder inputs.
 
     Shapes:
         `p` is (*B, C), `t` and the result are (*B).
@@ -108,18 +107,18 @@ def conformal_scores(p: Numbers, t: Numbers, *, method: Method = "lac") -> Tenso
         "Classification with valid and adaptive coverage" (2020), without randomisation.
     """
     p = as_tensor(p)
-    t = _labels("conformal_scores", p, t, p.shape[:-1])
+    t = check_labels("conformal_scores", p, as_tensor(t, p.device), p.shape[:-1])
     return _class_scores(p, method).gather(-1, t.unsqueeze(-1)).squeeze(-1)
 
 
 def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
     """Return the threshold under which sets hold the right answer with a probability of at least 1 - alpha.
 
-    It is the ceil((N + 1) (1 - alpha))-th smallest score, and infinite if there are too few for `alpha`. The scores are
-    those of `conformal_scores` for classes, or of `regression_scores`.
+    It is the ceil((N + 1) (1 - alpha))-th smallest score, and infinite if N is too small for `alpha`.
 
     Args:
-        scores: Of examples that are exchangeable with those to predict; NaN counts as the worst.
+        scores: The result of `conformal_scores` or `regression_scores`, for examples that are exchangeable with the
+            examples to predict. NaN counts as the worst score.
         alpha: The share of answers that may be missed, in (0, 1).
 
     Raises:
@@ -137,7 +136,7 @@ def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
         tensor(9.)
     """
     if not 0.0 < alpha < 1.0:
-        raise error(ValueError, "conformal_threshold: alpha must lie between 0 and 1.", got=alpha)
+        raise error(ValueError, "conformal_threshold: alpha must be between 0 and 1.", got=alpha)
     scores = as_tensor(scores)
     count = scores.shape[-1]
     # Rounded, since (10 + 1) * (1 - 0.2) is a little more than 8.8, and so may be what should be whole.
@@ -168,13 +167,13 @@ def conformal_sets(p: Numbers, threshold: Numbers | float, *, method: Method = "
 
 
 def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -> Tensor:
-    """Return how far predictions are from the truth, for `conformal_threshold`.
+    """Return the distance of predictions from the truth, for `conformal_threshold`.
 
     Args:
         y: Predictions of a model, of each member, or of the ensemble: the `mean` of `tdf.metrics.uncertainty`.
         t: The true values.
-        scale: How far off each prediction may be, such as the root of `variance` there; intervals are then wide where
-            it is large. By default all intervals have one width.
+        scale: The expected error of each prediction, such as the root of `variance` there; intervals are then wide
+            where it is large. By default all intervals have one width.
 
     Shapes:
         `y` is (*E, N), `t` is (N), `scale` is (*E, N) or (N); the result is (*E, N).
@@ -200,12 +199,12 @@ def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -
 def regression_intervals(
     y: Numbers, threshold: Numbers | float, *, scale: Numbers | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the bounds between which each true value lies with a probability of at least 1 - alpha.
+    """Return bounds that contain each true value with a probability of at least 1 - alpha.
 
     Args:
         y: Predictions, as in `regression_scores`.
         threshold: The result of `conformal_threshold`.
-        scale: As in `regression_scores`, and given if it was given there.
+        scale: The scale of `regression_scores`, if it was given there.
 
     Shapes:
         `y`, the lower and the upper bounds are (*E, N); a threshold of shape (*E) is one for each member.
@@ -224,29 +223,11 @@ def regression_intervals(
 
 
 def _class_scores(p: Tensor, method: Method) -> Tensor:
+    check_choice("conformal: method", method, get_args(Method))
     if method == "lac":
         return 1 - p
-    if method == "aps":
-        ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
-        return torch.zeros_like(p).scatter(-1, order, ordered.cumsum(-1))
-    raise error(ValueError, "conformal: method must be lac or aps.", got=repr(method))
-
-
-def _labels(call: str, y: Tensor, t: Numbers, shape: torch.Size) -> Tensor:
-    t = as_tensor(t, y.device)
-    if not y.is_floating_point() or t.shape != shape or t.is_floating_point() or t.dtype is torch.bool:
-        raise LeafMismatchError(
-            f"{call}: labels must fit the outputs.",
-            expected=f"integers of shape {list(shape)}, for {list(y.shape)}",
-            got=f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, for {y.dtype}",
-        )
-    if not t.numel():
-        raise error(ValueError, f"{call}: there must be examples.", got=f"shape {list(t.shape)}")
-    # Narrow integers cannot be compared with the number of classes.
-    t, classes = t.long(), y.shape[-1]
-    what = f"{call}: labels must name classes."
-    require_values((t >= 0) & (t < classes), lambda: error(ValueError, what, expected=f"0 <= t < {classes}"))
-    return t
+    ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
+    return torch.zeros_like(p).scatter(-1, order, ordered.cumsum(-1))
 
 
 surface(globals())

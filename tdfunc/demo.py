@@ -1,8 +1,8 @@
 """A program that trains a deep ensemble on handwritten digits in one vmapped step, and reports on it.
 
 `python -m tdfunc.demo` compares the ensemble with a single model and its step with a Python loop over the members,
-measures doubt about images that are not digits, saves, loads in a fresh process, and writes a report with pictures.
-E counts members, B a batch, N images.
+measures uncertainty about images that are not digits, saves, loads in a fresh process, and writes a report with
+pictures. E counts members, B a batch, N images.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from tdfunc._jit import jit
 from tdfunc.distributed.members import from_local, on_members, shard, to_local
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
-from tdfunc.metrics import brier, ece, nll, uncertainty
+from tdfunc.metrics import auroc, brier, ece, nll, uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import functional
 from tdfunc.modules.random import seeded
@@ -95,7 +95,7 @@ def learning_rates(members: int) -> Tensor:
 
 
 def bootstrap(images: int, members: int, steps: int, seed: int) -> Tensor:
-    """Return the image numbers (steps, E, B) that each member sees: drawn from its own bootstrap sample.
+    """Return the image numbers (steps, E, B) of each member's batches, sampled from its own bootstrap sample.
 
     Source:
         Breiman, Bagging Predictors (1996): each member's data are drawn with replacement.
@@ -130,7 +130,7 @@ def make_step(training: Ensemble, optimizer: Optimizer) -> Callable[[Any, Any, A
 def stacked_steps(data: Digits, rows: Tensor, seed: int, own: Tensor | None = None) -> "Iterator[TensorDict]":
     """Train all members at once on images by number (steps, E, B), and yield their trees after each step.
 
-    With `own` these members (their numbers) alone are trained: each is what it is among all.
+    With `own`, only the members with these numbers are trained, each as among all members.
     """
     device, members = data.train_x.device, rows.shape[1]
     own = torch.arange(members) if own is None else own
@@ -151,7 +151,7 @@ def stacked_steps(data: Digits, rows: Tensor, seed: int, own: Tensor | None = No
 def loop_steps(data: Digits, rows: Tensor, seed: int, *, keys: bool = False) -> Iterator[list[nn.Module]]:
     """Train the same members on the same batches with modules and torch.optim, and yield them after each step.
 
-    With `keys` their dropout is that of `stacked_steps`; otherwise torch draws it.
+    With `keys` they have the dropout masks of `stacked_steps`; otherwise torch samples the masks.
     """
     device = data.train_x.device
     make = partial(make_model, data.train_x.dtype)
@@ -212,7 +212,7 @@ def photo_patches(count: int, seed: int) -> Tensor:
 
 
 def corrupt(x: Tensor, seed: int) -> Tensor:
-    """Return images whose pixels are shuffled, each in an order of its own: the ink of a digit and no shape of one."""
+    """Return images whose pixels are shuffled, each in its own order: the ink of a digit without its shape."""
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)
     return x.gather(1, noise.argsort(1))
 
@@ -300,15 +300,13 @@ def doubts(data: Digits, params: Any, seed: int) -> "dict[str, TensorDict]":
 
 def out_of_distribution(found: "dict[str, TensorDict]") -> Table:
     """Compare uncertainty on the test digits with that on the other images."""
-    from sklearn.metrics import roc_auc_score
-
     digits = found["test digits"]
     rows: list[tuple[str, ...]] = []
     for name, tree in found.items():
         areas = [""] * 2
         if tree is not digits:
-            pairs = [torch.cat([digits[m], tree[m]]).cpu() for m in (MEASURES[0], MEASURES[2])]
-            areas = [f"{roc_auc_score([0] * len(digits) + [1] * len(tree), pair):.3f}" for pair in pairs]
+            pairs = [torch.cat([digits[m], tree[m]]) for m in (MEASURES[0], MEASURES[2])]
+            areas = [f"{float(auroc(pair, torch.arange(len(pair)) >= len(digits))):.3f}" for pair in pairs]
         rows.append((name, *[f"{float(tree[m].mean()):.3f}" for m in MEASURES], *areas))
     header = ("mean, in nats", "entropy", "expected entropy", "mutual information", "AUROC, entropy", "AUROC, m.i.")
     note = (
@@ -372,7 +370,7 @@ def save_and_reload(data: Digits, params: Any, out: Path, checks: list[str]) -> 
 
 
 def plot_overview(curves: Tensor, speed: Table, found: "dict[str, TensorDict]", path: Path) -> None:
-    """Draw training, the time of a step, and doubt about images that are not digits, side by side."""
+    """Draw training, the time of a step, and uncertainty about images that are not digits, side by side."""
     figure = _figure(12, 3.4)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.15))
     steps = range(CURVE_EVERY, STEPS + 1, CURVE_EVERY)
@@ -390,7 +388,7 @@ def plot_overview(curves: Tensor, speed: Table, found: "dict[str, TensorDict]", 
     for i, (tree, color) in enumerate(zip(found.values(), (_BLUE, _ORANGE, _ORANGE), strict=True)):
         counts = torch.histc(tree["mutual_information"].cpu().float(), 40, 0, 1.2)
         right.fill_between(torch.linspace(0, 1.2, 40), -i, 0.8 * counts / counts.max() - i, color=color, step="post")
-    right.set(title="Doubt about images that are not digits", xlabel="mutual information (nats)")
+    right.set(title="Uncertainty about images that are not digits", xlabel="mutual information (nats)")
     right.set(yticks=[0, -1, -2], yticklabels=[name.replace(" ", "\n") for name in found])
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -497,7 +495,7 @@ def run_distributed(members: int, seed: int, out: Path, steps: int = STEPS) -> s
     return "\n".join(lines)
 
 
-_OVERVIEW = "![Training curves, speed of a step, and doubt about images that are not digits](overview.svg)"
+_OVERVIEW = "![Training curves, speed of a step, and uncertainty about images that are not digits](overview.svg)"
 _PLOTS = """## Plots
 
 The test digits that the members agree on most and least; wrong predictions in red.

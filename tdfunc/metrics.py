@@ -1,4 +1,4 @@
-"""The uncertainty of an ensemble's outputs, scores of predicted probabilities, and how well a score finds the errors.
+"""The uncertainty of an ensemble's outputs, scores of predicted probabilities, and tests of a score that ranks errors.
 
 E is the number of members, B the batch (any dimensions), C the classes; entropies and log-likelihoods are in nats.
 Classification is computed from log-probabilities. Everything is in float32 at least, and works under `torch.vmap`,
@@ -34,19 +34,20 @@ def uncertainty(
 
     The ensemble is the mixture of its members, each with its weight.
 
-    For `kind="classification"`, with p the probabilities of the mixture and q those of one member:
+    For `kind="classification"`, where p are the probabilities of the mixture and q the probabilities of one member:
 
     - `mean` (B, C): p, the mean of q over the members.
-    - `variance` (B, C): that of q over the members.
-    - `entropy` (B): of p; the whole uncertainty.
+    - `variance` (B, C): the variance of q over the members.
+    - `entropy` (B): the entropy of p; the complete uncertainty.
     - `expected_entropy` (B): the mean over the members of the entropy of q; the part that is left when the members
       agree (aleatoric).
-    - `mutual_information` (B): between the class and the member; the part that is their disagreement (epistemic). It
-      equals entropy - expected_entropy, but is computed as the mean Kullback-Leibler divergence of q from p, a sum of
-      terms that are never negative: it is exact, and at least 0, also where the members nearly agree.
+    - `mutual_information` (B): the mutual information of the class and the member; the part that is the members'
+      disagreement (epistemic). It equals entropy - expected_entropy, but is computed as the mean Kullback-Leibler
+      divergence of q from p, a sum of terms that are never negative: it is exact, and at least 0, even if the members
+      nearly agree.
     - `variation_ratio` (B): the weight of the members that do not vote for the class with the most votes.
-    - `disagreement` (B): the probability that two members, drawn by their weights with replacement, vote for different
-      classes.
+    - `disagreement` (B): the probability that two members, sampled by their weights with replacement, vote for
+      different classes.
 
     A member votes for its most probable class. A logit of -inf is a probability of 0.
 
@@ -61,8 +62,8 @@ def uncertainty(
         y: The outputs of all members, as `Ensemble` returns them: logits, values, or means and log-variances.
         kind: The meaning of the outputs.
         weights: The share of each member, in any scale; a tensor or list.
-        nan: Where a member's output holds nan, the results of that input are nan (`"propagate"`) or those of the other
-            members (`"omit"`; nan if there are none).
+        nan: The treatment of an input for which a member's output holds nan. With `"propagate"` its results are nan.
+            With `"omit"` they are the results of the other members, and nan if all members have nan.
 
     Shapes:
         `y` is (E, *B, C) for classification, (E, B, ...) for regression, (E, *B, 2) for gaussian; `weights` is (E,).
@@ -147,7 +148,7 @@ def nll(y: Numbers, t: Numbers, *, weights: Numbers | None = None) -> Tensor:
     """Return the mean negative log-likelihood of the labels, in nats.
 
     Args:
-        y: Logits of one model, or of all members: then the likelihood is that of their mixture.
+        y: Logits of one model, or of all members: then the likelihood is their mixture's.
         t: The right classes, a tensor or list.
         weights: The share of each member, in any scale; a tensor or list.
 
@@ -169,7 +170,7 @@ def nll(y: Numbers, t: Numbers, *, weights: Numbers | None = None) -> Tensor:
 def brier(y: Numbers, t: Numbers, *, weights: Numbers | None = None) -> Tensor:
     """Return the mean Brier score: the squared distance of the probabilities from the right answer, from 0 to 2.
 
-    The arguments, shapes and errors are those of `nll`; the probabilities are those of the members' mixture.
+    Arguments, shapes and errors are as in `nll`; the probabilities are the probabilities of the members' mixture.
 
     Source:
         Brier, "Verification of Forecasts Expressed in Terms of Probability": the sum over all classes.
@@ -186,7 +187,8 @@ def brier(y: Numbers, t: Numbers, *, weights: Numbers | None = None) -> Tensor:
 def ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | None = None) -> Tensor:
     """Return the expected calibration error: the gap between confidence and accuracy, averaged over bins.
 
-    The other arguments, shapes and errors are those of `nll`; the probabilities are those of the members' mixture.
+    The other arguments, shapes and errors are as in `nll`; the probabilities are the probabilities of the members'
+    mixture.
 
     Args:
         bins: The number of bins of equal width into which confidences from 0 to 1 are sorted; at least 1.
@@ -209,7 +211,7 @@ def adaptive_ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | N
     Args:
         y: Logits of one model or of members, whose mixture predicts.
         t: The right classes.
-        bins: How many; the first ones hold one prediction more, if they do not divide evenly.
+        bins: The number of bins. The first ones hold one prediction more if the predictions do not divide evenly.
         weights: The share of each member, in any scale.
 
     Shapes:
@@ -234,7 +236,7 @@ def adaptive_ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | N
 def reliability_curve(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | None = None) -> "TensorDict":
     """Return accuracy against confidence, the data of a reliability diagram.
 
-    The arguments and errors are those of `ece`.
+    Arguments and errors are as in `ece`.
 
     Returns:
         For each bin its borders `lower` and `upper`, the `count` of predictions in (lower, upper], their mean
@@ -280,11 +282,11 @@ def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor,
 def auroc(score: Numbers, positive: Numbers) -> Tensor:
     """Return the probability that a positive example has a higher score than a negative one; ties count half.
 
-    With the entropy of the mean as score it tells how well an ensemble finds its errors, or inputs from elsewhere.
+    With the entropy of the mean as score, it measures how well an ensemble finds its errors or inputs from elsewhere.
 
     Args:
         score: A number for each example.
-        positive: Which examples are positive, bool.
+        positive: True for each positive example.
 
     Shapes:
         `score` is (*E, N), `positive` is (N) or (*E, N); the result is (*E), and nan if all are positive, or none.
@@ -313,8 +315,8 @@ def aurc(doubt: Numbers, loss: Numbers) -> Tensor:
     """Return the area under the risk-coverage curve: the mean loss of the surest k examples, averaged over k.
 
     Args:
-        doubt: How unsure the model is of each example.
-        loss: The loss of each example, such as 0 where it is right and 1 where it is not.
+        doubt: The uncertainty of the model for each example.
+        loss: The loss of each example, such as 0 for a right prediction and 1 for a wrong one.
 
     Shapes:
         `doubt` is (*E, N), `loss` is (N) or (*E, N); the result is (*E).
@@ -335,7 +337,7 @@ def aurc(doubt: Numbers, loss: Numbers) -> Tensor:
 def risk_coverage(doubt: Numbers, loss: Numbers) -> Tensor:
     """Return the mean loss of the surest k examples, for k from 1 to N: the risk at the coverages k / N.
 
-    The arguments and errors are those of `aurc`. Examples of equal doubt share their mean loss.
+    Arguments and errors are as in `aurc`. Examples of equal `doubt` share their mean loss.
 
     Shapes:
         `doubt` is (*E, N), `loss` is (N) or (*E, N); the result is (*E, N).
@@ -382,7 +384,7 @@ def _divergence(log_q: Tensor, log_p: Tensor, w: Tensor) -> Tensor:
 
 def _expected(p: Tensor, x: Tensor) -> Tensor:
     """Sum p * x over the classes, where p = 0 counts nothing whatever x is."""
-    # The inner where keeps the infinities out of the gradient too.
+    # The inner where also keeps the infinities out of the gradient.
     return (p * torch.where(p == 0, torch.zeros_like(x), x)).sum(-1)
 
 

@@ -69,6 +69,11 @@ class _Rows(NamedTuple):
         return _Rows(self.x[index], self.t[index], self.w[index])
 
 
+def _keep_options(estimator: Any, arguments: dict[str, Any]) -> None:
+    """Keep the arguments of a constructor as attributes of their names, where scikit-learn reads and sets them."""
+    vars(estimator).update({name: value for name, value in arguments.items() if name != "self"})
+
+
 class _Ensemble(BaseEstimator):
     """The options of the two estimators, and their training."""
 
@@ -95,20 +100,7 @@ class _Ensemble(BaseEstimator):
         device: str = "cpu",
         random_state: Any = None,
     ) -> None:
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.make = make
-        self.n_estimators = n_estimators
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.max_iter = max_iter
-        self.batch_size = batch_size
-        self.bootstrap = bootstrap
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.device = device
-        self.random_state = random_state
+        _keep_options(self, locals())
 
     def _outputs(self, X: Any) -> Tensor:
         """Return the members' raw outputs, (E, N, outputs)."""
@@ -230,29 +222,29 @@ class _Ensemble(BaseEstimator):
 class EnsembleClassifier(ClassifierMixin, _Ensemble):
     """An ensemble of networks that predicts the mean of its members' probabilities.
 
-    The members train at once, each by its own AdamW. Inputs are standardised.
+    The members train at once, each with its own AdamW. Inputs are standardised.
 
     Args:
-        hidden_layer_sizes: The hidden layers of a perceptron with ReLU.
-        make: Makes another network from the numbers of features and of outputs; dropout and BatchNorm are served.
+        hidden_layer_sizes: The sizes of the hidden layers of a perceptron with ReLU.
+        make: A function of the numbers of features and of outputs that returns another network, which may have dropout
+            and BatchNorm.
         n_estimators: E.
-        learning_rate: Of all members, or a list with one for each.
-        weight_decay: Likewise.
-        max_iter: Epochs.
-        batch_size: The most examples in a step; each member shuffles by itself.
-        bootstrap: Whether each member trains on a sample with replacement.
-        early_stopping: Whether a member stops when its loss on held-out examples no longer improves, and is then as it
-            was at its best.
+        learning_rate: The learning rate of all members, or a list with one for each.
+        weight_decay: The weight decay of all members, or a list with one for each.
+        max_iter: The largest number of epochs.
+        batch_size: The largest number of examples in a step; each member shuffles by itself.
+        bootstrap: Train each member on a sample with replacement.
+        early_stopping: Stop a member when its loss on held-out examples no longer improves, and keep its best state.
         validation_fraction: The share of held-out examples.
-        n_iter_no_change: The epochs without an improvement that stop a member.
-        tol: The least improvement.
-        device: Where to train and predict.
-        random_state: As in scikit-learn; with an int, fits repeat.
+        n_iter_no_change: The number of epochs without an improvement that stops a member.
+        tol: The smallest change of the loss that is an improvement.
+        device: The device on which to train and predict.
+        random_state: A seed or generator, as in scikit-learn; with an int, fits repeat.
 
     Attributes:
         classes_: The labels, sorted.
         n_features_in_: The number of features; `feature_names_in_` are their names, if they were strings.
-        n_iter_: The epochs that were run.
+        n_iter_: The number of epochs that were run.
         validation_loss_: Each member's best loss on the held-out examples; None without `early_stopping`.
         params_: The members' parameters, a stacked tree, and `buffers_` their buffers.
         ensemble_: The `Ensemble` that runs them.
@@ -284,13 +276,8 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
         check_classification_targets(labels)
         weights = _check_sample_weight(sample_weight, data, dtype=data.dtype, ensure_non_negative=True)
         self.classes_, t = np.unique(labels, return_inverse=True)
-        self._train(
-            data,
-            torch.tensor(t, device=self.device),
-            weights,
-            len(self.classes_),
-            partial(F.cross_entropy, reduction="none"),
-        )
+        losses = partial(F.cross_entropy, reduction="none")
+        self._train(data, torch.tensor(t, device=self.device), weights, len(self.classes_), losses)
         return self
 
     def predict_proba(self, X: Any) -> Array:
@@ -311,13 +298,14 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
 class EnsembleRegressor(RegressorMixin, _Ensemble):
     """An ensemble of networks that predicts the mean of its members.
 
-    The members train at once, each by its own AdamW. Inputs and targets are standardised.
+    The members train at once, each with its own AdamW. Inputs and targets are standardised.
 
     Args:
-        hidden_layer_sizes: As in `EnsembleClassifier`, and so are the arguments that are not listed here.
-        loss: `squared_error`; or `gaussian`, where members also predict the variance of the noise.
-        make: Makes another network from the numbers of features and of outputs, which are K, and 2 K for `gaussian`:
-            a mean and a log-variance for each target.
+        hidden_layer_sizes: The sizes of the hidden layers. This and the arguments that are not listed here are as in
+            `EnsembleClassifier`.
+        loss: The loss: `squared_error`; or `gaussian`, for which members also predict the variance of the noise.
+        make: A function of the numbers of features and of outputs that returns another network. It has K outputs, or
+            2 K for `gaussian`: a mean and a log-variance for each target.
 
     Attributes:
         n_features_in_: The number of features, and so on, as in `EnsembleClassifier`.
@@ -351,23 +339,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         device: str = "cpu",
         random_state: Any = None,
     ) -> None:
-        super().__init__(
-            hidden_layer_sizes,
-            make=make,
-            n_estimators=n_estimators,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            max_iter=max_iter,
-            batch_size=batch_size,
-            bootstrap=bootstrap,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            n_iter_no_change=n_iter_no_change,
-            tol=tol,
-            device=device,
-            random_state=random_state,
-        )
-        self.loss = loss
+        _keep_options(self, locals())
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -410,7 +382,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
 
         Args:
             X: Features of shape (N, F).
-            return_std: Whether the result is a pair: the mean, and the standard deviation of the members' mixture.
+            return_std: Return a pair: the mean, and the standard deviation of the members' mixture.
         """
         found = self.predict_uncertainty(X)
         return (found["mean"], np.sqrt(found["variance"])) if return_std else found["mean"]
@@ -418,8 +390,8 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
     def predict_uncertainty(self, X: Any) -> dict[str, Array]:
         """Return the `mean` and `variance` of the members' mixture, in the units of `y`.
 
-        With `loss="gaussian"` the parts of the variance, too: `aleatoric`, the noise, and `epistemic`, the
-        disagreement.
+        With `loss="gaussian"` the result also has the parts of the variance: `aleatoric`, the noise, and `epistemic`,
+        the disagreement.
         """
         out = self._outputs(X)
         if self.loss == "gaussian":

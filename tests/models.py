@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from tdfunc import from_module
+
 
 class ResidualBlock(nn.Module):
     """Two convolutions and batch norms around a shortcut: (B, C, H, W) to the same."""
@@ -87,6 +89,16 @@ class WithState(nn.Module):
         y = self.linear(x) * self.state["scale"]
         self.state["scale"] += 1.0
         return y
+
+
+def flat(*trees):
+    """Leaves by dotted path, as `torch.func.functional_call` takes them."""
+    return {".".join(path): leaf for tree in trees for path, leaf in tree.items(True, True)}
+
+
+def zeros_of(model):
+    """A module's tree with every leaf zero, unconnected to the module."""
+    return from_module(model).apply(torch.zeros_like).detach()
 
 
 def make_mlp(dropout=0.0):

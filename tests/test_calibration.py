@@ -243,12 +243,7 @@ CALLS = {
     "regression_intervals": (lambda y, w, s: torch.stack(cal.regression_intervals(y, w, scale=s)), (P, V, V)),
     "auroc": (metrics.auroc, (V, T > 0)),
     "risk_coverage": (metrics.risk_coverage, (P, V)),
-    "scores": (
-        lambda y, t, w: torch.stack(
-            [f(y, t, weights=w) for f in (metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece)]
-        ),
-        (P.expand(3, 3, 3), T, V),
-    ),
+    "scores": (lambda y, t, w: torch.stack([f(y, t, weights=w) for f in SCORES]), (P.expand(3, 3, 3), T, V)),
     "uncertainty": (lambda y, w: metrics.uncertainty(y, "classification", weights=w)["entropy"], (P, V.ceil().long())),
 }
 
@@ -270,23 +265,17 @@ MESSAGES = [
     (lambda: cal.fit_temperature(torch.zeros(3, 2), torch.zeros(3)), tdf.LeafMismatchError, "fit_temperature.*float32"),
     (lambda: cal.conformal_scores(torch.zeros(3, 2), torch.zeros(2).long()), tdf.LeafMismatchError, r"\[3\].*\[2\]"),
     (lambda: metrics.auroc(torch.zeros(3), torch.ones(2).bool()), tdf.LeafMismatchError, r"auroc.*\[3\].*\[2\]"),
-    (
-        lambda: metrics.adaptive_ece(torch.zeros(3, 2), torch.full((3,), 9)),
-        ValueError,
-        "labels must name classes.*0 <= t < 2",
-    ),
+    (lambda: metrics.adaptive_ece(torch.zeros(3, 2), torch.full((3,), 9)), ValueError,
+     "labels must name classes.*0 <= t < 2"),
     (lambda: metrics.aurc(torch.zeros(2, 3), torch.ones(2)), tdf.LeafMismatchError, r"risk_coverage.*\[2, 3\].*\[2\]"),
     (lambda: metrics.auroc(torch.zeros(3), torch.ones(3)), tdf.LeafMismatchError, "auroc.*bools.*float32"),
-    (
-        lambda: cal.regression_scores(torch.zeros(2, 3), torch.zeros(2)),
-        tdf.LeafMismatchError,
-        r"regression_scores.*\[3\], for \[2, 3\].*\[2\]",
-    ),
+    (lambda: cal.regression_scores(torch.zeros(2, 3), torch.zeros(2)), tdf.LeafMismatchError,
+     r"regression_scores.*\[3\], for \[2, 3\].*\[2\]"),
     (lambda: cal.ensemble_logits(torch.zeros(3).long()), tdf.LeafMismatchError, "ensemble_logits.*int64"),
-    (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there must be examples"),
-    (lambda: cal.conformal_threshold(torch.zeros(3), 1.0), ValueError, "alpha must lie between 0 and 1.*1.0"),
-    (lambda: cal.conformal_sets(torch.zeros(3, 2), 0.5, method="x"), ValueError, "method must be lac or aps.*'x'"),
-]
+    (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there must be labels"),
+    (lambda: cal.conformal_threshold(torch.zeros(3), 1.0), ValueError, "alpha must be between 0 and 1.*1.0"),
+    (lambda: cal.conformal_sets(torch.zeros(3, 2), 0.5, method="x"), ValueError, "must be one of .lac., .aps..*.x."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "pattern"), MESSAGES)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import tdfunc as tdf
 from tdfunc import BatchSizeError, LeafMismatchError, TensorClass, TensorDict, TreeStructureError, UnsupportedError
-from tests.helpers import assert_pure, assert_trees_equal
+from tests.helpers import assert_pure, assert_trees_equal, quick
 from tests.strategies import trees
 
 
@@ -290,22 +290,13 @@ def compiled(fn, *, backend="eager", dynamic=None):
     return torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
-@pytest.mark.parametrize(
-    "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows)]]
-)
+@pytest.mark.parametrize("fn", quick([*FUNCTIONS, countdown], double_or_next))
 def test_compile(fn):
-    """`torch.compile` makes one graph that gives the same tree for either value of a condition."""
+    """`torch.compile` makes one graph that gives the same tree for all values."""
     run = compiled(fn)
 
     for t in (tree(), tree() - 100):
         assert_same(run(t), fn(t))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fn", [sums, backward_sums, countdown, running])
-def test_compile_scans(fn):
-    """`torch.compile` makes one graph of a scan that gives the same tree."""
-    assert_same(compiled(fn)(tree()), fn(tree()))
 
 
 @pytest.mark.slow
@@ -394,6 +385,41 @@ def wordy(a):
     return TensorDict({"a": a, "n": {"b": a * 3, "t": "x"}, "s": "w"}, a.shape)
 
 
+class Calls(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, t):
+        return self.fn(t)
+
+
+def recorded(fn, a):
+    """The graph of `make_fx`, and the structure of its result."""
+    made = []
+
+    def leaves(a):
+        made.append(fn(wordy(a)))
+        return pytree.tree_leaves(made[-1])
+
+    graph = make_fx(leaves, tracing_mode="fake")(a)
+    return lambda values: pytree.tree_unflatten(graph(values), pytree.tree_structure(made[0]))
+
+
+def exported(fn, a):
+    """The program of `torch.export`."""
+    program = torch.export.export(Calls(fn), (wordy(a),)).module()
+    return lambda values: program(wordy(values))
+
+
+def whole(fn, a):
+    """The function compiled as one graph."""
+    run = compiled(fn)
+    return lambda values: run(wordy(values))
+
+
 def assert_words_follow(actual, expected):
     """Check equality, and that every word is seen with the batch size of its tree."""
     assert_same(actual, expected)
@@ -401,43 +427,21 @@ def assert_words_follow(actual, expected):
         assert {key: node.shape for key, node in one._data.items()} == {k: n.shape for k, n in other._data.items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WORDS)
-def test_compiled_words(name):
-    """A compiled body may return a word whose batch size is not that of its operand."""
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        pytest.param(name, record, marks=[pytest.mark.slow] * ((name, record) != ("slice", recorded)))
+        for name in WORDS
+        for record in (whole, exported, recorded)
+    ],
+)
+def test_words_of_captured_bodies(name, record):
+    """A compiled, exported or recorded body may return a word whose batch size is not that of its operand."""
     fn, a = WORDS[name], torch.arange(12.0).reshape(4, 3)
-    run = compiled(fn)
+    run = record(fn, a)
 
     for values in (a, a - 100):
-        assert_words_follow(run(wordy(values)), fn(wordy(values)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WORDS)
-def test_exported_words(name):
-    """An exported program gives a word in the result of a body its batch size."""
-    fn, a = WORDS[name], torch.arange(12.0).reshape(4, 3)
-    run = torch.export.export(Calls(fn), (wordy(a),)).module()
-
-    for values in (a, a - 100):
-        assert_words_follow(run(wordy(values)), fn(wordy(values)))
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "slice")) for name in WORDS])
-def test_recorded_words(name):
-    """`make_fx` gives a word in the result of a body its batch size."""
-    fn, a, made = WORDS[name], torch.arange(12.0).reshape(4, 3), []
-
-    def leaves(a):
-        made.append(fn(wordy(a)))
-        return pytree.tree_leaves(made[-1])
-
-    graph = make_fx(leaves, tracing_mode="fake")(a)
-
-    for values in (a, a - 100):
-        expected = fn(wordy(values))
-        rebuilt = pytree.tree_unflatten(graph(values), pytree.tree_structure(made[0]))
-        assert_words_follow(rebuilt, expected)
+        assert_words_follow(run(values), fn(wordy(values)))
 
 
 @pytest.mark.slow
@@ -465,15 +469,6 @@ def test_recompiles():
     assert counter.frame_count == 1
 
 
-class Calls(torch.nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, t):
-        return self.fn(t)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("fn", [double_or_next, add_until, rows, sums])
@@ -488,9 +483,7 @@ def test_export(fn, strict):
         assert_same(program.module()(other), fn(other))
 
 
-@pytest.mark.parametrize(
-    "fn", [double_or_next, *[pytest.param(fn, marks=pytest.mark.slow) for fn in (add_until, rows)]]
-)
+@pytest.mark.parametrize("fn", quick([double_or_next, add_until, rows], double_or_next))
 def test_make_fx(fn):
     """A graph of `make_fx` holds both branches, and the loop."""
 
@@ -523,16 +516,13 @@ DIFFERENT = {
     "shape": (lambda t: t.apply(lambda x: x[..., None]), LeafMismatchError, r"a'[\s\S]*\[3, 2\][\s\S]*\[3, 2, 1\]"),
     "dtype": (lambda t: t.to(torch.float64), LeafMismatchError, r"a'[\s\S]*float32[\s\S]*float64"),
     "keys": (lambda t: t.delete("a"), TreeStructureError, r"\['a', 'n'\][\s\S]*\['n'\]"),
-    "inner keys": (
-        lambda t: t.set(("n", "c"), t["n", "b"]),
-        TreeStructureError,
-        r"n'[\s\S]*\['b'\][\s\S]*\['b', 'c'\]",
-    ),
+    "inner keys": (lambda t: t.set(("n", "c"), t["n", "b"]), TreeStructureError,
+                   r"n'[\s\S]*\['b'\][\s\S]*\['b', 'c'\]"),
     "class": (lambda t: State(t["a"], batch_size=[3]), TreeStructureError, r"TensorDict[\s\S]*State"),
     "type": (lambda t: (t, t), TreeStructureError, r"TensorDict[\s\S]*tuple"),
     "batch size": (lambda t: t.with_batch_size([]), BatchSizeError, r"batch size \[3\][\s\S]*batch size \[\]"),
     "word": (lambda t: t.set("a", "word"), TreeStructureError, r"a'[\s\S]*Tensor[\s\S]*NonTensorData"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -584,11 +574,8 @@ def test_compiled_branches_that_differ():
 REFUSED = [
     (lambda: tdf.cond(True, len, len, T), UnsupportedError, r"cond[\s\S]*tuple or list[\s\S]*TensorDict"),
     (lambda: tdf.while_loop(len, len, T), UnsupportedError, r"while_loop[\s\S]*tuple or list"),
-    (
-        lambda: torch.vmap(lambda t: tdf.while_loop(lambda x: x < 3, lambda x: (x + 1,), (t["n", "b"],)))(T),
-        UnsupportedError,
-        r"number of steps[\s\S]*vmap",
-    ),
+    (lambda: torch.vmap(lambda t: tdf.while_loop(lambda x: x < 3, lambda x: (x + 1,), (t["n", "b"],)))(T),
+     UnsupportedError, r"number of steps[\s\S]*vmap"),
     (lambda: tdf.map(len, {}), ValueError, r"map: every leaf of xs must have rows[\s\S]*\[\]"),
     (lambda: tdf.map(len, (torch.ones(2), 3)), ValueError, r"map: every leaf of xs[\s\S]*int"),
     (lambda: tdf.map(len, torch.ones(())), ValueError, r"map: every leaf of xs[\s\S]*dimension 0"),
@@ -599,7 +586,7 @@ REFUSED = [
     (lambda: tdf.scan(len, T, T, length=2), ValueError, r"scan: length must be the number of rows[\s\S]*3[\s\S]*2"),
     (lambda: tdf.scan(len, T), ValueError, r"scan: every leaf[\s\S]*NoneType"),
     (lambda: tdf.associative_scan(max, T, 3), ValueError, r"associative_scan: every leaf[\s\S]*3"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("i", range(len(REFUSED)))

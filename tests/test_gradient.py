@@ -119,18 +119,6 @@ def test_second_derivatives():
     torch.testing.assert_close(inner["b"], 3 * tree["a"] ** 2)
 
 
-def test_training_a_part():
-    """Gradients of a part go to an optimizer of that part; the trunk stays."""
-    apply, params, buffers = tdf.functional(make().eval())
-    x = torch.randn(5, 3, dtype=torch.float64)
-    opt = tdf.optim.masked(tdf.optim.adam(lr=0.1), "2.*")
-    fn = tdf.grad(lambda p: apply(p, x, buffers=buffers).square().sum(), "2.*")
-
-    new, _ = opt.update(params, fn(params), opt.init(params))
-    assert new["0", "weight"] is params["0", "weight"]
-    assert not torch.equal(new["2", "weight"], params["2", "weight"])
-
-
 MESSAGES = [
     (lambda t: tdf.grad(lambda p: p["w"].sum())({"w": torch.ones(1)}), TypeError, "argument 0 must be a tree.*dict"),
     (lambda t: tdf.grad(lambda p: p["w"].sum(), "v")(t), tdf.FilterError, "'v'"),

@@ -25,18 +25,6 @@ def tied_alike(tree, other):
     return same and tree.ties() == other.ties()
 
 
-@given(trees())
-def test_flatten_and_unflatten(tree):
-    """A tree comes back from both registries as it went in."""
-    children, spec = pytree.tree_flatten(tree)
-    back = pytree.tree_unflatten(children, spec)
-    assert_trees_equal(back, tree)
-    assert tied_alike(back, tree)
-
-    children, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    assert_trees_equal(optree.tree_unflatten(spec, children), tree)
-
-
 @given(trees(), st.randoms(use_true_random=False))
 def test_order_of_keys_is_no_structure(tree, random):
     """Trees built in another order have one structure."""
@@ -47,19 +35,6 @@ def test_order_of_keys_is_no_structure(tree, random):
 
     assert pytree.tree_structure(other) == pytree.tree_structure(tree)
     assert hash(pytree.tree_structure(other)) == hash(pytree.tree_structure(tree))
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.clone()])
-@given(tree=trees())
-def test_copies(copier, tree):
-    """A copy keeps values, ties, kinds and names in memory of its own."""
-    new = copier(tree)
-
-    assert_trees_equal(new, tree)
-    assert tied_alike(new, tree)
-    assert [new.kind(path) for path in new.paths()] == [tree.kind(path) for path in tree.paths()]
-    shared = {x.data_ptr() for x in tree.leaves() if x.numel()} & {x.data_ptr() for x in new.leaves() if x.numel()}
-    assert not shared
 
 
 @given(trees(), PATHS, st.data())
@@ -149,19 +124,6 @@ def test_rename_and_back(tree, key):
 
 
 @given(trees(size=(3,)))
-def test_stack_and_unbind(tree):
-    """Stacked trees come apart as they were."""
-    other = tree.apply(lambda x: x.clone())
-    stacked = torch.stack([tree, other], 1)
-
-    assert stacked.batch_size == (3, 2)
-    assert tied_alike(stacked, tree)
-    for part in stacked.unbind(1):
-        for path in tree.paths():
-            assert torch.equal(part[path], tree[path])
-
-
-@given(trees(size=(3,)))
 def test_cat_and_split(tree):
     """The parts of a split join to the whole."""
     back = torch.cat(tree.split([1, 2]))
@@ -242,19 +204,27 @@ def test_kinds_follow(tree, kind):
 
 @given(any_trees())
 def test_flatten_and_unflatten_any_tree(tree):
-    """Both registries give back typed trees, lazy stacks, meta leaves and leaves that require gradients."""
+    """Both registries give back ties, typed trees, lazy stacks, meta leaves and leaves that require gradients."""
     children, spec = pytree.tree_flatten(tree)
-    assert_same(pytree.tree_unflatten(children, spec), tree)
+    back = pytree.tree_unflatten(children, spec)
+    assert_same(back, tree)
+    assert tied_alike(back, tree)
 
     children, spec = optree.tree_flatten(tree, none_is_leaf=True)
     assert_same(optree.tree_unflatten(spec, children), tree)
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.clone()])
 @given(tree=any_trees())
-def test_copies_of_any_tree(copier, tree):
-    """A copy keeps the class of each node, requires_grad, devices and values."""
-    assert_same(copier(tree), tree)
+def test_copies(copier, tree):
+    """A copy keeps the class of each node, requires_grad, devices, values, ties and kinds in its own memory."""
+    new = copier(tree)
+
+    assert_same(new, tree)
+    assert tied_alike(new, tree)
+    assert all(new.kind(path) is tree.kind(path) for path in tree.exclude("lazy").paths())
+    shared = [{leaf.data_ptr() for _, leaf in iter_leaves(t) if leaf.numel() and not leaf.is_meta} for t in (tree, new)]
+    assert not shared[0] & shared[1]
 
 
 @given(any_trees(size=(3,)), st.integers(-3, 2))
@@ -276,6 +246,7 @@ def test_unbind_and_stack_any_tree(tree, dim):
     tree, parts = tree.exclude("lazy"), [part.exclude("lazy") for part in parts]
     back = torch.stack(parts, dim)
 
+    assert tied_alike(back, tree)
     assert pytree.tree_structure(back.exclude(*words(tree))) == pytree.tree_structure(tree.exclude(*words(tree)))
     assert back.batch_size == tree.batch_size
     for path in tree.paths():

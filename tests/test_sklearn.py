@@ -113,7 +113,7 @@ def test_bootstrap_is_a_weight_for_each_example():
 
 @pytest.mark.slow
 def test_early_stopping_keeps_the_best():
-    """Members stop apart, at their best on examples that none of them trained on."""
+    """Members stop apart, at their best on examples that none of them trained on; the losses are of the last fit."""
     options = {**SMALL, "max_iter": 200, "n_iter_no_change": 3, "learning_rate": [0.0, 0.03, 0.1]}
     model = EnsembleClassifier(**options, early_stopping=True, validation_fraction=0.3).fit(X, Y)
     fresh = EnsembleClassifier(**{**options, "max_iter": 1}).fit(X, Y)
@@ -126,6 +126,7 @@ def test_early_stopping_keeps_the_best():
     logits = model._outputs(X[held.numpy()])
     losses = [F.cross_entropy(member, torch.tensor(Y)[held]).item() for member in logits]
     np.testing.assert_allclose(losses, model.validation_loss_)
+    assert model.set_params(early_stopping=False, max_iter=1).fit(X, Y).validation_loss_ is None
 
 
 OWN_NET = {"make": make_net, "bootstrap": True, "max_iter": 60}
@@ -286,15 +287,6 @@ def test_intervals_of_predictions_cover():
     assert 0.84 < ((low.numpy() <= y[600:]) & (y[600:] <= high.numpy())).mean() < 0.96
 
 
-@pytest.mark.slow
-def test_the_attributes_are_those_of_the_last_fit():
-    """Losses on held-out examples do not outlive it."""
-    model = EnsembleClassifier(**SMALL, early_stopping=True).fit(X, Y)
-
-    assert model.validation_loss_.shape == (3,)
-    assert model.set_params(early_stopping=False).fit(X, Y).validation_loss_ is None
-
-
 @pytest.mark.parametrize("outputs", [1, 2, 5])
 def test_a_network_has_the_outputs_that_it_is_made_for(outputs):
     """Another number of classes or targets is refused, also where torch would broadcast or index it."""
@@ -310,25 +302,16 @@ def test_a_network_has_the_outputs_that_it_is_made_for(outputs):
 
 
 MESSAGES = [
-    (
-        EnsembleClassifier,
-        {"learning_rate": [0.1, 0.2]},
-        r"learning_rate must be one number, or one for each member.*3 numbers.*\[2\]",
-    ),
+    (EnsembleClassifier, {"learning_rate": [0.1, 0.2]},
+     r"learning_rate must be one number, or one for each member.*3 numbers.*\[2\]"),
     (EnsembleClassifier, {"n_estimators": 0}, "n_estimators must be at least 1.*0"),
     (EnsembleClassifier, {"batch_size": 0}, "batch_size must be at least 1.*0"),
-    (
-        EnsembleClassifier,
-        {"early_stopping": True, "validation_fraction": 1.0},
-        "both parts must have an example.*n_samples = 150",
-    ),
-    (
-        EnsembleClassifier,
-        {"early_stopping": True, "validation_fraction": 0.01},
-        "both parts must have an example with a weight",
-    ),
+    (EnsembleClassifier, {"early_stopping": True, "validation_fraction": 1.0},
+     "both parts must have an example.*n_samples = 150"),
+    (EnsembleClassifier, {"early_stopping": True, "validation_fraction": 0.01},
+     "both parts must have an example with a weight"),
     (EnsembleRegressor, {"loss": "x"}, "loss must be one of 'squared_error', 'gaussian'.*'x'"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("cls", "options", "pattern"), MESSAGES)

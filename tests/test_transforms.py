@@ -298,17 +298,6 @@ def test_structures_are_sent(registry, send):
     assert_trees_equal(back, tree)
 
 
-def test_autocast_of_a_pure_function():
-    """Autocast reaches the operations of a module that runs as a function of a tree."""
-    apply, params, _ = tdf.functional(torch.nn.Linear(2, 2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = apply(params, torch.ones(3, 2))
-        mapped = torch.vmap(apply)(torch.stack([params, params]), torch.ones(2, 3, 2))
-
-    assert out.dtype is torch.bfloat16
-    assert mapped.shape == Size([2, 3, 2])
-
-
 class Typed(TensorClass):
     x: torch.Tensor
     y: torch.Tensor
@@ -358,22 +347,6 @@ def test_reentrant_checkpoint_beside_a_tensor():
     assert x.grad.tolist() == [3.0] * 3
     made = checkpoint(lambda x: TensorDict({"y": x * 3}), x, use_reentrant=True)
     assert not made["y"].requires_grad
-
-
-@pytest.mark.parametrize("held", [lambda w: TensorDict({"w": w}), lambda w: {"w": w}])
-def test_reentrant_checkpoint_frees_a_shared_graph(held):
-    """A computed leaf that is used elsewhere too raises, in a tree as in a dict."""
-    source, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-
-    def total(reentrant):
-        w = source**2
-        inside = checkpoint(lambda t, x: (t["w"] * x).sum(), held(w), x, use_reentrant=reentrant)
-        return inside + (w * w).sum()
-
-    total(False).backward()
-    assert source.grad.tolist() == [6.0] * 3
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        total(True).backward()
 
 
 def test_scatter_replicates():

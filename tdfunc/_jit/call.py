@@ -275,12 +275,17 @@ def jit(
     The first call runs the function on fake tensors and records every operation; no compiler is needed. A replay
     skips Python, `torch.vmap` and `torch.func.grad`, which cost more than the arithmetic of small models.
 
-    Recorded anew when any of these change: the structure, batch sizes, devices, names, kinds and key order of trees;
-    shapes, strides, dtypes, devices, `requires_grad` and identity of tensors; other arguments; Python values in closure
-    cells, defaults and globals that the code of the function, or of its package's functions that it names, reads; the
-    mode of modules among these; grad mode, autocast, default dtype and device, deterministic algorithms. State that the
-    function reaches in another way (attributes of objects, containers and arrays of over 1000 items, files, the clock),
-    or changes itself, is read once, and its side effects happen once. Every replay draws torch's random numbers anew.
+    The function is recorded anew when any of these change:
+
+    - the structure, batch sizes, devices, names, kinds and key order of trees;
+    - shapes, strides, dtypes, devices, `requires_grad` and identity of tensors, and other arguments;
+    - Python values in closure cells, defaults and globals that the code of the function reads, or the code of functions
+      of its package that it names, and the mode of modules among these;
+    - grad mode, autocast, default dtype and device, deterministic algorithms.
+
+    State that the function reaches in another way (attributes of objects, containers and arrays of over 1000 items,
+    files, the clock), or changes itself, is read once, and its side effects happen once. Every replay draws torch's
+    random numbers anew.
 
     Gradients are taken inside the function: its results are not differentiable.
 
@@ -291,10 +296,11 @@ def jit(
             record is captured once as a CUDA graph, and a call launches it as a whole. It takes tensors on one GPU,
             random draws by keys, and nothing that waits for the device. Results are copies; donated leaves are written
             in place, and the record keeps them alive. Not run yet on a GPU.
-        cache_size: How many records are kept; the one not used for longest goes first.
-        captures: Whether tensors that the function uses besides its arguments are `refused`, or are `constants` of the
-            record. A constant that is another tensor by its variable or module is recorded anew; one that was written
-            raises; one that an attribute of another object has lost is kept.
+        cache_size: The number of records to keep; the one not used for longest goes first.
+        captures: The treatment of tensors that the function uses besides its arguments: `refused`, or kept as
+            `constants` of the record. If the variable or module of a constant holds another tensor, the function is
+            recorded anew. If a constant was written, the call raises. If an attribute of another object no longer
+            holds it, the constant stays.
 
     Returns:
         The function, with `cache_info()`, `cache_clear()` and `graph(*args)`.

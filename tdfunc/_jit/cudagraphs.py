@@ -87,7 +87,7 @@ class CudaGraphs:
     """Captures the records of one function.
 
     Args:
-        pool: Makes the pool of a device.
+        pool: A function that makes the pool of a device.
         kind: The type of device that all tensors must be on.
     """
 
@@ -106,7 +106,7 @@ class CudaGraphs:
                     f'jit(backend="cudagraphs"): {name} must be on the device of the graph.',
                     expected=f"tensors on one device, here {device}",
                     got=f"{leaf.device}, shape {list(leaf.shape)}",
-                    hint=f'move it: tree.to("{device}"), for the state of an optimizer too; or call without a backend.',
+                    hint=f'move it and an optimizer state with tree.to("{device}"), or call without a backend.',
                 )
         with self._lock:
             pool = self._pools[device] = self._pools.get(device) or self._make_pool(device)
@@ -215,7 +215,7 @@ class _Captured:
         return [found[i] for i in self._order]
 
     def _replay_moved(self, given: Sequence[Tensor], moved: list[int]) -> None:
-        """Replay on donated arguments in other memory; that of the capture, which may be in use, stays as it is."""
+        """Replay on donated arguments in other memory; the capture's memory, which may be in use, stays as it is."""
         donated = list(self._places)
         for pair in find_overlaps([given[i] for i in donated]):
             a, b = [donated[i] for i in pair]
@@ -268,7 +268,7 @@ def _lay(memory: Any, offset: int, like: Tensor, *layout: tuple[int, ...]) -> Te
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy values into tensors, those of one dtype by one kernel."""
+    """Copy values into tensors, by one kernel for each dtype."""
     groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for pair in zip(targets, sources, strict=True):
         groups.setdefault(pair[0].dtype, []).append(pair)

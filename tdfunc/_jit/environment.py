@@ -131,7 +131,7 @@ class Snapshot(NamedTuple):
 
 
 class Environment:
-    """The values that functions, and those of their own packages that they name, read from outside."""
+    """The values that functions, and functions of their packages that they name, read from outside."""
 
     def __init__(self, *functions: Callable[..., Any], by_tensor: bool = False) -> None:
         self._functions = functions
@@ -254,7 +254,7 @@ def contents(cell: types.CellType) -> Any:
 
 @functools.lru_cache(maxsize=1000)
 def _names(code: types.CodeType, *operations: str) -> frozenset[str]:
-    """Return the names that code, and that of the functions inside it, loads or stores in these ways."""
+    """Return the names that code, and the code of functions inside it, loads or stores in these ways."""
     names = {step.argval for step in dis.get_instructions(code) if step.opname in operations}
     inner = [_names(constant, *operations) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(names.union(*inner))

@@ -83,7 +83,7 @@ def _drop_no_ops(graph: fx.Graph, memory: Memory) -> None:
 
 
 def list_moved(graph: fx.Graph) -> set[Any]:
-    """Return the nodes whose tensors get another shape or memory in place: each must be an object of its own."""
+    """Return the nodes whose tensors get another shape or memory in place: each must be a separate object."""
     moved: set[Any] = set()
     for node in graph.nodes:
         target = _written(node)

@@ -21,7 +21,7 @@ def writes_of(node: fx.Node) -> list[fx.Node]:
 class Memory:
     """The writes and uses of each storage of a graph, by the places of nodes.
 
-    Storages are those of the fake tensors that the trace has left in `node.meta["val"]`; one that a pass has merged
+    Storages belong to the fake tensors that the trace has left in `node.meta["val"]`. A storage that a pass has merged
     into another counts as the other.
     """
 
@@ -80,7 +80,7 @@ class Memory:
         return not any(begin < write <= end for s in self.of(source) for write in self._writes.get(s, ()))
 
     def merge(self, node: fx.Node, source: fx.Node) -> None:
-        """Let the storages of a node, which is to be erased, and of its views be those of another node."""
+        """Replace the storages of a node, which is to be erased, and of its views by the storages of another node."""
         for old, new in zip(tensors_of(node), tensors_of(source), strict=True):
             old, new = self.find(old), self.find(new)
             if old != new:

@@ -179,7 +179,7 @@ def _is_true() -> bool:
 
 
 def aliases(leaves: list[Tensor]) -> tuple[int, ...] | None:
-    """Return for each tensor where the same object stands first, or None if no two are the same."""
+    """Return for each tensor the first place of the same object, or None if no two are the same."""
     ids = list(map(id, leaves))
     if len(set(ids)) == len(ids):
         return None
@@ -238,7 +238,7 @@ def modes() -> tuple[Any, ...]:
         # Called by torch.are_deterministic_algorithms_enabled() and the like.
         torch._C._get_deterministic_algorithms(),
         torch._C._get_deterministic_algorithms_warn_only(),
-        # Without autocast, too: the function may enable it.
+        # Also without autocast: the function may enable it.
         *[torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES],
         autocast,
     )

@@ -58,7 +58,7 @@ class Capture(NamedTuple):
     fake: Tensor
     # The line of the user.
     line: str
-    # That of the tensor when it was found.
+    # The state of the tensor when it was found.
     state: tuple[int, int]
 
 
@@ -85,12 +85,12 @@ class Recorder(TorchDispatchMode):
     """Sees every operation of a trace first: collects captured tensors, refuses writes to arguments and seeds.
 
     Args:
-        tracer: Where operations are recorded.
-        fake_mode: Makes the tensors in place of captured ones.
+        tracer: The recorder of operations.
+        fake_mode: The mode that makes the tensors in place of captured ones.
         names: The argument that each storage belongs to.
-        find: Returns how the function reaches a captured object; None where that is not found.
-        generators: Those that the function can reach.
-        deferred: Whether `call` may be used; a compiler's backend could not look inside.
+        find: A function that returns the path from the function to a captured object, or None.
+        generators: The generators that the function can reach.
+        deferred: True if `call` may be used; a compiler's backend could not read inside.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         self._states: list[tuple[torch.Generator, Tensor, Tensor]] = []
         for one in generators:
             if one is not torch.default_generator:
-                # A state that the function cannot set, so that setting the present one shows, too.
+                # A state that the function cannot set, so that setting the present one also shows.
                 state, seed = one.get_state(), random.SystemRandom().getrandbits(63)
                 self._states.append((one, state, one.manual_seed(seed).get_state()))
         # The fake tensors so far, each with its origin: an argument or an operation.
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Guard(TorchFunctionMode):
-    """Sees calls of a trace that are no operations, or not in every respect: reads of tensors, checks of values."""
+    """Finds the calls of a trace that a graph of operations does not contain: reads of tensors, checks of values."""
 
     def __init__(self, recorder: Recorder, arguments: dict[int, str]) -> None:
         super().__init__()
@@ -271,14 +271,14 @@ class Guard(TorchFunctionMode):
             raise UnsupportedError(
                 "jit: the function assigns to .data, which a replay does not.",
                 got=user_line(),
-                hint="write values by copy_(), or give the new tensor a name of its own.",
+                hint="write values by copy_(), or give the new tensor its own name.",
             )
         if func in _UNKEYED and id(args[0]) in self._arguments:
             raise UnsupportedError(
                 f"jit: the function reads {_UNKEYED[func]} of {self._arguments[id(args[0])]}, which a replay does not.",
                 expected="shapes, strides, dtypes, devices and values of tensors",
                 got=user_line(),
-                hint="pass the value as an argument of its own.",
+                hint="pass the value as a separate argument.",
             )
         out = func(*args, **kwargs)
         if func is torch.nn.functional.one_hot:
@@ -369,7 +369,7 @@ def trace(
         finally:
             watch.restore()
         slots: list[Tensor] = []
-        # The place of each node by its id, and by ("data", id) that of each value held for a whole batch.
+        # The place of each node by its id, and by ("data", id) the place of each value held for a whole batch.
         places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
         places |= {("data", id(node.data)): i for i, node in enumerate(nodes) if isinstance(node, NonTensorData)}
         build = _make_builder(out, slots, places, "the result")
@@ -414,7 +414,7 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
         parts = [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
         return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
     if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
-        # With another batch size: the value is that of the call, which may be a list that has changed since.
+        # With another batch size: the value comes from the call, which may be a list that has changed since.
         source, size = nodes["data", id(out.data)], out.shape
         return lambda _, trees: NonTensorData(trees[source].data, size)
     if isinstance(out, _PLAIN_VALUES):

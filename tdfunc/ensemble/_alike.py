@@ -72,7 +72,7 @@ class Outline:
     Args:
         module: The first member.
         values: Its leaves are appended here.
-        call: How messages name the call.
+        call: The name of the call in messages.
         plain: Classes of modules that are not wrappers; grows as they are met.
         at: The path of the module in its member.
     """
@@ -95,8 +95,8 @@ class Outline:
             dumped = [name for name in names if _are_plain([own[name]])]
         self._others = [name for name in names if name not in dumped] if dumped is not names else []
         self._get: Callable[[dict[str, Any]], Any] = itemgetter(*dumped) if dumped else lambda _: None
-        # The bytes are equal only if types, signs of zeros and the order of keys are, too. Later versions of the format
-        # depend on reference counts.
+        # Equal bytes mean equal types, signs of zeros and order of keys. Later versions of the format depend on
+        # reference counts.
         self._dump = dumps(self._get(own), 2)
         self._is_compared = bool(self._others) or any(map(own.__getitem__, _HOOKS))
         self._names = list(own["_parameters"]), list(own["_buffers"]), list(own["_modules"])
@@ -120,7 +120,7 @@ class Outline:
         """
         if type(module) is not self._type:
             module = unwrap(module, pair.call)
-            # Every parametrized module has a class of its own.
+            # Every parametrized module has its own class.
             first, other = map(type_before_parametrizations, (self._module, module))
             if first is not other:
                 names = [f"{cls.__module__}.{cls.__qualname__}" for cls in (first, other)]
@@ -190,8 +190,8 @@ class Pair:
     Args:
         first: The first member.
         other: The other.
-        call: How messages name the call.
-        name: How messages name the other.
+        call: The name of the call in messages.
+        name: The name of the other member in messages.
     """
 
     def __init__(self, first: nn.Module, other: nn.Module, call: str, name: str) -> None:

@@ -79,7 +79,7 @@ class Call(NamedTuple):
         return self._replace(args=args, kwargs=kwargs)
 
     def with_containers(self) -> "Call":
-        """Return the call with containers and other objects of its own, which a forward may fill."""
+        """Return the call with its own containers and other objects, which a forward may fill."""
         if _is_plain(self.args, self.kwargs) or is_compiling():
             return self
         args, kwargs = tree_map(_copy, (self.args, self.kwargs))

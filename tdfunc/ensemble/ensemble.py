@@ -1,7 +1,7 @@
 """`Ensemble`: one pure function over all members of a stacked tree, by a loop, by vmap or by a replayed trace.
 
-E is the number of members. All three ways give the numbers of the loop (except under autocast: `Ensemble`). `auto` is
-vmap, and the loop where vmap cannot run the forward; a trace is made on request.
+E is the number of members. All three ways give the numbers of the loop, except under autocast (see `Ensemble`). `auto`
+is vmap, and the loop where vmap cannot run the forward; a trace is made on request.
 """
 
 import warnings
@@ -75,17 +75,24 @@ class Ensemble:
 
     Args:
         apply: The pure function of one member, from `functional`.
-        how: `loop`, `vmap`, `traced` (the first call's operations, replayed as by `tdf.jit`), or `auto`: vmap, and
-            the loop where vmap cannot run the forward; `plan()` returns the choice and its reason. Under autocast
-            `vmap` and `traced` may compute in the dtype of the weights: torch's vmap of a linear layer does not cast.
-            A replay calls no hooks.
-        chunk_size: At most this many members at a time under vmap, to bound memory.
-        shared: A filter for leaves that all members share, such as those of a trunk: they have no dimension of
-            members, and under vmap their part of the forward runs once. `combine(trunk, heads)` makes such a tree.
+        how: How to run the members.
+
+            - `"auto"`: use vmap. Use the loop if there is one member, if autocast is on, or if vmap cannot run the
+              forward pass.
+            - `"vmap"` or `"loop"`: always use this one.
+            - `"traced"`: record the operations of the first call and replay them, as `tdf.jit` does. A replay calls
+              no hooks.
+
+            Under autocast, `"vmap"` and `"traced"` may compute in the dtype of the weights, because torch's vmap of a
+            linear layer does not cast. `plan()` explains the last choice.
+        chunk_size: The largest number of members that vmap runs together. A smaller number needs less memory.
+        shared: A filter for the leaves that all members share, such as the leaves of a trunk. They have no member
+            dimension. If the inputs are shared as well, vmap runs the shared part of the forward pass only once.
+            `combine(trunk, heads)` builds such a tree.
 
     Raises:
-        TypeError: `apply` does not come from `functional`.
-        ValueError: `how` names no way, or `chunk_size` is below 1.
+        TypeError: `apply` was not made by `functional`.
+        ValueError: `how` is not one of the four options, or `chunk_size` is below 1.
         UnsupportedError: Forward has an argument called `buffers`, `in_dims` or `rng`.
 
     Shapes:
@@ -155,20 +162,20 @@ class Ensemble:
         It warns once if forward writes the given buffers, as BatchNorm does: `with_buffers` returns the new ones.
 
         Args:
-            params: The stacked tree, whole (as `stack_modules` returns it) or its parameters.
-            *args: Arguments of forward. Members share tensors unless `in_dims` maps them; containers and other
-                objects, which forward may fill, are copied for each.
-            buffers: The stacked buffers, when `params` has none.
-            in_dims: For each of `args` the dimension of the members, or None; or one for all, as in `torch.vmap`.
+            params: The stacked tree, complete as `stack_modules` returns it, or its parameters.
+            *args: Arguments of forward. Members share tensors unless `in_dims` maps them. Each member gets its own copy
+                of containers and other objects, which forward may fill.
+            buffers: The stacked buffers, if `params` has none.
+            in_dims: For each of `args` the member dimension, or None; or one for all, as in `torch.vmap`.
             rng: A random key, a seed of one, or a generator, which gives another key at each call; member i draws
-                from `fold_in(key, i)`. A tensor of a key for each member, (E, 2), is taken as it is.
+                from `fold_in(key, i)`. A tensor of shape (E, 2) has the key of each member.
             **kwargs: Keyword arguments of forward, shared by the members.
 
         Raises:
             BatchSizeError: The tree is not stacked.
             ValueError: `in_dims` does not fit.
-            UnsupportedError: Forward drew random numbers and no `rng` was given, or past the member's key; it
-                returned objects that cannot be stacked; or wrote to an argument that members run in turn share.
+            UnsupportedError: Forward drew random numbers without `rng`, or past the member's key; it returned objects
+                that cannot be stacked; or it wrote to an argument that members share.
         """
         out = self._run(params, buffers, args, in_dims, rng, kwargs, keep=False)[0]
         if buffers is None or self._warned or is_compiling():
@@ -182,14 +189,7 @@ class Ensemble:
         return out
 
     def with_buffers(
-        self,
-        params: Any,
-        buffers: Any,
-        /,
-        *args: Any,
-        in_dims: Any = None,
-        rng: KeyLike | None = None,
-        **kwargs: Any,
+        self, params: Any, buffers: Any, /, *args: Any, in_dims: Any = None, rng: KeyLike | None = None, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Return the stacked outputs and the stacked buffers after the call; the given ones are not written.
 
@@ -208,7 +208,7 @@ class Ensemble:
         return out, self.apply.rebuild_buffers(params, buffers, new)
 
     def plan(self) -> str:
-        """Return how the last call ran and why, and the rule of `auto`."""
+        """Return the way of the last call, its reason, and the rule of `auto`."""
         if self._last is None:
             return f"{self.how}: not called yet.\n{RULE}"
         how, reason, members = self._last
@@ -233,7 +233,7 @@ class Ensemble:
             lead = [None if path in shared else 0 for path in self.apply.paths]
         if keep and None in lead[self.apply.n_params :]:
             raise UnsupportedError(
-                "Ensemble.with_buffers: each member must have buffers of its own.",
+                "Ensemble.with_buffers: each member must have its own buffers.",
                 expected="buffers that shared= does not match",
                 got=f"shared={self.shared}",
                 hint='stack them: shared=Filter("trunk.*") & Kind.PARAMETER.',
@@ -261,23 +261,24 @@ class Ensemble:
         return result
 
     def _auto(self, call: Call) -> Result:
-        kind, reason = call.kind(), ""
+        kind, refusal = call.kind(), None
         if call.members == 1:
             reason = "one member needs no vmap."
         elif call.autocast():
             reason = "autocast is on, which torch's vmap does not keep."
-        elif self._tried.get(kind) is None:
-            result, refusal = self._attempt(call, kind)
-            if refusal is None:
-                self._last = ("vmap", "by the rule.", call.members)
-                return result
-            # If the input is at fault the loop raises too, and its error is the clearer one.
-            result = self._loop(call)
+        else:
+            if self._tried.get(kind) is None:
+                result, refusal = self._attempt(call, kind)
+                if refusal is None:
+                    self._last = ("vmap", "by the rule.", call.members)
+                    return result
+            reason = f"vmap cannot run the forward: {refusal or self._tried[kind]}"
+        # If the input is at fault the loop also raises: its error is the clearer one, and no refusal is remembered.
+        result = self._loop(call)
+        if refusal is not None:
             self._remember(kind, refusal)
-            self._last = ("loop", f"vmap cannot run the forward: {refusal}", call.members)
-            return result
-        self._last = ("loop", reason or f"vmap cannot run the forward: {self._tried[kind]}", call.members)
-        return self._loop(call)
+        self._last = ("loop", reason, call.members)
+        return result
 
     def _attempt(self, call: Call, kind: Hashable) -> tuple[Any, str | None]:
         """Run a call by vmap; return its result, or why vmap cannot run it."""

@@ -8,7 +8,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tdfunc import random
 from tdfunc.core.errors import UnsupportedError, check_least
-from tdfunc.ensemble._variant import variant
 from tdfunc.modules.functional import Apply
 from tdfunc.random.draws import KeyLike, key_of
 
@@ -21,9 +20,9 @@ class MCDropout:
     Args:
         apply: The pure function of the model, in any mode.
         members: The number of passes.
-        layers: Classes of further layers to switch on, which drop by functions in their own forward: an attention, a
-            stochastic depth. Layers inside of them stay in evaluation.
-        chunk_size: At most this many passes at a time, to bound memory.
+        layers: Further classes of layers to switch on, such as an attention or a stochastic depth that drops in its own
+            forward. Layers inside of them stay in evaluation.
+        chunk_size: The largest number of passes that run together. A smaller number needs less memory.
 
     Raises:
         UnsupportedError: The model has no dropout layer.
@@ -64,7 +63,7 @@ class MCDropout:
             for part in module.modules():
                 part.training = isinstance(part, drops)
 
-        self.apply: Apply = variant(apply, switch)
+        self.apply: Apply = apply._vary(switch)
         self.members = members
         self.chunk_size = chunk_size
 
@@ -75,7 +74,8 @@ class MCDropout:
             params: The tree of parameters, or of parameters and buffers.
             *args: Arguments of forward.
             buffers: The tree of buffers, unless `params` holds them.
-            rng: As for `apply`; pass i draws from `fold_in(key, i)`, and so does not change with the number of passes.
+            rng: A random key, a seed or a generator. Pass i draws from `fold_in(key, i)`, so it does not depend on the
+                number of passes.
             **kwargs: Keyword arguments of forward.
         """
         key = key_of(rng)

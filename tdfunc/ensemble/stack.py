@@ -38,8 +38,8 @@ T = TypeVar("T", bound=TensorCollection)
 def stack_modules(modules: Sequence[nn.Module]) -> "TensorDict":
     """Stack the parameters, buffers and extra state of several modules into one tree.
 
-    The leaves are copies without gradient history. Tied weights stay one leaf. Which parameters require gradients is
-    not compared, and not kept.
+    The leaves are copies without gradient history. Tied weights stay one leaf. `requires_grad` is neither compared nor
+    kept.
 
     Args:
         modules: Modules of one architecture, with equal hyperparameters, hooks and modes.
@@ -51,11 +51,11 @@ def stack_modules(modules: Sequence[nn.Module]) -> "TensorDict":
         E leaves of shape (*S) become one of shape (E, *S).
 
     Raises:
-        ValueError: There are no modules.
+        ValueError: `modules` is empty.
         TreeStructureError: Structures, hooks or hyperparameters differ; the message names the first difference.
         LeafMismatchError: A leaf differs in shape, dtype or device.
         TieError: The modules tie different weights.
-        UnsupportedError: A module is lazy and has not run yet, or is no plain module.
+        UnsupportedError: A module is lazy and has not run yet, or its weights cannot be replaced.
 
     Source:
         The functional ensembling of `torch.func.stack_module_state`, with checks, ties and buffers in one tree.
@@ -79,7 +79,7 @@ def stack_modules(modules: Sequence[nn.Module]) -> "TensorDict":
     members = _Members(given[0], "stack_modules")
     columns = [members.first, *[members.read(module, i) for i, module in enumerate(given[1:], 1)]]
     try:
-        # torch promotes other dtypes in silence; other shapes and devices it refuses itself.
+        # torch promotes other dtypes silently; other shapes and devices it refuses itself.
         dtypes = list(map(_DTYPE, members.first))
         if any([list(map(_DTYPE, column)) != dtypes for column in columns[1:]]):
             raise TypeError("dtypes differ")
@@ -107,7 +107,7 @@ class _Members:
         values: list[Any] = []
         self._outline = Outline(self._module, values, call, set())
         self._present = [value is not None for value in values]
-        # Its leaves, and for each the place where the same object stands first: tied leaves share one.
+        # Its leaves, and for each the first place of the same object: tied leaves share one.
         self.first = list(compress(values, self._present))
         self.places = _find_places(self.first)
 
@@ -171,10 +171,10 @@ def _find_places(values: list[Any]) -> Sequence[int]:
 def init_ensemble(make: Callable[[], nn.Module], members: int, *, key: KeyLike = 0) -> "TensorDict":
     """Return the stacked tree of freshly initialised members, without keeping more than two modules alive.
 
-    Member i draws from `fold_in(key, i)`, so it does not change with the number of members.
+    Member i draws from `fold_in(key, i)`, so it does not depend on the number of members.
 
     Args:
-        make: Returns a new module, initialised by the functions of `torch.nn.init` or other calls from Python.
+        make: A function that returns a new module, initialised by `torch.nn.init` or other calls from Python.
         members: The number of members.
         key: A random key, a seed or a generator; torch's default generator is not used.
 
@@ -182,9 +182,9 @@ def init_ensemble(make: Callable[[], nn.Module], members: int, *, key: KeyLike =
         A `TensorDict` of batch size [members].
 
     Raises:
-        ValueError: `members` is below 1, or two members came out equal.
+        ValueError: `members` is below 1, or two members are equal.
         TreeStructureError, LeafMismatchError, TieError: As in `stack_modules`.
-        UnsupportedError: `make` drew in a way that cannot be seeded, or from Python's or numpy's generator.
+        UnsupportedError: `make` drew inside an operation that takes no key, or from Python's or numpy's generator.
 
     Examples:
         >>> tree = tdf.init_ensemble(lambda: nn.Linear(3, 2), 4, key=1)

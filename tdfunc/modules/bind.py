@@ -53,7 +53,7 @@ class Match:
 
     def __init__(self, tree: TensorCollection, module: nn.Module, strict: bool) -> None:
         self.entries: list[Entry] = []
-        # (module, its extra state, that of the tree).
+        # (module, its extra state, the tree's extra state).
         self.states: list[tuple[nn.Module, Any, Any]] = []
         self._seen: dict[nn.Module, None] = {}
         # Slots without a leaf, and whether they need one; paths of leaves without a slot.
@@ -153,7 +153,7 @@ class Match:
                 if permanent:
                     new = _stored(old, leaf, is_parameter)
                 else:
-                    # BatchNorm writes its buffers in place, tables their rows; a clone keeps those of the tree.
+                    # BatchNorm writes its buffers in place, tables their rows; a clone keeps the tree as it is.
                     new = leaf if is_parameter and id(table) not in tables else leaf.clone()
                 made[id(old)] = new
             # Assigning to an existing key keeps the order of the slots.
@@ -348,17 +348,18 @@ class ModuleMethods(TensorCollection):
     def to_module(self, module: nn.Module, *, strict: bool = True) -> ModuleHandle:
         """Load this tree into a module.
 
-        The call loads at once and for good: a leaf that is a Parameter goes in as itself, another leaf of a
-        parameter slot as a new Parameter that shares its storage and has the slot's `requires_grad`. As a context
-        manager (`with params.to_module(m) as m:`) the leaves are bound as they are, so that gradients and
-        transforms reach them (buffers as clones), and on every exit the module's own tensors are put back.
+        The call loads at once and permanently. A leaf that is a Parameter becomes the module's; another leaf of a
+        parameter slot becomes a new Parameter that shares its storage and has the slot's `requires_grad`.
+
+        As a context manager (`with params.to_module(m) as m:`) the leaves are bound as they are, and buffers as
+        clones, so that gradients and transforms reach them. Every exit puts back the module's own tensors.
 
         Everything is checked before the first write. Inside `vmap`, `grad`, a dual level or a compiled region
         only the `with` form binds.
 
         Args:
             module: The module; a sub-tree fits its submodule.
-            strict: Whether every path of the module must be in the tree (non-persistent buffers may be absent).
+            strict: Require every path of the module in the tree, except non-persistent buffers.
 
         Returns:
             A handle that is a context manager.

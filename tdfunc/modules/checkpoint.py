@@ -1,10 +1,10 @@
 """Recomputation: `checkpoint` makes a function keep its inputs for the derivative, and run again there.
 
-Outside of transforms that is `torch.utils.checkpoint`, which works by hooks on saved tensors. Inside `torch.func` there
-are no such hooks. There the function runs once under a mode that finds the tensors it reads besides its arguments, and
-one node of autograd, which holds these inputs, takes the place of the graph of its results. The node's derivative is a
-function of the same kind, so derivatives of any order keep inputs alone. Values that leave in another way, by a list or
-an attribute, keep the graph of the first run.
+Outside of transforms this is `torch.utils.checkpoint`, which works by hooks on saved tensors. `torch.func` has no such
+hooks. Inside it the function runs once under a mode that finds the tensors it reads besides its arguments. One node of
+autograd, which holds these inputs, takes the place of the graph of its results. The node's derivative is a function of
+the same kind, so derivatives of any order keep only inputs. Values that leave in another way, by a list or an
+attribute, keep the graph of the first run.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from tdfunc.modules.random import seeded
 
 # Tensors to tensors.
 Flat: TypeAlias = Callable[..., tuple[Tensor, ...]]
-# Arguments of torch.utils.checkpoint.checkpoint, besides those of the function.
+# Arguments that torch.utils.checkpoint.checkpoint takes itself.
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 # They hold no tensors.
 _ATOMS = (int, float, str, torch.dtype, torch.device, torch.Size, type(None))
@@ -45,21 +45,21 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     It works where `torch.utils.checkpoint` does, and inside `torch.func` transforms: `grad`, `vjp`, `jacrev`, `vmap`,
     nested, and under `jit`. Tensors that the function reads besides its arguments get their gradients, and so do
     tensors that leave by a list or an attribute; these keep what their derivative needs. Where derivatives are taken
-    forward (`jvp`, `jacfwd`, `hessian`) and in transforms inside `torch.compile`, the function
-    runs as it is: nothing is saved, the numbers are the same.
+    forward (`jvp`, `jacfwd`, `hessian`) and in transforms inside `torch.compile`, the function runs as it is: that
+    saves no memory, and gives the same numbers.
 
     Args:
-        fn: A function that runs alike a second time. Its draws, from torch's default generators or by `rng=`, and the
-            settings of autocast are those of the first.
+        fn: A function that computes the same a second time. The second run repeats the draws of the first, from
+            torch's default generators or by `rng=`, and its settings of autocast.
 
     Returns:
         A function with the arguments and results of `fn`: trees, tensors and anything else.
 
     Raises:
-        UnsupportedError: A variable of an enclosing function is another object at the second run; or in a transform
-            `fn` writes to an argument, or reads a tensor with a gradient that the second run cannot be given: in a
-            transform of its own, inside an object that only its class knows, or another one each time; or in a trace
-            it draws from torch's default generator, which a replay would not repeat.
+        UnsupportedError: A variable of an enclosing function is another object at the second run. In a transform, `fn`
+            writes to an argument, or reads a tensor with a gradient that the second run cannot be given: inside
+            another transform, inside an object that torch's pytree does not open, or another tensor each time. In a
+            trace, `fn` draws from torch's default generator, which a replay would not repeat.
 
     Source:
         Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); `jax.checkpoint`.
@@ -92,7 +92,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stand_in(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint` as private copies of modules call it, which works inside transforms too."""
+    """Do as `torch.utils.checkpoint.checkpoint` does, also inside transforms; private copies of modules call this."""
     if not in_functorch():
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
     return checkpoint(function)(*args, **{key: value for key, value in kwargs.items() if key not in _OPTIONS})
@@ -194,7 +194,7 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 
 def _edges(tensors: Iterable[Tensor]) -> list[tuple[Any, int]]:
-    """Return where tensors leave the graphs of autograd, those of all transforms."""
+    """Return where tensors leave the graphs of autograd, for all transforms."""
     layers = [layer for tensor in tensors for layer in _layers(tensor)]
     with torch._C.DisableTorchFunction():
         return [(layer.grad_fn, layer.output_nr) for layer in layers if layer.grad_fn is not None]
@@ -223,14 +223,14 @@ class _Outside(TorchFunctionMode):
     def __init__(self, given: Sequence[Tensor], old: "Sequence[weakref.ref[Tensor]]" = ()) -> None:
         super().__init__()
         self.found: dict[int, _Found] = {}
-        # To be raised after the run: operators turn it into an error of their own.
+        # To be raised after the run: operators turn it into another error.
         self.unserved: UnsupportedError | None = None
         # By identity, since comparing tensors computes. The results of calls are held weakly.
         self._given = {id(tensor): tensor for tensor in given}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._level = _functorch.maybe_current_level() or 0
         self._start = _sequence_number()
-        # Those that are gone are not read, and their ids may be those of new tensors.
+        # Those that are gone are not read, and new tensors may have their ids.
         self._alive = [(tensor, new) for ref, new in zip(old, given, strict=False) if (tensor := ref()) is not None]
         self._swaps = {id(tensor): new for tensor, new in self._alive}
         self._again = bool(old)
@@ -352,7 +352,7 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     inputs = [leaves[i] for i in places]
     surroundings = _Surroundings(inputs)
     versions = list(map(_version, inputs))
-    # With a graph, so that values leave with their gradients by lists and attributes. That of the results is dropped.
+    # With a graph, so that values leave with their gradients by lists and attributes. The results drop theirs.
     with _Outside(inputs) as outside, _NoDraws() if _is_symbolic() else contextlib.nullcontext():
         out = fn(*args, **kwargs)
     if outside.unserved is not None:
@@ -382,7 +382,7 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise _unserved("depends on a tensor from outside that no torch function is given", made[0])
     # The node holds them; nothing else does.
     static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    # Weakly: results of transforms in the function are found, too, and nothing else holds them.
+    # Weakly: results of transforms in the function are also found, and nothing else holds them.
     refs = [weakref.ref(tensor) for tensor in (*inputs, *[found.tensor for found in outside.found.values()])]
     count = len(places)
 

@@ -58,7 +58,7 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
         module = module._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(
-            f"{call}: the weights of a {type(module).__name__} lie in compiled code, where they cannot be replaced.",
+            f"{call}: the weights of a {type(module).__name__} are in compiled code, where they cannot be replaced.",
             hint="pass the nn.Module that it was scripted or traced from.",
         )
     if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict and any(
@@ -130,7 +130,8 @@ def from_module(module: nn.Module) -> "TensorDict":
         A `TensorDict` of batch size [], in registration order; submodules without leaves are left out.
 
     Raises:
-        UnsupportedError: A ScriptModule, packed weights of quantized layers, or a lazy module that has not run yet.
+        UnsupportedError: The module is a ScriptModule, has packed weights of quantized layers, or is lazy and has not
+            run yet.
 
     Examples:
         >>> params = tdf.from_module(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
@@ -207,7 +208,7 @@ def is_one_tensor(a: Any, b: Any) -> bool:
     try:
         if a.data_ptr() == b.data_ptr() != 0 and a.stride() == b.stride():
             return True
-    # Tensors without memory of their own (batched, fake) are one only by identity.
+    # Tensors without memory (batched, fake) are one only by identity.
     except RuntimeError:
         return False
     if in_transform() or a.requires_grad or b.requires_grad or a.is_meta:

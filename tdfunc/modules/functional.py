@@ -3,7 +3,7 @@
 import copy as copying
 import inspect
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,8 +49,8 @@ _PAST_KEY = (
     'module would, and Ensemble(apply, how="loop") seeds torch\'s default one for each member.'
 )
 _HINTS = {
-    "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member statistics of "
-    "its own (vmap over params and buffers, in_dims 0), or use apply.eval().",
+    "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member its own "
+    "statistics (vmap over params and buffers, in_dims 0), or use apply.eval().",
     "Batching rule not implemented for": _LOOP,
     "calling .item() on a Tensor": _VALUES,
     "data-dependent control flow": _VALUES,
@@ -61,7 +61,7 @@ _HINTS = {
 
 
 class _Learned(NamedTuple):
-    """A forward's watched call: the places of the leaves that it may write, and whether it has hidden writes."""
+    """The results of a forward's watched call: the places of the leaves that it may write, and if it hides writes."""
 
     params: list[int]
     buffers: list[int]
@@ -74,7 +74,7 @@ class Apply:
     """A module as a pure function: `apply(params, *inputs, buffers=, rng=)`.
 
     Made by `functional`. Each call runs on a private copy of the module, so calls from many threads and inside
-    transforms do not meet, and neither the module nor the trees are written. `params` may carry the buffers too.
+    transforms do not meet, and neither the module nor the trees are written. `params` may also hold the buffers.
     """
 
     def __init__(self, template: nn.Module, spec: Spec, reserved: Sequence[str], originals: Originals = ()) -> None:
@@ -82,7 +82,7 @@ class Apply:
         # The weights that the first call is watched for.
         self._originals = originals
         self._recomputes = is_recomputing(template)
-        # Dynamo and make_fx cannot trace a deep copy: one skeleton stands ready, and compiled regions have their own.
+        # Dynamo and make_fx cannot trace a deep copy: one skeleton is ready, and compiled regions have their own.
         self._pool = deque([self._new_skeleton()])
         self._traced = self._new_skeleton()
         # The code that puts leaves into the slots of skeletons, by those slots.
@@ -116,12 +116,18 @@ class Apply:
         return self._template
 
     def train(self, mode: bool = True) -> "Apply":
-        """Return an apply in which every submodule is in training mode (or not)."""
-        return Apply(duplicate(self._template, {}).train(mode), self._spec, self._reserved, self._originals)
+        """Return an apply in which every submodule is in training mode, or with `mode=False` in evaluation mode."""
+        return self._vary(lambda module: module.train(mode))
 
     def eval(self) -> "Apply":
         """Return an apply in which every submodule is in evaluation mode."""
         return self.train(False)
+
+    def _vary(self, change: Callable[[nn.Module], object]) -> "Apply":
+        """Return an apply of a copy whose modes or hyperparameters `change` writes; its weights hold no numbers."""
+        module = duplicate(self._template, {})
+        change(module)
+        return Apply(module, self._spec, self._reserved, self._originals)
 
     def __call__(
         self, params: Any, /, *args: Any, buffers: Any = None, rng: KeyLike | None = None, **kwargs: Any
@@ -133,7 +139,7 @@ class Apply:
             *args: Arguments of forward.
             buffers: The tree of buffers, unless `params` holds them.
             rng: A random key for the random functions that forward calls, or a seed of one; a generator gives another
-                key at each call. Without it torch's default generator is drawn from, as the module would.
+                key at each call. Without it forward draws from torch's default generator, as the module does.
             **kwargs: Keyword arguments of forward.
 
         Raises:
@@ -141,7 +147,7 @@ class Apply:
             LeafMismatchError: A leaf has the wrong shape.
             TieError: Two paths of one tensor of the module have different leaves.
             LeakError: Forward used a weight that it did not get from the trees.
-            UnsupportedError: Forward has an argument that is called as one of ours, or draws past `rng`.
+            UnsupportedError: Forward has an argument with the name of one of these, or draws random numbers past `rng`.
         """
         if self._reserved:
             raise self._name_error(self._reserved)
@@ -168,12 +174,12 @@ class Apply:
             params: The tree of parameters, or of parameters and buffers.
             buffers: The tree of buffers, or None if `params` holds them; then that tree is returned with new buffers.
             *args: Arguments of forward.
-            rng: As for `apply`.
+            rng: A random key, a seed or a generator, as for `apply`.
             **kwargs: Keyword arguments of forward.
 
         Returns:
-            The pair (output, buffers): those that were given. Buffers that forward adds, or that were None before, are
-            not among them.
+            The pair (output, buffers). The buffers have the structure of the given ones: a buffer that forward adds, or
+            that was None before, is left out.
 
         Raises:
             UnsupportedError: Forward deleted a buffer, or set it to None.
@@ -222,7 +228,7 @@ class Apply:
             state = self._traced.owners[path].get_extra_state()
             if not all(_same(value, state) for value in values):
                 raise UnsupportedError(
-                    f"apply: the extra state {dotted(path)!r} of a member is not that of the module.",
+                    f"apply: the extra state {dotted(path)!r} of a member must equal the module's.",
                     expected=f"{state!r} for all members",
                     got=f"{values[:3]!r}",
                     hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
@@ -270,7 +276,7 @@ class Apply:
             raise UnsupportedError(
                 "apply: called inside `torch.nn.utils.parametrize.cached()`.",
                 expected="weights computed from the parameters given to this call",
-                got="a cache that returns those of an earlier one",
+                got="a cache with the weights of an earlier call",
                 hint="leave the cached() block first.",
             )
         # Inductor removes the clones that nothing writes; places learned by a call become a guard.
@@ -402,17 +408,16 @@ def functional(
     `apply(params, x)` runs forward with the given trees on a private copy of the module's structure (its hooks,
     mode and hyperparameters as they are now), so it is safe under threads and transforms and changes nothing.
 
-    The first call runs on copies of all leaves, to learn which of them forward writes in place. Later calls copy
-    those alone, all buffers except the statistics of norms in evaluation mode, and embeddings with `max_norm`. A
-    forward that starts to write other leaves later, or takes another branch that does, writes into the given tree:
-    later calls are not watched.
+    The first call runs on copies of all leaves, and notes the leaves that forward writes in place. Later calls copy
+    only these leaves, all buffers except the statistics of norms in evaluation mode, and embeddings with `max_norm`.
+    Later calls are not watched: a forward that then writes other leaves writes into the given tree.
 
     Args:
-        module: Any module; one wrapped by `torch.compile` is unwrapped. Of one that `fully_shard` (FSDP2) or
-            `DistributedDataParallel` has taken over the layers alone run, on its tree: under FSDP2 on DTensors, so
-            that inputs must be DTensors, too. Nothing is reduced between ranks.
-        copy: Whether the trees are copies, which training the module does not change; otherwise they share its
-            storage. Either way they are detached.
+        module: Any module; one wrapped by `torch.compile` is unwrapped. If `fully_shard` (FSDP2) or
+            `DistributedDataParallel` wraps it, only its layers run, and nothing is reduced between ranks. Under FSDP2
+            the leaves are DTensors, and inputs must also be DTensors.
+        copy: Copy the trees, so that training the module does not change them. Otherwise they share its storage.
+            Either way they are detached.
         call_only: Accept a forward with an argument called `buffers` or `rng`; then only `apply.call` works. It
             also passes these names to a forward that takes any keyword.
 

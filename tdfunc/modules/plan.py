@@ -23,7 +23,7 @@ from tdfunc.modules.extract import EXTRA_STATE, is_one_tensor
 from tdfunc.ops.base.reading import entries, iter_items
 
 _SHAPE = attrgetter("shape")
-FLAT = 'the keys are those of a state dict: tree.unflatten_keys(".") nests them.'
+FLAT = 'the tree has the keys of a state dict: tree.unflatten_keys(".") nests them.'
 
 
 class Straight:
@@ -56,7 +56,7 @@ def make_reader(nodes: Sequence[tuple[int, str]], counts: Sequence[int], places:
 
     Args:
         nodes: For each node but the root, parents first, the number of its parent and its key there.
-        counts: How many entries each node has, the root first.
+        counts: The number of entries of each node, the root first.
         places: For each leaf the number of its node and its key there.
     """
     steps = [f" d{i} = d{parent}[{_literal(key)}]._data\n" for i, (parent, key) in enumerate(nodes, 1)]
@@ -262,7 +262,7 @@ class Spec:
                     if tree is buffers and self.order.get(path, self.n_params) < self.n_params:
                         raise TreeStructureError(
                             f"apply: the parameter {dotted(path)!r} is in buffers.",
-                            expected="parameters in the first tree (which may hold the buffers too)",
+                            expected="parameters in the first tree, which may also hold the buffers",
                             hint="are the two trees swapped? apply(params, x, buffers=buffers).",
                         )
         # Files often keep one name of a tied weight.
@@ -277,15 +277,13 @@ class Spec:
             elif missing and buffers is None and set(missing) <= set(self.buffers.paths):
                 hint = "pass buffers=buffers; buffers are never taken from the module silently."
             elif missing and unknown:
-                hint = "is the tree that of another module, or a sub-tree?"
+                hint = "does the tree belong to another module, or is it a sub-tree?"
             n = len(self.order)
+            first = (
+                f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
+            )
             raise TreeStructureError(
-                f"apply: the trees do not fit {self.name}: "
-                + (
-                    f"{dotted(missing[0])!r} is missing."
-                    if missing
-                    else f"{dotted(unknown[0])!r} is not one of its leaves."
-                ),
+                f"apply: the trees do not fit {self.name}: {first}.",
                 expected=f"{n} leaves" + (f", also {_names(missing)}" if missing else ""),
                 got=f"unknown leaves {_names(unknown)}" if unknown else f"{n - len(missing)} of them",
                 hint=hint,

@@ -1,9 +1,9 @@
 """Poison tensors, and the watch over a first call: how a weight that a call was not given is found.
 
-Every reference to a weight that lies in a module is replaced by poison where the module is copied: an operation on
-it raises. A global variable or another program's object is out of reach, so the first call of an `apply` runs under
-`Watch`, a dispatch mode that compares memory with that of the original weights. It also notes which of the bound
-leaves forward writes, for which later calls need copies.
+A copy of a module has poison in place of every reference to a weight in the module: an operation on poison raises. A
+global variable or another program's object is out of reach, so the first call of an `apply` runs under `Watch`, a
+dispatch mode that compares memory with the memory of the original weights. It also notes the bound leaves that forward
+writes, which later calls copy.
 """
 
 import weakref
@@ -83,7 +83,7 @@ def _leak(path: Path, func: Any) -> NoReturn:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return a key that identifies a tensor's memory, None if it has none of its own."""
+    """Return a key that identifies a tensor's memory, or None if it has no memory."""
     try:
         pointer = tensor.untyped_storage().data_ptr()
     # Wrapper subclasses, sparse and fake tensors.
@@ -108,7 +108,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         alive = [(ref(), path) for ref, path in originals]
         self._originals = {storage_of(weight): path for weight, path in reversed(alive) if weight is not None}
-        # The memory of leaves and inputs may be read; None stands for all tensors without memory of their own.
+        # The memory of leaves and inputs may be read; None stands for all tensors without memory.
         for memory in [None, *[_memory(value) for value in (*given, *leaves, *bound) if isinstance(value, Tensor)]]:
             self._originals.pop(memory, None)
         self._leaves, self._bound = leaves, bound
@@ -136,7 +136,7 @@ class Watch(TorchDispatchMode):
         Assigning `.data` or `requires_grad` is not an operation: it shows on the tensor. Writes of other libraries
         (numpy) show in the values.
         """
-        # None stands for all tensors without memory of their own.
+        # None stands for all tensors without memory.
         self._writes.discard(None)
         states = list(zip(self._before, self._bound, strict=True))
         if any(t.is_meta or (before[0] is None and t.numel() and t.is_inference()) for before, t in states):
@@ -147,7 +147,7 @@ class Watch(TorchDispatchMode):
 
 
 def _state(tensor: Tensor) -> tuple[Any, bool, int]:
-    """Return the parts that show a write that is no operation, or to a tensor without memory of its own (sparse)."""
+    """Return the parts that show a write without an operation, or to a tensor without one memory (sparse)."""
     memory = _memory(tensor)
     return memory, tensor.requires_grad, tensor._version if memory is None and not tensor.is_inference() else 0
 
@@ -157,7 +157,7 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def _unwrap(tensor: Tensor) -> Tensor:
-    """Return the tensor inside those of grad, jvp and vmap levels."""
+    """Return the tensor inside the wrappers of grad, jvp and vmap levels."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor

@@ -1,9 +1,9 @@
-"""Random numbers for one call: every draw of a forward is served from a key.
+"""Random numbers for one call: every draw of a forward comes from a key.
 
 A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Draw n of a forward is a function
 of `fold_in(key, n)` by plain tensor operations: the same in a loop, under `vmap` and `grad`, in a replay, when
-compiled, and when `torch.utils.checkpoint` runs a part of forward again. A served draw refuses the arguments that
-torch's own refuses. Draws inside torch are not served; `apply(..., rng=)` notices and refuses them.
+compiled, and when `torch.utils.checkpoint` runs a part of forward again. A draw by key refuses the arguments that
+torch's function refuses. Draws inside torch take no key; `apply(..., rng=)` notices and refuses them.
 """
 
 import functools
@@ -39,13 +39,13 @@ _FEW_NUMBERS, _MANY_NUMBERS = 1 << 14, 1 << 20
 class seeded(TorchFunctionMode):
     """Serve the random functions called inside from a key.
 
-    `seeded(mode.key, mode.count)` continues where another one stands: whoever computes a part of forward again enters
-    it there.
+    `seeded(mode.key, mode.count)` continues another mode from its present count, for code that computes a part of
+    forward again.
 
     Args:
         key: The key.
-        count: How many draws were made before.
-        strict: Whether `apply` refuses draws from torch's default generators, which nobody has seeded.
+        count: The number of draws made before.
+        strict: Have `apply` refuse draws from torch's default generators, which nobody has seeded.
     """
 
     def __init__(self, key: Tensor, count: int = 0, *, strict: bool = False) -> None:
@@ -53,7 +53,7 @@ class seeded(TorchFunctionMode):
         self.key = key
         self.count: int = count
         self.strict = strict
-        # Those of the draws from the second number on.
+        # The keys of the draws from number `_start` on.
         self._keys: Tensor | None = None
         self._entered = self._start = count
         self._checkpoints = 0 if is_compiling() else len(_checkpoint_frames())
@@ -103,8 +103,8 @@ class seeded(TorchFunctionMode):
     def _follow_checkpoints(self) -> None:
         """Have the checkpoints that are being called repeat their draws when backward runs them again.
 
-        Nothing else shows that torch.utils.checkpoint is being called. Each is found at its first draw, so the count is
-        that of its entry.
+        Nothing else shows that torch.utils.checkpoint is being called. Each is found at its first draw, so no draw was
+        counted since its entry.
         """
         frames = _checkpoint_frames()
         for frame in frames[: len(frames) - self._checkpoints]:
@@ -128,12 +128,17 @@ class Draw(NamedTuple):
 
     def numbers(self, keys: Tensor) -> Tensor:
         """Return the numbers of keys (*B, 2), as (*B, *shape)."""
-        drawn = self.standard(keys, self.shape, self.dtype)
+        if self.dtype.is_complex:
+            drawn = torch.view_as_complex(self.standard(keys, (*self.shape, 2), self.dtype.to_real()))
+            # A normal variable has a variance of 1, half of it in each part.
+            drawn = drawn * math.sqrt(0.5) if self.standard is standard_normal else drawn
+        else:
+            drawn = self.standard(keys, self.shape, self.dtype)
         return drawn if (self.factor, self.shift) == (1.0, 0.0) else drawn.mul_(self.factor).add_(self.shift)
 
 
 class Members:
-    """The draws of members that each have a key: those of the first are made for many of the others in one call.
+    """The draws of members that each have a key: one call makes a draw of the first member for many of the others.
 
     Args:
         keys: A key (E, 2) for each.
@@ -206,7 +211,7 @@ def _checkpoint_frames() -> list[types.FrameType]:
 def _compiled_checkpoint(mode: seeded, func: Any, /, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Serve a checkpoint that dynamo captures: eagerly the function is not handed to modes.
 
-    The captured part may not write to objects outside of it, so it has a mode of its own, whose count is a result.
+    The captured part may not write to objects outside of it, so it has its own mode, whose count is a result.
     """
     key, count = mode.key, mode.count
 
@@ -221,24 +226,7 @@ def _compiled_checkpoint(mode: seeded, func: Any, /, run: Any, *args: Any, **kwa
     return out
 
 
-# -- draws of a shape, dtype and device -----------------------------------------------------------------------------
-
-
-def _uniform(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if dtype.is_complex:
-        return torch.view_as_complex(_uniform(mode, (*shape, 2), dtype.to_real(), device))
-    return mode.draw(Draw(unit, shape, dtype), device)
-
-
-def _normal(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if dtype.is_complex:
-        # A variance of 1, half of it in each part.
-        return torch.view_as_complex(_normal(mode, (*shape, 2), dtype.to_real(), device) * math.sqrt(0.5))
-    return mode.draw(Draw(standard_normal, shape, dtype), device)
-
-
-def _exponential(mode: seeded, shape: Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return random.exponential(mode.draw_key(device), shape, dtype=dtype)
+# -- outputs and checks ---------------------------------------------------------------------------------------------
 
 
 def _out(drawn: Tensor, out: Any) -> Tensor:
@@ -285,13 +273,8 @@ def _dropout(
         # Klambauer et al., Self-Normalizing Neural Networks (2017), section 3: dropped units take the value alpha'.
         alpha = -1.7580993408473766
         a = ((1 - p) * (1 + p * alpha**2)) ** -0.5
-        out = (
-            a
-            * torch.where(
-                random.bernoulli(mode.draw_key(input.device), 1.0 - p, shape), input, torch.full_like(input, alpha)
-            )
-            - a * alpha * p
-        )
+        kept = random.bernoulli(mode.draw_key(input.device), 1.0 - p, shape)
+        out = a * torch.where(kept, input, torch.full_like(input, alpha)) - a * alpha * p
         return input.copy_(out) if inplace else out
     scale = mode.draw_mask(shape, 1.0 - p, input.dtype, input.device)
     return input.mul_(scale) if inplace else input * scale
@@ -326,29 +309,29 @@ def _attention(
 # -- factories ------------------------------------------------------------------------------------------------------
 
 
-def _factory(draw: Callable[..., Tensor]) -> Server:
+def _factory(standard: Standard) -> Server:
     """Return the server of `torch.rand` or `torch.randn`."""
 
     def serve(
-        mode: seeded, func: Any, /, *size: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False,
-        out: Any = None, **kw: Any,
+        mode: seeded, func: Any, /, *sizes: Any, size: Any = None, dtype: Any = None, device: Any = None,
+        requires_grad: bool = False, out: Any = None, **kw: Any,
     ) -> Tensor:  # fmt: skip
-        shape = kw["size"] if "size" in kw else size[0] if size and not isinstance(size[0], int) else size
-        dtype = _dtype(dtype, out, torch.get_default_dtype())
-        return _finish(draw(mode, tuple(shape), dtype, _device(device)), requires_grad, out)
+        if size is None:
+            size = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes
+        draw = Draw(standard, tuple(size), _dtype(dtype, out, torch.get_default_dtype()))
+        return _finish(mode.draw(draw, _device(device)), requires_grad, out)
 
     return serve
 
 
-def _like(draw: Callable[..., Tensor]) -> Server:
-    """Return the server of `torch.rand_like` or `torch.randn_like`."""
+def _like(server: Server) -> Server:
+    """Return the server of `torch.rand_like` and its kin, by the server of the function that takes a size."""
 
     def serve(
-        mode: seeded, func: Any, /, input: Tensor, *, dtype: Any = None, device: Any = None,
-        requires_grad: bool = False, **kw: Any,
-    ) -> Tensor:  # fmt: skip
-        device = input.device if device is None else _device(device)
-        return _finish(draw(mode, tuple(input.shape), dtype or input.dtype, device), requires_grad)
+        mode: seeded, func: Any, /, input: Tensor, *bounds: int, dtype: Any = None, device: Any = None, **options: Any
+    ) -> Tensor:
+        options |= {"size": input.shape, "dtype": dtype or input.dtype}
+        return server(mode, func, *bounds, device=input.device if device is None else device, **options)
 
     return serve
 
@@ -383,18 +366,6 @@ def _randint(
     _check(torch.randint, None, low, high, (0,), dtype=dtype)
     drawn = random.randint(mode.draw_key(_device(device)), tuple(size), low, high)
     return _finish(drawn.to(dtype), requires_grad, out)
-
-
-def _randint_like(
-    mode: seeded, func: Any, /, input: Tensor, *bounds: int, low: Any = None, high: Any = None,
-    dtype: Any = None, device: Any = None, requires_grad: bool = False, **kw: Any,
-) -> Tensor:  # fmt: skip
-    low, high = _bounds(bounds, low, high)
-    device = input.device if device is None else _device(device)
-    dtype = dtype or input.dtype
-    _check(torch.randint, None, low, high, (0,), dtype=dtype)
-    drawn = random.randint(mode.draw_key(device), tuple(input.shape), low, high)
-    return _finish(drawn.to(dtype), requires_grad)
 
 
 def _randperm(
@@ -447,7 +418,7 @@ def _normal_of(
     if isinstance(like, Tensor):
         size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
         dtype, device = like.dtype, like.device
-    noise = _normal(mode, tuple(size), dtype or torch.get_default_dtype(), _device(device))
+    noise = mode.draw(Draw(standard_normal, tuple(size), dtype or torch.get_default_dtype()), _device(device))
     return _finish((mean + std * noise).to(noise.dtype), requires_grad, out)
 
 
@@ -457,15 +428,11 @@ def _normal_of(
 def _uniform_(mode: seeded, func: Any, /, self: Tensor, a: float = 0, b: float = 1, **kw: float) -> Tensor:
     low, high = kw.get("from", a), kw.get("to", b)
     _check(func, self, low, high)
-    if self.dtype.is_complex:
-        return self.copy_(_uniform(mode, tuple(self.shape), self.dtype, self.device) * (high - low) + low)
     return self.copy_(mode.draw(Draw(unit, tuple(self.shape), self.dtype, high - low, low), self.device))
 
 
 def _normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 0, std: float = 1) -> Tensor:
     _check(func, self, mean, std)
-    if self.dtype.is_complex:
-        return self.copy_(_normal(mode, tuple(self.shape), self.dtype, self.device) * std + mean)
     return self.copy_(mode.draw(Draw(standard_normal, tuple(self.shape), self.dtype, std, mean), self.device))
 
 
@@ -473,26 +440,26 @@ def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std:
     _check(func, self, mean, std)
     # The exponential of a number rounded to 16 bits is wrong by more than it is rounded itself.
     dtype = torch.promote_types(self.dtype, torch.float32)
-    return self.copy_((_normal(mode, tuple(self.shape), dtype, self.device) * std + mean).exp())
+    return self.copy_(mode.draw(Draw(standard_normal, tuple(self.shape), dtype, std, mean), self.device).exp())
 
 
 def _exponential_(mode: seeded, func: Any, /, self: Tensor, lambd: float = 1) -> Tensor:
     _check(func, self, lambd)
-    return self.copy_(_exponential(mode, tuple(self.shape), self.dtype, self.device) / lambd)
+    return self.copy_(random.exponential(mode.draw_key(self.device), tuple(self.shape), dtype=self.dtype) / lambd)
 
 
 def _cauchy_(mode: seeded, func: Any, /, self: Tensor, median: float = 0, sigma: float = 1) -> Tensor:
     _check(func, self, median, sigma)
     # The quotient of two normal variables.
-    above, below = _normal(mode, (2, *self.shape), self.dtype, self.device)
+    above, below = mode.draw(Draw(standard_normal, (2, *self.shape), self.dtype), self.device)
     return self.copy_(above / below * sigma + median)
 
 
 def _geometric_(mode: seeded, func: Any, /, self: Tensor, p: float) -> Tensor:
     _check(func, self, p)
     # The first success, in whole trials, of a process whose waiting time is exponential.
-    waits = _exponential(mode, tuple(self.shape), torch.float64, self.device) / -math.log1p(-p)
-    return self.copy_(waits.ceil())
+    waits = random.exponential(mode.draw_key(self.device), tuple(self.shape), dtype=torch.float64)
+    return self.copy_((waits / -math.log1p(-p)).ceil())
 
 
 def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) -> Tensor:
@@ -520,12 +487,12 @@ _SERVERS: dict[Any, Server] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout),
     **dict.fromkeys(_ALPHA, _alpha_dropout),
     F.scaled_dot_product_attention: _attention,
-    torch.rand: _factory(_uniform),
-    torch.randn: _factory(_normal),
-    torch.rand_like: _like(_uniform),
-    torch.randn_like: _like(_normal),
+    torch.rand: _factory(unit),
+    torch.randn: _factory(standard_normal),
+    torch.rand_like: _like(_factory(unit)),
+    torch.randn_like: _like(_factory(standard_normal)),
     torch.randint: _randint,
-    torch.randint_like: _randint_like,
+    torch.randint_like: _like(_randint),
     torch.randperm: _randperm,
     **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), _bernoulli),
     **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),

@@ -4,9 +4,9 @@ A skeleton runs one call at a time. Between calls its slots are empty, so a forw
 in some other way (a closure, a cached reference) meets a poison tensor and raises instead of computing with it.
 `make_template` copies a module, `Skeleton` is one runnable copy of that template.
 
-One rule keeps calls apart: a skeleton runs another call only if nothing outside of it holds a part of it (a function
-that forward returned, a cache keyed by `self`), and if every change to its parts shows. Else the next call gets a new
-copy.
+One rule keeps calls apart. A skeleton runs another call only if nothing outside of it holds a part of it (a function
+that forward returned, a cache keyed by `self`), and if every change to its parts shows. Otherwise the next call gets a
+new copy.
 """
 
 import copy
@@ -66,8 +66,8 @@ def duplicate(
 
     Args:
         module: The module.
-        memo: As for `copy.deepcopy`: the replacement of each object by its id. It is filled.
-        stand_in: Returns the replacement of a tensor found in an attribute of this name, None to copy the tensor.
+        memo: The replacement of each object by its id, as for `copy.deepcopy`. It is filled.
+        stand_in: A function that returns the replacement of a tensor in an attribute of this name, or None to copy it.
 
     Raises:
         UnsupportedError: `copy.deepcopy` refuses an object in the module, such as a file; the message names it.
@@ -201,7 +201,7 @@ def _reaches(value: Any, targets: set[int]) -> bool:
 def make_template(module: nn.Module) -> nn.Module:
     """Return a copy of a module in which every reference to one of its weights is poison.
 
-    Attributes that hold `torch.utils.checkpoint.checkpoint` hold one that works in transforms too.
+    Attributes that hold `torch.utils.checkpoint.checkpoint` get one that also works in transforms.
 
     Raises:
         UnsupportedError: It cannot be copied, or its copy keeps a weight of the original.
@@ -226,9 +226,9 @@ def make_template(module: nn.Module) -> nn.Module:
             base = base.base
         if base is not value and isinstance(base, Tensor) and storage_of(base) in storages:
             raise LeakError(
-                f"functional: the numpy array {name!r} lies in the memory of a weight.",
+                f"functional: the numpy array {name!r} shares the memory of a weight.",
                 expected="weights read from their module at each call",
-                got=f"a view of {dotted(storages[storage_of(base)])!r}, which is not that of a call",
+                got=f"a view of {dotted(storages[storage_of(base)])!r}, which is not the weight of a call",
                 hint="make it inside forward: self.weight.detach().numpy().",
             )
     template = duplicate(module, memo, stand_in)
@@ -271,7 +271,7 @@ class Skeleton:
         walked = walk(self.module, "functional")
         # Where extra state goes.
         self.owners: dict[Path, nn.Module] = {slot.path: slot.owner for slot in walked if slot.store is None}
-        # Tied slots share a leaf, that of their first path; a shared submodule has its slots once.
+        # Tied slots share the leaf of their first path; a shared submodule has its slots once.
         targets: dict[tuple[int, str], tuple[dict[str, Any], str, int]] = {}
         for path, owner, store, _ in walked:
             if store is not None:

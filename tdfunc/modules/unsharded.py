@@ -25,11 +25,11 @@ class DataParallelTwin(nn.Module):
 
 
 def unsharded(module: nn.Module) -> nn.Module:
-    """Return a module whose forward is that of the layers alone; the module itself if nothing has wrapped them.
+    """Return a module that runs only the layers; the module itself if nothing has wrapped them.
 
     Parameters and buffers are the same tensors under the same paths: under FSDP2, DTensors.
     """
-    # Without an import, which is slow: there is no such module before it.
+    # Without an import, which is slow: before it no module is of that class.
     fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", DistributedDataParallel)
     modules = list(module.modules())
     if not any([isinstance(m, (fsdp, DistributedDataParallel)) for m in modules]):
@@ -40,7 +40,7 @@ def unsharded(module: nn.Module) -> nn.Module:
         if isinstance(m, DistributedDataParallel):
             twins[id(m)] = DataParallelTwin(twins[id(m.module)], m.training)
             continue
-        # The class that `fully_shard` derived its own from; torch's FSDPModule finds it so, too.
+        # The class that `fully_shard` derived its own from; torch's FSDPModule also finds it so.
         cls = type(m).__mro__[2] if isinstance(m, fsdp) else type(m)
         twin: nn.Module = object.__new__(cls)
         kept = {name: value for name, value in m.__dict__.items() if not name.startswith(_STATE)}

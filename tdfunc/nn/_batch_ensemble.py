@@ -31,18 +31,18 @@ _INITS = ("signs", "normal", "ones")
 
 
 class BatchEnsembleLinear(nn.Module):
-    """A linear layer for all members, who share the weight and have scales and biases of their own.
+    """A linear layer for all members, who share the weight; each member has its own scales and bias.
 
     Args:
         in_features: The size of an input.
         out_features: The size of an output.
-        members: E; None is the layer of one member, whose scales have no dimension for members.
-        bias: Whether there is one, which is equal for all members at first.
-        init: How the scales begin: `signs`, 1 or -1 at random; `normal`, around 1 with a deviation of 0.5 (both are
-            BatchEnsemble's); `ones`. A pair has one for the inputs and one for the outputs; TabM takes
-            ("signs", "ones") in its first layer and `ones` in the others.
-        device: Where the parameters lie.
-        dtype: Their dtype.
+        members: E; None makes the layer of one member, whose scales have no member dimension.
+        bias: Add a bias, which is equal for all members at first.
+        init: The first values of the scales: `signs`, 1 or -1 at random; `normal`, around 1 with a deviation of 0.5;
+            or `ones`. BatchEnsemble uses the first two. A pair has one for the inputs and one for the outputs; TabM
+            uses ("signs", "ones") in its first layer and `ones` in the others.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
 
     Shapes:
         (E, *B, in_features) becomes (E, *B, out_features); an input (1, *B, in_features) is the same for all members.
@@ -99,21 +99,21 @@ class BatchEnsembleLinear(nn.Module):
 
 
 class BatchEnsembleConv2d(nn.Module):
-    """A convolution for all members, who share the kernel and have scales and biases of the channels.
+    """A convolution for all members, who share the kernel; each member has its own scales and biases of the channels.
 
     Args:
         in_channels: The channels of an input.
         out_channels: The channels of an output.
-        kernel_size: As in `nn.Conv2d`, and so are the other arguments.
-        members: As in `BatchEnsembleLinear`, and so is `init`.
-        stride: Of the kernel.
-        padding: With zeros.
-        dilation: Of the kernel.
-        groups: Of channels.
-        bias: Whether there is one.
-        init: How the scales begin.
-        device: Where the parameters lie.
-        dtype: Their dtype.
+        kernel_size: The size of the kernel, as in `nn.Conv2d`.
+        members: E, or None, as in `BatchEnsembleLinear`.
+        stride: The stride of the kernel.
+        padding: The width of the zeros around an input.
+        dilation: The dilation of the kernel.
+        groups: The number of groups of channels.
+        bias: Add a bias.
+        init: The first values of the scales, as in `BatchEnsembleLinear`.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
 
     Shapes:
         (E, B, in_channels, H, W) becomes (E, B, out_channels, H', W'); an input of shape (1, ...) is the same for all
@@ -171,15 +171,15 @@ class BatchEnsembleConv2d(nn.Module):
 
 
 class EnsembleLinear(nn.Module):
-    """A linear layer of each member's own, such as the heads of TabM.
+    """A linear layer for each member, such as the heads of TabM.
 
     Args:
         in_features: The size of an input.
         out_features: The size of an output.
         members: E.
-        bias: Whether there is one.
-        device: Where the parameters lie.
-        dtype: Their dtype.
+        bias: Add a bias.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
 
     Shapes:
         (E, *B, in_features) becomes (E, *B, out_features); an input (1, *B, in_features) is the same for all members.
@@ -220,18 +220,18 @@ class EnsembleLinear(nn.Module):
 
 
 class TabM(nn.Module):
-    """A perceptron for tables with E members in one: shared weights, scales of each member, heads of their own.
+    """A perceptron for tables with E members in one: they share weights, and each has its own scales and head.
 
-    Train it by the mean of the members' losses, and predict by the mean of their probabilities or values.
+    Train with the mean of the members' losses, and predict with the mean of their probabilities or values.
 
     Args:
         in_features: The features of an example.
         out_features: The logits or values of a prediction.
         members: E.
         hidden_layer_sizes: The sizes of the hidden layers.
-        dropout: The probability of dropout, in each member apart.
-        device: Where the parameters lie.
-        dtype: Their dtype.
+        dropout: The probability of dropout; each member has its own masks.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
 
     Shapes:
         (*B, in_features) becomes (E, *B, out_features).
@@ -282,15 +282,15 @@ def batch_ensemble(
 ) -> EnsembleModule:
     """Return the BatchEnsemble of a model: members that share its weights and differ by vectors.
 
-    Each `nn.Linear` and `nn.Conv2d` gets scales for each member, and a bias for each, which begins as that of the
-    model. The other parameters are shared, and buffers, such as the statistics of BatchNorm, are each member's own.
-    All parameters train, those that the model had frozen too.
+    Each `nn.Linear` and `nn.Conv2d` gets scales and a bias for each member; the bias begins as the model's. Members
+    share the other parameters, and each has its own buffers, such as the statistics of BatchNorm. All parameters
+    train, including frozen parameters of the model.
 
     Args:
-        model: Any module, which stays as it is: new, or trained already.
+        model: Any module, new or trained, which stays as it is.
         members: E.
         key: A random key, a seed or a generator for the scales.
-        init: How the scales begin, as in `BatchEnsembleLinear`; `ones` starts all members at the model itself.
+        init: The first values of the scales, as in `BatchEnsembleLinear`; `ones` starts all members at the model.
 
     Returns:
         An `nn.Module` that computes all members at once.
@@ -299,7 +299,7 @@ def batch_ensemble(
         A forward that gives (B, *F) gives (E, B, *F).
 
     Raises:
-        UnsupportedError: The model has no such layer, or one that torch reads the weights of past its forward.
+        UnsupportedError: The model has no such layer, or an `nn.TransformerEncoderLayer`, which reads weights itself.
         ValueError: `init` names no initialisation, or `members` is below 1.
 
     Examples:
@@ -341,7 +341,7 @@ _SCALES = ("scale_in", "scale_out")
 
 
 def _with_scales(model: nn.Module) -> tuple[nn.Module, list[Path]]:
-    """Return a copy of a model whose layers are those of one member, and the paths of these layers."""
+    """Return a copy of a model with the layers of one member, and the paths of these layers."""
     model, paths = copy.deepcopy(model), list[Path]()
     # Any: the class of a layer changes, and nothing else of it, such as its hooks.
     named: Any = model.named_modules()

@@ -38,7 +38,7 @@ def as_key(key: NestedKey) -> NestedKey:
 def split_keys(in_keys: InKeys) -> tuple[list[str] | None, list[NestedKey]]:
     """Return the names of the keyword arguments, None where arguments go by position, and the keys of the values."""
     if isinstance(in_keys, Mapping):
-        # A key is no mapping.
+        # A key is not a mapping.
         named: Mapping[str, NestedKey] = in_keys  # pyright: ignore[reportAssignmentType]
         return list(named), as_keys(list(named.values()))
     return None, as_keys(in_keys)
@@ -144,7 +144,7 @@ class TensorDictModuleBase(nn.Module):
             A new tree with the structure of `parameters`, or None without one.
 
         Raises:
-            TreeStructureError: A leaf of the tree is not one of the module's.
+            TreeStructureError: The module has no parameter for a leaf of the tree.
             LeafMismatchError: A leaf has another shape or dtype than the module's.
 
         Examples:
@@ -175,7 +175,7 @@ class TensorDictModuleBase(nn.Module):
         return tree
 
     def _shell(self) -> "Self":
-        """Return a module with tables of its own around the same submodules, parameters and buffers."""
+        """Return a module with its own tables around the same submodules, parameters and buffers."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.__dict__.update({name: copy.copy(self.__dict__[name]) for name in _TABLES})
@@ -204,7 +204,7 @@ def dispatch(
     source: str | Sequence[NestedKey] = "in_keys",
     dest: str | Sequence[NestedKey] = "out_keys",
 ) -> Any:
-    """Let a forward from trees to trees take the values of its in keys instead, and return those of its out keys.
+    """Let a forward on trees also take the values of its in keys, and then return the values of its out keys.
 
     Values are given by position, in the order of the keys, or by keyword, and make a tree of batch size []. A call with
     a tree goes through unchanged. The result is a tuple, or one value where there is one out key.
@@ -212,7 +212,7 @@ def dispatch(
     Args:
         fn: The method, whose first argument after `self` is called `tensordict`; without it, a decorator with these
             options.
-        separator: Joins the parts of a nested key to the name of its keyword.
+        separator: The text that joins the parts of a nested key to the name of its keyword.
         source: The keys to read, or the name of the attribute that holds them.
         dest: The keys to return, or the name of the attribute that holds them.
 
@@ -263,7 +263,7 @@ def read_inputs(module: nn.Module, tensordict: Any, keys: Sequence[NestedKey]) -
     """Return the values of the in keys of a module.
 
     Raises:
-        MissingKeyError: A key is not in the tree; the message has it, the module, and the keys that there are.
+        MissingKeyError: A key is not in the tree; the message names it, the module, and the keys of the tree.
     """
     values: list[Any] = []
     for key in keys:

@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 
 
 class EnsembleModule(nn.Module):
-    """All members of an ensemble as one module, for code that wants an `nn.Module`.
+    """All members of an ensemble as one module, for code that needs an `nn.Module`.
 
     The leaves of the stacked tree are its parameters and buffers, under `members` and their own names: `.to`,
     `state_dict`, torch's optimizers, DistributedDataParallel and Lightning find them there. Freeze leaves with
-    `requires_grad_(False)`. Modes of layers are those of `apply` until `train()` or `eval()` sets all of them.
+    `requires_grad_(False)`. Layers have the modes of `apply` until `train()` or `eval()` sets all of them.
 
     Args:
         apply: The pure function of one member, from `functional`.
         tree: The stacked tree, which is copied.
-        how: As in `Ensemble`.
-        chunk_size: As in `Ensemble`.
-        shared: As in `Ensemble`: leaves without a dimension of members. Buffers that change in training are not shared.
+        how: How to run the members, as in `Ensemble`.
+        chunk_size: The largest number of members that vmap runs together, as in `Ensemble`.
+        shared: A filter for leaves without a member dimension, as in `Ensemble`. Do not share buffers that change in
+            training.
 
     Raises:
         BatchSizeError: The tree is not stacked.
@@ -59,25 +60,25 @@ class EnsembleModule(nn.Module):
         shared: "FilterLike | None" = None,
     ) -> None:
         super().__init__()
-        self._given, self._chosen = Ensemble(apply, how, chunk_size=chunk_size, shared=shared), None
-        if self._given.shared is None:
+        self._ensemble = Ensemble(apply, how, chunk_size=chunk_size, shared=shared)
+        if self._ensemble.shared is None:
             members_of(tree)
         else:
-            find_shared(self._given.shared, tree, None)
+            find_shared(self._ensemble.shared, tree, None)
         self.members: nn.Module = _module_of(tree)
         self.training: bool = apply.module.training
 
     def train(self, mode: bool = True) -> "Self":
-        """Set the mode of all layers; this module."""
-        given = self._given
-        self._chosen = Ensemble(given.apply.train(mode), given.how, chunk_size=given.chunk_size, shared=given.shared)
+        """Set the mode of all layers, and return this module."""
+        old = self._ensemble
+        self._ensemble = Ensemble(old.apply.train(mode), old.how, chunk_size=old.chunk_size, shared=old.shared)
         return super().train(mode)
 
     @property
     def tree(self) -> Any:
         """The live parameters and buffers as a stacked tree; without a batch size, if members share some."""
         tree = from_module(self.members)
-        if self._given.shared is not None:
+        if self._ensemble.shared is not None:
             return tree
         return tree.with_batch_size(next(iter(tree_leaves(tree))).shape[:1])
 
@@ -87,18 +88,17 @@ class EnsembleModule(nn.Module):
         In training mode new buffers are kept, and draws without `rng` take a seed from torch's default generator.
 
         Args:
-            *args: What a member's forward takes; shared by the members unless `in_dims` maps it.
-            in_dims: As in `Ensemble`.
-            rng: As in `Ensemble`.
-            **kwargs: What forward takes by keyword, shared by the members.
+            *args: Arguments of a member's forward, shared by the members unless `in_dims` maps them.
+            in_dims: The member dimension of each argument, as in `Ensemble`.
+            rng: A random key, a seed or a generator, as in `Ensemble`.
+            **kwargs: Keyword arguments of forward, shared by the members.
         """
-        ensemble = self._chosen or self._given
         if not self.training:
-            return ensemble(self.tree, *args, in_dims=in_dims, rng=rng, **kwargs)
+            return self._ensemble(self.tree, *args, in_dims=in_dims, rng=rng, **kwargs)
         if rng is None:
             rng = int(torch.randint(0, 1 << 62, ()))
         params, buffers = split(self.tree)
-        out, new = ensemble.with_buffers(params, buffers, *args, in_dims=in_dims, rng=rng, **kwargs)
+        out, new = self._ensemble.with_buffers(params, buffers, *args, in_dims=in_dims, rng=rng, **kwargs)
         with torch.no_grad():
             buffers.update_(new)
         return out

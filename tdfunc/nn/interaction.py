@@ -1,15 +1,15 @@
-"""`InteractionType`: how a value is chosen from a distribution."""
+"""`InteractionType`: ways to choose a value from a distribution."""
 
 from enum import Enum
 from typing import Any
 
 
 class InteractionType(str, Enum):
-    """How a probabilistic module chooses a value from its distribution.
+    """The way in which a probabilistic module chooses a value from its distribution.
 
-    MODE, MEDIAN and MEAN are the distribution's properties of that name. RANDOM is a sample, with gradients where the
-    distribution has `rsample`. DETERMINISTIC is its `deterministic_sample`, else the mode where it can enumerate its
-    support, else the mean.
+    MODE, MEDIAN and MEAN are the distribution's properties of that name. RANDOM is a sample, with gradients if the
+    distribution has `rsample`. DETERMINISTIC is its `deterministic_sample` if it has one. Otherwise it is the mode if
+    the distribution can enumerate its support, and the mean if not.
     """
 
     MODE = "mode"

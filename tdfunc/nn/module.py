@@ -31,13 +31,13 @@ class TensorDictModule(TensorDictModuleBase):
 
     Args:
         module: The function. A module is registered as `module`, so that `state_dict` has its names after `module.`.
-        in_keys: The keys of the arguments, in order; a dict has the key for each keyword argument.
-        out_keys: A key for each output, `"_"` for one that is thrown away. A function that returns a dict or a tree
-            with these keys gives the entries under them.
+        in_keys: The keys of the arguments, in order, or a dict from keyword arguments to keys.
+        out_keys: A key for each output; `"_"` discards an output. If the function returns a dict or a tree with these
+            keys, the outputs are its entries.
 
     Raises:
-        MissingKeyError: In a call: the tree has no such in key.
-        TreeStructureError: In a call: the number of outputs is not that of the out keys.
+        MissingKeyError: In a call: an in key is not in the tree.
+        TreeStructureError: In a call: the function returns more or fewer outputs than there are out keys.
 
     Examples:
         >>> module = TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=[("head", "logits")])
@@ -128,8 +128,8 @@ def as_tensordict_module(*, in_keys: InKeys, out_keys: Keys) -> Callable[[Callab
     """Return a decorator that makes a function of tensors a `TensorDictModule`; methods are bound to their instance.
 
     Args:
-        in_keys: As for `TensorDictModule`.
-        out_keys: As for `TensorDictModule`.
+        in_keys: The keys of the arguments, as for `TensorDictModule`.
+        out_keys: The keys of the outputs, as for `TensorDictModule`.
 
     Examples:
         >>> @as_tensordict_module(in_keys="c", out_keys="d")

@@ -18,19 +18,19 @@ class ProbabilisticTensorDictModule(TensorDictModuleBase):
     """A distribution whose parameters are in the tree; calling it adds a value, and its log-probability if asked for.
 
     Args:
-        in_keys: The keys of the parameters, the last part of each being the distribution's keyword; a dict has the
-            key for each keyword.
+        in_keys: The keys of the parameters, the last part of each being the distribution's keyword, or a dict from
+            keywords to keys.
         out_keys: The key of the value.
         distribution_class: A class of `torch.distributions`, or a function that returns a distribution.
         distribution_kwargs: Further arguments of the distribution.
-        default_interaction_type: How the value is chosen. RANDOM draws from torch's default generator; `functional`
-            makes that a function of `rng=`.
-        return_log_prob: Whether to add the log-probability of the value.
-        log_prob_key: Its key, in place of the out key with `_log_prob` after it.
+        default_interaction_type: The way to choose the value. RANDOM samples with torch's default generator;
+            `functional` makes the sample a function of `rng=`.
+        return_log_prob: Add the log-probability of the value.
+        log_prob_key: The key of the log-probability; by default the out key with `_log_prob` after it.
 
     Raises:
         MissingKeyError: In a call: a parameter is not in the tree.
-        UnsupportedError: In a call: the distribution does not have the value that is asked for.
+        UnsupportedError: In a call: the distribution does not have this kind of value.
 
     Examples:
         >>> head = ProbabilisticTensorDictModule(
@@ -89,7 +89,7 @@ class ProbabilisticTensorDictModule(TensorDictModuleBase):
 
         Args:
             tensordict: A tree with the value, and with the parameters unless `dist` is given.
-            dist: The distribution, in place of that of the parameters.
+            dist: A distribution to use in place of the one with the parameters.
         """
         (value,) = read_inputs(self, tensordict, [self.sample_key])
         return (self.get_dist(tensordict) if dist is None else dist).log_prob(value)
@@ -100,7 +100,7 @@ class ProbabilisticTensorDictModule(TensorDictModuleBase):
 
         Args:
             tensordict: Any tree, or the parameters.
-            interaction_type: How the value is chosen, in place of the default.
+            interaction_type: The way to choose the value, in place of the default.
         """
         if tensordict._is_lazy:
             return tensordict._each(lambda tree: self.forward(tree, interaction_type=interaction_type))
@@ -146,9 +146,10 @@ class ProbabilisticTensorDictSequential(TensorDictSequential):
     """Modules that run one after another, the last of which chooses a value from a distribution.
 
     Args:
-        *modules: As for `TensorDictSequential`; the last is a `ProbabilisticTensorDictModule`, or a sequence like this.
-        partial_tolerant: As for `TensorDictSequential`.
-        selected_out_keys: As for `select_out_keys`.
+        *modules: The modules, as for `TensorDictSequential`; the last is a `ProbabilisticTensorDictModule`, or a
+            sequence like this.
+        partial_tolerant: Leave out modules whose in keys are missing, as for `TensorDictSequential`.
+        selected_out_keys: The outputs to keep, as for `select_out_keys`.
 
     Raises:
         UnsupportedError: The last module is not probabilistic.
@@ -183,7 +184,7 @@ class ProbabilisticTensorDictSequential(TensorDictSequential):
 
         Args:
             tensordict: Any tree with the in keys.
-            interaction_type: How probabilistic modules before the last choose their values.
+            interaction_type: The way in which probabilistic modules before the last choose their values.
         """
         *before, (_, last) = self._named()
         options = {"interaction_type": interaction_type} if isinstance(last, ProbabilisticTensorDictSequential) else {}

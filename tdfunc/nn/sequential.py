@@ -15,12 +15,12 @@ from tdfunc.nn.interaction import InteractionType
 class TensorDictSequential(TensorDictModuleBase):
     """Modules of trees that run one after another, each on the result of the one before.
 
-    `in_keys` are the keys that some module reads and no earlier one writes, `out_keys` those that the modules write.
+    `in_keys` are the keys that a module reads and no earlier one writes, `out_keys` the keys that the modules write.
 
     Args:
         *modules: The modules, or one list of them, or one dict with a name for each.
         partial_tolerant: Leave out modules whose in keys are missing; in a lazy stack, for the trees that lack them.
-        selected_out_keys: As for `select_out_keys`.
+        selected_out_keys: The outputs to keep, as for `select_out_keys`.
 
     Raises:
         UnsupportedError: A module does not have `in_keys` and `out_keys`.
@@ -60,7 +60,7 @@ class TensorDictSequential(TensorDictModuleBase):
         for part in parts:
             read.update((key, None) for key in as_keys(part.in_keys) if key not in written)
             for key in as_keys(part.out_keys):
-                # A key stands where it is written last.
+                # A key is where it is written last.
                 written.pop(key, None)
                 written[key] = None
         self.in_keys: Sequence[NestedKey] = list(read)
@@ -75,21 +75,21 @@ class TensorDictSequential(TensorDictModuleBase):
 
         Args:
             tensordict: Any tree, or the values of the in keys.
-            interaction_type: How the probabilistic modules choose a value, in place of their defaults.
+            interaction_type: The way in which probabilistic modules choose a value, in place of their defaults.
         """
         return self._run(self._named(), tensordict, interaction_type)
 
     def select_subsequence(
         self, in_keys: Iterable[NestedKey] | None = None, out_keys: Iterable[NestedKey] | None = None
     ) -> Any:
-        """Return a sequence of the modules that can run on some keys, and that others are computed by.
+        """Return a sequence of the modules that can run on some keys, and that contribute to others.
 
         Args:
-            in_keys: The keys that there are: modules that read others, which no kept module writes, are left out.
-            out_keys: The keys to compute: modules that contribute to none of them are left out.
+            in_keys: The keys of the input. Modules that read other keys, which no kept module writes, are left out.
+            out_keys: The keys to compute. Modules that contribute to none of them are left out.
 
         Returns:
-            A sequence over the same submodules; names stay, numbers are new.
+            A sequence over the same submodules; names stay, and numbers are new.
 
         Raises:
             TreeStructureError: No module is left.

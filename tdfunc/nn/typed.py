@@ -51,10 +51,10 @@ class TensorClassModuleBase(nn.Module, Generic[In, Out]):
             )
 
     def as_td_module(self) -> TensorDictModuleBase:
-        """Return a module that reads the fields of `input_type` from a tree and adds those of `output_type`.
+        """Return a module that reads the fields of `input_type` from a tree and adds the fields of `output_type`.
 
         Raises:
-            UnsupportedError: One of the two is not a `TensorClass`.
+            UnsupportedError: `input_type` or `output_type` is not a `TensorClass`.
         """
         for cls in (self.input_type, self.output_type):
             if not (isinstance(cls, type) and issubclass(cls, TensorClass)):
@@ -83,7 +83,7 @@ class _OnTrees(TensorDictModuleBase):
 
 
 def _keys_of(cls: Any) -> list[NestedKey]:
-    """Return the keys of the fields of a typed tree, those of typed fields nested."""
+    """Return the keys of the fields of a typed tree; a typed field gives nested keys."""
     keys: list[NestedKey] = []
     for name in cls._fields:
         hint = cls._hints.get(name)

@@ -62,8 +62,8 @@ class AbstractOptimizer(ABC):
 
         Args:
             params: The tree to train.
-            grads: A tree with the same leaves. Given before `params`, it is trained in silence, unless `params` holds
-                Parameters, which gradients never are.
+            grads: A tree with the same leaves. If you pass it before `params`, it is trained silently, unless `params`
+                holds Parameters, which gradients never are.
             state: The result of `init`, or of the last `update`.
             active: A bool for each member: where it is False, parameters and state stay as they are.
             donate: Overwrite the leaves of `params` and `state`, which saves copies. From then on use the returned
@@ -84,7 +84,7 @@ class AbstractOptimizer(ABC):
         return self._step(params, grads, state, How(active, donate))
 
     def eval_params(self, params: T, state: "TensorDict") -> T:
-        """Return the parameters to evaluate and to keep: those that are trained, or the average that the rule makes."""
+        """Return the parameters to evaluate and to keep: the trained ones, or the average that the rule makes."""
         return params
 
     @abstractmethod

@@ -38,8 +38,8 @@ def check_dense(call: str, tree: TensorCollection) -> None:
             raise UnsupportedError(
                 f"{call}: members must be stacked along the batch.",
                 expected="leaves with a dimension for the members",
-                got="a lazy stack, whose rows are trees of their own",
-                hint="dense() stacks rows of one shape; else give each row an optimizer of its own.",
+                got="a lazy stack, whose rows are separate trees",
+                hint="dense() stacks rows of one shape; otherwise give each row its own optimizer.",
             )
         nodes += [child for child in node._data.values() if isinstance(child, TensorCollection)]
 
@@ -174,14 +174,14 @@ def check_scheduled(name: str, what: str, value: Any, size: torch.Size) -> Coeff
             f"{name}.update: the schedule of {what} must give one number for each member.",
             expected=f"a number or shape {list(size)}, the batch size of params" if size else "one number",
             got=f"shape {list(value.shape)}",
-            hint=f"a value for each member: give the tensor itself as {what}, which works under torch.vmap too; "
+            hint=f"a value for each member: give the tensor itself as {what}, which also works under torch.vmap; "
             "or params.with_batch_size([members]), if the leaves are stacked and the tree has no batch size.",
         )
     return value.double()
 
 
 def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math.inf) -> Any:
-    """Return a hyperparameter, of which every number must lie in [low, high); lists and arrays become tensors.
+    """Return a hyperparameter, whose numbers must all be in [low, high); lists and arrays become tensors.
 
     Schedules have no numbers yet.
     """
@@ -202,5 +202,5 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
 
 
 def path_of(tree: TensorCollection, i: int) -> str:
-    """Return the path of the leaf with this number as it stands in messages."""
+    """Return the path of the leaf with this number as messages show it."""
     return dotted(list_paths(tree)[i])

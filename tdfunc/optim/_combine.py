@@ -24,7 +24,7 @@ T = TypeVar("T", bound=TensorCollection)
 
 @dataclass(frozen=True, eq=False)
 class Chain(AbstractOptimizer):
-    """An optimizer that sees gradients through maps; its state is that of the optimizer."""
+    """An optimizer whose gradients pass through maps first; its state is the state of the last member."""
 
     maps: tuple[GradientMap, ...]
     last: AbstractOptimizer
@@ -106,7 +106,7 @@ class Multi(AbstractOptimizer):
         numbers = assign(found, {where: i for i, where in enumerate(self.groups)}, "multi")
         for i, where in enumerate(self.groups):
             matches = sum(where.mask(found)) if found and i not in numbers else 0
-            # A filter for all leaves that are left may find none; one for some leaves stands too late.
+            # A filter for all leaves that are left may find none; one for some leaves comes too late.
             if 0 < matches < len(found):
                 raise FilterError(
                     f"multi: the group {where} must have leaves.",

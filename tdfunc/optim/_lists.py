@@ -51,7 +51,7 @@ class Lists:
         return self.run("addcdiv", xs, ys, zs, value=scale)
 
     def sqrt(self, xs: Leaves) -> Leaves:
-        """`sqrt(x)`, kept; where x is 0 its derivative is 0 too, for an infinite one times 0 would be nan."""
+        """`sqrt(x)`, kept; its derivative is 0 where x is 0, because an infinite one times 0 would be nan."""
         if self._inplace:
             return self.run("sqrt", xs, keep=True)
         return [torch.threshold(x, 0.0, 1.0).sqrt() * x.sign() for x in xs]

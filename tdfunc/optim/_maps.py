@@ -78,7 +78,7 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
 
     Raises:
         ValueError: `max_norm` is negative or nan.
-        UnsupportedError: Called on gradients whose members are rows of a lazy stack.
+        UnsupportedError: The map is called on gradients whose members are rows of a lazy stack.
 
     Source:
         `torch.nn.utils.clip_grad_norm_` for each member.
@@ -131,8 +131,8 @@ def _wide(leaf: Tensor) -> torch.dtype:
 def adaptive_grad_clip(clipping: float, *, eps: float = 1e-3) -> GradientMap:
     """Return a map that scales gradients so that their norm is at most a part of the norm of their parameters.
 
-    Norms are those of a unit: of the weights into one output (a row of a matrix, a filter of a convolution), and of
-    the whole leaf where it is a vector or a number. Members are clipped each by itself.
+    A norm is taken over a unit: the weights into one output (a row of a matrix, a filter of a convolution), or the
+    complete leaf if it is a vector or a number. Each member is clipped by itself.
 
     Args:
         clipping: The largest norm of a gradient, as a part of the norm of its parameters.
@@ -184,7 +184,7 @@ def add_decayed_weights(weight_decay: float, where: "FilterLike | None" = None) 
 
     Args:
         weight_decay: The multiple.
-        where: The leaves that decay: a glob on the dotted path, or a `Filter`. By default all.
+        where: The leaves that decay: a glob on the dotted path, or a `Filter`. By default all leaves.
 
     Raises:
         ValueError: `weight_decay` is negative or nan.
@@ -219,7 +219,7 @@ def check_finite() -> GradientMap:
     It reads the values, which waits for a GPU and which no trace or transform can do.
 
     Raises:
-        UnsupportedError: Called inside a transform or a trace.
+        UnsupportedError: The map is called inside a transform or a trace.
 
     Examples:
         >>> opt = tdf.optim.chain(tdf.optim.check_finite(), tdf.optim.sgd(lr=0.1))

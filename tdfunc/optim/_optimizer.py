@@ -42,10 +42,15 @@ Hyper: TypeAlias = float | Tensor | Schedule | Sequence[float] | NDArray[Any]
 class Optimizer(AbstractOptimizer):
     """A rule and its hyperparameters: made by `sgd`, `adam` and all others that train by one rule.
 
-    A hyperparameter is a float, which is fixed; a tensor, list or array with a value for each member, which `init` puts
-    into the state under its own name, where `state.set` changes it; or a function from the number of steps done so far
-    (an integer tensor) to a float or tensor, of no dimensions or of the batch size of the parameters. Tensors are
-    differentiated where they require grad, and inside `torch.func.grad`, through `init` and `update`.
+    A hyperparameter is one of these:
+
+    - a float, which is fixed;
+    - a tensor, list or array with a value for each member, which `init` puts into the state under its own name, where
+      `state.set` changes it;
+    - a function from the number of steps done so far (an integer tensor) to a float or tensor, of no dimensions or of
+      the batch size of the parameters.
+
+    Tensors are differentiated through `init` and `update` if they require grad, and inside `torch.func.grad`.
 
     Args:
         rule: The arithmetic of one step.
@@ -109,7 +114,7 @@ class Optimizer(AbstractOptimizer):
         data |= scalars
         if how.active is not None:
             data["step"] = step + how.active
-        # Kept expanded, under a compiler too: a state of other strides would be compiled for again.
+        # Kept expanded, also under a compiler: a state of other strides would be compiled for again.
         elif step.dim() and 0 not in size and (is_compiling() or not in_functorch()) and not any(step.stride()):
             data["step"] = (step[(0,) * step.dim()] + 1).expand(step.shape)
         else:
@@ -126,7 +131,7 @@ class Optimizer(AbstractOptimizer):
 
 
 def make_optimizer(rule: Rule, hyper: Mapping[str, Hyper], **limits: tuple[float, float]) -> Optimizer:
-    """Return an optimizer whose hyperparameters lie in [0, inf), betas in [0, 1), others in their own `limits`."""
+    """Return an optimizer whose hyperparameters are in [0, inf), betas in [0, 1), others in their own `limits`."""
     checked: dict[str, Any] = {}
     for name, value in hyper.items():
         low, high = limits.get(name, (0.0, 1.0 if name.startswith("beta") else torch.inf))

@@ -15,11 +15,11 @@ Short: TypeAlias = Callable[[Leaves, Leaves], bool]
 
 
 class Replay:
-    """A kernel that looks at the layout of its tensors once: that of a later call is the same.
+    """A kernel that reads the layout of its tensors once, since later calls have the same layout.
 
     Args:
-        kernel: For tensors of any layout.
-        shorten: Returns a shorter way for tensors laid out like these, or None where there is none.
+        kernel: The kernel for tensors of any layout.
+        shorten: A function that returns a shorter way for tensors laid out like these, or None.
     """
 
     def __init__(self, kernel: Kernel, shorten: Callable[[Leaves, Leaves], Short | None]) -> None:

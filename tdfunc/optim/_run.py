@@ -50,22 +50,22 @@ class Work:
 class Rule:
     """One step, written in list arithmetic, and as a call of torch's fused kernel where there is one.
 
-    Its functions are a module's own, or partials of those, so that optimizers can be pickled.
+    Its functions are defined in a module, or are partials of such functions, so that optimizers can be pickled.
 
     Args:
         name: Its name in messages.
         slots: The trees that it keeps in the state, of zeros shaped like the parameters.
-        lists: Assigns the lists after the step to its `Work`.
-        fused: Overwrites the tensors of its `Work`, or returns False where it does not apply. Called only when all
+        lists: A function that assigns the lists after the step to its `Work`.
+        fused: A function that overwrites the tensors of its `Work`, or returns False. It is called only when all
             values are floats, all members have done as many steps, and the tensors are of float32 or float64, on one
             device and in one layout.
         scalars: The numbers of each member that it keeps in the state; they begin as 1.
-        fill: By slot the hyperparameter that it is filled with before the first step.
+        fill: A mapping from slots to the hyperparameters that fill them before the first step.
         shape: The shape of a slot for a parameter of some shape with so many batch dimensions, in rules whose elements
             depend on each other; there hyperparameters must have the batch size.
-        layout: The layout of gradients, if it is not that of the parameters.
-        check: Raises if the rule does not take such parameters.
-        decoupled: Whether weight decay shrinks the parameters.
+        layout: The layout of gradients, if it differs from the layout of the parameters.
+        check: A function that raises if the rule does not take such parameters.
+        decoupled: True if weight decay shrinks the parameters.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Run:
         return any([isinstance(value, Tensor) and value.requires_grad for value in values])
 
     def _scheduled(self, schedule: Callable[[Tensor], Any]) -> Any:
-        """Return the value of a schedule, or None where it reads tensors of its own while a trace is recorded."""
+        """Return the value of a schedule, or None where it reads its own tensors while a trace is recorded."""
         watch = recorder()
         # Else each replay calls the schedule itself, outside of the trace.
         return schedule(self.count) if watch is None else watch.attempt(lambda: schedule(self.count))
@@ -176,7 +176,7 @@ def decay(
 
 
 def takes_kernels(leaves: Leaves) -> bool:
-    """Return whether kernels may write to copies of these: real tensors, or those of a trace, at each replay."""
+    """Return whether kernels may write to copies of these: real tensors, or tensors of a trace, at each replay."""
     if is_compiling() or in_functorch():
         return False
     if recorder() is not None:

@@ -24,7 +24,7 @@ def sam(grad_fn: Callable[..., Any], rho: float = 0.05, *, adaptive: bool = Fals
         adaptive: Measure the step by the size of each element.
 
     Returns:
-        A function with the arguments of `grad_fn`. Of a tuple the other entries are those at the parameters.
+        A function with the arguments of `grad_fn`. Other entries of a tuple are taken at the given parameters.
 
     Raises:
         ValueError: `rho` is negative or nan.

@@ -37,9 +37,9 @@ def polynomial(
     Args:
         init_value: The value up to `transition_begin`.
         end_value: The value from `transition_begin + transition_steps` on.
-        transition_steps: How many steps the way takes.
-        power: 1 is a straight line.
-        transition_begin: How many steps come before.
+        transition_steps: The number of steps from one value to the other.
+        power: The power; 1 is a straight line.
+        transition_begin: The number of steps before the transition.
 
     Source:
         `optax.polynomial_schedule`, `torch.optim.lr_scheduler.PolynomialLR`.
@@ -69,7 +69,7 @@ def cosine_decay(init_value: Value, decay_steps: int, *, alpha: float = 0.0, exp
 
     Args:
         init_value: The value at step 0.
-        decay_steps: How many steps the way takes.
+        decay_steps: The number of steps to the last value.
         alpha: The last value, as a share of the first.
         exponent: A power of the cosine.
 
@@ -100,8 +100,8 @@ def warmup_cosine_decay(
     Args:
         init_value: The value at step 0.
         peak_value: The value after the warm-up.
-        warmup_steps: How many steps the warm-up takes.
-        decay_steps: How many steps both take together.
+        warmup_steps: The number of steps of the warm-up.
+        decay_steps: The number of steps of the warm-up and the decay together.
         end_value: The last value.
         exponent: A power of the cosine.
 
@@ -141,11 +141,11 @@ def exponential_decay(
 
     Args:
         init_value: The value up to `transition_begin`.
-        transition_steps: After how many steps it has been multiplied once.
+        transition_steps: The number of steps in which the value is multiplied by `decay_rate` once.
         decay_rate: The factor.
-        transition_begin: How many steps come before.
-        staircase: Whether it is multiplied at once, not along the way (`torch.optim.lr_scheduler.StepLR`).
-        end_value: A bound; the least value if `decay_rate` is below 1, else the greatest.
+        transition_begin: The number of steps before the decay.
+        staircase: Multiply once after all of these steps, not a little at each (`torch.optim.lr_scheduler.StepLR`).
+        end_value: A bound; the smallest value if `decay_rate` is below 1, otherwise the largest.
 
     Source:
         `optax.exponential_decay`.
@@ -167,8 +167,8 @@ def piecewise_constant(init_value: Value, boundaries_and_scales: Mapping[int, fl
     """Return a value that is multiplied at some steps.
 
     Args:
-        init_value: The value before the first of them.
-        boundaries_and_scales: By number of steps done the factor from then on.
+        init_value: The value before the first of these steps.
+        boundaries_and_scales: A mapping from numbers of steps done to factors from then on.
 
     Source:
         `optax.piecewise_constant_schedule`, `torch.optim.lr_scheduler.MultiStepLR`.
@@ -193,7 +193,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
     Args:
         schedules: The schedules.
-        boundaries: At how many steps done the second, third, ... begins.
+        boundaries: The numbers of steps done at which the second, third, ... schedule begins.
 
     Source:
         `optax.join_schedules`, `torch.optim.lr_scheduler.SequentialLR`.
@@ -218,12 +218,12 @@ class ReduceOnPlateau:
     `state = state.set("lr", lr * plateau["scale"])`.
 
     Args:
-        factor: By how much the scale is multiplied.
-        patience: How many updates without an improvement are waited for.
-        threshold: How much better counts as an improvement, as a share of the best metric.
-        cooldown: How many updates after a reduction are not counted.
-        min_scale: The least scale.
-        mode: Whether small or large metrics are good.
+        factor: The factor of the scale at a reduction.
+        patience: The number of updates without an improvement that are allowed.
+        threshold: The smallest change that counts as an improvement, as a share of the best metric.
+        cooldown: The number of updates after a reduction that are not counted.
+        min_scale: The smallest scale.
+        mode: `min` if small metrics are good, `max` if large ones are.
 
     Source:
         `torch.optim.lr_scheduler.ReduceLROnPlateau`, with `threshold_mode="rel"`.
@@ -248,7 +248,7 @@ class ReduceOnPlateau:
         mode: Literal["min", "max"] = "min",
     ) -> None:
         if not 0.0 < factor < 1.0:
-            raise error(ValueError, "ReduceOnPlateau: factor must lie between 0 and 1.", got=factor)
+            raise error(ValueError, "ReduceOnPlateau: factor must be between 0 and 1.", got=factor)
         self.factor = factor
         self.patience = patience
         self.threshold = threshold
@@ -270,7 +270,7 @@ class ReduceOnPlateau:
         return TensorCollection._open._make(data, size, None, None)
 
     def update(self, metric: Tensor, state: T) -> T:
-        """Return the state after a metric, of the state's batch size; a nan is no improvement."""
+        """Return the state after a metric, of the state's batch size; a nan is not an improvement."""
         data: Any = state._data
         best, metric = data["best"], metric.detach().to(data["best"].dtype)
         # inf * 0.9999 is inf: the first metric improves on it.

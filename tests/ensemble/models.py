@@ -66,8 +66,8 @@ class Returns(nn.Module):
         self.linear = nn.Linear(3, 2)
         self.fn = fn
 
-    def forward(self, x, **kwargs):
-        return self.fn(self.linear(x), **kwargs)
+    def forward(self, x, *args, **kwargs):
+        return self.fn(self.linear(x), *args, **kwargs)
 
 
 class Attention(nn.Module):

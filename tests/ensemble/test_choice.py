@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
@@ -127,9 +128,10 @@ def test_globals_are_part_of_the_trace(how, monkeypatch):
 
 @pytest.mark.parametrize("how", ["auto", "vmap", "loop", "traced"])
 @pytest.mark.parametrize("members", [1, 3])
-def test_draws_without_rng_are_refused(how, members):
-    """A forward that draws needs `rng=` in every way to run it."""
-    ensemble, tree = ensemble_of([make_mlp(0.5).train() for _ in range(members)], how)
+@pytest.mark.parametrize("make", [lambda: make_mlp(0.5).train(), lambda: Returns(F.dropout).eval()])
+def test_draws_without_rng_are_refused(make, how, members):
+    """A forward that draws, in training or in evaluation, needs `rng=` in every way to run it."""
+    ensemble, tree = ensemble_of([make() for _ in range(members)], how)
 
     with pytest.raises(UnsupportedError, match="no rng was given"):
         ensemble(tree, torch.ones(5, 3))

@@ -9,19 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure
 
-from tdfunc import (
-    Ensemble,
-    Filter,
-    Kind,
-    TensorDict,
-    UnsupportedError,
-    combine,
-    functional,
-    init_ensemble,
-    partition,
-    split,
-)
+import tdfunc as tdf
 from tdfunc.ops.batch.join import stack
 from tests.ensemble.models import Returns, ensemble_of, make_cnn, make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_pure, assert_trees_equal, examples, quick
@@ -155,23 +145,23 @@ class Branches(nn.Module):
 def test_law_shared_leaves_are_stacked_copies(members, how, chunk, training, dim, where):
     """Members that share leaves compute what they compute with copies of them, and a shared leaf gets all gradients."""
     seed = 7 if training and how != "traced" else None
-    apply = functional(Branches())[0].train(seed is not None)
+    apply = tdf.functional(Branches())[0].train(seed is not None)
     x = torch.arange(members * 12.0).sin().reshape(members, 4, 3)
     x = x[0] if dim is None else x.movedim(0, dim)
-    # In training mode each member has statistics of its own.
-    where = Filter(where) if seed is None else Filter(where) & Kind.PARAMETER
-    tree = init_ensemble(Branches, members)
-    (one, _), (_, own) = partition(tree[0], where), partition(tree, where)
+    # In training mode each member has its own statistics.
+    where = tdf.Filter(where) if seed is None else tdf.Filter(where) & tdf.Kind.PARAMETER
+    tree = tdf.init_ensemble(Branches, members)
+    (one, _), (_, own) = tdf.partition(tree[0], where), tdf.partition(tree, where)
     ways = [
-        (Ensemble(apply, "loop"), combine(stack([one] * members), own)),
-        (Ensemble(apply, how, chunk_size=chunk, shared=where), combine(one, own)),
+        (tdf.Ensemble(apply, "loop"), tdf.combine(stack([one] * members), own)),
+        (tdf.Ensemble(apply, how, chunk_size=chunk, shared=where), tdf.combine(one, own)),
     ]
     expected, out = [run(tree, x, in_dims=dim, rng=seed) for run, tree in ways]
     assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
     def gradient(run, tree):
-        params, buffers = split(tree)
-        return torch.func.grad(lambda p: run(combine(p, buffers), x, in_dims=dim, rng=seed).sin().sum())(params)
+        params, buffers = tdf.split(tree)
+        return torch.func.grad(lambda p: run(tdf.combine(p, buffers), x, in_dims=dim, rng=seed).sin().sum())(params)
 
     for each, ours in zip(*[gradient(*way).leaves() for way in ways], strict=True) if how != "traced" else ():
         assert_close(ours, each if each.dim() == ours.dim() else each.sum(0), rtol=1e-3, atol=1e-4)
@@ -189,42 +179,30 @@ def test_nothing_given_is_written(how, generator):
 # -- outputs ----------------------------------------------------------------------------------------------------
 
 
+OUTPUTS = {
+    "containers": lambda y: {"y": y, "both": (y.sum(-1), [None, 3, "text"])},
+    "a tree": lambda y: tdf.TensorDict({"y": y, "note": "ok"}, [5]),
+    "nothing": lambda y: None,
+    "a constant": lambda y: torch.ones(2),
+}
+
+
 @pytest.mark.parametrize("how", WAYS)
-def test_structured_outputs(how):
-    """Tuples, dicts, None and plain values come back with the tensors."""
-    models = [Returns(lambda y: {"y": y, "both": (y.sum(-1), [None, 3, "text"])}) for _ in range(3)]
+@pytest.mark.parametrize("fn", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs(fn, how):
+    """Containers, trees, None and plain values come back with the tensors of all members stacked."""
+    models = [Returns(fn) for _ in range(3)]
     ensemble, tree = ensemble_of(models, how)
     x = torch.ones(5, 3)
+    flat, specs = zip(*[tree_flatten(model(x)) for model in models], strict=True)
+    expected = [torch.stack(xs) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*flat, strict=True)]
 
     out = ensemble(tree, x)
 
-    assert_close(out["y"], torch.stack([model.linear(x) for model in models]))
-    assert out["both"][0].shape == (3, 5)
-    assert out["both"][1] == [None, 3, "text"]
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_tree_outputs_have_the_members_in_their_batch_size(how):
-    """A TensorDict that forward returns gets the members as its first batch dimension."""
-    models = [Returns(lambda y: TensorDict({"y": y, "note": "ok"}, [5])) for _ in range(3)]
-    ensemble, tree = ensemble_of(models, how)
-    x = torch.ones(5, 3)
-    expected = stack([TensorDict({"y": model.linear(x), "note": "ok"}, [5]) for model in models]).detach()
-
-    out = ensemble(tree, x)
-
-    assert out.batch_size == (3, 5)
-    assert_close(out["y"], expected["y"])
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_output_without_tensors(how):
-    """A forward may return nothing, or a constant for all members."""
-    nothing, tree = ensemble_of([Returns(lambda y: None) for _ in range(3)], how)
-    constant, _ = ensemble_of([Returns(lambda y: torch.ones(2)) for _ in range(3)], how)
-
-    assert nothing(tree, torch.ones(5, 3)) is None
-    assert_close(constant(tree, torch.ones(5, 3)), torch.ones(3, 2))
+    assert getattr(out, "batch_size", (3, 5)) == (3, 5)
+    assert tree_structure(out) == specs[0]
+    for x, y in zip(tree_leaves(out), expected, strict=True):
+        assert torch.allclose(x, y, atol=1e-6) if isinstance(y, torch.Tensor) else x == y
 
 
 class Opaque:
@@ -236,7 +214,7 @@ def test_opaque_outputs_are_refused(how):
     """An output that torch's pytree does not know is refused: its tensors cannot be stacked."""
     ensemble, tree = ensemble_of([Returns(lambda y: (y, Opaque())) for _ in range(3)], how)
 
-    with pytest.raises(UnsupportedError, match=r"(?s)Opaque.*pytree|result.*Opaque"):
+    with pytest.raises(tdf.UnsupportedError, match=r"(?s)Opaque.*pytree|result.*Opaque"):
         ensemble(tree, torch.ones(5, 3))
 
 
@@ -247,7 +225,7 @@ def test_plain_values_must_agree(how):
     ensemble, tree = ensemble_of(models, how)
     values = [model(torch.ones(5, 3)) for model in models]
 
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(tdf.UnsupportedError) as caught:
         ensemble(tree, torch.ones(5, 3))
     assert "member 1" in str(caught.value)
     assert all(str(value) in str(caught.value) for value in values)
@@ -258,7 +236,7 @@ def test_structures_must_agree():
     ensemble, tree = ensemble_of([Returns(lambda y: [y] * (1 + int(y.sum() > 0))) for _ in range(2)], "loop")
     tree = tree.set(("linear", "bias"), torch.tensor([[-99.0] * 2, [99.0] * 2]))
 
-    with pytest.raises(UnsupportedError, match=r"(?s)member 1 .*structure.*expected: .*\n  got: "):
+    with pytest.raises(tdf.UnsupportedError, match=r"(?s)member 1 .*structure.*expected: .*\n  got: "):
         ensemble(tree, torch.ones(5, 3))
 
 
@@ -272,24 +250,11 @@ def test_tree_arguments(how):
     ensemble, tree = ensemble_of(models, how)
     x = torch.ones(5, 3)
     for batch_size in ([3, 5], [3], [3, 5]):
-        data = TensorDict({"b": torch.arange(30.0).reshape(3, 5, 2)}, batch_size)
-        mapped = Ensemble(functional(Both())[0], how)
-        out = mapped(tree, x, data, in_dims=(None, 0))
+        data = tdf.TensorDict({"b": torch.arange(30.0).reshape(3, 5, 2)}, batch_size)
+        out = ensemble(tree, x, data, in_dims=(None, 0))
 
         assert_close(out, torch.stack([m.linear(x) + data["b"][i] + len(batch_size) - 1 for i, m in enumerate(models)]))
     assert ensemble(tree, x, data=data[0]).shape == (3, 5, 2)
-
-
-class Both(nn.Module):
-    """Adds a tree's leaf and its number of batch dimensions to linear(x)."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.fn = None
-
-    def forward(self, x, data):
-        return self.linear(x) + data["b"] + data.batch_dims
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------
@@ -298,7 +263,7 @@ class Both(nn.Module):
 def test_buffers_inside_params_or_beside_them(generator):
     """The whole tree of stack_modules and params with buffers= give the same."""
     ensemble, tree = ensemble_of([nn.BatchNorm1d(3) for _ in range(3)])
-    params, buffers = split(tree)
+    params, buffers = tdf.split(tree)
     x = torch.randn(5, 3, generator=generator)
     whole, new = ensemble.with_buffers(tree, None, x)
 
@@ -306,8 +271,8 @@ def test_buffers_inside_params_or_beside_them(generator):
         assert_close(whole, ensemble(params, x, buffers=buffers))
     # Once.
     ensemble(params, x, buffers=buffers)
-    Ensemble(ensemble.apply.eval())(params, x, buffers=buffers)
-    assert_trees_equal(split(new)[1], ensemble.with_buffers(params, buffers, x)[1])
+    tdf.Ensemble(ensemble.apply.eval())(params, x, buffers=buffers)
+    assert_trees_equal(tdf.split(new)[1], ensemble.with_buffers(params, buffers, x)[1])
     assert torch.equal(new["weight"], tree["weight"])
 
 
@@ -318,7 +283,7 @@ def test_buffers_inside_params_or_beside_them(generator):
 def test_transforms_around_it(how, generator):
     """grad, vmap and jvp over an ensemble give the numbers of the loop."""
     ensemble, tree = ensemble_of([make_mlp() for _ in range(3)], how)
-    loop = Ensemble(ensemble.apply, "loop")
+    loop = tdf.Ensemble(ensemble.apply, "loop")
     x = torch.randn(4, 5, 3, generator=generator)
 
     def loss(run):

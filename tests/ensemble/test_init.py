@@ -137,24 +137,6 @@ def test_equal_across_processes():
     assert json.loads(printed) == here
 
 
-def test_initialisation_has_the_distribution_of_torch():
-    """Members start within the range that torch's initialisation promises."""
-    tree = init_ensemble(lambda: nn.Linear(100, 50), 8)
-    weight = tree["weight"]
-
-    assert weight.abs().max() <= 0.1
-    assert abs(float(weight.std()) - 0.2 / 12**0.5) < 1e-3
-
-
-def members(make, n):
-    """The modules that init_ensemble builds with seed 0."""
-    built = []
-    for i in range(n):
-        with seeded(random.fold_in(random.key(0), i)):
-            built.append(make())
-    return built
-
-
 def test_a_module_without_numbers():
     """Modules without weights make an ensemble, though their members are equal."""
     assert init_ensemble(nn.ReLU, 5).batch_size == (5,)

@@ -9,28 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tdfunc import (
-    BatchSizeError,
-    Ensemble,
-    FilterError,
-    LeafMismatchError,
-    TieError,
-    TreeStructureError,
-    UnsupportedError,
-    combine,
-    from_module,
-    functional,
-    init_ensemble,
-    partition,
-    stack_modules,
-    unstack,
-)
+import tdfunc as tdf
 from tests.ensemble.models import Returns, ensemble_of, make_mlp
 from tests.helpers import TiedLM
 
 LAYER, X = nn.Linear(4, 2), torch.ones(5, 3, 4)
-APPLY, PARAMS, _ = functional(LAYER)
-TREE = stack_modules([nn.Linear(4, 2) for _ in range(3)])
+APPLY, PARAMS, _ = tdf.functional(LAYER)
+TREE = tdf.stack_modules([nn.Linear(4, 2) for _ in range(3)])
 
 
 def make_each(*makers):
@@ -85,60 +70,71 @@ def run(modules, how, **options):
 
 def share_statistics():
     """Train members with running statistics that they share."""
-    norms = stack_modules([nn.BatchNorm1d(4)] * 3)
-    tree = combine(partition(norms[0], "running_*")[0], partition(norms, "running_*")[1])
-    return Ensemble(functional(nn.BatchNorm1d(4))[0], shared="running_*").with_buffers(tree, None, X)
+    norms = tdf.stack_modules([nn.BatchNorm1d(4)] * 3)
+    tree = tdf.combine(tdf.partition(norms[0], "running_*")[0], tdf.partition(norms, "running_*")[1])
+    return tdf.Ensemble(tdf.functional(nn.BatchNorm1d(4))[0], shared="running_*").with_buffers(tree, None, X)
 
 
 MESSAGES = [
     # Stacking.
-    (lambda: stack_modules([]), ValueError, "there must be a module", "at least one", "[]"),
-    (lambda: stack_modules(LAYER), TypeError, "modules must be a list", "Linear", "init_ensemble"),
-    (lambda: stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)]), UnsupportedError,
+    (lambda: tdf.stack_modules([]), ValueError, "there must be a module", "at least one", "[]"),
+    (lambda: tdf.stack_modules(LAYER), TypeError, "modules must be a list", "Linear", "init_ensemble"),
+    (lambda: tdf.stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)]), tdf.UnsupportedError,
      "stack_modules: '0.weight' of LazyLinear", "example input"),
-    (lambda: unstack(from_module(LAYER)), BatchSizeError, "unstack", "[E, ...]", "[]"),
-    (lambda: init_ensemble(nn.ReLU, 0), ValueError, "members must be at least 1", "0"),
-    (lambda: init_ensemble(lambda: LAYER, 3), ValueError, "members 0 and 1 are equal", "differ", "make() must build"),
-    (lambda: init_ensemble(lambda: nn.LayerNorm(3), 3), ValueError, "members 0 and 1 are equal"),
-    (lambda: init_ensemble(make_each(make_mlp, nn.ReLU), 2), TreeStructureError, "init_ensemble: member 1", "'class'"),
-    (lambda: init_ensemble(make_each(lambda: nn.Linear(3, 2), lambda: nn.Linear(3, 3)), 2), TreeStructureError,
+    (lambda: tdf.unstack(tdf.from_module(LAYER)), tdf.BatchSizeError, "unstack", "[E, ...]", "[]"),
+    (lambda: tdf.init_ensemble(nn.ReLU, 0), ValueError, "members must be at least 1", "0"),
+    (lambda: tdf.init_ensemble(lambda: LAYER, 3), ValueError, "members 0 and 1 are equal", "differ",
+     "make() must build"),
+    (lambda: tdf.init_ensemble(lambda: nn.LayerNorm(3), 3), ValueError, "members 0 and 1 are equal"),
+    (lambda: tdf.init_ensemble(make_each(make_mlp, nn.ReLU), 2), tdf.TreeStructureError, "init_ensemble: member 1",
+     "'class'"),
+    (lambda: tdf.init_ensemble(make_each(lambda: nn.Linear(3, 2), lambda: nn.Linear(3, 3)), 2), tdf.TreeStructureError,
      "member 1", "'out_features' of the root", "2", "3"),
-    (lambda: init_ensemble(make_each(lambda: drawn(torch.float32), lambda: drawn(torch.float64)), 2),
-     LeafMismatchError, "'w' of member 1", "float32", "float64"),
-    (lambda: init_ensemble(make_each(lambda: drawn(torch.float32), lambda: drawn(torch.float32).to("meta")), 2),
-     LeafMismatchError, "'w' of member 1", "cpu", "meta"),
-    (lambda: init_ensemble(make_each(TiedLM, untied), 2), TieError,
+    (lambda: tdf.init_ensemble(make_each(lambda: drawn(torch.float32), lambda: drawn(torch.float64)), 2),
+     tdf.LeafMismatchError, "'w' of member 1", "float32", "float64"),
+    (lambda: tdf.init_ensemble(make_each(lambda: drawn(torch.float32), lambda: drawn(torch.float32).to("meta")), 2),
+     tdf.LeafMismatchError, "'w' of member 1", "cpu", "meta"),
+    (lambda: tdf.init_ensemble(make_each(TiedLM, untied), 2), tdf.TieError,
      "member 1", "emb.weight", "out.weight", "none"),
-    (lambda: init_ensemble(draw_inside, 2), UnsupportedError, "past the key", "torch.nn.init", "takes no key",
+    (lambda: tdf.init_ensemble(draw_inside, 2), tdf.UnsupportedError, "past the key", "torch.nn.init", "takes no key",
      "stack_modules"),
-    (lambda: init_ensemble(lambda: drawn_outside(np.random.rand), 2), UnsupportedError, "past the key", "numpy's"),
-    (lambda: init_ensemble(lambda: drawn_outside(random.random), 2), UnsupportedError, "past the key", "Python's"),
+    (lambda: tdf.init_ensemble(lambda: drawn_outside(np.random.rand), 2), tdf.UnsupportedError, "past the key",
+     "numpy's"),
+    (lambda: tdf.init_ensemble(lambda: drawn_outside(random.random), 2), tdf.UnsupportedError, "past the key",
+     "Python's"),
     # Making an ensemble.
-    (lambda: Ensemble(APPLY, "vmapp"), ValueError, "'loop', 'vmap'", "'vmapp'"),
-    (lambda: Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
-    (lambda: Ensemble(functional(Takes("in_dims"))[0]), UnsupportedError, "called 'in_dims'", "wrap the module"),
-    (lambda: Ensemble(functional(Takes("rng"), call_only=True)[0]), UnsupportedError, "called 'rng'", "'buffers'"),
+    (lambda: tdf.MCDropout(APPLY, 4), tdf.UnsupportedError, "a dropout layer", "Linear"),
+    (lambda: tdf.MCDropout(tdf.functional(nn.Dropout())[0], 0), ValueError, "members must be at least 1", "0"),
+    (lambda: tdf.Ensemble(APPLY, "vmapp"), ValueError, "'loop', 'vmap'", "'vmapp'"),
+    (lambda: tdf.Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
+    (lambda: tdf.Ensemble(tdf.functional(Takes("in_dims"))[0]), tdf.UnsupportedError, "called 'in_dims'",
+     "wrap the module"),
+    (lambda: tdf.Ensemble(tdf.functional(Takes("rng"), call_only=True)[0]), tdf.UnsupportedError, "called 'rng'",
+     "'buffers'"),
     # Calling it.
-    (lambda: Ensemble(APPLY)(PARAMS, X), BatchSizeError, "batch size [E]", "batch size []", "stack_modules"),
-    (lambda: Ensemble(APPLY, chunk_size=0), ValueError, "chunk_size must be at least 1", "0"),
-    (lambda: Ensemble(APPLY)(TREE[:0], X), BatchSizeError, "E > 0", "batch size [0]"),
-    (lambda: Ensemble(APPLY)(TREE, X, in_dims=(0, 0)), ValueError, "1 entries", "(0, 0)"),
-    (lambda: Ensemble(APPLY)(TREE, X, in_dims={"x": 0}), ValueError, "a tuple of them", "'x'"),
-    (lambda: Ensemble(APPLY)(TREE, X, in_dims=0), ValueError, "dimension 0", "3 members there", "(5, 3, 4)"),
-    (lambda: Ensemble(APPLY)(TREE, X, in_dims=7), ValueError, "dimension 7", "3 members there", "(5, 3, 4)"),
-    (lambda: Ensemble(APPLY)({"weight": X}, X), BatchSizeError, "dict", 'unflatten_keys(".")'),
-    (lambda: Ensemble(APPLY, shared="*")(TREE, X), BatchSizeError, "leaves no leaf to the members", "2 shared leaves"),
-    (lambda: Ensemble(APPLY, shared="trunk.*")(TREE, X), FilterError, "'trunk.*' matches no leaf"),
-    (lambda: Ensemble(APPLY, shared="bias")(TREE, X), LeafMismatchError, "'bias'", "(2,)", "(3, 2)"),
-    (lambda: share_statistics(), UnsupportedError, "buffers of its own", "Filter('running_*')", "Kind.PARAMETER"),
-    (lambda: run([make_mlp(0.5)], "auto"), UnsupportedError, "no rng was given", "rng=key", "rng=None", "apply.eval"),
-    (lambda: run([Returns(lambda y: torch.poisson(y.exp())) for _ in range(2)], "vmap", rng=0), UnsupportedError,
+    (lambda: tdf.Ensemble(APPLY)(PARAMS, X), tdf.BatchSizeError, "batch size [E]", "batch size []", "stack_modules"),
+    (lambda: tdf.Ensemble(APPLY, chunk_size=0), ValueError, "chunk_size must be at least 1", "0"),
+    (lambda: tdf.Ensemble(APPLY)(TREE[:0], X), tdf.BatchSizeError, "E > 0", "batch size [0]"),
+    (lambda: tdf.Ensemble(APPLY)(TREE, X, in_dims=(0, 0)), ValueError, "1 entries", "(0, 0)"),
+    (lambda: tdf.Ensemble(APPLY)(TREE, X, in_dims={"x": 0}), ValueError, "a tuple of them", "'x'"),
+    (lambda: tdf.Ensemble(APPLY)(TREE, X, in_dims=0), ValueError, "dimension 0", "3 members there", "(5, 3, 4)"),
+    (lambda: tdf.Ensemble(APPLY)(TREE, X, in_dims=7), ValueError, "dimension 7", "3 members there", "(5, 3, 4)"),
+    (lambda: tdf.Ensemble(APPLY)({"weight": X}, X), tdf.BatchSizeError, "dict", 'unflatten_keys(".")'),
+    (lambda: tdf.Ensemble(APPLY, shared="*")(TREE, X), tdf.BatchSizeError, "leaves no leaf to the members",
+     "2 shared leaves"),
+    (lambda: tdf.Ensemble(APPLY, shared="trunk.*")(TREE, X), tdf.FilterError, "'trunk.*' matches no leaf"),
+    (lambda: tdf.Ensemble(APPLY, shared="bias")(TREE, X), tdf.LeafMismatchError, "'bias'", "(2,)", "(3, 2)"),
+    (lambda: share_statistics(), tdf.UnsupportedError, "its own buffers", "Filter('running_*')", "Kind.PARAMETER"),
+    (lambda: run([make_mlp(0.5)], "auto"), tdf.UnsupportedError, "no rng was given", "rng=key", "rng=None",
+     "apply.eval"),
+    (lambda: run([Returns(lambda y: torch.poisson(y.exp())) for _ in range(2)], "vmap", rng=0), tdf.UnsupportedError,
      "past its member's key", "default generator", 'how="loop"'),
-    (lambda: run([Returns(lambda y: y * random.random())] * 2, "vmap"), UnsupportedError, "once for all members",
+    (lambda: run([Returns(lambda y: y * random.random())] * 2, "vmap"), tdf.UnsupportedError, "once for all members",
      "Python's generator", 'how="loop"'),
-    (lambda: run([Returns(lambda y: y * random.random())] * 2, "auto", rng=0), UnsupportedError, "past rng="),
-    (lambda: run([Returns(lambda y: y * random.random())] * 2, "traced"), UnsupportedError, "draws while", "Python's"),
-    (lambda: run([nn.Sequential(nn.Linear(3, 4), nn.RReLU())], "traced", rng=0), UnsupportedError,
+    (lambda: run([Returns(lambda y: y * random.random())] * 2, "auto", rng=0), tdf.UnsupportedError, "past rng="),
+    (lambda: run([Returns(lambda y: y * random.random())] * 2, "traced"), tdf.UnsupportedError, "draws while",
+     "Python's"),
+    (lambda: run([nn.Sequential(nn.Linear(3, 4), nn.RReLU())], "traced", rng=0), tdf.UnsupportedError,
      "past rng=", "aten.rrelu", 'how="loop"'),
 ]  # fmt: skip
 

@@ -17,18 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
-from tdfunc import (
-    Ensemble,
-    Kind,
-    LeafMismatchError,
-    TieError,
-    TreeStructureError,
-    from_module,
-    functional,
-    split,
-    stack_modules,
-    unstack,
-)
+import tdfunc as tdf
 from tdfunc.ops.batch.join import stack
 from tests.ensemble.models import ensemble_of, make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_trees_equal
@@ -36,7 +25,7 @@ from tests.helpers import TiedLM, assert_trees_equal
 
 def detached(module):
     """A module's tree without gradient history."""
-    return from_module(module).apply(lambda leaf: leaf.detach())
+    return tdf.from_module(module).apply(lambda leaf: leaf.detach())
 
 
 @pytest.mark.parametrize("make", [make_mlp, make_resnet, make_transformer, TiedLM, nn.ReLU], ids=lambda f: f.__name__)
@@ -45,13 +34,13 @@ def test_equals_stacked_trees(make, members):
     """Leaves, kinds, ties and their order are those of the members' own trees."""
     models = [make() for _ in range(members)]
 
-    assert_trees_equal(stack_modules(models), stack([detached(model) for model in models]))
+    assert_trees_equal(tdf.stack_modules(models), stack([detached(model) for model in models]))
 
 
 def test_copies_without_gradient_history():
     """The tree's leaves share neither memory nor graph with the modules."""
     models = [make_mlp() for _ in range(2)]
-    tree = stack_modules(models)
+    tree = tdf.stack_modules(models)
     before = tree["0", "weight"].clone()
     with torch.no_grad():
         models[0][0].weight.add_(1)
@@ -83,52 +72,25 @@ class Stateful(nn.Module):
 def test_extra_state_and_hidden_buffers():
     """Each member keeps its extra state, and a non-persistent buffer its kind."""
     models = [Stateful("same") for _ in range(2)]
-    tree = stack_modules(models)
+    tree = tdf.stack_modules(models)
 
     assert tree["_extra_state"] == ["same", "same"]
-    assert split(tree)[1]._kinds["scratch"] is Kind.NON_PERSISTENT
+    assert tdf.split(tree)[1]._kinds["scratch"] is tdf.Kind.NON_PERSISTENT
     other = Stateful("old")
     tree[1].to_module(other)
     assert other.get_extra_state() == "same"
 
 
-def test_ties_stay_one_leaf():
-    """A tied Hugging Face model has one stacked leaf for both names of its embedding."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_implementation="eager"
-    )
-    models = [transformers.GPT2LMHeadModel(config).eval() for _ in range(3)]
-    ensemble, tree = ensemble_of(models, "vmap")
-    ids = torch.arange(6)[None]
-
-    assert tree["lm_head", "weight"] is tree["transformer", "wte", "weight"]
-    assert len(torch.utils._pytree.tree_leaves(tree)) == len(list(models[0].parameters()))
-    assert_close(ensemble(tree, ids, use_cache=False).logits, torch.stack([model(ids).logits for model in models]))
-    plain = transformers.GPT2LMHeadModel(config).eval()
-    tree[1].to_module(plain)
-    assert plain.lm_head.weight is plain.transformer.wte.weight
-    assert_close(plain(ids).logits, models[1](ids).logits)
-
-
-def test_parametrized_members_built_apart():
-    """Members whose parametrizations made a class each are alike."""
-    models = [parametrizations.weight_norm(nn.Linear(3, 2)) for _ in range(3)]
-    ensemble, tree = ensemble_of(models)
-    x = torch.ones(5, 3)
-
-    assert type(models[0]) is not type(models[1])
-    assert_close(ensemble(tree, x), torch.stack([model(x) for model in models]))
-
-
 def test_compiled_members_are_unwrapped():
-    """Members wrapped by torch.compile are unwrapped, the root and submodules."""
+    """Members that torch.compile wraps or marks are like others, the root and submodules."""
     models = [nn.Linear(3, 2) for _ in range(2)]
     wrapped = [torch.compile(model, backend="eager") for model in models]
-    inside = [nn.Sequential(model) for model in wrapped]
+    expected = tdf.stack_modules(models)
+    models[1].compile(backend="eager")
 
-    assert_trees_equal(stack_modules(wrapped), stack_modules(models))
-    assert stack_modules(inside)["0", "weight"].shape == (2, 2, 3)
+    assert_trees_equal(tdf.stack_modules(wrapped), expected)
+    assert_trees_equal(tdf.stack_modules([wrapped[0], models[1]]), expected)
+    assert tdf.stack_modules([nn.Sequential(model) for model in wrapped])["0", "weight"].shape == (2, 2, 3)
 
 
 # -- and back ---------------------------------------------------------------------------------------------------
@@ -138,11 +100,11 @@ def test_compiled_members_are_unwrapped():
 def test_law_unstack_undoes_stack(members, make):
     """A member comes back with its leaves, ties and kinds."""
     models = [make() for _ in range(members)]
-    tree = stack_modules(models)
+    tree = tdf.stack_modules(models)
 
-    for model, member in zip(models, unstack(tree), strict=True):
+    for model, member in zip(models, tdf.unstack(tree), strict=True):
         assert_trees_equal(member, detached(model))
-    assert_trees_equal(stack(unstack(tree)), tree)
+    assert_trees_equal(stack(tdf.unstack(tree)), tree)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
@@ -190,9 +152,9 @@ class Number(float):
     """A number of a class of its own."""
 
 
-def relu_of(scale):
-    """A function with a closure."""
-    return lambda x: torch.relu(x * scale)
+def times(scale):
+    """A hook with a closure."""
+    return lambda module, args, out: out * scale
 
 
 def keyword(value):
@@ -206,7 +168,7 @@ def keyword(value):
 
 def marked(value):
     """A function with an attribute."""
-    fn = relu_of(1.0)
+    fn = times(1.0)
     fn.value = value
     return fn
 
@@ -218,24 +180,15 @@ def cyclic(value):
     return made
 
 
-def slope(value):
-    """A module that is no submodule."""
-    return nn.LeakyReLU(value)
-
-
-def weight(value):
-    """A weight that is no parameter of a module."""
-    return nn.Parameter(torch.full((2,), value))
-
-
 # Of a number: what holds it.
 HOLDERS = [
     lambda x: x, lambda x: x + 1j, lambda x: str(x), lambda x: (1, (x,)), lambda x: [x], lambda x: {"a": x},
-    lambda x: {x: 1}, lambda x: {x}, lambda x: bytes([int(x)]), Number, Plain, Slotted, Equal, cyclic, keyword, relu_of,
+    lambda x: {x: 1}, lambda x: {x}, lambda x: bytes([int(x)]), Number, Plain, Slotted, Equal, cyclic, keyword, times,
     marked, lambda x: [Plain(x)], lambda x: {"a": (Slotted(x),)}, lambda x: Plain(Slotted(x)),
     lambda x: Plain(x).__init__, lambda x: functools.partial(F.elu, alpha=x), lambda x: torch.full((2,), x),
-    lambda x: np.full(2, x), lambda x: np.float64(x), lambda x: [slope(x)], lambda x: {"a": weight(x)},
-    lambda x: functools.partial(slope(x)), lambda x: torch.full((2,), x, requires_grad=True), lambda x: weight(x).exp(),
+    lambda x: np.full(2, x), lambda x: np.float64(x), lambda x: [nn.LeakyReLU(x)],
+    lambda x: {"a": nn.Parameter(torch.full((2,), x))}, lambda x: functools.partial(nn.LeakyReLU(x)),
+    lambda x: torch.full((2,), x, requires_grad=True), lambda x: torch.full((2,), x, requires_grad=True).exp(),
     lambda x: torch.Generator().manual_seed(int(x)), lambda x: random.Random(x), lambda x: deque([x]),
     lambda x: slice(x),
 ]  # fmt: skip
@@ -255,8 +208,8 @@ def test_hyperparameters_that_differ_are_named(i):
     values = (lambda: HOLDERS[i](1.0), lambda: HOLDERS[i](5.0)) if i < n else [lambda x=x: x for x in UNLIKE[i - n]]
     first, same, second = values[0](), values[0](), values[1]()
 
-    with pytest.raises(TreeStructureError) as caught:
-        stack_modules([Holds(first), Holds(same), Holds(second)])
+    with pytest.raises(tdf.TreeStructureError) as caught:
+        tdf.stack_modules([Holds(first), Holds(same), Holds(second)])
     assert "member 2 differs from member 0 in 'value' of the root" in str(caught.value)
     assert f"expected: {first!r}" in str(caught.value)
     assert f"got:      {second!r}" in str(caught.value)
@@ -265,7 +218,7 @@ def test_hyperparameters_that_differ_are_named(i):
 @pytest.mark.parametrize("make", [object, torch.Generator, threading.Lock, lambda: float("nan"), lambda: None])
 def test_hyperparameters_without_numbers_are_alike(make):
     """Sentinels, locks and fresh generators, made for each member, are alike."""
-    assert stack_modules([Holds(make()) for _ in range(3)]).batch_size == (3,)
+    assert tdf.stack_modules([Holds(make()) for _ in range(3)]).batch_size == (3,)
 
 
 class Refers(nn.Module):
@@ -280,17 +233,22 @@ class Refers(nn.Module):
 
 def test_registered_modules_are_compared_by_their_paths():
     """A list of submodules or weights is alike where the same paths stand in it, whatever their values."""
-    assert stack_modules([Refers(), Refers()]).batch_size == (2,)
-    with pytest.raises(TreeStructureError, match="'order' of the root"):
-        stack_modules([Refers(), Refers(swapped=True)])
+    assert tdf.stack_modules([Refers(), Refers()]).batch_size == (2,)
+    with pytest.raises(tdf.TreeStructureError, match="'order' of the root"):
+        tdf.stack_modules([Refers(), Refers(swapped=True)])
 
 
 @pytest.mark.parametrize(
-    "change", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)]
-)
+    "change",
+    [
+        nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 0.5),
+        # It makes a class for each module.
+        parametrizations.weight_norm,
+    ],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*_norm.*:FutureWarning")
-def test_weights_that_hooks_compute_may_differ(change):
-    """A weight that a hook before forward computes anew is no hyperparameter."""
+def test_computed_weights_may_differ(change):
+    """A weight that a hook before forward, or a parametrization, computes anew is not a hyperparameter."""
     models = [change(nn.Linear(3, 2)) for _ in range(2)]
     ensemble, tree = ensemble_of(models)
     x = torch.ones(5, 3)
@@ -316,36 +274,31 @@ def leave(module, args):
 
 def test_computed_tensors_that_no_hook_recomputes_must_agree():
     """A tensor that no hook recomputes is compared, in a module with other hooks too."""
-    assert stack_modules([Scaled(2.0), Scaled(2.0)]).batch_size == (2,)
-    with pytest.raises(TreeStructureError, match="'scale' of the root"):
-        stack_modules([Scaled(2.0), Scaled(3.0)])
+    assert tdf.stack_modules([Scaled(2.0), Scaled(2.0)]).batch_size == (2,)
+    with pytest.raises(tdf.TreeStructureError, match="'scale' of the root"):
+        tdf.stack_modules([Scaled(2.0), Scaled(3.0)])
 
 
-def times(scale):
-    """A hook with a closure."""
-    return lambda module, args, out: out * scale
+HOOKS = {
+    "second": (lambda m: None, lambda m: m.register_forward_hook(times(5.0)), "_forward_hooks"),
+    "first": (lambda m: m.register_forward_hook(times(5.0)), lambda m: None, "_forward_hooks"),
+    "closure": (*[lambda m, s=s: m.register_forward_hook(times(s)) for s in (1.0, 5.0)], "_forward_hooks"),
+    "keywords": (
+        *[lambda m, k=k: m.register_forward_pre_hook(Plain.__init__, with_kwargs=k) for k in (True, False)],
+        "_forward_pre_hooks",
+    ),
+}
 
 
-@pytest.mark.parametrize("scales", [(None, 5.0), (5.0, None), (1.0, 5.0)], ids=["second", "first", "closure"])
-def test_hooks_that_differ(scales):
-    """Members with different hooks are refused."""
+@pytest.mark.parametrize(("first", "second", "name"), HOOKS.values(), ids=HOOKS)
+def test_hooks_that_differ(first, second, name):
+    """Members with different hooks, or hooks that are called in another way, are refused."""
     models = [nn.Sequential(nn.ReLU(), nn.Linear(3, 2)) for _ in range(2)]
-    for model, scale in zip(models, scales, strict=True):
-        if scale is not None:
-            model[1].register_forward_hook(times(scale))
+    first(models[0][1])
+    second(models[1][1])
 
-    with pytest.raises(TreeStructureError, match=r"(?s)member 1 differs.*'_forward_hooks' of '1'.*expected:.*got:"):
-        stack_modules(models)
-
-
-def test_hooks_that_are_called_otherwise():
-    """Hooks that take keywords in one member only are refused."""
-    models = [nn.Linear(3, 2) for _ in range(2)]
-    for model, with_kwargs in zip(models, (True, False), strict=True):
-        model.register_forward_pre_hook(Plain.__init__, with_kwargs=with_kwargs)
-
-    with pytest.raises(TreeStructureError, match=r"(?s)'_forward_pre_hooks' of the root.*Plain"):
-        stack_modules(models)
+    with pytest.raises(tdf.TreeStructureError, match=rf"(?s)member 1 differs.*'{name}' of '1'.*expected:.*got:"):
+        tdf.stack_modules(models)
 
 
 def test_hooks_made_apart_are_alike():
@@ -355,7 +308,7 @@ def test_hooks_made_apart_are_alike():
         model.register_forward_pre_hook(Plain(1.0).__init__)
         model.register_forward_hook(times(2.0))
 
-    assert stack_modules(models).batch_size == (3,)
+    assert tdf.stack_modules(models).batch_size == (3,)
 
 
 def make_local():
@@ -405,8 +358,8 @@ def test_modules_that_differ(name):
     """A module of another structure is refused, with the first difference."""
     first, second, message = DIFFERENT[name]
 
-    with pytest.raises(TreeStructureError, match=f"(?s)member 1 differs from member 0 in {message}"):
-        stack_modules([nn.Sequential(nn.ReLU(), module) for module in (first, second)])
+    with pytest.raises(tdf.TreeStructureError, match=f"(?s)member 1 differs from member 0 in {message}"):
+        tdf.stack_modules([nn.Sequential(nn.ReLU(), module) for module in (first, second)])
 
 
 def test_a_child_that_is_none():
@@ -415,8 +368,8 @@ def test_a_child_that_is_none():
     without.linear = None
 
     for models in ([with_child, without], [without, with_child]):
-        with pytest.raises(TreeStructureError, match=r"(?s)'modules\.linear'.*(Linear.*None|None.*Linear)"):
-            stack_modules(models)
+        with pytest.raises(tdf.TreeStructureError, match=r"(?s)'modules\.linear'.*(Linear.*None|None.*Linear)"):
+            tdf.stack_modules(models)
 
 
 def test_an_attribute_of_one_member_only():
@@ -424,8 +377,8 @@ def test_an_attribute_of_one_member_only():
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
     second.scale = 2.0
 
-    with pytest.raises(TreeStructureError, match=r"(?s)'scale' of the root.*no such attribute.*2\.0"):
-        stack_modules([first, second])
+    with pytest.raises(tdf.TreeStructureError, match=r"(?s)'scale' of the root.*no such attribute.*2\.0"):
+        tdf.stack_modules([first, second])
 
 
 class Reshaped(nn.Module):
@@ -448,25 +401,16 @@ class Reshaped(nn.Module):
 def test_leaves_that_differ(other, got):
     """A leaf of another shape, dtype or device is named."""
     with pytest.raises(
-        LeafMismatchError, match=rf"(?s)leaf 'w' of member 1.*shape \(2, 3\), torch\.float32 on cpu.*{got}"
+        tdf.LeafMismatchError, match=rf"(?s)leaf 'w' of member 1.*shape \(2, 3\), torch\.float32 on cpu.*{got}"
     ):
-        stack_modules([Reshaped(2, 3), other])
-
-
-def test_ties_that_differ():
-    """A member that ties other weights is refused."""
-    models = [TiedLM(), TiedLM()]
-    models[1].out.weight = nn.Parameter(torch.randn(7, 4))
-
-    with pytest.raises(TieError, match=r"(?s)member 1.*expected: .*emb\.weight.*out\.weight.*got:      none"):
-        stack_modules(models)
+        tdf.stack_modules([Reshaped(2, 3), other])
 
 
 def test_a_stack_of_stacks():
     """An ensemble of ensembles runs under vmap."""
-    trees = [stack_modules([nn.Linear(3, 2) for _ in range(2)]) for _ in range(3)]
-    apply, _, _ = functional(nn.Linear(3, 2))
-    out = torch.vmap(lambda tree: Ensemble(apply)(tree, torch.ones(5, 3)))(stack(trees))
+    trees = [tdf.stack_modules([nn.Linear(3, 2) for _ in range(2)]) for _ in range(3)]
+    apply, _, _ = tdf.functional(nn.Linear(3, 2))
+    out = torch.vmap(lambda tree: tdf.Ensemble(apply)(tree, torch.ones(5, 3)))(stack(trees))
 
     assert out.shape == (3, 2, 5, 2)
     assert_close(out[1, 0], apply(trees[1][0], torch.ones(5, 3)))

@@ -96,31 +96,19 @@ def test_training_is_that_of_the_record(name):
     assert (len(pools), pools[0].captures, pools[0].replays) == (1, 1, 4)
 
 
-def test_donated_leaves_are_not_copied():
-    """A step on the leaves that the last one returned copies its other arguments and its results alone."""
-    pools = []
-    step, start, batch = make_step("mlp")
-    captured = jit(step, backend=on_cpu(pools))
-    *now, _ = captured(*start(), *batch)
-
-    before = pools[0].copied
-    captured(*now, *batch)
-
-    # The count of steps, the key, the batch; and the count, the key, the losses.
-    assert pools[0].copied - before == 4 + 3
-
-
-def test_a_replay_shows_in_the_versions():
-    """Donated leaves have another version after a call, as after operations in place."""
+def test_donated_leaves_are_written_without_copies():
+    """A step on the leaves that the last one returned copies other arguments and results, and shows in versions."""
     pools = []
     step, start, batch = make_step("mlp")
     captured = jit(step, backend=on_cpu(pools))
     *now, _ = captured(*start(), *batch)
     pools[0].written = weights = tuple(now[0].leaves())
-    versions = [leaf._version for leaf in weights]
 
+    before, versions = pools[0].copied, [leaf._version for leaf in weights]
     captured(*now, *batch)
 
+    # The count of steps, the key, the batch; and the count, the key, the losses.
+    assert pools[0].copied - before == 4 + 3
     assert [leaf._version - version for leaf, version in zip(weights, versions, strict=True)] == [1] * len(weights)
 
 

@@ -1,5 +1,6 @@
 """The key of a call: structure of trees, values in them, arguments that are one object, settings of the thread."""
 
+import copy
 import random
 from collections import OrderedDict, defaultdict
 
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tdfunc import NonTensorData, TensorDict
 from tdfunc._jit import jit
-from tests.helpers import assert_trees_equal
+from tests.helpers import TiedLM, assert_trees_equal
 
 
 def tree(**options):
@@ -33,6 +34,7 @@ def tree(**options):
         tree().set("a", torch.ones(3, 2).t()),
         tree().rename_key("b", "c"),
         TensorDict.from_module(nn.Linear(3, 2)).detach(),
+        TensorDict.from_module(TiedLM()).detach(),
     ],
 )
 def test_tree_data_is_in_the_key(other):
@@ -41,6 +43,7 @@ def test_tree_data_is_in_the_key(other):
     fn(tree())
 
     assert_trees_equal(fn(other), fn.__wrapped__(other))
+    assert fn(other).ties() == other.ties()
     assert list(fn(other).keys()) == list(other.keys())
     assert fn.cache_info().misses == 2
 
@@ -63,65 +66,23 @@ def test_keys_and_their_order_are_in_the_key(kind):
     assert fn.cache_info().misses == 3
 
 
-@pytest.mark.parametrize(
-    ("values", "change"),
-    [
-        (lambda: [2], lambda v: v.__setitem__(0, 9)),
-        (lambda: {"k": [2]}, lambda v: v["k"].append(9)),
-        (lambda: np.array([2.0]), lambda v: v.__setitem__(0, 9)),
-    ],
-    ids=["list", "dict", "array"],
-)
-def test_changed_values_in_trees_are_read_again(values, change):
-    """A list or array in a tree may change, and an equal one finds the trace again."""
-
-    def total(value):
-        return sum(sum(v) for v in value.values()) if isinstance(value, dict) else float(sum(value))
-
-    fn = jit(lambda t: (t["a"] * total(t["n"]), t, t.with_batch_size([1])))
-    make = lambda value: TensorDict({"a": torch.ones(1)}).set("n", NonTensorData(value))  # noqa: E731
-    value, later = values(), values()
-    tree = make(value)
-    assert fn(tree)[0].item() == 2
-
-    change(value)
-    change(later)
-    assert fn(tree)[0].item() == total(value)
-    assert fn(make(later))[0].item() == total(value)
-    assert fn.cache_info().misses == 2
-    fresh = values()
-    out = fn(make(fresh))
-    assert out[0].item() == 2
-    assert out[1]["n"] is fresh
-    assert out[2]["n"] is fresh
-    assert fn.cache_info().misses == 2
-
-
 def test_which_arguments_are_one_object_is_in_the_key():
     """Of three arguments, the pair that is one object is in the key."""
-    fn = jit(lambda t, c: [x is c for x in t.values()])
+    fn, same = jit(lambda t, c: [x is c for x in t.values()]), jit(lambda a, b: (a, b, a + b))
     x, y = torch.ones(3), torch.ones(3)
+    for _ in range(2):
+        first, second, _ = same(x, x)
+        assert first is second is x
 
     assert fn(TensorDict({"a": x, "b": y}), x) == [True, False]
     assert fn(TensorDict({"a": x, "b": y}), y) == [False, True]
     assert fn(TensorDict({"a": x, "b": x}), y) == [False, False]
 
 
-def test_one_object_given_twice_comes_back_as_one():
-    """An argument that is given twice comes back as one object."""
-    fn = jit(lambda a, b: (a, b, a + b))
-    x = torch.ones(3)
-
-    for _ in range(2):
-        first, second, total = fn(x, x)
-        assert first is x
-        assert second is x
-        assert total.tolist() == [2, 2, 2]
-
-
-def test_thread_settings_are_in_the_key():
-    """Autocast, grad mode and the default dtype make a trace each, without a second cast."""
-    fn = jit(lambda x: (x @ x, torch.zeros(1), torch.is_grad_enabled()))
+@pytest.mark.usefixtures("torch_defaults")
+def test_settings_are_in_the_key():
+    """Autocast, grad mode, the default dtype and algorithms make a trace each, without a second cast."""
+    fn = jit(lambda x: (x @ x, torch.zeros(1), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()))
     x = torch.randn(4, 4)
     plain = fn(x)[0]
 
@@ -135,40 +96,13 @@ def test_thread_settings_are_in_the_key():
         assert fn(x)[1].dtype is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(True)
+    assert fn(x)[3] is True
+    torch.use_deterministic_algorithms(False)
+    assert fn(x)[3] is False
     assert low.dtype is torch.bfloat16
     assert torch.equal(fn(x)[0], plain)
-    assert fn.cache_info().misses == 4
-
-
-def test_autocast_inside_is_kept():
-    """A region of autocast in the function covers the same operations in the replay."""
-
-    def fn(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            low = x @ x
-        return low, x @ x
-
-    x = torch.randn(4, 4)
-    assert all(torch.equal(a, b) for a, b in zip(jit(fn)(x), fn(x), strict=True))
-
-
-def test_a_new_dtype_of_autocast_is_traced_anew():
-    """A function that enables autocast follows `torch.set_autocast_dtype` between its calls."""
-
-    def fn(x):
-        with torch.autocast("cpu"):
-            return x @ x
-
-    traced, x, old = jit(fn), torch.randn(4, 4), torch.get_autocast_dtype("cpu")
-    try:
-        found = []
-        for dtype in (torch.bfloat16, torch.float16):
-            torch.set_autocast_dtype("cpu", dtype)
-            found.append(traced(x).dtype)
-    finally:
-        torch.set_autocast_dtype("cpu", old)
-
-    assert found == [torch.bfloat16, torch.float16]
+    assert fn.cache_info().misses == 5
 
 
 @pytest.fixture
@@ -177,6 +111,24 @@ def torch_defaults():
     yield
     torch.set_default_device(None)
     torch.use_deterministic_algorithms(False)
+
+
+def test_a_region_of_autocast_follows_its_dtype():
+    """A region in the function covers the same operations in the replay, and follows `torch.set_autocast_dtype`."""
+
+    def fn(x):
+        with torch.autocast("cpu"):
+            low = x @ x
+        return low, x @ x
+
+    traced, x, old = jit(fn), torch.randn(4, 4), torch.get_autocast_dtype("cpu")
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.set_autocast_dtype("cpu", dtype)
+            assert traced(x)[0].dtype is dtype
+            assert all(torch.equal(a, b) for a, b in zip(traced(x), fn(x), strict=True))
+    finally:
+        torch.set_autocast_dtype("cpu", old)
 
 
 @pytest.mark.usefixtures("torch_defaults")
@@ -196,18 +148,6 @@ def test_the_default_device_is_in_the_key():
     torch.set_default_device(None)
     assert fn(x).device.type == "cpu"
     assert fn.cache_info().misses == 3
-
-
-@pytest.mark.usefixtures("torch_defaults")
-def test_deterministic_algorithms_are_in_the_key():
-    """A function that reads this setting gets its present value."""
-    fn = jit(lambda x: (x, torch.are_deterministic_algorithms_enabled()))
-    assert fn(torch.ones(1))[1] is False
-
-    torch.use_deterministic_algorithms(True)
-    assert fn(torch.ones(1))[1] is True
-    torch.use_deterministic_algorithms(False)
-    assert fn(torch.ones(1))[1] is False
 
 
 class Doubling(TorchFunctionMode):
@@ -243,6 +183,8 @@ MUTATIONS = {
     "strides": lambda tree, _: tree["b"].t_(),
     "trained": lambda tree, _: tree["b"].requires_grad_(not tree["b"].requires_grad),
     "list": lambda tree, _: tree["c", "names"].append("x"),
+    "dict": lambda tree, _: tree["c", "box"]["k"].append(9),
+    "array": lambda tree, _: tree["c", "row"].__iadd__(1),
     "forgotten": lambda _, fn: fn.cache_clear(),
     "dtype": lambda *_: torch.set_default_dtype(
         torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32
@@ -253,16 +195,17 @@ MUTATIONS = {
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tree_that_was_called_with_is_described_as_a_new_one(seed):
     """The note that a tree keeps from its second call on hides nothing that a user writes to what is in it."""
-    rng = random.Random(seed)
+    rng, held = random.Random(seed), {"names": ["x"], "box": {"k": [2]}, "row": np.array([2])}
     inner = {
         "a": {"w": torch.randn(2, 2)},
         "b": torch.randn(2, 3),
-        "c": {"names": NonTensorData(["x"]), "v": torch.ones(2)},
+        "c": {"v": torch.ones(2), **{key: NonTensorData(x) for key, x in held.items()}},
     }
     tree = TensorDict(inner)
 
     def fn(tree):
-        return tree.apply(lambda leaf: leaf * 2), torch.zeros(len(tree["c", "names"]))
+        rows = len(tree["c", "names"]) + len(tree["c", "box"]["k"]) + int(tree["c", "row"][0])
+        return tree.apply(lambda leaf: leaf * 2), torch.zeros(rows)
 
     kept, other = jit(fn), jit(fn)
     try:
@@ -273,11 +216,13 @@ def test_a_tree_that_was_called_with_is_described_as_a_new_one(seed):
                     MUTATIONS[name](tree, kept)
                 if name == "forgotten":
                     other.cache_clear()
-                new = TensorDict({**tree._data, "a": TensorDict(tree["a"]._data), "c": TensorDict(tree["c"]._data)})
+                equal = {key: NonTensorData(copy.deepcopy(x)) for key, x in held.items()}
+                new = TensorDict({**tree._data, "a": TensorDict(tree["a"]._data), "c": tree["c"]._data | equal})
                 got, expected = kept(tree), fn(tree)
                 other(new)
 
                 assert_trees_equal(got[0], expected[0])
+                assert all(got[0]["c", key] is x for key, x in held.items())
                 assert got[1].dtype is torch.get_default_dtype()
                 assert got[1].shape == expected[1].shape
                 assert kept.cache_info() == other.cache_info(), name

@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import sys
-import threading
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import ConcurrencyError, TensorDict, from_module, functional, stack
-from tests.helpers import TiedLM
-from tests.models import CASES, Norm, Shared, Tied, WithState, make_case, make_mlp
+from tests.helpers import TiedLM, run_in_threads
+from tests.models import CASES, Norm, Shared, Tied, WithState, flat, make_case, make_mlp, zeros_of
 
 
 def slots_of(model):
@@ -27,16 +26,6 @@ def is_untouched(model, before):
     now = slots_of(model)
     same = list(now) == list(before) and all(now[name] is before[name] for name in before)
     return same and not any("_tdfunc_owner" in sub.__dict__ for sub in model.modules())
-
-
-def zeros_of(model):
-    """The module's tree with every leaf zero, unconnected to the module."""
-    return from_module(model).apply(torch.zeros_like).detach()
-
-
-def flat(tree):
-    """Leaves by dotted path, as `torch.func.functional_call` takes them."""
-    return {".".join(path): leaf for path, leaf in tree.items(True, True)}
 
 
 # -- for good -----------------------------------------------------------------------------------------------------
@@ -320,23 +309,16 @@ def test_a_second_thread_is_refused():
     model = make_mlp()
     tree, errors = zeros_of(model), []
 
-    def enter(target, part):
+    def enter(pair):
         try:
-            part.to_module(target)
+            pair[1].to_module(pair[0])
         except ConcurrencyError as err:
             errors.append(str(err))
 
-    def run(*args):
-        thread = threading.Thread(target=enter, args=args)
-        thread.start()
-        thread.join()
-
     with tree.to_module(model):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        run(model, tree)
-        run(model[0], tree["0"])
-    for free in (model, *copies):
-        run(free, tree)
+        run_in_threads(enter, [(model, tree), (model[0], tree["0"])])
+    run_in_threads(enter, [(free, tree) for free in (model, *copies)])
 
     assert len(errors) == 2
     assert all("another thread is inside a block on" in e and "apply(params, x) is thread-safe" in e for e in errors)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
@@ -404,36 +403,6 @@ def test_the_default_device():
 
     grad(loss)(torch.ones(2))
     assert seen == ["meta", "meta"]
-
-
-def test_modules_that_call_it():
-    """A module may checkpoint its parts; as pure functions they train in every way."""
-
-    class Thrifty(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3)])
-
-        def forward(self, x):
-            for part in self.parts:
-                x = checkpoint(part)(x)
-            return x
-
-    model = Thrifty().double().eval()
-    apply, params, _ = tdf.functional(model)
-    x = torch.randn(5, 3, dtype=torch.float64)
-    model(x).square().sum().backward()
-    expected = tdf.from_module(model).apply(lambda p: p.grad)
-
-    def loss(params):
-        return apply(params, x).square().sum()
-
-    for _ in range(3):
-        tdf.assert_close(grad(loss)(params), expected.detach())
-        live = params.apply(lambda p: p.clone().requires_grad_())
-        loss(live).backward()
-        tdf.assert_close(live.apply(lambda p: p.grad), expected.detach())
-        tdf.assert_close(vmap(grad(loss))(tdf.stack([params, params * 2]))[0], expected.detach())
 
 
 def test_threads():

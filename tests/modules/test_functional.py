@@ -10,15 +10,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tdfunc import Ensemble, TensorDict, TieError, combine, from_module, functional, partition, stack_modules
 from tests.helpers import assert_pure
-from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, make_case, make_mlp
+from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, flat, make_case, make_mlp
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 MLP = make_mlp()
-
-
-def flat(*trees):
-    """Leaves by dotted path, as `torch.func.functional_call` takes them."""
-    return {".".join(path): leaf for tree in trees for path, leaf in tree.items(True, True)}
 
 
 def assert_same_leaves(tree, named, **tolerance):
@@ -151,29 +146,6 @@ def test_training_steps_with_buffers_under_vmap_are_the_loop():
     assert_same_leaves(grads, flat(torch.stack([g for g, _ in loop])), rtol=1e-3, atol=1e-4)
     assert_same_leaves(new, flat(torch.stack([n for _, n in loop])))
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(leaf) for leaf in tree_leaves(loop))
-
-
-class Rotary(nn.Module):
-    """Registers a new tensor under a buffer's name in forward, as dynamic rotary embeddings do."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("scale", torch.ones(3), persistent=False)
-
-    def forward(self, x):
-        self.register_buffer("scale", self.scale * 2, persistent=False)
-        return x * self.weight * self.scale
-
-
-def test_registered_again_in_forward():
-    """A buffer that forward registers anew comes back, and is the given one in the next call."""
-    apply, params, buffers = functional(Rotary())
-    for _ in range(2):
-        out, new = apply.with_buffers(params, buffers, torch.ones(3))
-
-        assert out.tolist() == new["scale"].tolist() == [2.0, 2.0, 2.0]
-        assert buffers["scale"].tolist() == [1.0, 1.0, 1.0]
 
 
 # -- extra state --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import tdfunc as tdf
 from tdfunc import functional, random
@@ -467,62 +466,6 @@ def test_a_compiled_or_exported_draw_is_the_same(name):
         torch.testing.assert_close(found[1], out)
         torch.testing.assert_close(program(params, X.double(), k), out)
         assert_trees_equal(found[0], grads, rtol=1e-10, atol=1e-10)
-
-
-class Recomputes(nn.Module):
-    """Dropout before, in, and after two segments that backward computes again; mode None computes them once."""
-
-    def __init__(self, mode):
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.mode = mode
-
-    def inner(self, x):
-        return F.dropout(torch.relu(self.middle(F.dropout(x))))
-
-    def segment(self, x):
-        y = F.dropout(x)
-        return self.inner(y) if self.mode is None else checkpoint(self.inner, y, use_reentrant=self.mode)
-
-    def forward(self, x):
-        x = F.dropout(self.first(x))
-        for _ in range(2):
-            x = self.segment(x) if self.mode is None else checkpoint(self.segment, x, use_reentrant=self.mode)
-        return self.last(F.dropout(x))
-
-
-def backward_of(mode, seed, compiled=False):
-    """Output and gradients of one call."""
-    model = Recomputes(mode)
-    torch.manual_seed(0)
-    for p in model.parameters():
-        nn.init.normal_(p)
-    apply, params, _ = functional(model)
-    live = params.apply(lambda p: p.requires_grad_())
-    run = torch.compile(apply, fullgraph=True, backend="aot_eager") if compiled else apply
-    for _ in range(2):
-        out = run(live, X, rng=random.key(seed))
-    out.square().sum().backward()
-    return [out, *[p.grad for p in live.leaves()]]
-
-
-# Torch's own warning of a reentrant checkpoint inside of another.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("mode", [False, True])
-def test_a_recomputation_repeats_its_draws(mode):
-    """Segments of torch.utils.checkpoint, nested ones too, draw the same numbers when backward runs them again."""
-    expected, found, other = backward_of(None, 3), backward_of(mode, 3), backward_of(mode, 4)
-
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not torch.equal(other[0], expected[0])
-
-
-@pytest.mark.slow
-def test_a_compiled_recomputation_repeats_its_draws():
-    """The compiler's own checkpoints, too, and draws after them go on where they end."""
-    torch.compiler.reset()
-
-    torch.testing.assert_close(backward_of(False, 3, compiled=True), backward_of(None, 3))
 
 
 def test_a_transform_inside_forward():

@@ -245,6 +245,7 @@ class Dropping(nn.Module):
 
     def __init__(self, run):
         super().__init__()
+        self.first = nn.Linear(8, 8)
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
         self.run = run
         self.again = functools.partial(checkpoint, use_reentrant=False)
@@ -253,6 +254,7 @@ class Dropping(nn.Module):
         def part(layer, x):
             return F.dropout(torch.tanh(layer(F.dropout(x, 0.3))), 0.2) + torch.randn_like(x)
 
+        x = self.first(x)
         for layer in self.layers:
             x = self.run(self, functools.partial(part, layer), F.dropout(x, 0.1))
         return x.square().sum()
@@ -262,6 +264,17 @@ RUNS_OF_PARTS = {
     "tdf.checkpoint": lambda m, f, x: tdf.checkpoint(f)(x),
     "nested": lambda m, f, x: tdf.checkpoint(lambda x: tdf.checkpoint(f)(F.dropout(x, 0.2)))(x),
     "held": lambda m, f, x: m.again(f, x),
+}
+# torch's own function, by its name.
+RUNS_BY_NAME = {
+    "by name": lambda m, f, x: checkpoint(f, x, use_reentrant=False),
+    "reentrant": lambda m, f, x: checkpoint(f, x, use_reentrant=True),
+    "nested by name": lambda m, f, x: checkpoint(
+        lambda x: checkpoint(f, F.dropout(x, 0.2), use_reentrant=False), x, use_reentrant=False
+    ),
+    "nested reentrant": lambda m, f, x: checkpoint(
+        lambda x: checkpoint(f, F.dropout(x, 0.2), use_reentrant=True), x, use_reentrant=True
+    ),
 }
 DRAWN = {
     "backward": lambda loss, p, key: by_backward(lambda p: loss(p, key), p),
@@ -273,22 +286,35 @@ DRAWN = {
         lambda p: vmap(loss)(p, tdf.random.split(key, 2)).sum(), tdf.stack([p, p * 2])
     ),
     "jit": lambda loss, p, key: tdf.jit(vmap(grad(loss), (None, 0)))(p, tdf.random.split(key, 3)),
+    "compiled": lambda loss, p, key: by_backward(
+        lambda p: torch.compile(loss, fullgraph=True, backend="aot_eager")(p, key), p
+    ),
     "Ensemble": lambda loss, p, key: loss.members(tdf.stack([p, p * 2]), key),
 }
 
 
-# Making a trace takes seconds.
 @pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=pytest.mark.slow if name == "jit" else ()) for name, way in DRAWN.items()],
-    ids=DRAWN,
+    ("name", "way"),
+    [
+        # Making a trace takes seconds.
+        pytest.param(name, way, marks=[pytest.mark.slow] * (way in ("jit", "compiled")))
+        for names, ways in (
+            (RUNS_OF_PARTS, [each for each in DRAWN if each != "compiled"]),
+            (RUNS_BY_NAME, ["backward", "compiled"]),
+        )
+        for name in names
+        for way in ways
+    ],
 )
-@pytest.mark.parametrize("run", RUNS_OF_PARTS.values(), ids=RUNS_OF_PARTS)
-def test_draws_by_a_key_are_repeated(run, way):
+# Torch's own warning of a reentrant checkpoint inside of another.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_draws_by_a_key_are_repeated(name, way):
     """The second run drops what the first one did: the gradients are those without a checkpoint."""
-    found = []
-    nested = run is RUNS_OF_PARTS["nested"]
-    for part in (run, lambda m, f, x: f(F.dropout(x, 0.2) if nested else x)):
+    found, way = [], DRAWN[way]
+    for part in (
+        (RUNS_OF_PARTS | RUNS_BY_NAME)[name],
+        lambda m, f, x: f(F.dropout(x, 0.2) if "nested" in name else x),
+    ):
         torch.manual_seed(0)
         apply, params, _ = tdf.functional(Dropping(part).double())
 

@@ -125,17 +125,6 @@ class Runs(nn.Module):
         return self.fn(self.part, *args)
 
 
-def test_embeddings_that_the_first_call_did_not_reach():
-    """A table with max_norm is cloned although the first call did not reach it."""
-    late = Runs(nn.Embedding(4, 3, max_norm=0.1), lambda table, ids, use: table(ids) if use else ids)
-    apply, params, _ = functional(late)
-    before = params["part", "weight"].clone()
-    apply(params, IDS, False)
-    apply(params, IDS, True)
-
-    assert torch.equal(params["part", "weight"], before)
-
-
 def test_flags_of_given_leaves():
     """Forward does not change whether the caller's leaf takes gradients."""
     apply, params, _ = functional(Writes(lambda w: w.requires_grad_()))

@@ -230,29 +230,3 @@ def test_a_layer_keeps_its_hooks_and_its_names():
     assert signs.members.first.scale_in is signs.members.second.scale_in
     assert signs.members.first.scale_in.shape == (3, 3)
     assert not torch.equal(*signs(x)[:2])
-
-
-LINEAR = BatchEnsembleLinear(3, 2, 4)
-MESSAGES = [
-    (lambda: LINEAR(torch.zeros(5, 3)), tdf.LeafMismatchError, r"BatchEnsembleLinear.*4 or 1 entries.*\[5, 3\]"),
-    (lambda: BatchEnsembleLinear(3, 2, 0), ValueError, "members must be at least 1.*0"),
-    (lambda: BatchEnsembleLinear(3, 2, 4, init="x"), ValueError, "how scales begin.*'signs'.*'x'"),
-    (lambda: batch_ensemble(nn.ReLU(), 4, 0), tdf.UnsupportedError, "nn.Linear or nn.Conv2d.*ReLU"),
-    (
-        lambda: batch_ensemble(nn.TransformerEncoderLayer(8, 2), 4, 0),
-        tdf.UnsupportedError,
-        "run by their forward.*fast path",
-    ),
-    (
-        lambda: batch_ensemble(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), 2, 0),
-        tdf.UnsupportedError,
-        "pad with zeros.*reflect",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "pattern"), MESSAGES)
-def test_messages(call, error, pattern):
-    """Each refusal names the values that do not fit."""
-    with pytest.raises(error, match=f"(?s){pattern}"):
-        call()

@@ -254,21 +254,3 @@ def test_members_share_a_trunk():
     torch.testing.assert_close(model.eval()(x), tdf.Ensemble(apply, shared="0.*")(tree, x))
     for name, parameter in model.members.named_parameters():
         torch.testing.assert_close(parameter.grad, grads[tuple(name.split("."))])
-
-
-MESSAGES = [
-    (lambda apply, tree: EnsembleModule(apply, tree, shared="*"), tdf.BatchSizeError, "leaves no leaf to the members"),
-    (lambda apply, tree: EnsembleModule(apply, tree[0]), tdf.BatchSizeError, r"params must be a stacked tree.*\[\]"),
-    (
-        lambda apply, tree: EnsembleModule(apply, tree.set("s", "text")),
-        tdf.UnsupportedError,
-        "leaf 's' must be a tensor.*NonTensorData",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "pattern"), MESSAGES)
-def test_messages(call, error, pattern, apply, tree):
-    """Trees that are no members are refused."""
-    with pytest.raises(error, match=f"(?s){pattern}"):
-        call(apply, tree)

@@ -172,19 +172,6 @@ def test_gradients_and_inference():
     assert copy.deepcopy(module).to("meta")(td.to("meta"))["y"].is_meta
 
 
-def test_state_dicts_are_those_of_the_function():
-    """The names are those of the wrapped module after `module.`."""
-    net, other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    module = TensorDictModule(net, ["x"], ["y"])
-    state = module.state_dict()
-    other.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
-
-    assert list(state) == [f"module.{key}" for key in net.state_dict()]
-    assert torch.equal(other[0].weight, net[0].weight)
-    with pytest.raises(AttributeError):
-        TensorDictModule(torch.exp, ["x"], ["y"]).weight  # noqa: B018
-
-
 def test_hooks_and_modes():
     """Forward hooks see the trees; modes reach the function."""
     module = TensorDictModule(nn.Dropout(0.5), ["x"], ["y"])

@@ -30,7 +30,7 @@ def test_a_sequence(pair, trees):
     """So do sequences, nested ones too, whose keys and state dicts are the same."""
     (mine, other), (tree, data) = pair, trees
     expected = outcome(other, data.clone())
-    out = outcome(mine, tree)
+    out = outcome(assert_pure, mine, tree)
 
     assert (mine.in_keys, mine.out_keys) == (other.in_keys, other.out_keys)
     assert list(mine.state_dict()) == list(other.state_dict())

@@ -11,24 +11,12 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc import TensorDict
 from tdfunc.nn import TensorDictModule, TensorDictSequential
-from tests.helpers import assert_pure, assert_trees_equal
+from tests.helpers import assert_trees_equal
 
 
 def shift(source, target, by=1.0):
     """A module that adds a number."""
     return TensorDictModule(lambda x: x + by, [source], [target])
-
-
-@pytest.mark.parametrize("given", [lambda *m: m, lambda *m: [list(m)], lambda *m: [dict(zip("pq", m, strict=True))]])
-def test_modules_run_one_after_another(given):
-    """As arguments, a list or a dict, modules run on the result of the one before."""
-    td = TensorDict({"a": torch.zeros(2), "z": torch.ones(2)}, [2])
-    seq = TensorDictSequential(*given(shift("a", "b"), shift("b", "a", 5.0)))
-    out = assert_pure(seq, td)
-
-    assert out.paths() == [("a",), ("z",), ("b",)]
-    assert out["a"].tolist() == [6.0, 6.0]
-    assert (seq.in_keys, seq.out_keys, len(seq)) == (["a"], ["b", "a"], 2)
 
 
 def test_an_empty_sequence():
@@ -89,22 +77,6 @@ def test_selected_outputs_of_a_lazy_stack():
     out = seq(tdf.lazy_stack([TensorDict({"a": torch.zeros(n)}, [n]) for n in (1, 2)]))
 
     assert [tree.paths() for tree in out.trees] == [[("a",), ("c",)]] * 2
-
-
-def test_state_dicts_have_the_names_of_modules():
-    """Names are those of the parts; they load into the same structure of plain modules."""
-    net = nn.Linear(3, 2), nn.BatchNorm1d(2)
-    seq = TensorDictSequential(
-        {"p": TensorDictModule(net[0], ["x"], ["y"]), "q": TensorDictModule(net[1], ["y"], ["z"])}
-    )
-    tree = tdf.from_module(seq)
-    plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    tree["module", "p", "module"].to_module(plain[0])
-    tree["module", "q", "module"].to_module(plain[1])
-
-    assert list(seq.state_dict())[:2] == ["module.p.module.weight", "module.p.module.bias"]
-    x = torch.randn(5, 3)
-    torch.testing.assert_close(seq(x)[1], plain(x))
 
 
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

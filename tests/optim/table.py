@@ -6,24 +6,47 @@ from torch import nn
 
 from tdfunc import TensorDict
 from tdfunc.optim import (
+    accumulate,
     adadelta,
     adafactor,
     adagrad,
     adam,
     adamax,
     adamw,
+    apply_if_finite,
     asgd,
+    chain,
+    clip_by_member_norm,
+    ema,
     lion,
+    lookahead,
+    masked,
+    masters,
+    multi,
     muon,
     nadam,
     radam,
     rmsprop,
     rprop,
+    schedule_free,
+    schedules,
     sgd,
 )
 from tests.helpers import quick
 
 MEMBERS, STEPS = 3, 12
+WARM = schedules.linear(0.01, 0.1, 5)
+WRAPPERS = {
+    "accumulate": lambda: accumulate(adam(0.1), 3),
+    "apply_if_finite": lambda: apply_if_finite(adam(0.1), 2),
+    "ema": lambda: ema(sgd(0.1, 0.9), 0.9),
+    "ema biased": lambda: ema(sgd(0.1, 0.9), 0.9, debias=False),
+    "lookahead": lambda: lookahead(adam(0.1), 2),
+    "masters": lambda: masters(adam(0.1)),
+    "schedule_free": lambda: schedule_free(adamw(WARM, (0.0, 0.99))),
+    "nest": lambda: chain(clip_by_member_norm(1.0), ema(masters(apply_if_finite(accumulate(adam(0.1), 2), 1)), 0.9)),
+    "parts": lambda: multi({"out": ema(sgd(0.1), 0.5), "*": masked(lookahead(adam(0.1), 2), "block.weight")}),
+}
 
 
 class Lion(torch.optim.Optimizer):
@@ -96,6 +119,15 @@ PATHS = [("block", "bias"), ("block", "weight"), ("out",)]
 # A row of each rule; the others take their time.
 FIRST = {make: name for name, (make, *_) in reversed(RULES.items())}
 each_rule = pytest.mark.parametrize("name", quick(RULES, *FIRST.values(), "momentum", "amsgrad"))
+each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
+each_optimizer = pytest.mark.parametrize(
+    "name", quick([*RULES, *WRAPPERS], *FIRST.values(), "momentum", "amsgrad", *WRAPPERS)
+)
+
+
+def make_optimizer(name, **more):
+    """Return the rule of a row, with more options, or a wrapper."""
+    return WRAPPERS[name]() if name in WRAPPERS else RULES[name][0](**RULES[name][2] | more)
 
 
 def random_tree(generator, dtype=torch.float32, batch=(MEMBERS,), *, name=""):

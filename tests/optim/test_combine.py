@@ -12,29 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tdfunc import Filter, TensorDict
+from tdfunc import Filter, TensorDict, optim
 from tdfunc._jit import jit
 from tdfunc.ops.base.reading import entries
-from tdfunc.optim import (
-    accumulate,
-    adam,
-    adamw,
-    adaptive_grad_clip,
-    add_decayed_weights,
-    apply_if_finite,
-    chain,
-    check_finite,
-    clip_by_global_norm,
-    clip_by_member_norm,
-    ema,
-    lookahead,
-    masked,
-    masters,
-    multi,
-    muon,
-    schedule_free,
-    sgd,
-)
 from tests.helpers import assert_pure, assert_trees_equal, examples
 from tests.optim.table import RULES
 from tests.strategies import trees
@@ -56,7 +36,7 @@ def test_global_norm_equals_torch(grads, max_norm):
         leaf.grad = grad.clone()
     nn.utils.clip_grad_norm_(parameters.leaves(), max_norm)
 
-    clipped = assert_pure(clip_by_global_norm(max_norm), grads)
+    clipped = assert_pure(optim.clip_by_global_norm(max_norm), grads)
 
     for leaf, expected in zip(clipped.leaves(), parameters.leaves(), strict=True):
         torch.testing.assert_close(leaf, expected.grad)
@@ -69,12 +49,12 @@ def test_global_norm_equals_torch(grads, max_norm):
 )
 def test_member_norm_equals_the_loop(wrap, grads, max_norm):
     """Each member's gradients are clipped as if they were alone, in a loop and by vmap."""
-    clip = clip_by_member_norm(max_norm)
+    clip = optim.clip_by_member_norm(max_norm)
 
     clipped = wrap(clip)(grads)
 
     for i in product(*map(range, grads.batch_size)):
-        assert_trees_equal(clipped[i], clip_by_global_norm(max_norm)(grads[i]), rtol=1e-12)
+        assert_trees_equal(clipped[i], optim.clip_by_global_norm(max_norm)(grads[i]), rtol=1e-12)
     if grads.batch_size[0] and grads.leaves():
         unnamed = clipped.with_names([None] * clipped.ndim)
         assert_trees_equal(torch.vmap(clip)(grads), unnamed, rtol=1e-12)
@@ -89,8 +69,8 @@ def test_parts_are_trained_by_their_optimizers(wrap, params, data):
     chosen = data.draw(st.sets(st.sampled_from(paths))) if paths else set()
     where = Filter(lambda path, leaf: path in chosen)
     grads = params.apply(lambda x: x * 0.5 + 1)
-    one, other = sgd(lr=0.5, momentum=0.9), adam(lr=0.1)
-    some, both = masked(one, where), multi({where: one, "*": other})
+    one, other = optim.sgd(lr=0.5, momentum=0.9), optim.adam(lr=0.1)
+    some, both = optim.masked(one, where), optim.multi({where: one, "*": other})
     parts, parts_of_grads = params.partition(where), grads.partition(where)
 
     new, state = wrap(some.update)(params, parts_of_grads[0], some.init(params))
@@ -113,8 +93,9 @@ def test_parts_are_trained_by_their_optimizers(wrap, params, data):
 def test_groups_equal_parameter_groups(members, generator):
     """AdamW without decay of vectors, with one clip, trains as torch.optim's parameter groups do, member by member."""
     of = lambda dims: Filter(lambda path, leaf: leaf.dim() < 2 + dims)  # noqa: E731
-    make_opt = lambda dims: chain(  # noqa: E731
-        clip_by_member_norm(1.0), multi({of(dims): adamw(0.01, weight_decay=0.0), "*": adamw(0.01)})
+    make_opt = lambda dims: optim.chain(  # noqa: E731
+        optim.clip_by_member_norm(1.0),
+        optim.multi({of(dims): optim.adamw(0.01, weight_decay=0.0), "*": optim.adamw(0.01)}),
     )
     opt = make_opt(len(members))
     make = lambda: make_tree(generator, members).double()  # noqa: E731
@@ -137,7 +118,7 @@ def test_groups_equal_parameter_groups(members, generator):
             torch.testing.assert_close([got["a", "w"][i], got["b"][i]], [w.detach(), b.detach()], rtol=1e-10, atol=1e-9)
 
 
-@pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
+@pytest.mark.parametrize("make", [optim.clip_by_global_norm, optim.clip_by_member_norm])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_in_half_precision(make, dtype):
     """Norms of 16-bit gradients may exceed the range of their dtype."""
@@ -150,7 +131,7 @@ def test_norms_in_half_precision(make, dtype):
     assert clipped["a"].min() > 0.1
 
 
-@pytest.mark.parametrize("make", [clip_by_global_norm, clip_by_member_norm])
+@pytest.mark.parametrize("make", [optim.clip_by_global_norm, optim.clip_by_member_norm])
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
 def test_an_infinite_norm_clips_nothing(make, wrap, generator):
     """An infinite norm leaves all gradients as they are, infinite ones too."""
@@ -167,16 +148,24 @@ def halved(step):
 
 
 OPTIMIZERS = {
-    "sgd": lambda: sgd(lr=halved),
-    "momentum": lambda: sgd(lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: adam(lr=torch.tensor([0.1, 0.2, 0.3]), amsgrad=True),
-    "chain": lambda: chain(check_finite(), clip_by_global_norm(1.0), clip_by_member_norm(torch.inf), adam(0.1)),
-    "masked": lambda: masked(chain(clip_by_member_norm(0.5), sgd(0.1)), "a*"),
-    "multi": lambda: chain(clip_by_global_norm(1.0), multi({"a*": sgd(0.1), Filter("b"): adam(0.1)})),
-    "maps": lambda: chain(adaptive_grad_clip(0.1), add_decayed_weights(0.1, "a*"), schedule_free(adam(halved))),
-    "nest": lambda: ema(lookahead(masters(apply_if_finite(accumulate(sgd(0.1), 1), 2)), 1), 0.9),
-    **{name: partial(rule, **options) for name, (rule, _, options) in RULES.items() if rule is not muon},
-    "filter": lambda: masked(sgd(0.1), (Filter(re.compile("a.*")) | torch.float64) & ~Filter("b")),
+    "sgd": lambda: optim.sgd(lr=halved),
+    "momentum": lambda: optim.sgd(lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optim.adam(lr=torch.tensor([0.1, 0.2, 0.3]), amsgrad=True),
+    "chain": lambda: optim.chain(
+        optim.check_finite(), optim.clip_by_global_norm(1.0), optim.clip_by_member_norm(torch.inf), optim.adam(0.1)
+    ),
+    "masked": lambda: optim.masked(optim.chain(optim.clip_by_member_norm(0.5), optim.sgd(0.1)), "a*"),
+    "multi": lambda: optim.chain(
+        optim.clip_by_global_norm(1.0), optim.multi({"a*": optim.sgd(0.1), Filter("b"): optim.adam(0.1)})
+    ),
+    "maps": lambda: optim.chain(
+        optim.adaptive_grad_clip(0.1), optim.add_decayed_weights(0.1, "a*"), optim.schedule_free(optim.adam(halved))
+    ),
+    "nest": lambda: optim.ema(
+        optim.lookahead(optim.masters(optim.apply_if_finite(optim.accumulate(optim.sgd(0.1), 1), 2)), 1), 0.9
+    ),
+    **{name: partial(rule, **options) for name, (rule, _, options) in RULES.items() if rule is not optim.muon},
+    "filter": lambda: optim.masked(optim.sgd(0.1), (Filter(re.compile("a.*")) | torch.float64) & ~Filter("b")),
 }
 
 

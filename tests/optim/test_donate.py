@@ -5,7 +5,7 @@ import torch
 
 from tdfunc import TensorDict, UnsupportedError
 from tdfunc._jit import jit
-from tdfunc.optim import accumulate, adam, adamw, masked, masters, multi, nadam, sgd
+from tdfunc.optim import accumulate, adam, adamw, ema, masked, masters, multi, nadam, sgd
 from tests.helpers import assert_trees_equal
 
 SHARED = {
@@ -63,20 +63,26 @@ def test_leaves_side_by_side_are_overwritten():
     assert buffer.tolist() == [-0.5] * 8
 
 
+ONES, ZEROS = TensorDict({"w": torch.ones(4)}), TensorDict({"w": torch.zeros(4)})
+STATES = {
+    "two slots": (adam(lr=0.1), lambda state, params: state.set("exp_avg", ZEROS).set("exp_avg_sq", ZEROS)),
+    "parameters": (ema(sgd(0.5), 0.5, debias=False), lambda state, params: state.set("average", params)),
+}
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-def test_state_that_shares_memory_is_copied(wrap):
-    """Averages that share memory do not overwrite each other."""
-    opt = adam(lr=0.1)
-    params = TensorDict({"w": torch.ones(4)})
-    zeros = torch.zeros(4)
-    state = opt.init(params).set("exp_avg", TensorDict({"w": zeros})).set("exp_avg_sq", TensorDict({"w": zeros}))
-    expected = opt.update(params, params.clone(), opt.init(params))
+@pytest.mark.parametrize(("opt", "change"), STATES.values(), ids=STATES)
+def test_state_that_shares_memory_is_copied(opt, change, wrap):
+    """Averages that share memory with each other or with the parameters are not overwritten."""
+    params = ONES.clone()
+    expected = opt.update(params, ONES, opt.init(params))
     update = wrap(lambda p, g, s: opt.update(p, g, s, donate=True))
 
-    got = update(params.clone(), params.clone(), state)
+    got = update(params, ONES, change(opt.init(params), params))
 
     assert_trees_equal(got[0], expected[0])
     assert_trees_equal(got[1], expected[1])
+    assert not ZEROS["w"].any()
 
 
 def test_gradients_that_share_memory_are_no_hindrance():

@@ -11,8 +11,19 @@ from torch._dynamo.testing import CompileCounter
 from tdfunc import TensorDict
 from tdfunc._jit import jit
 from tdfunc.optim import adagrad, adam, adamw, sgd
-from tests.helpers import assert_pure, assert_trees_equal, quick
-from tests.optim.table import FIRST, MEMBERS, RULES, assert_leaves, each_rule, random_tree, train, train_torch
+from tests.helpers import assert_trees_equal, quick
+from tests.optim.table import (
+    FIRST,
+    MEMBERS,
+    RULES,
+    WRAPPERS,
+    assert_leaves,
+    each_rule,
+    make_optimizer,
+    random_tree,
+    train,
+    train_torch,
+)
 
 STEPS = 12
 FLAGS, BETAS = st.booleans(), st.sampled_from([0.0, 0.9, 0.999])
@@ -69,49 +80,12 @@ def test_a_member_is_rounded_alike_among_any_others(make, size, members, wrap, g
         assert torch.equal(trained["w"][place], own["w"])
 
 
-@each_rule
-def test_jit_equals_eager_to_the_last_bit(name, generator):
-    """A trace trains the weights that the function trains."""
-    make, _, options = RULES[name]
-    params = random_tree(generator, name=name)
-    grads = [random_tree(generator, name=name) for _ in range(STEPS)]
-    opt = make(**options)
-    update = jit(opt.update)
-
-    traced = train(update, opt.init(params), params, grads)
-
-    for got, expected in zip(traced, train(opt.update, opt.init(params), params, grads), strict=True):
-        assert_trees_equal(got, expected)
-    assert update.cache_info().misses == 1
-
-
-@each_rule
-@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
-def test_donate_equals_pure_and_reuses_memory(name, wrap, generator):
-    """`donate=True` trains the same weights, in the memory that was given."""
-    make, _, options = RULES[name]
-    params = random_tree(generator, name=name)
-    grads = [random_tree(generator, name=name) for _ in range(STEPS)]
-    opt = make(**options)
-    donated = params.clone()
-    memory = donated["out"].data_ptr()
-    update = wrap(lambda p, g, s: opt.update(p, g, s, donate=True))
-
-    got, state = train(update, opt.init(params), donated, grads)
-
-    expected, expected_state = train(opt.update, opt.init(params), params, grads)
-    assert_trees_equal(got, expected)
-    assert_trees_equal(state, expected_state)
-    assert got["out"].data_ptr() == memory
-
-
 # A graph takes seconds to compile: one rule for the inner loop.
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "adam" else pytest.mark.slow) for n in RULES])
+@pytest.mark.parametrize("name", quick([*RULES, *WRAPPERS], "adam"))
 def test_compile_is_one_graph(name, generator):
     """`torch.compile(fullgraph=True)` compiles one graph, for any values."""
-    make, _, options = RULES[name]
     params, grad = random_tree(generator, name=name), random_tree(generator, name=name)
-    opt = make(**options)
+    opt = make_optimizer(name)
     # All optimizers share the code of `update`, and dynamo keeps only a few versions of one.
     torch._dynamo.reset()
     count = CompileCounter()
@@ -122,19 +96,27 @@ def test_compile_is_one_graph(name, generator):
     expected = train(opt.update, opt.init(params), params, [grad] * 3)
     for tree, other in zip(got, expected, strict=True):
         assert_trees_equal(tree, other, rtol=1e-5, atol=1e-6)
-    assert count.frame_count == 1
+    # A wrapper's counts may have other strides after the first step.
+    assert count.frame_count <= 1 + (name in WRAPPERS)
 
 
 @each_rule
-def test_pure(name, generator):
-    """A step writes to none of its arguments."""
-    make, _, options = RULES[name]
-    params, grads = random_tree(generator, name=name), random_tree(generator, name=name)
-    opt = make(**options)
-    state = assert_pure(opt.init, params)
-    params_after, state_after = assert_pure(opt.update, params, grads, state)
+@pytest.mark.parametrize(
+    ("wrap", "donate"),
+    [(jit, False), (lambda f: f, True), (jit, True)],
+    ids=["jit", "donated", "donated, jit"],
+)
+def test_traces_and_donated_steps_equal_pure_ones(name, wrap, donate, generator):
+    """A trace trains the same weights to the last bit; `donate=True` does it in the memory that was given."""
+    params, *grads = [random_tree(generator, name=name) for _ in range(1 + STEPS)]
+    opt, given = make_optimizer(name), params.clone()
+    memory = given["out"].data_ptr()
 
-    assert_pure(opt.update, params_after, grads, state_after)
+    got = train(wrap(partial(opt.update, donate=donate)), opt.init(params), given, grads)
+
+    for tree, expected in zip(got, train(opt.update, opt.init(params), params, grads), strict=True):
+        assert_trees_equal(tree, expected)
+    assert (got[0]["out"].data_ptr() == memory) is donate
 
 
 # A part of a vector of a CPU, whole ones, and both, in every dtype.

@@ -43,18 +43,9 @@ OPTAX = {
     "join_schedules": [0.0, 0.6, 0.933013, 0.25, 0.05, 0.05],
 }
 TORCH = {
-    "linear": (
-        lambda opt: lr_scheduler.LinearLR(opt, start_factor=0.25, total_iters=6),
-        schedules.linear(0.25, 1.0, 6),
-    ),
-    "polynomial": (
-        lambda opt: lr_scheduler.PolynomialLR(opt, total_iters=8, power=2.0),
-        schedules.polynomial(1.0, 0.0, 8, power=2.0),
-    ),
-    "cosine": (
-        lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=20, eta_min=0.1),
-        schedules.cosine_decay(1.0, 20, alpha=0.1),
-    ),
+    "linear": (lambda opt: lr_scheduler.LinearLR(opt, 0.25, total_iters=6), schedules.linear(0.25, 1.0, 6)),
+    "polynomial": (lambda opt: lr_scheduler.PolynomialLR(opt, 8, 2.0), schedules.polynomial(1.0, 0.0, 8, power=2.0)),
+    "cosine": (lambda opt: lr_scheduler.CosineAnnealingLR(opt, 20, 0.1), schedules.cosine_decay(1.0, 20, alpha=0.1)),
     "exponential": (lambda opt: lr_scheduler.ExponentialLR(opt, 0.9), schedules.exponential_decay(1.0, 1, 0.9)),
     "steps": (lambda opt: lr_scheduler.StepLR(opt, 5, 0.3), schedules.exponential_decay(1.0, 5, 0.3, staircase=True)),
     "milestones": (
@@ -148,20 +139,3 @@ def test_reduce_on_plateau_is_that_of_torch(metrics, patience, cooldown, mode):
         other.step(metric)
         state = plateau.update(torch.tensor([metric, 1.0]), state)
         assert state["scale"][0].item() == pytest.approx(opt.param_groups[0]["lr"])
-
-
-MESSAGES = [
-    (lambda: schedules.linear(0.0, 1.0, 0), "polynomial: transition_steps must be at least 1.*0"),
-    (lambda: schedules.cosine_decay(1.0, 0), "cosine_decay: decay_steps must be at least 1"),
-    (lambda: schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), "include the warm-up.*above 5.*5"),
-    (lambda: schedules.join_schedules([schedules.constant(1.0)], [3])(torch.tensor(0)), "shorter than argument 1"),
-    (lambda: schedules.join_schedules([schedules.constant(1.0)] * 3, [6, 3]), r"boundaries must ascend.*\[6, 3\]"),
-    (lambda: schedules.ReduceOnPlateau(1.0), "factor must lie between 0 and 1.*1.0"),
-]
-
-
-@pytest.mark.parametrize(("call", "pattern"), MESSAGES)
-def test_messages(call, pattern):
-    """Each refusal names the call and both values."""
-    with pytest.raises(ValueError, match=f"(?s){pattern}"):
-        call()

@@ -15,17 +15,6 @@ def make_tree(fill=1.0, members=3):
     return TensorDict({"a": {"w": torch.full((members, 2, 2), fill)}, "b": torch.full((members, 4), fill)}, [members])
 
 
-def test_active_ignores_donate():
-    """A frozen member keeps its values also where memory is donated."""
-    opt = adam(lr=0.1)
-    active = torch.tensor([True, False, True])
-    params = make_tree()
-
-    got, _ = opt.update(params, make_tree(), opt.init(params), active=active, donate=True)
-
-    assert_trees_equal(got[1], make_tree()[1])
-
-
 def test_state_rows_are_members_states():
     """Row i of the state is the state of member i; rows stack to the state."""
     opt = adamw(lr=torch.tensor([0.1, 0.2, 0.3]))
@@ -53,24 +42,17 @@ def test_hyperparameters_live_in_the_state(make):
     assert update.cache_info().misses == 1
 
 
-def test_one_tensor_for_all_members():
-    """A tensor of no dimensions is the value of all members."""
-    opt = adam(lr=torch.tensor(0.1), weight_decay=torch.tensor([0.0, 0.1, 0.2]))
+def test_shapes_of_hyperparameters():
+    """A tensor of no dimensions is the value of all members; a tree without a batch size may have one for each."""
+    opt, params = (
+        adam(lr=torch.tensor(0.1), weight_decay=torch.tensor([0.0, 0.1, 0.2])),
+        TensorDict({"w": torch.ones(3, 2)}),
+    )
+    rates = sgd(lr=torch.tensor([0.0, 0.5, 1.0]))
 
-    state = opt.init(make_tree())
-
-    assert state["lr"].shape == (3,)
-    assert opt.update(make_tree(), make_tree(), state)[1]["step"].tolist() == [1, 1, 1]
-
-
-def test_stacked_leaves_without_batch_size():
-    """A tree without a batch size can have a learning rate for each member."""
-    params = TensorDict({"w": torch.ones(3, 2)})
-    opt = sgd(lr=torch.tensor([0.0, 0.5, 1.0]))
-
-    moved, _ = opt.update(params, params, opt.init(params))
-
-    torch.testing.assert_close(moved["w"][:, 0], torch.tensor([1.0, 0.5, 0.0]))
+    assert opt.init(make_tree())["lr"].shape == (3,)
+    assert opt.update(make_tree(), make_tree(), opt.init(make_tree()))[1]["step"].tolist() == [1, 1, 1]
+    assert rates.update(params, params, rates.init(params))[0]["w"][:, 0].tolist() == [1.0, 0.5, 0.0]
 
 
 def test_tied_leaves_step_once():

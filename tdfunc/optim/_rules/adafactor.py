@@ -28,8 +28,8 @@ def adafactor(
     Args:
         lr: The largest step, as a part of the size of the parameters.
         beta2_decay: Power of the step count by which the weight of a new gradient falls.
-        eps: The least root of the second moment, by default that of the dtype; and the least size of parameters that
-            is counted with.
+        eps: The smallest root of the second moment, by default the `eps` of the dtype; and the smallest size of
+            parameters in the computation.
         d: The largest size of a step before it is scaled.
         weight_decay: `lr` times this is the part of the parameters that is taken away at each step.
         maximize: Go up the gradient.
@@ -49,7 +49,7 @@ def adafactor(
 def _shape(slot: str, shape: torch.Size, dims: int) -> torch.Size:
     inner = len(shape) - dims
     if (inner > 1) == (slot == "variance"):
-        # Of the same number of dimensions: a tree counts its batch dimensions by those of its leaves.
+        # Of the same number of dimensions: a tree counts its batch dimensions by its leaves.
         return torch.Size((*shape[:dims], *[0] * inner))
     ends = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:]), "variance": shape}
     return torch.Size(ends[slot])
@@ -86,7 +86,7 @@ def _step_leaf(
 
 
 def _root_mean_square(leaf: Tensor, *, dims: int) -> Tensor:
-    """Return that of each member, with as many dimensions as the leaf."""
+    """Return the root mean square of each member, with as many dimensions as the leaf."""
     inner = list(range(dims, leaf.dim()))
     # A list of no dimensions would mean all of them.
     norm = torch.linalg.vector_norm(leaf, dim=inner, keepdim=True) if inner else leaf.abs()

@@ -23,7 +23,7 @@ def adagrad(
 
     Args:
         lr: Step size.
-        lr_decay: How much is added to the divisor of `lr` at each step.
+        lr_decay: Number that is added to the divisor of `lr` at each step.
         weight_decay: Factor of the parameters that are added to the gradient.
         initial_accumulator_value: The sum before the first step.
         eps: Added to the root.

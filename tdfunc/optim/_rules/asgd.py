@@ -23,7 +23,7 @@ def asgd(
 
     Args:
         lr: Step size at the first step. A schedule acts at its own step; in torch one step later.
-        lambd: Decay of the parameters, and how fast the step size falls.
+        lambd: Decay of the parameters, and of the step size.
         alpha: Power by which the step size falls.
         t0: The step at which averaging begins.
         weight_decay: Factor of the parameters that are added to the gradient.

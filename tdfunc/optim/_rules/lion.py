@@ -12,8 +12,8 @@ def lion(
 ) -> Optimizer:
     """Return Lion: steps by the sign of a running average of the gradient.
 
-    Steps are larger than those of `adamw`: a learning rate of a third to a tenth of its own, and a weight decay that is
-    larger by as much, are usual.
+    Steps are larger than the steps of `adamw`. Usual are a third to a tenth of its learning rate, and a weight decay
+    that is larger by the same factor.
 
     Args:
         lr: Step size.

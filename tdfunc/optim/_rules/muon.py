@@ -34,14 +34,14 @@ def muon(
         weight_decay: `lr` times this is the part of the parameters that is taken away at each step.
         momentum: Decay of the running average of the gradient.
         nesterov: Look ahead along the average.
-        ns_coefficients: Of the polynomial that brings singular values near 1.
-        ns_steps: How many times it is applied.
-        eps: The least norm of a gradient that is divided by.
-        adjust_lr_fn: How `lr` grows with a matrix: as the root of rows per column if there are more rows, or so that
-            steps are of the size that `adamw` gives them.
+        ns_coefficients: The coefficients of the polynomial that brings singular values near 1.
+        ns_steps: The number of times that the polynomial is applied.
+        eps: The smallest norm of a gradient that is a divisor.
+        adjust_lr_fn: The growth of `lr` with the size of a matrix: `original`, by the root of rows per column if there
+            are more rows; or `match_rms_adamw`, so that steps have the size of the steps of `adamw`.
 
     Raises:
-        ValueError: A hyperparameter is out of range or nan, or `adjust_lr_fn` is another.
+        ValueError: A hyperparameter is out of range or nan, or `adjust_lr_fn` is not one of the two.
         LeafMismatchError: In `init`, a member's leaf is not a matrix; the message names it.
 
     Source:

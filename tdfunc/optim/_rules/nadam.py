@@ -24,7 +24,7 @@ def nadam(
         betas: Decay of the running averages of the gradient and of its square.
         eps: Added to the denominator.
         weight_decay: Factor of the parameters that are added to the gradient.
-        momentum_decay: How fast the first beta grows to its full size.
+        momentum_decay: Rate at which the first beta grows to its full size.
         decoupled_weight_decay: Shrink the parameters instead, as `adamw` does.
         maximize: Go up the gradient.
 

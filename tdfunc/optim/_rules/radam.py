@@ -55,7 +55,7 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, maximize: 
     known = rho > 5.0
     if isinstance(known, Tensor) or known:
         square = (rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho)
-        # Where it is not used, its root must be finite, for the derivative too.
+        # Where it is not used, its root must be finite, also for the derivative.
         rect = choose(known, square, rho * 0.0 + 1.0) ** 0.5
         scale = ops.run("reciprocal", ops.run("add", ops.sqrt(slots["exp_avg_sq"]), values["eps"]))
         scaled = ops.run("mul", ops.run("mul", steps, ops.run("mul", scale, bias2**0.5), keep=True), rect)

@@ -61,7 +61,7 @@ def accumulate(optimizer: AbstractOptimizer, every: int) -> Accumulate:
 
     Args:
         optimizer: The optimizer of the means.
-        every: How many gradients make a step.
+        every: The number of gradients for each step.
 
     Raises:
         ValueError: `every` is below 1.

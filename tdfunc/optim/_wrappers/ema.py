@@ -63,12 +63,12 @@ def ema(optimizer: AbstractOptimizer, decay: float, *, debias: bool = True) -> E
     """Return an optimizer that keeps a running average of the parameters after each step.
 
     `opt.eval_params(params, state)` returns the average, in the dtypes of the parameters, to evaluate and to save in
-    their place; training goes on from `params`. It is of float32 where these have 16 bits.
+    their place; training continues from `params`. The average is kept in float32 if the parameters have 16 bits.
 
     Args:
         optimizer: The optimizer of the parameters.
         decay: The weight of the average so far.
-        debias: Begin with an average of nothing, as Adam's are; else of the parameters before the first step.
+        debias: Begin with an empty average, as Adam does; otherwise with the parameters before the first step.
 
     Raises:
         ValueError: `decay` is not in [0, 1).

@@ -64,7 +64,8 @@ def apply_if_finite(optimizer: AbstractOptimizer, max_consecutive: int) -> Apply
 
     Args:
         optimizer: The optimizer of the other steps.
-        max_consecutive: How many are skipped in a row; the next is applied, so that the run fails in sight.
+        max_consecutive: The number of steps that are skipped in a row; the next is applied, so that the run fails
+            visibly.
 
     Raises:
         ValueError: `max_consecutive` is below 0.

@@ -56,12 +56,12 @@ class Lookahead(AbstractOptimizer):
 def lookahead(optimizer: AbstractOptimizer, every: int = 6, slow_step_size: float = 0.5) -> Lookahead:
     """Return an optimizer whose slow parameters go a part of the way to the fast ones every few steps.
 
-    The fast ones then go on from there. `opt.eval_params(params, state)` returns the slow ones; they are of float32
-    where the parameters have 16 bits.
+    The fast ones then continue from there. `opt.eval_params(params, state)` returns the slow ones, which are kept in
+    float32 if the parameters have 16 bits.
 
     Args:
         optimizer: The optimizer of the fast parameters.
-        every: How many of its steps come before one of the slow parameters.
+        every: The number of its steps for each step of the slow parameters.
         slow_step_size: The part of the way that they go.
 
     Raises:

@@ -28,7 +28,7 @@ class Masters(AbstractOptimizer):
     optimizer: AbstractOptimizer
 
     def init(self, params: TensorCollection) -> "TensorDict":
-        """Return the state before the first step, that of the optimizer in float32."""
+        """Return the state before the first step, with the optimizer's state in float32."""
         leaves = list_trainable("masters", params)
         low = [entry for entry in entries(params) if entry.leaf.dtype in LOW_PRECISION]
         # A tied leaf, under all of its names.
@@ -78,7 +78,7 @@ def masters(optimizer: AbstractOptimizer) -> Masters:
     A float16 parameter past the range of its dtype is infinite from then on.
 
     Args:
-        optimizer: The optimizer of the float32 parameters; its state is of float32, too.
+        optimizer: The optimizer of the float32 parameters; its state is also in float32.
 
     Source:
         Micikevicius et al., "Mixed Precision Training", section 3.1.

@@ -27,7 +27,7 @@ T = TypeVar("T", bound=TensorCollection)
 def make_state(
     name: str, optimizer: AbstractOptimizer, params: TensorCollection, data: dict[str, Any], *counts: str
 ) -> "TensorDict":
-    """Return a state with that of the inner optimizer, other entries, and counts of 0 for each member."""
+    """Return a state with the inner optimizer's state, other entries, and counts of 0 for each member."""
     leaves, size = list_trainable(name, params), params._batch_size
     check_dense(f"{name}.init", params)
     zeros = torch.zeros(size, dtype=torch.int64, device=leaves[0].device if leaves else None)

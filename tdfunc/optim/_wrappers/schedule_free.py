@@ -85,7 +85,7 @@ def schedule_free(optimizer: Optimizer, beta: float = 0.9, *, lr_power: float = 
     `lr`.
 
     Args:
-        optimizer: The rule, with no momentum of its own.
+        optimizer: The rule, without momentum.
         beta: The weight of the average in the points.
         lr_power: The power of the largest learning rate so far that is the weight of a step in the average.
 
@@ -114,5 +114,5 @@ def schedule_free(optimizer: Optimizer, beta: float = 0.9, *, lr_power: float = 
             hint="the others go around it: chain(clip_by_global_norm(1.0), schedule_free(sgd())).",
         )
     if not 0.0 < beta < 1.0:
-        raise error(ValueError, "schedule_free: beta must lie between 0 and 1.", got=beta)
+        raise error(ValueError, "schedule_free: beta must be between 0 and 1.", got=beta)
     return ScheduleFree(optimizer, beta, lr_power)
