@@ -10,7 +10,7 @@ from torch import Tensor
 from tdfunc.cli.numbers import count_lost, has_values
 from tdfunc.cli.output import note, progress, safe
 from tdfunc.cli.sources import Source, choose, make_filter, open_source, plain_values, stored_leaves
-from tdfunc.cli.torch_files import without_values, write_torch
+from tdfunc.cli.torch_files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
@@ -24,6 +24,7 @@ from tdfunc.storage.memmap.write import check_target as check_memmap
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import as_bytes
 from tdfunc.storage.stream import memmap_stream, save_stream
+from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.specs import DTYPES
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Size, Tensor, nn
+from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
+from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path
@@ -22,6 +22,7 @@ from tdfunc.storage.disk.commit import replace_file
 from tdfunc.storage.disk.raw import raw_bytes
 from tdfunc.storage.safetensors.contents import nests
 from tdfunc.storage.safetensors.header import is_torch
+from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.objects import is_json, pack
 
 _EMPTY = Size(())
@@ -79,9 +80,7 @@ def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf], list[
         ) from err
     # Damage raises errors of all kinds.
     except Exception as err:
-        raise CorruptCheckpointError(
-            f"{path}: torch.load cannot read this.", got=f"{type(err).__name__}: {err}"[:300]
-        ) from err
+        raise damaged(f"{path}: torch.load cannot read this.", got=f"{type(err).__name__}: {err}"[:300]) from err
     builder = _Builder(path)
     tree = builder.tree(loaded if isinstance(loaded, Mapping) else {"value": loaded}, ())
     ties = tuple(tuple(paths) for paths in builder.paths.values() if len(paths) > 1)
@@ -163,14 +162,6 @@ class _Builder:
 
 class _Level(dict[str, Any]):
     """A sub-tree that dotted names imply."""
-
-
-def without_values(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a leaf like another one, on the meta device."""
-    made = torch.empty(leaf.shape, dtype=dtype, device="meta")
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(made, leaf.requires_grad)
-    return made.requires_grad_() if leaf.requires_grad else made
 
 
 def _has_tensors(value: Any) -> bool:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from tdfunc.cli.output import print_json, progress, safe
 from tdfunc.cli.sources import FileLeaf, Source, Stored, Tick, open_source, step_of, steps_in, stored_leaves
 from tdfunc.cli.torch_files import damaged_entry
-from tdfunc.core.errors import CorruptCheckpointError
+from tdfunc.core.errors import CorruptCheckpointError, damaged
 from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.storage.disk.remote import LocalBytes, local_path
 from tdfunc.storage.manager.steps import (
@@ -121,9 +121,9 @@ def _compare_readers(source: Source, one: Stored, second: "_SecondReader", tick:
         try:
             found = second.digest(reader.data, reader)
         except SafetensorError as err:
-            raise CorruptCheckpointError(f"leaf {reader.name}: the safetensors package cannot read it: {err}") from err
+            raise damaged(f"leaf {reader.name}: the safetensors package cannot read it: {err}") from err
         if found not in (None, state.digest()):
-            raise CorruptCheckpointError(f"leaf {reader.name}: the safetensors package reads other values.")
+            raise damaged(f"leaf {reader.name}: the safetensors package reads other values.")
 
 
 class _SecondReader(ExitStack):

@@ -94,7 +94,7 @@ def test_a_step_in_several_files(background, tmp_path):
     with pytest.raises(CorruptCheckpointError, match=rf"step 1(.|\n)*{shards[0]}"):
         manager.load(1)
     shutil.copy(path / "model.safetensors.index.json", manager.path(2))
-    with pytest.raises(CorruptCheckpointError, match=r"step 2(.|\n)*model\.safetensors\.index\.json is not the one"):
+    with pytest.raises(CorruptCheckpointError, match=r"step 2(.|\n)*model\.safetensors\.index\.json must be the file"):
         manager.load()
 
 
@@ -125,7 +125,7 @@ def test_missing_steps(manager):
     for step in range(12):
         manager.save(step, tree_of(step)).result()
     for name in ("load", "metadata", "verify", "delete"):
-        with pytest.raises(FileNotFoundError, match=rf"^{name} .*step 77 is not there(.|\n)*\.\.\. 2, 3, .*10, 11"):
+        with pytest.raises(FileNotFoundError, match=rf"^{name} .*step 77 must exist(.|\n)*\.\.\. 2, 3, .*10, 11"):
             getattr(manager, name)(77)
 
 
@@ -310,7 +310,7 @@ def test_files_of_two_steps(tmp_path):
         manager.save(step, tree_of(step))
     shutil.copy(manager.path(1) / "model.safetensors", manager.path(2) / "model.safetensors")
     with pytest.raises(
-        CorruptCheckpointError, match=r"step 2(.|\n)*not the one(.|\n)*xxh3-64:\w{16}\n.*xxh3-64:\w{16}"
+        CorruptCheckpointError, match=r"step 2(.|\n)*must be the file that(.|\n)*xxh3-64:\w{16}\n.*xxh3-64:\w{16}"
     ):
         manager.load()
 
@@ -333,7 +333,7 @@ def forge(manager, step, fields):
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"version": 2}, UnsupportedError, r"checkpoint\.json: the format(.|\n)*version 1(.|\n)*2(.|\n)*later"),
+        ({"version": 2}, UnsupportedError, r"checkpoint\.json: this version(.|\n)*version 1(.|\n)*2(.|\n)*later"),
         ({"version": 1, "step": 1}, CorruptCheckpointError, r"malformed(.|\n)*KeyError"),
         ({**ABOUT, "metadata": 3}, CorruptCheckpointError, r"malformed(.|\n)*TypeError"),
         ({**ABOUT, "metadata": {"a": float("nan")}}, CorruptCheckpointError, r"NaN"),
@@ -380,7 +380,7 @@ def test_nothing_to_fall_back_to(tmp_path):
     path = manager.save(0, tree_of(0)).result() / "model.safetensors"
     path.write_bytes(b"")
 
-    with pytest.raises(CorruptCheckpointError, match=r"no step is whole(.|\n)*damaged: .0"):
+    with pytest.raises(CorruptCheckpointError, match=r"one step must be undamaged(.|\n)*damaged: .0"):
         manager.load(fallback=True)
 
 

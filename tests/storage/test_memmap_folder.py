@@ -228,10 +228,10 @@ def test_meta_json_that_lies(meta, tmp_path):
         (node({"a": {**LEAF, "dtype": "torch.qint8"}}), "(?s)'a'.*that torch has.*torch.qint8"),
         (node({"a": {**LEAF, "is_nested": True}}), "(?s)'a'.*got: .*a nested tensor"),
         (node({"": LEAF}), "(?s)empty key.*rename the key"),
-        (node({}, own={"tdfunc": 9}), "(?s)another format version.*got:      9"),
-        ({"_type": "<class 'os.system'>"}, "(?s)a type that is not read.*os.system"),
-        ({}, "a type that is not read"),
-        ({"_type": VALUES, "data": [1]}, "a type that is not read"),
+        (node({}, own={"tdfunc": 9}), "(?s)this version of tdfunc must.*got:      9"),
+        ({"_type": "<class 'os.system'>"}, "(?s)must be of a known type.*os.system"),
+        ({}, "must be of a known type"),
+        ({"_type": VALUES, "data": [1]}, "must be of a known type"),
     ],
 )
 def test_what_is_not_read(meta, message, tmp_path):
@@ -341,7 +341,7 @@ def test_a_typed_tree_of_tensordict_around_something_else(tmp_path):
     write(tmp_path / "d" / "_tensordict", {"_type": VALUES, "data": [1]})
 
     with pytest.raises(
-        UnsupportedError, match=r"the root is of a type(.|\n)*expected: a TensorDict(.|\n)*NonTensorStack"
+        UnsupportedError, match=r"the root must be of a known type(.|\n)*expected: a TensorDict(.|\n)*NonTensorStack"
     ):
         TensorDict.load_memmap(tmp_path / "d")
 
@@ -387,7 +387,7 @@ def test_ties_that_a_part_does_not_know(tmp_path):
     tree.memmap(tmp_path / "d")
     write(tmp_path / "d" / "n", document(0, 0))
 
-    with pytest.raises(CorruptCheckpointError, match="the ties of 'n'"):
+    with pytest.raises(CorruptCheckpointError, match="'n' and the folder around it must have the same ties"):
         TensorDict.load_memmap(tmp_path / "d")
 
 

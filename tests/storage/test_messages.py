@@ -19,7 +19,7 @@ ROWS = {
     "save: a module": (
         lambda: tdf.save(nn.Linear(1, 1), "n.safetensors"),
         TypeError,
-        r"save n\.safetensors: there must be a tree, or a mapping[\s\S]*Linear[\s\S]*from_module",
+        r"save n\.safetensors: the value must be a tree, or a mapping[\s\S]*Linear[\s\S]*from_module",
     ),
     "save: a tensor": (lambda: tdf.save(torch.ones(1), "n.safetensors"), TypeError, "got: +Tensor"),
     "save: int keys": (
@@ -27,7 +27,7 @@ ROWS = {
         TypeError,
         r"save n\.safe.*\n.*\n.*\[0\]",
     ),
-    "saver: a list": (lambda: AsyncSaver().save([1], "n.safetensors"), TypeError, r"save .*n\.safetensors: there must"),
+    "saver: a list": (lambda: AsyncSaver().save([1], "n.safetensors"), TypeError, r"save .*n\.safetensors: the value"),
     "save: order": (lambda: tdf.save("x", small_tree()), TypeError, "TensorDict"),
     "save: a folder": (lambda: tdf.save(small_tree(), "f.safetensors"), IsADirectoryError, r"f\.safetensors"),
     "save: no folder": (lambda: tdf.save(small_tree(), "no/t.safetensors"), OSError, "the folder must exist"),
@@ -79,7 +79,7 @@ ROWS = {
     "half a step": (lambda: CheckpointManager(RUN).save(1.5, small_tree()), TypeError, r"save: the step(?s:.*)1\.5"),
     "NUL in a path": (lambda: tdf.load("a\0b"), ValueError, r"NUL(?s:.*)a\\x00b"),
     "load: torch.save's": (lambda: tdf.load("x.pt"), UnsupportedError, r"x\.pt: (?s:.*)tdfunc convert"),
-    "a list for a tree": (lambda: CheckpointManager(RUN).save(0, [1]), TypeError, "save .*run: there must be a tree"),
+    "a list for a tree": (lambda: CheckpointManager(RUN).save(0, [1]), TypeError, "save .*run: the value must be"),
     "no step kept": (lambda: CheckpointManager(RUN, keep_last=0), ValueError, r"(?s)1 or more.*keep_last=0"),
     "no best kept": (lambda: CheckpointManager(RUN, keep_best=0, metric="m"), ValueError, "(?s)more.*keep_best=0"),
     "best without a metric": (lambda: CheckpointManager(RUN, keep_best=1), ValueError, "keep_best needs a metric"),

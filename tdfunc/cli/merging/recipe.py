@@ -9,7 +9,6 @@ import torch
 from tdfunc.cli.merging.config import Config, Settings, Slice, setting, spellings
 from tdfunc.cli.output import note, safe, shown
 from tdfunc.cli.sources import Source, Stored, stored_leaves
-from tdfunc.cli.torch_files import without_values
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import TieError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
@@ -17,6 +16,7 @@ from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
 from tdfunc.ops.base.reading import get, has
 from tdfunc.ops.display.text import count_text
+from tdfunc.storage.tree.build import without_values
 from tdfunc.weights.swaps.stack_layers import find_layers, stack_layers
 
 

@@ -19,13 +19,13 @@ from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
 from tdfunc.cli.numbers import count_lost, has_values
 from tdfunc.cli.output import note, progress, safe, shown
 from tdfunc.cli.sources import Source, open_source, stored_leaves
-from tdfunc.cli.torch_files import without_values
 from tdfunc.core.collection import LeafOp
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.disk.remote import is_remote
+from tdfunc.storage.tree.build import without_values
 from tdfunc.weights.method import leaf_key
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
