@@ -27,7 +27,7 @@ from tdfunc.storage.manager.steps import (
 from tdfunc.storage.safetensors.read import as_view
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
-# Of a leaf that the second reader reads at a time.
+# The bytes of a leaf that the second reader reads at a time.
 _MOST_BYTES = 16 << 20
 
 
@@ -37,13 +37,13 @@ class Verdict(NamedTuple):
     path: str
     leaves: int
     size_bytes: int
-    # The algorithm, or None where there are no checksums.
+    # The algorithm, or None without checksums.
     checksums: str | None
     damage: list[str]
 
     @property
     def code(self) -> int:
-        """The exit code of this tree alone."""
+        """The exit code for this tree."""
         return DAMAGED if self.damage else OK if self.checksums is not None else UNPROTECTED
 
 
@@ -75,7 +75,7 @@ def _text(verdict: Verdict) -> str:
 def _verify_all(path: str) -> Iterator[Verdict]:
     steps = steps_in(path)
     for step in steps:
-        # A run that goes on may have removed or replaced it by now.
+        # A run that continues may have removed or replaced it by now.
         with suppress(StepRemovedError, StepReplacedError), reading(path, step) as folder:
             yield _verify_one(folder)
     if not steps:
@@ -127,7 +127,7 @@ def _compare_readers(source: Source, one: Stored, second: "_SecondReader", tick:
 
 
 class _SecondReader(ExitStack):
-    """The safetensors package: it maps files, whose pages count as memory, so that a file is opened anew often."""
+    """The safetensors package. It maps files, whose pages count as memory, so a file is often opened again."""
 
     def __init__(self) -> None:
         super().__init__()

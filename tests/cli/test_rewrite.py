@@ -393,17 +393,17 @@ def test_shards_beside_other_files(tmp_path):
     assert [result.code for result in (again, single, mixed, over)] == [2, 2, 2, 2]
     assert "model.safetensors.index.json exists" in again.err
     assert "model.safetensors.index.json exists" in single.err
-    assert "holds a memmapped tree" in mixed.err
+    assert "contain a memmapped tree" in mixed.err
     assert "not part of a memmapped tree" in over.err
 
 
 @pytest.mark.parametrize(
     ("target", "options", "says"),
     [
-        ("run", ["--to", "shards"], "run belongs to a run"),
-        ("run", ["--to", "memmap"], "run belongs to a run"),
-        ("run/step-0000000001", ["--to", "shards"], "belongs to a run"),
-        ("run/step-0000000001/model.safetensors", [], "belongs to a run"),
+        ("run", ["--to", "shards"], "run must not belong"),
+        ("run", ["--to", "memmap"], "run must not belong"),
+        ("run/step-0000000001", ["--to", "shards"], "must not belong"),
+        ("run/step-0000000001/model.safetensors", [], "must not belong"),
     ],
 )
 def test_the_folder_of_a_run_is_left_alone(target, options, says, tmp_path):
