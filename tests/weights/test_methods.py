@@ -193,11 +193,11 @@ TWO = torch.stack([MODEL, MODEL])
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: tdf.weights.ties(None, TWO, [1, 1]), ValueError, "must be a base"),
+        (lambda: tdf.weights.ties(None, TWO, [1, 1]), ValueError, "requires a base"),
         (lambda: tdf.weights.slerp(MODEL, TWO, [1, 1]), ValueError, "expected: 1"),
         (lambda: tdf.weights.model_stock(MODEL, TWO[:1], [1]), ValueError, "expected: at least 2"),
         (lambda: tdf.weights.linear(MODEL, MODEL, [1]), tdf.BatchSizeError, "must be stacked"),
-        (lambda: tdf.weights.linear(MODEL, TWO, [1, 1, 1]), tdf.BatchSizeError, "a weight for each"),
+        (lambda: tdf.weights.linear(MODEL, TWO, [1, 1, 1]), tdf.BatchSizeError, "must have a weight"),
         (lambda: torch.vmap(lambda w: tdf.weights.linear(MODEL, TWO, w))(torch.ones(4, 3)), tdf.BatchSizeError, "each"),
         (lambda: tdf.weights.ties(MODEL, TWO.rename_key("w", "v"), [1, 1]), tdf.TreeStructureError, "different keys"),
         (
