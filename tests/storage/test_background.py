@@ -16,7 +16,7 @@ from torch import nn
 
 from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, TensorDict, UnsupportedError, load, save
 from tdfunc.storage.manager import background
-from tests.helpers import TiedLM, run_in_threads
+from tests.helpers import run_in_threads
 from tests.storage.scripts import run
 from tests.storage.trees import tied_trees, trees
 
@@ -63,24 +63,6 @@ def test_the_file_is_that_of_save(copy, tree, tmp_path):
         handle = saver.save(tree, tmp_path / "b.safetensors", fsync=False, copy=copy)
 
     assert handle.result() == tmp_path / "b.safetensors"
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-
-
-def test_large_and_strided_leaves_and_modules(tmp_path):
-    """The same of leaves of many pieces, without one run of memory, and of modules."""
-    tree = TensorDict(
-        {
-            "large": torch.randn(5_000_001),
-            "strided": torch.randn(700, 3000).t(),
-            "expanded": torch.randn(3).expand(10_000, 3),
-            "conj": torch.randn(300_000, dtype=torch.complex64).conj(),
-            "computed": torch.randn(3, requires_grad=True) * 2,
-            "module": TensorDict.from_module(nn.Sequential(TiedLM(), nn.BatchNorm1d(3))),
-        }
-    )
-    save(tree, tmp_path / "a.safetensors")
-    AsyncSaver().save(tree, tmp_path / "b.safetensors").result()
-
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 

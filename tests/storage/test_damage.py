@@ -8,8 +8,6 @@ import struct
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import CorruptCheckpointError, LeafMismatchError, TensorDict, UnsupportedError
@@ -433,57 +431,3 @@ def test_checksums_that_do_not_fit(leaves, tmp_path):
 
     with pytest.raises(CorruptCheckpointError, match="checksum"):
         load(tmp_path / "f.safetensors")
-
-
-FIELDS = st.sampled_from(["tree", "tie", "value", "values", "shape", "flags", "size", "ties"])
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.sampled_from(["w", "x", "", "F32", "gP", "v"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=3),
-    max_leaves=8,
-)
-
-
-def places(value):
-    """Every (holder, key) of a JSON value."""
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    return [place for key in keys for place in [(value, key), *places(value[key])]]
-
-
-@given(data=st.data())
-def test_random_trees_of_json(data, tmp_path_factory):
-    """A description with random changes is refused, or loads as the leaves of the file."""
-    base = tree(
-        node("wtxs", [0, {"tree": 1}, {"tie": 0}, {"values": [1, 2]}], size=[2]),
-        node("v", [[0, "vg", None, [2]]]),
-        ties=[[[0, "w"], [0, "x"]]],
-    )
-    flat = places(base)
-    for _ in range(data.draw(st.integers(0, 2))):
-        holder, key = data.draw(st.sampled_from(flat))
-        holder[key] = data.draw(JSON)
-    entries = [W, entry("t.v", "F32", [2], 8, 16)]
-    path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
-    path.write_bytes(forge(json.dumps(base), entries, DATA * 2))
-
-    try:
-        back = load(path)
-    except OURS:
-        return
-    assert back["w"].tolist() == [1.0, 2.0]
-    assert set(back.keys()) <= {"w", "t", "x", "s", ""} | set(base["nodes"][0]["keys"])
-
-
-@given(
-    raw=st.binary(max_size=200),
-    head=st.sampled_from(["", "{", '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}']),
-)
-def test_random_bytes(raw, head, tmp_path_factory):
-    """Random bytes are refused, or are the one leaf that they describe."""
-    path = tmp_path_factory.getbasetemp() / "bytes.safetensors"
-    path.write_bytes(len(head).to_bytes(8, "little") + head.encode() + raw)
-
-    try:
-        back = load(path)
-    except OURS:
-        return
-    assert back["a"].nbytes == len(raw) == 4

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from tdfunc import (
     CheckpointManager,
@@ -51,18 +50,6 @@ def test_a_step_comes_back(tree, metadata, tmp_path):
     assert manager.metadata() == metadata
     assert repr(manager.metadata(3)) == repr(metadata)
     assert manager.verify() == 3
-
-
-def test_named_trees(manager):
-    """Several trees are one step, loaded as one tree."""
-    params = TensorDict.from_module(nn.Linear(2, 3))
-    state = TensorDict({"step": torch.tensor(3)})
-    manager.save(0, {"params": params, "state": state, "note": "text"}).result()
-    back = manager.load()
-
-    assert_same(back["params"], params)
-    assert back["state", "step"] == 3
-    assert back["note"] == "text"
 
 
 def test_without_steps(tmp_path):
