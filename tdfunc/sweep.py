@@ -18,7 +18,7 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, WorkerError, error
+from tdfunc.core.errors import BatchSizeError, WorkerError, check_choice, check_least, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
 from tdfunc.distributed.messages import classes_of
@@ -185,8 +185,7 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int, *, min_delta: float = 0.0, mode: Mode = "min") -> None:
-        if patience < 1:
-            raise error(ValueError, "EarlyStopping: patience must be at least 1.", got=patience)
+        check_least("EarlyStopping: patience", patience)
         self.patience = patience
         self.min_delta = min_delta
         self.sign: int = _sign(mode)
@@ -319,8 +318,7 @@ def successive_halving(
         tensor([70., 70.])
     """
     for name, number in (("rungs", rungs), ("factor", factor)):
-        if not number >= 1:
-            raise error(ValueError, f"successive_halving: {name} must be at least 1.", got=number)
+        check_least(f"successive_halving: {name}", number)
     scores = None
     for rung in range(rungs):
         if scores is not None:
@@ -468,8 +466,7 @@ def train_blocks(
         (tensor(0.3000), tensor([3.]))
     """
     for name, number in (("rungs", rungs), ("block", block)):
-        if number < 1:
-            raise error(ValueError, f"train_blocks: {name} must be at least 1.", got=number)
+        check_least(f"train_blocks: {name}", number)
     blocks = _Blocks(train, rungs, os.path.abspath(folder))
     os.makedirs(blocks.folder, exist_ok=True)
     members = torch.arange(run._batch_size[0], device="cpu")
@@ -538,8 +535,7 @@ def _check_members(call: str, name: str, given: Tensor, shape: torch.Size) -> No
 
 
 def _sign(mode: Mode) -> int:
-    if mode not in ("min", "max"):
-        raise error(ValueError, "mode must be min or max.", got=repr(mode))
+    check_choice("mode", mode, ("min", "max"))
     return 1 if mode == "min" else -1
 
 

@@ -23,7 +23,7 @@ from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
 from tdfunc.storage.disk.commit import locate
 from tdfunc.storage.disk.commit import naming as naming_system
-from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, find, is_remote
+from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.manager.steps import (
     ABOUT_FILE,
     StepRemovedError,
@@ -36,7 +36,7 @@ from tdfunc.storage.manager.steps import (
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, open_leaf, opened
 from tdfunc.storage.safetensors.blocks import Blocks
-from tdfunc.storage.safetensors.contents import is_memmap, open_contents
+from tdfunc.storage.safetensors.contents import Leaf, is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.read import as_view, check_bytes, fill, read_bytes
@@ -54,33 +54,26 @@ Tick = Callable[[int], object]
 class FileLeaf(NamedTuple):
     """A leaf in a safetensors file."""
 
-    data: Bytes
-    begin: int
-    dtype: torch.dtype
-    elements: int
-    name: str
-    # The digest of all bytes; a leaf that several ranks wrote has digests of blocks instead.
-    digest: str | None
-    blocks: Blocks | None
+    leaf: Leaf
 
     @property
-    def size_bytes(self) -> int:
-        """The bytes of all values."""
-        return self.elements * self.dtype.itemsize
+    def digest(self) -> str | None:
+        """The digest of all bytes; None in a leaf that several ranks wrote, which has digests of blocks."""
+        return None if isinstance(self.leaf.digest, Blocks) else self.leaf.digest
 
     def read(self, count: int) -> Iterator[Tensor]:
         """Yield the values; compare the checksum after them, and the checksums of blocks before them."""
-        if self.blocks is not None:
-            check_bytes(self.name, memoryview(read_bytes(self.data, self.begin, self.size_bytes)), self.blocks)
-        state = xxhash.xxh3_64()
-        for at in range(0, self.elements, count):
-            part = torch.empty(min(count, self.elements - at), dtype=self.dtype)
+        (source, begin, spec, name, *_, digest), state = self.leaf, xxhash.xxh3_64()
+        if isinstance(digest, Blocks):
+            check_bytes(name, memoryview(read_bytes(source.data, begin, spec.size_bytes)), digest)
+        for at in range(0, spec.size.numel(), count):
+            part = torch.empty(min(count, spec.size.numel() - at), dtype=spec.dtype)
             view = as_view(part)
-            fill(self.data, view, self.begin + at * self.dtype.itemsize)
+            fill(source.data, view, begin + at * spec.dtype.itemsize)
             state.update(view)
             yield part
-        if self.digest is not None:
-            check_digest(f"leaf {self.name}", self.digest, state.hexdigest())
+        if isinstance(digest, str):
+            check_digest(f"leaf {name}", digest, state.hexdigest())
 
 
 class MemmapLeaf(NamedTuple):
@@ -211,13 +204,7 @@ def _open_safetensors(name: str, files: Files) -> Source:
     with ExitStack() as stack:
         stack.callback(contents.close)
         outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(contents.doc["nodes"])))
-        places, plan = contents.places, contents.plan
-        readers: dict[int, Reader] = {}
-        for key, i in numbers.items():
-            spec, digest = plan.specs[i], places.digests[i]
-            data = contents.sources[places.homes[i]].data
-            digests = (None, digest) if isinstance(digest, Blocks) else (digest, None)
-            readers[key] = FileLeaf(data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], *digests)
+        readers: dict[int, Reader] = {key: FileLeaf(contents.leaf(i)) for key, i in numbers.items()}
         held = stack.pop_all()
     source = Source(
         name,

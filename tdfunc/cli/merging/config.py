@@ -158,17 +158,8 @@ def make_config(doc: Mapping[str, Any], methods: Methods) -> Config:
     parts = [one for module in slices.values() for one in module]
     settings = [entries.get("parameters") or {}, *own.values(), *(one.parameters for one in parts)]
     _check_parameters(method, [*settings, *(each.parameters for one in parts for each in one.inputs)])
-    return Config(
-        method,
-        base,
-        slices,
-        own,
-        settings[0],
-        entries.get("dtype"),
-        entries.get("out_dtype"),
-        tokens.get("source"),
-        tokens.get("pad_to_multiple_of"),
-    )
+    dtypes, vocabulary = map(entries.get, ("dtype", "out_dtype")), map(tokens.get, ("source", "pad_to_multiple_of"))
+    return Config(method, base, slices, own, settings[0], *dtypes, *vocabulary)
 
 
 def spellings(method: Method[...], option: str) -> tuple[str, str]:

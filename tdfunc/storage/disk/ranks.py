@@ -53,9 +53,9 @@ class Ranks(NamedTuple):
     def device(self) -> torch.device:
         """The device from which tensors are sent: the CPU, if the group has a backend for it."""
         types = [device.type for device in self.pg._device_types]
-        return (
-            torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
-        )
+        if "cpu" in types:
+            return torch.device("cpu")
+        return torch.device(types[0], torch.accelerator.current_device_index())
 
     def world_rank(self, rank: int) -> int:
         """Return the global rank of a rank of the group."""
@@ -64,11 +64,9 @@ class Ranks(NamedTuple):
     @property
     def patience_s(self) -> float:
         """The time that a call waits for another rank."""
-        return (
-            self.pg._get_backend(self.device).options._timeout.total_seconds()
-            if self.timeout_s is None
-            else self.timeout_s
-        )
+        if self.timeout_s is not None:
+            return self.timeout_s
+        return self.pg._get_backend(self.device).options._timeout.total_seconds()
 
     # -- two ranks ------------------------------------------------------------------------------------------------
 

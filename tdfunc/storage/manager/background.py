@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import ConcurrencyError, error, explain
+from tdfunc.core.errors import ConcurrencyError, check_least, error, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
@@ -257,8 +257,7 @@ class SaveQueue:
     """A bounded number of saves, in order, in one thread; an interpreter that ends finishes them first."""
 
     def __init__(self, max_pending: int) -> None:
-        if max_pending < 1:
-            raise error(ValueError, "max_pending must be 1 or more.", got=repr(max_pending))
+        check_least("max_pending", max_pending)
         self._max_pending = max_pending
         self._start()
 

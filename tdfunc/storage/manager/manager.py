@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, damaged, error
+from tdfunc.core.errors import (
+    ConcurrencyError,
+    CorruptCheckpointError,
+    UnsupportedError,
+    check_choice,
+    check_least,
+    damaged,
+    error,
+)
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
 from tdfunc.storage.disk.commit import naming, settle, sweep
@@ -92,11 +100,9 @@ class CheckpointManager(WaitMethods):
         max_shard_size: int | str | None = None,
         fsync: bool = True,
     ) -> None:
-        if any(count is not None and count < 1 for count in (keep_last, keep_best)):
-            got = f"keep_last={keep_last}, keep_best={keep_best}"
-            raise error(ValueError, "CheckpointManager: the steps to keep must be 1 or more, or None.", got=got)
-        if mode not in ("min", "max"):
-            raise error(ValueError, "CheckpointManager: the mode must be 'min' or 'max'.", got=repr(mode))
+        for name, count in (("keep_last", keep_last), ("keep_best", keep_best)):
+            check_least(f"CheckpointManager: {name}", 1 if count is None else count)
+        check_choice("CheckpointManager: the mode", mode, ("min", "max"))
         if keep_best is not None and metric is None:
             raise error(
                 ValueError,

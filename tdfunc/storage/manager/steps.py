@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged, error
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, check_least, damaged, error
 from tdfunc.storage.api import load_choice
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.raw import write_all
@@ -60,8 +60,7 @@ def as_step(step: int, call: str) -> int:
         number = index(step)
     except TypeError as err:
         raise error(TypeError, f"{call}: the step must be a whole number.", got=repr(step)) from err
-    if number < 0:
-        raise error(ValueError, f"{call}: the step must be 0 or more.", got=repr(number))
+    check_least(f"{call}: the step", number, 0)
     return number
 
 

@@ -239,11 +239,8 @@ class Contents:
             layout = lay_out(names, specs)
             if header.rest.rstrip(" ") == f"{layout.entries}}}":
                 check_size(source.begin + layout.size_bytes, source.size_bytes)
-                placed = [source.begin + begin for begin in layout.begins]
-                if self.homes is None:
-                    begins[:] = placed
-                for i, begin in zip(mine, placed, strict=True) if self.homes is not None else ():
-                    begins[i] = begin
+                for i, begin in zip(mine, layout.begins, strict=True):
+                    begins[i] = source.begin + begin
                 if self.verify:
                     check_algorithm(header.algorithm)
                     recorded = split_digests(header.metadata["tdfunc.leaves"], len(names))
@@ -280,11 +277,15 @@ class Contents:
             _, depth, i = self.find(path)
             if i is None or i < 0 or depth < len(path):
                 return None
-            plan, places = self.plan, self.places
-            place = plan.place(i)
-            check_place(place)
-            source = self.sources[places.homes[i]]
-            return Leaf(source, places.begins[i], plan.specs[i], self.names[i], plan.flags[i], place, places.digests[i])
+            check_place(self.plan.place(i))
+            return self.leaf(i)
+
+    def leaf(self, i: int) -> Leaf:
+        """Return a leaf by its number."""
+        plan, places = self.plan, self.places
+        source = self.sources[places.homes[i]]
+        place, digest = plan.place(i), places.digests[i]
+        return Leaf(source, places.begins[i], plan.specs[i], self.names[i], plan.flags[i], place, digest)
 
     def find(self, path: Path) -> tuple[int, int, int | None]:
         """Return the deepest node on a path, the number of keys to it, and the leaf at the end (-1 for a value).
