@@ -8,6 +8,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc import AsyncSaver, CheckpointManager, CorruptCheckpointError, MissingKeyError, TensorDict, UnsupportedError
+from tdfunc.storage.stream import save_stream
 from tests.storage.trees import small_tree
 
 # A call in a folder that holds `d`, a memmap of a small tree, and `t.safetensors`, the same as one file.
@@ -80,6 +81,16 @@ ROWS = {
         TypeError,
         "whole number(?s:.*)'1'",
     ),
+    "a manager of a URL": (lambda: CheckpointManager("s3://b/run"), UnsupportedError, "CheckpointManager s3://b/run"),
+    "memmap: a URL": (lambda: small_tree().memmap("s3://b/m"), UnsupportedError, r"s3://b/m: (?s:.*)of this machine"),
+    "load_memmap: a URL": (lambda: TensorDict.load_memmap("s3://b/m"), UnsupportedError, "load_memmap s3://b/m"),
+    "load: a protocol": (lambda: tdf.load("nosuch://x/t.safetensors"), ValueError, "nosuch"),
+    "stream: complex128": (
+        lambda: save_stream(TensorDict({"x": torch.zeros(2, dtype=torch.complex128)}), iter, "n.safetensors"),
+        UnsupportedError,
+        r'leaf "x"[\s\S]*got: .*complex128',
+    ),
+    "stream: suffix": (lambda: save_stream(small_tree(), iter, "x.pt"), ValueError, r"expected: .safetensors\n.*\.pt"),
     "half a step": (lambda: CheckpointManager(RUN).save(1.5, small_tree()), TypeError, r"save: the step(?s:.*)1\.5"),
     "NUL in a path": (lambda: tdf.load("a\0b"), ValueError, r"NUL(?s:.*)a\\x00b"),
     "load: torch.save's": (lambda: tdf.load("x.pt"), UnsupportedError, r"x\.pt: (?s:.*)tdfunc convert"),

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 import tdfunc
-from tdfunc import AsyncSaver, CheckpointManager, TensorDict, UnsupportedError
+from tdfunc import AsyncSaver, CheckpointManager, TensorDict
 from tests.storage.scripts import tree_of, value_of
 
 
@@ -113,18 +113,6 @@ def test_a_memmap_from_a_folder_that_is_gone(two_folders, tmp_path):
     os.rmdir(tmp_path / "gone")
 
     assert value_of(tree_of(1).memmap(tmp_path / "tree")) == 1
-
-
-def test_urls_where_only_folders_can_be(two_folders):
-    """URLs are refused where files are mapped or locked."""
-    with pytest.raises(UnsupportedError, match=r"CheckpointManager s3://bucket/run(.|\n)*a folder of this machine"):
-        CheckpointManager("s3://bucket/run")
-    with pytest.raises(UnsupportedError, match=r"memmap s3://bucket/m(.|\n)*a folder of this machine"):
-        tree_of(1).memmap("s3://bucket/m")
-    with pytest.raises(UnsupportedError, match=r"load_memmap s3://bucket/m(.|\n)*a folder of this machine"):
-        TensorDict.load_memmap("s3://bucket/m")
-    assert os.listdir() == []
-    assert CheckpointManager(f"file://{two_folders[1]}").path(1).parent == two_folders[1]
 
 
 def test_paths_of_every_kind(two_folders):
