@@ -287,17 +287,24 @@ def test_options_that_do_not_fit(args, text, tmp_path, models):
     assert len(models) == 3
 
 
-def test_integers_must_be_equal(tmp_path):
-    """A counter that differs raises, and the old result stays."""
-    for i in range(2):
-        tdf.save(tdf.TensorDict({"w": torch.randn(2), "n": torch.tensor(i)}), tmp_path / f"{i}.safetensors")
-
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([torch.tensor(0), torch.tensor(1)], r"x \(torch.int64\) must be equal"),
+        (["model 0", "model 1"], "x in .*: 'model 1' instead of 'model 0'"),
+    ],
+)
+def test_other_leaves_and_data_must_be_equal(values, text, tmp_path):
+    """A counter or non-tensor data that differ raise by name, and the old result stays."""
     paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for path, value in zip(paths, values, strict=True):
+        tdf.save(tdf.TensorDict({"w": torch.randn(2), "x": value}), path)
+
     result = run("merge", *paths, "-o", paths[0], "--method", "linear", "--force")
 
     assert result.code == 2
-    assert "n (torch.int64) must be equal" in result.err
-    assert tdf.load(paths[0])["n"] == 0
+    assert re.search(text, result.err)
+    assert tdf.load(paths[0])["x"] == values[0]
 
 
 def test_ties_must_be_equal(tmp_path):
@@ -316,18 +323,6 @@ def test_ties_must_be_equal(tmp_path):
     assert told.code == 0
     assert "1 leaf not in" in told.err
     tdf.assert_close(tdf.load(place("o")), tied)
-
-
-def test_other_data_must_be_equal(tmp_path):
-    """Non-tensor data that differ raise, by name."""
-    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
-    for i, path in enumerate(paths):
-        tdf.save(tdf.TensorDict({"w": torch.randn(2), "name": f"model {i}"}), path)
-
-    result = run("merge", *paths, "-o", tmp_path / "o.safetensors", "--method", "linear")
-
-    assert result.code == 2
-    assert re.search("name in .*: 'model 1' instead of 'model 0'", result.err)
 
 
 @pytest.mark.slow
