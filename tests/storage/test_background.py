@@ -314,15 +314,6 @@ def test_a_full_queue_waits_or_refuses(gate, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "d.safetensors"]
 
 
-def test_order_is_kept(tmp_path):
-    """The last of several saves to one path stays."""
-    with AsyncSaver(max_pending=8) as saver:
-        for i in range(20):
-            saver.save(TensorDict({"i": torch.tensor(i)}), tmp_path / "t.safetensors", fsync=False)
-
-    assert load(tmp_path / "t.safetensors")["i"] == 19
-
-
 def test_cancel(gate, tmp_path):
     """A save that has not begun can be cancelled; the others are written."""
     saver = AsyncSaver(max_pending=3)

@@ -247,19 +247,18 @@ def read_about(folder: str, step: int | None) -> About:
             raise damaged(f"{ABOUT_FILE} is damaged.", begin, repr(raw[: len(begin)])[2:-1])
         try:
             fields = parse_json(raw)
-            version = fields["version"]
-            if version != _VERSION:
-                raise UnsupportedError(
-                    f"load {path}: this version of tdfunc must read the format.",
-                    expected=f"version {_VERSION}",
-                    got=repr(version)[:100],
-                    hint="a later version of tdfunc wrote it.",
-                )
-            about = About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
-        except UnsupportedError:
-            raise
+            about = None
+            if fields["version"] == _VERSION:
+                about = About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             raise damaged(f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]) from err
+        if about is None:
+            raise UnsupportedError(
+                f"load {path}: this version of tdfunc must read the format.",
+                expected=f"version {_VERSION}",
+                got=repr(fields["version"])[:100],
+                hint="a later version of tdfunc wrote it.",
+            )
         if about.step != (about.step if step is None else step) or about.file not in (SINGLE, INDEX):
             raise damaged(
                 "the folder must have the name of its step.",
