@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from statistics import mode
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -275,10 +276,8 @@ def _no_peft(path: Path, what: str) -> UnsupportedError:
 
 
 def _config_of(ranks: Mapping[str, int], alphas: Mapping[str, float], lora: Lora) -> dict[str, Any]:
-    values = list(ranks.values())
-    rank = max(set(values), key=values.count) if values else 1
-    numbers = list(alphas.values())
-    alpha = max(set(numbers), key=numbers.count) if numbers else 1.0
+    rank = mode(ranks.values()) if ranks else 1
+    alpha = mode(alphas.values()) if alphas else 1.0
     return {
         "peft_type": "LORA",
         "peft_version": VERSION,

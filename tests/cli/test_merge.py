@@ -270,24 +270,6 @@ def test_what_is_not_served_is_refused_by_name(doc, text, tmp_path, models):
 
 
 @pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["{a}", "-o", "{tmp}/o"], "must be given"),
-        (["{a}", "-o", "{tmp}/o", "--method", "linear", "--weight", "1", "--weight", "2"], "must have a --weight"),
-        (["{a}", "-o", "{tmp}/o", "--method", "ties", "--base", "{a}", "--option", "density"], "NAME=VALUE"),
-        (["{a}", "-o", "{tmp}/o", "--method", "ties", "--base", "{a}", "--option", "x=1"], "parameters: x"),
-    ],
-)
-def test_options_that_do_not_fit(args, text, tmp_path, models):
-    """A mistake in the options is told, with exit code 2."""
-    result = run("merge", *[arg.format(a=tmp_path / "a", tmp=tmp_path) for arg in args])
-
-    assert result.code == 2
-    assert text in " ".join(result.err.split())
-    assert len(models) == 3
-
-
-@pytest.mark.parametrize(
     ("values", "text"),
     [
         ([torch.tensor(0), torch.tensor(1)], r"x \(torch.int64\) must be equal"),

@@ -41,14 +41,11 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
     lacking = [at for at in expected if at not in found and at not in held]
     others = [at for at in found if at not in expected]
     names, dots = {dotted(at): at for at in others}, None
-    for at in lacking:
-        if dotted(at) in names and dots is None:
-            # Keys with dots on one side (those of a state dict) are paths on the other.
-            dots = "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
-            if len(at) < len(names[dotted(at)]):
-                dots = (
-                    "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
-                )
+    # Keys with dots on one side, as in a state dict, are paths on the other.
+    if (same := next((at for at in lacking if dotted(at) in names), None)) is not None:
+        dots = "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
+        if len(same) < len(names[dotted(same)]):
+            dots = "like= has keys with dots: give like=TensorDict(like).unflatten_keys('.')."
     # Where dots are the difference, the two names are the same.
     kind, lines = list_differences(expected, found, lacking, others, dotted if dots is None else repr)
     if lines:
