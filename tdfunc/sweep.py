@@ -1,7 +1,7 @@
 """Sweeps: hyperparameters of many members as a tree, folds and bootstraps, early stopping, and the best members.
 
-E is the number of members, N that of examples. A member of a sweep is a row of stacked trees: parameters, optimizer
-state and hyperparameters are indexed alike, and a member equals its own separate run.
+E is the number of members and N the number of examples. A member of a sweep is one index of stacked trees: parameters,
+optimizer state and hyperparameters have the same index, and a member equals its own separate run.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, WorkerError, error
+from tdfunc.core.errors import BatchSizeError, WorkerError, check_choice, check_least, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
 from tdfunc.distributed.messages import classes_of
@@ -34,14 +34,14 @@ T = TypeVar("T", bound=TensorCollection)
 Mode: TypeAlias = Literal["min", "max"]
 Values: TypeAlias = "Tensor | Sequence[float] | Sequence[int] | Sequence[bool]"
 Space: TypeAlias = "Callable[[Tensor, int], Tensor] | Tensor | Sequence[Any]"
-# How long a worker without a free block waits before it looks again, in seconds.
+# The seconds that a worker without a free block waits before it checks again.
 _LOOK_S = 0.2
-# How many values of a member a message has.
+# The number of values of a member in a message.
 _SHOWN = 12
 
 
 def grid(**axes: Values) -> "TensorDict":
-    """Return every combination of values, one a member; the last name varies fastest.
+    """Return every combination of values, one for each member; the last name varies fastest.
 
     Shapes:
         Axes of n, m, ... values give leaves (n * m * ...), the batch size of the tree.
@@ -55,23 +55,23 @@ def grid(**axes: Values) -> "TensorDict":
         (torch.Size([6]), [0.10000000149011612, 0.10000000149011612, 0.10000000149011612, 0.009999999776482582])
     """
     columns = [torch.atleast_1d(_numbers("grid", name, values)) for name, values in axes.items()]
-    # Of indices, as the mesh of columns of unequal dtypes is refused.
+    # A mesh of indices, because torch refuses a mesh of unequal dtypes.
     rows = torch.meshgrid(*(torch.arange(len(column)) for column in columns), indexing="ij") if columns else []
     return _tree({name: column[row.flatten()] for name, column, row in zip(axes, columns, rows, strict=True)})
 
 
 def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
-    """Return random hyperparameters; a member's do not change with the number of members, or of other names.
+    """Return random hyperparameters; the values of a member do not depend on the number of members or on other names.
 
     Args:
         key: A random key, a seed or a generator.
         members: The number of members.
-        **spaces: For each name values to choose from, or a function of a key and a shape: `log_uniform(1e-4, 0.1)`,
+        **spaces: The values to choose from for each name, or a function of a key and a shape: `log_uniform(1e-4, 0.1)`,
             `uniform(0.0, 1.0)`, `tdf.random.normal`.
 
     Raises:
         TypeError: The values of a name are not numbers.
-        BatchSizeError: A function gives another number of values than there are members.
+        BatchSizeError: A function does not return one value for each member.
 
     Examples:
         >>> hyper = random_search(0, 64, lr=log_uniform(1e-4, 1e-1), dropout=[0.0, 0.1, 0.5])
@@ -89,32 +89,32 @@ def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
 
 
 def uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
-    """Return the space of numbers uniform in [low, high)."""
+    """Return a space of uniform numbers in [low, high)."""
     if not low <= high:
         raise error(ValueError, "uniform: high must not be below low.", expected=f">= {low}", got=high)
     return lambda key, shape: random.uniform(key, shape, minval=low, maxval=high)
 
 
 def log_uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
-    """Return the space of positive numbers whose logarithm is uniform."""
+    """Return a space of positive numbers whose logarithm is uniform."""
     if not 0 < low <= high:
         raise error(ValueError, "log_uniform: low must be above 0, and high not below it.", got=(low, high))
     return lambda key, shape: random.uniform(key, shape, minval=math.log(low), maxval=math.log(high)).exp()
 
 
 def kfold(examples: int, folds: int, *, key: KeyLike | None = None) -> Tensor:
-    """Return for each fold which examples it trains on; the others validate it.
+    """Return the mask of training examples of each fold; the other examples validate it.
 
     Args:
-        examples: N.
-        folds: K; each example validates exactly one of them, and their sizes differ by at most one.
-        key: A random key, a seed or a generator that orders the examples; by default folds are runs of neighbours.
+        examples: The number of examples N.
+        folds: The number of folds K. Each example validates exactly one fold, and their sizes differ by at most one.
+        key: A random key, a seed or a generator that orders the examples. By default folds are consecutive examples.
 
     Shapes:
-        (K, N), bool. `mask.nonzero()` gives indices; as a weight of each example's loss it serves `torch.vmap`.
+        (K, N), bool. `mask.nonzero()` returns indices. Under `torch.vmap`, use the mask as a weight of each loss.
 
     Raises:
-        ValueError: There are fewer than two folds, or more than examples.
+        ValueError: There are fewer than two folds, or more folds than examples.
 
     Source:
         `sklearn.model_selection.KFold`.
@@ -135,9 +135,9 @@ def kfold(examples: int, folds: int, *, key: KeyLike | None = None) -> Tensor:
 
 
 def bootstrap(key: KeyLike, examples: int, members: int) -> Tensor:
-    """Return for each member the indices of a sample with replacement; `weights_of` turns them into weights.
+    """Return the indices of a sample with replacement for each member; `weights_of` turns them into weights.
 
-    Member i's do not change with the number of members.
+    The indices of a member do not depend on the number of members.
 
     Shapes:
         (E, N), int64.
@@ -152,7 +152,7 @@ def bootstrap(key: KeyLike, examples: int, members: int) -> Tensor:
 
 
 def weights_of(indices: Tensor, examples: int) -> Tensor:
-    """Return how often each example is among each member's indices.
+    """Return the count of each example in each member's indices.
 
     Shapes:
         Indices (E, M) become (E, N), float.
@@ -162,15 +162,15 @@ def weights_of(indices: Tensor, examples: int) -> Tensor:
 
 
 class EarlyStopping:
-    """Two pure functions: members whose metric has not improved for a while are no longer active.
+    """Two pure functions that stop members whose metric does not improve for some time.
 
-    `optimizer.update(..., active=state["active"])` keeps members that have stopped as they are; a member that has
-    stopped stays so.
+    `optimizer.update(..., active=state["active"])` does not change members that have stopped. A member that has stopped
+    does not start again.
 
     Args:
-        patience: How many updates without an improvement stop a member.
-        min_delta: How much better counts as an improvement.
-        mode: Whether small or large metrics are good.
+        patience: The number of updates without an improvement that stop a member.
+        min_delta: The smallest change that counts as an improvement.
+        mode: `"min"` if small metrics are good, `"max"` if large metrics are good.
 
     Raises:
         ValueError: `patience` is below 1.
@@ -185,8 +185,7 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int, *, min_delta: float = 0.0, mode: Mode = "min") -> None:
-        if patience < 1:
-            raise error(ValueError, "EarlyStopping: patience must be at least 1.", got=patience)
+        check_least("EarlyStopping: patience", patience)
         self.patience = patience
         self.min_delta = min_delta
         self.sign: int = _sign(mode)
@@ -200,7 +199,7 @@ class EarlyStopping:
         )
 
     def update(self, metric: Tensor, state: T) -> T:
-        """Return the state after a metric of each member; a nan is no improvement.
+        """Return the state after a metric of each member; nan does not count as an improvement.
 
         Shapes:
             `metric` is (E,).
@@ -221,11 +220,11 @@ class EarlyStopping:
 
 
 def rank(scores: Tensor, *, mode: Mode = "min") -> Tensor:
-    """Return the members from the best to the worst; equal ones by number, and those with a nan last.
+    """Return the members from the best to the worst: equal members by number, and members with a nan last.
 
     Args:
         scores: A number for each member.
-        mode: Whether small or large scores are good.
+        mode: `"min"` if small scores are good, `"max"` if large scores are good.
 
     Shapes:
         (E,) gives (E,), int64.
@@ -239,22 +238,21 @@ def rank(scores: Tensor, *, mode: Mode = "min") -> Tensor:
 
 
 def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
-    """Return the best members of a stacked tree, the best first: a smaller stack.
+    """Return a smaller stack of the best members of a stacked tree, the best first.
 
     Args:
-        tree: A tree whose first batch dimension is the members; a tuple is not needed, as trees nest:
+        tree: A tree whose first batch dimension is the members. One tree can hold several:
             `TensorDict({"params": params, "state": state, "hyper": hyper}, [E])`.
-        scores: A number for each member. Those with a nan are kept only where there are too few others.
+        scores: A number for each member. Members with a nan are kept only if there are too few others.
         members: The number of members to keep.
-        mode: Whether small or large scores are good.
+        mode: `"min"` if small scores are good, `"max"` if large scores are good.
 
     Shapes:
         `scores` is (E,); a tree of batch size (E, *S) gives one of (members, *S).
 
     Raises:
         BatchSizeError: The tree does not have a member for each score.
-        ValueError: `members` is below 1 or above E, or all scores are nan (under a transform or `jit` these are not
-            looked at).
+        ValueError: `members` is below 1 or above E, or all scores are nan (not checked under a transform or `jit`).
 
     Examples:
         >>> run = TensorDict({"lr": torch.tensor([0.1, 0.2, 0.3])}, [3])
@@ -270,7 +268,7 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
         )
     total = scores.shape[0]
     if not 1 <= members <= total:
-        raise error(ValueError, "sweep: members must be a number of members.", expected=f"1 to {total}", got=members)
+        raise error(ValueError, "sweep: members must be in range.", expected=f"1 to {total}", got=members)
     if has_values() and not scores.is_meta and bool(scores.isnan().all()):
         raise error(ValueError, "sweep: one of the scores must be a number.", got=f"{total} times nan")
     chosen: Any = rank(scores, mode=mode)[:members]
@@ -291,22 +289,22 @@ def best(tree: T, scores: Tensor, *, mode: Mode = "min") -> T:
 def successive_halving(
     run: T, train: Callable[[T, int], tuple[T, Tensor]], rungs: int, *, factor: float = 2, mode: Mode = "min"
 ) -> T:
-    """Train a stack in rungs, after each of which it goes on with the best of its members: a smaller stack.
+    """Train a stack in rungs, and continue after each rung with a smaller stack of the best members.
 
     Args:
-        run: Everything of the members: parameters, optimizer state and hyperparameters in one tree, as in `elites`.
-        train: A function of the run and the number of the rung, which trains all members for as long as that rung
-            lasts, and returns the run and a score for each member.
-        rungs: How many times to train.
-        factor: One of so many members is kept after each rung but the last, rounded up.
-        mode: Whether small or large scores are good.
+        run: The parameters, optimizer state and hyperparameters of the members in one tree, as in `elites`.
+        train: A function of the run and the number of the rung. It trains all members for one rung, and returns the run
+            and a score for each member.
+        rungs: The number of times to train.
+        factor: The ratio of the members before and after each rung except the last; their number is rounded up.
+        mode: `"min"` if small scores are good, `"max"` if large scores are good.
 
     Returns:
         The members of the last rung, the best first.
 
     Raises:
         ValueError: `rungs` or `factor` is below 1, or all scores of a rung are nan.
-        BatchSizeError: `train` returns more or fewer scores than it got members.
+        BatchSizeError: `train` does not return one score for each member.
 
     Source:
         Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (2016).
@@ -320,8 +318,7 @@ def successive_halving(
         tensor([70., 70.])
     """
     for name, number in (("rungs", rungs), ("factor", factor)):
-        if not number >= 1:
-            raise error(ValueError, f"successive_halving: {name} must be at least 1.", got=number)
+        check_least(f"successive_halving: {name}", number)
     scores = None
     for rung in range(rungs):
         if scores is not None:
@@ -332,7 +329,7 @@ def successive_halving(
 
 
 def keep_best(kept: T, tree: T, improved: Tensor) -> T:
-    """Return for each member its row of `tree` where it has improved, else its row of `kept`.
+    """Return each member from `tree` if it has improved, else from `kept`.
 
     Shapes:
         `improved` is (E,), as in the state of `EarlyStopping`.
@@ -342,7 +339,7 @@ def keep_best(kept: T, tree: T, improved: Tensor) -> T:
 
 
 class _Blocks(NamedTuple):
-    """The blocks of a sweep in a folder; called with the rows of one, it trains them to the end."""
+    """The blocks of a sweep in a folder. A call with the members of a block trains them to the end."""
 
     # Any: a function of trees.
     train: Callable[[Any, int], tuple[Any, Tensor]]
@@ -353,18 +350,18 @@ class _Blocks(NamedTuple):
         return CheckpointManager(f"{self.folder}/members-{first:06d}", keep_last=1)
 
     def rung(self, first: int) -> int:
-        """Return how many rungs a block is trained for."""
+        """Return the number of rungs for which a block is trained."""
         return self.manager(first).latest() or 0
 
     # Any: trees.
     def load(self, start: Any, first: int, device: torch.device) -> Any:
-        """Return a block and its scores as the last checkpoint has them."""
+        """Return a block and its scores from the last checkpoint."""
         manager, rung = self.manager(first), self.rung(first)
         found, own = manager.metadata(rung).get("start"), _digest(start)
         if found != own or rung > self.rungs:
             raise error(
                 ValueError,
-                f"train_blocks: {self.folder} must be a new folder, or that of the same run, block and rungs.",
+                f"train_blocks: {self.folder} must be new, or have the checkpoints of the same run, block and rungs.",
                 expected=f"members from {first} that began as {own}, {self.rungs} rungs at most",
                 got=f"{found}, {rung} rungs",
                 hint="another folder=.",
@@ -429,32 +426,32 @@ def train_blocks(
 ) -> tuple[T, Tensor]:
     """Train blocks of members side by side, with a checkpoint of each block after each rung.
 
-    Every process that calls it with the same arguments and folder is a worker: it trains blocks that no other one is
-    training, and returns when all are trained. So a job that is started again goes on from the checkpoints, and the
-    processes of torchrun, or of an array of jobs, share the blocks and need no messages. With `num_workers=` or
-    `executor=` this process only waits for its workers.
+    Every process that calls it with the same arguments and folder is a worker. A worker trains blocks that no other
+    worker is training, and returns when all blocks are trained. So a job that is started again continues from the
+    checkpoints, and the processes of torchrun, or of an array of jobs, share the blocks without messages. With
+    `num_workers=` or `executor=`, this process only waits for its workers.
 
-    The members of a worker that was killed go on from their last checkpoint, and end as if it had not been killed.
-    A block is locked while it is trained; the lock of a killed process is gone with it.
+    The members of a killed worker continue from their last checkpoint, with the same result as without the kill. A
+    block is locked while it is trained; the lock of a killed process ends with the process.
 
     Args:
-        run: Everything of the members, as in `elites`, before the first rung: the same in every call.
-        train: A function of the run of a block and the number of the rung, as for `successive_halving`. It draws by
-            keys in the run, or from torch's default generator on the CPU, which is seeded by the number of the rung. It
-            may move the run to a device; what it returns is moved back.
-        rungs: How many times to train. More than the folder has continue it.
-        folder: Where the checkpoints are, on a file system that all workers share.
-        block: The number of members that one call of `train` gets.
-        num_workers: The number of processes to start here; 0 trains in this one.
-        executor: In their place an executor, as for `td.map`: a `RayExecutor`, for example.
-        retries: How many times in a row a worker may die without a new checkpoint in the folder.
+        run: The members before the first rung, as in `elites`. It must be the same in every call.
+        train: A function of the run of a block and the number of the rung, as for `successive_halving`. It samples with
+            keys in the run, or with torch's default generator on the CPU, whose seed is the number of the rung. It may
+            move the run to a device; its result is moved back.
+        rungs: The number of times to train. If the folder has fewer, training continues.
+        folder: The folder of the checkpoints, on a file system that all workers share.
+        block: The number of members in one call of `train`.
+        num_workers: The number of processes to start here; 0 trains in this process.
+        executor: An executor in place of these processes, as for `td.map`: a `RayExecutor`, for example.
+        retries: The number of times in a row that a worker may die without a new checkpoint in the folder.
 
     Returns:
         The run and the scores of the last rung, in the order of the members.
 
     Raises:
-        WorkerError: `train` raised; the message has the member and its values, found by training smaller blocks. Or a
-            worker died too often.
+        WorkerError: `train` raised an error, or a worker died too often. The message has the member and its values,
+            which are found by training smaller blocks.
         ValueError: The folder has the checkpoints of another run, or a number is below 1.
 
     Examples:
@@ -469,8 +466,7 @@ def train_blocks(
         (tensor(0.3000), tensor([3.]))
     """
     for name, number in (("rungs", rungs), ("block", block)):
-        if number < 1:
-            raise error(ValueError, f"train_blocks: {name} must be at least 1.", got=number)
+        check_least(f"train_blocks: {name}", number)
     blocks = _Blocks(train, rungs, os.path.abspath(folder))
     os.makedirs(blocks.folder, exist_ok=True)
     members = torch.arange(run._batch_size[0], device="cpu")
@@ -481,7 +477,7 @@ def train_blocks(
     workers = num_workers if executor is None else None
     options: Any = {"chunksize": block, "num_workers": workers, "executor": executor, "key": 0}
     while min(done) < rungs:
-        # The shorter one is the last.
+        # A shorter block is the last.
         left: Any = torch.cat([members[i : i + block] for i, rung in zip(firsts, done, strict=True) if rung < rungs])
         before, failure = done, None
         try:
@@ -496,7 +492,7 @@ def train_blocks(
         if failure is not None and deaths > retries:
             raise failure
         if done == before:
-            # Others train what is left.
+            # Other processes train the rest.
             time.sleep(_LOOK_S)
     parts = [blocks.load(run[i : i + block], i, _device_of(run)) for i in firsts]  # pyright: ignore[reportIndexIssue]
     # Any: trees.
@@ -525,7 +521,7 @@ def _numbers(call: str, name: str, values: Any) -> Tensor:
             TypeError,
             f"{call}: the values of {name!r} must be numbers, as members are rows of tensors.",
             got=repr(values),
-            hint="run one sweep for each of the others.",
+            hint="run one sweep for each of these values.",
         ) from err
 
 
@@ -539,8 +535,7 @@ def _check_members(call: str, name: str, given: Tensor, shape: torch.Size) -> No
 
 
 def _sign(mode: Mode) -> int:
-    if mode not in ("min", "max"):
-        raise error(ValueError, "mode must be min or max.", got=repr(mode))
+    check_choice("mode", mode, ("min", "max"))
     return 1 if mode == "min" else -1
 
 

@@ -256,7 +256,7 @@ MESSAGES = [
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(3)), 0), ValueError, "rungs must be at.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, r["w"]), 2, factor=0), ValueError, "factor must be.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(2)), 2), tdf.BatchSizeError, "each score"),
-    (lambda: sweep.rank(torch.zeros(3), mode="up"), ValueError, "mode must be min or max.*'up'"),
+    (lambda: sweep.rank(torch.zeros(3), mode="up"), ValueError, "(?s)mode must be one of 'min', 'max'.*'up'"),
     (lambda: sweep.keep_best(TREE, TREE, torch.ones(1).bool()), tdf.BatchSizeError, r"for each member.*\[3\].*\[1\]"),
     (lambda: sweep.log_uniform(0.0, 1.0), ValueError, "low must be above 0"),
     (lambda: sweep.uniform(2.0, 1.0), ValueError, "high must not be below low.*2.0.*1.0"),

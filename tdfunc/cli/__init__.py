@@ -1,6 +1,6 @@
-"""The command line `tdfunc`: checkpoints shown, compared, verified, converted and averaged.
+"""The command line `tdfunc`, which shows, compares, verifies, converts and averages checkpoints.
 
-`app.py` has the commands, which need the packages of the extra `cli`.
+`app.py` has the commands, which require the packages of the extra `cli`.
 """
 
 import importlib
@@ -19,10 +19,10 @@ _TROUBLE, _INTERRUPTED = 2, 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 2 for trouble, reported in a few lines; `--debug` shows the traceback.
+    """Run a command and exit: with 2 for trouble, which is reported in a few lines; `--debug` shows the traceback.
 
     Args:
-        args: The arguments; without them those of the process.
+        args: The arguments. By default the arguments of the process.
     """
     if args is None and hasattr(signal, "SIGPIPE"):
         # A reader that has gone ends this process, as in `tdfunc show x | head -1`.

@@ -22,7 +22,7 @@ from tdfunc.weights.methods import HEADER, rows
 
 app: typer.Typer = typer.Typer(
     name="tdfunc",
-    help="Look at, compare, verify, convert and merge checkpoints, also those that are larger than memory.",
+    help="Show, compare, verify, convert and merge checkpoints, also checkpoints that are larger than memory.",
     epilog="PATH is a safetensors file, a folder of shards, a memmap folder, a folder of steps, or a .pt file.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -51,7 +51,9 @@ class Unequal(str, Enum):
 
 
 Path = Annotated[str, typer.Argument(help="The checkpoint.", metavar="PATH", show_default=False)]
-Out = Annotated[str, typer.Option("--out", "-o", help="Where the result goes.", metavar="OUT", show_default=False)]
+Out = Annotated[
+    str, typer.Option("--out", "-o", help="The file or folder to write.", metavar="OUT", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Include = Annotated[
     list[str] | None,
@@ -62,7 +64,7 @@ Include = Annotated[
 Exclude = Annotated[
     list[str] | None, typer.Option("--exclude", "-x", help="A glob of leaves to leave out.", metavar="GLOB")
 ]
-To = Annotated[Format | None, typer.Option("--to", help="The format, where the name does not decide it.")]
+To = Annotated[Format | None, typer.Option("--to", help="The format, if the name does not decide it.")]
 ShardSize = Annotated[
     str | None, typer.Option("--max-shard-size", help='Write shards of at most this size: "5GB", or bytes.')
 ]
@@ -81,7 +83,7 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may be anywhere.")] = False,
 ) -> None:
     """Take the options of all commands."""
     # `main` reads --debug before typer does.
@@ -132,7 +134,7 @@ def diff(
 
 @app.command(epilog="Exit code: 0 whole, 1 damaged, 2 trouble, 3 the structure is whole and there are no checksums.")
 def verify(path: Path, json: Json = False) -> None:
-    """Read everything and compare the checksums; of a folder of steps, those of all steps."""
+    """Read everything and compare the checksums; in a folder of steps, of all steps."""
     raise typer.Exit(run_verify(path, json=json))
 
 
@@ -195,7 +197,8 @@ def average(
     out: Out,
     weights: Annotated[str | None, typer.Option(help="A weight for each, divided by their sum: 1,2,1.")] = None,
     unequal: Annotated[
-        Unequal, typer.Option(help="Where integers, bools or non-tensor data differ: an error, or the first's.")
+        Unequal,
+        typer.Option(help="If integers, bools or non-tensor data differ: an error, or take the first."),
     ] = Unequal.error,
     include: Include = None,
     exclude: Exclude = None,
@@ -215,25 +218,23 @@ def average(
 @app.command()
 def merge(
     out: Out,
-    paths: Annotated[list[str] | None, typer.Argument(help="The models, the base not among them.")] = None,
+    paths: Annotated[list[str] | None, typer.Argument(help="The models, without the base.")] = None,
     config: Annotated[str | None, typer.Option("--config", "-c", help="A configuration file of mergekit.")] = None,
     method: Annotated[str | None, typer.Option(help="The method; `tdfunc methods` shows all.")] = None,
     base: Annotated[str | None, typer.Option(help="The model that the others come from.")] = None,
     weight: Annotated[list[float] | None, typer.Option(help="The weight of a model, in their order; repeated.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method: density=0.5.")] = None,
     methods: Annotated[str | None, typer.Option(help="A mapping with further methods, MODULE:NAME.")] = None,
-    seed: Annotated[int, typer.Option(help="The seed of methods that draw numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of methods that use random numbers.")] = 0,
     dtype: Dtype = None,
     to: To = None,
     max_shard_size: ShardSize = None,
     force: Force = False,
 ) -> None:
-    """Merge models leaf by leaf: by a method and weights, or as a configuration file of mergekit says."""
+    """Merge models leaf by leaf, with a method and weights or with a configuration file of mergekit."""
     known = find_methods(methods)
     if (config is None) == (method is None) or (config is not None and bool(paths or base or weight or option)):
-        raise typer.BadParameter(
-            "--config FILE, or --method NAME with models, must say what to do.", param_hint="--config"
-        )
+        raise typer.BadParameter("--config FILE, or --method NAME with models, must be given.", param_hint="--config")
     if config is not None:
         with open(config, encoding="utf-8") as file:
             recipe = read_config(file.read(), known)

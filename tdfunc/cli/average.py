@@ -1,13 +1,14 @@
 """`average`: the weighted mean of checkpoints, leaf by leaf."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor
 
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
-from tdfunc.cli.numbers import Difference, average, count_lost, has_values
+from tdfunc.cli.numbers import Difference, average, cast, has_values
 from tdfunc.cli.output import progress, safe, shown
 from tdfunc.cli.sources import Source, Stored, described, open_source, plain_values, stored_leaves
 from tdfunc.core.collection import TensorCollection
@@ -21,7 +22,7 @@ Rows = Sequence[dict[tuple[Path, ...], Stored]]
 def average_files(
     paths: Sequence[str], target: Target, part: Part, *, weights: Sequence[float] | None, take_first: bool
 ) -> None:
-    """Write the weighted mean of checkpoints with the same leaves; all else is that of the first."""
+    """Write the weighted mean of checkpoints with the same leaves; everything else comes from the first."""
     factors = [1.0] * len(paths) if weights is None else list(weights)
     if len(factors) != len(paths) or not math.isfinite(sum(factors)) or sum(factors) == 0:
         raise error(
@@ -40,7 +41,7 @@ def average_files(
             _check_unaveraged(sources, trees, rows)
         leaves = list(rows[0].values())
         others = {id(one.leaf): [row[one.paths].leaf for row in rows] for one in leaves if _is_averaged(one)}
-        lost: dict[int, int] = {}
+        lost = Counter[int]()
         with progress("average", len(paths) * sum(one.size_bytes for one in leaves)) as tick:
 
             def values(leaf: Tensor) -> Iterator[Tensor]:
@@ -49,10 +50,7 @@ def average_files(
                     return
                 pieces = [source.pieces(own, tick) for source, own in zip(sources, others[id(leaf)], strict=True)]
                 for row in zip(*pieces, strict=True):
-                    mean = average(row, factors)
-                    made = mean.to(leaf.dtype)
-                    lost[id(leaf)] = lost.get(id(leaf), 0) + count_lost(mean, made)
-                    yield made
+                    yield cast(average(row, factors), leaf, lost)
 
             write(target, trees[0], values, sources[0], lost)
 
@@ -76,8 +74,8 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
             elif (one.leaf.shape, one.leaf.dtype) != (other.leaf.shape, other.leaf.dtype):
                 lines.append(f"{shown(key[0])} in {safe(path)}: expected {one.spec}, got {other.spec}")
     if lines:
-        what = f"average: the leaves must be those of {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
-        hint = "--filter and --exclude choose the leaves that all have, cast --dtype makes one dtype."
+        what = f"average: the leaves must be as in {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
+        hint = "--filter and --exclude choose common leaves; cast --dtype makes one dtype."
         raise kind("\n    ".join([what, *lines]), hint=hint)
 
 
@@ -95,13 +93,13 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
     lines += unequal_values(sources, trees)
     if lines:
         raise LeafMismatchError(
-            "\n    ".join(["average: integers, bools and non-tensor data must be equal, and these differ:", *lines]),
+            "\n    ".join(["average: integers, bools and non-tensor data must be equal; these differ:", *lines]),
             hint=f"--filter 'params.*' averages that part; --unequal first takes them from {safe(sources[0].path)}.",
         )
 
 
 def unequal_values(sources: Sequence[Source], trees: Sequence[TensorCollection]) -> list[str]:
-    """Return a line for each non-tensor value that is not that of the first checkpoint."""
+    """Return a line for each non-tensor value that differs from the first checkpoint."""
     lines: list[str] = []
     first = plain_values(trees[0])
     for source, tree in zip(sources[1:], trees[1:], strict=True):

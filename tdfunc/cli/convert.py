@@ -1,16 +1,17 @@
 """`convert`, `extract` and `cast`: a checkpoint made of another, leaf by leaf."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tdfunc.cli.numbers import count_lost, has_values
+from tdfunc.cli.numbers import cast, has_values
 from tdfunc.cli.output import note, progress, safe
 from tdfunc.cli.sources import Source, choose, make_filter, open_source, plain_values, stored_leaves
-from tdfunc.cli.torch_files import without_values, write_torch
+from tdfunc.cli.torch_files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
@@ -24,6 +25,7 @@ from tdfunc.storage.memmap.write import check_target as check_memmap
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import as_bytes
 from tdfunc.storage.stream import memmap_stream, save_stream
+from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.specs import DTYPES
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -33,7 +35,7 @@ Values = Callable[[Tensor], Iterable[Tensor]]
 
 
 class Target(NamedTuple):
-    """The place and form of the result, as the options state them; `make_target` decides the rest."""
+    """The place and form of the result in the options; `make_target` decides the rest."""
 
     path: str
     format: str | None = None
@@ -42,14 +44,14 @@ class Target(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Globs of the leaves that are taken; without any, all."""
+    """Globs of the leaves to take; without globs, all leaves."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
 
 
 def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = None) -> None:
-    """Write (a part of) a checkpoint in a format, cast on the way."""
+    """Write (a part of) a checkpoint in a format and a dtype."""
     dtype = None if dtype_name is None else find_dtype(dtype_name)
     with open_source(path) as source:
         target = make_target(target, source)
@@ -57,7 +59,7 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
         origins: dict[int, Tensor] = {}
         made: dict[int, Tensor] = {}
 
-        def cast(leaf: Tensor) -> Tensor:
+        def retype(leaf: Tensor) -> Tensor:
             if dtype is None or not leaf.is_floating_point() or leaf.dtype == dtype or not has_values(leaf.dtype):
                 return leaf
             if id(leaf) not in made:
@@ -65,23 +67,20 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
                 origins[id(new)] = leaf
             return made[id(leaf)]
 
-        tree = tree._map(LeafOp("cast", cast)) if dtype is not None else tree
-        lost: dict[int, int] = {}
+        tree = tree._map(LeafOp("cast", retype)) if dtype is not None else tree
+        lost = Counter[int]()
         size = sum(one.leaf.numel() * origins.get(id(one.leaf), one.leaf).element_size() for one in stored_leaves(tree))
         with progress("write", size) as tick:
 
             def values(leaf: Tensor) -> Iterator[Tensor]:
                 for piece in source.pieces(origins.get(id(leaf), leaf), tick):
-                    made = piece.to(leaf.dtype)
-                    if made is not piece:
-                        lost[id(leaf)] = lost.get(id(leaf), 0) + count_lost(piece, made)
-                    yield made
+                    yield cast(piece, leaf, lost)
 
             write(target, tree, values, source, lost)
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """Return the floating dtype of a name, as torch or safetensors write it."""
+    """Return the floating dtype of a name of torch or safetensors."""
     known = {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point and has_values(dtype)}
     text = name.lower().removeprefix("torch.").replace("fp", "f")
     dtype = known.get(text, getattr(torch, text, None))
@@ -107,7 +106,7 @@ def chosen_part(source: Source, part: Part) -> TensorCollection:
 
 
 def make_target(options: Target, source: Source) -> Target:
-    """Return the place and form of the result, once it is sure that nothing is overwritten without `--force`."""
+    """Return the place and form of the result; raise if something would be overwritten without `--force`."""
     path = local_path(options.path)
     path = path.rstrip("/") or path
     suffix = os.path.splitext(path)[1]
@@ -124,24 +123,24 @@ def make_target(options: Target, source: Source) -> Target:
     if options.max_shard_size is not None:
         as_bytes(options.max_shard_size)
         if format != "shards":
-            raise error(ValueError, "--max-shard-size is for a folder of shards.", got=f"{path} as {format}")
+            raise error(ValueError, "--max-shard-size must come with a folder of shards.", got=f"{path} as {format}")
     shard_size = (options.max_shard_size or _SHARD_SIZE) if format == "shards" else None
     target = Target(path, format, shard_size, options.force)
     if is_remote(path):
         if format in ("memmap", "torch"):
-            raise UnsupportedError(f"{path}: {format} is written on this machine only.", expected="a local path")
+            raise UnsupportedError(f"{path}: the path must be local for {format}.")
         return target
     is_file = format in ("safetensors", "torch")
     folder = os.path.dirname(path) if is_file else path
     if os.path.lexists(path) and os.path.isdir(path) is is_file:
-        raise error(FileExistsError, f"{path} must be {'a file' if is_file else 'a folder'}, and is not.")
+        raise error(FileExistsError, f"{path} must be {'a file' if is_file else 'a folder'}.")
     is_step = os.path.isfile(os.path.join(folder, ABOUT_FILE)) and (os.path.basename(path) == SINGLE or not is_file)
     has_memmap = format == "shards" and os.path.lexists(os.path.join(path, META))
     if is_step or has_memmap or (not is_file and list_steps(path)):
         raise error(
             FileExistsError,
-            f"{path} belongs to a run of a CheckpointManager, or holds a memmapped tree.",
-            expected="a place without one",
+            f"{path} must not belong to a CheckpointManager, or contain a memmapped tree.",
+            expected="a new place",
             hint="CheckpointManager.save(..., overwrite=True) replaces a step.",
         )
     # A model.safetensors takes the place of an index and its shards.
@@ -155,8 +154,8 @@ def make_target(options: Target, source: Source) -> Target:
     return target
 
 
-def write(target: Target, tree: TensorCollection, values: Values, source: Source, lost: dict[int, int]) -> None:
-    """Write a tree leaf by leaf; note the values that were lost on the way."""
+def write(target: Target, tree: TensorCollection, values: Values, source: Source, lost: Counter[int]) -> None:
+    """Write a tree leaf by leaf, and note the values that were lost."""
     leaves = stored_leaves(tree)
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")

@@ -57,7 +57,7 @@ def diff(
         print_json({"code": code, "values_compared": compared, "differences": named})
         return code
     if found:
-        # One row for all leaves that differ in the same way, as those of a mean of Parameters differ from Parameters.
+        # One row for all leaves that differ in the same way, such as Parameters and their mean.
         alike: dict[tuple[str, str, str], list[Path]] = {}
         for entry in found:
             alike.setdefault((entry.what, short(str(entry.a)), short(str(entry.b))), []).append(entry.path)
@@ -120,7 +120,7 @@ def _tree_facts(source: Source, with_metadata: bool, is_described: bool) -> Fact
 
 
 def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] | None) -> Iterator[Found]:
-    """Compare the facts of two sides: as texts, since True is 1, and 1 is 1.0, but not the same."""
+    """Compare the facts of two sides as strings, since True == 1 == 1.0."""
     what, path = key
     if a is None or b is None:
         if what == "leaf":
@@ -128,7 +128,7 @@ def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] 
             yield Found("missing" if b is None else "added", path, *specs)
         elif what == "value":
             yield Found("value", path, *[side["value"] if side is not None else "-" for side in (a, b)])
-        # Those of a tree with leaves are reported already.
+        # The leaves of other trees are reported already.
         elif not (a or b or {})["keys"]:
             yield Found("empty tree", path, *["there" if side is not None else "-" for side in (a, b)])
         return
@@ -143,7 +143,7 @@ def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] 
 def _compare_values(
     sources: tuple[Source, Source], leaves: Sequence[Sequence[Stored]], tolerance: Tolerance | None
 ) -> tuple[list[ValueDifference], str]:
-    """Compare the values of the leaves that both have in one shape; also return how they were compared."""
+    """Compare the values of common leaves of one shape; return the differences and the kind of comparison."""
     a, b = sources
     others = {path: one for one in leaves[1] for path in one.paths}
     common = [(one, others[one.path]) for one in leaves[0] if one.path in others]

@@ -1,6 +1,7 @@
 """The numbers of leaves, piece by piece: statistics, differences, values out of a dtype's range, means."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +26,7 @@ def wide(values: Tensor) -> Tensor:
 
 @dataclass
 class Stats:
-    """Statistics over the finite values that were added; of complex ones, over their absolute values."""
+    """Statistics over the finite values that were added, or over the absolute values of complex ones."""
 
     count: int = 0
     finite: int = 0
@@ -58,7 +59,7 @@ class Stats:
         self.least, self.greatest = min(self.least, float(finite.min())), max(self.greatest, float(finite.max()))
 
     def summary(self) -> dict[str, float | None]:
-        """Return them by name; None where there is no value to compute them from."""
+        """Return the statistics by name; None without values to compute one from."""
         has, share = self.finite > 0, max(self.count, 1)
         return {
             "min": self.least if has else None,
@@ -72,7 +73,7 @@ class Stats:
 
 
 class Tolerance(NamedTuple):
-    """How far apart values may be: `atol + rtol * |b|`."""
+    """The largest difference between equal values: `atol + rtol * |b|`."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -85,7 +86,7 @@ class Difference:
     tolerance: Tolerance = Tolerance()
     count: int = 0
     differing: int = 0
-    # Over all elements, those within the tolerance too; infinite where only one is NaN.
+    # Over all elements, also within the tolerance; infinite if one of two is NaN.
     max_abs: float = 0.0
     max_rel: float = 0.0
 
@@ -125,7 +126,15 @@ def count_lost(before: Tensor, after: Tensor) -> int:
     return int((lost & ~x.isnan()).sum())
 
 
+def cast(values: Tensor, leaf: Tensor, lost: Counter[int]) -> Tensor:
+    """Return values in the dtype of a leaf, and add the number of lost ones."""
+    made = values.to(leaf.dtype)
+    if made is not values:
+        lost[id(leaf)] += count_lost(values, made)
+    return made
+
+
 def average(pieces: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of pieces in float64; those of weight 0 do not count, NaN in them neither."""
+    """Return the weighted mean of pieces in float64; pieces of weight 0 do not count, even if they contain NaN."""
     terms = [wide(piece) * weight for piece, weight in zip(pieces, weights, strict=True) if weight]
     return torch.stack(terms).sum(0) / sum(weights)

@@ -19,7 +19,7 @@ from tdfunc.ops.display.text import printable
 
 _NO_LIMIT = 1 << 30
 _MAX_CELL = 60
-# Of a pipe, whose columns are never cut.
+# The width for a pipe, whose columns are never cut.
 _WIDE = 100_000
 
 
@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
-    # The columns of numbers, which end at the right.
+    # The columns of numbers, which are aligned at the right.
     numbers: frozenset[int] = frozenset()
 
 
@@ -38,7 +38,7 @@ def note(text: str) -> None:
 
 
 def safe(text: str) -> str:
-    """Return text of a file as it can be printed: control characters would act on the terminal."""
+    """Return text of a file that is safe to print: control characters would act on the terminal."""
     return printable(text, _NO_LIMIT)
 
 

@@ -77,7 +77,7 @@ def _print_title(source: Source) -> None:
     if len(source.steps) > 1:
         found: dict[int, dict[str, Any]] = {}
         for step in source.steps:
-            # A run that goes on may have removed it by now.
+            # A run that continues may have removed it by now.
             with suppress(CorruptCheckpointError, FileNotFoundError):
                 found[step] = read_about(os.path.join(local_path(source.path), step_name(step)), step).metadata
         keys = list(dict.fromkeys(key for metadata in found.values() for key in metadata))
@@ -100,7 +100,7 @@ def _table(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) ->
     rows += [(shown(path), "", str(list(value.shape))) for path, value in values.items()]
     if stats:
         header += _STATS
-        # Of a value there is nothing to compute.
+        # A value has no statistics.
         more = [_stats_texts(stats.get(id(one.leaf))) for one in leaves] + [("",) * len(_STATS)] * len(values)
         numbers = frozenset(range(3, len(header)))
     else:

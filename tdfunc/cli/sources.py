@@ -1,7 +1,6 @@
 """Any checkpoint, leaf by leaf: its tree without values, and the values of a leaf in pieces.
 
-Nothing but a file of torch.save is mapped and nothing is read twice, so that the memory that a command needs does not
-grow with the file.
+Only files of torch.save are mapped, and nothing is read twice, so the memory of a command does not grow with the file.
 """
 
 import os
@@ -17,15 +16,14 @@ from torch import Tensor
 
 from tdfunc.cli.torch_files import TorchLeaf, is_torch_file, read_torch
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
+from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
 from tdfunc.storage.disk.commit import locate
 from tdfunc.storage.disk.commit import naming as naming_system
-from tdfunc.storage.disk.mapped import open_inside
-from tdfunc.storage.disk.remote import Bytes, Files, LocalFiles, RemoteFiles, find, is_remote
+from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.manager.steps import (
     ABOUT_FILE,
     StepRemovedError,
@@ -36,9 +34,9 @@ from tdfunc.storage.manager.steps import (
     step_name,
 )
 from tdfunc.storage.memmap.layout import META
-from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, opened
+from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, open_leaf, opened
 from tdfunc.storage.safetensors.blocks import Blocks
-from tdfunc.storage.safetensors.contents import is_memmap, open_contents
+from tdfunc.storage.safetensors.contents import Leaf, is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.read import as_view, check_bytes, fill, read_bytes
@@ -46,7 +44,7 @@ from tdfunc.storage.safetensors.read import naming as naming_errors
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 from tdfunc.storage.tree.objects import OBJECT, PlainObject
 
-# Elements of a piece: a few of them in float64 stay in the processor's cache.
+# Elements of a piece: a few pieces in float64 fit in the processor's cache.
 COUNT = 1 << 18
 # The entry that safetensors' own writers put into every header.
 _USUAL = ("format", "pt")
@@ -56,37 +54,30 @@ Tick = Callable[[int], object]
 class FileLeaf(NamedTuple):
     """A leaf in a safetensors file."""
 
-    data: Bytes
-    begin: int
-    dtype: torch.dtype
-    elements: int
-    name: str
-    # Of all bytes; a leaf that several ranks wrote has digests of blocks instead.
-    digest: str | None
-    blocks: Blocks | None
+    leaf: Leaf
 
     @property
-    def size_bytes(self) -> int:
-        """The bytes of all values."""
-        return self.elements * self.dtype.itemsize
+    def digest(self) -> str | None:
+        """The digest of all bytes; None in a leaf that several ranks wrote, which has digests of blocks."""
+        return None if isinstance(self.leaf.digest, Blocks) else self.leaf.digest
 
     def read(self, count: int) -> Iterator[Tensor]:
-        """Yield the values, and compare the checksum at their end (those of blocks before)."""
-        if self.blocks is not None:
-            check_bytes(self.name, memoryview(read_bytes(self.data, self.begin, self.size_bytes)), self.blocks)
-        state = xxhash.xxh3_64()
-        for at in range(0, self.elements, count):
-            part = torch.empty(min(count, self.elements - at), dtype=self.dtype)
+        """Yield the values; compare the checksum after them, and the checksums of blocks before them."""
+        (source, begin, spec, name, *_, digest), state = self.leaf, xxhash.xxh3_64()
+        if isinstance(digest, Blocks):
+            check_bytes(name, memoryview(read_bytes(source.data, begin, spec.size_bytes)), digest)
+        for at in range(0, spec.size.numel(), count):
+            part = torch.empty(min(count, spec.size.numel() - at), dtype=spec.dtype)
             view = as_view(part)
-            fill(self.data, view, self.begin + at * self.dtype.itemsize)
+            fill(source.data, view, begin + at * spec.dtype.itemsize)
             state.update(view)
             yield part
-        if self.digest is not None:
-            check_digest(f"leaf {self.name}", self.digest, state.hexdigest())
+        if isinstance(digest, str):
+            check_digest(f"leaf {name}", digest, state.hexdigest())
 
 
 class MemmapLeaf(NamedTuple):
-    """A leaf in a memmap folder: a file of its own, opened while it is read."""
+    """A leaf in a memmap folder: one file, which is opened while it is read."""
 
     root: int
     file: LeafFile
@@ -98,19 +89,14 @@ class MemmapLeaf(NamedTuple):
         if not file.size_bytes:
             return
         try:
-            leaf_file = open_inside(self.root, file.name, what)
+            leaf_file = open_leaf(self.root, file)
         except FileNotFoundError as err:
-            raise CorruptCheckpointError(f"{what}: its file is missing.", expected=file.name) from err
+            raise damaged(f"{what}: its file is missing.", file.name) from err
         with leaf_file as fd:
-            found = os.fstat(fd).st_size
-            if found < file.size_bytes or (file.exact and found > file.size_bytes):
-                raise CorruptCheckpointError(
-                    f"{what}: its file has another size.", expected=f"{file.size_bytes} bytes", got=f"{found} bytes"
-                )
             for at in range(0, file.shape.numel(), count):
                 part = torch.empty(min(count, file.shape.numel() - at), dtype=file.dtype)
                 if os.preadv(fd, [as_view(part)], at * file.dtype.itemsize) < part.numel() * file.dtype.itemsize:
-                    raise CorruptCheckpointError(f"{what}: its file was cut short while it was read.")
+                    raise damaged(f"{what}: its file was cut short while it was read.")
                 yield part
 
 
@@ -124,32 +110,32 @@ class Source:
     path: str
     # "safetensors", "shards", "memmap" or "torch".
     format: str
-    # Everything but the values: the tree on the meta device.
+    # The tree on the meta device.
     tree: TensorCollection
-    # Where the values are, by the id of the leaf in `tree`.
+    # The readers of the values, by the id of the leaf in `tree`.
     readers: dict[int, Reader]
     files: list[str]
-    # Of the files.
+    # The size of the files.
     size_bytes: int
     # Saved beside the tree: strings of the header, and the metadata of a step.
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     # Facts of the file that a tree cannot hold.
     altered: Sequence[str] = ()
-    # Of a folder of steps: the one that was opened, and all.
+    # In a folder of steps: the opened step, and all steps.
     step: int | None = None
     steps: Sequence[int] = ()
     # The algorithm of the recorded checksums, which are compared when leaves are read.
     checksums: str | None = None
-    # True where kinds, batch sizes and all else that belongs to a tree are recorded.
+    # True if kinds, batch sizes and the other parts of a tree are recorded.
     is_described: bool = False
     # The open files.
     resources: ExitStack = field(default_factory=ExitStack)
 
     def pieces(self, leaf: Tensor, tick: Tick | None = None) -> Iterator[Tensor]:
-        """Yield the values of a leaf in row-major order, in flat pieces; damage may be found only at their end."""
+        """Yield the values of a leaf in row-major order, in flat pieces; some damage is found only after the last."""
         parts = self.readers[id(leaf)].read(COUNT)
         while True:
-            # With several sources an error must say of which it is.
+            # With several sources, an error must name its source.
             with naming_errors(self.path), naming_system("read", self.path, "nothing was written"):
                 part = next(parts, None)
             if part is None:
@@ -166,7 +152,7 @@ class Source:
 
 
 def open_source(path: str) -> Source:
-    """Open a checkpoint of any format by its contents, not its name; of a folder of steps the latest."""
+    """Open a checkpoint of any format, found by its contents and not its name; in a folder of steps, the latest."""
     name = find(path)
     source: Source | None = None
     if is_remote(name):
@@ -198,7 +184,7 @@ def _open_local(name: str) -> Source:
 
 
 def step_of(folder: str) -> int | None:
-    """Return the number of the step that a `CheckpointManager` saved as this folder; None for any other."""
+    """Return the number of the step that a `CheckpointManager` saved as this folder; None for other folders."""
     where, name = os.path.split(os.path.realpath(folder))
     if not os.path.isfile(os.path.join(folder, ABOUT_FILE)):
         return None
@@ -207,7 +193,7 @@ def step_of(folder: str) -> int | None:
 
 
 def steps_in(name: str) -> list[int]:
-    """Return the steps of a `CheckpointManager`'s folder; none for any other."""
+    """Return the steps of a `CheckpointManager`'s folder; an empty list for other folders."""
     if not os.path.isdir(name) or any(os.path.exists(os.path.join(name, own)) for own in (INDEX, SINGLE, META)):
         return []
     return list_steps(name)
@@ -218,13 +204,7 @@ def _open_safetensors(name: str, files: Files) -> Source:
     with ExitStack() as stack:
         stack.callback(contents.close)
         outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(contents.doc["nodes"])))
-        places, plan = contents.places, contents.plan
-        readers: dict[int, Reader] = {}
-        for key, i in numbers.items():
-            spec, digest = plan.specs[i], places.digests[i]
-            data = contents.sources[places.homes[i]].data
-            digests = (None, digest) if isinstance(digest, Blocks) else (digest, None)
-            readers[key] = FileLeaf(data, places.begins[i], spec.dtype, spec.size.numel(), contents.names[i], *digests)
+        readers: dict[int, Reader] = {key: FileLeaf(contents.leaf(i)) for key, i in numbers.items()}
         held = stack.pop_all()
     source = Source(
         name,
@@ -296,7 +276,7 @@ class Stored(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of its values."""
+        """The bytes of its values."""
         return self.leaf.numel() * self.leaf.element_size()
 
 
@@ -316,7 +296,7 @@ def _walk(tree: TensorCollection) -> Iterator[tuple[Path, TensorCollection, Any]
 
 
 def stored_leaves(tree: TensorCollection) -> list[Stored]:
-    """Return every stored tensor once, non-tensor data that are tensors included."""
+    """Return every stored tensor once, including non-tensor data that are tensors."""
     groups = groups_by_path(tree._ties)
     aliases = {path for group in tree._ties for path in group[1:]}
     found: list[Stored] = []
@@ -334,19 +314,19 @@ def plain_values(tree: TensorCollection) -> dict[Path, NonTensorBase]:
 
 
 def plain(value: NonTensorBase) -> Any:
-    """Return non-tensor data as JSON has it: one value for a batch, which may be of any size, once."""
+    """Return non-tensor data as in JSON: one value for a batch of any size is there once."""
     return value.data if isinstance(value, NonTensorData) else value.tolist()
 
 
 def described(value: NonTensorBase | None) -> Any:
-    """Return non-tensor data to compare and print: with its shape, in which alone two sides may differ."""
+    """Return non-tensor data to compare and print: with its shape, because only that may differ."""
     if value is None:
         return "nothing"
     return {"shape": list(value.shape), "value": plain(value)} if value.shape else plain(value)
 
 
 def make_filter(include: Sequence[str], exclude: Sequence[str]) -> "FilterLike | None":
-    """Return the filter for any of some globs and none of others; None for everything."""
+    """Return the filter that includes and excludes globs; None for everything."""
     chosen: Filter | None = None
     for pattern in include:
         chosen = Filter(pattern) if chosen is None else chosen | pattern
@@ -364,7 +344,7 @@ def choose(found: Sequence[Stored], where: "FilterLike | None") -> list[Stored]:
 
 
 def _stand_ins(nodes: Iterable[dict[str, Any]]) -> Sequence[type[TensorCollection]]:
-    """Make an empty class for each recorded one: no code of it is needed to copy its leaves, and its name stays."""
+    """Make an empty class for each recorded one: a copy of its leaves needs its name and no code."""
     made: list[type[TensorCollection]] = [PlainObject]
     for name in sorted({node["class"] for node in nodes if type(node.get("class")) is str}):
         module, _, path = name.partition(":")

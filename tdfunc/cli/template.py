@@ -9,20 +9,25 @@ from tdfunc.llm.conversations.report import template_report
 _MARKS = {True: "ok", False: "!!", None: "--"}
 
 
+# Any: without stubs.
+def load_tokenizer(folder: str, call: str) -> Any:
+    """Return the tokenizer in a folder. Nothing is downloaded, and no code of the folder runs."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as err:
+        raise error(ImportError, f"{call} requires transformers.", hint='pip install "tdfunc[llm]".') from err
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 def check(folder: str, *, as_json: bool) -> int:
     """Print the report; return 1 if a property may go wrong.
 
     Raises:
         ValueError: The tokenizer has no chat template.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as err:
-        raise error(ImportError, "template check needs transformers.", hint='pip install "tdfunc[llm]".') from err
-    # Any: without stubs. Nothing is downloaded, and no code of the folder runs.
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder, "template check")
     if tokenizer.chat_template is None:
-        raise error(ValueError, f"{folder}: the tokenizer has no chat template.")
+        raise error(ValueError, f"{folder}: the tokenizer must have a chat template.")
     report = template_report(tokenizer)
     if as_json:
         print_json({each.name: {"good": each.good, "detail": each.detail} for each in report.checks})

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Size, Tensor, nn
+from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
+from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path
@@ -22,6 +22,7 @@ from tdfunc.storage.disk.commit import replace_file
 from tdfunc.storage.disk.raw import raw_bytes
 from tdfunc.storage.safetensors.contents import nests
 from tdfunc.storage.safetensors.header import is_torch
+from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.objects import is_json, pack
 
 _EMPTY = Size(())
@@ -51,10 +52,10 @@ def is_torch_file(path: str) -> bool:
 def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf], list[str]]:
     """Read a file of torch.save by the restricted reader.
 
-    Returns the tree on the meta device, the leaves, and what is not kept as it is.
+    Returns the tree on the meta device, the leaves, and the list of values that are altered.
 
-    Dicts of tensors by name become trees, and keys with dots nest where that is unambiguous. Everything else stays a
-    plain object, as in `save`: a dict with a list, a tuple or keys of another type in it is one as a whole.
+    Dicts of tensors by name become trees, and keys with dots nest if that is unambiguous. Everything else stays a plain
+    object, as in `save`: a dict with a list, a tuple or keys of another type is one plain object.
     """
     is_archive = zipfile.is_zipfile(path)
     if is_archive:
@@ -64,7 +65,7 @@ def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf], list[
         names = {name.partition("/")[2] for name in listed}
         if "constants.pkl" in names or not any(name == "data.pkl" or name.startswith("data/") for name in names):
             raise UnsupportedError(
-                f"{path} must be a file of torch.save, and is another archive.",
+                f"{path} must be a file of torch.save; it is another archive.",
                 got=", ".join(map(ascii, listed))[:300],
                 hint="of a program of torch.jit, in Python: torch.jit.load(path).state_dict().",
             )
@@ -73,15 +74,13 @@ def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf], list[
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
     except pickle.UnpicklingError as err:
         raise UnsupportedError(
-            f"{path} must hold tensors and plain data only; other objects run code when they are read.",
+            f"{path} must contain only tensors and plain data; other objects run code when they are read.",
             got="".join([line.strip() for line in str(err).splitlines() if "nsupported" in line])[:300] or None,
             hint="in a program that trusts the file, save its state dict anew.",
         ) from err
     # Damage raises errors of all kinds.
     except Exception as err:
-        raise CorruptCheckpointError(
-            f"{path}: torch.load cannot read this.", got=f"{type(err).__name__}: {err}"[:300]
-        ) from err
+        raise damaged(f"{path}: torch.load must read the file.", got=f"{type(err).__name__}: {err}"[:300]) from err
     builder = _Builder(path)
     tree = builder.tree(loaded if isinstance(loaded, Mapping) else {"value": loaded}, ())
     ties = tuple(tuple(paths) for paths in builder.paths.values() if len(paths) > 1)
@@ -96,7 +95,7 @@ class _Builder:
         self.leaves: dict[int, TorchLeaf] = {}
         self.known: dict[Any, Tensor] = {}
         self.paths: dict[Any, list[Path]] = {}
-        # What cannot be kept as it is.
+        # The values that are altered.
         self.altered: list[str] = []
 
     def tree(self, found: Mapping[Any, Any], at: Path) -> TensorCollection:
@@ -130,7 +129,7 @@ class _Builder:
         return pack(plain, _EMPTY, lambda place, what: self._refusal((*at, *filter(None, [place])), "plain data", what))
 
     def _plain(self, value: Any, at: Path) -> Any:
-        """Return a plain object without values in its tensors, and with Python's own classes for those of others."""
+        """Return a plain object without values in its tensors, and with Python's own classes."""
         if isinstance(value, Tensor):
             return self._leaf(value, at, in_object=True)
         if not isinstance(value, list | tuple | Mapping):
@@ -158,19 +157,11 @@ class _Builder:
 
     def _refusal(self, at: Path, expected: str, got: str) -> UnsupportedError:
         where = repr(dotted(at)) if at else "the root"
-        return UnsupportedError(f"{self.path}: a tree cannot hold the value at {where}.", expected=expected, got=got)
+        return UnsupportedError(f"{self.path}: a tree cannot contain the value at {where}.", expected=expected, got=got)
 
 
 class _Level(dict[str, Any]):
     """A sub-tree that dotted names imply."""
-
-
-def without_values(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a leaf like another one, on the meta device."""
-    made = torch.empty(leaf.shape, dtype=dtype, device="meta")
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(made, leaf.requires_grad)
-    return made.requires_grad_() if leaf.requires_grad else made
 
 
 def _has_tensors(value: Any) -> bool:
@@ -179,7 +170,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _is_tree(found: Mapping[Any, Any]) -> bool:
-    """Return whether a dict is one of tensors by name, perhaps with dicts like it and plain data beside them."""
+    """Return whether a dict contains tensors by name, and besides them only such dicts and plain data."""
     if not found or not _has_tensors(found):
         return not found
     texts = all(type(key) is str and key for key in found)
@@ -192,7 +183,7 @@ def _is_tree(found: Mapping[Any, Any]) -> bool:
 
 
 def damaged_entry(path: str) -> str | None:
-    """Return the damage of the first damaged entry of a zip archive, by its checksums; None if all are whole."""
+    """Return the damage of the first damaged entry of a zip archive, by its checksums; None without damage."""
     with zipfile.ZipFile(path) as archive:
         try:
             name = archive.testzip()

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from tdfunc.cli.output import print_json, progress, safe
 from tdfunc.cli.sources import FileLeaf, Source, Stored, Tick, open_source, step_of, steps_in, stored_leaves
 from tdfunc.cli.torch_files import damaged_entry
-from tdfunc.core.errors import CorruptCheckpointError
+from tdfunc.core.errors import CorruptCheckpointError, damaged
 from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.storage.disk.remote import LocalBytes, local_path
 from tdfunc.storage.manager.steps import (
@@ -24,10 +24,11 @@ from tdfunc.storage.manager.steps import (
     read_about,
     reading,
 )
+from tdfunc.storage.safetensors.contents import Leaf
 from tdfunc.storage.safetensors.read import as_view
 
 OK, DAMAGED, UNPROTECTED = 0, 1, 3
-# Of a leaf that the second reader reads at a time.
+# The bytes of a leaf that the second reader reads at a time.
 _MOST_BYTES = 16 << 20
 
 
@@ -37,13 +38,13 @@ class Verdict(NamedTuple):
     path: str
     leaves: int
     size_bytes: int
-    # The algorithm, or None where there are no checksums.
+    # The algorithm, or None without checksums.
     checksums: str | None
     damage: list[str]
 
     @property
     def code(self) -> int:
-        """The exit code of this tree alone."""
+        """The exit code for this tree."""
         return DAMAGED if self.damage else OK if self.checksums is not None else UNPROTECTED
 
 
@@ -75,7 +76,7 @@ def _text(verdict: Verdict) -> str:
 def _verify_all(path: str) -> Iterator[Verdict]:
     steps = steps_in(path)
     for step in steps:
-        # A run that goes on may have removed or replaced it by now.
+        # A run that continues may have removed or replaced it by now.
         with suppress(StepRemovedError, StepReplacedError), reading(path, step) as folder:
             yield _verify_one(folder)
     if not steps:
@@ -117,17 +118,17 @@ def _compare_readers(source: Source, one: Stored, second: "_SecondReader", tick:
     reader, state = source.readers[id(one.leaf)], xxhash.xxh3_64()
     for part in source.pieces(one.leaf, tick):
         state.update(as_view(part))
-    if isinstance(reader, FileLeaf) and isinstance(reader.data, LocalBytes):
+    if isinstance(reader, FileLeaf) and isinstance(reader.leaf.source.data, LocalBytes):
         try:
-            found = second.digest(reader.data, reader)
+            found = second.digest(reader.leaf.source.data, reader.leaf)
         except SafetensorError as err:
-            raise CorruptCheckpointError(f"leaf {reader.name}: the safetensors package cannot read it: {err}") from err
+            raise damaged(f"leaf {reader.leaf.name}: the safetensors package cannot read it: {err}") from err
         if found not in (None, state.digest()):
-            raise CorruptCheckpointError(f"leaf {reader.name}: the safetensors package reads other values.")
+            raise damaged(f"leaf {reader.leaf.name}: the safetensors package reads other values.")
 
 
 class _SecondReader(ExitStack):
-    """The safetensors package: it maps files, whose pages count as memory, so that a file is opened anew often."""
+    """The safetensors package. It maps files, whose pages count as memory, so a file is often opened again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,18 +145,18 @@ class _SecondReader(ExitStack):
             self._handle = self.enter_context(safe_open(file.path, "pt"))
             self._file = file
 
-    def digest(self, file: LocalBytes, leaf: FileLeaf) -> bytes | None:
+    def digest(self, file: LocalBytes, leaf: Leaf) -> bytes | None:
         """Return the digest of a leaf's bytes; None if the file was replaced since it was opened here."""
-        name, state, at = json_loads(leaf.name), xxhash.xxh3_64(), 0
+        name, state, at, size_bytes = json_loads(leaf.name), xxhash.xxh3_64(), 0, leaf.spec.size_bytes
         while True:
-            self._open(file, min(leaf.size_bytes, _MOST_BYTES))
+            self._open(file, min(size_bytes, _MOST_BYTES))
             if not os.path.samestat(os.stat(file.path), os.fstat(file.fd)):
                 return None
             part = self._handle.get_slice(name)
-            rows = part.get_shape()[0] if leaf.size_bytes > _MOST_BYTES and part.get_shape() else 0
-            count = max(1, _MOST_BYTES * rows // leaf.size_bytes) if rows else 0
+            rows = part.get_shape()[0] if size_bytes > _MOST_BYTES and part.get_shape() else 0
+            count = max(1, _MOST_BYTES * rows // size_bytes) if rows else 0
             values = part[at : at + count] if rows else self._handle.get_tensor(name)
-            if values.dtype != leaf.dtype:
+            if values.dtype != leaf.spec.dtype:
                 return b""
             state.update(as_view(values.contiguous()))
             at += count

@@ -112,6 +112,13 @@ class CorruptCheckpointError(_Explained, ValueError):
     """A file that differs from the one that was saved, torn or altered, or that is not a checkpoint."""
 
 
+def damaged(
+    what: object, expected: object = None, got: object = None, *, hint: str = "restore it from a copy."
+) -> CorruptCheckpointError:
+    """Return the error of a file that is not as it was written."""
+    return CorruptCheckpointError(what, expected=expected, got=got, hint=hint)
+
+
 class WorkerError(_Explained, RuntimeError):
     """A worker process that died, could not start, or raised an error that cannot be sent back; a member that did."""
 

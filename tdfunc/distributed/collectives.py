@@ -197,7 +197,7 @@ def gather(
 ) -> list[Any] | None:
     """Return the trees of all ranks, in the order of the ranks, on the global rank `dst`, and None elsewhere.
 
-    The other arguments and the errors are those of `all_gather`.
+    The other arguments and the errors are the same as for `all_gather`.
     """
     return _gather(td, Ranks("gather", group, timeout_s), strict, dst)
 

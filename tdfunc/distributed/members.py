@@ -1,4 +1,4 @@
-"""Members of an ensemble over a device mesh: each rank computes on plain tensors, and DTensors stand at the edges."""
+"""Members of an ensemble over a device mesh: each rank computes on plain tensors between DTensors."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ def _over_members(mesh: DeviceMesh) -> list[Any]:
 
 # Any: a tree, a tensor, or a container of these.
 def shard(tree: Any, mesh: DeviceMesh, placements: Sequence[Any] | None = None) -> Any:
-    """Return a tree of DTensors, of which each rank keeps its part; every rank gives the whole tree.
+    """Return a tree of DTensors, of which each rank keeps its part. Every rank calls it with the complete tree.
 
     Args:
         tree: A tree, tensor, or container of these, the same on all ranks. Nothing is sent.
-        mesh: The mesh of the ranks. Parts are those of torch: of 5 members, one of 4 ranks has none.
-        placements: As in torch, one for each dimension of the mesh. Without it the first dimension of each leaf, which
-            counts the members, is spread over the first dimension of the mesh.
+        mesh: The mesh of the ranks. The parts are as in torch: of 5 members on 4 ranks, one rank has no member.
+        placements: Torch's placements, one for each dimension of the mesh. By default the first dimension of each leaf,
+            the members, is spread over the first dimension of the mesh.
     """
     given = _over_members(mesh) if placements is None else placements
     distribute = _tensor_module().distribute_tensor
@@ -42,7 +42,7 @@ def shard(tree: Any, mesh: DeviceMesh, placements: Sequence[Any] | None = None) 
 
 
 def to_local(tree: Any) -> Any:
-    """Return a tree of plain tensors: this rank's parts of DTensors, and other leaves as they are."""
+    """Return a tree of plain tensors: this rank's parts of DTensors, and other leaves unchanged."""
     return pytree.tree_map(lambda leaf: leaf.to_local() if is_sharded(leaf) else leaf, tree)
 
 
@@ -85,17 +85,17 @@ def from_local(tree: Any, mesh: DeviceMesh, placements: Sequence[Any] | None = N
 
 
 def on_members(fn: Callable[..., Any], mesh: DeviceMesh, placements: Sequence[Any] | None = None) -> Callable[..., Any]:
-    """Return a function that runs `fn` on this rank's members, and gives its results as DTensors.
+    """Return a function that runs `fn` on this rank's members and returns its results as DTensors.
 
     The members are computed as in one process, without DTensors and without messages: `vmap`, `jit`, convolutions and
     random keys work. `y.full_tensor()` gathers a result.
 
     Args:
-        fn: A function of trees and tensors. DTensors among its arguments come as this rank's parts; the members are the
-            first dimension of its results.
+        fn: A function of trees and tensors. It gets this rank's parts of DTensors; the members are the first dimension
+            of its results.
         mesh: The mesh of the ranks.
-        placements: Those of the results, as for `shard`: `[Shard(0), Shard(1)]` where the second dimension of the mesh
-            has parts of a batch.
+        placements: The placements of the results, as for `shard`: `[Shard(0), Shard(1)]` if the second dimension of the
+            mesh has parts of a batch.
     """
 
     @wraps(fn)

@@ -179,25 +179,25 @@ def _receiver(like: T | None, lane: _Lane, classes: Classes = (), refusal: Excep
 
 
 def send(td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, timeout_s: float | None = None) -> None:
-    """Send a tree to a rank, and return when that rank has it.
+    """Send a tree to a rank, and return when that rank has received it.
 
-    Everything that `tdfunc.save` keeps is sent: classes, batch sizes, non-tensor data, kinds and ties. Nothing is
-    pickled.
+    The message contains everything that `tdfunc.save` keeps: classes, batch sizes, non-tensor data, kinds and ties.
+    Nothing is pickled.
 
     Args:
         td: The tree.
         dst: The global rank that calls `recv` or `irecv`.
-        group: A process group; without it the default one.
-        tag: Messages of one tag arrive in the order in which they were sent; those of two tags do not wait for each
-            other (under nccl, which has no tags, they do).
-        timeout_s: How many seconds to wait for the other rank; without it the group's timeout. A group that ran into
-            a timeout has to be made anew.
+        group: The process group. By default the default group.
+        tag: The tag of the message. Messages of one tag arrive in the order in which they were sent. Messages of
+            different tags do not wait for each other (except under nccl, which has no tags).
+        timeout_s: The number of seconds to wait for the other rank. By default the group's timeout. After a timeout,
+            make a new group.
 
     Raises:
         UnsupportedError: A leaf or value cannot be sent; the message names it.
         LeafMismatchError: The other rank expects other shapes or dtypes; both ranks raise, before any values are sent.
-        TreeStructureError: It expects other keys; both ranks raise.
-        PeerError: It did not answer in time, or died.
+        TreeStructureError: The other rank expects other keys; both ranks raise.
+        PeerError: The other rank did not answer in time, or died.
     """
     lane = _Lane(Ranks("send", group, timeout_s), "to", dst, tag)
     lane.run(_sender(td, lane))
@@ -206,7 +206,7 @@ def send(td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, tim
 def isend(
     td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, timeout_s: float | None = None
 ) -> PendingMessage:
-    """Start to send a tree, in a thread; its leaves may be written to after `wait()`. Else it is as `send`."""
+    """Start to send a tree in a thread, like `send`. Its leaves must not be written to before `wait()` returns."""
     lane = _Lane(Ranks("isend", group, timeout_s), "to", dst, tag)
     return PendingMessage(lane.start(_sender(td, lane)))
 
@@ -224,15 +224,16 @@ def recv(
 
     Args:
         src: The global rank that calls `send` or `isend`.
-        like: A tree with the expected paths, shapes and dtypes; without it any tree is taken.
-        group: As for `send`.
-        tag: As for `send`.
-        timeout_s: As for `send`.
-        classes: As for `tdfunc.load`: classes of nodes that are not in imported modules. Those of `like` are known.
+        like: A tree with the expected paths, shapes and dtypes; without it any tree is accepted.
+        group: The process group, as for `send`.
+        tag: The tag, as for `send`.
+        timeout_s: The number of seconds to wait, as for `send`.
+        classes: The classes of nodes that are not in imported modules, as for `tdfunc.load`. The classes of `like` are
+            known.
 
     Raises:
-        LeafMismatchError: Shapes or dtypes are not those of `like`; both ranks raise.
-        TreeStructureError: Keys are not those of `like`; both ranks raise.
+        LeafMismatchError: Shapes or dtypes differ from the leaves of `like`; both ranks raise.
+        TreeStructureError: Keys differ from the keys of `like`; both ranks raise.
         PeerError: The other rank did not answer in time, or died.
     """
     lane = _Lane(Ranks("recv", group, timeout_s), "from", src, tag)
@@ -248,13 +249,13 @@ def irecv(
     timeout_s: float | None = None,
     classes: Classes = (),
 ) -> PendingMessage:
-    """Start to receive a tree, which `wait()` returns; the arguments are those of `recv`."""
+    """Start to receive a tree, which `wait()` returns; the arguments are the same as for `recv`."""
     lane = _Lane(Ranks("irecv", group, timeout_s), "from", src, tag)
     return PendingMessage(lane.start(_receiver(like, lane, classes)))
 
 
 def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMessage":
-    """Receive values into the leaves of a tree, which is returned, or the handle whose `wait()` returns it."""
+    """Receive values into the leaves of a tree; return the tree, or a handle whose `wait()` returns it."""
     call, refusal = "recv_" if wait else "irecv_", None
     try:
         for path, leaf in iter_leaves(td):

@@ -1,4 +1,4 @@
-"""Adapters of low rank as pure functions of trees: LoRA, DoRA, PiSSA, OLoRA, and the files that others write."""
+"""Adapters of low rank as pure functions of trees: LoRA, DoRA, PiSSA, OLoRA, and the files of other libraries."""
 
 from tdfunc.core.surface import surface as _surface
 from tdfunc.lora._attach import LoraApply as LoraApply

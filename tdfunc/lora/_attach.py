@@ -1,4 +1,4 @@
-"""A module with adapters as a pure function: the skeleton's layers are given classes that have the factors."""
+"""A module with adapters as a pure function: the skeleton's layers get classes that have the factors."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class LoraApply:
     """A module with adapters as a pure function: `run((params, adapters), *inputs, buffers=, rng=)`.
 
-    Made by `Lora.attach`. The layers compute with the factors, so that under `vmap` over adapters alone no tensor has
-    the size of all their weights; the calls are otherwise those of `Apply`.
+    `Lora.attach` returns it. The layers compute with the factors, so that under `vmap` over only the adapters no tensor
+    has the size of all their weights. Otherwise it is called like `Apply`.
     """
 
     def __init__(self, lora: "Lora", apply: Apply, rows: bool) -> None:
@@ -67,7 +67,7 @@ class LoraApply:
         params, rest = split(tree)
         spec = Spec(type(template).__name__, params, rest, tree)
         self._inner = Apply(template, spec, (), apply._originals)
-        # Leaves in the order of the inner function, out of those of the module and then those of the adapters.
+        # The order of the inner function's leaves among the leaves of the module, followed by the adapters.
         self._order = [places[slots.get(path, path)] for path in self._inner.paths]
 
     def __reduce__(self) -> Any:
@@ -81,7 +81,7 @@ class LoraApply:
 
     @property
     def module(self) -> nn.Module:
-        """The structure of the base, as `Apply.module`."""
+        """The structure of the base, like `Apply.module`."""
         return self._base.module
 
     @property
@@ -90,11 +90,11 @@ class LoraApply:
         return self._base.training
 
     def train(self, mode: bool = True) -> "LoraApply":
-        """Return the function in which every submodule is in training mode (or not)."""
+        """Return the function with every submodule in training mode (or in evaluation mode)."""
         return LoraApply(self._lora, self._base.train(mode), self._rows)
 
     def eval(self) -> "LoraApply":
-        """Return the function in which every submodule is in evaluation mode."""
+        """Return the function with every submodule in evaluation mode."""
         return self.train(False)
 
     def __call__(
@@ -105,14 +105,14 @@ class LoraApply:
         Args:
             trees: The parameters of the base, and the adapters.
             *args: Arguments of forward.
-            buffers: The tree of buffers, unless the parameters hold them.
-            rng: As for `Apply`.
+            buffers: The tree of buffers, unless the parameters contain them.
+            rng: A random key, a seed or a generator, as for `Apply`.
             **kwargs: Keyword arguments of forward.
 
         Raises:
             TreeStructureError: A tree has missing or unknown leaves.
-            LeafMismatchError: A leaf has the wrong shape, or with `rows` the input has other rows than the adapters.
-            LeakError: Forward reads a weight past its adapter.
+            LeafMismatchError: A leaf has the wrong shape, or with `rows` the input does not have the adapters' rows.
+            LeakError: Forward reads a weight without its adapter.
         """
         if self._base._reserved:
             raise self._base._name_error(self._base._reserved)
@@ -121,7 +121,7 @@ class LoraApply:
     def with_buffers(
         self, trees: tuple[Any, Any], buffers: Any, /, *args: Any, rng: KeyLike | None = None, **kwargs: Any
     ) -> Any:
-        """Return forward's output and the buffers after it, as `Apply.with_buffers` does."""
+        """Return forward's output and the new buffers, like `Apply.with_buffers`."""
         if "rng" in self._base._reserved:
             raise self._base._name_error(["rng"])
         out, new = self._run(trees, buffers, args, kwargs, rng, keep=True)

@@ -1,4 +1,4 @@
-"""Fused experts of transformers with adapters: a token goes to some experts, by matrices that are factored.
+"""Fused experts of transformers with adapters: a token goes to some experts, whose matrices are factored.
 
 S pairs of a token and an expert, E experts, R rows.
 """
@@ -33,7 +33,7 @@ class _Routes(NamedTuple):
 
 
 class _Experts(Adapted):
-    """With `batched_mm` each pair gathers its matrices, else the pairs are sorted by expert for `grouped_mm`."""
+    """Fused experts: each pair gathers its matrices (`batched_mm`), or pairs are sorted by expert (`grouped_mm`)."""
 
     # Attributes of the classes that transformers decorates.
     config: Any
@@ -77,7 +77,7 @@ class _Experts(Adapted):
                 n = parts["A"].shape[0]
                 if routes.num_tokens % n:
                     raise LeafMismatchError(
-                        f"lora: the tokens of {dotted(setting.path)!r} must be those of the rows, row by row.",
+                        f"lora: the tokens of {dotted(setting.path)!r} must come row by row.",
                         expected=f"a multiple of {n} tokens",
                         got=f"{routes.num_tokens} tokens",
                     )

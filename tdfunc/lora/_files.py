@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from statistics import mode
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,30 +43,30 @@ def load(
     apply: "Apply | LoraApply | None" = None,
     prefix: str | None = None,
 ) -> tuple[Lora, TensorDict]:
-    """Load adapters that PEFT or Kohya's scripts saved: the choice, and the tree of adapters.
+    """Load adapters that PEFT or Kohya's scripts saved, as a choice and a tree of adapters.
 
-    Adapters of PiSSA and OLoRA, for which PEFT changes the base, come out relative to the base itself, with twice the
-    rank. The file must be understood as a whole.
+    PEFT changes the base for adapters of PiSSA and OLoRA. They are loaded relative to the original base, with twice the
+    rank. Every entry of the file must be supported.
 
     Args:
         path: A folder of PEFT, or a file of Kohya.
-        params: The base that the adapters belong to.
-        apply: The function of the base: where a weight is square, the orientation of its adapter can depend on it.
-        prefix: The beginning of the names that belong to this base, which is cut; leaves under other names belong to
-            other models and are left. Without it PEFT's `base_model.model.` is cut, and nothing is left.
+        params: The base of the adapters.
+        apply: The function of the base. For a square weight, the orientation of its adapter can depend on it.
+        prefix: The beginning of the names of this base, which is removed. Leaves under other names belong to other
+            models and are ignored. By default PEFT's `base_model.model.` is removed, and no leaf is ignored.
 
     Returns:
         The pair (lora, adapters), for `lora.attach(apply)` and `lora.merge(params, adapters)`.
 
     Raises:
-        FileNotFoundError: The folder holds no adapter in safetensors.
-        LeafMismatchError: A leaf of the file has no place in the base, or does not fit it.
-        UnsupportedError: The configuration means more than LoRA, an orientation cannot be told, or the file changes one
-            of two tied weights.
+        FileNotFoundError: The folder does not contain an adapter in safetensors.
+        LeafMismatchError: A leaf of the file does not belong to the base, or does not fit it.
+        UnsupportedError: The configuration contains more than LoRA, an orientation is ambiguous, or the file changes
+            one of two tied weights.
         ValueError: The adapters change nothing.
 
     Source:
-        The files of PEFT 0.17 to 0.21. Before 0.19 it took the first dimension of fused experts for their inputs.
+        The files of PEFT 0.17 to 0.21. Before 0.19, PEFT used the first dimension of fused experts as their inputs.
     """
     name = os.fspath(path)
     config: dict[str, Any] = {}
@@ -190,7 +191,7 @@ def save(
     config: Mapping[str, Any] | None = None,
     fsync: bool = True,
 ) -> None:
-    """Save adapters as a folder that PEFT loads; it holds the old adapter or the new one at every moment.
+    """Save adapters as a folder that PEFT loads; at every moment it contains either the old adapter or the new one.
 
     A start of `"pissa"` or `"olora"` is written as plain LoRA of twice the rank, relative to the base itself.
 
@@ -198,15 +199,15 @@ def save(
         folder: The folder; other files in it stay.
         lora: The choice.
         adapters: The adapters of one model, not stacked.
-        apply: The function of the base, which tells the layers of the weights.
+        apply: The function of the base, which contains the layers of the weights.
         config: Further entries of `adapter_config.json`, such as `{"task_type": "CAUSAL_LM"}`.
-        fsync: Whether to wait until it is on the disk.
+        fsync: Wait until the data is on the disk.
 
     Raises:
-        TreeStructureError: The adapters have other leaves than `lora` chooses.
-        LeafMismatchError: A leaf has another shape; stacked adapters are saved one by one.
-        UnsupportedError: PEFT has no such adapters: its experts have no DoRA, its grouped convolutions another
-            factor, and it trains whole modules only.
+        TreeStructureError: The adapters and `lora` have different leaves.
+        LeafMismatchError: A leaf has another shape. Save stacked adapters one by one.
+        UnsupportedError: PEFT does not have such adapters: DoRA of experts, changes of grouped convolutions, or modules
+            that are partly trained whole.
     """
     base = from_module(apply.module)
     targets, whole = find_targets(lora, entries(base), layouts_of(apply.module))
@@ -275,10 +276,8 @@ def _no_peft(path: Path, what: str) -> UnsupportedError:
 
 
 def _config_of(ranks: Mapping[str, int], alphas: Mapping[str, float], lora: Lora) -> dict[str, Any]:
-    values = list(ranks.values())
-    rank = max(set(values), key=values.count) if values else 1
-    numbers = list(alphas.values())
-    alpha = max(set(numbers), key=numbers.count) if numbers else 1.0
+    rank = mode(ranks.values()) if ranks else 1
+    alpha = mode(alphas.values()) if alphas else 1.0
     return {
         "peft_type": "LORA",
         "peft_version": VERSION,

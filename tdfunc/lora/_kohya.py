@@ -27,10 +27,10 @@ def is_kohya(names: Mapping[str, Any]) -> bool:
 
 
 def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the leaves under PEFT's names, and the configuration that belongs to them.
+    """Return the leaves under PEFT's names, and their configuration.
 
     Raises:
-        UnsupportedError: A name is not that of LoRA, or two modules of the base have it.
+        UnsupportedError: A name does not belong to LoRA, or two modules of the base have it.
     """
     modules: dict[str, list[Path]] = {}
     outputs: dict[str, int] = {}
@@ -57,7 +57,7 @@ def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[di
         module, part = ".".join(found[0]), _PARTS[match["part"]]
         if part == "lora_magnitude_vector" and tensor.shape[0] != outputs["_".join(found[0])]:
             raise UnsupportedError(
-                f"lora.load: the scales {name!r} must be those of the outputs.",
+                f"lora.load: the scales {name!r} must belong to the outputs.",
                 expected=f"{outputs['_'.join(found[0])]} scales, in the first dimension",
                 got=f"shape {tuple(tensor.shape)}, which scales the inputs",
             )

@@ -1,8 +1,8 @@
-"""Layers with adapters: classes that a layer of a skeleton is given, so that it computes `x @ W + (x @ A) @ B * s`.
+"""Layers with adapters: a layer of a skeleton gets a class that computes `x @ W + (x @ A) @ B * s`.
 
-A layer keeps its weights, hooks and hyperparameters. Its new class stands between its own and torch's, so that a
-forward that scales `super().forward(x)` scales the adapter's part too. The leaves of the adapter are parameters called
-`weight:A`. Reading `weight` from outside gives poison: a forward that passes the adapter by raises.
+A layer keeps its weights, hooks and hyperparameters. Its new class is between its own class and torch's, so that a
+forward that scales `super().forward(x)` also scales the adapter's part. The leaves of the adapter are parameters called
+`weight:A`. A read of `weight` from outside returns poison, so a forward that uses it without the adapter raises.
 """
 
 import functools
@@ -26,7 +26,7 @@ else:
 
 
 class Setting(NamedTuple):
-    """How a layer uses the adapter of one of its weights."""
+    """The use of the adapter of one weight in a layer."""
 
     path: Path
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ def layer_class(cls: type[Any]) -> type[Any]:
 
 
 class Adapted(_Module):
-    """A layer with adapters, whose settings it has by the name of the weight."""
+    """A layer with adapters, and their settings by the name of the weight."""
 
     _lora: dict[str, Setting]
 
@@ -163,7 +163,7 @@ _MIXINS: dict[Any, type[_Layer]] = {
 
 
 def check_rows(path: Path, x: Tensor, a: Tensor) -> None:
-    """Raise if the input of a layer does not have the rows of the adapters as its first dimension."""
+    """Raise unless the first dimension of a layer's input has the rows of the adapters."""
     if x.shape[:1] != a.shape[:1]:
         raise LeafMismatchError(
             f"lora: the input of {dotted(path[:-1])!r} must have a row for each adapter.",

@@ -29,28 +29,28 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Lora:
-    """A choice of weights that get adapters of low rank, as a value.
+    """A choice of weights for adapters of low rank, as a value.
 
     The layer of a weight W computes with `W + scale * B @ A`, without making that sum. `init` returns the adapters of
-    a base as a tree of their own: `adapters["layers", "0", "weight"]` has `A` and `B`, and the trees are stacked,
-    saved, filtered and optimised like any other. `attach` returns a function of both trees.
+    a base as a separate tree: `adapters["layers", "0", "weight"]` has `A` and `B`. Such trees are stacked, saved,
+    filtered and optimised like any other tree. `attach` returns a function of both trees.
 
     Args:
-        where: The weights, as a glob or filter: of linear layers, GPT2's `Conv1D`, convolutions, embeddings, and fused
-            experts of transformers. A tied weight has one adapter.
-        rank: The rank R, or a dict of ranks by filter, of which the first that matches counts.
+        where: The weights, as a glob or filter. They belong to linear layers, GPT2's `Conv1D`, convolutions,
+            embeddings, or fused experts of transformers. A tied weight has one adapter.
+        rank: The rank R, or a dict of ranks by filter. The first filter that matches counts.
         alpha: The scale times the rank, or a dict by filter; without it the scale is 1.
         rslora: Divide alpha by the root of the rank.
         dora: Scale each output to a trained magnitude.
-        bias: Give the change of a layer a trained bias, too.
+        bias: Add a trained bias to the change of a layer.
         dropout: The probability with which inputs of adapters are zero in training mode.
-        start: The start of the factors. `"kaiming"` draws one and sets the other to zero. `"pissa"` and `"olora"` take
-            both from the weight, and subtract this start: the base stays as it is.
-        whole: Leaves that are trained themselves, such as a new head, norms or biases; their values in the adapters
-            replace those of the base.
+        start: The initial values of the factors. `"kaiming"` samples one and sets the other to zero. `"pissa"` and
+            `"olora"` take both from the weight, and subtract this start, so that the base does not change.
+        whole: The leaves that are trained themselves, such as a new head, norms or biases. Their values in the adapters
+            replace the values of the base.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of range.
 
     Source:
         Hu et al., "LoRA: low-rank adaptation of large language models" (2021); Kalajdzievski, "A rank stabilization
@@ -90,23 +90,23 @@ class Lora:
         apply: "Apply | LoraApply | None" = None,
         dtype: torch.dtype | None = None,
     ) -> TensorDict:
-        """Return the adapters of a base, under which it computes as it did.
+        """Return new adapters for a base, which do not change its function.
 
         Args:
             params: The base.
-            key: A random key, or a seed of one.
-            apply: The function of the base, which tells the layers of the weights: without it a weight of 2 dimensions
-                counts as that of a linear layer, (outputs, inputs), and one of 4 or 5 as that of a convolution.
-            dtype: The dtype of the adapters; without it that of the weight, and float32 for weights of 16 bits.
+            key: A random key, or a seed.
+            apply: The function of the base, which contains the layers of the weights. Without it, a weight of 2
+                dimensions belongs to a linear layer, (outputs, inputs), and a weight of 4 or 5 to a convolution.
+            dtype: The dtype of the adapters. By default the dtype of the weight, and float32 for weights of 16 bits.
 
         Returns:
-            A tree of new leaves. The start of `"pissa"` and `"olora"` is in it too, as buffers `A0` and `B0`, which get
-            no gradient; `tdf.split` separates them from what is trained.
+            A tree of new leaves. It also contains the start of `"pissa"` and `"olora"` as buffers `A0` and `B0`, which
+            get no gradient. `tdf.split` separates them from the trained leaves.
 
         Raises:
             FilterError: A pattern matches no leaf of the base.
-            LeafMismatchError: A chosen leaf is not the weight of a layer, as far as its shape tells.
-            UnsupportedError: A chosen weight belongs to a layer that has no adapters.
+            LeafMismatchError: The shape of a chosen leaf does not fit the weight of a layer.
+            UnsupportedError: A chosen weight belongs to a layer that cannot have adapters.
         """
         layouts = layouts_of(apply.module) if apply is not None else None
         targets, whole = find_targets(self, entries(params), layouts)
@@ -126,14 +126,14 @@ class Lora:
 
         Args:
             apply: The function of `functional`, or of its `train` and `eval`.
-            rows: Run row i of a batch under adapter i: each adapter's leaf has a dimension of rows first, such as
-                `many[which]`. The inputs of all layers with adapters must have the rows first; the tokens of
-                experts must come row by row.
+            rows: Run row i of a batch with adapter i. The first dimension of each adapter's leaf are the rows, such as
+                in `many[which]`. The first dimension of the inputs of all layers with adapters must be the rows; the
+                tokens of experts must come row by row.
 
         Raises:
             FilterError: A pattern matches no leaf of the module.
-            UnsupportedError: A chosen weight belongs to a layer that has no adapters, or with `rows` a leaf is trained
-                whole.
+            UnsupportedError: A chosen weight belongs to a layer that cannot have adapters, or with `rows` a leaf is
+                trained whole.
         """
         return LoraApply(self, apply, rows)
 
@@ -141,8 +141,8 @@ class Lora:
         """Return the base with the adapters in its weights.
 
         Raises:
-            TreeStructureError: The adapters have other leaves than this choice.
-            LeafMismatchError: One does not fit its weight, or an adapter has a bias and its layer has none.
+            TreeStructureError: The adapters and this choice have different leaves.
+            LeafMismatchError: An adapter does not fit its weight, or has a bias and its layer has none.
 
         Examples:
             >>> params = TensorDict({"fc": {"weight": torch.zeros(2, 3)}})
@@ -164,13 +164,13 @@ class Lora:
         return new
 
     def unmerge(self, merged: T, adapters: TensorCollection) -> T:
-        """Return the base out of what `merge` returned.
+        """Return the base from the result of `merge`.
 
         Raises:
-            UnsupportedError: The adapters are of DoRA, or leaves were trained whole: the merged tree has lost the norms
-                and values that the base had.
-            TreeStructureError: As for `merge`.
-            LeafMismatchError: As for `merge`.
+            UnsupportedError: The adapters belong to DoRA, or leaves were trained whole: the merged tree has lost the
+                norms and values of the base.
+            TreeStructureError: The adapters and this choice have different leaves.
+            LeafMismatchError: An adapter does not fit its weight.
         """
         if self.dora or self.whole is not None:
             raise UnsupportedError(
@@ -195,11 +195,11 @@ class Lora:
         Args:
             base: The parameters before the tuning.
             tuned: The parameters after it.
-            apply: As for `init`.
+            apply: The function of the base, as for `init`.
 
         Raises:
             FilterError: A pattern matches no leaf of the base.
-            TreeStructureError: `tuned` lacks a leaf.
+            TreeStructureError: `tuned` does not have a leaf.
             LeafMismatchError: A leaf has another shape in `tuned`.
             UnsupportedError: `start` is not `"kaiming"`: these adapters are relative to a start.
 

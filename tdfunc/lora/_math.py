@@ -11,11 +11,11 @@ from tdfunc.lora._targets import Layout, Target
 
 
 def factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of the whole change: a start that the base contains is subtracted as further ranks."""
+    """Return A and B of the complete change: a start that the base contains is subtracted as additional ranks."""
     a, b = parts["A"], parts["B"]
     if "A0" not in parts:
         return a, b
-    # The ranks of A are its first dimension in a convolution, and the one before the last else.
+    # The ranks of A are the first dimension in a convolution, else the dimension before the last.
     dim = 0 if b.ndim == 2 else -2
     return torch.cat([a, parts["A0"].detach()], dim), torch.cat([b, -parts["B0"].detach()], -1)
 
@@ -45,7 +45,7 @@ def gain(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
     weight = weight.flatten(1) if b.ndim == 2 else weight
     if is_output_last(magnitude, b):
         weight, a, b = weight.mT, b.mT, a.mT
-    # By F.linear, which under vmap over adapters does not copy the weight for each; so expert by expert.
+    # With F.linear, which under vmap over adapters does not copy the weight for each; so expert by expert.
     if weight.ndim == 2:
         inner = F.linear(a, weight).mT
     else:
@@ -100,8 +100,8 @@ def start(
     weight, last = target.leaf.detach(), target.layout.has_output_last
     parts = {name: torch.zeros(shape, dtype=dtype, device=weight.device) for name, shape in shapes.items()}
     if kind == "kaiming":
-        # The factor at the inputs is drawn, the one at the outputs is zero. The rows of an embedding are its outputs
-        # for single inputs, so there the factor without the vocabulary is drawn.
+        # The factor at the inputs is random, and the factor at the outputs is zero. The rows of an embedding are its
+        # outputs for single inputs, so there the factor without the vocabulary is random.
         name = "B" if last and target.layout is not Layout.EMBEDDING else "A"
         shape = shapes[name]
         inputs = shape[-2] if name == "B" else math.prod(shape[1:]) if target.layout is Layout.CONV else shape[-1]

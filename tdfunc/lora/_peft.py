@@ -1,8 +1,8 @@
-"""PEFT's adapters as files: names, orientations and configuration, read into trees of ours and written from them.
+"""PEFT's adapters as files: names, orientations and configuration, read into our trees and written from them.
 
-PEFT stores A as (R, inputs) and B as (outputs, R) whatever the layer does; those of an embedding as `lora_embedding_A`
-(R, V) and `lora_embedding_B` (D, R). Experts are concatenated: A (E * R, inputs) by expert, B (outputs, R * E) with the
-experts innermost, and two parameters of one module are told apart by `base_layer` in the name.
+PEFT stores A as (R, inputs) and B as (outputs, R) for every layer. An embedding has `lora_embedding_A` (R, V) and
+`lora_embedding_B` (D, R). Experts are concatenated: A (E * R, inputs) by expert, B (outputs, R * E) with the experts
+innermost. The number of `base_layer` in the name distinguishes two parameters of one module.
 """
 
 import math
@@ -28,7 +28,7 @@ _PART = re.compile(
     r"(?P<module>.+?)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
     r"|lora_magnitude_vector)(?:(?<=vector)\.weight)?"
 )
-# Entries of the configuration that say nothing about the numbers, or that are read below; others must be off.
+# Entries of the configuration that do not affect the numbers, or that are read below; others must be off.
 _KNOWN = {
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_type", "peft_version",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "megatron_core",
@@ -36,12 +36,12 @@ _KNOWN = {
     "target_parameters", "r", "lora_alpha", "lora_bias", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora",
     "use_dora", "fan_in_fan_out", "bias", "init_lora_weights",
 }  # fmt: skip
-# Starts that leave the base as it is. PiSSA and OLoRA change it in a way that the base itself determines.
+# Starts that do not change the base. PiSSA and OLoRA change it in a way that the base determines.
 _PLAIN = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
 
 
 class Adapter(NamedTuple):
-    """An adapter as a file has it, in our orientation."""
+    """An adapter in a file, in our orientation."""
 
     paths: tuple[Path, ...]
     parts: dict[str, Tensor]
@@ -55,17 +55,17 @@ class Adapter(NamedTuple):
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise for a configuration that means another computation than LoRA's.
+    """Raise unless a configuration describes the computation of LoRA.
 
     Raises:
-        UnsupportedError: An entry, by its name.
+        UnsupportedError: An entry describes another computation; the message names it.
     """
     if config.get("peft_type") != "LORA":
-        raise UnsupportedError("lora.load: the adapter must be of LoRA.", got=f"peft_type {config.get('peft_type')!r}")
+        raise UnsupportedError("lora.load: the adapter must be LoRA.", got=f"peft_type {config.get('peft_type')!r}")
     for name, value in config.items():
         if name not in _KNOWN and value:
             raise UnsupportedError(
-                f"lora.load: the configuration has {name!r}, which is not read.",
+                f"lora.load: the configuration must not have {name!r}.",
                 expected="LoRA, rsLoRA, DoRA, PiSSA or OLoRA",
                 got=f"{name}={value!r}"[:100],
             )
@@ -73,7 +73,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     if start not in _PLAIN | {"pissa", "olora"}:
         raise UnsupportedError(
             f"lora.load: the start {start!r} changes the base in a way that the file does not contain.",
-            expected="a start that leaves the base as it is, or 'pissa' or 'olora'",
+            expected="a start that does not change the base, or 'pissa' or 'olora'",
             got=f"init_lora_weights={start!r}",
             hint="peft writes it as plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
         )
@@ -91,7 +91,7 @@ def read_adapters(
         tensors: The leaves of the file by their names, without the prefix.
         config: The configuration.
         params: The base.
-        layouts: The layout of a weight by its path, where it is known.
+        layouts: The layout of a weight by its path, if it is known.
     """
     modules: dict[str, dict[str, Tensor]] = {}
     whole: dict[Path, Tensor] = {}
@@ -168,7 +168,7 @@ def _place(
 
 
 class _Orientation:
-    """Whether the inputs of weights are their first dimension, as observed in the layer, the shapes or the version."""
+    """The orientation of weights, found from the layer, the shapes or the version of PEFT."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Orientation:
     ) -> None:
         self._layouts, self._config = layouts, config
         shapes = {path: (get(params, path).shape, parts) for path, parts in leaves.items() if "lora_A.weight" in parts}
-        # For weights that are not square their shape decides: {is a stack of experts: the decisions}.
+        # The shape decides for weights that are not square: {is a stack of experts: the decisions}.
         self._seen: dict[bool, set[bool]] = {False: set(), True: set()}
         for shape, parts in shapes.values():
             if shape[-1] != shape[-2] and parts["lora_A.weight"].ndim == 2:
@@ -215,7 +215,7 @@ class _Orientation:
         else:
             needed = "apply=, which has the layer"
         raise UnsupportedError(
-            f"lora.load: the orientation of the adapter of {dotted(path)!r} cannot be told: its weight is square.",
+            f"lora.load: the orientation of the adapter of {dotted(path)!r} must be given: its weight is square.",
             expected=needed,
             hint="lora.load(folder, params, apply=apply).",
         )
@@ -281,7 +281,7 @@ def _adapter(
 
 
 def _pattern(given: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that ends a name, as PEFT reads them."""
+    """Return the value of the first pattern that matches the end of a name, as in PEFT."""
     return next((value for key, value in (given or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
 
@@ -336,11 +336,11 @@ def _untied(
 
 
 def write_parts(target: Target, path: Path, parts: Mapping[str, Tensor], outer: int) -> dict[str, Tensor]:
-    """Return the leaves of PEFT for the layer at `path`, one of those of a target.
+    """Return the leaves of PEFT for the layer at `path`, which is one of the layers of a target.
 
     Args:
         target: The weight.
-        path: The path of it in this layer.
+        path: The path of the weight in this layer.
         parts: The leaves of its adapter, without a start.
         outer: The number of later parameters of its module that have adapters.
     """
@@ -367,7 +367,7 @@ def write_parts(target: Target, path: Path, parts: Mapping[str, Tensor], outer: 
 
 
 def short_names(chosen: Iterable[str], everything: Sequence[str]) -> list[str]:
-    """Return the last parts of names where these select exactly the chosen ones, else the whole names."""
+    """Return the last parts of names if they select exactly the chosen names, else the complete names."""
     chosen = sorted(chosen)
     for count in (1, 2, 3):
         ends = {".".join(name.split(".")[-count:]) for name in chosen}

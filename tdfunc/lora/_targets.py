@@ -1,4 +1,4 @@
-"""The leaves that a `Lora` adapts: their layouts, ranks and scales, and the tree of adapters that belongs to them.
+"""The leaves that a `Lora` adapts: their layouts, ranks and scales, and their tree of adapters.
 
 An adapter has the orientation of its weight: the change of a weight W of shape (*, M, N) is `scale * B @ A`, B of
 shape (*, M, R) and A of shape (*, R, N), also where a layer multiplies by the transpose. A convolution's weight of
@@ -31,7 +31,7 @@ _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Layout(enum.Enum):
-    """The use that a layer makes of its weight."""
+    """The use of a weight in its layer."""
 
     LINEAR = "linear"
     TRANSPOSED = "transposed"
@@ -84,10 +84,10 @@ def base_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def layout_in(module: nn.Module, path: Path) -> Layout:
-    """Return the layout of a weight by the layer that it belongs to.
+    """Return the layout of a weight in its layer.
 
     Raises:
-        UnsupportedError: Layers of this class are not adapted.
+        UnsupportedError: Layers of this class cannot have adapters.
     """
     name, base, own = path[-1], base_class(module), module.__dict__
     if name in _EXPERTS and {"has_gate", "has_bias", "is_transposed"} <= own.keys():
@@ -107,7 +107,7 @@ def layout_in(module: nn.Module, path: Path) -> Layout:
 def _guessed_layout(path: Path, leaf: Tensor) -> Layout:
     if leaf.ndim == 3:
         raise LeafMismatchError(
-            f"lora: the shape of {dotted(path)!r} must tell its layer.",
+            f"lora: the layer of {dotted(path)!r} must be clear from its shape.",
             expected="2 dimensions (a linear layer), or 4 or 5 (a convolution)",
             got=f"shape {tuple(leaf.shape)}: a Conv1d or fused experts",
             hint="lora.init(params, key=key, apply=apply) reads the layer.",
@@ -213,8 +213,8 @@ def read_parts(
     """Return each weight of `params` that is adapted with the leaves of its adapter, and the leaves trained whole.
 
     Raises:
-        TreeStructureError: `adapters` has other leaves than the choice asks for.
-        LeafMismatchError: One has another shape.
+        TreeStructureError: `adapters` and the choice have different leaves.
+        LeafMismatchError: A leaf has another shape.
     """
     targets, whole = find_targets(lora, entries(params), lambda _: Layout.LINEAR)
     found: list[tuple[Target, dict[str, Tensor]]] = []
@@ -223,7 +223,7 @@ def read_parts(
         is_conv = has(adapters, (*target.path, "B")) and get(adapters, (*target.path, "B")).ndim < target.leaf.ndim
         target = target._replace(layout=Layout.CONV if is_conv else Layout.LINEAR)
         parts = parts_of(lora, target)
-        # A bias has the outputs of a layer, which the weight alone does not tell; a magnitude has one of two forms.
+        # The weight does not determine the outputs of a layer, which a bias has; a magnitude has one of two forms.
         free = ("magnitude", "bias")
         expected |= {(*target.path, name): None if name in free else shape for name, shape in parts.items()}
         found.append((target, {name: get(adapters, (*target.path, name), None) for name in parts}))
@@ -234,13 +234,13 @@ def read_parts(
 def check_leaves(
     call: str, expected: Mapping[Path, torch.Size | None], adapters: TensorCollection
 ) -> dict[Path, Tensor]:
-    """Return the leaves of adapters by path; raise if these are others than the expected ones, or of another shape."""
+    """Return the leaves of adapters by path; raise if their paths or shapes are not the expected ones."""
     given = dict(iter_items(adapters, True, True))
     missing = [dotted(path) for path in expected if path not in given]
     unknown = [dotted(path) for path in given if path not in expected]
     if missing or unknown:
         raise TreeStructureError(
-            f"{call}: the adapters must be those of this Lora.",
+            f"{call}: the adapters must have the leaves of this Lora.",
             expected=f"{len(expected)} leaves" + (f", also {missing[:5]}" if missing else ""),
             got=f"{len(given)} leaves" + (f", also {unknown[:5]}" if unknown else ""),
             hint="lora.init(params, key=key) makes them; tdf.lora.load returns both.",

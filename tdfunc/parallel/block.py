@@ -38,7 +38,7 @@ _read: dict[bytes, "Structure"] = {}
 
 
 class Block(NamedTuple):
-    """The places of leaves in a block of bytes: those of one dtype are neighbours, and all are aligned."""
+    """The places of leaves in a block of bytes: leaves of one dtype are neighbours, and all leaves are aligned."""
 
     specs: Sequence[Spec]
     layout: Layout
@@ -51,7 +51,7 @@ class Block(NamedTuple):
         return self.layout.size_bytes
 
     def pieces(self, leaves: Sequence[Tensor], device: torch.device = _CPU) -> Iterator[Tensor]:
-        """Yield the bytes of the block on a device, piece by piece; a large leaf that lies there is not copied."""
+        """Yield the bytes of the block on a device, piece by piece; a large leaf on that device is not copied."""
         order = self.layout.order
         for begin, end, _ in self.runs:
             yield _join([leaves[i] for i in order[begin:end]], device)
@@ -125,7 +125,7 @@ class Structure(NamedTuple):
         return found_in(self.names, self.block.specs)
 
     def build(self, leaves: list[Tensor], classes: Classes = ()) -> TensorCollection:
-        """Return the tree around leaves that `block.cut` returned, whose bytes are there."""
+        """Return the tree around leaves that `block.cut` returned, once their bytes have arrived."""
         plan = self.plan
         assert plan is not None
         home = leaves[0].device if leaves else _CPU
@@ -141,7 +141,7 @@ class Structure(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A tree that is ready to be sent."""
+    """A tree that is ready to send."""
 
     structure: Structure
     leaves: list[Tensor]
@@ -151,7 +151,7 @@ def pack(tree: TensorCollection, call: str) -> Packed:
     """Describe a tree and lay it out.
 
     Raises:
-        UnsupportedError: A leaf or value that JSON and bytes cannot hold; the message names it.
+        UnsupportedError: JSON and bytes cannot hold a leaf or value; the message names it.
     """
     leaves: list[Tensor] = []
     parts: list[Hashable] = []
@@ -167,9 +167,7 @@ def pack(tree: TensorCollection, call: str) -> Packed:
         if key is not None:
             _keep(_packed, key, structure)
     if in_functorch() and any(map(is_wrapped, leaves)):
-        raise UnsupportedError(
-            f"{call}: the leaves must have values of their own.", hint=f"call {call} outside of vmap and grad."
-        )
+        raise UnsupportedError(f"{call}: the leaves must have values.", hint=f"call {call} outside of vmap and grad.")
     return Packed(structure, leaves)
 
 
@@ -200,12 +198,12 @@ def key_of(text: bytes) -> bytes:
 
 
 def find_structure(key: bytes) -> Structure | None:
-    """Return the structure whose description was read here before and has this key."""
+    """Return the structure of an earlier description with this key."""
     return _read.get(key)
 
 
 def read_structure(text: bytes) -> Structure:
-    """Return the structure that a description describes."""
+    """Return the structure in a description."""
     key = key_of(text)
     structure = _read.get(key)
     if structure is None:

@@ -85,7 +85,7 @@ def _prepare(
     executor, is_own = options.executor, options.executor in _OWN
     if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
         raise UnsupportedError(
-            "map: the leaves must be plain tensors, not those inside a torch.func transform.",
+            "map: the leaves must be plain tensors, not tensors inside a torch.func transform.",
             hint="call map outside of vmap and grad, or vmap inside the function.",
         )
     dim = dim_index(dim, len(tree._batch_size), "map")
@@ -146,7 +146,7 @@ def _check_out(tree: TensorCollection, out: TensorCollection, dim: int, size: in
             raise LeafMismatchError(
                 f"map: leaf {dotted(path)!r} of out shares memory with the tree: "
                 "rows would be read after they were overwritten.",
-                expected="memory of its own, or the leaf of the tree itself (in place)",
+                expected="separate memory, or the leaf of the tree itself (in place)",
                 got="a part of the tree's memory",
                 hint="out=td.clone(), or tree.clone().map(...); without out= the results are a new tree.",
             )
@@ -306,7 +306,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
     if work.plan.chunks == 0:
         raise error(
             ValueError,
-            "map: for chunksize=0 there must be a row.",
+            "map: with chunksize=0 the tree must have a row.",
             hint="chunksize=1 calls the function on the empty batch.",
         )
     results: list[tuple[int, Any]] = []
@@ -325,7 +325,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
         first = first or kind
         if kind != first:
             raise LeafMismatchError(
-                f"map: the result {work.plan.where(number)} must be like that of the first chunk.",
+                f"map: the result {work.plan.where(number)} must be like the result of the first chunk.",
                 expected=first,
                 got=kind,
             )
@@ -355,42 +355,43 @@ class ParallelMethods(TensorCollection):
     ) -> Any:
         """Return the joined results of `fn` on chunks of the batch, which worker processes run side by side.
 
-        Rows keep their order. A tree crosses to a worker as one block of bytes; leaves that are mapped from files
-        cross by the name of the file and are not copied. Each chunk has a seed of its own, to which a worker sets
-        the default generators of torch, numpy and `random`; a function with an argument `generator` is given a
+        Rows keep their order. A worker gets a tree as one block of bytes; of leaves that are mapped from files it gets
+        the name of the file, and they are not copied. Each chunk has its own seed, with which a worker seeds the
+        default generators of torch, numpy and `random`. A function with an argument `generator` gets a
         `torch.Generator` with that seed, wherever it runs.
 
         Args:
             fn: A function of a tree. The trees or tensors that it returns are concatenated along `dim` (stacked, with
-                a chunksize of 0); rows for which it returns None are left out.
-            dim: The batch dimension that is cut.
-            num_workers: The number of processes or threads; 0 runs the function here. By default that of processors.
-            out: A tree to write the results to, with as many rows, which is returned. Where its leaves are mapped from
-                files for writing, the workers write them and nothing comes back. A leaf may be the tree's own under
-                the same path (each chunk is written over its own rows), but not share memory with it otherwise.
-            chunksize: Rows in a chunk; 0 passes single rows without the dimension.
-            num_chunks: The number of chunks, in place of their size. Without either, one for each worker.
-            key: A random key, a seed or a generator, which gives the chunks their seeds; without it torch's default
-                generator does.
+                a chunksize of 0). Rows for which it returns None are left out.
+            dim: The batch dimension to split.
+            num_workers: The number of processes or threads; 0 runs the function here. By default the number of
+                processors.
+            out: A tree with as many rows, to which the results are written; it is returned. If its leaves are mapped
+                from files for writing, the workers write to them and send nothing back. A leaf may be the tree's leaf
+                under the same path (each chunk overwrites its own rows), but must not share memory with it otherwise.
+            chunksize: The number of rows in a chunk; 0 passes single rows without the dimension.
+            num_chunks: The number of chunks, in place of their size. Without either, one chunk for each worker.
+            key: A random key, a seed or a generator for the seeds of the chunks. By default torch's default generator.
             worker_threads: The number of torch's threads in each process.
-            mp_start_method: "forkserver" where the system has it, else "spawn"; "fork" for functions that exist in
-                a notebook only.
+            mp_start_method: "forkserver" if the system has it, else "spawn". Use "fork" for functions that exist only
+                in a notebook.
             executor: "processes", "threads", or an executor: a `WorkerPool`, a `RayExecutor`, or one of
                 `concurrent.futures`.
-            pbar: Show a progress bar (tqdm).
+            pbar: Show a progress bar. Requires tqdm.
 
         Returns:
-            A tree or tensor of all results, or `out`. None where every result was None: a function that writes to its
+            A tree or tensor of all results, or `out`. None if every result was None. A function that writes to its
             rows in place and returns nothing changes the tree in threads, in this process, and on files that are open
-            for writing; in other processes it writes to copies, of which a warning tells.
+            for writing. In other processes it writes to copies, and `map` warns.
 
         Raises:
-            UnsupportedError: The function, a leaf or a result cannot cross to or from a process, for the named reason.
-            WorkerError: A worker died or could not start; the message names the chunks that were running. Other
-                exceptions are those of the function, with the chunk in a note and the worker's traceback as cause.
-            LeafMismatchError: The results do not fit each other, or `out`; or `out` shares memory with the tree.
-            ValueError: A number is out of range, or there are no rows for a chunksize of 0.
-            IndexError: There is no such batch dimension.
+            UnsupportedError: The function, a leaf or a result cannot be sent to or from a process; the message has the
+                reason.
+            WorkerError: A worker died or could not start; the message names the chunks that were running.
+            Exception: The function raised this error. A note has the chunk, and its cause the worker's traceback.
+            LeafMismatchError: The results do not fit each other or `out`, or `out` shares memory with the tree.
+            ValueError: A number is out of range, or a chunksize of 0 was given for a tree without rows.
+            IndexError: The batch dimension does not exist.
 
         Examples:
             >>> td = TensorDict({"x": torch.arange(6.0)}, [6])
@@ -417,26 +418,26 @@ class ParallelMethods(TensorCollection):
         executor: Any = None,
         pbar: bool = False,
     ) -> Iterator[Any]:
-        """Yield the result of `fn` on each chunk, in order, while the next ones are worked on.
+        """Yield the result of `fn` on each chunk, in order, while workers run the next chunks.
 
-        Only a few chunks for each worker are under way at a time, however slowly the results are taken. Closing the
+        Only a few chunks for each worker run or wait at a time, however slowly the results are taken. Closing the
         iterator (or dropping it) ends the workers.
 
         Args:
-            fn: A function of a tree; what it returns is yielded, of whatever kind.
-            dim: As for `map`, like all arguments that are not named here.
-            num_workers: As for `map`.
+            fn: A function of a tree; its results may be of any type.
+            dim: The batch dimension to split, as for `map`.
+            num_workers: The number of processes or threads, as for `map`.
             shuffle: Put the rows in a random order first, so that a chunk has rows from everywhere.
-            chunksize: As for `map`.
-            num_chunks: As for `map`.
-            key: As for `map`; it gives the order of the rows, too.
-            worker_threads: As for `map`.
-            mp_start_method: As for `map`.
-            executor: As for `map`.
-            pbar: As for `map`.
+            chunksize: The number of rows in a chunk, as for `map`.
+            num_chunks: The number of chunks, as for `map`.
+            key: The source of the chunks' seeds, as for `map`, and of the order of the rows.
+            worker_threads: The number of torch's threads in each process, as for `map`.
+            mp_start_method: The way to start processes, as for `map`.
+            executor: The executor, as for `map`.
+            pbar: Show a progress bar, as for `map`.
 
         Raises:
-            UnsupportedError: As for `map`, like the other errors.
+            UnsupportedError: The function, a leaf or a result cannot be sent, as for `map`, like the other errors.
 
         Examples:
             >>> td = TensorDict({"x": torch.arange(4)}, [4])

@@ -83,7 +83,7 @@ def _pickler(by_value: bool) -> Any:
 def to_parcel(
     value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, fn: Any = None, by_value: bool = False
 ) -> Parcel:
-    """Return a value (with a function `fn` in it) as a parcel; a tensor that occurs twice is one tensor again."""
+    """Return a value (with a function `fn` in it) as a parcel; a tensor that occurs twice stays one tensor."""
     file, leaves = io.BytesIO(), list[Tensor]()
     pickler = _pickler(by_value)(file, protocol=5, buffer_callback=lambda buffer: buffer is not _LEAF)
     pickler.leaves = leaves
@@ -135,7 +135,7 @@ def _name_of(tensor: Tensor, value: Any) -> str:
 def _reduce(x: Tensor, leaves: list[Tensor]) -> Any:
     if is_wrapped(x):
         hint = "call map outside of vmap and grad, or vmap inside the function."
-        raise _Refused(x, "has no values of its own inside a torch.func transform.", type(x).__name__, hint)
+        raise _Refused(x, "has no values inside a torch.func transform.", type(x).__name__, hint)
     if x.grad_fn is not None:
         hint = "td.detach() first (in the function, for its result), torch.no_grad(), or executor='threads'."
         raise _Refused(x, "requires grad, and gradients do not cross processes.", x.grad_fn.name(), hint)

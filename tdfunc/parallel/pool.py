@@ -29,17 +29,17 @@ def count_cpus() -> int:
 
 
 class WorkerPool(ProcessPoolExecutor):
-    """Worker processes for `td.map`, kept from call to call: only the first pays for their start.
+    """Worker processes for `td.map` that several calls share, so that only the first call waits for their start.
 
-    A `concurrent.futures.ProcessPoolExecutor` whose processes start from a server that has imported torch, have a
-    fixed number of torch threads, ignore Ctrl-C and end when this process does. Like any such executor it is broken
-    when a process dies.
+    It is a `concurrent.futures.ProcessPoolExecutor`. Its processes start from a server that has imported torch, have a
+    fixed number of torch threads, ignore Ctrl-C and end with this process. Like any such executor, it is broken when a
+    process dies.
 
     Args:
-        num_workers: The number of processes; without it, one for each processor.
-        worker_threads: The number of torch's threads in each.
-        mp_start_method: "forkserver" where the system has it, else "spawn"; or "fork", whose workers have the modules
-            and functions that existed when they started.
+        num_workers: The number of processes. By default one for each processor.
+        worker_threads: The number of torch's threads in each process.
+        mp_start_method: "forkserver" if the system has it, else "spawn"; or "fork", whose workers have the modules and
+            functions that existed when they started.
 
     Examples:
         >>> with tdf.WorkerPool(2) as pool:
@@ -98,7 +98,7 @@ def _begin(threads: int, job: "Job | Parcel | None") -> None:
 
 
 def run_chunk(task: Parcel, key: str, job: Parcel | None = None, fn: Any = None) -> Parcel:
-    """Run one chunk of a job, which comes with the task or is the worker's own; `fn` is that of a job without one."""
+    """Run one chunk of a job, of the task or the worker; `fn` is for a job without a function."""
     try:
         found = _read_job(key, job)
         if fn is not None:

@@ -37,14 +37,14 @@ class _Task(Future[Any]):
 
 
 class RayExecutor(Executor):
-    """Runs each call as a task of a Ray cluster, which is started here if none is connected.
+    """Runs each call as a task of a Ray cluster, and starts a cluster here if none is connected.
 
-    For `td.map(fn, executor=RayExecutor())`. Needs the package ray. Functions need not be importable:
-    Ray sends their code. A future that is cancelled is done when Ray has left its task out, or has interrupted
-    it at its next line of Python. A process that dies is a `BrokenExecutor`; the executor goes on.
+    Use it as `td.map(fn, executor=RayExecutor())`. It requires the package ray. Functions need not be importable,
+    because Ray sends their code. A cancelled future is done when Ray has left its task out, or has interrupted it at
+    its next line of Python. If a process dies, its future raises `BrokenExecutor`, and the executor continues.
 
     Args:
-        **options: Options of the tasks, as for `ray.remote`: `num_cpus`, `num_gpus`, `memory`, `max_retries`,
+        **options: The options of the tasks, as for `ray.remote`: `num_cpus`, `num_gpus`, `memory`, `max_retries`,
             `runtime_env` and so on.
     """
 
@@ -74,7 +74,7 @@ class RayExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks; the cluster stays as it is."""
+        """Accept no more tasks; the cluster does not change."""
         self._closed, running = True, list(self._running)
         if cancel_futures:
             for future in running:

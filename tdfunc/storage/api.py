@@ -1,4 +1,4 @@
-"""`save` and `load`: a whole tree in one safetensors file, or in shards, that any reader of the format opens."""
+"""`save` and `load`: a tree in one safetensors file, or in shards, that any reader of the format opens."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
 from tdfunc.storage.disk.progress import progress_bar
-from tdfunc.storage.disk.ranks import has_sharded
+from tdfunc.storage.disk.ranks import find_sharded
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.memmap.read import load_memmap
@@ -35,37 +35,41 @@ def save(
     fsync: bool = True,
     progress: bool = False,
 ) -> None:
-    """Save a tree as safetensors; at every moment the path holds the whole old tree or the whole new one.
+    """Save a tree to a safetensors file or to a folder of shards.
 
-    Everything is kept: batch sizes, devices, names, key order, empty sub-trees, ties (stored once, under the first
-    path), kinds, Parameters, `requires_grad`, and plain objects: None, numbers, texts, and lists, tuples and dicts
-    of these and of tensors and trees, such as the `state_dict()` of an optimizer. Each leaf and the header get a
-    checksum. Memory layout is not kept: leaves are written row by row.
+    On a local file system the save is atomic: at every moment, `path` holds either the complete old checkpoint or the
+    complete new one. `load` returns an equal tree, with the same key order, batch sizes, dimension names, devices, tied
+    weights (stored once, under the first path), kinds, Parameters and `requires_grad`. Each leaf and the header get a
+    checksum. Strides are not kept: every leaf is written in row-major order.
 
-    A tree with DTensors is saved by all ranks of the default process group, which all call this with the same path; on
-    a mesh of one dimension that has some of them, by those.
-    Each writes its own parts into one file, nothing is gathered, and what is not a DTensor must be equal on all ranks.
-    If one rank fails or dies, all raise, and the old file stays.
+    Besides tensors, a tree may contain None, bools, numbers, strings, and lists, tuples and dicts of these and of
+    tensors and trees. The `state_dict()` of a torch optimizer is an example.
 
-    Without `max_shard_size` this writes one file. With it, it writes a folder as Hugging Face does: shards next to
-    `model.safetensors.index.json`, which replaces the checkpoint that was in the folder, one file or shards. A file
-    that is saved as `model.safetensors` also replaces an index in its folder. Of the other files only old shards go,
-    which tdfunc wrote and no index in the folder names.
+    All ranks of the default process group save a tree with DTensors together: all of them call this with the same path.
+    If the mesh has one dimension and only some of the ranks, these ranks call it. Each rank writes its own parts into
+    one file, and nothing is gathered. All other leaves must be equal on all ranks. If one rank fails or dies, all ranks
+    raise, and the old file stays.
+
+    With `max_shard_size`, `path` is a folder in the layout of Hugging Face: shards and `model.safetensors.index.json`.
+    The save replaces the checkpoint in that folder and leaves other files alone. In the same way, a save of one file as
+    `model.safetensors` replaces an index in its folder.
 
     Args:
-        td: The tree, or several trees, tensors and plain objects by name.
-        path: The file, which must end in `.safetensors`, or for shards the folder; the folder around it must
-            exist. With fsspec also a URL such as `s3://bucket/model.safetensors`.
-        max_shard_size: The most bytes of leaves in one shard, as a number or as `"5GB"`; a larger leaf gets a shard
-            of its own.
-        fsync: Wait until the disk has it. Without it a power failure (not a crash of the program) may undo the save.
-        progress: Show a bar; needs tqdm.
+        td: The tree to save, or a mapping from names to trees, tensors and plain values.
+        path: The file, with the suffix `.safetensors`, or the folder for shards. The parent folder must exist. With
+            fsspec installed, a URL such as `s3://bucket/model.safetensors` also works.
+        max_shard_size: The largest size of a shard, in bytes or as a string such as `"5GB"`. A leaf that is larger gets
+            its own shard.
+        fsync: Wait until the data is on the disk. Without it, a power failure can undo the save; a crash of the program
+            cannot.
+        progress: Show a progress bar. Requires tqdm.
 
     Raises:
-        ValueError: The file name has another suffix, or `max_shard_size` is not a size.
-        UnsupportedError: A leaf or value cannot be stored unchanged; the message names it. Nothing was written.
-        OSError: It could not be written; the old checkpoint is whole and nothing is left behind. After the new one is
-            in place an error is a `RuntimeWarning`.
+        ValueError: `path` has a different suffix, or `max_shard_size` is not a size or `path` not a folder for shards.
+        UnsupportedError: A leaf or value cannot be stored unchanged; the message names it and nothing is written. Also
+            if `progress=True` and tqdm is missing.
+        OSError: Writing failed, for example because the disk is full. The old checkpoint is unchanged and no partial
+            file remains. Once the new checkpoint is in place, an error is a `RuntimeWarning`.
         TimeoutError: Another process kept the lock of the folder.
 
     Examples:
@@ -79,7 +83,7 @@ def save(
     """
     target, max_bytes = check_target(path, max_shard_size)
     tree = as_tree(td, f"save {target}")
-    if max_bytes is None and not is_remote(target) and has_sharded(tree):
+    if max_bytes is None and not is_remote(target) and find_sharded(tree) is not None:
         save_by_ranks(tree, target, fsync=fsync)
         return
     save_outline(outline(tree), target, max_bytes, fsync=fsync, progress=progress)
@@ -100,50 +104,52 @@ def load(
 
     Files are mapped copy-on-write: leaves are read when they are first used, in-place writes to them stay in
     memory, and the file does not change. A file of another program becomes a nested tree by its dotted names, or a
-    flat one where the names do not nest (`a` and `a.b`).
+    flat tree if the names do not nest (`a` and `a.b`).
 
-    A folder with `model.safetensors` is one file, else with `model.safetensors.index.json` shards, else with
-    `meta.json` a memmap folder, else with `adapter_model.safetensors` an adapter under PEFT's names, which
-    `tdfunc.lora.load` reads into one of a base.
+    In a folder, the first of these files decides the format:
+
+    - `model.safetensors`: one file.
+    - `model.safetensors.index.json`: shards.
+    - `meta.json`: a memmap folder.
+    - `adapter_model.safetensors`: an adapter under PEFT's names. `tdfunc.lora.load` reads it as adapters of a base.
 
     Args:
         path: The file or folder; with fsspec also a URL, whose files are fetched first.
-        like: The expected leaves, as a tree (on any device), a nested mapping, or a spec, of anything with a shape and
-            a dtype. Its keys, shapes and dtypes must be those of the result (of paths that it ties, one is enough, and
-            a file of another program may lack buffers that are not persistent, which the result then lacks too);
-            values, batch sizes and non-tensor data are not compared, and nothing is tied that was not saved so. Where
-            `like` is a tree with a DTensor, the leaf is one with that mesh and placements, and no more than this rank's
-            part of it is read.
+        like: The expected leaves: a tree (on any device), a nested mapping, or a spec, of anything with a shape and a
+            dtype. The keys, shapes and dtypes of the result must be equal to it; values, batch sizes and non-tensor
+            data are not compared. Of the paths that it ties, one is enough. A file of another program may lack buffers
+            that are not persistent, and then the result lacks them. If `like` is a tree with a DTensor, the leaf
+            becomes a DTensor with that mesh and placements, and only this rank's part of it is read.
         where: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
             predicate gets leaves without values (on the meta device), which have a shape and a dtype.
-        dtype: Cast leaves of floating dtypes (float8 included); integers, bools and complex leaves stay as they are.
-        device: Where the leaves are put; without it, where the tree was (leaves of a tree without a device are on
-            the CPU). `"meta"` reads the header only, as does `FakeTensorMode`.
-        classes: The classes of the tree's nodes where they are not TensorDicts; those of imported modules are
-            found without it. One that was defined in a script, moved or renamed is matched by its qualified name, else
-            by its fields, or named: `{"__main__:Batch": Batch}`. `TensorDict` loads all nodes as that.
-        verify: Read everything once and compare the checksums. Files of other programs have none.
-        progress: Show a bar of the bytes that are verified; needs tqdm.
+        dtype: The dtype to which leaves of floating dtypes (also float8) are cast. Other leaves do not change.
+        device: The device of the leaves. By default the device of the saved tree (the CPU for a tree without a
+            device). `"meta"` reads only the header, as does `FakeTensorMode`.
+        classes: The classes of the tree's nodes that are not TensorDicts. Classes of imported modules are found
+            without it. A class that was defined in a script, moved or renamed is found by its qualified name, else by
+            its fields, or named: `{"__main__:Batch": Batch}`. `TensorDict` loads all nodes as TensorDicts.
+        verify: Read everything once and compare the checksums. Files of other programs have no checksums.
+        progress: Show a progress bar of the verified bytes. Requires tqdm.
 
     Returns:
-        The tree that was saved, in its own class, for which `Class.load` has the type.
+        The saved tree, in its own class. `Class.load` returns the same with the type of the class.
 
     Raises:
         CorruptCheckpointError: The file was damaged or altered; the message names the leaf and both values.
-        UnsupportedError: A class, dtype, device or format version that is not here, or a predicate in `where` that
-            reads values.
-        TreeStructureError: Keys are not those of `like`, or an entry is not a field of the class that it was
-            saved from, which has changed since. The message lists every difference.
-        LeafMismatchError: Shapes or dtypes are not those of `like`; the message lists all of them.
+        UnsupportedError: This machine does not have the class, dtype, device or format version, or a predicate in
+            `where` reads values.
+        TreeStructureError: The keys differ from the keys of `like`, or a class does not have an entry as a field any
+            more. The message lists every difference.
+        LeafMismatchError: Shapes or dtypes differ from the leaves of `like`; the message lists all of them.
         FilterError: A pattern in `where` matches no leaf.
-        FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
+        FileNotFoundError: The file does not exist, or the folder does not contain a checkpoint.
     """
     place = torch.device(device) if device is not None else None
     return load_choice(find(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
 
 
 def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = False) -> Any:
-    """Load what was chosen from a file, shards or a memmap folder."""
+    """Load the chosen part of a file, shards or a memmap folder."""
     files = RemoteFiles(name, fetch=choice.where is None) if is_remote(name) else LocalFiles()
     if is_memmap(name, files):
         with outside_transforms():

@@ -32,28 +32,30 @@ class MemmapMethods(TensorCollection):
         self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, num_threads: int = 0,
         return_early: bool = False, share_non_tensor: bool = False, existsok: bool = True, sync: bool = False,
     ) -> Any:  # fmt: skip
-        """Write every leaf to a file of its own in a folder, and return the tree on these files.
+        """Write every leaf to its own file in a folder, and return the tree on these files.
 
-        The folder has tensordict's layout, and each library opens those of the other; tensordict ignores the
+        The folder has tensordict's layout, and each library opens the folders of the other. tensordict ignores the
         fields that only tdfunc has (names, order, kinds, ties, classes, `requires_grad`). The folder is replaced as a
-        whole: a process that is killed leaves the old one, and trees that were loaded from it keep their values.
+        whole: a process that is killed leaves the old folder, and trees that were loaded from it keep their values.
         In-place writes to the returned leaves reach the files.
 
         Args:
-            prefix: The folder, made if it does not exist. Without one the files have no name and go with the tree.
+            prefix: The folder, created if it does not exist. Without it the files have no name and are deleted with
+                the tree.
             copy_existing: Copy leaves that are on other files already, instead of refusing them.
-            num_threads: How many threads write.
+            num_threads: The number of threads that write.
             return_early: With threads, return a `concurrent.futures.Future` of the tree at once.
-            share_non_tensor: Only False: a tree does not change, so there is nothing to share.
-            existsok: Replace a folder that holds a memmapped tree.
-            sync: Wait until the disk has everything. Without it a power failure (not a crash of the program) may
-                undo or damage the write.
+            share_non_tensor: Must be False: a tree does not change, so there is nothing to share.
+            existsok: Replace a folder that contains a memmapped tree.
+            sync: Wait until everything is on the disk. Without it, a power failure can undo or damage the write; a
+                crash of the program cannot.
 
         Raises:
-            UnsupportedError: A leaf, value or key that a folder cannot hold unchanged; nothing was written.
-            FileExistsError: A leaf is on another file, or the folder holds other files, or any with `existsok=False`.
-            ValueError: The name ends in `.safetensors`, or `share_non_tensor`.
-            OSError: The folder could not be written; an old one is whole.
+            UnsupportedError: A folder cannot hold a leaf, value or key unchanged; nothing was written.
+            FileExistsError: A leaf is on another file, or the folder contains other files, or (with `existsok=False`)
+                any file.
+            ValueError: The name ends in `.safetensors`, or `share_non_tensor` is True.
+            OSError: Writing failed; an old folder is unchanged.
 
         Examples:
             >>> import tempfile
@@ -69,11 +71,11 @@ class MemmapMethods(TensorCollection):
         return write.start(task, "memmap", num_threads, return_early, share_non_tensor)
 
     def save(self, prefix: "PathLike", copy_existing: bool = False, **options: Any) -> Any:
-        """Write the tree to a memmap folder, as `memmap`; `tdfunc.save` writes one safetensors file."""
+        """Write the tree to a memmap folder, like `memmap`; `tdfunc.save` writes one safetensors file."""
         return self.memmap(prefix, copy_existing, **options)
 
     def dumps(self, prefix: "PathLike", copy_existing: bool = False, **options: Any) -> Any:
-        """Write the tree to a memmap folder, as `memmap`."""
+        """Write the tree to a memmap folder, like `memmap`."""
         return self.memmap(prefix, copy_existing, **options)
 
     def memmap_like(
@@ -82,23 +84,23 @@ class MemmapMethods(TensorCollection):
     ) -> Any:  # fmt: skip
         """Make a memmap folder of zeros with the shapes of this tree, and return the tree on its files.
 
-        Non-tensor data keep their values, also those that are tensors. Expanded dimensions become real ones. The
+        Non-tensor data keep their values, also if they are tensors. Expanded dimensions become real dimensions. The
         files take no space before they are written to, so this is instant.
 
         Args:
             prefix: The folder, as for `memmap`.
-            copy_existing: Without effect: no leaf is copied.
-            existsok: Replace a folder that holds a memmapped tree.
-            num_threads: How many threads make files.
+            copy_existing: Not used: no leaf is copied.
+            existsok: Replace a folder that contains a memmapped tree.
+            num_threads: The number of threads that make files.
             return_early: With threads, return a `concurrent.futures.Future` of the tree at once.
-            share_non_tensor: Only False, as for `memmap`.
-            sparse_ok: Also where the file system has not the free space that the tree needs. A write to a full disk
-                then ends the process.
+            share_non_tensor: Must be False, as for `memmap`.
+            sparse_ok: Make the files also without the free space that the tree requires. A write to a full disk then
+                ends the process.
 
         Raises:
             OSError: There is not enough free space.
-            UnsupportedError: A leaf, value or key that a folder cannot hold; nothing was written.
-            FileExistsError: The folder holds other files, or any with `existsok=False`.
+            UnsupportedError: A folder cannot hold a leaf, value or key; nothing was written.
+            FileExistsError: The folder contains other files, or (with `existsok=False`) any file.
 
         Examples:
             >>> import tempfile
@@ -117,42 +119,41 @@ class MemmapMethods(TensorCollection):
         self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, num_threads: int = 0,
         return_early: bool = False, share_non_tensor: bool = False, existsok: bool = True,
     ) -> Any:  # fmt: skip
-        """Write the tree to a memmap folder and move the storage of every leaf onto its file; this tree.
+        """Write the tree to a memmap folder, move the storage of every leaf onto its file, and return this tree.
 
-        As with `Tensor.share_memory_`, the tensors stay the same objects, so all references to one see the file.
-        A view that was taken of a leaf before keeps the old memory. A tensor under two keys gets one file with two
-        names.
+        As with `Tensor.share_memory_`, the tensors stay the same objects, so all references to them use the files.
+        Earlier views of a leaf keep the old memory. A tensor under two keys gets one file with two names.
 
         Args:
             prefix: The folder, as for `memmap`.
             copy_existing: Copy leaves that are on other files already, instead of refusing them.
-            num_threads: How many threads write.
+            num_threads: The number of threads that write.
             return_early: With threads, return a `concurrent.futures.Future` at once.
-            share_non_tensor: Only False, as for `memmap`.
-            existsok: Replace a folder that holds a memmapped tree.
+            share_non_tensor: Must be False, as for `memmap`.
+            existsok: Replace a folder that contains a memmapped tree.
 
         Raises:
             UnsupportedError: A leaf is not in the memory of the CPU, or cannot be stored unchanged.
-            FileExistsError: As for `memmap`.
+            FileExistsError: A leaf or the folder is as described for `memmap`.
         """
         task = partial(write.move_onto_files, self, prefix, copy_existing, num_threads, existsok)
         return write.start(task, "memmap_", num_threads, return_early, share_non_tensor)
 
     def memmap_refresh_(self) -> "Self":
-        """Map every leaf again from the name of its file, where another process may have written a new folder.
+        """Map every leaf again by the name of its file, after another process has written a new folder.
 
-        All leaves of one folder come from one writing of it, also while another process replaces it. Writes
-        to leaves that are mapped copy-on-write are lost.
+        All leaves of one folder come from one save, also while another process replaces it. Writes to leaves that are
+        mapped copy-on-write are lost.
 
         Raises:
-            UnsupportedError: A leaf is on no file with a name; nothing was changed.
-            LeafMismatchError: A file has gone, or holds a leaf of another dtype or shape; nothing was changed.
+            UnsupportedError: A leaf is not on a file with a name; nothing was changed.
+            LeafMismatchError: A file is missing, or contains a leaf of another dtype or shape; nothing was changed.
             CorruptCheckpointError: The folder is damaged; nothing was changed.
         """
         return write.refresh_(self)
 
     def is_memmap(self) -> bool:
-        """Return whether every leaf is on a file (those without elements have none)."""
+        """Return whether every leaf with elements is on a file."""
         return write.is_memmap(self)
 
     @classmethod
@@ -167,20 +168,21 @@ class MemmapMethods(TensorCollection):
 
         Args:
             prefix: The folder.
-            device: Where the leaves are put, which reads them. `"meta"` reads no leaf, nor does `FakeTensorMode`.
-            non_blocking: Let the copies to a device be asynchronous.
+            device: The device to which the leaves are copied. `"meta"` and `FakeTensorMode` read no leaf.
+            non_blocking: Copy to the device asynchronously.
             out: A tree whose leaves get the values; it is returned.
-            num_threads: How many threads open files.
+            num_threads: The number of threads that open files.
             mode: `"c"` for copy-on-write, `"r+"` for leaves whose in-place writes reach the files.
-            classes: The classes of the tree's nodes, as for `tdfunc.load`. Tensordict's tensorclasses for which no
-                class of the same name is given are loaded as `TensorDict`s.
+            classes: The classes of the tree's nodes, as for `tdfunc.load`. Tensordict's tensorclasses are loaded as
+                `TensorDict`s unless a class of the same name is given.
 
         Raises:
             FileNotFoundError: The folder does not exist, or is not a memmap.
-            CorruptCheckpointError: A file is missing, has the wrong size, is malformed, or a link out of the folder.
-            UnsupportedError: A class or dtype that is not here, or data that were pickled, which are never read.
+            CorruptCheckpointError: A file is missing, has the wrong size, is malformed, or is a link out of the folder.
+            UnsupportedError: This machine does not have a class or dtype, or the folder contains pickled data, which
+                are never read.
             MissingKeyError: `out` has other keys.
-            ValueError: Another mode.
+            ValueError: The mode is unknown.
 
         Examples:
             >>> import tempfile
@@ -200,19 +202,19 @@ class MemmapMethods(TensorCollection):
         cls, path: "PathLike", device: "Device | None" = None, non_blocking: bool = False, *, classes: Classes = (),
         **options: Any,
     ) -> "Self":  # fmt: skip
-        """Load a tree from a file or folder of any kind, as `tdfunc.load`; of a memmap folder also as `load_memmap`.
+        """Load a tree from a file or folder of any kind, like `tdfunc.load` and `load_memmap`.
 
         Args:
             path: The file or folder.
-            device: Where the leaves are put.
-            non_blocking: As for `load_memmap`, like `out=`, `num_threads=` and `mode=`: with any of these the path is
-                a memmap folder.
+            device: The device of the leaves.
+            non_blocking: The option of `load_memmap`. With this option, `out=`, `num_threads=` or `mode=` the path must
+                be a memmap folder.
             classes: The classes of the tree's nodes, as for `tdfunc.load`.
             **options: The other options of `tdfunc.load`, or of `load_memmap`.
 
         Raises:
-            FileNotFoundError: The file does not exist, or an option of `load_memmap` is given for another folder.
-            NotADirectoryError: Such an option is given for a file.
+            FileNotFoundError: The file does not exist, or an option of `load_memmap` was given for another folder.
+            NotADirectoryError: Such an option was given for a file.
 
         Examples:
             >>> import tempfile
@@ -226,7 +228,7 @@ class MemmapMethods(TensorCollection):
         return _as_own(load(path, device=device, classes=_and_own(classes, cls), **options), cls)
 
     def load_memmap_(self, prefix: "PathLike", **options: Any) -> "Self":
-        """Copy the values in a memmap folder into the leaves of this tree; this tree.
+        """Copy the values in a memmap folder into the leaves of this tree, and return it.
 
         Args:
             prefix: The folder.
@@ -240,11 +242,11 @@ class MemmapMethods(TensorCollection):
         return self
 
     def load_(self, path: "PathLike", **options: Any) -> "Self":
-        """Copy the values in a file or folder of any kind into the leaves of this tree; this tree.
+        """Copy the values in a file or folder of any kind into the leaves of this tree, and return it.
 
         Args:
             path: The file or folder, as for `tdfunc.load`.
-            **options: Its other options.
+            **options: The other options of `tdfunc.load`.
 
         Raises:
             MissingKeyError: The file has other keys; nothing was written.
@@ -257,7 +259,7 @@ class MemmapMethods(TensorCollection):
 
 
 def _and_own(classes: Classes, cls: type[Any]) -> Classes:
-    """Return the classes that a load may use: those given, the one whose `load` was called, and those of its fields."""
+    """Return the classes for a load: the given ones, the one whose `load` was called, and the classes of its fields."""
     if isinstance(classes, type) or cls is TensorCollection._open:
         return classes
     own: dict[str, type[Any]] = {}
@@ -266,7 +268,7 @@ def _and_own(classes: Classes, cls: type[Any]) -> Classes:
 
 
 def _add_annotated(cls: type[Any], known: dict[str, type[Any]]) -> None:
-    """Add a class, and those that the annotations of its fields name, under their recorded names."""
+    """Add a class, and the classes in the annotations of its fields, under their recorded names."""
     known[f"{cls.__module__}:{cls.__qualname__}"] = cls
     for hint in getattr(cls, "_hints", {}).values():
         for each in (hint, *get_args(hint)):
@@ -275,7 +277,7 @@ def _add_annotated(cls: type[Any], known: dict[str, type[Any]]) -> None:
 
 
 def _as_own(tree: Any, cls: type[Any]) -> Any:
-    """Return a tree as an instance of the class whose `load` was called; fields that it lacks are None."""
+    """Return a tree as an instance of the class whose `load` was called; missing fields are None."""
     if cls is TensorCollection._open or isinstance(tree, cls) or not hasattr(cls, "from_tensordict"):
         return tree
     return cls.from_tensordict(tree, safe=False)

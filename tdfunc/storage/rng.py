@@ -1,4 +1,4 @@
-"""The state of random generators as a tree, so that it can be saved with the parameters that they drew."""
+"""The state of random generators as a tree, which can be saved with the parameters."""
 
 import random
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ _GLOBAL = frozenset(("torch", "cuda", "python", "numpy"))
 
 
 def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
-    """Read the state of the global random generators and of others, as a tree that can be saved.
+    """Return the state of the global random generators and of others, as a tree that can be saved.
 
-    The global ones are torch's for the CPU and for each CUDA device in use, Python's and numpy's.
+    The global generators are torch's for the CPU and for each CUDA device in use, Python's and numpy's.
 
     Args:
         generators: Further generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`.
@@ -28,7 +28,7 @@ def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
         A tree with the entries `torch`, `cuda`, `python` and `numpy`, and one for each given generator.
 
     Raises:
-        ValueError: A generator has the name of a global one.
+        ValueError: A generator has the name of a global generator.
 
     Examples:
         >>> generator = torch.Generator().manual_seed(0)
@@ -56,21 +56,21 @@ def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
 
 
 def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
-    """Put the global generators, and others, into a state that `get_rng_state` read.
+    """Restore the state of the global generators and of others.
 
     Args:
-        state: The tree.
+        state: The tree that `get_rng_state` returned.
         generators: The generators that were given to `get_rng_state`, by the same names.
 
     Raises:
-        TreeStructureError: The tree has other generators than those that are given.
-        UnsupportedError: A generator of another kind or version than the one whose state this is, or more CUDA
-            devices than there are here. No generator has changed.
+        TreeStructureError: The tree and the call have different generators.
+        UnsupportedError: A generator is of another kind or version than the saved one, or the state has more CUDA
+            devices than this machine. No generator has changed.
     """
     found, given = set(state._data), {*_GLOBAL, *generators}
     if found != given:
         raise TreeStructureError(
-            "set_rng_state: the generators must be those of the state.",
+            "set_rng_state: the state and the call must have the same generators.",
             expected=", ".join(sorted(found)),
             got=", ".join(sorted(given)),
             hint="give the generators by the names that get_rng_state had.",
@@ -90,7 +90,7 @@ def _write(state: TensorCollection, generators: Mapping[str, AnyGenerator]) -> N
         devices = torch.cuda.device_count() if cuda else 0
         if len(cuda) > devices:
             raise UnsupportedError(
-                "set_rng_state: there must be as many CUDA devices as in the state.",
+                "set_rng_state: this machine must have the CUDA devices of the state.",
                 expected=str(len(cuda)),
                 got=str(devices),
             )
@@ -112,7 +112,7 @@ def _write(state: TensorCollection, generators: Mapping[str, AnyGenerator]) -> N
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
         raise UnsupportedError(
             f"set_rng_state: the state must fit the {what}.",
-            expected="the state that get_rng_state read of it",
+            expected="the state that get_rng_state returned for it",
             got=f"{type(err).__name__}: {err}"[:300],
         ) from err
 
@@ -140,12 +140,12 @@ def _python_state(state: TensorCollection) -> tuple[int, tuple[int, ...], float 
 
 
 def _bytes(state: torch.Tensor) -> torch.Tensor:
-    # Not the bytes of a file: torch keeps the tensor that it is given.
+    # A copy, because torch keeps the given tensor.
     return state.detach().cpu().clone()
 
 
 def _plain(value: Any) -> Any:
-    """Return a bit generator's state with lists for arrays, which numpy takes back."""
+    """Return a bit generator's state with lists for arrays, which numpy accepts."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, np.ndarray):

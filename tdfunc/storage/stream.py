@@ -1,6 +1,6 @@
-"""Checkpoints written leaf by leaf: the tree is without values, and a function gives those of each leaf in its turn.
+"""Checkpoints written leaf by leaf: the tree has no values, and a function returns the values of one leaf at a time.
 
-The bytes are those of `save` and `memmap`; memory holds the pieces of one leaf at a time.
+The files are equal to the files of `save` and `memmap`; memory holds the pieces of one leaf at a time.
 """
 
 import os
@@ -17,7 +17,7 @@ from tdfunc.storage.safetensors.plan import Values
 from tdfunc.storage.safetensors.save import check_target, save_outline
 from tdfunc.storage.tree.encode import outline
 
-# Called with a leaf of the tree: its values in row-major order, as tensors of any shape.
+# Returns the values of a leaf of the tree in row-major order, as tensors of any shape.
 Pieces: TypeAlias = Callable[[Tensor], Iterable[Tensor]]
 
 
@@ -29,21 +29,21 @@ def save_stream(
     max_shard_size: int | str | None = None,
     fsync: bool = True,
 ) -> None:
-    """Save as `save` does, without having the values of all leaves at once.
+    """Save like `save`, without the values of all leaves in memory at once.
 
     Args:
         spec: The tree, whose leaves need no values (they may be on the meta device).
-        values: Called with a leaf of `spec`, when its turn comes (again, if the file has to be written again);
-            a tied leaf has one turn.
-        path: The file, or for shards the folder.
-        max_shard_size: The most bytes of leaves in one shard; without it there is one file.
-        fsync: Wait until the disk has it.
+        values: A function of a leaf of `spec`, which returns its values. It is called once for each leaf, and again if
+            the file has to be written again. A tied leaf counts once.
+        path: The file, or the folder for shards.
+        max_shard_size: The largest size of a shard; without it there is one file.
+        fsync: Wait until the data is on the disk.
 
     Raises:
         ValueError: The file name has another suffix, or `max_shard_size` is not a size.
         UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
-        OSError: It could not be written; the old checkpoint is whole.
-        Exception: An error of `values`; the old checkpoint is whole.
+        OSError: Writing failed; the old checkpoint is unchanged.
+        Exception: `values` raised this error; the old checkpoint is unchanged.
     """
     target, max_bytes = check_target(path, max_shard_size)
     save_outline(outline(spec, values=False), target, max_bytes, fsync=fsync, values=_bytes_of(values))
@@ -52,18 +52,18 @@ def save_stream(
 def memmap_stream(
     spec: TensorCollection, values: Pieces, prefix: "str | os.PathLike[str]", *, existsok: bool = True
 ) -> None:
-    """Write a memmap folder as `memmap` does, without having the values of all leaves at once.
+    """Write a memmap folder like `memmap`, without the values of all leaves in memory at once.
 
     Args:
         spec: The tree, whose leaves need no values.
-        values: Called with a leaf of `spec`, as for `save_stream`; a leaf without elements has no turn.
+        values: A function of a leaf of `spec`, as for `save_stream`. It is not called for leaves without elements.
         prefix: The folder.
-        existsok: Replace a memmap folder that is there.
+        existsok: Replace an existing memmap folder.
 
     Raises:
-        FileExistsError: The name is taken by other files, or (without `existsok`) by a memmap folder.
+        FileExistsError: The folder contains other files, or (without `existsok`) a memmapped tree.
         UnsupportedError: A leaf or value cannot be stored; the message names it. Nothing was written.
-        Exception: An error of `values`; the old folder is whole.
+        Exception: `values` raised this error; the old folder is unchanged.
     """
     target = check_prefix(prefix, "memmap")
     plan = plan_folder(spec, "memmap", values=False)

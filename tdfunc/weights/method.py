@@ -1,4 +1,4 @@
-"""A merging method as a value: the function of one leaf, lifted to trees, with its requirements and its source."""
+"""A merging method as a value: the function of one leaf, applied to trees, with its requirements and source."""
 
 import functools
 import inspect
@@ -21,27 +21,27 @@ P = ParamSpec("P")
 T = TypeVar("T", bound=TensorCollection)
 Weights = Tensor | Sequence[float]
 Base = Literal["required", "optional", "unused"]
-# The annotation of an option that is one number for all models, or one for each.
+# The annotation of an option that is one number for all models, or a number for each model.
 PerModel = float | Sequence[float] | Tensor
 
 
 class Method(Generic[P]):
-    """A way to merge models; called with trees, it returns a tree.
+    """A way to merge models. A call with trees returns a tree.
 
-    It is written for one leaf, as a function `(base, stacked, weights, **options)` of tensors that torch can
-    differentiate and vmap; a keyword `key` makes it random. `method` is the decorator.
+    A method is a function of one leaf, `(base, stacked, weights, **options)`, in operations that torch can
+    differentiate and vmap. A keyword `key` makes it random. `method` is the decorator.
 
     Attributes:
-        name: The name, also in the configuration files of mergekit.
+        name: The name, which is also the name in configuration files of mergekit.
         leaf: The function of one leaf.
         formula: The definition, with x for a model, b for the base, d for x - b, and w for a weight.
         source: The paper.
         base: `"required"`, `"optional"` or `"unused"`.
-        least: The fewest models that it merges, the base not counted.
-        most: The largest number of models; None for any.
-        weight: The name that mergekit gives the weights; None where it has none.
+        least: The smallest number of models, without the base.
+        most: The largest number of models; None for any number.
+        weight: The name of the weights in mergekit; None if they have no name.
         options: The keywords with their defaults, except `key`.
-        per_model: The names of options that may have a number for each model, annotated as `PerModel`.
+        per_model: The names of options that can have a number for each model, annotated as `PerModel`.
         is_random: True if it takes a `key`.
     """
 
@@ -72,20 +72,20 @@ class Method(Generic[P]):
         self.is_random: bool = self.options.pop("key", None) is not None
 
     def __call__(self, base: T | None, stacked: T, weights: Weights, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the merged model, a tree like `base`; without a base, like a row of `stacked`.
+        """Return the merged model, a tree like `base`; without a base, like one model of `stacked`.
 
         Each leaf is computed in float32 at least and returned in the dtype of the base. Leaves of integers and bools
         must be equal in all models.
 
         Args:
-            base: The model that the others come from; None where the method does not require it.
-            stacked: The models as one tree, as `torch.stack` makes it.
+            base: The model that the others come from; None if the method does not require it.
+            stacked: The models as one tree, the result of `torch.stack`.
             weights: A number for each model.
-            args: There are no further positional arguments.
-            kwargs: The options of the method; `key=` of a random one takes a key, a seed or a generator.
+            args: Not used; all options are keywords.
+            kwargs: The options of the method. A random method takes a key, a seed or a generator as `key=`.
 
         Raises:
-            ValueError: The method requires a base, or another number of models.
+            ValueError: The method requires a base or another number of models.
             TreeStructureError: The trees have different paths.
             LeafMismatchError: A leaf has another shape than in the base, or integers differ.
             BatchSizeError: `stacked` has no batch dimension, or `weights` has another length.
@@ -100,7 +100,7 @@ class Method(Generic[P]):
         self.check(base is not None, count)
         w = weights if isinstance(weights, Tensor) else torch.tensor(weights, dtype=torch.float64)
         if w.shape != (count,):
-            what = f"{self.name}: there must be a weight for each model."
+            what = f"{self.name}: each model must have a weight."
             raise BatchSizeError(what, expected=[count], got=list(w.shape))
         rows = list_leaves(stacked)
         if base is not None:
@@ -139,13 +139,13 @@ class Method(Generic[P]):
         return merged.to(stacked.dtype if base is None else base.dtype)
 
     def check(self, has_base: bool, count: int) -> None:
-        """Raise unless the method merges so many models, with or without a base."""
+        """Raise unless the method can merge this number of models, with or without a base."""
         if self.base == "required" and not has_base:
-            raise error(ValueError, f"{self.name}: there must be a base.", expected="the base", got="None")
+            raise error(ValueError, f"{self.name}: the method requires a base.", expected="the base", got="None")
         if count < self.least or (self.most is not None and count > self.most):
             most = f"at most {self.most}" if self.most is not None else f"at least {self.least}"
             expected = str(self.least) if self.least == self.most else most
-            what = f"{self.name}: another number of models, the base not counted, must be given."
+            what = f"{self.name}: the number of models, without the base, must be in range."
             raise error(ValueError, what, expected=expected, got=count)
 
     def __repr__(self) -> str:
@@ -161,15 +161,15 @@ def method(
     most: int | None = None,
     weight: str | None = "weight",
 ) -> Callable[[Callable[Concatenate[Any, Tensor, Tensor, P], Tensor]], Method[P]]:
-    """Make a `Method` of a function of one leaf, a decorator.
+    """Make a `Method` from a function of one leaf; this is a decorator.
 
     Args:
         formula: The definition, with x for a model, b for the base, d for x - b, and w for a weight.
         source: The paper.
         base: `"required"`, `"optional"` or `"unused"`.
-        least: The fewest models that it merges, the base not counted.
-        most: The largest number of models; None for any.
-        weight: The name that mergekit gives the weights; None where it has none.
+        least: The smallest number of models, without the base.
+        most: The largest number of models; None for any number.
+        weight: The name of the weights in mergekit; None if they have no name.
 
     Examples:
         >>> @tdf.weights.method("b + max w d", source="none")
@@ -186,7 +186,7 @@ def method(
 
 
 def leaf_key(key: Tensor, name: str) -> Tensor:
-    """Return the key of a leaf by its dotted path, so that it does not change with the rest of the tree."""
+    """Return the key of a leaf by its dotted path, so that it does not depend on the rest of the tree."""
     return fold_in(key, xxhash.xxh3_64_intdigest(name.encode()))
 
 

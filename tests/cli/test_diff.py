@@ -38,6 +38,13 @@ def test_formats_can_be_compared(a, b, tmp_path):
     assert run("diff", first, second, "--values").code == 0
 
 
+def compare(folder, a, b, *options):
+    """Save two trees, or mappings, and compare their files."""
+    for name, tree in (("a", a), ("b", b)):
+        save(tree, folder / f"{name}.safetensors")
+    return run("diff", folder / "a.safetensors", folder / "b.safetensors", *options)
+
+
 BASE = {"w": torch.arange(4.0), "n": {"i": torch.arange(3)}, "note": "text"}
 
 
@@ -79,11 +86,8 @@ def test_chosen_leaves_are_compared(tmp_path):
 def test_every_difference_is_found(change, what, path, tmp_path):
     """Every difference is found, and its path is printed."""
     tree = TensorDict(BASE)
-    save(tree, tmp_path / "a.safetensors")
-    save(change(tree), tmp_path / "b.safetensors")
 
-    plain = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values")
-    found = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values", "--json")
+    plain, found = [compare(tmp_path, tree, change(tree), "--values", *more) for more in ([], ["--json"])]
 
     assert (plain.code, found.code) == (1, 1)
     assert (what, path) in [(one["what"], one["path"]) for one in found.json["differences"]]
@@ -94,10 +98,8 @@ def test_every_difference_is_found(change, what, path, tmp_path):
 def test_leaves_that_differ_in_the_same_way_are_one_row(tmp_path):
     """A mean of Parameters, which are plain tensors, differs from Parameters in one row."""
     tree = TensorDict({str(i): torch.nn.Parameter(torch.ones(2)) for i in range(9)})
-    save(tree, tmp_path / "a.safetensors")
-    save((tree + tree) / 2, tmp_path / "b.safetensors")
 
-    lines = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values").out.splitlines()
+    lines = compare(tmp_path, tree, (tree + tree) / 2, "--values").out.splitlines()
 
     assert "0, 1, 2 and 6 more" in lines[1]
     assert lines[2:] == ["9 differences; values compared: all"]
@@ -106,10 +108,9 @@ def test_leaves_that_differ_in_the_same_way_are_one_row(tmp_path):
 def test_metadata_can_be_left_out(tmp_path):
     """`--no-metadata` leaves out kinds and notes."""
     tree = TensorDict(BASE)
-    save(tree, tmp_path / "a.safetensors")
-    save(tree._replace(tree._data, kinds={"w": Kind.BUFFER}).set("note", "x"), tmp_path / "b.safetensors")
+    other = tree._replace(tree._data, kinds={"w": Kind.BUFFER}).set("note", "x")
 
-    assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--no-metadata").code == 0
+    assert compare(tmp_path, tree, other, "--no-metadata").code == 0
 
 
 def test_metadata_of_steps(tmp_path):
@@ -175,10 +176,8 @@ def test_one_element_of_every_dtype(dtype, tmp_path):
     a = of_dtype(dtype, (4, 6))
     b = a.clone()
     b.view(torch.uint8)[1, 0] ^= 1
-    save(TensorDict({"x": a}), tmp_path / "a.safetensors")
-    save(TensorDict({"x": b}), tmp_path / "b.safetensors")
 
-    result = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--values", "--json")
+    result = compare(tmp_path, {"x": a}, {"x": b}, "--values", "--json")
 
     assert result.code == 1
     assert [(d["what"], d["differing"], d["elements"]) for d in result.json["differences"]] == [("values", 1, 24)]
@@ -186,7 +185,6 @@ def test_one_element_of_every_dtype(dtype, tmp_path):
 
 def test_large_integers(tmp_path):
     """64-bit integers that are equal in float64 differ."""
-    for name, n in (("a", 2**60), ("b", 2**60 + 1)):
-        save(TensorDict({"x": torch.tensor([n])}), tmp_path / f"{name}.safetensors")
+    a, b = ({"x": torch.tensor([n])} for n in (2**60, 2**60 + 1))
 
-    assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--tol", "0").code == 1
+    assert compare(tmp_path, a, b, "--tol", "0").code == 1

@@ -141,7 +141,7 @@ def _fail(rank, folder, tree, mesh):
             lambda: w.set("p", DTensor.from_local(torch.ones(2 + rank), mesh, [S0, S0], shape=(8,), stride=(1,))),
             UnsupportedError,
         ),
-        "same values where there are no tensors": (lambda: w.set("s", f"{rank}"), tdf.TreeStructureError),
+        "must have equal values, batch sizes": (lambda: w.set("s", f"{rank}"), tdf.TreeStructureError),
         "leaf \"f\" cannot be stored": (lambda: w.set("f", tdf.NonTensorData([len, 1][rank != 3])), UnsupportedError),
     }  # fmt: skip
     for pattern, (make, kind) in calls.items():

@@ -16,7 +16,7 @@ from torch import nn
 
 from tdfunc import AsyncSaver, ConcurrencyError, NonTensorData, TensorDict, UnsupportedError, load, save
 from tdfunc.storage.manager import background
-from tests.helpers import TiedLM, run_in_threads
+from tests.helpers import run_in_threads
 from tests.storage.scripts import run
 from tests.storage.trees import tied_trees, trees
 
@@ -63,24 +63,6 @@ def test_the_file_is_that_of_save(copy, tree, tmp_path):
         handle = saver.save(tree, tmp_path / "b.safetensors", fsync=False, copy=copy)
 
     assert handle.result() == tmp_path / "b.safetensors"
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-
-
-def test_large_and_strided_leaves_and_modules(tmp_path):
-    """The same of leaves of many pieces, without one run of memory, and of modules."""
-    tree = TensorDict(
-        {
-            "large": torch.randn(5_000_001),
-            "strided": torch.randn(700, 3000).t(),
-            "expanded": torch.randn(3).expand(10_000, 3),
-            "conj": torch.randn(300_000, dtype=torch.complex64).conj(),
-            "computed": torch.randn(3, requires_grad=True) * 2,
-            "module": TensorDict.from_module(nn.Sequential(TiedLM(), nn.BatchNorm1d(3))),
-        }
-    )
-    save(tree, tmp_path / "a.safetensors")
-    AsyncSaver().save(tree, tmp_path / "b.safetensors").result()
-
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
@@ -236,7 +218,7 @@ def test_refusals_and_interrupts_come_at_once_and_free_the_place(tmp_path, monke
     for _ in range(3):
         with pytest.raises(UnsupportedError, match=r'leaf "bad" cannot be stored'):
             saver.save(TREE.set("bad", NonTensorData(object())), tmp_path / "t.safetensors")
-        with pytest.raises(TypeError, match="there must be a tree"):
+        with pytest.raises(TypeError, match="must be a tree"):
             saver.save([torch.ones(1)], tmp_path / "t.safetensors")
         with monkeypatch.context() as patch:
             patch.setattr(background, "outline", interrupted)
@@ -330,15 +312,6 @@ def test_a_full_queue_waits_or_refuses(gate, tmp_path):
     saver.save(TREE, tmp_path / "d.safetensors").result()
 
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "d.safetensors"]
-
-
-def test_order_is_kept(tmp_path):
-    """The last of several saves to one path stays."""
-    with AsyncSaver(max_pending=8) as saver:
-        for i in range(20):
-            saver.save(TensorDict({"i": torch.tensor(i)}), tmp_path / "t.safetensors", fsync=False)
-
-    assert load(tmp_path / "t.safetensors")["i"] == 19
 
 
 def test_cancel(gate, tmp_path):

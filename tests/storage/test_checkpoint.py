@@ -28,12 +28,6 @@ def round_trip(tree, folder, **options):
     return load(path, **options)
 
 
-def described(leaf):
-    """A dtype, shape and bytes that can be sorted."""
-    plain = leaf.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return str(leaf.dtype), tuple(leaf.shape), plain.view(torch.uint8).tolist()
-
-
 def test_the_comparison_can_fail():
     """The comparison of the laws above finds a difference in a sign, order, batch size, value or class."""
     tree = TensorDict({"a": torch.zeros(2), "s": "x"}, [2])

@@ -27,46 +27,29 @@ def some_flips(raw):
         yield raw[:place] + bytes([raw[place] ^ 1 << place % 8]) + raw[place + 1 :]
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
-@pytest.mark.parametrize("how", [damage.cuts, damage.extensions, some_flips])
-def test_damaged_shards(how, suffix, tmp_path):
+def damages(suffixes, every, slow_suffixes):
+    """Files and their damage: parts of it; in slow tests all flips of a bit, and every third change of a byte."""
+    some = [(suffix, how, n) for suffix in suffixes for how, n in ((damage.cuts, every), (some_flips, every))]
+    some += [(suffix, damage.extensions, 1) for suffix in suffixes]
+    every_one = [
+        (suffix, how, n) for suffix in slow_suffixes for how, n in ((damage.flips, 1), (damage.bytes_changed, 3))
+    ]
+    return some + [pytest.param(*one, marks=pytest.mark.slow) for one in every_one]
+
+
+@pytest.mark.parametrize(("suffix", "how", "every"), damages([".safetensors", ".json"], 17, [".safetensors", ".json"]))
+def test_damaged_shards(suffix, how, every, tmp_path):
     """A shard or index that is cut, longer or altered is refused, or gives the saved values."""
-    every = 1 if how is damage.extensions else 17
     counts = damage.damaged_folder(damage.SHARDS, suffix, how, tmp_path, every=every)
 
     assert set(counts) <= HARMLESS
     assert counts["refused"] > 3
 
 
-@pytest.mark.parametrize("suffix", [".memmap", ".json"])
-@pytest.mark.parametrize("how", [damage.cuts, damage.extensions, some_flips])
-def test_damaged_memmap_folders(how, suffix, tmp_path):
+@pytest.mark.parametrize(("suffix", "how", "every"), damages([".memmap", ".json"], 11, [".json"]))
+def test_damaged_memmap_folders(suffix, how, every, tmp_path):
     """Damage of a folder is an error of ours or other values, never a crash or a write."""
-    every = 1 if how is damage.extensions else 11
     counts = damage.damaged_folder(damage.FOLDERS["TensorDict.load_memmap"], suffix, how, tmp_path, every=every)
-
-    assert set(counts) <= UNCHECKED
-
-
-# All flips of a bit; of the changes of a byte to each of some values every third, so that no byte is left out.
-changes = pytest.mark.parametrize(("how", "every"), [(damage.flips, 1), (damage.bytes_changed, 3)])
-
-
-@pytest.mark.slow
-@changes
-def test_every_change_of_an_index(how, every, tmp_path):
-    """Every changed bit or byte of an index or shard is refused, or gives the saved values."""
-    for suffix in (".json", ".safetensors"):
-        folder = tmp_path / suffix[1:]
-        folder.mkdir()
-        assert set(damage.damaged_folder(damage.SHARDS, suffix, how, folder, every=every)) <= HARMLESS
-
-
-@pytest.mark.slow
-@changes
-def test_every_change_of_a_meta_json(how, every, tmp_path):
-    """Every changed bit or byte of a meta.json is an error of ours, or leaves that fit their files."""
-    counts = damage.damaged_folder(damage.FOLDERS["TensorDict.load_memmap"], ".json", how, tmp_path, every=every)
 
     assert set(counts) <= UNCHECKED
 

@@ -378,12 +378,6 @@ def test_load_into_a_tree(tmp_path):
         TensorDict({"z": torch.ones(1)}).load_memmap_(tmp_path / "d")
 
 
-def test_save_takes_a_folder(tmp_path):
-    """The name of a file is refused, with the function that writes files."""
-    with pytest.raises(ValueError, match=r"(?s)x\.safetensors.*tdfunc\.save\(tree, path\)"):
-        flat().save(tmp_path / "x.safetensors")
-
-
 def test_without_values(tmp_path):
     """A folder opens on the meta device, and under FakeTensorMode, without its leaves."""
     tree = flat().set("l", lazy_stack([TensorDict({"x": torch.ones(i)}) for i in (1, 2, 3)]))
@@ -448,13 +442,6 @@ def test_a_forked_worker_reads_the_same_pages(tmp_path):
         worker.join()
 
         assert found == (1 << 20, 0, True)
-
-
-class Sub(torch.Tensor):
-    """A tensor of another class."""
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------
 
 
 def test_written_to_its_own_place_a_leaf_keeps_its_file(tmp_path):

@@ -222,23 +222,37 @@ def test_meta_json_that_lies(meta, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("meta", "message"),
-    [
-        (node({"a": {**LEAF, "dtype": "torch.qint8"}}), "(?s)'a'.*that torch has.*torch.qint8"),
-        (node({"a": {**LEAF, "is_nested": True}}), "(?s)'a'.*got: .*a nested tensor"),
-        (node({"": LEAF}), "(?s)empty key.*rename the key"),
-        (node({}, own={"tdfunc": 9}), "(?s)another format version.*got:      9"),
-        ({"_type": "<class 'os.system'>"}, "(?s)a type that is not read.*os.system"),
-        ({}, "a type that is not read"),
-        ({"_type": VALUES, "data": [1]}, "a type that is not read"),
+INNER = {"n": {"type": "NonTensorStack"}}
+# Below a root of batch size [2], or instead of it.
+OTHERS = [
+    ({"": node({"n": {"type": "TensorDict"}}, size=[2]), "n": node({}, size=[3])}, CorruptCheckpointError, "d: "),
+    *[
+        ({"": node(INNER, size=[2]), "n": meta}, CorruptCheckpointError, "d: ")
+        for meta in ({"_type": VALUES, "data": [1]}, {"_type": VALUES, "data": 3}, {"_type": VALUES}, {"_type": "x"})
     ],
-)
-def test_what_is_not_read(meta, message, tmp_path):
-    """A folder of another kind is refused by name."""
-    write(tmp_path / "d", meta, a=bytes(8))
+    ({"": node({"a": {**LEAF, "dtype": "torch.qint8"}})}, UnsupportedError, "'a'.*that torch has.*torch.qint8"),
+    ({"": node({"a": {**LEAF, "is_nested": True}})}, UnsupportedError, "'a'.*got: .*a nested tensor"),
+    ({"": node({"": LEAF})}, UnsupportedError, "empty key.*rename the key"),
+    ({"": node({}, own={"tdfunc": 9})}, UnsupportedError, "this version of tdfunc must.*got:      9"),
+    *[
+        (metas, UnsupportedError, f"the root must be of a known type.*expected: a TensorDict.*{got}")
+        for metas, got in (
+            ({"": {"_type": "<class 'os.system'>"}}, "os.system"),
+            ({"": {}}, "None"),
+            ({"": {"_type": VALUES, "data": [1]}}, "NonTensorStack"),
+            ({"": {"_type": "<class 'a.Ragged'>"}, "_tensordict": {"_type": VALUES, "data": [1]}}, "NonTensorStack"),
+        )
+    ],
+]
 
-    with pytest.raises(UnsupportedError, match=message):
+
+@pytest.mark.parametrize(("metas", "kind", "message"), OTHERS)
+def test_folders_of_other_kinds(metas, kind, message, tmp_path):
+    """A part that does not fit the batch of its parent, or a folder of another kind, is refused by name."""
+    for name, meta in metas.items():
+        write(tmp_path / "d" / name, meta, a=bytes(8))
+
+    with pytest.raises(kind, match=f"(?s)load_memmap .*{message}"):
         TensorDict.load_memmap(tmp_path / "d")
 
 
@@ -248,26 +262,6 @@ def test_a_huge_meta_json_is_not_read(tmp_path):
     os.truncate(tmp_path / "d" / "meta.json", 1 << 40)
 
     with pytest.raises(CorruptCheckpointError, match="(?s)at most 100000000 bytes.*1099511627776 bytes"):
-        TensorDict.load_memmap(tmp_path / "d")
-
-
-@pytest.mark.parametrize(
-    "meta",
-    [
-        node({}, size=[3]),
-        {"_type": VALUES, "data": [1]},
-        {"_type": VALUES, "data": 3},
-        {"_type": VALUES},
-        {"_type": "x", "data": 1},
-    ],
-)
-def test_children_that_lie(meta, tmp_path):
-    """A sub-tree or value that does not fit the batch of its parent is refused."""
-    kind = "TensorDict" if "shape" in meta else "NonTensorStack"
-    write(tmp_path / "d", node({"n": {"type": kind}}, size=[2]))
-    write(tmp_path / "d" / "n", meta)
-
-    with pytest.raises(CorruptCheckpointError, match="load_memmap .*d: "):
         TensorDict.load_memmap(tmp_path / "d")
 
 
@@ -335,17 +329,6 @@ def test_a_lazy_stack_of_typed_trees_of_tensordict(at, tmp_path):
         assert [part["s"] for part in tree.unbind(0)] == ["word", "word"]
 
 
-def test_a_typed_tree_of_tensordict_around_something_else(tmp_path):
-    """A folder that claims to be a tensorclass around one value is refused by name."""
-    write(tmp_path / "d", {"_type": RAGGED})
-    write(tmp_path / "d" / "_tensordict", {"_type": VALUES, "data": [1]})
-
-    with pytest.raises(
-        UnsupportedError, match=r"the root is of a type(.|\n)*expected: a TensorDict(.|\n)*NonTensorStack"
-    ):
-        TensorDict.load_memmap(tmp_path / "d")
-
-
 def test_a_lazy_stack_of_tensordict_s_tensorclass(tmp_path):
     """A lazy stack of tensorclasses that tensordict wrote opens."""
     stack = Incumbent.lazy_stack([Theirs(x=torch.full((n,), float(n)), s=str(n), batch_size=[n]) for n in (1, 2)])
@@ -387,7 +370,7 @@ def test_ties_that_a_part_does_not_know(tmp_path):
     tree.memmap(tmp_path / "d")
     write(tmp_path / "d" / "n", document(0, 0))
 
-    with pytest.raises(CorruptCheckpointError, match="the ties of 'n'"):
+    with pytest.raises(CorruptCheckpointError, match="'n' and the folder around it must have the same ties"):
         TensorDict.load_memmap(tmp_path / "d")
 
 
@@ -447,9 +430,11 @@ def test_other_files_are_not_deleted(tmp_path):
     (tmp_path / "e" / "x.memmap").write_text("data")
     with pytest.raises(FileExistsError, match="(?s)must not be deleted.*that its meta.json names.*x.memmap"):
         TensorDict({"a": torch.zeros(1)}).memmap_like(tmp_path / "e")
-    TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "f")
-    with pytest.raises(FileExistsError, match="(?s)the folder exists.*a new or empty one"):
-        TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "f", existsok=False)
+    # A folder whose meta.json cannot be read may hold anything.
+    write(tmp_path / "f", '{"x": {}', x=b"0000")
+    with pytest.raises(FileExistsError, match=r"(?s)must not be deleted.*got:      .*f/(meta.json|x.memmap)"):
+        TensorDict({"x": torch.zeros(1)}).memmap(tmp_path / "f")
+    assert (tmp_path / "f" / "x.memmap").read_bytes() == b"0000"
 
     assert (tmp_path / "d" / "inner" / "thesis.tex").read_text() == "years"
 
@@ -498,16 +483,6 @@ def test_what_killed_writes_left_inside_goes(tmp_path):
     td.memmap(tmp_path / "d")
 
     assert sorted(os.listdir(tmp_path / "d")) == ["meta.json", "n"]
-
-
-def test_a_damaged_folder_is_not_replaced(tmp_path):
-    """A folder whose meta.json cannot be read may hold anything."""
-    write(tmp_path / "d", '{"x": {}', x=b"0000")
-
-    with pytest.raises(FileExistsError, match=r"must not be deleted(.|\n)*got:      .*d/(meta.json|x.memmap)"):
-        TensorDict({"x": torch.zeros(1)}).memmap(tmp_path / "d")
-
-    assert (tmp_path / "d" / "x.memmap").read_bytes() == b"0000"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

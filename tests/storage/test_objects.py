@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tdfunc as tdf
-from tdfunc import AsyncSaver, CheckpointManager, CorruptCheckpointError, Kind, NonTensorData, TensorDict
+from tdfunc import CheckpointManager, CorruptCheckpointError, Kind, NonTensorData, TensorDict
 from tdfunc.storage.tree.objects import OBJECT
+from tests.storage.test_round_trips import background, manager, single
 from tests.storage.trees import assert_same, entry, forge, of_dtype, retie, same_bytes
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text("aé.~", max_size=3)
@@ -61,19 +62,6 @@ def test_the_comparison_can_fail():
             assert_equal(base, other)
 
 
-def by_manager(tree, folder):
-    """Save a step and load it."""
-    manager = CheckpointManager(folder / "run", fsync=False)
-    manager.save(0, tree, overwrite=True)
-    return manager.load()
-
-
-def by_file(tree, folder):
-    """Save a file and load it."""
-    tdf.save(tree, folder / "x.safetensors", fsync=False)
-    return tdf.load(folder / "x.safetensors")
-
-
 def by_handle(tree, folder):
     """Save shards and read them by a handle."""
     tdf.save(tree, folder / "x", max_shard_size=8, fsync=False)
@@ -82,20 +70,13 @@ def by_handle(tree, folder):
         return {key: f[key].load() if isinstance(f[key], tdf.SavedTree) else f[key] for key in tree}
 
 
-def by_saver(tree, folder):
-    """Save a file in the background and load it."""
-    with AsyncSaver() as saver:
-        saver.save(tree, folder / "x.safetensors", fsync=False)
-    return tdf.load(folder / "x.safetensors")
-
-
 def by_folder(tree, folder):
     """Write a memmap folder and load it."""
     TensorDict({key: NonTensorData(value) for key, value in tree.items()}).memmap(folder / "m")
     return tdf.load(folder / "m")
 
 
-@pytest.mark.parametrize("way", [by_manager, by_file, by_handle, by_saver, by_folder])
+@pytest.mark.parametrize("way", [manager, single, background, by_handle, by_folder])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=containers(OBJECTS), other=SCALARS)
 def test_objects_come_back(way, value, other, tmp_path):
@@ -117,7 +98,7 @@ def test_tensors_and_trees_by_name(tmp_path):
         "f": 0.1,
     }
 
-    back = by_file(tree, tmp_path)
+    back = single(tree, tmp_path)
 
     assert back.paths() == [("w",), ("t", "x")]
     assert_same(back["t"], tree["t"])

@@ -20,34 +20,26 @@ from tdfunc.storage.safetensors import contents
 from tests.storage.trees import assert_same, same_bytes
 
 
-def test_one_file_takes_the_place_of_shards_while_a_load_begins(tmp_path, monkeypatch):
-    """A load finds the one file that takes the place of shards meanwhile."""
-    tree = TensorDict({"w": torch.arange(6.0)})
-    save(tree, tmp_path, max_shard_size=100)
-    original = contents.read_index
+@pytest.mark.parametrize(
+    ("before", "after", "place", "name"),
+    [("shards", "one file", contents, "read_index"), ("one file", "shards", LocalFiles, "open")],
+)
+def test_a_checkpoint_takes_another_form_while_a_load_begins(before, after, place, name, tmp_path, monkeypatch):
+    """A load finds the one file that replaces shards meanwhile, and the shards that replace one file."""
+    tree, original = TensorDict({"w": torch.arange(6.0)}), getattr(place, name)
+    saves = {"one file": (tmp_path / "model.safetensors", None), "shards": (tmp_path, 100)}
 
-    def late(path, where, **options):
-        monkeypatch.setattr(contents, "read_index", original)
-        save(tree, tmp_path / "model.safetensors")
-        return original(path, where, **options)
+    def put(form):
+        path, size = saves[form]
+        save(tree, path, max_shard_size=size)
 
-    monkeypatch.setattr(contents, "read_index", late)
+    def late(*args, **options):
+        monkeypatch.setattr(place, name, original)
+        put(after)
+        return original(*args, **options)
 
-    assert_same(load(tmp_path), tree)
-
-
-def test_shards_take_the_place_of_one_file_while_a_load_begins(tmp_path, monkeypatch):
-    """A load finds the shards that take the place of one file meanwhile."""
-    tree = TensorDict({"w": torch.arange(6.0)})
-    save(tree, tmp_path / "model.safetensors")
-    original = LocalFiles.open
-
-    def late(self, path):
-        monkeypatch.setattr(LocalFiles, "open", original)
-        save(tree, tmp_path, max_shard_size=100)
-        return original(self, path)
-
-    monkeypatch.setattr(LocalFiles, "open", late)
+    put(before)
+    monkeypatch.setattr(place, name, late)
 
     assert_same(load(tmp_path), tree)
 

@@ -114,7 +114,7 @@ def test_fewer_devices():
     if torch.cuda.device_count():
         pytest.skip("this machine has a CUDA device")
     before = torch.get_rng_state()
-    with pytest.raises(UnsupportedError, match=r"^set_rng_state: there must be as many CUDA devices(.|\n)*1(.|\n)*0"):
+    with pytest.raises(UnsupportedError, match=r"^set_rng_state: this machine must(.|\n)*1(.|\n)*0"):
         set_rng_state(state)
 
     assert torch.equal(torch.get_rng_state(), before)

@@ -42,12 +42,6 @@ def handle(tree, folder):
         return f.load()
 
 
-def like(tree, folder):
-    """Save one file and compare it with the tree as it is loaded."""
-    tdfunc.save(tree, folder / "x.safetensors", fsync=False)
-    return tdfunc.load(folder / "x.safetensors", like=tree)
-
-
 def background(tree, folder):
     """Save one file in the background and load it."""
     with AsyncSaver() as saver:
@@ -75,7 +69,7 @@ def threads(tree, folder):
     return TensorDict.load_memmap(folder / "mm", mode="r+", num_threads=3)
 
 
-WAYS = [single, shards, handle, like, background, manager, memmap, threads]
+WAYS = [single, shards, handle, background, manager, memmap, threads]
 
 
 @pytest.mark.parametrize("way", WAYS)

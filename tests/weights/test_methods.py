@@ -60,31 +60,18 @@ def test_models_equal_to_the_base_stay(method):
 
 
 @every
-def test_vmapped_over_weights(method):
-    """Eight merges in one call are the eight merges."""
+def test_vmapped_over_weights_and_models(method):
+    """Merges with several weights, or of several sets of models, in one call are the merges one by one."""
     base, stacked = models_of(method)
     generator = torch.Generator().manual_seed(1)
-    count = stacked.batch_size[0]
-    weights = torch.rand(8, count, generator=generator, dtype=torch.float64) + 0.1
-    run = lambda w: method(base, stacked, w, **options_of(method))  # noqa: E731
-
-    merged = torch.vmap(run)(weights)
-
-    for i in range(8):
-        tdf.assert_close(merged[i], run(weights[i]), atol=1e-9, rtol=1e-9)
-
-
-@every
-def test_vmapped_over_models(method):
-    """Merges of two sets of models in one call are the two merges."""
-    base, stacked = models_of(method)
+    weights = torch.rand(8, stacked.batch_size[0], generator=generator, dtype=torch.float64) + 0.1
     sets = torch.stack([stacked, stacked.apply(lambda x: 1.5 * x)])
-    run = lambda s: method(base, s, weights_of(method), **options_of(method))  # noqa: E731
+    by_weights = lambda w: method(base, stacked, w, **options_of(method))  # noqa: E731
+    by_models = lambda s: method(base, s, weights_of(method), **options_of(method))  # noqa: E731
 
-    merged = torch.vmap(run)(sets)
-
-    for i in range(2):
-        tdf.assert_close(merged[i], run(sets[i]), atol=1e-9, rtol=1e-9)
+    for run, given in ((by_weights, weights), (by_models, sets)):
+        for merged, one in zip(torch.vmap(run)(given), given, strict=True):
+            tdf.assert_close(merged, run(one), atol=1e-9, rtol=1e-9)
 
 
 @every
@@ -193,11 +180,11 @@ TWO = torch.stack([MODEL, MODEL])
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: tdf.weights.ties(None, TWO, [1, 1]), ValueError, "must be a base"),
+        (lambda: tdf.weights.ties(None, TWO, [1, 1]), ValueError, "requires a base"),
         (lambda: tdf.weights.slerp(MODEL, TWO, [1, 1]), ValueError, "expected: 1"),
         (lambda: tdf.weights.model_stock(MODEL, TWO[:1], [1]), ValueError, "expected: at least 2"),
         (lambda: tdf.weights.linear(MODEL, MODEL, [1]), tdf.BatchSizeError, "must be stacked"),
-        (lambda: tdf.weights.linear(MODEL, TWO, [1, 1, 1]), tdf.BatchSizeError, "a weight for each"),
+        (lambda: tdf.weights.linear(MODEL, TWO, [1, 1, 1]), tdf.BatchSizeError, "must have a weight"),
         (lambda: torch.vmap(lambda w: tdf.weights.linear(MODEL, TWO, w))(torch.ones(4, 3)), tdf.BatchSizeError, "each"),
         (lambda: tdf.weights.ties(MODEL, TWO.rename_key("w", "v"), [1, 1]), tdf.TreeStructureError, "different keys"),
         (

@@ -139,7 +139,7 @@ TIED = tdf.from_module(nn.ModuleDict(dict.fromkeys("ab", nn.Linear(2, 2))))
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: tdf.weights.stack_layers([(MODEL, [1])]), ValueError, "layer 1 under 'layers'"),
+        (lambda: tdf.weights.stack_layers([(MODEL, [1])]), ValueError, "'layers' must have the layer 1"),
         (lambda: tdf.weights.stack_layers([(MODEL["layers", "0"], [])]), tdf.TreeStructureError, "one node"),
         (lambda: tdf.weights.channel_groups(TIED), tdf.UnsupportedError, "may be tied"),
         (lambda: tdf.weights.distance(MODEL, TIED), tdf.TreeStructureError, "different keys"),

@@ -1,4 +1,4 @@
-"""A configuration file of mergekit as data: models, layers, a method and parameters. `read_config` raises at others."""
+"""A configuration file of mergekit as data: models, layers, a method and parameters."""
 
 import importlib
 import json
@@ -51,7 +51,7 @@ class Config:
 
     @property
     def models(self) -> list[str]:
-        """The paths of all models, that which gives the result its form first."""
+        """The paths of all models; the first gives the result its form."""
         parts = [one for module in self.modules.values() for one in module]
         every = [self.base, *(path for one in parts for path in (one.base, *(each.model for each in one.inputs)))]
         return list(dict.fromkeys(path for path in every if path is not None))
@@ -61,8 +61,8 @@ def read_config(text: str, methods: Methods) -> Config:
     """Read the YAML of a configuration.
 
     Raises:
-        ValueError: It is not a configuration, or names an unknown method.
-        UnsupportedError: It has an entry that is not served; the message names it.
+        ValueError: The text is not a configuration, or names an unknown method.
+        UnsupportedError: `merge` does not support an entry; the message names it.
     """
     try:
         import yaml
@@ -85,13 +85,13 @@ def from_options(
     """Return the merge that the options of the command line describe.
 
     Raises:
-        ValueError: There is no such method, or another number of weights than of models.
+        ValueError: The method is unknown, or there are not as many weights as models.
         UnsupportedError: The method does not have an option.
     """
     method = _method(name, methods)
     factors = [1.0] * len(paths) if weights is None else list(weights)
     if not paths or len(factors) != len(paths):
-        what = "merge: there must be a --weight for each model."
+        what = "merge: each model must have a --weight."
         raise error(ValueError, what, expected=f"{len(paths)} numbers", got=len(factors))
     settings: dict[str, Any] = {}
     for text in options:
@@ -106,7 +106,7 @@ def from_options(
 
 
 def find_methods(place: str | None) -> Methods:
-    """Return the methods, with those of a mapping `MODULE:NAME`, which is imported."""
+    """Return the methods, with the methods of a mapping `MODULE:NAME`, which is imported."""
     if place is None:
         return METHODS
     module, _, name = place.partition(":")
@@ -129,7 +129,11 @@ def make_config(doc: Mapping[str, Any], methods: Methods) -> Config:
     entries = _only("the configuration", doc, *known, "tokenizer", "tokenizer_source")
     kinds = [name for name in ("models", "slices", "modules") if entries.get(name)]
     if len(kinds) != 1:
-        raise error(ValueError, "merge: there must be one of models, slices and modules.", got=", ".join(kinds) or None)
+        raise error(
+            ValueError,
+            "merge: one of models, slices and modules is required.",
+            got=", ".join(kinds) or None,
+        )
     method = _method(entries.get("merge_method"), methods)
     base = _model(entries["base_model"]) if entries.get("base_model") is not None else None
     modules = entries["modules"] if kinds == ["modules"] else {"": {kinds[0]: entries[kinds[0]]}}
@@ -154,21 +158,12 @@ def make_config(doc: Mapping[str, Any], methods: Methods) -> Config:
     parts = [one for module in slices.values() for one in module]
     settings = [entries.get("parameters") or {}, *own.values(), *(one.parameters for one in parts)]
     _check_parameters(method, [*settings, *(each.parameters for one in parts for each in one.inputs)])
-    return Config(
-        method,
-        base,
-        slices,
-        own,
-        settings[0],
-        entries.get("dtype"),
-        entries.get("out_dtype"),
-        tokens.get("source"),
-        tokens.get("pad_to_multiple_of"),
-    )
+    dtypes, vocabulary = map(entries.get, ("dtype", "out_dtype")), map(tokens.get, ("source", "pad_to_multiple_of"))
+    return Config(method, base, slices, own, settings[0], *dtypes, *vocabulary)
 
 
 def spellings(method: Method[...], option: str) -> tuple[str, str]:
-    """Return the names of an option in files: one is a word of Python's, others begin with the method's name."""
+    """Return the names of an option in files: without the underscore of a keyword, or after the method's name."""
     return option.removesuffix("_"), f"{method.name}_{option}"
 
 
@@ -177,7 +172,7 @@ def _check_parameters(method: Method[...], every: Sequence[Settings]) -> None:
     known = {name for option in method.options for name in spellings(method, option)} | {method.weight, "int8_mask"}
     if unknown := [str(name) for settings in every for name in settings if name not in known]:
         raise UnsupportedError(
-            f"merge: {method.name} does not read these parameters: {safe(', '.join(unknown))}.",
+            f"merge: {method.name} must not have these parameters: {safe(', '.join(unknown))}.",
             expected=", ".join(sorted(name for name in known if name)),
         )
 
@@ -216,17 +211,17 @@ def _only(what: str, doc: Any, *known: str) -> dict[str, Any]:
         raise error(ValueError, f"merge: {what} must be a mapping.", got=safe(repr(doc))[:80])
     if unknown := [str(name) for name, value in doc.items() if name not in known and value is not None]:
         raise UnsupportedError(
-            f"merge: {what} has entries that are not served: {safe(', '.join(unknown))}.", expected=", ".join(known)
+            f"merge: {what} must not have these entries: {safe(', '.join(unknown))}.", expected=", ".join(known)
         )
     return doc
 
 
 def setting(value: Any, name: str, depth: float) -> Any:
-    """Return the value of a parameter for a leaf of this name, at a depth in [0, 1]; None where no filter fits.
+    """Return the value of a parameter for a leaf of this name, at a depth in [0, 1]; None if no filter fits.
 
     Source:
-        mergekit's `evaluate_setting`: a list of numbers is interpolated over the depth, of others one is chosen; of
-        conditions the first one counts whose `filter` is part of the name.
+        mergekit's `evaluate_setting`. A list of numbers is interpolated over the depth; one value of another list is
+        chosen. The first condition counts whose `filter` is part of the name.
     """
     if isinstance(value, dict):
         value = [value]

@@ -9,7 +9,6 @@ import torch
 from tdfunc.cli.merging.config import Config, Settings, Slice, setting, spellings
 from tdfunc.cli.output import note, safe, shown
 from tdfunc.cli.sources import Source, Stored, stored_leaves
-from tdfunc.cli.torch_files import without_values
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import TieError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
@@ -17,6 +16,7 @@ from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
 from tdfunc.ops.base.reading import get, has
 from tdfunc.ops.display.text import count_text
+from tdfunc.storage.tree.build import without_values
 from tdfunc.weights.swaps.stack_layers import find_layers, stack_layers
 
 
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A leaf of the result: the leaves of the models, the weights and the options that make it."""
+    """A leaf of the result: the leaves of the models, the weights and the options for it."""
 
     path: Path
     base: Part | None
@@ -73,7 +73,7 @@ class Models:
         }
 
     def part(self, model: str, path: Path) -> Part:
-        """Return a leaf, which must be there."""
+        """Return a leaf of a model."""
         if path not in self.leaves[model]:
             raise TreeStructureError(
                 f"merge: {safe(model)} must have the leaf {shown(path)}.", hint="merge models of one architecture."
@@ -119,20 +119,20 @@ def plan(config: Config, models: Models) -> Recipe:
                 placed[path] = name, order[int(path[len(where)])]
             else:
                 placed[path] = name, Place(slices[0] if path in before else slices[-1], None, 0.0, ())
-    # A leaf has one tensor of its own in each place, by which its row is found.
+    # Each place gets its own tensor, which identifies the row.
     tree = tree._map(LeafOp("merge", lambda leaf: without_values(leaf, leaf.dtype)))
     rows: dict[int, Row] = {}
     for one in stored_leaves(tree):
         path = next((path for path in one.paths if path in placed), None)
         if path is None:
             known = ", ".join(config.modules)
-            raise UnsupportedError(f"merge: the leaf {shown(one.path)} is in none of the modules.", expected=known)
+            raise UnsupportedError(f"merge: the leaf {shown(one.path)} must be in one of the modules.", expected=known)
         rows[id(one.leaf)] = _row(config, models, path, *placed[path])
     return Recipe(tree, rows, layers)
 
 
 def _check_same(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:
-    """Raise if a model has more layers than the first or other ties; note its leaves that the first does not have."""
+    """Raise if a model has more layers than the first, or other ties; note its leaves that the first does not have."""
     ours, theirs = models.leaves[origin], models.leaves[model]
     others = [path for path in theirs if path[: len(at)] == at and path not in ours]
     if where is not None and (layers := [path for path in others if path[: len(where)] == where]):
@@ -141,7 +141,7 @@ def _check_same(models: Models, origin: str, model: str, at: Path, where: Path |
     untied = [path for path, one in ours.items() if theirs.get(path) is not theirs.get(one.path)]
     if untied:
         what = f"merge: {shown(untied[0])} must be tied in {safe(model)} as in {safe(origin)}."
-        raise TieError(what, hint="its values would be lost; a base without the tie has both.")
+        raise TieError(what, hint="its values would be lost: take a base that does not tie them.")
     if others:
         note(f"{safe(model)}: {count_text(len(others), 'leaf')} not in {safe(origin)} left out: {shown(others[0])}")
 
@@ -157,14 +157,14 @@ def _before(slices: Sequence[Slice], source: Source, paths: Sequence[Path], wher
     names = list(paths) if source.is_described else _module_order(source)
     if missing := [path for path in paths if path not in names]:
         raise UnsupportedError(
-            f"merge: {safe(source.path)} does not tell if {shown(missing[0])} stands before or after the layers.",
+            f"merge: {safe(source.path)} does not have the order of {shown(missing[0])} and the layers.",
             hint="give the first and the last slice the same models.",
         )
     return set(names[: next(i for i, path in enumerate(names) if path[: len(where)] == where)])
 
 
 def _module_order(source: Source) -> list[Path]:
-    """Return the parameters of the model of a folder of transformers in the order of its modules; none without it."""
+    """Return the parameters of a model of transformers in the order of its modules; an empty list without one."""
     try:
         import transformers
 
@@ -174,7 +174,7 @@ def _module_order(source: Source) -> list[Path]:
         with torch.device("meta"):
             model = getattr(found, config.architectures[0])(config)
         return [tuple(name.split(".")) for name, _ in model.named_parameters(remove_duplicate=False)]
-    # Any error: without the order the caller raises, and says so.
+    # Any error: without the order the caller raises.
     except Exception:
         return []
 

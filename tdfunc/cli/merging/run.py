@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,16 +17,16 @@ from tdfunc.cli.convert import Target, find_dtype, make_target, write
 from tdfunc.cli.merging.config import Config
 from tdfunc.cli.merging.recipe import Models, Recipe, Row, plan
 from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
-from tdfunc.cli.numbers import count_lost, has_values
+from tdfunc.cli.numbers import cast, has_values
 from tdfunc.cli.output import note, progress, safe, shown
 from tdfunc.cli.sources import Source, open_source, stored_leaves
-from tdfunc.cli.torch_files import without_values
 from tdfunc.core.collection import LeafOp
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.disk.remote import is_remote
+from tdfunc.storage.tree.build import without_values
 from tdfunc.weights.method import leaf_key
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -47,14 +48,14 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
         recipe, resized = _form(recipe, vocabulary, out_dtype)
         _check(recipe, resized)
         if lines := unequal_values(list(sources.values()), [source.tree for source in sources.values()]):
-            what = "merge: non-tensor data must be equal in all models, and these differ:"
+            what = "merge: non-tensor data must be equal in all models; these differ:"
             raise LeafMismatchError("\n    ".join([what, *lines]))
         # Other folders, such as a step of a run, have files that would make the result one of their kind.
         has_config = target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json"))
         beside = _describe(origin, recipe, vocabulary, out_dtype) if has_config else {}
         if beside and is_remote(target.path):
-            raise UnsupportedError(f"merge: {target.path}: a folder with config.json is written on this machine only.")
-        key, lost = random.key(seed), dict[int, int]()
+            raise UnsupportedError(f"merge {target.path}: a folder with config.json must be on this machine.")
+        key, lost = random.key(seed), Counter[int]()
         size = sum(part.stored.size_bytes for row in recipe.rows.values() for part in row.every)
         with progress("merge", size) as tick:
 
@@ -83,11 +84,7 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
                     options["key"] = leaf_key(key, dotted(row.path))
                 with torch.no_grad():
                     w = torch.tensor(row.weights, dtype=torch.float64)
-                    merged = config.method.on_leaf(base, stacked, w, **options)
-                made = merged.to(leaf.dtype)
-                if made is not merged:
-                    lost[id(leaf)] = count_lost(merged, made)
-                yield made
+                    yield cast(config.method.on_leaf(base, stacked, w, **options), leaf, lost)
 
             write(target, recipe.tree, values, origin, lost)
         write_beside(target.path, beside)
@@ -97,14 +94,13 @@ def _refuse_adapters(models: list[str]) -> None:
     for path in models:
         if os.path.isfile(os.path.join(path, "adapter_config.json")):
             raise UnsupportedError(
-                f"merge {path}: this is an adapter, whose factors must not be merged one by one.",
-                expected="a model",
+                f"merge {path}: this must be a model and not an adapter, whose factors cannot be merged one by one.",
                 hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
             )
 
 
 def _form(recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None) -> tuple[Recipe, set[int]]:
-    """Return the result in its dtype and with its vocabulary, and the leaves that have one."""
+    """Return the result in its dtype and with its vocabulary, and the leaves with the vocabulary."""
     made: dict[int, Tensor] = {}
     found: dict[int, Row] = {}
     resized: set[int] = set()
@@ -119,12 +115,14 @@ def _form(recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | No
                 note(f"{shown(row.path)}: {leaf.shape[0]} rows of the vocabulary become {vocabulary.size}")
         made[id(leaf)], found[id(new)] = new, row
     if vocabulary is not None and not resized:
-        raise UnsupportedError("merge: no leaf has the vocabulary as its first dimension.", hint="leave tokenizer out.")
+        raise UnsupportedError(
+            "merge: a leaf must have the vocabulary as its first dimension.", hint="leave tokenizer out."
+        )
     return Recipe(recipe.tree._map(LeafOp("merge", lambda leaf: made[id(leaf)])), found, recipe.layers), resized
 
 
 def _check(recipe: Recipe, resized: set[int]) -> None:
-    """Raise unless the leaves of each row have one shape, except for the vocabulary that is made one."""
+    """Raise unless the leaves of each row have one shape, except for a vocabulary that becomes one."""
     lines: list[str] = []
     for key, row in recipe.rows.items():
         shapes = [list(part.stored.leaf.shape)[key in resized :] for part in row.every]
@@ -149,7 +147,7 @@ def _same(row: Row, leaves: dict[str, Tensor]) -> Tensor:
 def _describe(
     origin: Source, recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None
 ) -> dict[str, bytes]:
-    """Return the files that transformers reads beside the weights: those of the first model, with the new entries."""
+    """Return the files of the first model that transformers reads beside the weights, with the new entries."""
     files = read_beside(origin.path)
     config = json.loads(files["config.json"])
     if recipe.layers:
@@ -169,7 +167,7 @@ def _describe(
 
 # Any: JSON.
 def _relayer(config: dict[str, Any], recipe: Recipe) -> None:
-    """Change the number of layers in a configuration, and its lists of one entry a layer."""
+    """Change the number of layers in a configuration, and its lists with one entry for each layer."""
     names = [name for name in _LAYER_COUNTS if name in config]
     if not names:
         what = "merge: config.json must have the number of layers, which changes."

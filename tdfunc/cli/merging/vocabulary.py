@@ -12,7 +12,8 @@ from torch import Tensor
 from tdfunc.cli.merging.config import Config
 from tdfunc.cli.merging.recipe import Row
 from tdfunc.cli.output import note, safe, shown
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.cli.template import load_tokenizer
+from tdfunc.core.errors import UnsupportedError
 from tdfunc.ops.display.text import count_text
 
 
@@ -23,21 +24,21 @@ class Vocabulary:
     # Any: a tokenizer of transformers.
     tokenizer: Any
     base: str
-    # With the padding, and without.
+    # With and without the padding.
     size: int
     count: int
     # The rows of an embedding of each model.
     sizes: Mapping[str, int]
-    # By model, the row of each token; -1 where the model does not have it.
+    # By model, the row of each token; -1 if the model does not have it.
     rows: Mapping[str, Tensor]
 
     def has(self, row: Row) -> bool:
-        """Return whether the first dimension of a leaf is that of the tokens, in every model."""
+        """Return whether the tokens are the first dimension of a leaf, in every model."""
         shapes = [(part.stored.leaf.shape, self.sizes[part.model]) for part in row.every]
         is_vocabulary = not row.has_layer and all(len(shape) > 0 and shape[0] == size for shape, size in shapes)
-        # Where the sizes differ between models, no other dimension can be meant.
+        # If the sizes differ between models, no other dimension is possible.
         if is_vocabulary and len({size for _, size in shapes}) == 1 and shapes[0][1] in shapes[0][0][1:]:
-            what = f"merge: {shown(row.path)} does not tell which dimension is that of the vocabulary."
+            what = f"merge: only one dimension of {shown(row.path)} must have the size of the vocabulary."
             raise UnsupportedError(what, got=list(shapes[0][0]), hint="leave tokenizer out, and keep one vocabulary.")
         return is_vocabulary
 
@@ -99,15 +100,9 @@ def make_vocabulary(config: Config, models: Sequence[str]) -> Vocabulary:
 
 def _tokenizer(folder: str) -> Any:
     try:
-        from transformers import AutoTokenizer
-    except ImportError as err:
-        raise error(ImportError, "merge: tokenizer needs transformers.", hint='pip install "tdfunc[llm]".') from err
-    try:
-        # Any: without stubs. Nothing is downloaded, and no code of the folder runs.
-        found: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return load_tokenizer(folder, "merge: tokenizer")
     except (OSError, ValueError) as err:
         raise UnsupportedError(f"merge: {safe(folder)} must have a tokenizer.", got=safe(str(err))[:200]) from err
-    return found
 
 
 def _vocab_size(folder: str) -> int:

@@ -1,12 +1,12 @@
-"""Replace a file or a folder as a whole: the one protocol that everything stored goes through.
+"""Replace a file or a folder as a whole: the one protocol for everything that is stored.
 
-New contents are written under a temporary name next to their place, `.tdfunc-<name>-<random>.tmp`, whose lock the
-writer holds. They are made durable and take the place in one step, so a reader finds the whole old or the whole new
-contents, also after an error, a kill or a full disk. A temporary name without a lock was left by a writer that died;
-the next write to the same place removes it.
+New contents are written under a temporary name next to their place, `.tdfunc-<name>-<random>.tmp`, and the writer
+holds its lock. They are made durable and take the place in one step. So a reader finds the complete old or the complete
+new contents, also after an error, a kill or a full disk. A temporary name without a lock belonged to a writer that
+died; the next write to the same place removes it.
 
-Until the new contents have the place, an error is an error and nothing of the old ones goes. After that it is a
-warning: the save has succeeded, and the warning says what was left undone.
+Until the new contents have the place, an error is an error and no old contents are removed. After that it is a
+warning: the save has succeeded, and the warning names the work that was left undone.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-# Without O_NONBLOCK opening a pipe waits for a writer.
-_ANY = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | NO_LINK
+# Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
+READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _PREFIX, _NEW, _OLD = ".tdfunc-", ".tmp", ".old"
 LEFTOVER = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.(tmp|old)")
 _AT_FDCWD, _EXCHANGE = -100, 2
@@ -49,8 +49,8 @@ _WAIT_S, _LOOK_S = 600.0, 0.02
 class Descriptor:
     """An open file or folder; its `with` block gives the number, closes it and gives up its lock.
 
-    A process that is forked meanwhile closes its copy, whose lock would outlive this process. One that was forked
-    without Python has it still: closing it here alone would leave it the lock.
+    A process that is forked meanwhile closes its copy, whose lock would outlive this process. A process that was forked
+    without Python still has its copy, so `close` gives up the lock before it closes the descriptor.
     """
 
     def __init__(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Descriptor:
         self.fd = os.open(path, flags, mode, dir_fd=dir_fd)
 
     def close(self) -> None:
-        """Give it back; a second time nothing happens."""
+        """Give up the lock and close the descriptor; a second call does nothing."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             if _fcntl is not None:
@@ -94,7 +94,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def naming(call: str, path: str, state: str) -> Generator[None, None, None]:
-    """Give errors of the system the call, the path, and the state in which it is."""
+    """Add the call, the path and its state to errors of the system."""
     try:
         yield
     except OSError as err:
@@ -105,7 +105,7 @@ def naming(call: str, path: str, state: str) -> Generator[None, None, None]:
 
 
 def settle(path: str, undone: str, work: Callable[[], object]) -> bool:
-    """Do what follows a commit, of which every error is a warning; return whether it is done."""
+    """Do work that follows a commit, whose errors are warnings; return True if it is done."""
     try:
         work()
     # Other machines have errors of all kinds.
@@ -117,7 +117,7 @@ def settle(path: str, undone: str, work: Callable[[], object]) -> bool:
 
 
 def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
-    """Lock an open file or folder; `shared` with others that do so."""
+    """Lock an open file or folder; a `shared` lock excludes only locks that are not."""
     if _fcntl is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     _fcntl.flock(fd, (_fcntl.LOCK_SH if shared else _fcntl.LOCK_EX) | (0 if wait else _fcntl.LOCK_NB))
@@ -125,7 +125,7 @@ def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
 
 @contextmanager
 def locked(folder: str) -> Generator[int, None, None]:
-    """Wait until no other save writes to a folder; a lock of a killed process is gone with it.
+    """Wait until no other save writes to a folder; the lock of a killed process ends with the process.
 
     Raises:
         TimeoutError: Another save, or a process that was forked during one, kept the lock.
@@ -170,24 +170,20 @@ def _open_folder(folder: str) -> Descriptor:
 
 
 def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
-    """Give `path` the contents that `write` puts into a descriptor; `size_bytes` of them."""
+    """Give `path` the contents, `size_bytes` of them, that `write` puts into a descriptor."""
     replace_named(path, lambda fd, _: write(fd), size_bytes=size_bytes, fsync=fsync)
 
 
 def replace_named(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
-    """Give `path` the contents that `write`, given a descriptor and its name, and others put into the file."""
+    """Give `path` the contents of a file that `write` fills; it gets a descriptor and the name for other writers."""
     with _open_folder(os.path.dirname(path)) as parent:
-        _put_file(path, write, size_bytes=size_bytes, fsync=fsync)
+        put_file(path, write, size_bytes=size_bytes, fsync=fsync)
         if fsync:
             settle(path, "a power failure may undo it", lambda: os.fsync(parent))
 
 
-def put_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
-    """The same as `replace_file`, in a folder whose names the caller makes durable."""
-    _put_file(path, lambda fd, _: write(fd), size_bytes=size_bytes, fsync=fsync)
-
-
-def _put_file(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
+def put_file(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
+    """Do the same as `replace_named` in a folder whose names the caller makes durable."""
     with naming("save", path, "the file was not replaced"):
         sweep(os.path.dirname(path), path)
         new = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -225,9 +221,9 @@ def replace_folder(
     overwrite: bool = True,
     fsync: bool,
 ) -> T:
-    """Give `path` the contents that `write` puts into an empty folder, and makes durable; return its result.
+    """Give `path` the contents that `write` puts into an empty folder and makes durable; return the result of `write`.
 
-    `check` is called before the folder takes its place, and raises if the one that is there must not go.
+    `check` is called before the folder takes its place, and raises if the old folder must not be removed.
     """
     parent = os.path.dirname(path)
     with naming(call, path, "the folder was not replaced"):
@@ -251,7 +247,7 @@ def replace_folder(
 
 @contextmanager
 def staged_folder(path: str) -> Generator[str, None, None]:
-    """Make a temporary folder beside `path` for files that are moved out of it; what is left at the end goes."""
+    """Make a temporary folder beside `path` for files that are moved out of it; the rest is removed at the end."""
     with _staged(path, _create_folder) as (temporary, _):
         yield temporary
         _remove(temporary)
@@ -263,7 +259,7 @@ def _create_folder(path: str) -> Descriptor:
 
 
 def _take_place(temporary: str, path: str, overwrite: bool) -> None:
-    """Give a folder its name; one that has it gets the temporary name, or that of a leftover."""
+    """Give a folder its name; a folder that has it gets the temporary name, or the name of a leftover."""
     while True:
         try:
             # Over an empty folder this works.
@@ -303,10 +299,10 @@ def _take_place(temporary: str, path: str, overwrite: bool) -> None:
 
 
 def locate(path: str) -> str:
-    """Return where a file or folder is: its path, or the old folder of a writer that was killed between two steps.
+    """Return the place of a file or folder: its path, or the old folder of a writer that was killed between two steps.
 
-    That one is known by the new folder beside it, which the second step would have given the place. A leftover alone
-    was replaced.
+    The sign of such a folder is the new one beside it, which the second step would have given the place. A leftover
+    without a new folder was replaced.
     """
     real = os.path.realpath(path)
     parent, name = os.path.split(real)
@@ -329,9 +325,9 @@ def restore(path: str) -> None:
 
 
 def remove_folder(path: str, check: Callable[[], None]) -> bool:
-    """Remove a folder as a whole; False if another reader or writer holds its lock (or it is not there).
+    """Remove a folder as a whole; return False if it does not exist or another reader or writer holds its lock.
 
-    `check` raises if it must not go.
+    `check` raises if the folder must not be removed.
     """
     with suppress(FileNotFoundError), Descriptor(path, FOLDER | NO_LINK) as fd:
         try:
@@ -350,7 +346,7 @@ def remove_folder(path: str, check: Callable[[], None]) -> bool:
 
 
 def make_folder(path: str, *, fsync: bool) -> None:
-    """Make a folder and those that it is in, as far as they are missing."""
+    """Make a folder and its missing parents."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
         if path != os.path.dirname(path):
@@ -362,7 +358,7 @@ def make_folder(path: str, *, fsync: bool) -> None:
 
 
 def sweep(folder: str, place: str | None = None) -> None:
-    """Remove the temporary files and folders of writers that are gone; with `place` only those beside that path."""
+    """Remove the temporary files and folders of writers that are gone; with `place`, only those beside that path."""
     entries: list[str] = []
     with suppress(OSError):
         entries = os.listdir(folder or ".")
@@ -372,7 +368,7 @@ def sweep(folder: str, place: str | None = None) -> None:
         if LEFTOVER.fullmatch(entry) and entry.startswith(_PREFIX if place is None else _start(place)):
             path = os.path.join(folder, entry)
             # Two writers may sweep at once; an entry that cannot be opened or locked belongs to another one.
-            with suppress(OSError), Descriptor(path, _ANY) as fd:
+            with suppress(OSError), Descriptor(path, READ | NO_LINK) as fd:
                 lock(fd)
                 # The old folder of a writer that was killed between two steps is what readers find.
                 if (is_taken and entry.endswith(_NEW)) or is_absent(_twin(path)):
@@ -422,7 +418,7 @@ def _start(path: str) -> str:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Return whether a descriptor and a name are of one file or folder."""
+    """Return whether a descriptor and a name belong to one file or folder."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -430,7 +426,7 @@ def is_at(fd: int, path: str) -> bool:
 
 
 def is_absent(path: str) -> bool:
-    """Return whether there is certainly nothing; False if the system cannot tell."""
+    """Return True if nothing has this name; False also if the system reports another error."""
     try:
         os.lstat(path)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """One file as one tensor, mapped and never read: copy-on-write, or for writing.
 
-A file is opened once, checked and mapped by its descriptor, so that nothing can be put in its place in between. No
+A file is opened once, checked and mapped by its descriptor, so that no other file can take its place in between. No
 descriptor stays open.
 """
 
@@ -15,18 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from tdfunc.core.collection import PLAIN, TensorCollection
-from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, error, explain
+from tdfunc.core.errors import ConcurrencyError, damaged, error, explain
 from tdfunc.core.memory import MapMode, MappedFile, mapped_file, mark_mapped
-from tdfunc.storage.disk.commit import NO_LINK, Descriptor
+from tdfunc.storage.disk.commit import NO_LINK, READ, Descriptor
 from tdfunc.storage.disk.raw import outside_transforms
 
-_DESCRIPTORS = {"linux": "/proc/self/fd", "darwin": "/dev/fd"}.get(sys.platform)
-# Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
-READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
+# The folder with the names of open files, on Linux or macOS.
+_DESCRIPTORS = next(filter(os.path.isdir, ("/proc/self/fd", "/dev/fd")), None)
 
 
 def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> Descriptor:
-    """Open a regular file in a folder by its relative name; links must lead to a file inside the folder."""
+    """Open a regular file in a folder by its relative name. A link must lead to a file inside the folder."""
     flags = READ if not writable else READ | os.O_RDWR
     try:
         file = Descriptor(name, flags | NO_LINK, dir_fd=root)
@@ -35,33 +34,45 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
             raise FileNotFoundError(errno.ENOENT, err.strerror, name) from err
         # A folder, and a socket.
         if err.errno in (errno.EISDIR, errno.ENXIO):
-            raise CorruptCheckpointError(
-                f"{what} must be a regular file.", expected="a file", got=err.strerror
-            ) from err
+            raise damaged(f"{what} must be a regular file.", "a file", err.strerror) from err
         if err.errno != errno.ELOOP:
             raise
         try:
             file = Descriptor(name, flags, dir_fd=root)
         except OSError as inner:
-            raise CorruptCheckpointError(
-                f"{what} is a link that leads to no file.", expected="a file", got=inner.strerror
-            ) from inner
+            raise damaged(f"{what} is a link that leads to no file.", "a file", inner.strerror) from inner
         # Only Linux has the path of an open file; elsewhere every link is refused.
         top, target = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in (root, file.fd))
         if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
             file.close()
-            raise CorruptCheckpointError(
+            raise damaged(
                 f"{what} is a link out of the folder.",
-                expected=f"a file inside {top}",
-                got=target,
+                f"a file inside {top}",
+                target,
                 hint="put the file there in place of the link.",
             ) from None
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         file.close()
-        raise CorruptCheckpointError(
-            f"{what} must be a regular file.", expected="a file", got="a folder, pipe or device"
-        )
+        raise damaged(f"{what} must be a regular file.", "a file", "a folder, pipe or device")
     return file
+
+
+# Any: torch.from_file is untyped.
+def map_bytes(fd: int, path: str | None, size_bytes: int, mode: MapMode) -> Any:
+    """Map bytes of an open file, by its descriptor if possible: another save may have replaced the path by now."""
+    name = f"{_DESCRIPTORS}/{fd}" if _DESCRIPTORS is not None else path
+    assert name is not None
+    try:
+        flat: Any = torch.from_file(name, shared=mode == "r+", size=size_bytes, dtype=torch.uint8, device="cpu")
+    except RuntimeError as err:
+        raise error(
+            OSError,
+            f"{path}: the file cannot be mapped: {err}",
+            hint="a process may have about 65,000 mappings (sysctl vm.max_map_count): stack small leaves.",
+        ) from err
+    # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
+    # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
+    return torch.from_numpy(flat.numpy()) if mode == "c" else flat
 
 
 def map_descriptor(
@@ -73,32 +84,18 @@ def map_descriptor(
     size_bytes: int,
     root: str | None = None,
 ) -> Tensor:
-    """Map the first `size_bytes` bytes of an open file as one tensor; the caller has checked that it has them."""
+    """Map the first `size_bytes` bytes of an open file as one tensor; the caller has checked its size."""
     found = os.fstat(fd)
     # Torch makes a shared file longer where it is too short, and refuses a private one.
     assert found.st_size >= size_bytes > 0
-    name = f"{_DESCRIPTORS}/{fd}" if _DESCRIPTORS is not None else path
-    assert name is not None
     with outside_transforms():
-        try:
-            # Any: torch.from_file is untyped.
-            flat: Any = torch.from_file(name, shared=mode == "r+", size=size_bytes, dtype=torch.uint8, device="cpu")
-        except RuntimeError as err:
-            raise error(
-                OSError,
-                f"{path}: the file cannot be mapped: {err}",
-                hint="a process may have about 65,000 mappings (sysctl vm.max_map_count): stack small leaves.",
-            ) from err
-        # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
-        # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
-        flat = torch.from_numpy(flat.numpy()) if mode == "c" else flat
-        leaf = flat.view(dtype).view(shape).data
+        leaf = map_bytes(fd, path, size_bytes, mode).view(dtype).view(shape).data
     mark_mapped(leaf, path, mode, (found.st_dev, found.st_ino), root)
     return leaf
 
 
 def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Map a file that `mapped_file` described, maybe in another process: the same geometry and mode."""
+    """Map a file that `mapped_file` described, possibly in another process, with the same geometry and mode."""
     if file.path is None:
         raise FileNotFoundError(errno.ENOENT, explain("The memmap must have a folder.", hint="td.memmap(prefix)."))
     with Descriptor(file.path, READ if file.mode == "c" else READ | os.O_RDWR) as fd:
@@ -111,9 +108,7 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
                 hint="load_memmap opens what is there now.",
             )
         if found.st_size < file.size_bytes:
-            raise CorruptCheckpointError(
-                f"{file.path} is cut short.", expected=f"{file.size_bytes} bytes", got=f"{found.st_size} bytes"
-            )
+            raise damaged(f"{file.path} is cut short.", f"{file.size_bytes} bytes", f"{found.st_size} bytes")
         size = torch.Size((file.size_bytes,))
         whole = map_descriptor(fd, file.path, file.mode, torch.uint8, size, file.size_bytes, file.root)
     return whole.view(dtype).as_strided(tuple(shape), tuple(stride), file.offset // dtype.itemsize).data

@@ -1,4 +1,4 @@
-"""A bar of the bytes that are done, by the optional package tqdm."""
+"""A progress bar in bytes, by the optional package tqdm."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from tdfunc.core.errors import UnsupportedError
 
 @contextmanager
 def progress_bar(show: bool, size_bytes: int, what: str) -> Generator[Callable[[int], object] | None, None, None]:
-    """Yield a function to call with each number of bytes done; None where nothing is to be shown."""
+    """Yield a function to call with each number of bytes done; None if no bar is shown."""
     if not show:
         yield None
         return

@@ -33,7 +33,7 @@ class Ranks:
     Args:
         call: The name of the call, for messages.
         group: A process group; None is the default group.
-        timeout_s: How long the call waits for another rank; without it the group's timeout.
+        timeout_s: The time that the call waits for another rank; without it the group's timeout.
     """
 
     # Any: torch.distributed may be built without process groups.
@@ -67,15 +67,15 @@ class Ranks:
     # -- two ranks ------------------------------------------------------------------------------------------------
 
     def post(self, data: Tensor, peer: int, tag: int) -> Wait:
-        """Start to send bytes to a (global) rank; the call that is returned ends when they are through."""
+        """Start to send bytes to a (global) rank; the returned function waits until they are sent."""
         return self._start(lambda: dist.isend(data.to(self.device), peer, self.group, tag), peer)
 
     def post_into(self, data: Tensor, peer: int, tag: int) -> Wait:
-        """Start to fill a tensor with bytes from a (global) rank; the call that is returned ends when it is full."""
+        """Start to fill a tensor with bytes from a (global) rank; the returned function waits until it is full."""
         return self._start(lambda: dist.irecv(data, peer, self.group, tag), peer)
 
     def empty(self, size_bytes: int) -> Tensor:
-        """Return new bytes where tensors are sent from and received to."""
+        """Return new bytes on the device for messages."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def _start(self, begin: Callable[[], Any], peer: int) -> Wait:
@@ -116,11 +116,11 @@ class Ranks:
         return waits
 
     def recv_bytes(self, peer: int, tag: int) -> bytes:
-        """Return what `send_bytes` sent."""
+        """Return the bytes that `send_bytes` sent."""
         return self.expect_bytes(peer, tag)()
 
     def expect_bytes(self, peer: int, tag: int) -> Callable[[], bytes]:
-        """Be ready for what `send_bytes` sends, without which gloo's sends do not end; the call returns it."""
+        """Be ready for bytes, before which a send of gloo does not end; the call that is returned returns them."""
         frame = self.empty(_FRAME_BYTES)
         wait = self.post_into(frame, peer, tag)
 
@@ -143,10 +143,10 @@ class Ranks:
     # -- all ranks ------------------------------------------------------------------------------------------------
 
     def agree(self, make: Callable[[], bytes], decide: Callable[[list[bytes]], bytes] = lambda _: b"") -> bytes:
-        """Return what the first rank decides about the bytes that each rank makes; an error of one is raised by all.
+        """Return the decision of the first rank about the bytes that each rank makes; an error of one is raised on all.
 
         Raises:
-            PeerError: A rank did not take part in time; every rank is told which.
+            PeerError: A rank did not take part in time; the message names it on every rank.
             Exception: The error of `decide`, or of `make` on any rank.
         """
         own: Exception | None = None
@@ -224,8 +224,8 @@ def is_sharded(leaf: Any) -> bool:
     return module is not None and isinstance(leaf, module.DTensor)
 
 
-def has_sharded(tree: TensorCollection) -> bool:
-    """Return whether a tree has a DTensor."""
+def find_sharded(tree: TensorCollection) -> Any:
+    """Return a DTensor of a tree, or None if it has none."""
     # Not by recursion: a tree may be deep.
     stack = [tree] if "torch.distributed.tensor" in sys.modules else []
     while stack:
@@ -233,24 +233,18 @@ def has_sharded(tree: TensorCollection) -> bool:
             if isinstance(node, TensorCollection):
                 stack.append(node)
             elif is_sharded(node):
-                return True
-    return False
-
-
-def group_of(tree: TensorCollection) -> Any:
-    """Return the group of the ranks that have a tree: that of its mesh of one dimension, else None, the default one."""
-    stack: list[Any] = [tree]
-    while stack:
-        node = stack.pop()
-        if is_sharded(node):
-            mesh = node.device_mesh
-            return mesh.get_group() if mesh.ndim == 1 and mesh.size() < dist.get_world_size() else None
-        stack.extend(node._data.values() if isinstance(node, TensorCollection) else ())
+                return node
     return None
 
 
+def group_of(tree: TensorCollection) -> Any:
+    """Return the group of the ranks that have a tree: of its mesh, if that has one dimension and not all ranks."""
+    mesh = find_sharded(tree).device_mesh
+    return mesh.get_group() if mesh.ndim == 1 and mesh.size() < dist.get_world_size() else None
+
+
 def own_part(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Return where this rank's part of a DTensor begins, its shape, and whether this is the first rank that has it."""
+    """Return the start and shape of this rank's part of a DTensor, and True if no earlier rank has the same part."""
     utils: Any = sys.modules["torch.distributed.tensor._utils"]
     mesh, placements = leaf.device_mesh, leaf.placements
     shape, start = utils.compute_local_shape_and_global_offset(leaf.shape, mesh, placements)

@@ -32,22 +32,22 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 # Any: numpy's arrays offer their bytes, which type checkers learn with Python 3.12.
 def raw_view(leaf: Tensor) -> Any:
-    """Return the memory of a tensor on the CPU that lies row by row; writing to it is writing to the tensor."""
+    """Return the memory of a contiguous tensor on the CPU; a write to it changes the tensor."""
     # `is_contiguous` ignores the stride of a dimension of one element, and `view` to bytes does not; with
     # `as_strided` that stride becomes 1.
     return leaf.detach().as_strided((leaf.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def memory_of(leaf: Tensor) -> memoryview:
-    """Return the memory of a leaf on the CPU that lies row by row, to be read while the leaf is kept.
+    """Return the memory of a contiguous leaf on the CPU, to be read while the leaf is kept.
 
-    Unlike an array of numpy it leaves no mark on the storage, which would look shared from then on.
+    Unlike an array of numpy, it leaves no mark on the storage, which would look shared from then on.
     """
     return _from_memory(leaf.data_ptr(), leaf.nbytes, _READ) if leaf.nbytes else memoryview(b"")
 
 
 def raw_bytes(leaf: Tensor) -> Any:
-    """Return the bytes of any dense tensor with values: its memory where they lie so, else a copy."""
+    """Return the bytes of any dense tensor with values: its memory if it is contiguous on the CPU, else a copy."""
     return raw_view(leaf.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 

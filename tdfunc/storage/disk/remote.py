@@ -1,7 +1,7 @@
-"""Where checkpoints lie: on this machine, or through fsspec on another one (`s3://bucket/model.safetensors`).
+"""The places of checkpoints: on this machine, or through fsspec on another one (`s3://bucket/model.safetensors`).
 
-A read takes byte ranges; a whole load fetches the file first. A save writes a file here, uploads it under another
-name and then moves it, so a reader sees a whole file if the other side moves (or copies) files as a whole.
+A read takes byte ranges; a load of everything fetches the file first. A save writes a file here, uploads it under
+another name and then moves it. So a reader finds a complete file if the other side moves (or copies) files as a whole.
 """
 
 import errno
@@ -14,14 +14,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeAlias
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
-from tdfunc.storage.disk.commit import locate
+from tdfunc.core.errors import UnsupportedError, damaged, error
+from tdfunc.storage.disk.commit import READ, locate
 
 _LOCAL = "file://"
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path names a file system of its own."""
+    """Return whether a path names another file system."""
     return "://" in path and not path.startswith(_LOCAL)
 
 
@@ -33,12 +33,12 @@ def local_path(path: str) -> str:
 
 
 def as_name(path: "str | bytes | os.PathLike[str]") -> str:
-    """Return a path as text, of a file of this machine without its protocol."""
+    """Return a path as text; the path of a file on this machine has no protocol."""
     return local_path(os.fsdecode(path))
 
 
 def find(path: "str | bytes | os.PathLike[str]") -> str:
-    """Return where a checkpoint is read, as text: a killed writer may have left its folder beside its name."""
+    """Return the path to read a checkpoint from, as text: a killed writer may have left its folder beside its name."""
     name = as_name(path)
     return name if is_remote(name) else locate(name)
 
@@ -62,12 +62,12 @@ def anchored(path: str) -> str:
 
 
 class Bytes(Protocol):
-    """Where the bytes of a file come from: a descriptor, or another machine."""
+    """The bytes of a file, on this machine or another one."""
 
     size_bytes: int
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a part of `view` with the bytes from `offset` on; return how many, 0 at the end of the file."""
+        """Fill a part of `view` with the bytes from `offset` on; return their number, 0 at the end of the file."""
         ...
 
     def close(self) -> None:
@@ -87,15 +87,14 @@ class LocalBytes:
     def __init__(self, path: str) -> None:
         self.path = path
         self.fd: int = -1
-        # Without O_NONBLOCK opening a pipe waits for a writer.
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        self.fd = os.open(path, READ)
         found = os.fstat(self.fd)
         self.size_bytes: int = found.st_size
         if not stat.S_ISREG(found.st_mode):
             self.close()
             if stat.S_ISDIR(found.st_mode):
                 raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
-            raise CorruptCheckpointError(f"load {path}: this must be a regular file.", expected="a safetensors file")
+            raise damaged(f"load {path}: this must be a regular file.", "a safetensors file")
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Read once; the system may return fewer bytes."""
@@ -108,7 +107,7 @@ class LocalBytes:
             raise OSError(err.errno, f"load: {err.strerror}", self.path) from err
 
     def close(self) -> None:
-        """Give the descriptor back; a second time nothing happens."""
+        """Close the descriptor; a second call does nothing."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -127,11 +126,11 @@ class LocalFiles:
     """The files of this machine."""
 
     def is_folder(self, path: str) -> bool:
-        """Return whether there is a folder (or a link to one)."""
+        """Return whether the path is a folder (or a link to one)."""
         return os.path.isdir(path)
 
     def exists(self, path: str) -> bool:
-        """Return whether there is anything."""
+        """Return whether the path exists."""
         return os.path.exists(path)
 
     def names(self, folder: str) -> list[str]:
@@ -166,7 +165,7 @@ class RemoteBytes:
 
 
 class RemoteFiles:
-    """The files of another machine; with `fetch` whole ones are copied here when they are opened."""
+    """The files of another machine; with `fetch`, a file is copied here when it is opened."""
 
     def __init__(self, path: str, *, fetch: bool) -> None:
         try:
@@ -180,11 +179,11 @@ class RemoteFiles:
         self._fetch = fetch
 
     def is_folder(self, path: str) -> bool:
-        """Return whether there is a folder, or anything whose name starts so."""
+        """Return whether the path is a folder, or the beginning of other names."""
         return self._system.isdir(path)
 
     def exists(self, path: str) -> bool:
-        """Return whether there is anything."""
+        """Return whether the path exists."""
         return self._system.exists(path)
 
     def names(self, folder: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""`AsyncSaver`: saves that go on while the program does, in a bounded queue whose errors cannot get lost.
+"""`AsyncSaver`: saves that continue while the program runs, in a bounded queue whose errors cannot get lost.
 
 A tree does not change, so it is its own snapshot, unless the memory of a leaf is written to. Leaves that a module, an
-optimizer or another process may write to are copied; every other one must have, when it is written, the digest that it
-had before. That digest is taken when the save is submitted, or, where only the tree refers to the memory, in a thread
-that starts then: until it is taken, the leaf's version and a word of every 8 kB must stay as they are.
+optimizer or another process may write to are copied. Every other leaf must still have its earlier digest when it is
+written. That digest is taken when the save is submitted. If only the tree refers to the memory, a thread that starts
+then takes the digest. Until it is taken, the leaf's version and a word of every 8 kB must not change.
 """
 
 import os
@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import ConcurrencyError, error, explain
+from tdfunc.core.errors import ConcurrencyError, check_least, error, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
@@ -39,7 +39,7 @@ from tdfunc.storage.tree.objects import as_tree, parts_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A path or, of a URL, its text. Any: saves to a folder of this machine need not rule out the text.
+# A path, or the string of a URL. Any: callers that save to a folder of this machine need not exclude the string.
 SavedPath: TypeAlias = pathlib.Path | Any
 Write: TypeAlias = Callable[[], SavedPath]
 # The name of a leaf, the leaf, its version and its sample.
@@ -50,9 +50,9 @@ _LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
 _THREADS_FROM_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 16
 _MAX_THREADS = 4
-# More than threads, so that one that is done early takes another.
+# More groups than threads, so that a thread that is done early takes another.
 _GROUPS = 16
-# Of two pages, and prime, so that the words are not all of one column of a matrix.
+# Two pages, and a prime number, so that the words are not all in one column of a matrix.
 _SAMPLE_WORDS = 1021
 
 
@@ -63,7 +63,7 @@ class Snapshot(NamedTuple):
     """A tree as it was at one moment: its outline, with copies where needed, and the digests of all other leaves."""
 
     outline: Outline
-    # Those that were taken at that moment, and those that a thread takes.
+    # The digests that were taken at that moment, and the digests that a thread takes.
     taken: dict[str, str]
     coming: "Future[dict[str, str]] | None" = None
 
@@ -77,7 +77,7 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
-    """Copy the leaves that may be written to (None), none or all; take the digests of the others, or begin to."""
+    """Copy the leaves that may be written to (None), no leaves or all; take the digests of the others, or begin to."""
     out = outline(td)
     live, leaves = _live_ids(td), list(out.leaves)
     kept: list[tuple[str, Tensor]] = []
@@ -98,19 +98,19 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
 
 
 def _fetch(leaves: list[Tensor]) -> None:
-    """Replace leaves on other devices by copies here, which are private; of leaves on GPUs in pinned memory."""
+    """Replace leaves on other devices by private copies here; copies of leaves on GPUs are in pinned memory."""
     gpus = {leaf.device for leaf in leaves if leaf.is_cuda}
     for i, leaf in enumerate(leaves):
         if not leaf.is_cpu:
             copy = torch.empty_like(leaf, device="cpu", pin_memory=leaf.is_cuda, requires_grad=False)
             leaves[i] = copy.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
-    # All copies are under way before the first is waited for.
+    # All copies start before the first wait.
     for gpu in gpus:
         torch.cuda.current_stream(gpu).synchronize()
 
 
 def _live_ids(td: TensorCollection) -> set[int]:
-    """Return the ids of leaves of kinds that a module may write to, and of those in plain objects."""
+    """Return the ids of leaves of kinds that a module may write to, and of leaves in plain objects."""
     live: set[int] = set()
     stack = [td]
     while stack:
@@ -127,17 +127,17 @@ def _live_ids(td: TensorCollection) -> set[int]:
 
 
 def _is_live(leaf: Tensor) -> bool:
-    """Return whether it is a Parameter, which optimizers write to, or on a file that is mapped for writing."""
+    """Return whether a leaf is a Parameter, which optimizers write to, or on a file that is mapped for writing."""
     return type(leaf) is nn.Parameter or ((file := mapped_file(leaf)) is not None and file.mode == "r+")
 
 
 def _is_private(leaf: Tensor) -> bool:
-    """Return whether a large leaf is the one tensor on its memory, which torch allocated and numpy has not seen."""
+    """Return whether a large leaf is the only tensor on its memory, which torch allocated and numpy does not use."""
     if type(leaf) is not Tensor or leaf.nbytes <= _SMALL_BYTES or not is_plain(leaf) or leaf.is_inference():
         return False
     storage = leaf.untyped_storage()
-    # One reference is that of the object `storage`. A DLPack capsule refers to the tensor; `numpy()` and memory that
-    # another library gave make a storage that cannot be resized.
+    # The object `storage` is one reference. A DLPack capsule refers to the tensor; `numpy()` and memory of
+    # another library make a storage that cannot be resized.
     # The stubs of torch lack `_use_count`.
     references: int = leaf._use_count()  # pyright: ignore[reportAttributeAccessIssue]
     counts = torch._C._storage_Use_Count(storage._cdata), references
@@ -158,12 +158,12 @@ def _digests_of_private(leaves: Sequence[_Private]) -> dict[str, str]:
 
 
 def _begin(work: Callable[[], dict[str, str]]) -> "Future[dict[str, str]]":
-    """Start a piece of work in a thread, or do it where none can be started."""
+    """Start a piece of work in a thread, or do it now if no thread can be started."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="tdfunc-digest")
     try:
         return pool.submit(work)
     except RuntimeError:
-        # The interpreter is ending, or the system is out of threads.
+        # The interpreter is ending, or the system has no more threads.
         done: Future[dict[str, str]] = Future()
         done.set_result(work())
         return done
@@ -201,30 +201,30 @@ def _digest(leaf: Tensor) -> str:
 
 
 class PendingSave(Future[SavedPath]):
-    """A save that may still run; its result is the path that was written, or the URL.
+    """A save that may still run; its result is the written path, or the URL.
 
-    A `concurrent.futures.Future`: `result()` waits and raises the error of the save, `done()` does not wait, `cancel()`
-    succeeds while the save waits for another one, and `concurrent.futures.wait` takes several.
+    It is a `concurrent.futures.Future`: `result()` waits and raises the error of the save, `done()` does not wait, and
+    `cancel()` succeeds while the save waits for another save. `concurrent.futures.wait` takes several of them.
     """
 
     def __init__(self, path: SavedPath, write: Write | None = None, queue: "SaveQueue | None" = None) -> None:
         super().__init__()
         self._path = path
-        # The rest of the work until it begins, and the queue, which shows lost errors when it goes, until it has ended.
+        # The remaining work until it begins. Until it has ended, also the queue, which shows lost errors when it ends.
         self._write, self._queue = write, queue
         # True once `result` or `exception` has returned or raised.
         self._is_seen = False
         self._process = os.getpid()
 
     def result(self, timeout: float | None = None) -> SavedPath:
-        """Wait for the save and return its path (of a URL, the text).
+        """Wait for the save and return its path, or the string of its URL.
 
         Args:
-            timeout: Seconds to wait at most.
+            timeout: The largest number of seconds to wait.
 
         Raises:
-            OSError: The file system refused.
-            ConcurrencyError: A leaf changed while it was saved; or a forked process waits for its parent's save.
+            OSError: Writing failed.
+            ConcurrencyError: A leaf changed while it was saved, or a forked process waits for its parent's save.
             TimeoutError: The save still runs.
             CancelledError: The save was cancelled.
         """
@@ -235,7 +235,7 @@ class PendingSave(Future[SavedPath]):
         """Wait for the save and return its error, or None.
 
         Args:
-            timeout: Seconds to wait at most.
+            timeout: The largest number of seconds to wait.
 
         Raises:
             ConcurrencyError: A forked process waits for its parent's save.
@@ -254,11 +254,10 @@ class PendingSave(Future[SavedPath]):
 
 
 class SaveQueue:
-    """At most so many saves at a time, in order, in one thread; an interpreter that ends finishes them first."""
+    """A bounded number of saves, in order, in one thread; an interpreter that ends finishes them first."""
 
     def __init__(self, max_pending: int) -> None:
-        if max_pending < 1:
-            raise error(ValueError, "max_pending must be 1 or more.", got=repr(max_pending))
+        check_least("max_pending", max_pending)
         self._max_pending = max_pending
         self._start()
 
@@ -266,7 +265,7 @@ class SaveQueue:
         self._process = os.getpid()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tdfunc-save")
         self._places = BoundedSemaphore(self._max_pending)
-        # Those that have not ended, and those that have since the last call.
+        # The saves that have not ended, and the saves that have ended since the last call.
         self._saves: list[PendingSave] = []
         weakref.finalize(self, _show_unseen, self._saves, self._process)
 
@@ -293,7 +292,7 @@ class SaveQueue:
         try:
             self._pool.submit(_run, save)
         except RuntimeError:
-            # The interpreter is ending, or the system is out of threads.
+            # The interpreter is ending, or the system has no more threads.
             _run(save)
         return save
 
@@ -308,7 +307,7 @@ class SaveQueue:
         self.raise_failed()
 
     def raise_failed(self) -> None:
-        """Raise the first error that no call has raised yet; those after it follow at the next calls."""
+        """Raise the first error that no call has raised yet; the next calls raise the others."""
         for save in [save for save in self._own() if save.done()]:
             try:
                 self._saves.remove(save)
@@ -324,7 +323,7 @@ class SaveQueue:
         return [save for save in self._own() if not save.done()]
 
     def _own(self) -> list[PendingSave]:
-        """Return the saves of this process: a forked one has no thread, and locks that may be taken for ever."""
+        """Return the saves of this process: a forked process has no thread, and its locks may be taken for ever."""
         if self._process != os.getpid():
             self._start()
         return self._saves
@@ -362,11 +361,11 @@ class WaitMethods:
         """Wait until all saves in the background have ended, and raise the error of the first one that failed.
 
         Args:
-            timeout_s: How long to wait at most.
+            timeout_s: The largest number of seconds to wait.
 
         Raises:
             TimeoutError: Saves are still running.
-            Exception: The error of a save that no call has raised yet.
+            Exception: A save failed with this error, which no call has raised yet.
         """
         self._queue.wait(timeout_s)
 
@@ -402,25 +401,25 @@ def _show_unseen(saves: list[PendingSave], process: int) -> None:
 
 
 class AsyncSaver(WaitMethods):
-    """Saves trees in the background: once `save` returns, nothing that the program does changes the saved values.
+    """Saves trees in the background: once `save` returns, the program cannot change the saved values.
 
-    Copied before the call returns are the leaves that are expected to be written to: Parameters, the buffers of
-    modules, and memmaps that can be written to. No other leaf is copied: trees do not change. If the memory of a leaf
-    is written to all the same (by an optimizer with `donate=True`), the save fails, naming the leaf; the old file
-    stays. A digest shows it, which is taken before the call returns where other tensors, arrays of numpy, processes or
-    mapped files use the memory of the leaf, and where the leaf has at most 64 kB.
+    `save` copies the leaves that are likely to be written to before it returns: Parameters, the buffers of modules, and
+    memmaps that can be written to. It does not copy other leaves, because trees do not change. If their memory is
+    written to nevertheless (by an optimizer with `donate=True`), the save fails, the message names the leaf, and the
+    old file stays. A digest detects such a write. The digest of a leaf is taken before the call returns if the leaf has
+    at most 64 kB, or if other tensors, arrays of numpy, processes or mapped files use its memory.
 
-    The digest of a leaf whose memory is used by nothing but the tree (the result of an optimizer, of `jit`, of a tree
-    operation) is taken by a thread that starts with the call. Until then, milliseconds later, a change is noticed by
-    the version that torch counts and by a word of every 8 kB; a smaller change that torch does not count (through
-    `.data` or numpy, of a leaf read from the tree in these milliseconds) is not. `copy=True` rules that out.
+    If only the tree uses the memory (of a result of an optimizer, of `jit`, of a tree operation), a thread that starts
+    with the call takes the digest. Until then, for some milliseconds, the version that torch counts and a word of every
+    8 kB detect a change. They do not detect a smaller change that torch does not count (through `.data` or numpy, in a
+    leaf that was read from the tree in these milliseconds). `copy=True` excludes that.
 
-    An error is raised by `result()` of the handle, or else by the next `save` or `wait`; if there is none, a warning
-    names the file and the error at the latest when the interpreter ends. An interpreter that ends normally finishes
-    its saves first. A forked process starts with nothing pending.
+    `result()` of the handle raises an error of the save, or else the next `save` or `wait`. If none of them is called,
+    a warning names the file and the error, at the latest when the interpreter ends. An interpreter that ends normally
+    finishes its saves first. A forked process starts without pending saves.
 
     Args:
-        max_pending: How many saves may be waiting or running. Another `save` waits for a place.
+        max_pending: The largest number of saves that wait or run. Another `save` waits for a place.
 
     Raises:
         ValueError: `max_pending` is below 1.
@@ -450,17 +449,17 @@ class AsyncSaver(WaitMethods):
         copy: bool | None = None,
         timeout_s: float | None = None,
     ) -> PendingSave:
-        """Save a tree as `tdfunc.save` does, in the background.
+        """Save a tree like `tdfunc.save`, in the background.
 
         Args:
             td: The tree, or several trees, tensors and plain objects by name.
-            path: The file, which must end in `.safetensors`, or for shards the folder; the folder around it must
-                exist.
-            max_shard_size: The most bytes of leaves in one shard, as in `tdfunc.save`.
-            fsync: Wait (in the background) until the disk has the file.
-            copy: True copies all leaves before the call returns, False none; without it those that are expected to be
-                written to (above).
-            timeout_s: How long to wait for a place if `max_pending` saves have not ended; 0 does not wait.
+            path: The file, with the suffix `.safetensors`, or the folder for shards. The parent folder must exist.
+            max_shard_size: The largest size of a shard, as in `tdfunc.save`.
+            fsync: Wait (in the background) until the file is on the disk.
+            copy: The leaves to copy before the call returns: all (True), none (False), or by default the leaves that
+                are likely to be written to (above).
+            timeout_s: The largest number of seconds to wait for a place if `max_pending` saves have not ended; 0 does
+                not wait.
 
         Returns:
             A handle whose `result()` waits for the save and raises its error.
@@ -469,7 +468,7 @@ class AsyncSaver(WaitMethods):
             ValueError: The file name has another suffix, or `max_shard_size` is not a size.
             UnsupportedError: A leaf or value cannot be stored unchanged; the message names it.
             TimeoutError: No place was free in time. Nothing was submitted.
-            Exception: The error of an earlier save, which no call has raised yet. Nothing was submitted.
+            Exception: An earlier save failed with this error, which no call has raised yet. Nothing was submitted.
         """
         target, max_bytes = check_target(path, max_shard_size)
         target, tree = anchored(target), as_tree(td, f"save {target}")

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of a run, a folder for each step, with metadata and rules for which to keep."""
+"""`CheckpointManager`: the checkpoints of a run, a folder for each step, with metadata and rules that keep the best."""
 
 import json
 import os
@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError, error
+from tdfunc.core.errors import (
+    ConcurrencyError,
+    CorruptCheckpointError,
+    UnsupportedError,
+    check_choice,
+    check_least,
+    damaged,
+    error,
+)
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
 from tdfunc.storage.disk.commit import naming, settle, sweep
-from tdfunc.storage.disk.ranks import has_sharded
+from tdfunc.storage.disk.ranks import find_sharded
 from tdfunc.storage.disk.remote import anchored, local_folder
 from tdfunc.storage.manager.background import PendingSave, SaveQueue, Snapshot, WaitMethods, Write, take_snapshot
 from tdfunc.storage.manager.steps import (
@@ -47,26 +55,26 @@ T = TypeVar("T")
 class CheckpointManager(WaitMethods):
     """The checkpoints of a run: one folder for each step, of which the last and the best are kept.
 
-    A step appears whole or not at all. The rest of a killed process's save is invisible, and removed by the next
-    manager or save of the same folder. Several processes may save and load at the same time; a step that is being
-    loaded is not removed. Only folders with their own, undamaged `checkpoint.json` are removed; such a folder goes
-    with all files in it.
+    A step appears completely or not at all. Readers never see the partial files of a killed process; the next manager
+    or save of the same folder removes them. Several processes may save and load at the same time; a step that is being
+    loaded is not removed. The manager removes only folders with their own, undamaged `checkpoint.json`, together with
+    all files in them.
 
     Args:
-        folder: Where the steps are; it is made by the first save. A change of the current folder does not move it.
-        keep_last: How many of the highest steps are kept; the step that was saved last is always kept. Without it and
-            without `keep_best`, all are.
-        keep_best: How many steps are also kept, by `metric`. Of equal ones the later is better.
-        metric: The entry of the metadata by which steps are compared. A step whose metadata lack it, or hold None
-            there, is never best.
-        mode: `"min"` where the lowest value is best, `"max"` where the highest is.
+        folder: The folder of the steps, which the first save creates. A change of the current folder does not move it.
+        keep_last: The number of highest steps to keep; the last saved step is always kept. Without it and without
+            `keep_best`, all steps are kept.
+        keep_best: The number of steps that are also kept, by `metric`. Of equal steps, the later is better.
+        metric: The entry of the metadata by which steps are compared. A step without it, or with None, is never best.
+        mode: `"min"` if the lowest value is best, `"max"` if the highest value is best.
         async_save: Save in the background: `save` returns as soon as nothing can change the saved values.
-        max_pending: How many such saves may be waiting or running; another `save` waits for a place.
-        max_shard_size: The most bytes of leaves in one file, as a number or as `"5GB"`; without it a step is one file.
-        fsync: Wait until the disk has each step. Without it a power failure (not a crash of the program) may lose it.
+        max_pending: The largest number of such saves that wait or run; another `save` waits for a place.
+        max_shard_size: The largest size of a file, in bytes or as `"5GB"`; without it a step is one file.
+        fsync: Wait until each step is on the disk. Without it, a power failure can lose a step; a crash of the program
+            cannot.
 
     Raises:
-        ValueError: A number below 1, another mode, `keep_best` without `metric`, or an empty name.
+        ValueError: A number is below 1, the mode is unknown, or `keep_best` was given without `metric`.
         UnsupportedError: The folder is a URL.
 
     Examples:
@@ -92,11 +100,9 @@ class CheckpointManager(WaitMethods):
         max_shard_size: int | str | None = None,
         fsync: bool = True,
     ) -> None:
-        if any(count is not None and count < 1 for count in (keep_last, keep_best)):
-            got = f"keep_last={keep_last}, keep_best={keep_best}"
-            raise error(ValueError, "CheckpointManager: the steps to keep must be 1 or more, or None.", got=got)
-        if mode not in ("min", "max"):
-            raise error(ValueError, "CheckpointManager: the mode must be 'min' or 'max'.", got=repr(mode))
+        for name, count in (("keep_last", keep_last), ("keep_best", keep_best)):
+            check_least(f"CheckpointManager: {name}", 1 if count is None else count)
+        check_choice("CheckpointManager: the mode", mode, ("min", "max"))
         if keep_best is not None and metric is None:
             raise error(
                 ValueError,
@@ -122,32 +128,32 @@ class CheckpointManager(WaitMethods):
         overwrite: bool = False,
         copy: bool | None = None,
     ) -> PendingSave:
-        """Save a step, then remove those that are not to be kept.
+        """Save a step, then remove the steps that are not kept.
 
-        A tree with DTensors is saved by all ranks of the default process group together, each its own parts, and not
-        in the background. Metadata are those of the first rank.
+        All ranks of the default process group save a tree with DTensors together, and not in the background. Each rank
+        writes its own parts; the metadata come from the first rank.
 
         Args:
-            step: Its number.
+            step: The number of the step.
             tree: A tree, or several trees, tensors and plain objects by name: `{"params": params, "optim":
-                optim.state_dict(), "epoch": 3}` is loaded as a tree with these keys. Trees are trees again; dicts,
-                lists, tuples, numbers, None and texts are what they were, with the tensors and trees in them.
-            metadata: Anything that JSON gives back as it was: numbers, text, lists, and dicts with `str` keys.
-            overwrite: Replace a step of this number.
-            copy: In the background, which leaves are copied first: all (True), none (False), or those that are
-                expected to be written to (Parameters and the buffers of modules).
+                optim.state_dict(), "epoch": 3}` is loaded as a tree with these keys. Dicts, lists, tuples, numbers,
+                None and strings are loaded unchanged, with the tensors and trees in them.
+            metadata: Values that JSON returns unchanged: numbers, strings, lists, and dicts with `str` keys.
+            overwrite: Replace an existing step.
+            copy: The leaves to copy before a save in the background: all (True), none (False), or by default the
+                leaves that are likely to be written to (Parameters and the buffers of modules).
 
         Returns:
-            A handle. Its `result()` is the step's folder; without `async_save` the save is done.
+            A handle, whose `result()` is the step's folder. Without `async_save` the save is done.
 
         Raises:
-            FileExistsError: There is such a step, or a folder of another program under its name. Of two processes that
-                save one step at the same time, one gets this.
+            FileExistsError: The step exists, or another program has a folder of this name. If two processes save one
+                step at the same time, one of them gets this error.
             UnsupportedError: A leaf or an entry of the metadata cannot be stored unchanged; the message names it.
             ConcurrencyError: A leaf changed while it was saved (with `async_save`, from the handle).
-            OSError: The file system refused; the other steps are as they were. An error of the removal of old steps is
-                a `RuntimeWarning`.
-            Exception: An earlier save in the background failed, and this is its error. Nothing was submitted.
+            OSError: Writing failed; the other steps are unchanged. An error in the removal of old steps is a
+                `RuntimeWarning`.
+            Exception: An earlier save in the background failed with this error. Nothing was submitted.
         """
         number = as_step(step, "save")
         described: dict[str, Any] = {}
@@ -162,7 +168,7 @@ class CheckpointManager(WaitMethods):
                 raise UnsupportedError(
                     f"save: metadata[{key!r}] cannot be stored; nothing was written.",
                     expected="str, bool, None, finite numbers, lists, and dicts with str keys",
-                    got=f"{type(value).__name__}, of which JSON makes {back!r}"[:300],
+                    got=f"{type(value).__name__}, which JSON turns into {back!r}"[:300],
                     hint="convert it: float(x), list(x), str(x); None stands for a missing value.",
                 )
             described.update(back)
@@ -178,14 +184,11 @@ class CheckpointManager(WaitMethods):
         path = self.path(number)
         if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
             raise exists_error(self._folder, number)
-        if self._max_bytes is None and has_sharded(td):
-            together = RankSave(td, f"save {path}", fsync=self._fsync)
+        is_sharded = self._max_bytes is None and find_sharded(td) is not None
+        if is_sharded or not self._async:
+            now = RankSave(td, f"save {path}", fsync=self._fsync) if is_sharded else Snapshot(outline(td), {})
             save = PendingSave(path)
-            save.set_result(self._commit(number, together, described, overwrite))
-            return save
-        if not self._async:
-            save = PendingSave(path)
-            save.set_result(self._commit(number, Snapshot(outline(td), {}), described, overwrite))
+            save.set_result(self._commit(number, now, described, overwrite))
             return save
 
         def prepare() -> Write:
@@ -197,15 +200,15 @@ class CheckpointManager(WaitMethods):
         """Remove a step, also if it is the latest or the best.
 
         Args:
-            step: Its number.
+            step: The number of the step.
 
         Raises:
             FileNotFoundError: The step does not exist.
-            BlockingIOError: It is being loaded.
-            FileExistsError: The folder may be another program's: it has no `checkpoint.json`, and other files.
+            BlockingIOError: The step is being loaded.
+            FileExistsError: The folder may belong to another program: it has other files, and no `checkpoint.json`.
         """
         number = as_step(step, "delete")
-        if not remove_step(self._folder, number, damaged=True):
+        if not remove_step(self._folder, number, even_damaged=True):
             with reading(self._folder, number, "delete"):
                 raise error(
                     BlockingIOError, f"delete {self._folder}: step {number} is being loaded.", hint="try again later."
@@ -214,7 +217,7 @@ class CheckpointManager(WaitMethods):
     # -- reading ------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Return the steps that are there, in order; saves that are still pending are not."""
+        """Return the saved steps, in order, without saves that are still pending."""
         return list_steps(self._folder)
 
     def latest(self) -> int | None:
@@ -222,7 +225,7 @@ class CheckpointManager(WaitMethods):
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Return the step with the best metric, or None if no step has it; of equal ones the later.
+        """Return the step with the best metric, or None if no step has it; of equal steps, the later.
 
         Raises:
             ValueError: The manager was made without a metric.
@@ -238,19 +241,19 @@ class CheckpointManager(WaitMethods):
         """Return the metadata of a step.
 
         Args:
-            step: Its number; without it the latest.
+            step: The number of the step; without it the latest.
 
         Raises:
             FileNotFoundError: The step does not exist.
-            CorruptCheckpointError: They are damaged; the message names the step.
+            CorruptCheckpointError: The metadata are damaged; the message names the step.
         """
         return self._use(step, "metadata", lambda path, number: read_about(path, number).metadata)
 
     def path(self, step: int) -> pathlib.Path:
-        """Return the folder of a step, which need not be there; `load` and `open` take it.
+        """Return the path of a step's folder, whether it exists or not; `load` and `open` take it.
 
         Args:
-            step: Its number.
+            step: The number of the step.
         """
         return pathlib.Path(self._folder, step_name(as_step(step, "path")))
 
@@ -269,44 +272,44 @@ class CheckpointManager(WaitMethods):
         """Load the tree of a step.
 
         Args:
-            step: Its number; without it the latest. If that is removed meanwhile, a newer one is loaded.
-            fallback: Where the latest step is damaged, warn and load the newest one that is whole.
+            step: The number of the step; without it the latest. If that is removed meanwhile, a newer one is loaded.
+            fallback: If the latest step is damaged, warn and load the newest undamaged one.
             like: The expected leaves, as in `tdfunc.load`.
             where: A glob on dotted paths or a `Filter`: only these leaves are read and verified.
-            dtype: Cast leaves of floating dtypes.
-            device: Where the leaves are put; without it, where they were.
-            classes: The classes of the tree's nodes where they are not TensorDicts, as in `tdfunc.load`.
+            dtype: The dtype to which leaves of floating dtypes are cast.
+            device: The device of the leaves. By default the device of the saved tree.
+            classes: The classes of the tree's nodes that are not TensorDicts, as in `tdfunc.load`.
             verify: Read everything once and compare the checksums.
 
         Raises:
             FileNotFoundError: The step does not exist.
             CorruptCheckpointError: The step is damaged; the message names it and the damage.
-            ValueError: `fallback` together with a step, or without `verify`.
+            ValueError: `fallback` was given with a step, or without `verify`.
         """
         if fallback and (step is not None or not verify):
             raise error(
                 ValueError,
-                "load: fallback looks for the newest whole step.",
+                "load: fallback must come without a step, and with verify=True.",
                 got=f"step {step}" if step is not None else "verify=False",
             )
 
         place = torch.device(device) if device is not None else None
-        # A resumed run goes on bit for bit only with leaves that lie as those of the first one did.
+        # A resumed run continues bit for bit only with leaves of the same alignment.
         choice = Choice(where, like, dtype, place, classes, aligned=True)
         return self._use(step, "load", partial(load_step, choice=choice, verify=verify), fallback=fallback)
 
     def verify(self, step: int | None = None) -> int:
-        """Read a step whole and compare all checksums.
+        """Read all of a step and compare all checksums.
 
         Args:
-            step: Its number; without it the latest.
+            step: The number of the step; without it the latest.
 
         Returns:
-            The step.
+            The number of the step.
 
         Raises:
             FileNotFoundError: The step does not exist.
-            CorruptCheckpointError: It is damaged; the message names it and the damage.
+            CorruptCheckpointError: The step is damaged; the message names it and the damage.
         """
 
         def read(path: str, number: int) -> int:
@@ -341,14 +344,14 @@ class CheckpointManager(WaitMethods):
         steps = self.steps()
         kept = {saved, *steps[-(self._keep_last or 1) :]}
         if self._keep_best is not None:
-            kept.update(self._by_metric(steps, damaged=True)[: self._keep_best])
+            kept.update(self._by_metric(steps, skip_damaged=True)[: self._keep_best])
         for step in steps:
             if step not in kept:
                 remove = partial(remove_step, self._folder, step)
                 settle(str(path), f"step {step} could not be removed", remove)
 
-    def _by_metric(self, steps: Sequence[int], *, damaged: bool = False) -> list[int]:
-        """Return the steps that have the metric, best first; with `damaged` those count that cannot be read."""
+    def _by_metric(self, steps: Sequence[int], *, skip_damaged: bool = False) -> list[int]:
+        """Return the steps that have the metric, best first; with `skip_damaged`, without steps that cannot be read."""
         found: list[tuple[Any, int]] = []
         for step in steps:
             try:
@@ -356,26 +359,21 @@ class CheckpointManager(WaitMethods):
             except FileNotFoundError:
                 continue
             except (CorruptCheckpointError, UnsupportedError):
-                # It is never best, and it stays.
-                if not damaged:
+                if not skip_damaged:
                     raise
                 continue
             if _is_number(value):
                 found.append((value, step))
-        # A stable sort: of equal ones the later stays first.
+        # A stable sort: of equal steps, the later stays first.
         return [step for _, step in sorted(reversed(found), key=lambda pair: pair[0], reverse=self._mode == "max")]
 
     def _use(self, step: int | None, call: str, read: Callable[[str, int], T], *, fallback: bool = False) -> T:
-        """Call `read` with the folder and number of a step (the newest), again if another save replaces it."""
-        damaged: set[int] = set()
+        """Call `read` with the folder and number of a step (or the newest), again if another save replaces it."""
+        broken: set[int] = set()
         while True:
-            number = max(set(self.steps()) - damaged, default=None) if step is None else as_step(step, call)
-            if number is None and damaged:
-                raise CorruptCheckpointError(
-                    f"{call} {self._folder}: no step is whole.",
-                    expected="a whole step",
-                    got=f"damaged: {sorted(damaged)}",
-                )
+            number = max(set(self.steps()) - broken, default=None) if step is None else as_step(step, call)
+            if number is None and broken:
+                raise damaged(f"{call} {self._folder}: one step must be undamaged.", got=f"damaged: {sorted(broken)}")
             if number is None:
                 raise error(
                     FileNotFoundError,
@@ -394,7 +392,7 @@ class CheckpointManager(WaitMethods):
             except CorruptCheckpointError as err:
                 if not fallback:
                     raise
-                damaged.add(number)
+                broken.add(number)
                 warnings.warn(f"{err}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)
 
 

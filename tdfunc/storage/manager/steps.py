@@ -1,4 +1,4 @@
-"""The folder of one step, `step-0000000042`: its name, its files, held while it is read, written and removed whole."""
+"""The folder of one step, `step-0000000042`: its name and files. It is held while it is read, and removed whole."""
 
 import json
 import os
@@ -10,24 +10,24 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, check_least, damaged, error
 from tdfunc.storage.api import load_choice
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.raw import write_all
 from tdfunc.storage.manager.background import Snapshot
+from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import plan_save
 from tdfunc.storage.safetensors.ranks import RankSave
 from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.safetensors.write import SHARD, write_into
-from tdfunc.storage.tree.specs import no_constant, unique
+from tdfunc.storage.tree.specs import parse_json
 
 # With more digits a name is longer than a file system takes.
 _NAME = re.compile(r"step-([0-9]{10,250})")
 ABOUT_FILE = "checkpoint.json"
 _VERSION = 1
-_START = '{"digest":"xxh3-64:'
-_DIGEST_DIGITS = 16
+_START = f'{{"digest":"{ALGORITHM}:'
 
 
 class About(NamedTuple):
@@ -36,17 +36,17 @@ class About(NamedTuple):
     step: int
     # The name of the tree's file, or of the index of its shards.
     file: str
-    # The digest of that file's header, which holds those of all leaves.
+    # The digest of that file's header, which contains the digests of all leaves.
     tree: str
     metadata: dict[str, Any]
 
 
 class StepRemovedError(FileNotFoundError):
-    """The step was there when its folder was looked for, and is not any more."""
+    """The step was removed while its folder was opened."""
 
 
 class StepReplacedError(CorruptCheckpointError):
-    """Another save of the step took its place while it was read."""
+    """Another save replaced the step while it was read."""
 
 
 def step_name(step: int) -> str:
@@ -60,13 +60,12 @@ def as_step(step: int, call: str) -> int:
         number = index(step)
     except TypeError as err:
         raise error(TypeError, f"{call}: the step must be a whole number.", got=repr(step)) from err
-    if number < 0:
-        raise error(ValueError, f"{call}: the step must be 0 or more.", got=repr(number))
+    check_least(f"{call}: the step", number, 0)
     return number
 
 
 def list_steps(folder: str) -> list[int]:
-    """Return the steps in a folder, in order; other entries do not count, nor do folders without a file of a step."""
+    """Return the steps in a folder, in order, without other entries and without folders that have no file of a step."""
     found: list[int] = []
     aside: list[str] = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -98,64 +97,47 @@ def write_step(
 ) -> None:
     """Write a tree and its `checkpoint.json` into a new folder, and give it the name of the step.
 
-    Of a tree that all ranks save, the first one makes the folder.
+    If all ranks save the tree, the first one makes the folder.
     """
     path = os.path.join(folder, step_name(step))
+
+    def replace(write: Callable[[str], None], file: str) -> None:
+        """Make the folder, with the files that `write` puts into it and a description of them."""
+
+        def fill(place: str) -> None:
+            write(place)
+            text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
+            about = os.path.join(place, ABOUT_FILE)
+            commit.put_file(about, lambda fd, _: write_all(fd, text), size_bytes=len(text), fsync=fsync)
+
+        commit.make_folder(folder, fsync=fsync)
+        for other in list_steps(folder):
+            commit.restore(os.path.join(folder, step_name(other)))
+        commit.sweep(folder)
+        try:
+            commit.replace_folder(path, fill, check=lambda: _check_own(path, "save"), overwrite=overwrite, fsync=fsync)
+        except FileExistsError as err:
+            if err.errno is None:
+                raise
+            raise exists_error(folder, step) from err
+
+    # The names are those of Hugging Face, so that its libraries read a step.
     if isinstance(snapshot, RankSave):
 
-        def commit_file(path: str, write: Callable[[int, str], None], size_bytes: int) -> None:
+        def commit_file(write: Callable[[int, str], None], size_bytes: int) -> None:
             def write_file(place: str) -> None:
-                file = os.path.join(place, SINGLE)
-                commit.replace_named(file, write, size_bytes=size_bytes, fsync=fsync)
+                commit.replace_named(os.path.join(place, SINGLE), write, size_bytes=size_bytes, fsync=fsync)
 
-            _replace_step(path, write_file, SINGLE, step, metadata, overwrite=overwrite, fsync=fsync)
+            replace(write_file, SINGLE)
 
-        snapshot.write(path, commit_file, folder)
+        snapshot.write(commit_file, folder)
         return
-    outline, digests = snapshot.outline, snapshot.digests()
-
-    def write_files(place: str) -> None:
-        # As Hugging Face does, so that its libraries read a step too.
-        write_into(plan_save(outline, max_bytes, digests), place, fsync=fsync)
-
-    file = SINGLE if max_bytes is None else INDEX
-    _replace_step(path, write_files, file, step, metadata, overwrite=overwrite, fsync=fsync)
-
-
-def _replace_step(
-    path: str,
-    write: Callable[[str], None],
-    file: str,
-    step: int,
-    metadata: dict[str, Any],
-    *,
-    overwrite: bool,
-    fsync: bool,
-) -> None:
-    """Make the folder of a step, with the files that `write` puts into it and a description of them."""
-    folder = os.path.dirname(path)
-
-    def fill(place: str) -> None:
-        write(place)
-        text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
-        about = os.path.join(place, ABOUT_FILE)
-        commit.put_file(about, lambda fd: write_all(fd, text), size_bytes=len(text), fsync=fsync)
-
-    path = os.path.join(folder, step_name(step))
-    commit.make_folder(folder, fsync=fsync)
-    for other in list_steps(folder):
-        commit.restore(os.path.join(folder, step_name(other)))
-    commit.sweep(folder)
-    try:
-        commit.replace_folder(path, fill, check=lambda: _check_own(path, "save"), overwrite=overwrite, fsync=fsync)
-    except FileExistsError as err:
-        if err.errno is None:
-            raise
-        raise exists_error(folder, step) from err
+    plan = plan_save(snapshot.outline, max_bytes, snapshot.digests())
+    replace(lambda place: write_into(plan, place, fsync=fsync), SINGLE if max_bytes is None else INDEX)
 
 
 def _check_own(path: str, call: str) -> None:
-    """Raise if a folder may be another program's: it has no `checkpoint.json`, and more than the files of a step."""
+    """Raise if a folder may belong to another program: it has other files, and no `checkpoint.json`."""
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(path)
         foreign = [name for name in names if name not in (SINGLE, INDEX) and not SHARD.fullmatch(name)]
@@ -214,24 +196,24 @@ def _removed(folder: str, step: int, call: str) -> StepRemovedError:
     shown = ", ".join(map(str, steps[-10:])) or "no steps"
     return error(
         StepRemovedError,
-        f"{call} {folder}: step {step} is not there; it was removed, or never saved.",
+        f"{call} {folder}: step {step} must exist; it was removed, or never saved.",
         expected=step_name(step),
         got=f"... {shown}" if len(steps) > 10 else shown,
     )
 
 
-def remove_step(folder: str, step: int, *, damaged: bool = False) -> bool:
-    """Remove a step as a whole; False if it is being read (or is not there).
+def remove_step(folder: str, step: int, *, even_damaged: bool = False) -> bool:
+    """Remove a step as a whole; return False if it is being read or does not exist.
 
     Raises:
-        CorruptCheckpointError: It is damaged, and `damaged` does not include such.
-        FileExistsError: It may be another program's.
+        CorruptCheckpointError: It is damaged, and `even_damaged` does not include it.
+        FileExistsError: It may belong to another program.
     """
     path = os.path.join(folder, step_name(step))
 
     def check() -> None:
         # A name proves nothing; its own `checkpoint.json` does.
-        if damaged:
+        if even_damaged:
             _check_own(path, "delete")
         else:
             read_about(path, step)
@@ -241,7 +223,7 @@ def remove_step(folder: str, step: int, *, damaged: bool = False) -> bool:
 
 # Any: the class of the tree is the one that was saved.
 def load_step(path: str, step: int, choice: Choice, *, verify: bool = True) -> Any:
-    """Load the tree of a step, which must be the one that its `checkpoint.json` describes."""
+    """Load the tree of a step, and compare it with the description in its `checkpoint.json`."""
     with naming_step(path, step):
         check_tree(path, read_about(path, step))
         return load_choice(path, choice, verify=verify)
@@ -250,56 +232,50 @@ def load_step(path: str, step: int, choice: Choice, *, verify: bool = True) -> A
 def _describe(about: About) -> memoryview:
     fields = {"format": "tdfunc checkpoint", "version": _VERSION, **about._asdict()}
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-    raw = f'{_START}{"0" * _DIGEST_DIGITS}",{text[1:]}\n'.encode()
-    return memoryview(raw.replace(b"0" * _DIGEST_DIGITS, xxhash.xxh3_64_hexdigest(raw).encode(), 1))
+    raw = f'{_START}{"0" * DIGITS}",{text[1:]}\n'.encode()
+    return memoryview(raw.replace(b"0" * DIGITS, digest(raw, len(_START)).encode(), 1))
 
 
 def read_about(folder: str, step: int | None) -> About:
-    """Read the `checkpoint.json` of a step; without a number, of any."""
+    """Read the `checkpoint.json` of a step; without a number, of any step."""
     path = os.path.join(folder, ABOUT_FILE)
     with naming_step(folder, step):
         with open(path, "rb") as file:
             raw = file.read()
-        start, end = len(_START), len(_START) + _DIGEST_DIGITS
-        found = xxhash.xxh3_64_hexdigest(raw[:start] + b"0" * _DIGEST_DIGITS + raw[end:])
-        if raw[:start] != _START.encode() or raw[start:end] != found.encode():
-            raise CorruptCheckpointError(
-                f"{ABOUT_FILE} is damaged.", expected=f"{_START}{found}", got=repr(raw[:end])[2:-1]
-            )
+        begin = f"{_START}{digest(raw, len(_START))}"
+        if not raw.startswith(begin.encode()):
+            raise damaged(f"{ABOUT_FILE} is damaged.", begin, repr(raw[: len(begin)])[2:-1])
         try:
-            fields = json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
-            version = fields["version"]
+            fields = parse_json(raw)
             about = None
-            if version == _VERSION:
+            if fields["version"] == _VERSION:
                 about = About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
         except (ValueError, KeyError, TypeError, RecursionError) as err:
-            raise CorruptCheckpointError(
-                f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]
-            ) from err
+            raise damaged(f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]) from err
         if about is None:
             raise UnsupportedError(
-                f"load {path}: the format must be known.",
+                f"load {path}: this version of tdfunc must read the format.",
                 expected=f"version {_VERSION}",
-                got=repr(version)[:100],
+                got=repr(fields["version"])[:100],
                 hint="a later version of tdfunc wrote it.",
             )
         if about.step != (about.step if step is None else step) or about.file not in (SINGLE, INDEX):
-            raise CorruptCheckpointError(
+            raise damaged(
                 "the folder must have the name of its step.",
-                expected=f"step {step} in {SINGLE} or {INDEX}",
-                got=f"step {about.step} in {about.file!r}"[:100],
+                f"step {step} in {SINGLE} or {INDEX}",
+                f"step {about.step} in {about.file!r}"[:100],
             )
         return about
 
 
 def check_tree(folder: str, about: About) -> None:
-    """Raise unless the tree in a step's folder is the one that was saved with its `checkpoint.json`."""
+    """Raise unless the tree in a step's folder was saved with its `checkpoint.json`."""
     found = _header_digest(os.path.join(folder, about.file))
     if found != about.tree:
-        raise CorruptCheckpointError(
-            f"{about.file} is not the one that was saved with {ABOUT_FILE}.",
-            expected=f"a header with the digest {about.tree}",
-            got=found,
+        raise damaged(
+            f"{about.file} must be the file that was saved with {ABOUT_FILE}.",
+            f"a header with the digest {about.tree}",
+            found,
         )
 
 
@@ -310,12 +286,12 @@ def _header_digest(path: str) -> str:
         if not path.endswith(INDEX):
             left = os.fstat(file.fileno()).st_size - len(raw)
             raw += file.read(min(int.from_bytes(raw, "little"), left))
-    return f"xxh3-64:{xxhash.xxh3_64_hexdigest(raw)}"
+    return f"{ALGORITHM}:{xxhash.xxh3_64_hexdigest(raw)}"
 
 
 @contextmanager
 def naming_step(folder: str, step: int | None) -> Generator[None, None, None]:
-    """Name the step in every sign of damage."""
+    """Add the step to every error of damage."""
     what = f"step {step} in {os.path.dirname(folder)} is damaged:"
     try:
         yield
@@ -325,8 +301,8 @@ def naming_step(folder: str, step: int | None) -> Generator[None, None, None]:
         # If the whole folder is gone, the step was removed.
         if not os.path.isdir(folder):
             raise
-        raise CorruptCheckpointError(
+        raise damaged(
             f"{what} a file is missing.",
-            expected=os.path.basename(os.fsdecode(err.filename or "")),
+            os.path.basename(os.fsdecode(err.filename or "")),
             hint="load(fallback=True) loads the newest whole step; delete(step) removes this one.",
         ) from err

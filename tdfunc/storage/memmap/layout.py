@@ -1,8 +1,8 @@
 """The names in a memmap folder, and its `meta.json` files.
 
-The layout is tensordict's. The empty key of `meta.json`, which tensordict ignores, holds the node in the grammar of
-`tree/encode.py`, the same as in a safetensors header; tensordict's own fields follow from it. Nothing is written
-here. `docs/memmap.md` is the specification, `read.py` reads it.
+The layout is tensordict's. The empty key of `meta.json`, which tensordict ignores, contains the node in the grammar of
+`tree/encode.py`, as in a safetensors header; tensordict's own fields follow from it. This module writes nothing.
+`docs/memmap.md` is the specification, and `read.py` reads it.
 """
 
 import json
@@ -28,7 +28,7 @@ VERSION = 2
 META = "meta.json"
 LEAF_SUFFIX = ".memmap"
 PICKLES = ("other.pickle", "pickle.pkl")
-# The keys of meta.json that tensordict uses for other things than entries, and the key of the document.
+# The keys of meta.json that are not entries of tensordict, and the key of the document.
 RESERVED = ("shape", "device", "_type", "")
 _TYPE_START = "<class '"
 TREE_TYPE = "<class 'tensordict._td.TensorDict'>"
@@ -55,12 +55,12 @@ def encoded(key: str) -> str:
 
 
 def hashed(key: str) -> str:
-    """Return a name that any key can have: the encoding never gives it, and no key can be made to have it."""
+    """Return a name for any key, which no key has under the encoding and no key can be made to have."""
     return f"%~{blake2b(key.encode(), digest_size=20).hexdigest()}"
 
 
 def stem_of(key: str, *, leaf: bool) -> str:
-    """Return the name of a key's folder, or of its file without the suffix: encoded if tensordict can hold that."""
+    """Return the name of a key's folder, or of its file without the suffix: encoded if tensordict can hold it."""
     name = encoded(key)
     # A folder of such a name could stand where another key's leaf, or a node's own files, must be.
     taken = not leaf and (name.endswith(LEAF_SUFFIX) or name == META or name in PICKLES)
@@ -68,14 +68,14 @@ def stem_of(key: str, *, leaf: bool) -> str:
 
 
 def is_raw_name(key: str) -> bool:
-    """Return whether a key can be the name of a file as it is, as in folders of old versions of tensordict."""
+    """Return whether an unchanged key can be the name of a file, as in folders of old versions of tensordict."""
     if key in ("", ".", "..") or "/" in key or "\\" in key or "\0" in key:
         return False
     return not (len(key) >= 2 and key[0].isalpha() and key[1] == ":")
 
 
 def join_name(folder: str, name: str) -> str:
-    """Return a name inside a folder; that of the root is empty."""
+    """Return a name inside a folder; the name of the root is empty."""
     return f"{folder}/{name}" if folder else name
 
 
@@ -84,7 +84,7 @@ class Owned(NamedTuple):
 
     files: set[str]
     folders: set[str]
-    # True where folders whose name is a number are its trees.
+    # True if folders whose names are numbers are its trees.
     numbered: bool = False
 
 
@@ -117,7 +117,7 @@ def owned_names(meta: dict[str, Any]) -> Owned:
 
 
 class FileLeaf(NamedTuple):
-    """A leaf and the file that it goes to, relative to the folder."""
+    """A leaf and its file, relative to the folder."""
 
     name: str
     leaf: Tensor
@@ -134,7 +134,7 @@ class FolderPlan(NamedTuple):
     files: list[FileLeaf]
     # Second names of tied leaves: (name, the file that has the values).
     links: list[tuple[str, str]]
-    # The same for tensors under several keys that are not tied: these must be one file.
+    # The same for one tensor under several keys that are not tied: the names must lead to one file.
     same: list[tuple[str, str]]
     # The classes in the tree, by which it is read back: a local class cannot be found by its name.
     classes: list[type[TensorCollection]]
@@ -233,7 +233,7 @@ def _metas(plan: Description, number: int, folder: str, ties: dict[int, Ties]) -
 
 
 def _value_fields(item: dict[str, Any], shape: Sequence[int]) -> dict[str, Any] | None:
-    """Return non-tensor data as tensordict writes them; None where it would alter them."""
+    """Return non-tensor data as tensordict writes them; None if it would alter them."""
     if "value" in item:
         return {"_type": VALUE_TYPE, "data": item["value"], "_is_non_tensor": True, "_metadata": None}
     flat = item["values"]

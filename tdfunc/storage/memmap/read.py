@@ -1,7 +1,7 @@
-"""A memmap folder as a tree: all of its `meta.json` files are read and checked before a leaf is looked at.
+"""A memmap folder as a tree: all of its `meta.json` files are read and checked before a leaf is opened.
 
-The files may be hostile: names come from keys by encoding only, links may not leave the folder, no pickle is read,
-and a leaf is mapped only where its file has the bytes that its shape needs.
+The files may be hostile: names come from keys by encoding only, links must not leave the folder, no pickle is read,
+and a leaf is mapped only if its file has the bytes that its shape requires.
 """
 
 import errno
@@ -22,6 +22,7 @@ from tdfunc.core.errors import (
     TreeStructureError,
     UnsupportedError,
     check_choice,
+    damaged,
     explain,
 )
 from tdfunc.core.keys import dotted
@@ -70,7 +71,7 @@ def load_memmap(
     mode: MapMode = "c",
     classes: Classes = (),
 ) -> Any:
-    """Open a memmap folder: no leaf is read before it is used."""
+    """Open a memmap folder; a leaf is read when it is first used."""
     check_choice("load_memmap: the mode", mode, get_args(MapMode))
     name = local_folder(prefix, "load_memmap")
     # Only values are copied to `out`, so the classes of the nodes need not be here.
@@ -88,12 +89,12 @@ def load_memmap(
 
 
 def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
-    """Return the result of `read` on a descriptor of a folder: all of it is of one writing, also while others write.
+    """Return the result of `read` on a descriptor of a folder, all from one save, also while other processes save.
 
     Raises:
         FileNotFoundError: The folder does not exist.
-        NotADirectoryError: It is a file.
-        OSError: It was replaced again and again.
+        NotADirectoryError: The path is a file.
+        OSError: The folder was replaced again and again.
     """
     for _ in range(_RETRIES):
         with opened(name, call) as root, naming(name, call), outside_transforms():
@@ -115,7 +116,7 @@ def read_tree(
     place: torch.device | None = None,
     non_blocking: bool = False,
 ) -> TensorCollection:
-    """Read the folder behind a descriptor; `where` is the path that the leaves remember."""
+    """Read the folder behind a descriptor; the leaves remember the path `where`."""
     reader = FolderReader(root, classes)
     target = None if place is None or place.type == "cpu" else place
 
@@ -129,7 +130,7 @@ def read_tree(
 
 
 def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list[Out]:
-    """Return the results of a function, called by this thread or by several."""
+    """Return the results of a function, called by this thread or by several threads."""
     if threads < 2 or len(items) < 2:
         return [fn(item) for item in items]
     with ThreadPoolExecutor(threads, thread_name_prefix="tdfunc-memmap") as pool:
@@ -159,7 +160,7 @@ def opened(name: str, call: str) -> Generator[int, None, None]:
 
 @contextmanager
 def naming(name: str, call: str) -> Generator[None, None, None]:
-    """Give errors inside the name of the folder."""
+    """Add the name of the folder to errors in the block."""
     try:
         yield
     except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
@@ -173,7 +174,7 @@ def naming(name: str, call: str) -> Generator[None, None, None]:
 
 
 class LeafFile(NamedTuple):
-    """A leaf as meta.json states it."""
+    """A leaf as in meta.json."""
 
     # Relative to the folder, without links.
     name: str
@@ -181,33 +182,37 @@ class LeafFile(NamedTuple):
     dtype: torch.dtype
     shape: Size
     size_bytes: int
-    # False where the file may be longer: tensordict leaves files longer that an older tree needed.
+    # False if the file may be longer: tensordict does not shorten the files of an older tree.
     exact: bool
+
+
+def open_leaf(root: int, leaf: LeafFile, *, writable: bool = False) -> Descriptor:
+    """Open the file of a leaf, and check its size."""
+    what = f"leaf {dotted(leaf.path)!r}"
+    file = open_inside(root, leaf.name, what, writable=writable)
+    found = os.fstat(file.fd).st_size
+    if found < leaf.size_bytes or (leaf.exact and found > leaf.size_bytes):
+        file.close()
+        raise damaged(
+            f"{what}: its file {leaf.name} is {'cut short' if found < leaf.size_bytes else 'too long'}.",
+            f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
+            f"{found} bytes",
+        )
+    return file
 
 
 def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: str | None = None) -> Tensor:
     """Map the file of one leaf in the folder behind a descriptor; the leaf remembers it as a file in `where`.
 
-    It also remembers the folder that was opened: `top` where that is not `where`, but one around it.
+    It also remembers the folder that was opened: `top`, if that is a folder around `where`.
     """
-    what = f"leaf {dotted(leaf.path)!r}"
     try:
-        file = open_inside(root, leaf.name, what, writable=mode == "r+")
+        file = open_leaf(root, leaf, writable=mode == "r+")
     except FileNotFoundError as err:
         if not leaf.size_bytes:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-        raise CorruptCheckpointError(
-            f"{what}: its file is missing.", expected=leaf.name, hint="restore it from a copy."
-        ) from err
+        raise damaged(f"leaf {dotted(leaf.path)!r}: its file is missing.", leaf.name) from err
     with file as fd:
-        found = os.fstat(fd).st_size
-        if found < leaf.size_bytes or (leaf.exact and found > leaf.size_bytes):
-            raise CorruptCheckpointError(
-                f"{what}: its file {leaf.name} is {'cut short' if found < leaf.size_bytes else 'too long'}.",
-                expected=f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
-                got=f"{found} bytes",
-                hint="restore it from a copy.",
-            )
         if not leaf.size_bytes:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         path = None if where is None else os.path.join(where, leaf.name)
@@ -218,14 +223,14 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: s
 
 
 class _Place(NamedTuple):
-    """A folder that is to be read, and where its number goes."""
+    """A folder to read, and the place of its number."""
 
     folder: str
     path: Path
     # The number of the node that it is in, and the place of its item there.
     parent: int = -1
     at: int = 0
-    # Of the trees of tensordict's tensorclass: their class, and the fields that are not tensors.
+    # For the trees of tensordict's tensorclass: their class, and the fields that are not tensors.
     cls: str | None = None
     further: Mapping[str, Any] = {}
 
@@ -247,7 +252,7 @@ class FolderReader:
 
     Args:
         root: A descriptor of the folder, by which everything in it is opened: the name may come to mean another one.
-        classes: The classes of nodes, as `load` takes them.
+        classes: The classes of nodes, as in `load`.
     """
 
     def __init__(self, root: int, classes: Classes = ()) -> None:
@@ -291,18 +296,17 @@ class FolderReader:
         own = meta.get("")
         if own is not None and (type(own) is not dict or "tdfunc" not in own):
             raise UnsupportedError(
-                f"{where(place.path)} has an entry with an empty key.",
-                expected="a key",
+                f"{where(place.path)} must not have an entry with an empty key.",
                 hint="load it with tensordict and rename the key.",
             )
         if own is not None and own["tdfunc"] != VERSION:
             raise UnsupportedError(
-                f"{where(place.path)} has another format version.",
+                f"this version of tdfunc must read the format of {where(place.path)}.",
                 expected=str(VERSION),
                 got=repr(own["tdfunc"])[:100],
                 hint="install the tdfunc that wrote it, or a newer one.",
             )
-        self._check_pickles(place)
+        self._check_pickles(place.folder, place.path)
         inner = join_name(place.folder, "_tensordict")
         if own is None and "shape" not in meta and self._is_folder(inner, place.path):
             place, meta = self._tensorclass(place, meta)
@@ -333,14 +337,14 @@ class FolderReader:
         return children
 
     def _document(self, place: _Place, meta: dict[str, Any], own: dict[str, Any]) -> _Node:
-        """Read a node that this version wrote; tensordict's fields have to be those that follow from it."""
+        """Read a node of this version; tensordict's fields must follow from it."""
         fields, specs = own["node"], [spec_of(code, shape) for code, shape in own["specs"]]
         expected = shared_fields(fields, specs)
         if {key: value for key, value in meta.items() if key} != expected:
-            raise CorruptCheckpointError(
+            raise damaged(
                 f"meta.json of {where(place.path)}: tensordict's fields differ from tdfunc's.",
-                expected=repr(expected)[:300],
-                got=repr({key: value for key, value in meta.items() if key})[:300],
+                repr(expected)[:300],
+                repr({key: value for key, value in meta.items() if key})[:300],
                 hint="another program changed them: restore the file from a copy.",
             )
         keys, items = fields["keys"], fields["items"]
@@ -395,7 +399,7 @@ class FolderReader:
                 continue
             is_leaf = "type" not in entry
             stem = encoded(key)
-            if is_raw_name(key) and not self._exists(join_name(place.folder, stem + LEAF_SUFFIX * is_leaf)):
+            if is_raw_name(key) and not self._mode(join_name(place.folder, stem + LEAF_SUFFIX * is_leaf)):
                 stem = key
             stems.append(stem)
             if is_leaf:
@@ -425,10 +429,10 @@ class FolderReader:
         return _Node(node, specs, stems)
 
     def _value(self, place: _Place, key: str, stem: str, dims: int, shape: Sequence[int]) -> dict[str, Any]:
-        """Read non-tensor data, whose values are lists nested `dims` deep, as the item that they are."""
+        """Read non-tensor data, whose values are lists nested `dims` deep, as an item."""
         path, folder = (*place.path, key), join_name(place.folder, stem)
         self._check_folder(folder, path)
-        self._check_pickles(_Place(folder, path))
+        self._check_pickles(folder, path)
         meta = self._meta(folder, path)
         if meta.get("_type") == VALUE_TYPE:
             return {"value": meta["data"]}
@@ -451,9 +455,7 @@ class FolderReader:
         except (FileNotFoundError, NotADirectoryError) as err:
             if not folder:
                 raise
-            raise CorruptCheckpointError(
-                f"{what} is missing.", expected=join_name(folder, META), hint="restore it from a copy."
-            ) from err
+            raise damaged(f"{what} is missing.", join_name(folder, META)) from err
         with file as fd:
             size_bytes = os.fstat(fd).st_size
             if size_bytes > _MAX_META_BYTES:
@@ -464,39 +466,34 @@ class FolderReader:
             raise malformed("an object", repr(meta))
         return meta
 
-    def _check_pickles(self, place: _Place) -> None:
+    def _check_pickles(self, folder: str, path: Path) -> None:
         for name in PICKLES:
-            if self._exists(join_name(place.folder, name)):
+            if self._mode(join_name(folder, name)):
                 raise UnsupportedError(
-                    f"{where(place.path)} has pickled data, which can run any code when it is read.",
+                    f"{where(path)} has pickled data, which can run any code when it is read.",
                     expected="non-tensor data as JSON",
-                    got=join_name(place.folder, name),
+                    got=join_name(folder, name),
                     hint="tdfunc never reads pickles: delete the file, or write the folder again without that data.",
                 )
 
-    def _exists(self, name: str) -> bool:
+    def _mode(self, name: str) -> int:
+        """Return the type and permissions of a file or link; 0 if it does not exist."""
         try:
-            os.stat(name, dir_fd=self.root, follow_symlinks=False)
+            return os.stat(name, dir_fd=self.root, follow_symlinks=False).st_mode
         except OSError:
-            return False
-        return True
+            return 0
 
     def _is_folder(self, folder: str, path: Path) -> bool:
-        try:
-            kind = os.stat(folder, dir_fd=self.root, follow_symlinks=False).st_mode
-        except OSError:
-            return False
+        kind = self._mode(folder)
         if stat.S_ISLNK(kind):
-            raise CorruptCheckpointError(
+            raise damaged(
                 f"{where(path)} is a link to a folder.", got=folder, hint="put the folder there in place of the link."
             )
         return stat.S_ISDIR(kind)
 
     def _check_folder(self, folder: str, path: Path) -> None:
         if not self._is_folder(folder, path):
-            raise CorruptCheckpointError(
-                f"the folder of {dotted(path)!r} is missing.", expected=folder, hint="restore it from a copy."
-            )
+            raise damaged(f"the folder of {dotted(path)!r} is missing.", folder)
 
     # -- the tree -----------------------------------------------------------------------------------------------
 
@@ -513,7 +510,7 @@ class FolderReader:
             node.fields["own"] = node.stack_dim - len(inner) - 1
 
     def _tie(self, specs: Sequence[Spec]) -> list[list[tuple[int, str]]]:
-        """Make aliases of tied leaves and return their groups, which every sub-tree must record as its parent does."""
+        """Make aliases of tied leaves and return their groups; every sub-tree must record the groups of its parent."""
         if sum(len(path) ** 2 for node in self._nodes for group in node.ties for path in group) > MAX_TIE_KEYS:
             raise malformed(f"at most {MAX_TIE_KEYS} keys in ties", "more")
         known: list[dict[str, Ties]] = []
@@ -521,10 +518,10 @@ class FolderReader:
             expected = known[place.parent].get(place.path[-1], ()) if known else node.ties
             if set(map(frozenset, expected)) != set(map(frozenset, node.ties)):
                 # A part of a larger folder that was replaced by itself has other ties; that is damage too.
-                raise CorruptCheckpointError(
-                    f"the ties of {where(place.path)} differ from those of the folder around it.",
-                    expected=repr(expected)[:300],
-                    got=repr(node.ties)[:300],
+                raise damaged(
+                    f"{where(place.path)} and the folder around it must have the same ties.",
+                    repr(expected)[:300],
+                    repr(node.ties)[:300],
                 )
             known.append(restrict(node.ties))
         numbers = {place.path: number for number, place in enumerate(self._places)}
@@ -547,13 +544,13 @@ class FolderReader:
 
 
 def where(path: Path) -> str:
-    """Return how messages name a node."""
+    """Return the name of a node for messages."""
     return repr(dotted(path)) if path else "the root"
 
 
 def _unknown(path: Path, kind: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"{where(path)} is of a type that is not read.",
+        f"{where(path)} must be of a known type.",
         expected="a TensorDict, lazy stack, tensorclass or non-tensor data",
         got=repr(kind)[:200],
         hint="one value is read with the folder above it.",
@@ -562,12 +559,12 @@ def _unknown(path: Path, kind: Any) -> UnsupportedError:
 
 @contextmanager
 def _checking(what: str) -> Generator[None, None, None]:
-    """Make errors of a malformed description ours."""
+    """Replace errors of a malformed description by ours."""
     try:
         yield
     except (CorruptCheckpointError, TreeStructureError, UnsupportedError):
         raise
     except (AssertionError, *MALFORMED) as err:
-        raise CorruptCheckpointError(
-            f"{what} is malformed.", expected="the description of a tree", got=f"{type(err).__name__}: {err}"[:300]
+        raise damaged(
+            f"{what} is malformed.", "the description of a tree", f"{type(err).__name__}: {err}"[:300]
         ) from err

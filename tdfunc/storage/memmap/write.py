@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, share_non_tensor: bool) -> Any:
-    """Run a write, or (as tensordict: only with threads) start it and return a future."""
+    """Run a write, or start it and return a future (like tensordict, only with threads)."""
     if share_non_tensor:
         raise error(
             ValueError,
@@ -65,18 +65,18 @@ def write_folder(
 ) -> Any:
     """Write a tree to a folder (or to files without a name) and return it on these files, mapped for writing.
 
-    With `one_file` a tensor under two keys gets one file with two names, as declared ties do.
+    With `one_file`, a tensor under two keys gets one file with two names, like tied leaves.
     """
     target = check_prefix(prefix, call)
     plan = plan_folder(td, call)
     if one_file:
-        # The name that the leaves remember is one of a leaf, not of non-tensor data that are the same tensor.
+        # Leaves remember the name of a leaf, not the name of non-tensor data that are the same tensor.
         ranked = sorted(reversed(plan.files), key=attrgetter("is_value"), reverse=True)
         first = {id(file.leaf): file for file in ranked}
         same = [(file.name, first[id(file.leaf)].name) for file in plan.files if file is not first[id(file.leaf)]]
         plan = plan._replace(files=list(first.values()), same=same)
     for file in () if copy_existing else plan.files:
-        # Writing it would copy what may be a large data set.
+        # A write would copy a data set, which may be large.
         found = mapped_file(file.leaf)
         if found is not None and (target is None or found.path != os.path.join(target, file.name)):
             raise error(
@@ -96,7 +96,7 @@ def write_folder(
 def make_room(
     td: TensorCollection, prefix: "str | os.PathLike[str] | None", threads: int, existsok: bool, sparse_ok: bool
 ) -> Any:
-    """Make files of zeros for every leaf, which take no space until they are written to."""
+    """Make a file of zeros for every leaf; a file takes no space until it is written to."""
     call = "memmap_like"
     target = check_prefix(prefix, call)
     plan = plan_folder(td, call, values=False)
@@ -135,14 +135,14 @@ def make_room(
 
 
 def check_prefix(prefix: Any, call: str) -> str | None:
-    """Return the name of a folder that a tree can be written to; None where none is given."""
+    """Return the name of a folder that a tree can be written to; None if no name is given."""
     if prefix is None:
         return None
     target = os.path.realpath(local_folder(prefix, call))
     if target.endswith(".safetensors"):
         raise error(
             ValueError,
-            f"{call} {target}: this is the name of a file.",
+            f"{call} {target}: the name must be the name of a folder.",
             got=".safetensors",
             hint="tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name.",
         )
@@ -177,7 +177,7 @@ def _commit(
 
 
 def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], None], threads: int) -> None:
-    """Write all that a plan names into an empty folder."""
+    """Write the files of a plan into an empty folder."""
     for name, text in plan.metas:
         place = os.path.join(folder, name)
         os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -202,7 +202,7 @@ def replace_folder(path: str, write: Callable[[str], T], *, call: str, exist_ok:
 
     Raises:
         FileExistsError: The folder may not be replaced, see `check_target`.
-        OSError: The file system refused; the old folder is whole.
+        OSError: Writing failed; the old folder is unchanged.
     """
     # A link stays, and the folder that it leads to is replaced.
     path = os.path.realpath(path)
@@ -222,7 +222,7 @@ def replace_folder(path: str, write: Callable[[str], T], *, call: str, exist_ok:
 
 
 def check_target(path: str, call: str, *, exist_ok: bool) -> None:
-    """Raise unless a folder may be written at a path: nothing is there, an empty folder, or a memmap folder alone.
+    """Raise unless a path is free, or has an empty folder or a memmap folder without other files.
 
     A folder is replaced as a whole, so other files in it would be deleted.
     """
@@ -232,10 +232,10 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
         if os.path.join(here, "").startswith(os.path.join(path, "")):
             raise error(
                 FileExistsError,
-                f"{call} {path}: a folder is replaced as a whole, and this process works inside of this one.",
-                expected="a folder that does not hold the current one",
+                f"{call} {path}: a folder that is replaced must not contain the current folder.",
+                expected="a folder without the current one",
                 got=f"the current folder {here}",
-                hint="name a folder in it, as in './tree', or os.chdir() elsewhere first.",
+                hint="name a folder in it, such as './tree', or call os.chdir() first.",
             )
     try:
         if not os.listdir(path):
@@ -258,7 +258,7 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
 
 
 def _check_owned(path: str, call: str) -> None:
-    """Raise for a file in a folder that its `meta.json` files do not name."""
+    """Raise if a folder contains a file that its `meta.json` files do not name."""
     waiting: list[tuple[str, bool]] = [(path, True)]
     while waiting:
         folder, is_named = waiting.pop()
@@ -302,7 +302,7 @@ def _write_leaf(path: str, file: FileLeaf, target: str | None) -> None:
 
 
 def _keep_file(path: str, file: FileLeaf, place: str) -> bool:
-    """Give a leaf that is on the file of this very place that file again, as have all other mappings of it."""
+    """Give a leaf that is mapped from the file in this place that file again, which other mappings share."""
     found, leaf = mapped_file(file.leaf), file.leaf
     if found is None or found.mode != "r+" or found.path != place or found.offset or not leaf.is_contiguous():
         return False
@@ -316,7 +316,7 @@ def _keep_file(path: str, file: FileLeaf, place: str) -> bool:
 
 
 def _link(source: str, path: str, *, copy: bool = True) -> bool:
-    """Give a file a second name; where the file system has none, copy it."""
+    """Give a file a second name; if the file system cannot, copy it."""
     try:
         os.link(source, path)
     except OSError:
@@ -362,7 +362,7 @@ def move_onto_files(
 
 
 def refresh_(td: TensorCollection) -> Any:
-    """Map every leaf again from the name of its file, which may be another file by now."""
+    """Map every leaf again by the name of its file, which may be another file now."""
     folders: dict[str, list[tuple[Path, Tensor, MappedFile]]] = {}
     for path, leaf in _tensors(td):
         file = mapped_file(leaf)
@@ -383,7 +383,7 @@ def refresh_(td: TensorCollection) -> Any:
 
 
 def _map_again(top: str, places: list[tuple[Path, Tensor, MappedFile]]) -> list[Tensor]:
-    """Map the leaves of one folder again, all from one writing of it."""
+    """Map the leaves of one folder again, all from one save."""
     names = [str(file.path) for _, _, file in places]
     # The folder of these leaves is replaced with the larger one around it, which need not be read.
     folder = os.path.commonpath([os.path.dirname(name) for name in names])
@@ -399,7 +399,7 @@ def _map_again(top: str, places: list[tuple[Path, Tensor, MappedFile]]) -> list[
             if now is None or found != (leaf.dtype, file.size_bytes, leaf.shape if is_whole else None):
                 shape = f", shape {list(leaf.shape)}" if is_whole else ""
                 raise LeafMismatchError(
-                    f"memmap_refresh_: leaf {dotted(path)!r} must be in its file still; nothing was changed.",
+                    f"memmap_refresh_: leaf {dotted(path)!r} must still be in its file; nothing was changed.",
                     expected=f"{leaf.dtype}, {file.size_bytes} bytes{shape} in {name}",
                     got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}" if now else "no such leaf",
                     hint="load_memmap opens the folder as it is now.",
@@ -412,7 +412,7 @@ def _map_again(top: str, places: list[tuple[Path, Tensor, MappedFile]]) -> list[
         return read_folder(folder, "memmap_refresh_", read)
     except (FileNotFoundError, NotADirectoryError) as err:
         raise LeafMismatchError(
-            f"memmap_refresh_: leaf {dotted(places[0][0])!r} must be in its file still; nothing was changed.",
+            f"memmap_refresh_: leaf {dotted(places[0][0])!r} must still be in its file; nothing was changed.",
             expected=names[0],
             got="no folder of this name",
         ) from err

@@ -11,7 +11,7 @@ import xxhash
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.tree.specs import Spec, malformed
 
-# A block is some rows of the part of a leaf that one rank has: at most so many bytes, or one row.
+# A block is one row, or some rows of at most this many bytes, of the part of a leaf that one rank has.
 BLOCK_BYTES = 16 << 20
 
 
@@ -50,7 +50,7 @@ def table_text(blocks: Sequence[Block], digests: Sequence[str]) -> str:
 
 
 class Blocks(NamedTuple):
-    """The recorded digests of one leaf: of the table, and those in it."""
+    """The recorded digests of one leaf: the digest of the table, and the digests in it."""
 
     root: str
     # As `json` parsed it out of a file.
@@ -58,10 +58,10 @@ class Blocks(NamedTuple):
     spec: Spec
 
     def check(self, name: str, view: memoryview, part: Block | None = None) -> None:
-        """Compare the blocks that meet a part of a leaf, else all, with their digests.
+        """Compare the blocks that overlap with a part of a leaf, or all blocks, with their digests.
 
         Raises:
-            CorruptCheckpointError: A block is damaged, or the blocks are not those of the leaf.
+            CorruptCheckpointError: A block is damaged, or the blocks do not fit the leaf.
         """
         text = json.dumps(self.rows, separators=(",", ":"))
         check_digest(f"the table of leaf {name}", self.root, xxhash.xxh3_64_hexdigest(text.encode()))
@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
 
 
 def check_cover(name: str, spec: Spec, blocks: Sequence[Block]) -> None:
-    """Raise unless blocks lie in a leaf and have as many elements."""
+    """Raise unless blocks are inside a leaf and have as many elements."""
     count = 0
     for block in blocks:
         sizes = [*block.start, *block.shape]

@@ -1,4 +1,4 @@
-"""An open checkpoint: one safetensors file or the shards of an index, the tree in it, and where each leaf lies."""
+"""An open checkpoint: one safetensors file or the shards of an index, the tree in it, and the place of each leaf."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, damaged, error
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
 from tdfunc.storage.disk.raw import outside_transforms
@@ -43,7 +43,7 @@ _MAX_FOREIGN_DEPTH = 64
 
 
 class Places(NamedTuple):
-    """Where the leaves lie, in tree order."""
+    """The places of the leaves, in tree order."""
 
     # The number of the file; its bytes count from its beginning.
     homes: list[int]
@@ -53,7 +53,7 @@ class Places(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One leaf, and the bytes that it has."""
+    """One leaf, and the place of its bytes."""
 
     source: Source
     begin: int
@@ -71,7 +71,7 @@ class Contents:
         path: The file or folder, for messages.
         sources: The files.
         metadata: The strings in the header or index.
-        homes: For a folder: the number of the file of each leaf, by its name as JSON.
+        homes: The number of the file of each leaf in a folder, by its name as JSON.
         verify: Compare checksums.
     """
 
@@ -87,25 +87,23 @@ class Contents:
         if self.is_ours:
             if metadata.get("tdfunc.version") not in (VERSION, BLOCKS_VERSION):
                 raise UnsupportedError(
-                    "the file has another format version.",
+                    "this version of tdfunc must read the format of the file.",
                     expected=f"{VERSION} or {BLOCKS_VERSION}",
                     got=repr(metadata.get("tdfunc.version")),
                     hint="install the tdfunc that wrote it, or a newer one.",
                 )
             if "tdfunc.tree" not in metadata:
                 raise UnsupportedError(
-                    "the file describes no tree: it is one shard of a larger save.",
+                    "the file must describe a tree; it is one shard of a larger save.",
                     expected="tdfunc.tree in the metadata",
                     got=", ".join(metadata),
                     hint="load the folder that it is in.",
                 )
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
-        self._readers, self._closed = 0, False
-        self._doc: Any = None
-        self._names: list[str] = []
-        self._plan: Description | None = None
-        self._places: Places | None = None
+        self._readers, self.closed = 0, False
+        # The names of the leaves in the headers, as `plan` found them.
+        self.names: list[str] = []
         self._keys: dict[int, dict[str, int]] = {}
         self._tables: dict[int, dict[str, tuple[int, str]]] = {}
 
@@ -113,7 +111,7 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Generator[None, None, None]:
-        """Keep the files open, and leave all transforms of `torch.func`; our errors inside name the checkpoint."""
+        """Keep the files open and leave all transforms of `torch.func`; our errors in the block name the checkpoint."""
         with self._lock:
             self.check_open()
             self._readers += 1
@@ -128,22 +126,17 @@ class Contents:
     def close(self) -> None:
         """Close the files, once all reads have ended; a second call does nothing."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             while self._readers:
                 self._idle.wait()
             for source in self.sources:
                 source.data.close()
 
-    @property
-    def closed(self) -> bool:
-        """Return whether it was closed."""
-        return self._closed
-
     def check_open(self) -> None:
         """Raise if it was closed."""
-        if self._closed:
+        if self.closed:
             raise error(
                 ValueError,
                 f"load {self.path}: the checkpoint is closed.",
@@ -152,45 +145,30 @@ class Contents:
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
-    @property
+    # Two threads may compute one of these at the same time; the results are equal.
+
+    @cached_property
     def doc(self) -> dict[str, Any]:
         """The description of the tree: the saved one, or the one that dotted names imply."""
-        with self._lock, parsing(self.path):
-            if self._doc is None:
-                self._doc = parse_tree(self.metadata["tdfunc.tree"]) if self.is_ours else self._implied()
-            return self._doc
+        with parsing(self.path):
+            return parse_tree(self.metadata["tdfunc.tree"]) if self.is_ours else self._implied()
 
-    @property
+    @cached_property
     def plan(self) -> Description:
-        """The whole tree, checked."""
-        if self._plan is not None:
-            return self._plan
-        with self._lock, parsing(self.path):
-            if self._plan is None:
-                # The names are in the headers too, so together they are no longer than these.
-                limit = sum(source.begin for source in self.sources) if self.is_ours else math.inf
-                plan = Description(self.doc)
-                self._names = plan.name_leaves(limit)
-                if self.is_ours:
-                    check_unique(self.metadata["tdfunc.tree"], plan)
-                self._plan = plan
-            return self._plan
+        """The complete tree, checked."""
+        with parsing(self.path):
+            plan = Description(self.doc)
+            # The headers contain the names, so together these are not longer.
+            self.names = plan.name_leaves(sum(source.begin for source in self.sources) if self.is_ours else math.inf)
+            if self.is_ours:
+                check_unique(self.metadata["tdfunc.tree"], plan)
+            return plan
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the leaves, as they stand in the headers."""
-        assert self.plan
-        return self._names
-
-    @property
+    @cached_property
     def places(self) -> Places:
-        """Where all leaves lie; the entries of the headers have been compared with the tree."""
-        if self._places is not None:
-            return self._places
-        with self._lock, parsing(self.path):
-            if self._places is None:
-                self._places = self._place_all()
-            return self._places
+        """The places of all leaves; the entries of the headers have been compared with the tree."""
+        with parsing(self.path):
+            return self._place_all()
 
     def _implied(self) -> dict[str, Any]:
         entries = [entry for source in self.sources for entry in self._entries(source)]
@@ -200,35 +178,32 @@ class Contents:
             if len(found) != len(entries) or found.keys() != self.homes.keys():
                 lacking = [name for name in self.homes if name not in found]
                 stray = [name for name in found if name not in self.homes] or ["a name in two files"]
-                raise CorruptCheckpointError(
+                raise damaged(
                     "the index does not fit its files.",
-                    expected=f"{len(self.homes)} leaves",
-                    got=f"{len(entries)} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
+                    f"{len(self.homes)} leaves",
+                    f"{len(entries)} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
                 )
             entries = [found[name] for name in self.homes]
         names = [entry.name for entry in entries]
         if "" in names:
-            raise UnsupportedError(
-                "a leaf must have a name: the empty one is not a key.", hint="safetensors.torch.load_file reads it."
-            )
+            raise UnsupportedError("a leaf must have a name.", hint="safetensors.torch.load_file reads the file.")
         paths = [tuple(name.split(".")) for name in names]
         return describe(paths if nests(paths) else [(name,) for name in names], entries)
 
     def _entries(self, source: Source) -> list[Entry]:
-        if source.header.entries is not None:
-            return source.header.entries
-        return parse_entries(source.raw, source.size_bytes)[1]
+        found = source.header.entries
+        return parse_entries(source.raw, source.size_bytes)[1] if found is None else found
 
     def _place_all(self) -> Places:
-        count = len(self.names)
+        count = len(self.plan.specs)
         homes = [0] * count
         if self.homes is not None:
             lacking = [name for name in self.names if name not in self.homes]
             if lacking or len(self.homes) != count:
-                raise CorruptCheckpointError(
+                raise damaged(
                     "the index does not name the tree's leaves.",
-                    expected=f"{count} names",
-                    got=f"{len(self.homes)}; missing: {lacking[:5]}",
+                    f"{count} names",
+                    f"{len(self.homes)}; missing: {lacking[:5]}",
                 )
             homes = [self.homes[name] for name in self.names]
         begins: list[int] = [0] * count
@@ -250,7 +225,7 @@ class Contents:
         return table
 
     def _in_blocks(self, digest: str | None, name: str, spec: Spec) -> Digest | None:
-        """Return the digest of a leaf with those of its blocks, if it was written in some."""
+        """Return the digest of a leaf; if it was written in blocks, with their digests."""
         rows = self._blocks.get(json.loads(name)) if digest is not None else None
         return digest if digest is None or rows is None else Blocks(digest, rows, spec)
 
@@ -264,11 +239,8 @@ class Contents:
             layout = lay_out(names, specs)
             if header.rest.rstrip(" ") == f"{layout.entries}}}":
                 check_size(source.begin + layout.size_bytes, source.size_bytes)
-                placed = [source.begin + begin for begin in layout.begins]
-                if self.homes is None:
-                    begins[:] = placed
-                for i, begin in zip(mine, placed, strict=True) if self.homes is not None else ():
-                    begins[i] = begin
+                for i, begin in zip(mine, layout.begins, strict=True):
+                    begins[i] = source.begin + begin
                 if self.verify:
                     check_algorithm(header.algorithm)
                     recorded = split_digests(header.metadata["tdfunc.leaves"], len(names))
@@ -276,11 +248,7 @@ class Contents:
                         digests[mine[k]] = digest
                 return
             if self.verify:
-                raise CorruptCheckpointError(
-                    "the header's entries are not those of its tree.",
-                    expected=layout.entries[:200],
-                    got=header.rest[:200],
-                )
+                raise damaged("the header's entries must fit its tree.", layout.entries[:200], header.rest[:200])
         # Another program wrote the header, or the index; leaves are found by their names.
         entries = self._entries(source)
         known: Sequence[str | None] = [None] * len(entries)
@@ -292,38 +260,40 @@ class Contents:
             entry, digests[i] = found.pop(json.loads(name), (None, None))
             begins[i] = source.begin + _same(entry, name, spec).begin
         if found:
-            raise CorruptCheckpointError(
-                "the file has leaves that its tree does not have.", got=", ".join(map(repr, list(found)[:5]))
-            )
+            raise damaged("the file has leaves that its tree does not have.", got=", ".join(map(repr, list(found)[:5])))
 
     # -- one path ---------------------------------------------------------------------------------------------
 
     def leaf_at(self, path: Path) -> Leaf | None:
-        """Return the leaf at a path; None where there is something else.
+        """Return the leaf at a path; None for anything else there.
 
         Raises:
-            MissingKeyError: There is nothing.
+            MissingKeyError: The path does not exist.
         """
         with parsing(self.path):
-            leaf = self._read_alone(path) if self._places is None and self.is_ours else None
+            leaf = self._read_alone(path) if "places" not in vars(self) and self.is_ours else None
             if leaf is not None:
                 return leaf
             _, depth, i = self.find(path)
             if i is None or i < 0 or depth < len(path):
                 return None
-            plan, places = self.plan, self.places
-            place = plan.place(i)
-            check_place(place)
-            source = self.sources[places.homes[i]]
-            return Leaf(source, places.begins[i], plan.specs[i], self.names[i], plan.flags[i], place, places.digests[i])
+            check_place(self.plan.place(i))
+            return self.leaf(i)
+
+    def leaf(self, i: int) -> Leaf:
+        """Return a leaf by its number."""
+        plan, places = self.plan, self.places
+        source = self.sources[places.homes[i]]
+        place, digest = plan.place(i), places.digests[i]
+        return Leaf(source, places.begins[i], plan.specs[i], self.names[i], plan.flags[i], place, digest)
 
     def find(self, path: Path) -> tuple[int, int, int | None]:
-        """Return the deepest node on a path, how many keys lead there, and the leaf at its end (-1 for a value).
+        """Return the deepest node on a path, the number of keys to it, and the leaf at the end (-1 for a value).
 
-        A path ends early where it meets a lazy stack, whose keys are not those of its node.
+        A path ends early at a lazy stack, whose keys differ from the keys of its node.
 
         Raises:
-            MissingKeyError: There is nothing.
+            MissingKeyError: The path does not exist.
         """
         plan, number = self.plan, 0
         for depth, key in enumerate(path):
@@ -352,7 +322,7 @@ class Contents:
             return self._keys[number].get(key)
 
     def _read_alone(self, path: Path) -> Leaf | None:
-        """Return a plain leaf, without checking more of the tree than lies on the way to it; None for all else."""
+        """Return a plain leaf, after checking only the nodes on the way to it; None for anything else."""
         nodes, number, device, item = self.doc["nodes"], 0, None, None
         for depth, key in enumerate(path):
             node = nodes[number]
@@ -395,9 +365,9 @@ class Contents:
         return Leaf(source, source.begin + entry.begin, spec, name, flags, target, found_digest)
 
     def _table(self, number: int) -> dict[str, tuple[int, str]]:
-        """Return place and text of each entry of a header of ours by its name (JSON without quotes).
+        """Return the place and text of each entry of a header of ours by its name (JSON without quotes).
 
-        The entries are cut apart without parsing them, which would take longer than all else in opening a file.
+        The entries are split without parsing, which would take longer than the other steps of opening a file.
         """
         with self._lock:
             if number not in self._tables:
@@ -413,10 +383,10 @@ class Contents:
 
 def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
     if entry is None or entry.spec != spec:
-        raise CorruptCheckpointError(
+        raise damaged(
             f"leaf {name} must be as the tree describes it.",
-            expected=f"{spec.code} {list(spec.shape)}",
-            got=f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name",
+            f"{spec.code} {list(spec.shape)}",
+            f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name",
         )
     return entry
 
@@ -455,7 +425,7 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
 
 
 def is_memmap(path: str, files: Files) -> bool:
-    """Return whether a path is a memmap folder of this machine, and no folder of safetensors."""
+    """Return whether a path is a memmap folder of this machine and not a folder of safetensors."""
     if not isinstance(files, LocalFiles) or not files.exists(join(path, _META)):
         return False
     # A sub-tree of such a name is a folder.
@@ -473,11 +443,7 @@ def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
         data = files.open(path)
         try:
             if data.size_bytes > MAX_HEADER_BYTES:
-                raise CorruptCheckpointError(
-                    "the index is too long.",
-                    expected=f"at most {MAX_HEADER_BYTES} bytes",
-                    got=f"{data.size_bytes} bytes",
-                )
+                raise damaged("the index is too long.", f"at most {MAX_HEADER_BYTES} bytes", f"{data.size_bytes} bytes")
             raw = read_bytes(data, 0, data.size_bytes)
         finally:
             data.close()
@@ -495,11 +461,8 @@ def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
             # Another save may have replaced the index, and deleted the shards of the old one.
             again, index = read_index(path, files, verify=verify)
             if again == raw:
-                raise CorruptCheckpointError(
-                    f"load {path}: a shard that the index names is missing.",
-                    expected=", ".join(index.files),
-                    got=str(err),
-                    hint="restore it from a copy.",
+                raise damaged(
+                    f"load {path}: a shard that the index names is missing.", ", ".join(index.files), str(err)
                 ) from err
             raw = again
 
@@ -519,10 +482,10 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
             # One damaged letter makes an index of ours look like one of another program.
             is_ours = index is not None and index.is_marked and recorded is None and found is not None
             if verify and (is_ours or recorded not in (None, found)):
-                raise CorruptCheckpointError(
+                raise damaged(
                     f"load {name}: this shard is of another save than the index, or the index is damaged.",
-                    expected=f"a header with the digest {recorded}" if recorded else "an index with tdfunc's metadata",
-                    got=str(found),
+                    f"a header with the digest {recorded}" if recorded else "an index with tdfunc's metadata",
+                    str(found),
                     hint="restore all files of the folder from one copy, or read them: load(path, verify=False).",
                 )
         metadata, homes = (sources[0].header.metadata, None) if index is None else (index.metadata, index.homes)

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: where the leaves lie, their digests, and the entries that other readers need.
+"""The header of a safetensors file: the places of the leaves, their digests, and the entries for other readers.
 
 Pure functions on bytes. `docs/storage.md` is the specification; `tree/encode.py` writes the JSON of the tree inside.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
 from tdfunc.storage.tree.specs import BITS, Spec, no_constant, spec_of, unique
 
 # The second has leaves that several ranks wrote, block by block.
@@ -29,7 +29,7 @@ _DIGEST_AT = 8 + len(_START) + len(ALGORITHM) + 1
 
 
 class Layout(NamedTuple):
-    """Where each leaf lies: positions in file order, and the first byte of each, counted from the end of the header."""
+    """The place of each leaf: positions in file order, and first bytes, counted from the end of the header."""
 
     order: list[int]
     begins: list[int]
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One leaf as a safetensors header that is not ours states it."""
+    """One leaf in a safetensors header of another program."""
 
     name: str
     spec: Spec
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
     """Place leaves (quoted names in tree order) by falling element size, then dtype, then tree order.
 
-    So every leaf is aligned, and leaves of one dtype are neighbours.
+    This order aligns every leaf, and leaves of one dtype are neighbours.
     """
     codes = [spec.code for spec in specs]
     order = list(range(len(specs)))
@@ -73,7 +73,7 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
 
 
 def render(tree: str | None, layout: Layout, blocks: str = "") -> bytearray:
-    """Return the bytes before the data (length, header, padding), still without digests, which have a fixed width.
+    """Return the bytes before the data (length, header, padding) with zeros for digests, which have a fixed width.
 
     A shard has no tree; that is in the index. `blocks` is the table of the leaves that were written block by block.
     """
@@ -88,7 +88,7 @@ def render(tree: str | None, layout: Layout, blocks: str = "") -> bytearray:
 
 
 def seal(head: bytearray, digests: Sequence[str]) -> str:
-    """Enter the digests of the leaves (in file order) and then that of the header itself, which is returned."""
+    """Enter the digests of the leaves (in file order), then the digest of the header, and return that."""
     begin = _DIGEST_AT + DIGITS + len(_LEAVES % VERSION)
     head[begin : begin + DIGITS * len(digests)] = "".join(digests).encode()
     own = digest(head)
@@ -97,79 +97,85 @@ def seal(head: bytearray, digests: Sequence[str]) -> str:
 
 
 class Header(NamedTuple):
-    """A header that was parsed: in `entries`, or up to the `rest`, which the tree must imply."""
+    """A header that was parsed into `entries`, or up to the `rest`, which the tree must imply."""
 
     metadata: dict[str, str]
     algorithm: str | None
     rest: str
     entries: list[Entry] | None
-    # The digest that the header states of itself.
+    # The recorded digest of the header.
     digest: str | None = None
 
 
 def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
-    """Read the length and header of a file of `size_bytes`, its own digest included."""
+    """Read the length and header of a file of `size_bytes`, and compare the digest of the header."""
     found = _OURS.match(raw, 8)
     if found is None:
         metadata, entries = parse_entries(raw, size_bytes)
         if verify and any(key.startswith("tdfunc") for key in metadata):
-            raise _altered(f"a header that starts with {_START}", repr(raw[8:60]))
+            raise altered("header", f"a header that starts with {_START}", repr(raw[8:60]))
         return Header(metadata, None, "", entries)
     algorithm, recorded = found[1].decode("latin-1"), found[2].decode()
     if verify:
-        check_algorithm(algorithm)
-        if recorded != digest(raw):
-            raise _altered(f"{ALGORITHM} {recorded}", f"{ALGORITHM} {digest(raw)}")
+        check_own("header", raw, algorithm, recorded, _DIGEST_AT)
     text = raw[8:].decode()
     metadata, end = json.JSONDecoder(object_pairs_hook=unique).raw_decode(text, len('{"__metadata__":'))
     _check_text(metadata)
     return Header(metadata, algorithm, text[end:], None, recorded)
 
 
-def _altered(expected: str, got: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        "the header is damaged, or another program wrote it again with the metadata of an older file.",
-        expected=expected,
-        got=got,
-        hint="restore the file from a copy, or read it unchecked: load(path, verify=False).",
+def altered(what: str, expected: str, got: str) -> CorruptCheckpointError:
+    """Return the error of a header or index that is not as it was written."""
+    return damaged(
+        f"the {what} is damaged, or another program wrote it again with the metadata of an older file.",
+        expected,
+        got,
+        hint="restore it from a copy, or read it unchecked: load(path, verify=False).",
     )
 
 
+def check_own(what: str, raw: bytes, algorithm: str, recorded: str, at: int) -> None:
+    """Raise unless a header or index has the digest that it contains."""
+    check_algorithm(algorithm)
+    if recorded != (found := digest(raw, at)):
+        raise altered(what, f"{ALGORITHM} {recorded}", f"{ALGORITHM} {found}")
+
+
 def is_ours(raw: bytes) -> bool:
-    """Return whether tdfunc wrote the file that begins so."""
+    """Return whether tdfunc wrote the file with this beginning."""
     return raw[8:].startswith(_START.encode())
 
 
 def is_torch(raw: bytes) -> bool:
-    """Return whether the file that begins so is one of torch.save: a zip archive, or a pickle."""
+    """Return whether torch.save wrote the file with this beginning: a zip archive, or a pickle."""
     # The length of a safetensors header could begin with the same bytes; then `{` follows it.
     return raw.startswith((b"PK", b"\x80")) and raw[8:9] != b"{"
 
 
 def check_algorithm(algorithm: str | None) -> None:
-    """Raise for digests that this version of tdfunc cannot compute."""
+    """Raise unless this version of tdfunc can compute the digests."""
     if algorithm != ALGORITHM:
-        raise CorruptCheckpointError(
+        raise damaged(
             "the checksums are of an unknown algorithm.",
-            expected=ALGORITHM,
-            got=repr(algorithm),
+            ALGORITHM,
+            repr(algorithm),
             hint="load(path, verify=False) reads the file unchecked.",
         )
 
 
 def check_digest(what: str, recorded: str, computed: str) -> None:
-    """Raise where bytes are not those that were written."""
+    """Raise if bytes differ from the bytes that were written."""
     if recorded != computed:
-        raise CorruptCheckpointError(
+        raise damaged(
             f"{what} is damaged: its checksum does not match.",
-            expected=f"{ALGORITHM} {recorded}",
-            got=f"{ALGORITHM} {computed}",
+            f"{ALGORITHM} {recorded}",
+            f"{ALGORITHM} {computed}",
             hint="restore the file from a copy; load(path, verify=False) reads the damaged values.",
         )
 
 
 def digest(raw: bytes | bytearray, at: int = _DIGEST_AT) -> str:
-    """Return the digest of a header (length included), or of an index, with its own field zeroed."""
+    """Return the digest of a header (length included) or another text, with zeros in the field of the digest."""
     view = memoryview(raw)
     state = xxhash.xxh3_64(view[:at])
     state.update(b"0" * DIGITS)
@@ -181,29 +187,23 @@ def split_digests(text: str, count: int) -> list[str]:
     """Return the digest of each leaf, in file order."""
     width = len(text) // count if count else 0
     if width * count != len(text) or (count and not width):
-        raise CorruptCheckpointError(
-            "the leaf checksums do not fit the leaves.", expected=f"{count} of one width", got=f"{len(text)} digits"
-        )
+        raise damaged("the leaf checksums do not fit the leaves.", f"{count} of one width", f"{len(text)} digits")
     return [text[i : i + width] for i in range(0, len(text), width)] if count else []
 
 
 def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """Parse any safetensors header: metadata, and the leaves, which must cover the data exactly."""
+    """Parse any safetensors header: the metadata, and the leaves, which must cover the data exactly."""
     decoder = json.JSONDecoder(object_pairs_hook=unique, parse_constant=no_constant, parse_float=no_constant)
     header = decoder.decode(raw[8:].decode())
     if not isinstance(header, dict):
-        raise CorruptCheckpointError("the header must be a JSON object.", got=repr(header)[:200])
+        raise damaged("the header must be a JSON object.", got=repr(header)[:200])
     metadata = header.pop("__metadata__", {})
     _check_text(metadata)
     entries = [as_entry(name, fields) for name, fields in header.items()]
     end = 0
     for name, spec, begin in sorted(entries, key=lambda e: (e.begin, e.spec.size_bytes)):
         if begin != end:
-            raise CorruptCheckpointError(
-                f"leaf {name!r} overlaps its neighbour or leaves a hole.",
-                expected=f"first byte {end}",
-                got=str(begin),
-            )
+            raise damaged(f"leaf {name!r} overlaps its neighbour or leaves a hole.", f"first byte {end}", str(begin))
         end += spec.size_bytes
     check_size(len(raw) + end, size_bytes)
     return metadata, entries
@@ -211,41 +211,32 @@ def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Ent
 
 def as_entry(name: str, fields: Any) -> Entry:
     """Check one entry of a header."""
-    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CorruptCheckpointError(
-            f"leaf {name!r} is malformed.", expected="dtype, shape and data_offsets", got=repr(fields)[:200]
-        )
-    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    given: dict[str, Any] = fields if isinstance(fields, dict) and len(fields) == 3 else {}
+    parts: list[Any] = [given.get(field) for field in ("dtype", "shape", "data_offsets")]
+    code, shape, offsets = parts
     typed = isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
     if not typed or any(type(offset) is not int or offset < 0 for offset in offsets):
-        raise CorruptCheckpointError(
-            f"leaf {name!r} is malformed.", expected="a dtype, sizes and two offsets", got=repr(fields)[:200]
-        )
+        raise damaged(f"leaf {name!r} is malformed.", "a dtype, a shape and two data_offsets", repr(fields)[:200])
     try:
         spec = spec_of(code, shape)
     except (CorruptCheckpointError, UnsupportedError) as err:
         raise type(err)(f"leaf {name!r}: {err}") from err
     if offsets[1] - offsets[0] != spec.size_bytes:
-        raise CorruptCheckpointError(
+        raise damaged(
             f"leaf {name!r} has not the bytes that its shape needs.",
-            expected=f"{spec.size_bytes} for {code} {shape}",
-            got=f"data_offsets {offsets}",
+            f"{spec.size_bytes} for {code} {shape}",
+            f"data_offsets {offsets}",
         )
     return Entry(name, spec, offsets[0])
 
 
 def check_size(expected: int, size_bytes: int) -> None:
-    """Raise for a file that is shorter or longer than its header states."""
+    """Raise if a file is shorter or longer than its header requires."""
     if expected != size_bytes:
         how = "cut short" if size_bytes < expected else "longer than its leaves"
-        raise CorruptCheckpointError(
-            f"the file is {how}.",
-            expected=f"{expected} bytes",
-            got=f"{size_bytes} bytes",
-            hint="restore it from a copy.",
-        )
+        raise damaged(f"the file is {how}.", f"{expected} bytes", f"{size_bytes} bytes")
 
 
 def _check_text(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CorruptCheckpointError("the metadata must be a map of strings.", got=repr(metadata)[:200])
+        raise damaged("the metadata must be a map of strings.", got=repr(metadata)[:200])

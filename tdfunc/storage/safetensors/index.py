@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
 from typing import NamedTuple
 
-from tdfunc.core.errors import CorruptCheckpointError
-from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, VERSION, check_algorithm, digest
+from tdfunc.core.errors import damaged
+from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, VERSION, altered, check_own, digest
 from tdfunc.storage.tree.specs import find_surrogate, parse_json
 
 INDEX = "model.safetensors.index.json"
@@ -29,7 +29,7 @@ class Index(NamedTuple):
     files: list[str]
     # The digest of each file's header; None in an index of another program.
     digests: list[str] | None
-    # True where its bytes have a field of tdfunc, which one flipped bit cannot take away and another program may.
+    # True if its bytes have a field of tdfunc, which one flipped bit cannot remove but another program can.
     is_marked: bool
 
 
@@ -54,21 +54,11 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
     """
     found = _OURS.match(raw)
     if found is not None and verify:
-        check_algorithm(found[1].decode("latin-1"))
-        recorded, computed = found[2].decode(), digest(raw, _DIGEST_AT)
-        if recorded != computed:
-            raise CorruptCheckpointError(
-                "the index is damaged: its checksum does not match.",
-                expected=f"{ALGORITHM} {recorded}",
-                got=f"{ALGORITHM} {computed}",
-                hint="restore the folder from a copy, or read it unchecked: load(path, verify=False).",
-            )
+        check_own("index", raw, found[1].decode("latin-1"), found[2].decode(), _DIGEST_AT)
     doc = parse_json(raw)
     weights = doc.get("weight_map") if isinstance(doc, dict) else None
     if not isinstance(weights, dict) or any(type(home) is not str for home in weights.values()):
-        raise CorruptCheckpointError(
-            "the index is malformed.", expected="a weight_map of names and files", got=repr(weights)[:200]
-        )
+        raise damaged("the index is malformed.", "a weight_map of names and files", repr(weights)[:200])
     metadata = doc.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     shards = metadata.get("tdfunc.shards")
@@ -78,16 +68,12 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
         # No file can be called by more, or by half a character.
         plain = plain and find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES
         if not plain or name in (".", "..") or not name.endswith(".safetensors"):
-            raise CorruptCheckpointError("the index must name safetensors files in its folder.", got=repr(name)[:400])
+            raise damaged("the index must name safetensors files in its folder.", got=repr(name)[:400])
     numbers = {name: i for i, name in enumerate(files)}
     texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
     ours = any(key.startswith("tdfunc") for key in metadata)
     if ours and verify and (found is None or not isinstance(shards, dict) or len(shards) != len(files)):
-        raise CorruptCheckpointError(
-            "the index is damaged, or another program wrote it again with the metadata of an older one.",
-            expected=f"an index that starts with {_START} and names the digest of each file",
-            got=repr(raw[:60]),
-        )
+        raise altered("index", f"an index that starts with {_START} and has the digest of each file", repr(raw[:60]))
     homes = {quote(name): numbers[home] for name, home in weights.items()}
     digests = [str(shards.get(name)) for name in files] if isinstance(shards, dict) else None
     return Index(texts, homes, files, digests, b'"tdfunc.' in raw)

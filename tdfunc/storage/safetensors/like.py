@@ -1,4 +1,4 @@
-"""Comparing a checkpoint with an expected spec: keys, shapes and dtypes, with every difference in one error."""
+"""The comparison of a checkpoint with an expected spec: keys, shapes and dtypes, with every difference in one error."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ Found: TypeAlias = dict[Path, tuple[tuple[int, ...] | None, str | None]]
 def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = True) -> None:
     """Compare leaves with a tree or spec of anything that has a shape and a dtype.
 
-    Of paths that `like` ties, one is enough: other programs store a tied leaf under one of its names. Nor do they store
-    buffers that are not persistent, which may lack where the file `is_ours` not.
+    Of the paths that `like` ties, one is enough: other programs store a tied leaf under one of its names. They do not
+    store buffers that are not persistent, so a file may lack these unless it `is_ours`.
 
     Raises:
         TreeStructureError: Keys differ; the message lists all differences.
@@ -41,14 +41,11 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
     lacking = [at for at in expected if at not in found and at not in held]
     others = [at for at in found if at not in expected]
     names, dots = {dotted(at): at for at in others}, None
-    for at in lacking:
-        if dotted(at) in names and dots is None:
-            # Keys with dots on one side (those of a state dict) are paths on the other.
-            dots = "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
-            if len(at) < len(names[dotted(at)]):
-                dots = (
-                    "like= has keys with dots: like=TensorDict(like).unflatten_keys('.') has those of the checkpoint."
-                )
+    # Keys with dots on one side, as in a state dict, are paths on the other.
+    if (same := next((at for at in lacking if dotted(at) in names), None)) is not None:
+        dots = "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
+        if len(same) < len(names[dotted(same)]):
+            dots = "like= has keys with dots: give like=TensorDict(like).unflatten_keys('.')."
     # Where dots are the difference, the two names are the same.
     kind, lines = list_differences(expected, found, lacking, others, dotted if dots is None else repr)
     if lines:
@@ -80,15 +77,14 @@ def list_differences(
 
 
 def check_ranks(ranks: Ranks, found: Found | None) -> NoReturn:
-    """Raise on every rank the difference between the first trees that differ; some of them do."""
+    """Raise the difference between the first two trees that differ, on every rank."""
 
     def name(described: list[bytes]) -> bytes:
         trees = [(rank, parse_found(raw)) for rank, raw in enumerate(described) if raw]
         rank, other = next(((rank, tree) for rank, tree in trees if tree != trees[0][1]), (0, None))
         if other is None:
             raise TreeStructureError(
-                f"{ranks.call}: the trees of all ranks must have the same values where there are no tensors, "
-                "and the same batch sizes, kinds and classes.",
+                f"{ranks.call}: the trees of all ranks must have equal values, batch sizes, kinds and classes.",
                 hint="td.broadcast(0) gives all ranks one tree.",
             )
         raise mismatch(ranks.call, f"rank {trees[0][0]} (expected) and rank {rank}", trees[0][1], other)
@@ -113,12 +109,12 @@ def describe_found(found: Found) -> bytes:
 
 
 def parse_found(raw: bytes) -> Found:
-    """Return what `describe_found` described."""
+    """Return the shapes and dtypes that `describe_found` described."""
     return {(name,): (tuple(shape), dtype) for name, shape, dtype in json.loads(raw)}
 
 
 def found_in(names: Sequence[str], specs: Sequence[Spec]) -> Found:
-    """Return the shape and dtype of each leaf by its name (as it stands in a header)."""
+    """Return the shape and dtype of each leaf by its name in a header."""
     shapes = [(tuple(spec.size), str(spec.dtype).removeprefix("torch.")) for spec in specs]
     return {(name[1:-1],): shape for name, shape in zip(names, shapes, strict=True)}
 

@@ -25,12 +25,12 @@ class FilePlan(NamedTuple):
 
     # Length and header, still without checksums.
     head: bytearray
-    # In file order: the address of a leaf whose bytes can be taken as they lie in memory (else 0), and its size.
+    # In file order: the address of a leaf whose bytes can be copied from memory (else 0), and its size.
     work: list[tuple[int, int, Tensor]]
     size_bytes: int
     # In file order, by name: the digest that a leaf must have when it is written, or None.
     expected: list[tuple[str, str | None]]
-    # Where the bytes of a leaf come from if it has none: called with it when its turn has come.
+    # Returns the bytes of a leaf without memory; called when its turn has come.
     values: Values | None = None
 
 
@@ -57,7 +57,7 @@ def plan_save(
         outline: The tree.
         max_bytes: The most bytes of leaves in one shard; None for one file.
         digests: By name, digests that leaves must have when they are written.
-        values: Where the bytes of leaves come from that have no memory of their own.
+        values: A function that returns the bytes of a leaf, for leaves without memory.
 
     Raises:
         UnsupportedError: A leaf is without memory to read, or a header is too long; nothing was written.
@@ -65,7 +65,7 @@ def plan_save(
     size_bytes = sum([spec.size_bytes for spec in outline.specs])
     if max_bytes is None:
         return SavePlan([_plan_file(outline, digests, values)], [], size_bytes)
-    # A leaf that is larger than a shard gets one of its own.
+    # A leaf that is larger than a shard gets its own shard.
     groups: list[list[int]] = [[]]
     used = 0
     for i, spec in enumerate(outline.specs):
@@ -74,7 +74,7 @@ def plan_save(
             used = 0
         groups[-1].append(i)
         used += spec.size_bytes
-    # The names are those of no other save, so that the index alone decides which shards are read.
+    # No other save has these names, so that the index decides which shards are read.
     generation, count = secrets.token_hex(4), len(groups)
     names = [f"model-{generation}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     homes = {i: name for name, group in zip(names, groups, strict=True) for i in group}
@@ -121,7 +121,7 @@ def _check_length(what: str, size_bytes: int) -> None:
 
 
 def address_of(call: str, name: str, leaf: Tensor) -> int:
-    """Return where the bytes of a leaf lie in row-major order on the CPU; 0 where it has to be copied for that."""
+    """Return the address of the bytes of a leaf in row-major order on the CPU; 0 if it has to be copied for that."""
     try:
         address, got = leaf.data_ptr(), f"{leaf.untyped_storage().nbytes()} bytes of storage"
     except RuntimeError:
@@ -137,7 +137,7 @@ def address_of(call: str, name: str, leaf: Tensor) -> int:
 
 
 def is_plain(leaf: Tensor) -> bool:
-    """Return whether the bytes of a leaf lie in memory as they do in a file."""
+    """Return whether the bytes of a leaf are in memory as in a file."""
     return leaf.is_contiguous() and leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg()
 
 

@@ -1,4 +1,4 @@
-"""One file from many ranks: each writes its parts of the leaves to their places, and the first one commits."""
+"""One file from many ranks: each writes its parts of the leaves to their places, and the first rank commits."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
@@ -19,15 +19,16 @@ from tdfunc.storage.disk.raw import raw_bytes, write_all
 from tdfunc.storage.safetensors.blocks import Block, check_cover, cut_blocks, table_text
 from tdfunc.storage.safetensors.header import DIGITS, Layout, lay_out, render, seal
 from tdfunc.storage.safetensors.like import check_ranks, found_in
+from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.encode import Outline, outline
 
-# Calls the function with the descriptor of a new file and its name, and gives the file its place.
-Commit = Callable[[str, Callable[[int, str], None], int], None]
+# Calls a function with the descriptor and name of a new file of a size, and gives the file its place.
+Commit = Callable[[Callable[[int, str], None], int], None]
 _EMPTY = xxhash.xxh3_64_hexdigest(b"")
 
 
 class RankSave:
-    """A save by the ranks of a mesh or of the default group, which have agreed on the tree and on who writes what.
+    """A save by the ranks of a mesh or of the default group, which agree on the tree and on the parts of each rank.
 
     Args:
         td: This rank's tree.
@@ -36,7 +37,7 @@ class RankSave:
 
     Raises:
         TreeStructureError: The trees of the ranks differ; every rank raises, as for all errors here.
-        LeafMismatchError: Leaves differ in shape, or a leaf that is no DTensor in its values.
+        LeafMismatchError: Leaves differ in shape, or the values of a leaf that is not a DTensor differ.
         UnsupportedError: A leaf cannot be stored.
         PeerError: A rank did not take part in time, or died.
     """
@@ -61,11 +62,7 @@ class RankSave:
         def shell(leaf: Any) -> Any:
             if not is_sharded(leaf):
                 return leaf
-            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            is_parameter = isinstance(leaf, nn.Parameter)
-            empty = (
-                nn.Parameter(empty, leaf.requires_grad) if is_parameter else empty.requires_grad_(leaf.requires_grad)
-            )
+            empty = without_values(leaf, leaf.dtype)
             originals[id(empty)] = leaf
             return empty
 
@@ -130,13 +127,12 @@ class RankSave:
 
     # -- the writing ----------------------------------------------------------------------------------------------
 
-    def write(self, path: str, commit: Commit, anchor: str) -> None:
-        """Write the file; `commit` is called on the first rank, and gives it its place.
+    def write(self, commit: Commit, anchor: str) -> None:
+        """Write the file; `commit` is called on the first rank.
 
         Args:
-            path: The file.
-            commit: Makes the file.
-            anchor: A folder that all ranks share, in which the file is, while it is written too.
+            commit: Makes the file and gives it its place.
+            anchor: A folder that all ranks share and that contains the file, also while it is written.
         """
         ranks = self.ranks
         if ranks.rank:
@@ -146,7 +142,7 @@ class RankSave:
             return
         self._told = False
         try:
-            commit(path, lambda fd, name: self._lead(fd, os.path.relpath(name, anchor), name), self._size_bytes())
+            commit(lambda fd, name: self._lead(fd, os.path.relpath(name, anchor), name), self._size_bytes())
         except BaseException as err:
             failure = err if isinstance(err, Exception) else RuntimeError(f"{type(err).__name__}: {err}")
             if not self._told:
@@ -219,11 +215,11 @@ class RankSave:
 
 
 def write_box(fd: int, raw: memoryview, at: int, block: Block, size: tuple[int, ...], itemsize: int) -> None:
-    """Write the bytes of a box into a leaf that begins at `at`, in runs that lie together there."""
+    """Write the bytes of a box into a leaf that begins at `at`, in contiguous runs."""
     inner = len(size)
     while inner and block.shape[inner - 1] == size[inner - 1]:
         inner -= 1
-    # The last dimension that is cut lies together with the whole ones after it.
+    # The last dimension that is cut is contiguous with the complete ones after it.
     lead = max(inner - 1, 0)
     strides = [itemsize * math.prod(size[k + 1 :]) for k in range(len(size))]
     base = at + sum([start * stride for start, stride in zip(block.start, strides, strict=True)])
@@ -239,7 +235,7 @@ def write_box(fd: int, raw: memoryview, at: int, block: Block, size: tuple[int, 
 def save_by_ranks(td: TensorCollection, target: str, *, fsync: bool) -> None:
     """Save a tree with DTensors: every rank of the default group calls this with its parts."""
 
-    def commit(path: str, write: Callable[[int, str], None], size_bytes: int) -> None:
-        replace_named(path, write, size_bytes=size_bytes, fsync=fsync)
+    def commit(write: Callable[[int, str], None], size_bytes: int) -> None:
+        replace_named(target, write, size_bytes=size_bytes, fsync=fsync)
 
-    RankSave(td, f"save {target}", fsync=fsync).write(target, commit, os.path.dirname(os.path.abspath(target)))
+    RankSave(td, f"save {target}", fsync=fsync).write(commit, os.path.dirname(os.path.abspath(target)))

@@ -1,7 +1,5 @@
-"""The values of leaves out of a file: mapped copy-on-write or read alone, checked against the recorded checksums."""
+"""The values of leaves in a file: mapped copy-on-write or read one by one, and compared with the recorded checksums."""
 
-import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
@@ -13,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError
+from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, damaged
 from tdfunc.storage.disk.raw import is_wrapped, raw_view
 from tdfunc.storage.disk.remote import Bytes, LocalBytes
 from tdfunc.storage.safetensors.blocks import Block, Blocks
@@ -22,7 +20,7 @@ from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import Spec
 
 _GUESS_BYTES = 1 << 16
-# Of a leaf: of all its bytes, or of its blocks.
+# The digest of all bytes of a leaf, or the digests of its blocks.
 Digest: TypeAlias = str | Blocks
 
 
@@ -49,12 +47,7 @@ def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source
         with naming(path):
             size_bytes = data.size_bytes
             if size_bytes < 8:
-                raise CorruptCheckpointError(
-                    "the file is cut short.",
-                    expected="8 bytes or more",
-                    got=f"{size_bytes} bytes",
-                    hint="restore it from a copy.",
-                )
+                raise damaged("the file is cut short.", "8 bytes or more", f"{size_bytes} bytes")
             # Most headers come with the first read; the bytes after one are cheaper than a second read.
             raw = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
             length, limit = int.from_bytes(raw[:8], "little"), min(size_bytes - 8, MAX_HEADER_BYTES)
@@ -66,10 +59,10 @@ def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source
                     )
                 hint = "give the path of a .safetensors file; if this was one, restore it from a copy."
                 is_long = length > MAX_HEADER_BYTES
-                raise CorruptCheckpointError(
+                raise damaged(
                     "the file must be a safetensors file." if is_long else "the file is cut short.",
-                    expected=f"the length of a header, at most {limit}, in 8 bytes",
-                    got=f"the bytes {raw[:8]!r}" if is_long else f"the length {length}",
+                    f"the length of a header, at most {limit}, in 8 bytes",
+                    f"the bytes {raw[:8]!r}" if is_long else f"the length {length}",
                     hint=hint,
                 )
             raw = raw[: 8 + length]
@@ -87,7 +80,7 @@ _OURS = (CorruptCheckpointError, TreeStructureError, UnsupportedError)
 
 # A class: as a generator it would take a tenth of the time of reading a small leaf.
 class naming:
-    """A `with` block that gives our errors the name of the file, and makes `malformed` ones ours."""
+    """A `with` block that adds the name of the file to our errors, and replaces `malformed` errors by ours."""
 
     __slots__ = ("_malformed", "_path")
 
@@ -102,15 +95,14 @@ class naming:
             if not str(err).startswith("load "):
                 raise type(err)(f"load {self._path}: {err}") from err
         elif isinstance(err, self._malformed) and not isinstance(err, MissingKeyError):
-            raise CorruptCheckpointError(
+            raise damaged(
                 f"load {self._path}: the header is malformed.",
-                expected="the header of a safetensors file",
-                got=f"{type(err).__name__}: {err}"[:400],
-                hint="restore the file from a copy.",
+                "the header of a safetensors file",
+                f"{type(err).__name__}: {err}"[:400],
             ) from err
 
 
-# Where headers are taken apart, errors of Python are damage.
+# In code that parses headers, errors of Python are damage.
 parsing: partial[naming] = partial(naming, malformed=MALFORMED)
 
 
@@ -127,35 +119,14 @@ def fill(data: Bytes, view: memoryview, offset: int) -> None:
     while done < len(view):
         count = data.read_into(view[done:], offset + done)
         if not count:
-            raise CorruptCheckpointError(
-                "the file was cut short while it was read.",
-                expected=f"{offset + len(view)} bytes",
-                got=f"{offset + done} bytes",
+            raise damaged(
+                "the file was cut short while it was read.", f"{offset + len(view)} bytes", f"{offset + done} bytes"
             )
         done += count
 
 
-def map_bytes(source: Source) -> Any:
-    """Map a whole file copy-on-write: writing to it is allowed and changes neither the file nor other mappings."""
-    assert isinstance(source.data, LocalBytes)
-    # By descriptor where the system can, since another save may have replaced the path by now.
-    fd, path = source.data.fd, source.path
-    name = {"linux": f"/proc/self/fd/{fd}", "darwin": f"/dev/fd/{fd}"}.get(sys.platform, path)
-    # Any: torch.from_file is untyped.
-    options: dict[str, Any] = {"shared": False, "size": source.size_bytes, "dtype": torch.uint8, "device": "cpu"}
-    try:
-        mapped: Any = torch.from_file(name, **options)
-    except RuntimeError as err:
-        if os.path.exists(name):
-            raise OSError(f"load {path}: the file cannot be mapped: {err}") from err
-        # A system without /proc.
-        mapped = torch.from_file(path, **options)
-    # Through numpy: the tensor's own storage claims to be in shared memory and cannot be sent to a process.
-    return mapped.numpy()
-
-
 def check_bytes(name: str, view: memoryview, recorded: Digest, part: Block | None = None) -> None:
-    """Compare the checksum of a leaf with the recorded one; of a leaf in blocks, those that meet a part."""
+    """Compare the checksum of a leaf with the recorded one; in a leaf of blocks, of those that overlap with a part."""
     if isinstance(recorded, Blocks):
         recorded.check(name, view, part)
         return
@@ -165,7 +136,7 @@ def check_bytes(name: str, view: memoryview, recorded: Digest, part: Block | Non
 
 
 def read_leaf(source: Source, spec: Spec, begin: int, name: str, digest: Digest | None) -> Tensor:
-    """Read one leaf, and nothing else, into memory of its own, and compare its checksum if there is one."""
+    """Read one leaf into new memory, and compare its checksum if there is one."""
     # Before memory is taken: a header may lie.
     if begin + spec.size_bytes > source.size_bytes:
         check_size(begin + spec.size_bytes, source.size_bytes)
@@ -194,7 +165,7 @@ def as_view(leaf: Tensor) -> memoryview:
 
 
 def view_leaves(data: Any, specs: Sequence[Spec], begins: Sequence[int]) -> list[Tensor]:
-    """Return leaves as tensors on the mapped bytes, each with a storage and a version of its own."""
+    """Return leaves as tensors on the mapped bytes. Each has its own storage and version."""
     dtypes = [spec.numpy for spec in specs]
     if None not in dtypes and not any(map(mod, begins, [spec.dtype.itemsize for spec in specs])):
         # All files of ours. Without a line of Python for each leaf it takes two thirds of the time.
@@ -220,7 +191,7 @@ def _view_bytes(data: Any, spec: Spec) -> Tensor:
 
 
 def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any] | None:
-    """Return runs of rows (first, count), and the index that takes the result out of them; None for all rows."""
+    """Return runs of rows (first, count), and the index of the result in them; None for all rows."""
     first, *rest = index if isinstance(index, tuple) and index else (index,)
     if not size or first is None or first is Ellipsis or isinstance(first, (bool, np.bool_)):
         return None

@@ -1,4 +1,4 @@
-"""A tree that was outlined, written to a target that was checked: one file, or shards in a folder."""
+"""An outlined tree, written to a checked target: one file, or shards in a folder."""
 
 import os
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def check_target(path: str | os.PathLike[str], max_shard_size: int | str | None 
                 ValueError,
                 f"save {target}: shards are saved in a folder.",
                 expected="the name of a folder",
-                got="that of a file",
+                got="the name of a file",
                 hint="name a folder, or leave out max_shard_size=.",
             )
         return target.rstrip("/") or target, as_bytes(max_shard_size)
@@ -52,9 +52,9 @@ def save_outline(
     values: Values | None = None,
     progress: bool = False,
 ) -> None:
-    """Write a tree that was outlined, as one file or as shards of `max_bytes`; a leaf with a digest must still have it.
+    """Write an outlined tree as one file or as shards of `max_bytes`; a leaf with a digest must still have it.
 
-    With `values` the leaves need none: their bytes come from that.
+    With `values`, a function that returns the bytes of each leaf, the leaves do not need values.
     """
     plan = plan_save(out, max_bytes, digests, values)
     with progress_bar(progress, plan.size_bytes, "save") as tick:

@@ -1,4 +1,4 @@
-"""`open`: a checkpoint of which each leaf is read by itself, when it is used."""
+"""`open`: a checkpoint whose leaves are read one by one, when they are used."""
 
 import os
 from collections.abc import Iterator
@@ -37,19 +37,19 @@ def open(
     """Open a safetensors file or a folder of shards without reading its leaves.
 
     Args:
-        path: The file or folder; with fsspec also a URL, of which only the needed ranges are read.
-        device: Where leaves are put; without it, where the tree was.
+        path: The file or folder. With fsspec also a URL, from which only the needed ranges are read.
+        device: The device of the leaves. By default the device of the saved tree.
         classes: The classes of the tree's nodes, as in `load`.
-        verify: Compare the checksum of the header now, and that of each leaf when it is read.
+        verify: Compare the checksum of the header now, and the checksum of each leaf when it is read.
 
     Returns:
-        A handle that reads like a tree. It keeps the files open, so a save over them changes nothing that it reads;
-        close it, or use it in a `with` statement.
+        A handle that reads like a tree. It keeps the files open, so a save over them does not change the values that it
+        reads. Close it, or use it in a `with` statement.
 
     Raises:
         CorruptCheckpointError: A header was damaged or altered.
-        UnsupportedError: A format version that is not here.
-        FileNotFoundError: The file does not exist, or the folder is without a checkpoint.
+        UnsupportedError: Another version of tdfunc wrote the file.
+        FileNotFoundError: The file does not exist, or the folder does not contain a checkpoint.
 
     Examples:
         >>> import tempfile
@@ -71,8 +71,8 @@ def open(
 class SavedTree:
     """A tree (or a sub-tree) in an open checkpoint; `tdfunc.open` makes it.
 
-    It reads as a tree does: `f["head", "weight"]` is a leaf, `f["head"]` another such handle, `f["note"]` plain data.
-    Each read of a leaf takes new memory. Several threads may read; `close` waits for them.
+    It reads like a tree: `f["head", "weight"]` is a leaf, `f["head"]` another handle, and `f["note"]` plain data.
+    Each read of a leaf allocates new memory. Several threads may read; `close` waits for them.
 
     Examples:
         >>> import tempfile
@@ -92,7 +92,7 @@ class SavedTree:
         self._outline: Any = None
 
     def __getitem__(self, key: NestedKey) -> Any:
-        """Return a leaf (which is read now), a handle of a sub-tree, or plain data.
+        """Return a leaf (which is read now), a handle for a sub-tree, or plain data.
 
         Raises:
             MissingKeyError: The key does not exist.
@@ -114,19 +114,19 @@ class SavedTree:
         return node if depth == len(path) else get_value(node.load(), path[depth:])
 
     def slice(self, key: NestedKey, index: Any, *, verify: bool = False) -> Tensor:
-        """Return `leaf[index]` of a leaf, reading no more than the rows that the index names.
+        """Return `leaf[index]` of a leaf; only the rows that the index names are read.
 
         Args:
             key: The path of a leaf.
-            index: As for a tensor: ints, slices, masks, index tensors, or a tuple of them. The first of a tuple
-                chooses the rows; where it is an ellipsis, None or a mask of several dimensions, the whole leaf is
-                read.
-            verify: Read the whole leaf and compare its checksum; rows alone have none.
+            index: An index as for a tensor: ints, slices, masks, index tensors, or a tuple of them. The first of a
+                tuple chooses the rows. If it is an ellipsis, None or a mask of several dimensions, the complete leaf
+                is read.
+            verify: Read the complete leaf and compare its checksum; single rows do not have one.
 
         Raises:
             MissingKeyError: The path does not exist.
             IndexError: The index does not fit the leaf.
-            TypeError: There is a sub-tree or plain data at this path.
+            TypeError: The path leads to a sub-tree or plain data.
         """
         path = unravel(key)
         contents = self._contents
@@ -167,7 +167,7 @@ class SavedTree:
         classes: "Classes | None" = None,
         progress: bool = False,
     ) -> "TensorDict":
-        """Read the whole (sub-)tree, or the leaves that a filter chooses; the options are those of `tdfunc.load`."""
+        """Read the (sub-)tree, or the leaves that a filter chooses, with the options of `tdfunc.load`."""
         place = self._choice.device if device is None else torch.device(device)
         classes = self._choice.classes if classes is None else classes
         sources = self._contents.sources
@@ -182,7 +182,7 @@ class SavedTree:
             return tree
 
     def spec(self) -> "TensorDict":
-        """Return the (sub-)tree on the meta device: everything but the values."""
+        """Return the (sub-)tree on the meta device: everything except the values."""
         self._contents.check_open()
         if self._outline is None:
             self._outline = outline_tree(self._contents, Choice(classes=self._choice.classes), self._root)[0]
@@ -193,7 +193,7 @@ class SavedTree:
         return list(self.spec()._keys())
 
     def paths(self) -> list[Path]:
-        """Return the paths of all leaves; a tied leaf once, under its first path."""
+        """Return the paths of all leaves. A tied leaf has its first path only."""
         return leaf_paths(self.spec())
 
     def __iter__(self) -> Iterator[str]:
@@ -215,7 +215,7 @@ class SavedTree:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The strings in the header (or the index), except those of tdfunc."""
+        """The strings in the header (or the index), without the entries of tdfunc."""
         return {key: text for key, text in self._contents.metadata.items() if not key.startswith("tdfunc")}
 
     @property
@@ -224,7 +224,7 @@ class SavedTree:
         return self._contents.closed
 
     def close(self) -> None:
-        """Close the files, for the sub-trees too."""
+        """Close the files, also for the handles of sub-trees."""
         self._contents.close()
 
     def __enter__(self) -> "SavedTree":
@@ -235,7 +235,7 @@ class SavedTree:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse copies and pickles: the files would have two owners.
+        """Refuse copies and pickles, which would give the files two owners.
 
         Raises:
             UnsupportedError: Always.

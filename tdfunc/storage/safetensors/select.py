@@ -1,4 +1,4 @@
-"""The part of a checkpoint that is read: leaves chosen by a filter, compared with a spec, cast to a dtype."""
+"""The part of a checkpoint that is read: leaves that a filter chooses, compared with a spec and cast to a dtype."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,14 @@ from tdfunc.core.context import is_fake
 from tdfunc.core.errors import error
 from tdfunc.core.keys import FilterLike
 from tdfunc.ops.edits.structure import partition
-from tdfunc.storage.disk.ranks import has_sharded, is_sharded, own_part, place_like
+from tdfunc.storage.disk.mapped import map_bytes
+from tdfunc.storage.disk.ranks import find_sharded, is_sharded, own_part, place_like
 from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.disk.remote import LocalBytes
 from tdfunc.storage.safetensors.blocks import Block
 from tdfunc.storage.safetensors.contents import Contents
 from tdfunc.storage.safetensors.like import check_like
-from tdfunc.storage.safetensors.read import Source, check_bytes, map_bytes, parsing, read_leaf, view_leaves
+from tdfunc.storage.safetensors.read import Source, check_bytes, parsing, read_leaf, view_leaves
 from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
 from tdfunc.storage.tree.decode import Description
 from tdfunc.storage.tree.encode import IS_VALUE
@@ -30,7 +32,7 @@ Leaves: TypeAlias = "dict[int, Tensor] | list[Tensor]"
 
 @dataclass(frozen=True)
 class Choice:
-    """How a tree is to be read: the options of `load`."""
+    """The options of `load`."""
 
     where: "FilterLike | None" = None
     # A tree, mapping or spec of anything that has a shape and a dtype.
@@ -40,7 +42,7 @@ class Choice:
     classes: Classes = ()
     # Called with the bytes of each leaf that was read.
     tick: Callable[[int], object] | None = None
-    # Copy leaves that do not lie as in memory of torch: there sums and products may be rounded otherwise.
+    # Copy leaves without the alignment of torch's memory: sums and products of them may be rounded differently.
     aligned: bool = False
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
 
     Raises:
         FilterError: A pattern in `choice.where` matches no leaf.
-        TreeStructureError: Keys differ from those of `choice.like`.
+        TreeStructureError: The keys differ from the keys of `choice.like`.
         LeafMismatchError: Shapes or dtypes differ.
     """
     plan = contents.plan
@@ -67,24 +69,22 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
     outline, numbers, places = None, {}, dict[int, Any]()
     if choice.where is not None or choice.like is not None:
         outline, numbers = outline_tree(contents, choice, root)
-    if outline is not None and isinstance(choice.like, TensorCollection) and has_sharded(choice.like):
+    if outline is not None and isinstance(choice.like, TensorCollection) and find_sharded(choice.like) is not None:
         spread = {path: leaf for path, leaf in iter_leaves(choice.like) if is_sharded(leaf)}
         places = {numbers[id(leaf)]: spread[path] for path, leaf in iter_leaves(outline) if path in spread}
-    if outline is None or choice.where is None:
-        if outline is not None:
-            check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
-        leaves = read_leaves(contents, wanted, choice, mapped=mapped, places=places)
-        return _build(contents, leaves, choice, root)
-    outline = partition(outline, choice.where)[0]
-    if choice.like is not None:
+    if outline is not None and choice.where is not None:
+        outline = partition(outline, choice.where)[0]
+        wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
+    if outline is not None and choice.like is not None:
         check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
-    wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
     read = read_leaves(contents, wanted, choice, mapped=mapped, places=places)
+    if outline is None or choice.where is None:
+        return _build(contents, read, choice, root)
     return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))
 
 
 def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
-    """Return the chosen part of a tree whose leaves are there already."""
+    """Return the chosen part of a tree that has its leaves already."""
     if choice.where is not None:
         tree = partition(tree, choice.where)[0]
     dtype = choice.dtype
@@ -96,7 +96,7 @@ def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorColl
 
 
 def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[TensorCollection, dict[int, int]]:
-    """Return the tree on the meta device, cast as it will be, and the number of each leaf by its id."""
+    """Return the tree on the meta device in its final dtypes, and the number of each leaf by its id."""
     plan = contents.plan
     wanted = range(len(plan.specs)) if not root else plan.leaves_below(root)
     leaves: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ def _build(contents: Contents, leaves: "Leaves", choice: Choice, root: int) -> T
 def read_leaves(
     contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool, places: Mapping[int, Any] = {}
 ) -> "Leaves":
-    """Return leaves by their number, checked, cast and on their devices; at `places` as DTensors like those there."""
+    """Return leaves by their number, checked, cast and on their devices; at `places` as DTensors like those."""
     parts = {i: Block(*own_part(like)[:2]) for i, like in places.items()}
     plan, device = contents.plan, choice.device
     with contents.reading():
@@ -178,7 +178,8 @@ def _read_file(
             if tick is not None:
                 tick(specs[i].size_bytes)
         return [leaves[i] for i in mine]
-    data = map_bytes(source)
+    assert isinstance(source.data, LocalBytes)
+    data = map_bytes(source.data.fd, source.path, source.size_bytes, "c").numpy()
     if checked:
         view = memoryview(data)
         for i in in_order:
@@ -204,6 +205,6 @@ def _read_file(
 
 
 def _dtype_of(plan: Description, i: int, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a leaf gets; a tensor that is non-tensor data keeps its own."""
+    """Return the dtype that a leaf gets; a tensor that is non-tensor data keeps its dtype."""
     own = plan.specs[i].dtype
     return own if dtype is None or not own.is_floating_point or IS_VALUE in plan.flags[i] else dtype

@@ -1,8 +1,8 @@
-"""The bytes of a save: leaves checksummed as they are written, and one file or shards with an index, committed as one.
+"""The bytes of a save: leaves with checksums, in one file or in shards with an index, committed as one.
 
-Shards carry names that no other save uses. The index is replaced last, in one step, and only then the shards of tdfunc
-go that no index in the folder names, and before them the one file of an old save, which readers prefer to an index. A
-reader finds the whole old checkpoint or the whole new one.
+Shards have names that no other save uses. The index is replaced last, in one step. After that, the save removes the one
+file of an old save, which readers prefer to an index, and then the shards of tdfunc that no index in the folder names.
+A reader finds the complete old checkpoint or the complete new one.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError
-from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_file, settle, staged_folder, sweep
+from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_named, settle, staged_folder, sweep
 from tdfunc.storage.disk.raw import memory_of, raw_bytes, write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
 from tdfunc.storage.safetensors.contents import INDEX_SUFFIX, join, read_index
@@ -50,7 +50,7 @@ def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = N
         The digest of the header.
 
     Raises:
-        ConcurrencyError: A leaf has not the digest that was expected of it.
+        ConcurrencyError: A leaf does not have its expected digest.
     """
     digests: list[str] = []
     stage = np.empty(_PIECE_BYTES, dtype=np.uint8) if plan.expected else None
@@ -114,7 +114,7 @@ def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
 
 
 def changed_error(names: Sequence[str], *, expected: str, got: str) -> ConcurrencyError:
-    """Return the error of leaves that were written to while they wait for a save."""
+    """Return the error for leaves that were written to while they waited for a save."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return ConcurrencyError(
         f"leaf {names[0]}{more} changed after the save was submitted; nothing was saved.",
@@ -125,7 +125,7 @@ def changed_error(names: Sequence[str], *, expected: str, got: str) -> Concurren
 
 
 def pieces(leaf: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a leaf in row-major order, a few MB at a time; only leaves that need it are copied."""
+    """Yield the bytes of a leaf in row-major order, a few MB at a time; plain leaves are not copied."""
     if is_plain(leaf):
         data = memory_of(leaf)
         for begin in range(0, len(data), _PIECE_BYTES):
@@ -152,7 +152,7 @@ def commit(plan: SavePlan, target: str, *, fsync: bool, tick: Tick = None) -> No
             _replace(put_file, plan.files[0], target, fsync, tick)
             _clear(folder, [], fsync, fd, os.path.join(folder, INDEX))
     else:
-        _replace(replace_file, plan.files[0], target, fsync, tick)
+        _replace(replace_named, plan.files[0], target, fsync, tick)
 
 
 def write_into(plan: SavePlan, folder: str, *, fsync: bool, tick: Tick = None) -> None:
@@ -162,13 +162,13 @@ def write_into(plan: SavePlan, folder: str, *, fsync: bool, tick: Tick = None) -
     if plan.render is not None:
         raw = plan.render(digests)
         index = os.path.join(folder, INDEX)
-        put_file(index, lambda fd: write_all(fd, memoryview(raw)), size_bytes=len(raw), fsync=fsync)
+        put_file(index, lambda fd, _: write_all(fd, memoryview(raw)), size_bytes=len(raw), fsync=fsync)
 
 
 def _replace(put: Callable[..., None], file: FilePlan, path: str, fsync: bool, tick: Tick) -> str:
     """Write one file; return the digest of its header."""
     digests: list[str] = []
-    put(path, lambda fd: digests.append(write_file(fd, file, tick)), size_bytes=file.size_bytes, fsync=fsync)
+    put(path, lambda fd, _: digests.append(write_file(fd, file, tick)), size_bytes=file.size_bytes, fsync=fsync)
     return digests[-1]
 
 
@@ -226,7 +226,7 @@ def _clear(folder: str, own: Iterable[str], fsync: bool, fd: int, index: str | N
 
 
 def remove_shards(folder: str, names: Iterable[str], own: Iterable[str], files: Files) -> None:
-    """Remove those of some files that are shards of tdfunc and that no index names; `own` ones stay in any case.
+    """Remove shards of tdfunc that no index names from some files; `own` files always stay.
 
     Raises:
         OSError: An index cannot be read. Nothing was removed.

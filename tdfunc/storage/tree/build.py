@@ -26,9 +26,9 @@ Classes: TypeAlias = type[TensorCollection] | Sequence[type[TensorCollection]] |
 def build_tree(
     plan: Description, leaves: Any, classes: Classes = (), device: torch.device | None = None, root: int = 0
 ) -> TensorCollection:
-    """Return the tree (or a sub-tree) around values: `leaves`, a list or a dict, has that of `plan.names[i]` at `i`.
+    """Return the tree (or a sub-tree) around values: `leaves`, a list or a dict, has the value of leaf `i` at `i`.
 
-    If `device` is given, all of them are on it. Plain objects stay nodes if `classes` has `PlainObject`.
+    If `device` is given, all leaves are on it. Plain objects stay nodes if `classes` contains `PlainObject`.
     """
     objects = [i for i in plan.rich if plan.nodes[i].get("class") == OBJECT]
     keeps_objects = not objects or (not isinstance(classes, (type, Mapping)) and PlainObject in classes)
@@ -106,15 +106,23 @@ def _read_items(plan: Description, number: int, leaves: Any, built: dict[int, An
 
 
 def kind_of(flags: str) -> Kind | None:
-    """Return the kind of leaf that flags state."""
+    """Return the kind of leaf in flags."""
     return next((_KINDS[flag] for flag in flags if flag in _KINDS), None)
 
 
 def flag_leaf(leaf: Tensor, flags: str) -> Tensor:
-    """Make a leaf the Parameter that it was, or have it require grad."""
+    """Return a leaf as the Parameter that it was, or with its `requires_grad`."""
     if IS_PARAMETER in flags:
         return nn.Parameter(leaf, REQUIRES_GRAD in flags)
     return leaf.requires_grad_() if REQUIRES_GRAD in flags else leaf
+
+
+def without_values(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a leaf of a shape and a dtype on the meta device: a Parameter if the given one is."""
+    made = torch.empty(leaf.shape, dtype=dtype, device="meta")
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(made, leaf.requires_grad)
+    return made.requires_grad_(leaf.requires_grad)
 
 
 def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False) -> Tensor:
@@ -124,7 +132,7 @@ def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False)
     # A torch without CUDA raises an AssertionError.
     except (AssertionError, NotImplementedError, RuntimeError) as err:
         raise UnsupportedError(
-            "the leaves cannot be put on their device.",
+            "the leaves must be on a device of this machine.",
             expected=str(target),
             got=f"{type(err).__name__}: {err}"[:200],
             hint='load(path, device="cpu").',
@@ -132,7 +140,7 @@ def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False)
 
 
 def ties_of(plan: Description) -> dict[int, Ties]:
-    """Return the groups of every node that has any, relative to it."""
+    """Return the groups of tied paths by node, relative to it."""
     if not plan.groups:
         return {}
     depths = [0] * len(plan.nodes)
@@ -190,14 +198,14 @@ def _stack(
 
 # Any: the class may be a TensorClass, which is of a higher layer.
 def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
-    """Raise unless a class of fixed fields has all that were saved; fields may be empty, also those required."""
+    """Raise unless a class of fixed fields has all saved fields; fields may be missing, also required ones."""
     if not hasattr(cls, "_fields") or cls._any_key:
         return
     unknown = [key for key in keys if key not in cls._fields]
     if unknown:
         lacking = [name for name in cls._required if name not in keys]
         raise TreeStructureError(
-            f"the fields saved at {dotted(path) if path else 'the root'!r} must be those of {cls.__name__}.",
+            f"{cls.__name__} must have the fields that were saved at {dotted(path) if path else 'the root'!r}.",
             expected=f"the fields {list(cls._fields)}",
             got=f"{list(keys)}: unknown {unknown}, missing {lacking}",
             hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
@@ -205,10 +213,10 @@ def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
 
 
 def resolve_class(name: Any, classes: Classes, keys: Sequence[str]) -> type[TensorCollection]:
-    """Return a class by its recorded name: a given one, or one of a module that is imported already.
+    """Return a class by its recorded name: a given class, or a class of a module that is imported already.
 
-    A class that was moved, renamed, or defined in a script or function is found among those given: by its qualified
-    name, else by the keys of the node, if just one of them has these fields.
+    A class that was moved, renamed, or defined in a script or function is found among the given ones: by its qualified
+    name, else by the keys of the node if exactly one class has these fields.
     """
     if isinstance(classes, type):
         if classes is TensorCollection._open:

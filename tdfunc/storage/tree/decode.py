@@ -1,7 +1,7 @@
-"""A tree from its JSON, which is checked before anything is built: the file may be damaged, or hostile.
+"""A tree from its JSON, which is checked before anything is built: the file may be damaged or hostile.
 
-Most nodes hold plain tensors and trees, and there may be thousands, so all nodes are checked together where that is
-possible. `build.py` makes the tree.
+Most nodes contain plain tensors and trees, and there may be thousands, so all nodes are checked together if possible.
+`build.py` makes the tree.
 """
 
 import json
@@ -33,18 +33,18 @@ _LOOSE_KEYS = ('" ', '"\t', '"\n', '"\r')
 # All fields of a node of plain tensors and trees.
 _PLAIN_FIELDS = frozenset(["keys", "items", "size", "device"])
 _TOO_LARGE = 2**63
-# The errors of Python and torch for values in a file that are not of the types that they should have.
+# The errors of Python and torch for values of wrong types in a file.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 
 def parse_tree(text: str) -> dict[str, Any]:
-    """Parse the description of a tree; `check_unique` has to follow once it was checked otherwise."""
+    """Parse the description of a tree; call `check_unique` after the other checks."""
     return json.loads(text, parse_constant=no_constant)
 
 
 def check_unique(text: str, plan: "Description") -> None:
-    """Raise if an object in the description has a key twice; readers disagree on which of them counts."""
-    # As many colons after quotes as there are keys: then none was there twice. It takes a tenth of asking each object.
+    """Raise if an object in the description has a key twice; readers use different ones of them."""
+    # If there are as many colons after quotes as keys, none is there twice. This is faster than a check of each object.
     if text.count('":') != plan.fields or any([loose in text for loose in _LOOSE_KEYS]):
         parse_json(text)
 
@@ -66,9 +66,9 @@ class Description:
         self.parents: list[tuple[int, str] | None] = [None] * count
         self.sizes: list[Size] = [Size(())] * count
         self.devices: list[torch.device | None] = [None] * count
-        # The first leaf of each node; the last number is that of all leaves.
+        # The first leaf of each node, and at the end the number of all leaves.
         self.starts: list[int] = [0]
-        # How many keys the description has, but for those in values.
+        # The number of keys in the description, without the keys in values.
         self.fields: int = len(doc)
         # Nodes with more than tensors, trees, and the fields that both inherit.
         self.rich: set[int] = set()
@@ -117,7 +117,7 @@ class Description:
         return self.devices[self.node_of(leaf)]
 
     def below(self, root: int) -> list[int]:
-        """Return a node and those in it, each after the one that it is in."""
+        """Return a node and the nodes in it, each after its parent."""
         inside = {root}
         for number in range(root + 1, len(self.nodes)):
             above = self.parents[number]
@@ -126,7 +126,7 @@ class Description:
         return sorted(inside)
 
     def leaves_below(self, root: int) -> list[int]:
-        """Return the leaves in a sub-tree, those included that it shares with the rest of the tree."""
+        """Return the leaves in a sub-tree, including leaves that it shares with the rest of the tree."""
         found: dict[int, None] = {}
         for number in self.below(root):
             found.update(dict.fromkeys(range(self.starts[number], self.starts[number + 1])))
@@ -136,7 +136,7 @@ class Description:
         return list(found)
 
     def _check_keys(self) -> list[list[str]]:
-        """Return the keys of all nodes as they stand in names."""
+        """Return the keys of all nodes, quoted as in names."""
         if not self.nodes or not _LISTS.issuperset(map(type, chain(self.keys, self.items))):
             raise malformed("nodes with lists of keys and items", f"{len(self.nodes)} nodes")
         for keys, items in zip(self.keys, self.items, strict=True):
@@ -151,7 +151,7 @@ class Description:
         return [[quote(key)[1:-1] for key in keys] for keys in self.keys]
 
     def _walk(self) -> None:
-        """Go through the nodes, each after the one that it is in, whose batch size and device it has inherited."""
+        """Visit the nodes, each after its parent, whose batch size and device it inherits."""
         end = 0
         for number, (node, items) in enumerate(zip(self.nodes, self.items, strict=True)):
             self.fields += len(node)
@@ -178,12 +178,12 @@ class Description:
                 raise malformed("a device", repr(name))
             self.devices[number] = torch.device(name) if name is not None else None
         if "own" in node and "class" not in node:
-            raise malformed("a class with a field of its own", f"{node['own']!r} in node {number}")
+            raise malformed("a class beside the field own", f"{node['own']!r} in node {number}")
         if not _PLAIN_FIELDS.issuperset(node):
             self.rich.add(number)
 
     def _enter_objects(self, number: int) -> int:
-        """Enter the sub-trees, aliases of tied leaves and other data of a node; return how many."""
+        """Enter the sub-trees, aliases of tied leaves and other data of a node; return their number."""
         size, device, prefix = self.sizes[number], self.devices[number], self._prefixes[number]
         keep = prefix is not None and len(prefix) < _MAX_KEPT_PREFIX
         sizes, devices, lengths, prefixes = self.sizes, self.devices, self._lengths, self._prefixes
@@ -234,12 +234,12 @@ class Description:
         return flags
 
     def name_leaves(self, limit: float = math.inf) -> list[str]:
-        """Return the names of the leaves in one file, as they stand in its header.
+        """Return the names of the leaves in the header of one file.
 
         Args:
-            limit: The most characters of all names together: those of the header, which repeats them.
+            limit: The largest number of characters of all names together: the length of the header, which repeats them.
         """
-        # Of each node, the leaves whose names are their paths: a small file could name a deep path for each of many.
+        # The number of leaves of each node whose names are their paths: a small file could imply many long names.
         counts = [end - start for start, end in zip(self.starts, self.starts[1:], strict=False)]
         lists = [(leaf, what) for leaf, what in enumerate(self._flat) if type(what) is list] if self._has_lists else ()
         own = {leaf: what[2] for leaf, what in lists if len(what) > 2 and what[2] is not None}
@@ -265,7 +265,7 @@ class Description:
         return names
 
     def _check_leaves(self, numbers: list[int]) -> None:
-        """Raise where leaves do not fit the nodes that they are in."""
+        """Raise if leaves do not fit their nodes."""
         for number, device in enumerate(self.devices) if any(self.devices) else ():
             if self.starts[number] != self.starts[number + 1]:
                 check_place(device)
@@ -303,13 +303,13 @@ class Description:
 
 
 def check_place(device: torch.device | None) -> None:
-    """Raise for a device on which the leaves of a file would have no values."""
+    """Raise if a device holds leaves without values."""
     if device is not None and device.type == "meta":
         raise malformed("leaves on a device that has values", str(device))
 
 
 def check_flags(flags: Any, dtype: torch.dtype) -> None:
-    """Raise unless flags are those that a leaf of this dtype can have."""
+    """Raise unless a leaf of this dtype can have the flags."""
     if not are_flags(flags, _FLAGS):
         raise malformed(f"flags out of {''.join(sorted(_FLAGS))}, of one kind", repr(flags))
     if REQUIRES_GRAD in flags and not (dtype.is_floating_point or dtype.is_complex):
@@ -317,7 +317,7 @@ def check_flags(flags: Any, dtype: torch.dtype) -> None:
 
 
 def are_flags(flags: Any, known: Set[str]) -> bool:
-    """Return whether something is flags out of known ones, with at most one kind: of two, readers could take either."""
+    """Return whether something is flags out of known ones, with at most one kind."""
     return type(flags) is str and known >= set(flags) and len(_KINDS & set(flags)) < 2
 
 
@@ -327,7 +327,7 @@ def kinds_in(flags: str) -> str:
 
 
 def _stray(values: list[Any], types: frozenset[type]) -> Any:
-    """Return the first value that is of none of some types; else the least one."""
+    """Return the first value of another type, else the least value."""
     return next((value for value in values if type(value) not in types), None) or min(values)
 
 

@@ -36,7 +36,7 @@ class Outline(NamedTuple):
 
     # None for a part of the leaves, whose tree is elsewhere.
     text: str | None
-    # As they stand in the header: dotted paths as JSON strings.
+    # As in the header: dotted paths as JSON strings.
     names: list[str]
     specs: list[Spec]
     leaves: list[Tensor]
@@ -52,7 +52,7 @@ class _Pending(NamedTuple):
     marks: Marks
     items: list[str]
     place: int
-    # Those of its item: the kind of a plain object.
+    # The flags of its item: the kind of a plain object.
     flags: str = ""
 
 
@@ -68,10 +68,10 @@ def outline(
 
     Args:
         tree: The tree.
-        call: The function that errors name.
+        call: The name of the call for messages.
         values: Require values of the leaves; otherwise they may be on the meta device.
         codes: The dtypes that the format can hold.
-        named: Give each leaf a name of its own, as one file needs.
+        named: Give each leaf its own name, as one file requires.
 
     Raises:
         UnsupportedError: A leaf, value or key that the format cannot hold unchanged; the message names it.
@@ -80,7 +80,7 @@ def outline(
     """
     if is_fake(None):
         raise UnsupportedError(
-            f"{call}: a mode is active under which tensors have no values.", hint=f"{call} outside of FakeTensorMode."
+            f"{call}: the tensors must have values.", got="FakeTensorMode", hint=f"{call} outside of this mode."
         )
     return _Writer(call, values, codes, named).outline(tree)
 
@@ -210,7 +210,7 @@ class _Writer:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1] + "," if fields else ""
 
     def _tensor(self, name: str, leaf: Tensor, batch: Size, flags: str, shape: str = "") -> str:
-        """Enter a leaf in the file and write its item: a spec, then flags, name and shape as far as there are any."""
+        """Enter a leaf in the file and write its item: a spec, then flags, name and shape if there are any."""
         kind = type(leaf)
         if kind is nn.Parameter:
             flags += IS_PARAMETER
@@ -281,13 +281,13 @@ class _Writer:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
     def _no_value(self, name: str, place: str, got: str) -> UnsupportedError:
-        """Build the error for a value, or the part of one at a place, that cannot be stored unchanged."""
+        """Build the error for a value, or a part of it, that cannot be stored unchanged."""
         expected = "None, bools, numbers and str, and lists, tuples and dicts of these, of tensors and of trees"
         hint = "convert it to these, or leave the key out: td.delete(key); tdfunc.from_module(module) is a tree."
         return self._refusal(name, f"{got} at {place}" if place else got, expected, hint)
 
     def _check_tied(self) -> None:
-        """Raise if the leaves at the tied paths are not one: saving one of the leaves would lose the other."""
+        """Raise if the leaves at the tied paths are different: a save of one would lose the other."""
         hint = "td.untie(path) separates them."
         for group, refs in zip(self.ties, self.refs, strict=True):
             if len(refs) != len(group):
@@ -334,11 +334,11 @@ def restrict(ties: Ties) -> dict[str, Ties]:
 
 
 def check_tie_size(keys: int, kind: type[Exception]) -> None:
-    """Raise for tied leaves so deep that their paths would fill the memory."""
+    """Raise if the paths of tied leaves would fill the memory."""
     if keys > MAX_TIE_KEYS:
         raise error(
             kind,
-            "The tied leaves lie too deep.",
+            "the paths of tied leaves must be shorter.",
             expected=f"at most {MAX_TIE_KEYS} keys (path lengths squared)",
             got=str(keys),
             hint="td.untie(path).",

@@ -1,7 +1,7 @@
-"""Plain Python objects in a tree: dicts, lists, tuples, numbers and texts, with tensors and trees in them.
+"""Plain Python objects in a tree: dicts, lists, tuples, numbers and strings, with tensors and trees in them.
 
-The state of an optimizer or scheduler is such an object. Where JSON does not hold one as it is, it becomes a node of
-the tensors and trees in it, whose own data are the rest.
+The state of an optimizer or scheduler is such an object. If JSON cannot hold it unchanged, it becomes a node with its
+tensors and trees as children, and with the rest as the node's own data.
 """
 
 import math
@@ -31,18 +31,18 @@ class PlainObject(TensorCollection):
     __slots__ = ()
 
 
-# The recorded name of this class, which is never one of a module.
+# The recorded name of this class; no module has it.
 OBJECT = "object"
 
 
 def as_tree(value: Any, call: str) -> TensorCollection:
-    """Return a tree, or one with the entries of a mapping: tensors and trees as they are, other objects as values."""
+    """Return a tree, or the tree of a mapping: tensors and trees as they are, other objects as values."""
     if isinstance(value, TensorCollection):
         return value
     if not isinstance(value, Mapping) or not all(type(key) is str and key for key in value):
         raise error(
             TypeError,
-            f"{call}: there must be a tree, or a mapping of names.",
+            f"{call}: the value must be a tree, or a mapping of names.",
             expected="a TensorDict, or a dict whose keys are str",
             got=f"a dict with the keys {list(value)}"[:200] if isinstance(value, Mapping) else type(value).__name__,
             hint="tdfunc.from_module(module) is the tree of a module; {'name': x} gives anything else a name.",
@@ -63,7 +63,7 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 
 def is_json(value: Any) -> bool:
-    """Return whether JSON gives a value back as it was: exact types, finite numbers, str keys."""
+    """Return whether JSON returns a value unchanged: exact types, finite numbers, str keys."""
     level = [value]
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
@@ -87,7 +87,7 @@ def _is_scalar(item: Any) -> bool:
 
 
 def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> PlainObject:
-    """Return the node of a plain object; `refuse` makes the error for a part, given its place and its description."""
+    """Return the node of a plain object; `refuse` makes the error for a part from its place and description."""
     data: dict[str, Any] = {}
     places: dict[int, str] = {}
 
@@ -125,7 +125,7 @@ def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> Pla
 
 
 def unpack(data: Mapping[str, Any], own: Any, size: Size) -> NonTensorData:
-    """Return the plain object of a node, which may be out of a file."""
+    """Return the plain object of a node, whose data may come from a file."""
     used: set[str] = set()
 
     def read(part: Any) -> Any:

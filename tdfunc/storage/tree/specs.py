@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Size
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
 
 # Code in the file -> (torch's name, bits of an element). torch's float4 holds two elements in a byte.
 _CODES = {
@@ -44,20 +44,20 @@ class Spec(NamedTuple):
     """The dtype and shape that several leaves share."""
 
     code: str
-    # As the file states it: elements, also where torch counts pairs of them (float4).
+    # As in the file: in elements, also for float4, of which torch counts pairs.
     shape: tuple[int, ...]
     dtype: torch.dtype
     size: Size
     size_bytes: int
     # The safetensors entry between the name and the first offset.
     middle: str
-    # None where numpy has no such dtype or not so many dimensions, and for leaves without elements.
+    # None if numpy does not have the dtype or so many dimensions, or if the leaf has no elements.
     numpy: np.dtype[Any] | None
 
 
 def is_countable(sizes: Iterable[int], unit: int = 1) -> bool:
-    """Return whether the elements of a shape, in this unit, and its strides are numbers of 64 bits."""
-    # Not the product of all: that of a list of a million sizes takes minutes.
+    """Return whether the number of elements of a shape, times a unit, and its strides fit in 64 bits."""
+    # Not the product of all: for a list of a million sizes it would take minutes.
     for size in sizes:
         unit *= max(size, 1)
         if unit >= _TOO_LARGE:
@@ -66,25 +66,21 @@ def is_countable(sizes: Iterable[int], unit: int = 1) -> bool:
 
 
 def spec_of(code: str, shape: Sequence[int]) -> Spec:
-    """Return the spec of a code and a shape out of a file."""
+    """Return the spec of a code and a shape in a file."""
     if code not in DTYPES:
         raise UnsupportedError(
-            f"dtype {code!r} has no counterpart in torch {torch.__version__}.",
+            f"torch {torch.__version__} must have the dtype {code!r}.",
             expected=f"one of {', '.join(DTYPES)}",
         )
     if any(type(dim) is not int or dim < 0 for dim in shape):
-        raise CorruptCheckpointError("A shape must be a list of sizes.", got=repr(shape)[:400])
+        raise damaged("A shape must be a list of sizes.", got=repr(shape)[:400])
     # Also strides of leaves without elements are numbers of 64 bits.
     if not is_countable(shape, BITS[code]):
-        raise CorruptCheckpointError(
-            "A shape is too large.", expected="elements that can be counted in 64 bits", got=repr(shape)[:400]
-        )
+        raise damaged("A shape is too large.", "elements that can be counted in 64 bits", repr(shape)[:400])
     size, bits = tuple(shape), math.prod(shape) * BITS[code]
     if code == "F4":
         if not shape or shape[-1] % 2:
-            raise CorruptCheckpointError(
-                "float4 leaves hold pairs of elements.", expected="an even last dimension", got=str(list(shape))
-            )
+            raise damaged("float4 leaves hold pairs of elements.", "an even last dimension", str(list(shape)))
         size = (*size[:-1], size[-1] // 2)
     dtype, text = DTYPES[code], ",".join(map(str, shape))
     middle = f':{{"dtype":"{code}","shape":[{text}],"data_offsets":['
@@ -101,31 +97,31 @@ def spec_for(dtype: torch.dtype, size: Sequence[int], codes: Mapping[torch.dtype
 
 
 def malformed(expected: str, got: str) -> CorruptCheckpointError:
-    """Build the error for JSON that describes no tree."""
-    return CorruptCheckpointError("the description of the tree is malformed.", expected=expected[:400], got=got[:400])
+    """Build the error for JSON that does not describe a tree."""
+    return damaged("the description of the tree is malformed.", expected[:400], got[:400])
 
 
 def parse_json(raw: str | bytes) -> Any:
-    """Parse JSON from a file, refusing an object with a key twice and numbers that JSON does not have."""
+    """Parse JSON from a file; refuse an object with a key twice, and numbers that JSON does not have."""
     return json.loads(raw, object_pairs_hook=unique, parse_constant=no_constant)
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object; readers disagree on which of two equal keys counts."""
+    """Make a JSON object; refuse two equal keys, of which readers use different ones."""
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = next(key for key, count in Counter([key for key, _ in pairs]).items() if count > 1)
-        raise CorruptCheckpointError("the header has a key twice.", got=repr(twice))
+        raise damaged("the header has a key twice.", got=repr(twice))
     return result
 
 
 def no_constant(text: str) -> NoReturn:
-    """Refuse NaN and infinities, which are not JSON, and (as `parse_float`) fractions where sizes belong."""
-    raise CorruptCheckpointError("the header must have JSON's numbers.", expected="a whole number", got=text[:40])
+    """Refuse NaN and infinities, which are not JSON, and (as `parse_float`) fractions in place of sizes."""
+    raise damaged("the header must have JSON's numbers.", "a whole number", text[:40])
 
 
 def find_surrogate(texts: Iterable[str]) -> str | None:
-    """Return the first text that UTF-8 cannot encode."""
+    """Return the first string that UTF-8 cannot encode."""
     for text in texts:
         try:
             text.encode()

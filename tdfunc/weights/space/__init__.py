@@ -1,1 +1,1 @@
-"""Where models lie: distances, the losses between them, and the order of their neurons."""
+"""Models as points: distances, the losses between them, and the order of their neurons."""

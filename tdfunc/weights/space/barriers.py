@@ -21,7 +21,7 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
         loss: The function of one model's parameters, a scalar.
         a: The first model.
         b: The last model, a tree like it.
-        points: The number of points, both ends among them.
+        points: The number of points, including both ends.
         chunk_size: The number of points that are computed together, as in `torch.vmap`.
 
     Shapes:
@@ -42,13 +42,13 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
 def barrier(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:
     """Return the height of the barrier between two models: 0 where they are linearly connected.
 
-    It is the most by which the loss on the line is above the line between the losses of the ends.
+    It is the largest difference between the loss on the line and the linear interpolation of the losses at its ends.
 
     Args:
         loss: The function of one model's parameters, a scalar.
         a: The first model.
         b: The last model.
-        points: The number of points, both ends among them.
+        points: The number of points, including both ends.
         chunk_size: The number of points that are computed together, as in `torch.vmap`.
 
     Shapes:
@@ -69,12 +69,12 @@ def barrier(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, chunk_
 
 
 def barriers(loss: Callable[[T], Tensor], stacked: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:
-    """Return the barrier between each two members of a stack, all in one vmapped forward.
+    """Return the barrier between each pair of members of a stack, all in one vmapped forward.
 
     Args:
         loss: The function of one model's parameters, a scalar.
         stacked: The members.
-        points: The number of points, both ends among them.
+        points: The number of points, including both ends.
         chunk_size: The number of pairs that are computed together, as in `torch.vmap`.
 
     Shapes:
@@ -84,7 +84,7 @@ def barriers(loss: Callable[[T], Tensor], stacked: T, *, points: int = 11, chunk
         BatchSizeError: `stacked` has no batch dimension.
 
     Source:
-        As `barrier`.
+        The definition of `barrier`.
     """
     if not stacked._batch_size:
         raise BatchSizeError("barriers: the members must be stacked.", got="batch size []")

@@ -9,14 +9,14 @@ from tdfunc.ops.base.foreach import check_keys
 
 
 def distance(a: TensorCollection, b: TensorCollection) -> Tensor:
-    """Return the Euclidean distance between two models, all floating leaves taken as one vector.
+    """Return the Euclidean distance between two models, whose floating leaves form one vector.
 
     Args:
         a: A model, or a stack of them.
         b: Another one, or a stack.
 
     Shapes:
-        () for two models, (K,) where one or both are stacks of K.
+        () for two models, (K,) if one or both are stacks of K.
 
     Raises:
         TreeStructureError: The trees have different paths.
@@ -39,7 +39,7 @@ def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection |
         base: The origin, by default zeros.
 
     Shapes:
-        () for two models, (K,) where one or both are stacks of K.
+        () for two models, (K,) if one or both are stacks of K.
 
     Raises:
         TreeStructureError: The trees have different paths.
@@ -61,7 +61,7 @@ def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection |
 def _pairs(call: str, a: TensorCollection, b: TensorCollection) -> list[tuple[Tensor, Tensor]]:
     check_keys(a, b, call)
     pairs = zip(list_leaves(a), list_leaves(b), strict=True)
-    # Counters have no distance. In 16 bits sums of squares would overflow.
+    # Counters have no distance. Sums of squares would overflow in 16 bits.
     return [(x.to(_wide(x)), y.to(_wide(y))) for x, y in pairs if x.is_floating_point()]
 
 

@@ -1,4 +1,4 @@
-"""Weight matching: the neurons of one model in the order of another's. The function of the model stays."""
+"""Weight matching: the neurons of one model in the order of another. The function of the model does not change."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -16,19 +16,19 @@ from tdfunc.ops.base.foreach import check_keys
 from tdfunc.ops.base.reading import get
 
 T = TypeVar("T", bound=TensorCollection)
-# The leaves that one order of neurons concerns, with the dimension of each; the first has the number of neurons.
+# The leaves of one order of neurons with the dimension of each; the first leaf has the number of neurons.
 Group: TypeAlias = Mapping[Path, int]
 
 
 def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
     """Return the orders of neurons of a chain of layers: linear, convolution, and norms between them.
 
-    The layers must run in the order of the tree. A layer with a matrix or kernel has neurons, its first dimension; the
-    second one of the next such layer reads them, in blocks where feature maps were flattened. The outputs of the last
-    layer keep their order. Other networks have other groups, which are written by hand.
+    The layers must run in the order of the tree. The neurons of a layer with a matrix or kernel are its first
+    dimension. The second dimension of the next such layer reads them, in blocks if feature maps were flattened. The
+    outputs of the last layer keep their order. Write the groups of other networks by hand.
 
     Args:
-        params: The parameters, and buffers of norms where there are any.
+        params: The parameters, and the buffers of norms if there are any.
 
     Raises:
         UnsupportedError: A leaf is tied.
@@ -64,7 +64,7 @@ def permute_channels(params: T, groups: Sequence[Group], orders: Sequence[Tensor
     Args:
         params: The model.
         groups: The leaves of each order, as `channel_groups` returns them.
-        orders: For each group, the number of the neuron that comes to each place.
+        orders: The number of the neuron in each place, for each group.
 
     Raises:
         LeafMismatchError: A dimension is not a multiple of the number of neurons.
@@ -85,17 +85,16 @@ def permute_channels(params: T, groups: Sequence[Group], orders: Sequence[Tensor
 
 
 def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None = None, max_iter: int = 100) -> T:
-    """Return the second model with its neurons in the order in which its weights are nearest to the first.
+    """Return the second model with its neurons in the order that brings its weights nearest to the first model.
 
-    The function that it computes stays: `barrier(loss, a, weight_matching(a, b))` is often much below `barrier(loss, a,
-    b)`. Each step solves one assignment exactly; the steps end at a local optimum, which depends on the order of the
-    groups.
+    Its function does not change: `barrier(loss, a, weight_matching(a, b))` is often much below `barrier(loss, a, b)`.
+    Each step solves one assignment exactly. The steps end at a local optimum, which depends on the order of the groups.
 
     Args:
-        a: The model that stays.
+        a: The model that does not change.
         b: The model to reorder.
-        groups: The leaves of each order; by default `channel_groups(b)`.
-        max_iter: The most rounds over the groups.
+        groups: The leaves of each order. By default `channel_groups(b)`.
+        max_iter: The largest number of rounds over the groups.
 
     Raises:
         TreeStructureError: The trees have different paths.
@@ -103,7 +102,7 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
 
     Source:
         Ainsworth, Hayase and Srinivasa, "Git re-basin: merging models modulo permutation symmetries" (2022), algorithm
-        1, with the groups in their order, not in a random one.
+        1, with the groups in the given order and not in random order.
 
     Examples:
         >>> params = TensorDict({"w": torch.tensor([1.0, 2.0, 3.0])})
@@ -128,7 +127,7 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
                 profit = torch.stack(parts).sum(0)
                 order = _assign(profit)
                 gain = profit.gather(1, order[:, None]).sum() - profit.gather(1, orders[place][:, None]).sum()
-                # Equally good orders would go in circles.
+                # Without a threshold, equally good orders would alternate for ever.
                 if gain > 1e-9 * profit.abs().sum():
                     orders[place], is_better = order, True
             if not is_better:
@@ -141,7 +140,7 @@ def _blocks(path: Path, leaf: Tensor, dim: int, count: int) -> Tensor:
     size = leaf.shape[dim]
     if size % count:
         raise LeafMismatchError(
-            f"weight_matching: dimension {dim} of {dotted(path)!r} must be a multiple of the number of neurons before.",
+            f"weight_matching: dimension {dim} of {dotted(path)!r} must be a multiple of the neurons before it.",
             expected=f"a multiple of {count}",
             got=size,
             hint="groups= names the leaves of each order, for layers that are not a chain.",

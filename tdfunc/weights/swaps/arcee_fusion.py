@@ -13,7 +13,7 @@ from tdfunc.weights.method import method
     weight=None,
 )
 def arcee_fusion(base: Tensor, stacked: Tensor, weights: Tensor) -> Tensor:
-    """Merge by taking the most important changes, outliers of a score, from the model.
+    """Merge the most important changes of the model, which are outliers of a score.
 
     Args:
         base: The first model.
@@ -21,7 +21,7 @@ def arcee_fusion(base: Tensor, stacked: Tensor, weights: Tensor) -> Tensor:
         weights: A factor of the changes, 1 in mergekit.
 
     Source:
-        mergekit's `arcee_fusion`, whose quantiles are those of a random sample above a million numbers.
+        mergekit's `arcee_fusion`, which takes the quantiles of a random sample above a million numbers.
     """
     delta = stacked[0] - base
     p, q = torch.softmax(stacked[0], -1) + 1e-8, torch.softmax(base, -1) + 1e-8

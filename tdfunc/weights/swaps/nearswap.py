@@ -1,4 +1,4 @@
-"""`nearswap`: the numbers of a second model, where they are near those of the base."""
+"""`nearswap`: the numbers of a second model that are near the numbers of the base."""
 
 from torch import Tensor
 

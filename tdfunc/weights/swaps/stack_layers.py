@@ -14,7 +14,7 @@ T = TypeVar("T", bound=TensorCollection)
 
 
 def find_layers(paths: Iterable[Path]) -> Path | None:
-    """Return the path of the node whose keys are 0, 1, ... n - 1; None where there is none, or several.
+    """Return the path of the node whose keys are 0, 1, ... n - 1; None without such a node, or with several.
 
     Nodes inside such a node, the experts of a layer, do not count.
     """
@@ -28,9 +28,10 @@ def find_layers(paths: Iterable[Path]) -> Path | None:
 
 
 def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | None" = None) -> T:
-    """Return a model whose layers are those of the parts, one after the other.
+    """Return a model with the layers of the parts, one after the other.
 
-    All else is that of the first part. A layer that is taken twice is one tensor under two paths, which are not tied.
+    Everything else comes from the first part. The leaves of a layer that is taken twice are one tensor under two paths,
+    which are not tied.
 
     Args:
         parts: Models, each with the numbers of the layers to take from it.
@@ -38,7 +39,7 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
 
     Raises:
         TreeStructureError: There is not exactly one such node.
-        ValueError: A model does not have a layer.
+        ValueError: A model does not have one of its layers.
         TieError: A leaf of the layers is tied.
 
     Examples:
@@ -60,7 +61,7 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
             raise TieError(f"stack_layers: no leaf under {dotted(where)!r} may be tied.", hint="untie it first.")
         for number in numbers:
             if str(number) not in layers._data:
-                what = f"stack_layers: there must be a layer {number} under {dotted(where)!r}."
+                what = f"stack_layers: {dotted(where)!r} must have the layer {number}."
                 raise error(ValueError, what, expected=f"0 to {len(layers._data) - 1}", got=number)
             taken.append(layers._data[str(number)])
     node = get(first, where)

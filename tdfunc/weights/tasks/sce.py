@@ -19,7 +19,7 @@ def sce(base: Tensor, stacked: Tensor, weights: Tensor, *, select_topk: float | 
         base: The pretrained model.
         stacked: The models tuned from it.
         weights: A factor of each model's weight, 1 in the paper.
-        select_topk: The share of the numbers with a variance that are kept, those of largest variance.
+        select_topk: The share of numbers to keep among the numbers with a variance; the largest variances are kept.
 
     Source:
         Wan et al., "FuseChat: knowledge fusion of chat models" (2024), section 3.2.
