@@ -1,7 +1,7 @@
-"""Specs: the keys, shapes and dtypes that a tree is to have, without its values.
+"""Specs: the required keys, shapes and dtypes of a tree, without its values.
 
-`-1` is a dimension of any length. `tdfunc.load(like=)` takes a spec, `default_spec` of the classes in `tdfunc.llm`
-gives one.
+`-1` is a dimension of any length. `tdfunc.load(like=)` takes a spec, and `default_spec` of the classes in `tdfunc.llm`
+returns one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ class Unbounded:
         return torch.zeros(_filled(self.shape), dtype=self.dtype, device=self.device)
 
     def is_in(self, value: Any) -> bool:
-        """Return whether a value is a tensor of this shape, dtype and device."""
+        """Return True if a value is a tensor of this shape, dtype and device."""
         if not isinstance(value, Tensor) or not _fits(value.shape, self.shape):
             return False
         return self.dtype in (None, value.dtype) and self.device in (None, value.device)
@@ -81,7 +81,7 @@ class NonTensor:
 
     Args:
         shape: Their shape.
-        example_data: The value that `zero` gives.
+        example_data: The value that `zero` returns.
         device: Not used: the data have no device.
         dtype: Not used: the data have no dtype.
 
@@ -109,7 +109,7 @@ class NonTensor:
         return NonTensorData(self.example_data, _filled(self.shape))
 
     def is_in(self, value: Any) -> bool:
-        """Return whether a value is non-tensor data of this shape."""
+        """Return True if a value is non-tensor data of this shape."""
         return isinstance(value, NonTensorBase) and _fits(value.shape, self.shape)
 
     def __eq__(self, other: object) -> bool:
@@ -134,7 +134,7 @@ class Composite:
         specs: Specs by key; a nested key makes composites.
         shape: The batch size.
         device: The tree's device.
-        data_cls: The class of the tree, `TensorDict` without it.
+        data_cls: The class of the tree, by default `TensorDict`.
 
     Raises:
         BatchSizeError: A spec does not start with the batch size.
@@ -208,7 +208,7 @@ class Composite:
         return self.data_cls(**values, batch_size=_filled(self.shape), device=self.device)
 
     def is_in(self, value: Any) -> bool:
-        """Return whether a value is a tree with these keys, of this class, batch size and device; it may have more."""
+        """Return True if a value is a tree with these keys, of this class, batch size and device; it may have more."""
         if not isinstance(value, self.data_cls or TensorCollection) or not _fits(value._batch_size, self.shape):
             return False
         if self.device not in (None, value._device):

@@ -37,7 +37,7 @@ OPTIONS = Options._fields
 
 
 def merge_options(name: str, inherited: Iterable[Options], given: Mapping[str, bool]) -> Options:
-    """Return the options of a class: those of all its bases, and its own."""
+    """Return the options of a class: the options of all its bases, and its own."""
     merged = Options(*map(any, zip(*inherited, strict=True)))._replace(**given)
     chosen = [option for option in ("autocast", "nocast", "tensor_only") if getattr(merged, option)]
     if len(chosen) > 1:
@@ -241,7 +241,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
         return
     import jaxtyping  # an annotation of its types exists, so it is installed
 
-    # A context of its own, whatever function with checks of its own is running.
+    # A new context, whatever function with its own checks is running.
     with jaxtyping.jaxtyped("context"):
         fits = {key: _fits(*each) for key, each in given.items()}
         misfits = [key for key, fit in fits.items() if fit is False and key in edited]

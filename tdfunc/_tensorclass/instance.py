@@ -104,7 +104,7 @@ class TensorClass(_Typed):
     else:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-            """Refuse: a class defined with fields gets a constructor of its own."""
+            """Raise: only a class with fields gets a constructor."""
             raise error(TypeError, f"{cls.__name__} is a base class; its subclasses have instances.")
 
     def __class_getitem__(cls, item: Any) -> Any:
@@ -137,10 +137,10 @@ class TensorClass(_Typed):
 
         Args:
             changes: New values by name, or a tree of them.
-            **entries: More of them, by keyword.
+            **entries: More new values, by keyword.
 
         Raises:
-            MissingKeyError: A name is not that of a field.
+            MissingKeyError: A name is not the name of a field.
             BatchSizeError: A value does not start with the batch size; the message names the field.
 
         Examples:
@@ -171,7 +171,7 @@ class TensorClass(_Typed):
 
         Args:
             tensordict: A tree whose keys are fields; trees in it become instances of the annotated classes.
-            non_tensordict: Values of further fields, which win over those of the tree.
+            non_tensordict: Values of further fields, which replace values of the tree.
             safe: Require the fields that have no default; otherwise they may be empty.
 
         Raises:
@@ -203,7 +203,7 @@ class TensorClass(_Typed):
         return new
 
     def to_tensordict(self, *, retain_none: bool | None = None) -> Any:
-        """Return a `TensorDict` with copies of all entries; instances inside become `TensorDict`s too.
+        """Return a `TensorDict` with copies of all entries, in which instances inside are also `TensorDict`s.
 
         Args:
             retain_none: Write empty fields as non-tensor None, which `from_tensordict` reads; False leaves them out.

@@ -163,7 +163,7 @@ class TensorCollection(Slots):
 
         @property
         def _dim(self) -> int:
-            """Return the dimension of a lazy stack along which its trees lie."""
+            """Return the batch dimension along which the trees of a lazy stack are stacked."""
             ...
 
         def _each(self, fn: Callable[..., Any], *values: Any) -> Any:
@@ -179,7 +179,7 @@ class TensorCollection(Slots):
         try:
             return self._data[key]
         except KeyError:
-            # For dynamo, a guard that there is no such key: it sets none on a lookup that fails.
+            # For dynamo, a guard that the key does not exist: it sets none on a lookup that fails.
             self._data.get(key)
             raise missing((key,), self._data, node=self) from None
 
@@ -195,7 +195,7 @@ class TensorCollection(Slots):
         return self._replace(data, kinds=kept | (kinds or {}), ties=self._new_ties(changes))
 
     def _new_ties(self, changes: dict[str, Node]) -> Ties:
-        """Return the groups that stand after an edit; the caller has checked the values of those that span."""
+        """Return the groups that remain after an edit; the caller has checked the values of those that span."""
         inner = [lift(node._ties, key) for key, node in changes.items() if isinstance(node, TensorCollection)]
         if not self._ties:
             return merge(*inner) if any(inner) else ()

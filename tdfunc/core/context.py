@@ -21,7 +21,7 @@ _count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 # While dynamo or export reads the Python source. Use it around code that dynamo cannot read, such as C methods passed
-# to `map` or a change of class. Under a name of its own: the lookup in torch.compiler costs as much as the call.
+# to `map` or a change of class. Under its own name: the lookup in torch.compiler costs as much as the call.
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
@@ -85,7 +85,7 @@ def has_values() -> bool:
     return not in_transform() and not is_tracing()
 
 
-# Any: the call of `jit`'s recorder, which stands above.
+# Any: the call of `jit`'s recorder, which is in a higher layer.
 def deferral() -> Callable[[Callable[..., None], list[Tensor], list[Tensor]], None] | None:
     """Return `call(fn, writes, reads)` of the trace that the caller runs in, if it takes deferred calls.
 
@@ -109,7 +109,7 @@ def is_fake(device: torch.device | None) -> bool:
 def outside() -> Generator[None]:
     """Run the code inside as if no transform, trace or mode ran the caller.
 
-    Use it for operations on tensors that have nothing to do with those of the caller.
+    Use it for operations on tensors that are unrelated to the caller's tensors.
     """
     with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
         yield

@@ -47,7 +47,7 @@ def is_key(key: object) -> bool:
 
 
 def dotted(path: Iterable[str]) -> str:
-    """Return the path as it stands in messages and file names: `layers.0.weight`."""
+    """Return the path as messages and file names show it: `layers.0.weight`."""
     return ".".join(path)
 
 
@@ -73,7 +73,7 @@ class _Missing:
         # A file has no node to look into, only the names of one level.
         nested = len(parts) > 1 and (parts[0] in names if node is None else _leads(node, parts))
         if node is not None and not hasattr(node, "_keys"):
-            hint = f"{dotted(parent)!r} is a leaf: nothing lies under it."
+            hint = f"{dotted(parent)!r} is a leaf, and a leaf has no children."
         elif nested:
             hint = f"a nested key is a tuple: {(*parent, *parts)!r}."
         else:

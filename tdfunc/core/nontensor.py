@@ -43,7 +43,7 @@ class NonTensorBase:
         return len(self.shape)
 
     def check_batch(self, size: Size, key: str) -> None:
-        """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
+        """Raise unless the values are laid out along this batch; inside vmap the values of a stack are not."""
         if self._features is not None or self.shape[: len(size)] != size:
             raise BatchSizeError(
                 f"{key!r}: the values must be laid out along the batch of their tree.",

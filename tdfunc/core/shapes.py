@@ -119,7 +119,7 @@ def int_or_ints(value: Any) -> int | list[int]:
 
 
 def as_count(value: Any) -> Any:
-    """Return an int of another library as one of Python's, and any other value (a bool, too) as it is."""
+    """Return an int of another library as one of Python's, and any other value, including a bool, as it is."""
     if isinstance(value, (bool, np.bool_, Tensor)) or not hasattr(value, "__index__"):
         return value
     return operator.index(value)
@@ -222,9 +222,9 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
             "index: there must be one index at most for each batch dimension.",
             expected=f"at most {len(size)} for batch size {list(size)}",
             got=f"{used} in {index!r}",
-            hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...])."
+            hint="only batch dimensions can be indexed; for dimensions of the leaves use td.apply(lambda x: x[...])."
             if size
-            else "without a batch size there are no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
+            else "a tree without a batch size has no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
         )
     parts: list[Any] = []
     dim, skipped = 0, len(size) - used

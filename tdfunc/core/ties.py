@@ -1,7 +1,7 @@
 """Groups of paths that hold one tensor: restrict, lift, remap, merge; prune them from a tree and graft them back.
 
-A tree stores the same tensor at every path of a group (its data are complete) and, at each node, the groups that
-lie inside that node, first path first. Only flattening, maps and edits read them: they prune the later paths,
+A tree stores the same tensor at every path of a group (its data are complete) and, at each node, the groups
+inside that node, first path first. Only flattening, maps and edits read them: they prune the later paths,
 run, and graft the result of the first path back.
 """
 
@@ -93,7 +93,7 @@ def by_first_key(paths: Iterable[Path]) -> dict[str, list[Path]]:
     return result
 
 
-# A tree and its nodes are `Any` below: `TensorCollection` stands a layer above this module.
+# A tree and its nodes are `Any` below: `TensorCollection` is in a module above this one.
 
 
 def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, ...]]:

@@ -1,7 +1,7 @@
 """Walks over trees: leaves as a list and back, replacing nodes, comparing trees.
 
-Lists of leaves come in two orders: that of the pytree registration (sorted keys, as `tree_leaves`), at the speed of the
-cached contexts, for optimizers and traced functions; and insertion order, for kernels that run over many leaves.
+Lists of leaves have one of two orders. The order of the pytree registration (sorted keys, as `tree_leaves`) uses the
+cached contexts and is for optimizers and traced functions; insertion order is for kernels over many leaves.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ def node_like(cls: type[T], context: Context, children: tuple[Any, ...]) -> T:
     if context.order != context.keys:
         data = {key: data[key] for key in context.order}
     new = cls._make(data, context.batch_size, context.device, context.names, context.static)
-    # The children stand in the order of the context already: no need to sort them again.
+    # The children are in the order of the context already: no need to sort them again.
     object.__setattr__(new, "_cache", _Flat(children, context))
     return new
 

@@ -18,7 +18,7 @@ ROWS = [
     (lambda t: lazy_stack([tree(2), tree(2)[0]]), BatchSizeError, r"one number of batch dimensions.*\n.*\[2\]\n.*\[\]"),
     (lambda t: lazy_stack([tree(2)], 2), IndexError, "dimension 2 does not exist"),
     (lambda t: torch.cat([t, t.set("x", {"a": 1.0})]), TreeStructureError, "'x' must be of one.*\n.*a tensor\n.*tree"),
-    (lambda t: torch.stack([t, t.permute(1, 0)]), TreeStructureError, "must lie along one dimension"),
+    (lambda t: torch.stack([t, t.permute(1, 0)]), TreeStructureError, "must hold their trees along one dimension"),
     (lambda t: torch.stack([t, t.pad()]), TreeStructureError, "LazyStack\n.*TensorDict\n.*dense"),
     # One tensor for each leaf is needed.
     (lambda t: TensorDict(t), LeafMismatchError, f"TensorDict: {NO_ONE_TENSOR}"),
@@ -69,7 +69,7 @@ ROWS = [
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[0]]).dense(), TreeStructureError, r"different keys.*\n.*'q'"),
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[1]]).pad(), TreeStructureError, "pad: trees 0 and 1 have different"),
     (lambda t: t.nested(torch.sparse_coo), ValueError, "layout must be one of torch.jagged"),
-    (lambda t: t.permute(1, 0).nested(), ValueError, "must lie along dimension 0.*\n.*stack_dim 1"),
+    (lambda t: t.permute(1, 0).nested(), ValueError, "must be stacked along dimension 0.*\n.*stack_dim 1"),
     (lambda t: tdf.pad_sequence([]), ValueError, "no trees were given"),
     (
         lambda t: tdf.pad_sequence([TensorDict({"n": {"x": torch.ones(2, n)}}) for n in (1, 3)]),

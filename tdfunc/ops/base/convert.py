@@ -186,7 +186,7 @@ def adopt(source: Any) -> Any:
 
 
 def _is_their_tree(node: Any) -> bool:
-    # As `tensordict.is_non_tensor` reads it: stacks of non-tensor data are mappings, too.
+    # As `tensordict.is_non_tensor` reads it: stacks of non-tensor data are also mappings.
     return isinstance(node, Mapping) and not getattr(node, "_is_non_tensor", False)
 
 

@@ -200,7 +200,7 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
                     f"{call}: {dotted((*at, key))!r} has another number of features in the second tree.",
                     expected=f"shape {list(node.shape)} in a batch of {dims.mine} dimensions",
                     got=f"shape {list(twin.shape)} in a batch of {dims.theirs}",
-                    hint="give both the same dimensions after the batch; those of size 1 are expanded.",
+                    hint="give both the same dimensions after the batch; dimensions of size 1 are expanded.",
                 )
     return differ
 
@@ -218,7 +218,7 @@ def reversed_binary(tree: T, other: Any, name: str) -> T:
 
 
 def is_operand(other: Any) -> bool:
-    """Return True if `==` is meant leaf by leaf; of a dict it is, and raises, where Python would return False."""
+    """Return True if `==` compares leaf by leaf; with a dict it raises, where Python would return False."""
     return isinstance(other, (TensorCollection, Tensor, np.ndarray, np.generic, Mapping, *_NUMBERS))
 
 
@@ -283,7 +283,7 @@ def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
     known = Size([max(s, 1) for s in size]) if -1 in size else size
     if not fits_into(other.shape, known):
         raise BatchSizeError(
-            f"{call}: a tensor operand is broadcast against the batch dimensions, not those of the leaves.",
+            f"{call}: a tensor operand is broadcast against the batch dimensions, not the dimensions of the leaves.",
             expected=f"a shape that broadcasts to {list(size)}",
             got=f"shape {list(other.shape)}",
             hint="for each leaf's own dimensions use td.apply(lambda x: ...).",

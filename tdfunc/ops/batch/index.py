@@ -197,10 +197,10 @@ class IndexMethods(TensorCollection):
         return self._index(index)
 
     def __getitems__(self, indices: Any) -> "Self":
-        """Return the rows at several positions: how a `DataLoader` takes a batch from a tree in one call.
+        """Return the rows at several positions; a `DataLoader` takes a batch from a tree with this one call.
 
-        A tuple of positions are as many rows, as in torch's own `[data[i] for i in indices]`; a list of tuples are
-        elements at as many places of several batch dimensions.
+        A tuple of positions selects one row for each, as torch's own `[data[i] for i in indices]`; a list of tuples
+        selects one element for each, by its position in several batch dimensions.
         """
         if not isinstance(indices, (Tensor, np.ndarray)):
             indices = list(indices)
@@ -238,8 +238,8 @@ class IndexMethods(TensorCollection):
             index has as many dimensions as the batch; a leaf (*batch, *F) becomes (*index.shape, *F).
 
         Raises:
-            ValueError: The index has another number of dimensions.
-            IndexError: There is no such batch dimension.
+            ValueError: The index does not have one dimension for each batch dimension.
+            IndexError: The batch dimension does not exist.
         """
         return gather(self, dim, index)
 
@@ -248,7 +248,7 @@ class IndexMethods(TensorCollection):
 
         Raises:
             TypeError: The mask does not hold bools.
-            IndexError: It has not the shape of the leading batch dimensions.
+            IndexError: The mask does not have the shape of the leading batch dimensions.
         """
         return masked_select(self, mask)
 

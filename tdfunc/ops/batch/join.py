@@ -29,7 +29,7 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
 
     Args:
         trees: Trees with equal batch sizes, key paths, shapes and dtypes, in any iterable.
-        dim: Where the new dimension goes among the batch dimensions.
+        dim: The place of the new dimension among the batch dimensions.
 
     Returns:
         A tree with the key paths of `trees[0]`.
@@ -38,8 +38,8 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
         E trees of batch size (*B) become one of (E, *B), for `dim` 0.
 
     Raises:
-        TypeError: One of them is not a tree.
-        ValueError: There are no trees.
+        TypeError: An item of `trees` is not a tree.
+        ValueError: `trees` is empty.
         TreeStructureError: Key paths differ; the message lists the difference.
         LeafMismatchError: A leaf differs in shape or dtype; the message names it with both.
 
@@ -67,14 +67,14 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
     """Concatenate trees of one structure along a batch dimension.
 
     Args:
-        trees: Trees whose batch sizes agree but for `dim`, with equal key paths and dtypes, in any iterable.
+        trees: Trees whose batch sizes agree except in `dim`, with equal key paths and dtypes, in any iterable.
         dim: The batch dimension.
 
     Raises:
-        TypeError: One of them is not a tree.
-        ValueError: There are no trees.
+        TypeError: An item of `trees` is not a tree.
+        ValueError: `trees` is empty.
         TreeStructureError: Key paths differ.
-        LeafMismatchError: A leaf differs in shape (but for `dim`) or dtype.
+        LeafMismatchError: A leaf differs in shape (except in `dim`) or dtype.
     """
     given = as_trees(trees, "cat")
     first, others = given[0], given[1:]
@@ -109,7 +109,7 @@ def _agree(first: TensorCollection, second: TensorCollection, but: int | None = 
     return same_rank and all([a == b or -1 in (a, b) for dim, (a, b) in enumerate(pairs) if dim != but])
 
 
-# Any: a lazy stack has a dimension of its own.
+# Any: a lazy stack has its own dimension.
 def _sizes(tree: Any) -> Sequence[int]:
     """Return the batch size with -1 where a lazy stack may be ragged: also where the lengths of its trees agree."""
     if not tree._is_lazy:
@@ -161,7 +161,7 @@ def _join(op: LeafOp, first: T, others: Sequence[T]) -> T:
 
 
 def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCollection]) -> None:
-    """Raise unless dtypes, kinds and ties agree (torch would promote or untie in silence)."""
+    """Raise unless dtypes, kinds and ties agree (torch would silently promote or untie)."""
     for other in others:
         _check_nodes(name, first, other, ())
         if other._ties != first._ties:

@@ -287,10 +287,10 @@ class ShapeMethods(TensorCollection):
         return reshape(self, _ints(shape))
 
     def view(self, *shape: Any) -> "Self":
-        """Return the tree seen with another batch shape (or dtype), sharing memory.
+        """Return a view of the tree with another batch shape (or dtype); the leaves share memory.
 
         Raises:
-            RuntimeError: A leaf's memory cannot be seen so; use `reshape`.
+            RuntimeError: The strides of a leaf do not allow a view; use `reshape`.
         """
         return as_view(self, shape)
 
@@ -325,7 +325,7 @@ class ShapeMethods(TensorCollection):
     def expand_as(self, other: "Tensor | TensorCollection") -> "Self":
         """Return the tree with its batch expanded to the shape of a tensor or the batch size of a tree.
 
-        `td.apply(lambda x, y: x.expand_as(y), other)` expands features, too.
+        `td.apply(lambda x, y: x.expand_as(y), other)` also expands features.
         """
         return expand(self, tuple(other.shape))  # pyright: ignore[reportAttributeAccessIssue]
 

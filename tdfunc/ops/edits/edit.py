@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
-# Options of tensordict's method; as entries by keyword they would become keys in silence.
+# Options of tensordict's method; as entries by keyword they would silently become keys.
 _UPDATE_OPTIONS = ("clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size")
 
 
@@ -153,7 +153,7 @@ def _write_groups(tree: T, ties: Ties, written: Set[Path]) -> T:
 
 
 def replace_nodes(tree: T, nodes: dict[str, Node]) -> T:
-    """Return a tree with nodes under its keys, put there in one step; other paths of a tied leaf get it, too."""
+    """Return a tree with nodes under its keys, put there in one step; all paths of a tied leaf get the same node."""
     new = tree._put(nodes)
     written = {(key,) for key, node in nodes.items() if node is not None and not isinstance(node, TensorCollection)}
     return _write_groups(new, new._ties, written)
@@ -222,7 +222,7 @@ def delete(tree: T, key: NestedKey) -> T:
 
 @per_tree()
 def delete_paths(tree: T, paths: Iterable[Path]) -> T:
-    """Return a tree without the given paths; those that do not exist are no error."""
+    """Return a tree without the given paths; paths that do not exist are ignored."""
     changes: dict[str, Node] = {}
     for key, inner in by_first_key(paths).items():
         if key not in tree._keys():
@@ -237,7 +237,7 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
 
 
 def untie(tree: T, key: NestedKey) -> T:
-    """Return a tree in which a path of a tied leaf stands alone, with its own copy of the tensor."""
+    """Return a tree in which a path of a tied leaf has its own copy of the tensor."""
     path = unravel(key)
     leaf = get(tree, path)
     if len(group_of(tree._ties, path)) == 1:
@@ -280,7 +280,7 @@ class EditMethods(TensorCollection):
         Args:
             key: A str or nested tuple of str.
             value: A tensor, tree, dict, number, list or any other object but None.
-            inplace: Write the values into the storage that the entry has now, and return this tree.
+            inplace: Write the values into the storage of the entry, and return this tree.
             non_blocking: Move tensors to the device of the tree without waiting, as `Tensor.to`.
             kind: The kind of the leaf, for trees of a module's parameters.
 
@@ -329,7 +329,7 @@ class EditMethods(TensorCollection):
 
         Args:
             other: A dict whose keys may be nested, pairs of such keys and values, or a tree.
-            inplace: Only False: a tree is never changed.
+            inplace: Must be False: a tree is never changed.
             **entries: More entries, by keyword.
 
         Raises:
@@ -353,7 +353,7 @@ class EditMethods(TensorCollection):
         """Return a tree without one entry (a leaf or a sub-tree).
 
         Raises:
-            MissingKeyError: There is no such entry.
+            MissingKeyError: The entry does not exist.
         """
         return delete(self, key)
 
@@ -361,7 +361,7 @@ class EditMethods(TensorCollection):
         """Return the value of an entry and a tree without it.
 
         Raises:
-            MissingKeyError: There is no such entry and no default.
+            MissingKeyError: The entry does not exist, and `default` is not given.
 
         Examples:
             >>> value, rest = TensorDict({"a": torch.ones(2), "b": torch.zeros(2)}).pop("a")
@@ -373,7 +373,7 @@ class EditMethods(TensorCollection):
         return get_value(self, key, default), self
 
     def untie(self, key: NestedKey) -> "Self":
-        """Return a tree in which one path of a tied leaf stands alone, with a copy of the tensor.
+        """Return a tree in which one path of a tied leaf has its own copy of the tensor.
 
         Raises:
             TieError: The path is not tied.
@@ -390,11 +390,11 @@ class EditMethods(TensorCollection):
     def set_(self, key: NestedKey, value: Any) -> "Self":
         """Write values into the storage of an existing entry, in its dtype and on its device; returns this tree.
 
-        Where `Tensor.copy_` casts any value, a cast that could lose more than floating-point precision is refused:
-        of floats to integers, of integers to narrower ones, of numbers to bools.
+        A cast that could lose more than floating-point precision raises, unlike in `Tensor.copy_`: floats to integers,
+        integers to narrower integers, numbers to bools.
 
         Raises:
-            MissingKeyError: There is no such entry.
+            MissingKeyError: The entry does not exist.
             LeafMismatchError: The value's shape or dtype does not fit, or the leaf's memory overlaps itself.
         """
         storage_writes.write_leaf(self, unravel(key), value)

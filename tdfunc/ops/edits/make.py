@@ -99,7 +99,7 @@ class MakeMethods(TensorCollection):
         Args:
             recurse: Keep the sub-trees, without their entries.
             batch_size: Another batch size; sub-trees keep their own trailing dimensions.
-            device: Another device; None for none.
+            device: Another device, or None.
             names: Other names of the dimensions.
         """
         return empty(self, recurse, batch_size, device, names)
@@ -129,11 +129,11 @@ class MakeMethods(TensorCollection):
         return fill_new(self, "new_full", as_size(size), fill_value, dtype, device)
 
     def replace(self, changes: Mapping[Any, Any] | TensorCollection | None = None, /, **entries: Any) -> "Self":
-        """Return a tree with entries replaced (or added), each as a whole: `update` merges nested trees instead.
+        """Return a tree with entries replaced or added. Nested trees are replaced, where `update` merges them.
 
         Args:
             changes: New values by (nested) key, or a tree of them.
-            **entries: More of them, by keyword.
+            **entries: More new values, by keyword.
         """
         tree = self
         for key, value in replacements(changes, entries).items():
@@ -149,14 +149,14 @@ class MakeMethods(TensorCollection):
         return clone(open_trees(self), recurse=True)
 
     def split_keys(self, *key_sets: Any, strict: bool = True) -> tuple[Any, ...]:
-        """Return a tree for each set of (nested) keys, and one of the rest; sub-trees left empty go.
+        """Return a tree for each set of (nested) keys, and one of the rest; sub-trees left empty are dropped.
 
         Args:
             *key_sets: Keys, or a dict from keys to the names that they get.
             strict: Raise for keys that do not exist.
 
         Raises:
-            MissingKeyError: A key does not exist, or an earlier set has it.
+            MissingKeyError: A key does not exist, or is in an earlier set.
 
         Examples:
             >>> td = TensorDict({"obs": torch.ones(2), "act": torch.zeros(2), "r": torch.ones(2)}, [2])

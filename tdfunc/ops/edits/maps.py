@@ -136,12 +136,12 @@ class MapMethods(TensorCollection):
         A tied leaf is passed once. Non-tensor data are kept as they are.
 
         Args:
-            fn: A function of a tensor (and one of each other tree).
+            fn: A function of a tensor, and of one more for each other tree.
             *others: Trees with the same keys.
-            inplace: Only False: a tree is never changed.
-            **options: `batch_size` that the results have when `fn` changes it; `device` and `names` of the result;
-                `default` for leaves that another tree lacks; `filter_empty` to drop sub-trees left without leaves;
-                `where`, a filter: the leaves that it does not choose stay as they are.
+            inplace: Must be False: a tree is never changed.
+            **options: `batch_size` of the results, if `fn` changes it; `device` and `names` of the result; `default`
+                for leaves that another tree lacks; `filter_empty` to drop sub-trees without leaves; `where`, a
+                filter: leaves that do not match it are kept unchanged.
 
         Raises:
             BatchSizeError: A result does not start with the batch size; the message names the leaf.
@@ -168,8 +168,8 @@ class MapMethods(TensorCollection):
         Args:
             fn: A function of a name and a tensor (and one tensor of each other tree).
             *others: Trees with the same keys.
-            nested_keys: The name is the whole path (a tuple where it is nested), not the last key.
-            inplace: Only False: a tree is never changed.
+            nested_keys: Pass the complete path (a tuple if it is nested) as the name, not the last key.
+            inplace: Must be False: a tree is never changed.
             **options: As for `apply`.
         """
         refuse_inplace(inplace, "named_apply(fn)")

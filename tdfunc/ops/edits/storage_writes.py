@@ -132,7 +132,7 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
         check_dtype(value, leaf, where)
     else:
         value = as_tensor(value, where)
-        # Python numbers have no width of their own: integers that fit are taken.
+        # Python numbers have no width: integers that fit are taken.
         if value.dtype is not torch.int64 or not torch.equal(value.to(leaf.dtype).to(value.dtype), value):
             check_dtype(value, leaf, where)
     if not fits_into(value.shape, leaf.shape):
@@ -163,7 +163,7 @@ def _leaves_of_both(
             f"{call}: the trees have different keys{_NOTHING}.",
             expected=f"{sorted(map(dotted, mine))}",
             got=f"{sorted(map(dotted, theirs))}",
-            hint="rows that were written earlier would be zeros there: allocate all keys first, foo().new_zeros([N])."
+            hint="a key cannot be added while writing rows: create all keys first, tree.new_zeros([N])."
             if call.startswith("at")
             else None,
         )
@@ -188,7 +188,7 @@ def _write(
                 got=f"shape {list(value.shape)}",
             )
         check_dtype(value, leaf, where)
-    # A tensor that stands at several paths, tied or not, is given one value.
+    # A tensor at several paths, tied or not, is given one value.
     first: dict[int, Path] = {}
     for path, value in values.items():
         other = first.setdefault(id(leaves[path]), path)
@@ -254,7 +254,7 @@ def _cut_mapping(tree: TensorCollection, other: Any, call: str, at: Path) -> dic
 
 
 def _copy_overlap(value: Tensor, places: Places) -> Tensor:
-    """Return the value, copied where it lies in memory that is written to, as when leaves are swapped."""
+    """Return the value, copied if its memory is written to, as when leaves are swapped."""
     return value.clone() if places.holds(value) else value
 
 
@@ -323,7 +323,7 @@ def share(tree: TensorCollection) -> None:
     for path, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor):
             check_reaches_file(leaf, f"share_memory_ {dotted(path)!r}")
-            # As of torch 2.13 sharing a DTensor ends the process: it has no storage of its own.
+            # As of torch 2.13 sharing a DTensor ends the process: it has no storage.
             if type(leaf) not in PLAIN and hasattr(leaf, "to_local"):
                 raise UnsupportedError(
                     f"share_memory_: {dotted(path)!r} is spread over processes.",

@@ -372,10 +372,11 @@ def in_dims(tree: T, where: "dict[str | Filter, int | None] | int | None") -> T:
 
     Args:
         tree: The tree that will be mapped.
-        where: A dimension for each filter, the first that matches a leaf wins; or one for all.
+        where: A dict from filters to dimensions, in which the first filter that matches a leaf counts; or one
+            dimension for all leaves.
 
     Raises:
-        FilterError: A pattern matches no leaf, or a leaf is matched by none.
+        FilterError: A pattern matches no leaf, or no filter matches a leaf.
 
     Examples:
         >>> tree = TensorDict({"trunk": torch.zeros(1), "head": torch.zeros(2)})
@@ -403,7 +404,7 @@ class StructureMethods(TensorCollection):
         return select(self, keys, strict)
 
     def exclude(self, *keys: NestedKey, inplace: bool = False) -> "Self":
-        """Return a tree without these entries; keys that do not exist are no error."""
+        """Return a tree without these entries; keys that do not exist are ignored."""
         refuse_inplace(inplace, "exclude(*keys)")
         return exclude(self, keys)
 

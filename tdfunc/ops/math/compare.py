@@ -28,8 +28,9 @@ def assert_close(
 
     Args:
         actual: A tree.
-        expected: Another one, of any class.
-        rtol: Relative tolerance, with `atol`; without them those of `torch.testing.assert_close` for the dtype.
+        expected: Another tree, of any class.
+        rtol: Relative tolerance, given together with `atol`; the defaults are the tolerances of
+            `torch.testing.assert_close` for the dtype.
         atol: Absolute tolerance.
         equal_nan: Take NaN as equal to NaN.
 
@@ -86,8 +87,8 @@ def tree_equal(first: Any, second: Any, *, rtol: float = 0.0, atol: float = 0.0,
 
     Args:
         first: A tree, or a tuple, list or dict of trees, tensors and other values.
-        second: Another one. Its structure is that of `first` if classes, keys, ties, batch sizes and non-tensor data
-            agree; the order of keys does not count.
+        second: Another one. The structures agree if classes, keys, ties, batch sizes and non-tensor data agree; the
+            order of keys does not count.
         rtol: Relative tolerance, with `atol`, for tensors of floating-point and complex dtypes.
         atol: Absolute tolerance.
         equal_nan: Take NaN as equal to NaN.

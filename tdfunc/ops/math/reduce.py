@@ -234,8 +234,8 @@ class ReduceMethods(TensorCollection):
         """Return the sum of each leaf.
 
         Raises:
-            IndexError: There is no such batch dimension.
-            ValueError: `reduce` with a batch dimension, or without leaves.
+            IndexError: The batch dimension does not exist.
+            ValueError: `reduce` is given with a batch dimension, or the tree has no leaves.
 
         Examples:
             >>> td = TensorDict({"a": torch.ones(3, 2)}, [3])
@@ -271,13 +271,13 @@ class ReduceMethods(TensorCollection):
         return reduce_tree(self, "var", dim, keepdim, reduce, correction=correction)
 
     def nansum(self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None) -> Any:
-        """Return the sum of each leaf, NaN left out."""
+        """Return the sum of each leaf without NaN values."""
         return reduce_tree(self, "nansum", dim, keepdim, reduce, dtype=dtype)
 
     def nanmean(
         self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None
     ) -> Any:
-        """Return the mean of each leaf, NaN left out."""
+        """Return the mean of each leaf without NaN values."""
         return reduce_tree(self, "nanmean", dim, keepdim, reduce, dtype=dtype)
 
     def logsumexp(self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None) -> Any:
@@ -308,7 +308,7 @@ class ReduceMethods(TensorCollection):
         """Return a quantile of each leaf.
 
         Raises:
-            ValueError: There are several quantiles; `torch.stack` one tree for each.
+            ValueError: `q` is several quantiles; `torch.stack` one tree for each.
         """
         if isinstance(q, Tensor) and q.dim():
             raise error(
@@ -328,7 +328,7 @@ class ExtremeMethods(TensorCollection):
     def max(
         self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None, return_indices: bool = True
     ) -> Any:
-        """Return the largest value of each leaf, and with `dim` where it was found.
+        """Return the largest value of each leaf, and with `dim` its position.
 
         Args:
             dim: A batch dimension, or "feature"; the indices count through all features.
@@ -337,7 +337,7 @@ class ExtremeMethods(TensorCollection):
             return_indices: With `dim` return `(values, indices)`, two trees; otherwise the values.
 
         Raises:
-            ValueError: There are several dimensions; `amax` takes them.
+            ValueError: `dim` is several dimensions; `amax` takes them.
 
         Examples:
             >>> td = TensorDict({"a": torch.tensor([[1, 5], [7, 2]])}, [2])
@@ -349,15 +349,15 @@ class ExtremeMethods(TensorCollection):
     def min(
         self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None, return_indices: bool = True
     ) -> Any:
-        """Return the smallest value of each leaf, and with `dim` where it was found; arguments are those of `max`."""
+        """Return the smallest value of each leaf, and with `dim` its position, with the arguments of `max`."""
         return extreme(self, "min", dim, keepdim, reduce, return_indices)
 
     def argmax(self, dim: Any = None, keepdim: bool = False) -> "Self":
-        """Return where the largest value of each leaf is along a batch dimension, in the features or in all of it."""
+        """Return the position of the largest value of each leaf: in a batch dimension, its features or all of it."""
         return extremes(self, "argmax", dim, keepdim)
 
     def argmin(self, dim: Any = None, keepdim: bool = False) -> "Self":
-        """Return where the smallest value of each leaf is along a batch dimension, in the features or in all of it."""
+        """Return the position of the smallest value of each leaf: in a batch dimension, its features or all of it."""
         return extremes(self, "argmin", dim, keepdim)
 
 

@@ -16,7 +16,7 @@ UNARY_LEAFWISE = {
     "square": "square", "logical_not": "logical negation", "bitwise_not": "bitwise negation",
     "isnan": "True where it is NaN", "isfinite": "True where it is finite", "isinf": "True where it is infinite",
     "isneginf": "True where it is minus infinity", "isposinf": "True where it is plus infinity",
-    "isreal": "True where it has no imaginary part", "erfinv": "inverse error function",
+    "isreal": "True where the imaginary part is zero", "erfinv": "inverse error function",
 }  # fmt: skip
 BINARY = {
     "add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "pow": "power",
