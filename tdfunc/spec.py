@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError, error
-from tdfunc.core.keys import missing, unravel
+from tdfunc.core.keys import by_head, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.surface import surface
 from tdfunc.core.types import NestedKey
@@ -156,19 +156,14 @@ class Composite:
         self.device: torch.device | None = None if device is None else as_device(device)
         # Any: a class of trees, of any library.
         self.data_cls: Any = data_cls
-        nested: dict[str, Any] = {}
-        for key, spec in (specs or {}).items():
-            first, *rest = unravel(key)
-            if rest:
-                inner = nested.get(first)
-                entries = {**(inner._specs if isinstance(inner, Composite) else inner or {}), tuple(rest): spec}
-                nested[first] = entries
-            else:
-                nested[first] = spec
-        self._specs: dict[str, Spec] = {
-            key: Composite(spec, self.shape, device) if isinstance(spec, Mapping) else spec
-            for key, spec in nested.items()
-        }
+        self._specs: dict[str, Spec]
+        self._specs, nested = by_head((specs or {}).items())
+        for key, inner in nested.items():
+            whole = self._specs.get(key)
+            self._specs[key] = {**(whole._specs if isinstance(whole, Composite) else whole or {}), **inner}
+        for key, spec in self._specs.items():
+            if isinstance(spec, Mapping):
+                self._specs[key] = Composite(spec, self.shape, device)
         for key, spec in self._specs.items():
             if not isinstance(spec, (Unbounded, NonTensor, Composite)):
                 raise error(TypeError, f"Composite: {key!r} must be a spec.", got=repr(spec))

@@ -281,14 +281,13 @@ class TensorCollection(Slots):
         op = index_op(index, self._batch_size)
         if type(index) is not int and type(index) is not slice and not has_leaf(self):
             check_positions(op.args[0], self._batch_size)
-        if op.plain is None:
-            return self._shape(op)
         try:
             return self._shape(op)
         except (IndexError, RuntimeError):
-            # index_select refuses negative rows, which indexing counts from the end.
-            op = op._replace(plain=None)
-        return self._shape(op)
+            if op.plain is None:
+                raise
+        # index_select refuses negative rows, which indexing counts from the end.
+        return self._shape(op._replace(plain=None))
 
     def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
@@ -515,10 +514,15 @@ def has_leaf(tree: TensorCollection) -> bool:
     return isinstance(first, Tensor) or next(iter(iter_leaves(tree)), None) is not None
 
 
-def leaf_paths(tree: TensorCollection) -> list[Path]:
-    """Return the paths of `tree_leaves`, but in insertion order; a tied leaf once, under its first path."""
+def leaf_items(tree: TensorCollection) -> list[tuple[Path, Any]]:
+    """Return (path, leaf) for the leaves of `tree_leaves`, in insertion order; tied leaves have their first path."""
     aliases = {path for group in tree._ties for path in group[1:]}
-    return [path for path, _ in iter_leaves(tree) if path not in aliases]
+    return [(path, leaf) for path, leaf in iter_leaves(tree) if path not in aliases]
+
+
+def leaf_paths(tree: TensorCollection) -> list[Path]:
+    """Return the paths of `leaf_items`."""
+    return [path for path, _ in leaf_items(tree)]
 
 
 def with_leaves(tree: T, leaves: Iterable[Any]) -> T:

@@ -6,13 +6,15 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from tdfunc.core.errors import FilterError, MissingKeyError, error, explain
 from tdfunc.core.types import Kind, NestedKey, Path
+
+V = TypeVar("V")
 
 
 def unravel(key: NestedKey) -> Path:
@@ -37,6 +39,20 @@ def unravel(key: NestedKey) -> Path:
     if not path:
         raise _bad_key(key, key)
     return tuple(path)
+
+
+# Any: a nested key of tuples, which type checkers cannot unravel.
+def by_head(entries: Iterable[tuple[Any, V]]) -> tuple[dict[str, V], dict[str, dict[Path, V]]]:
+    """Part entries into those under a str, and those under nested keys: by the first part, then by the rest."""
+    flat: dict[str, V] = {}
+    nested: dict[str, dict[Path, V]] = {}
+    for key, value in entries:
+        head, *rest = unravel(key)
+        if rest:
+            nested.setdefault(head, {})[tuple(rest)] = value
+        else:
+            flat[head] = value
+    return flat, nested
 
 
 def is_key(key: object) -> bool:

@@ -8,6 +8,7 @@ run, and graft the result of the first path back.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from tdfunc.core.keys import by_head
 from tdfunc.core.types import Group, Path, Ties
 
 
@@ -103,7 +104,7 @@ def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, .
     for path, source in cuts:
         parent = path[:-1]
         if parent not in places:
-            places[parent] = {key: place for place, key in enumerate(_node(tree, parent)._data)}
+            places[parent] = {key: place for place, key in enumerate(node_at(tree, parent)._data)}
         grafts.append(Graft(path, places[parent][path[-1]], source))
     return _without(tree, [path for path, _ in cuts]), tuple(sorted(grafts, key=lambda g: (g.path[:-1], g.place)))
 
@@ -130,12 +131,9 @@ def graft(data: dict[str, Any], grafts: tuple[Graft, ...], ties: Ties) -> dict[s
 
 def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[str, Any]:
     items = list(data.items())
-    deeper: dict[str, dict[Path, Any]] = {}
-    for path, (place, value) in values.items():
-        if len(path) == 1:
-            items.insert(place, (path[0], value))
-        else:
-            deeper.setdefault(path[0], {})[path[1:]] = (place, value)
+    flat, deeper = by_head(values.items())
+    for key, (place, value) in flat.items():
+        items.insert(place, (key, value))
     result = dict(items)
     for key, inner in deeper.items():
         # Any: a prefix (None for a whole sub-tree) has nothing to graft into.
@@ -146,7 +144,8 @@ def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[s
     return result
 
 
-def _node(tree: Any, path: Path) -> Any:
+def node_at(tree: Any, path: Path) -> Any:
+    """Return the node at a path of stored nodes, which leads through the trees of a lazy stack by their numbers."""
     for key in path:
         tree = tree._data[key]
     return tree

@@ -14,7 +14,7 @@ from torch.utils import _pytree as torch_pytree
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import TreeStructureError
-from tdfunc.core.keys import dotted
+from tdfunc.core.keys import by_head, dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.pytree import Context, _Flat, flatten, unflatten
 from tdfunc.core.shapes import shape_of
@@ -165,16 +165,8 @@ def refill(tree: T, leaves: Iterator[Any], op: LeafOp | None = None) -> T:
 def replace(tree: T, nodes: Mapping[Path, Any]) -> T:
     """Return the tree with other nodes at the given paths, which must exist; batch sizes and ties stay."""
     # None is a node here, so this cannot be a map (which would drop the leaf).
-    inner: dict[str, dict[Path, Any]] = {}
-    data: dict[str, Any] = dict(tree._data)
-    for path, node in nodes.items():
-        if len(path) == 1:
-            data[path[0]] = node
-        else:
-            inner.setdefault(path[0], {})[path[1:]] = node
-    for key, below in inner.items():
-        data[key] = replace(data[key], below)
-    return tree._replace(data)
+    flat, nested = by_head(nodes.items())
+    return tree._replace(tree._data | flat | {key: replace(tree._data[key], below) for key, below in nested.items()})
 
 
 Pairs: TypeAlias = list[tuple[Path, Any, Any]]

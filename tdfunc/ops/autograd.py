@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_items
 from tdfunc.ops.base.cast import detach
 from tdfunc.ops.base.foreach import check_same
 from tdfunc.ops.display.text import stored_bytes
@@ -42,11 +42,7 @@ def _items(given: Any) -> Sequence[Any]:
 def _leaves_of(items: Sequence[Any]) -> list[Any]:
     leaves: list[Any] = []
     for item in items:
-        if isinstance(item, TensorCollection):
-            found = dict(iter_leaves(item))
-            leaves += [found[path] for path in leaf_paths(item)]
-        else:
-            leaves.append(item)
+        leaves += [leaf for _, leaf in leaf_items(item)] if isinstance(item, TensorCollection) else [item]
     return leaves
 
 

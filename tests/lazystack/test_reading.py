@@ -103,7 +103,7 @@ def test_names():
     assert (lazy.permute(1, 0) * 2)[:, :2].names == ["time", None]
     assert lazy.pad().names == [None, "time"]
     assert lazy["n"].names == [None, None]
-    with pytest.raises(ValueError, match="dimension 0, along which the trees lie, must have no name"):
+    with pytest.raises(ValueError, match="the stack dimension 0 must have no name"):
         lazy.with_names(["batch", "time"])
 
 

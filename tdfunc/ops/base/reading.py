@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
-from tdfunc.core.collection import PLAIN, TensorCollection, check_one_shape, iter_leaves, leaf_paths
+from tdfunc.core.collection import PLAIN, TensorCollection, check_one_shape, leaf_items, leaf_paths
 from tdfunc.core.errors import ImmutableError, TreeStructureError, error
 from tdfunc.core.keys import Entry, dotted, is_key, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -105,9 +105,8 @@ def check_dense(tree: TensorCollection, call: str) -> None:
 
 def entries(tree: TensorCollection) -> list[Entry]:
     """Return every leaf once, with all its tied paths and its kind, as filters read them."""
-    found = dict(iter_leaves(tree))
     groups = groups_by_path(tree._ties)
-    return [Entry(groups.get(path, (path,)), found[path], kind_of(tree, path)) for path in leaf_paths(tree)]
+    return [Entry(groups.get(path, (path,)), leaf, kind_of(tree, path)) for path, leaf in leaf_items(tree)]
 
 
 def kind_of(tree: TensorCollection, path: Path) -> Kind | None:
@@ -208,8 +207,7 @@ class ReadMethods(TensorCollection):
 
         `torch.utils._pytree.tree_leaves` gives the same tensors in sorted key order: do not zip the two.
         """
-        found = dict(iter_leaves(self))
-        return [found[path] for path in leaf_paths(self)]
+        return [leaf for _, leaf in leaf_items(self)]
 
     def paths(self) -> list[Path]:
         """Return the path of each of `leaves()`; a tied leaf has its first path.

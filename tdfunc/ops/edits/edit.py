@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves, per_tree
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError
-from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.keys import by_head, dotted, unravel
 from tdfunc.core.shapes import starts_with
-from tdfunc.core.ties import by_first_key, drop, group_of, merge, under
+from tdfunc.core.ties import by_first_key, drop, group_of, merge, node_at, under
 from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops.base.cast import to
 from tdfunc.ops.base.convert import accept, adopt
@@ -88,24 +88,16 @@ def _record_ties(tree: T, ties: Ties) -> T:
         TieError: The edit gave two paths of one group different tensors.
     """
     for group in ties:
-        first = _stored(tree, group[0])
+        first = node_at(tree, group[0])
         for path in group[1:]:
-            if _stored(tree, path) is not first:
+            if node_at(tree, path) is not first:
                 raise TieError(
                     f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
                     expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
-                    got=f"{_summary(first)} and {_summary(_stored(tree, path))}",
+                    got=f"{_summary(first)} and {_summary(node_at(tree, path))}",
                     hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
                 )
     return restore_ties(tree, ties)
-
-
-def _stored(tree: TensorCollection, path: Path) -> Any:
-    """Return the leaf at a path of a group, which leads through the trees of a lazy stack by their numbers."""
-    node: Any = tree
-    for key in path:
-        node = node._data[key]
-    return node
 
 
 def _summary(leaf: Any) -> str:
@@ -167,13 +159,9 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
         check_one_shape(other, "update", f" at {dotted(at)!r}" if at else "")
     changes: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
-    nested: dict[str, dict[Path, Any]] = {}
     theirs = other._kinds if isinstance(other, TensorCollection) else {}
-    for name, value in _entries(other):
-        key, *rest = unravel(name)
-        if rest:
-            nested.setdefault(key, {})[tuple(rest)] = value
-            continue
+    flat, nested = by_head(_entries(other))
+    for key, value in flat.items():
         mine = tree._get(key) if key in tree._keys() else None
         if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
             changes[key] = _merge(mine, value, (*at, key), given)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, note_leaf, per_tree
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, leaf_paths, note_leaf, per_tree
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import Filter, FilterLike, dotted
-from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
 from tdfunc.core.types import Path
 from tdfunc.ops.base.cast import as_device
@@ -112,19 +111,6 @@ def drop_empty(tree: T) -> T:
     return tree._replace({k: x for k, x in inner.items() if not isinstance(x, TensorCollection) or holds_leaf(x)})
 
 
-def paths_tree(tree: T, nested: bool, at: Path = ()) -> T:
-    """Return a tree whose leaves are their own names: the last key, or with `nested` the path where it has several."""
-    data: dict[str, Any] = {}
-    for key, node in tree._data.items():
-        if isinstance(node, TensorCollection):
-            data[key] = paths_tree(node, nested, (*at, key))
-        elif isinstance(node, NonTensorBase):
-            data[key] = node
-        else:
-            data[key] = (*at, key) if nested and at else key
-    return tree._replace(data)
-
-
 class MapMethods(TensorCollection):
     """`apply` and `named_apply`."""
 
@@ -173,5 +159,6 @@ class MapMethods(TensorCollection):
             **options: As for `apply`.
         """
         refuse_inplace(inplace, "named_apply(fn)")
-        names = paths_tree(self, nested_keys)
-        return apply(self, lambda leaf, name, *rest: fn(name, leaf, *rest), (names, *others), **options)
+        # In the order of a map, as in `apply`.
+        names = iter([path if nested_keys and len(path) > 1 else path[-1] for path in leaf_paths(self)])
+        return apply(self, lambda leaf, *rest: fn(next(names), leaf, *rest), others, **options)

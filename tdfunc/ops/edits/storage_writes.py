@@ -20,7 +20,7 @@ from tdfunc.core.errors import (
     TieError,
     UnsupportedError,
 )
-from tdfunc.core.keys import dotted, missing, unravel
+from tdfunc.core.keys import by_head, dotted, missing
 from tdfunc.core.memory import Places, mapped_file, repeats_itself
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, as_array, same_value
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
@@ -232,24 +232,18 @@ def _cut_mapping(tree: TensorCollection, other: Any, call: str, at: Path) -> dic
     """Return a mapping with the values for sub-trees as trees; None for another value."""
     if not isinstance(other, Mapping):
         return None
-    entries: dict[Any, Any] = {}
-    nested: dict[str, dict[Path, Any]] = {}
-    for name, value in other.items():
-        key, *rest = unravel(name)
+    entries: dict[Any, Any]
+    entries, nested = by_head(other.items())
+    for key, value in entries.items():
         node = tree._data.get(key)
-        if not isinstance(node, TensorCollection):
-            entries[name] = value
-        elif rest:
-            nested.setdefault(key, {})[tuple(rest)] = value
-        elif isinstance(value, (TensorCollection, Mapping)) or node._is_lazy:
-            entries[name] = _cut(node, value, call, (*at, key))
-        else:
-            entries[name] = value
+        if isinstance(node, TensorCollection) and (isinstance(value, (TensorCollection, Mapping)) or node._is_lazy):
+            entries[key] = _cut(node, value, call, (*at, key))
     for key, inner in nested.items():
-        if key in entries:
+        node = tree._data.get(key)
+        if key in entries or not isinstance(node, TensorCollection):
             entries |= {(key, *rest): value for rest, value in inner.items()}
         else:
-            entries[key] = _cut(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
+            entries[key] = _cut(node, inner, call, (*at, key))
     return entries
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths, note_leaf, with_leaves
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_items, note_leaf, with_leaves
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import check_choice, error
 from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
-from tdfunc.core.types import LeafFn, Names, Path
+from tdfunc.core.ties import node_at
+from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.base.reading import check_dense
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def _reduce_leaves(
 
     if dim == "feature":
         # Each node has its own batch size, so its leaves have their own features.
-        found = dict(iter_leaves(tree))
-        sizes = [(found[path], _batch_dims(tree, path)) for path in leaf_paths(tree)]
+        sizes = [(x, len(node_at(tree, path[:-1])._batch_size)) for path, x in leaf_items(tree)]
         return with_leaves(tree, [over(x, tuple(range(batch, x.dim()))) for x, batch in sizes])
     if dim is None:
         plain = direct(None) if direct is not None and not keepdim else None
@@ -74,12 +74,6 @@ def _reduce_leaves(
 
 def _always(leaf: LeafFn | None) -> Callable[[Any], LeafFn] | None:
     return None if leaf is None else lambda _: leaf
-
-
-def _batch_dims(tree: TensorCollection, path: Path) -> int:
-    for key in path[:-1]:
-        tree = tree._data[key]
-    return len(tree._batch_size)
 
 
 def reduced_size(size: Size, dims: Sequence[int], keepdim: bool) -> Size:
@@ -116,8 +110,7 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
             check_dense(tree, name)
         # The features of all leaves side by side; without `dim` all their elements.
         size = tree._batch_size if dim == "feature" else EMPTY
-        found = dict(iter_leaves(tree))
-        flat = [x.reshape(*size, x.shape[len(size) :].numel()) for x in map(found.__getitem__, leaf_paths(tree))]
+        flat = [x.reshape(*size, x.shape[len(size) :].numel()) for _, x in leaf_items(tree)]
         if not flat:
             raise error(ValueError, f"{name}: the tree must have a leaf.")
         return fn(torch.cat(flat, -1), (len(size),), **kwargs)
