@@ -20,7 +20,15 @@ from tdfunc.core.errors import ImmutableError, LeafMismatchError, TreeStructureE
 from tdfunc.core.keys import dotted, is_key, missing, unravel
 from tdfunc.core.memory import MIN_BYTES, read_rows_ahead
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.shapes import check_positions, index_names, index_size, normalize_index, put_first, slice_length
+from tdfunc.core.shapes import (
+    check_positions,
+    index_names,
+    index_size,
+    normalize_index,
+    one_shape,
+    put_first,
+    slice_length,
+)
 from tdfunc.core.ties import graft, lift, merge, prune, remap
 from tdfunc.core.types import Kind, LeafFn, Names, Node, Path, Ties
 
@@ -62,6 +70,19 @@ class LeafOp(NamedTuple):
     plain: Callable[[Collection[Tensor]], LeafFn] | None = None
     # Makes `leaf` from `args` that are laid out along the batch: a stack of trees makes one for each tree.
     bind: Callable[..., LeafFn] | None = None
+
+
+def by_shape(call: Callable[[Size], LeafFn]) -> tuple[LeafFn, Callable[[Collection[Tensor]], LeafFn]]:
+    """Return the `leaf` and the `plain` of an operation that is made for the shape of a leaf."""
+
+    def leaf(x: Any) -> Any:
+        return call(x.shape)(x)
+
+    def plain(leaves: Collection[Tensor]) -> LeafFn:
+        shape = one_shape(leaves)
+        return leaf if shape is None else call(shape)
+
+    return leaf, plain
 
 
 class Slots:

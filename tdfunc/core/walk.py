@@ -192,8 +192,8 @@ class Difference(NamedTuple):
             )
         return TreeStructureError(
             f"{call}: {dotted(self.path)!r} is {_kind(self.a)} in one tree and {_kind(self.b)} in the other{note}.",
-            expected=_describe(self.a),
-            got=_describe(self.b),
+            expected=describe(self.a),
+            got=describe(self.b),
             hint=hint or "rename_key or delete the entry in one of the trees.",
         )
 
@@ -235,7 +235,8 @@ def _kind(node: Any) -> str:
     return next(name for kind, name in _KINDS if isinstance(node, kind))
 
 
-def _describe(node: Any) -> str:
+def describe(node: Any) -> str:
+    """Return a node in a few words, for a message."""
     if isinstance(node, TensorCollection):
         return f"a {type(node).__name__} with the keys {sorted(node._keys())}"
     if isinstance(node, Tensor):

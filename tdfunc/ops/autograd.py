@@ -10,9 +10,9 @@ from torch import Size, Tensor
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_items
 from tdfunc.ops.base.cast import detach
 from tdfunc.ops.base.foreach import check_same
+from tdfunc.ops.base.reading import check_trees
 from tdfunc.ops.display.text import stored_bytes
 from tdfunc.ops.edits import storage_writes
-from tdfunc.ops.math.compare import check_trees
 
 if TYPE_CHECKING:
     from typing_extensions import Self

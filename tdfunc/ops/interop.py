@@ -27,13 +27,13 @@ from tdfunc.core.errors import (
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import common_prefix
-from tdfunc.core.types import Kind, Path
+from tdfunc.core.types import Path
 from tdfunc.ops.base.convert import adopt, as_tensor, resize
-from tdfunc.ops.base.reading import get_value, iter_items, kind_of
+from tdfunc.ops.base.reading import get_value, iter_items
 from tdfunc.ops.batch.index import unbind
 from tdfunc.ops.batch.join import stack
 from tdfunc.ops.edits.edit import update
-from tdfunc.ops.edits.structure import flatten_keys, to_dict
+from tdfunc.ops.edits.structure import flatten_keys, saved_nodes, to_dict
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -272,12 +272,7 @@ def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: boo
     """Return the tree with the values of a state dict."""
     flat = not any(isinstance(value, Mapping) for value in given.values()) if flat is None else flat
     found = dict(given) if flat else dict(_flat(given, ""))
-    # The leaves that are in the tree's `state_dict()`.
-    nodes: dict[str, tuple[Path, Any]] = {}
-    for path, node in iter_items(tree, True, True):
-        kind = kind_of(tree, path)
-        if kind is Kind.EXTRA_STATE if isinstance(node, NonTensorBase) else kind is not Kind.NON_PERSISTENT:
-            nodes[dotted(path)] = path, node
+    nodes = {dotted(path): (path, node) for path, node in saved_nodes(tree)}
     missing, unexpected = sorted(nodes.keys() - found), sorted(found.keys() - nodes)
     if strict and (missing or unexpected):
         raise MissingKeyError(

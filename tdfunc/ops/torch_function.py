@@ -15,11 +15,11 @@ from tdfunc.core.shapes import dim_index
 from tdfunc.ops import autograd
 from tdfunc.ops.base import cast
 from tdfunc.ops.base.foreach import binary, broadcast_size, check_same, reversed_binary, unary
+from tdfunc.ops.base.reading import check_trees
 from tdfunc.ops.batch import index, join, rearrange, shape
 from tdfunc.ops.batch.index import gather
 from tdfunc.ops.batch.shape import reshape
 from tdfunc.ops.math import arithmetic, compare
-from tdfunc.ops.math.compare import check_trees
 from tdfunc.ops.math.reduce import extreme, extremes, reduce, truth
 from tdfunc.ops.math.tables import (
     BINARY,

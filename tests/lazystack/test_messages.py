@@ -13,7 +13,7 @@ NO_ONE_TENSOR = (
 
 ROWS = [
     (lambda t: lazy_stack([]), ValueError, "no trees were given"),
-    (lambda t: lazy_stack([t, {}]), TypeError, r"all must be trees(.|\n)*dict at 1"),
+    (lambda t: lazy_stack([t, {}]), TypeError, r"each must be a tree(.|\n)*dict at 1"),
     (lambda t: lazy_stack([tree(2), Message("a", torch.zeros(2))]), TreeStructureError, "TensorDict\n.*Message"),
     (lambda t: lazy_stack([tree(2), tree(2)[0]]), BatchSizeError, r"one number of batch dimensions.*\n.*\[2\]\n.*\[\]"),
     (lambda t: lazy_stack([tree(2)], 2), IndexError, "dimension 2 does not exist"),
@@ -67,7 +67,7 @@ ROWS = [
     ),
     (lambda t: t.dense(), LeafMismatchError, r"stack: the batch sizes differ.\n.*\[2\]\n.*\[4\]\n.*pad"),
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[0]]).dense(), TreeStructureError, r"different keys.*\n.*'q'"),
-    (lambda t: lazy_stack([t[0].set("q", 1.0), t[1]]).pad(), TreeStructureError, "pad: trees 0 and 1 have different"),
+    (lambda t: lazy_stack([t[0].set("q", 1.0), t[1]]).pad(), TreeStructureError, "pad of trees 0 and 1: the trees have"),
     (lambda t: t.nested(torch.sparse_coo), ValueError, "layout must be one of torch.jagged"),
     (lambda t: t.permute(1, 0).nested(), ValueError, "must be stacked along dimension 0.*\n.*stack_dim 1"),
     (lambda t: tdf.pad_sequence([]), ValueError, "no trees were given"),

@@ -431,7 +431,7 @@ SHORT = (
 )
 JOINS = [
     ([], ValueError, "at least one tree"),
-    ([WIDE, torch.zeros(2, 3)], TypeError, "all must be trees.*Tensor"),
+    ([WIDE, torch.zeros(2, 3)], TypeError, "each must be a tree.*Tensor"),
     (WIDE[0, 0], TypeError, r"a tree with batch size \[\] has no rows"),
     ([WIDE, WIDE.exclude("a")], TreeStructureError, r"different keys\..*\['a', 'n', 's'\].*\['n', 's'\]"),
     ([WIDE, WIDE.exclude(("n", "b"))], TreeStructureError, r"keys under 'n'.*\['b'\].*\[\]"),

@@ -297,13 +297,16 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
     if not tree._is_lazy:
         check_one_shape(other, call)
     check_keys(tree, other, call)
-    if tree._ties and other._ties != tree._ties:
-        raise TieError(
-            f"{call}: the trees tie different paths.",
-            expected=str([[dotted(path) for path in group] for group in tree._ties]),
-            got=str([[dotted(path) for path in group] for group in other._ties]),
-            hint="make the second by mapping the first, or untie() the paths.",
-        )
+    if tree._ties:
+        check_ties(tree, other, call)
+
+
+def check_ties(tree: TensorCollection, other: TensorCollection, call: str) -> None:
+    """Raise unless two trees tie the same paths."""
+    if other._ties != tree._ties:
+        mine, theirs = ([list(map(dotted, group)) for group in each._ties] for each in (tree, other))
+        hint = "untie() the paths that are tied in only one of them, or make the second by mapping the first."
+        raise TieError(f"{call}: the trees tie different paths.", expected=mine, got=theirs, hint=hint)
 
 
 def check_keys(tree: TensorCollection, other: TensorCollection, call: str, at: Path = ()) -> None:

@@ -69,6 +69,14 @@ def iter_items(tree: TensorCollection, nested: bool, leaves_only: bool, at: Path
             yield from iter_items(node, nested, leaves_only, (*at, key))
 
 
+def check_trees(call: str, *given: Any) -> None:
+    """Raise unless all arguments are trees."""
+    for i, tree in enumerate(given):
+        if not isinstance(tree, TensorCollection):
+            hint = "TensorDict(value) makes a tree of a dict; (td == value).all() compares with one value."
+            raise error(TypeError, f"{call}: each must be a tree.", got=f"{type(tree).__name__} at {i}", hint=hint)
+
+
 def check_same_keys(tree: TensorCollection, call: str) -> None:
     """Raise where only some trees of a lazy stack have a key: a conversion of the stack would lose it.
 

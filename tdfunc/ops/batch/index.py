@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, by_shape
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import error
 from tdfunc.core.keys import is_key
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.shapes import dim_index, dim_size, one_shape, put_first
+from tdfunc.core.shapes import dim_index, dim_size, put_first
 from tdfunc.core.types import LeafFn, Names, NestedKey
 from tdfunc.ops.base.foreach import broadcast_size, broadcaster, check_same, over_batch_op
 from tdfunc.ops.base.reading import get_value, value_of
@@ -54,15 +54,13 @@ def gather_op(dim: int, index: Tensor) -> LeafOp:
         wide = index.reshape(index.shape + (1,) * len(features)) if features else index
         return methodcaller("gather", dim, wide.expand(index.shape + features))
 
-    def leaf(x: Any) -> Any:
-        if isinstance(x, NonTensorBase):
-            grid = torch.meshgrid(*[torch.arange(size, device=index.device) for size in index.shape], indexing="ij")
-            return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
-        return call(x.shape)(x)
+    gathered, plain = by_shape(call)
 
-    def plain(leaves: Collection[Tensor]) -> LeafFn:
-        shape = one_shape(leaves)
-        return leaf if shape is None else call(shape)
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, NonTensorBase):
+            return gathered(x)
+        grid = torch.meshgrid(*[torch.arange(size, device=index.device) for size in index.shape], indexing="ij")
+        return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
 
     new = put_first(index.shape, n)
     return LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain)

@@ -1,15 +1,15 @@
 """Trees made from a tree: empty, of constants, with entries replaced or parted."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Size, Tensor
+from torch import Size
 
-from tdfunc.core.collection import LeafOp, TensorCollection, per_tree
+from tdfunc.core.collection import LeafOp, TensorCollection, by_shape, per_tree
 from tdfunc.core.keys import unravel
-from tdfunc.core.shapes import as_names, as_size, one_shape, put_first
+from tdfunc.core.shapes import as_names, as_size, put_first
 from tdfunc.core.types import LeafFn
 from tdfunc.ops.base.cast import as_device, clone, on_device
 from tdfunc.ops.base.reading import UNSET, has
@@ -51,13 +51,7 @@ def fill_new(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | No
     def make(shape: Size) -> LeafFn:
         return methodcaller(call, (*size, *shape[n:]), *arguments, **options)
 
-    def leaf(x: Any) -> Any:
-        return make(x.shape)(x)
-
-    def plain(leaves: Collection[Tensor]) -> LeafFn:
-        shape = one_shape(leaves)
-        return leaf if shape is None else make(shape)
-
+    leaf, plain = by_shape(make)
     made = tree._map(LeafOp(call, leaf, put_first(size, n), plain=plain))
     return made if place is None else on_device(made, place)
 

@@ -160,5 +160,5 @@ class MapMethods(TensorCollection):
         """
         refuse_inplace(inplace, "named_apply(fn)")
         # In the order of a map, as in `apply`.
-        names = iter([path if nested_keys and len(path) > 1 else path[-1] for path in leaf_paths(self)])
+        names = iter([path if nested_keys and path[1:] else path[-1] for path in leaf_paths(self)])
         return apply(self, lambda leaf, *rest: fn(next(names), leaf, *rest), others, **options)

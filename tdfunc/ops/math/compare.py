@@ -14,6 +14,7 @@ from tdfunc.core.pytree import flatten
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.base.foreach import check_same
+from tdfunc.ops.base.reading import check_trees
 
 
 def assert_close(
@@ -147,14 +148,6 @@ def all_close(first: Any, second: Any, rtol: float, atol: float, equal_nan: bool
     check_trees("torch.allclose", first, second)
     check_same(first, second, "allclose")
     return _all_leaves("allclose", first, second, lambda x, y: torch.allclose(x, y, rtol, atol, equal_nan))
-
-
-def check_trees(call: str, *given: Any) -> None:
-    """Raise unless all arguments are trees."""
-    for tree in given:
-        if not isinstance(tree, TensorCollection):
-            hint = "TensorDict(value) makes a tree of a dict; (td == value).all() compares with one value."
-            raise error(TypeError, f"{call}: each must be a tree.", got=type(tree).__name__, hint=hint)
 
 
 def _all_leaves(call: str, first: TensorCollection, second: TensorCollection, same: Any) -> bool:
