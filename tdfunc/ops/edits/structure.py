@@ -131,18 +131,22 @@ def _nest(entries: Iterable[tuple[Path, Node, Kind | None]], like: TensorCollect
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     for key, group in groups.items():
-        below = [entry for entry in group if entry[0]]
-        new = _nest(below, like, (*at, key))
-        for _, node, kind in [entry for entry in group if not entry[0]]:
+        whole = [(node, kind) for rest, node, kind in group if not rest]
+        if len(whole) == len(group):
+            ((data[key], kind),) = whole
+            if kind is not None:
+                kinds[key] = kind
+            continue
+        new = _nest([entry for entry in group if entry[0]], like, (*at, key))
+        for node, _ in whole:
             # Neither a leaf over entries of a tree, nor a tree over a leaf of another.
-            if below and (not isinstance(node, TensorCollection) or zip_trees(node, new, shared=True)):
+            if not isinstance(node, TensorCollection) or zip_trees(node, new, shared=True):
                 raise MissingKeyError(
                     f"unflatten_keys: two keys become the entry {dotted((*at, key))!r}, or one entry below it.",
                     got=sorted(like._keys()),
                     hint="rename one of them first.",
                 )
-            new = update(node, new) if below else node
-            kinds |= {} if kind is None else {key: kind}
+            new = update(node, new)
         data[key] = new
     made = TensorCollection._open._make(data, like._batch_size, like._device)
     return made._replace(kinds=kinds) if kinds else made
