@@ -253,10 +253,6 @@ class LazyStack(TreeMethods):
         new = self if changes is None else self._each(lambda tree, part: tree.replace(part), changes)
         return new._each(lambda tree, part: tree.replace(part), entries) if entries else new
 
-    def to_tensordict(self, **options: Any) -> Any:
-        """Return a lazy stack of `TensorDict`s."""
-        return self._each(lambda tree: tree.to_tensordict(**options))
-
     def __repr__(self) -> str:
         rest = f",\n    stack_dim={self._dim}"
         keys = [set(tree._keys()) for tree in self._data.values() if isinstance(tree, TensorCollection)]

@@ -18,12 +18,11 @@ from tdfunc._tensorclass.fields import (
     resolve_again,
 )
 from tdfunc._tensordict import TreeMethods
-from tdfunc.core.collection import TensorCollection, per_tree
+from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureError, error
 from tdfunc.core.keys import did_you_mean
-from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Device, Kind, Node
-from tdfunc.ops.base.cast import all_shared, clone
+from tdfunc.ops.base.cast import all_shared
 from tdfunc.ops.display.text import describe_leaf
 from tdfunc.ops.edits.edit import replace_nodes, replacements
 
@@ -202,14 +201,6 @@ class TensorClass(_Typed):
             new = TensorClass.replace(new._put(dict.fromkeys(non_tensordict)), non_tensordict)
         return new
 
-    def to_tensordict(self, *, retain_none: bool | None = None) -> Any:
-        """Return a `TensorDict` with copies of all entries, in which instances inside are also `TensorDict`s.
-
-        Args:
-            retain_none: Write empty fields as non-tensor None, which `from_tensordict` reads; False leaves them out.
-        """
-        return _plain(clone(self, recurse=True), retain_none is not False)
-
     @classmethod
     def from_dataclass(cls, source: Any, *, batch_size: Any = None, device: Any = None, names: Any = None) -> "Self":
         """Return an instance with the fields of a dataclass instance; it is constructed, so `__post_init__` runs."""
@@ -274,14 +265,6 @@ class TensorClass(_Typed):
         if self._names is not None:
             parts.append(f"    names={list(self._names)}")
         return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
-
-
-@per_tree()
-def _plain(tree: TensorCollection, retain_none: bool) -> Any:
-    data = {key: _plain(n, retain_none) if isinstance(n, TensorCollection) else n for key, n in tree._data.items()}
-    if retain_none and isinstance(tree, TensorClass):
-        data |= {name: NonTensorData(None, tree._batch_size) for name in tree._fields if name not in data}
-    return TensorCollection._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
 
 def tensorclass(cls: Any = None, /, **options: bool) -> Any:

@@ -237,13 +237,6 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     Raises:
         FilterError: The module has no submodule of these types.
     """
-    if not isinstance(module, nn.Module) or not types:
-        raise error(
-            TypeError,
-            "of_type: the first argument must be a module, the others classes.",
-            expected="of_type(model, nn.LayerNorm)",
-            got=f"of_type({', '.join(getattr(x, '__name__', type(x).__name__) for x in (module, *types))})",
-        )
     found = [name for name, sub in module.named_modules(remove_duplicate=False) if isinstance(sub, types)]
     owners = {tuple(name.split(".")) if name else () for name in found}
     text = f"of_type({', '.join(t.__name__ for t in types)})"

@@ -204,8 +204,8 @@ EDITS = [
 # Each of these is raised before the first write.
 WRITES = [
     (lambda t: t.set_("a", torch.zeros(2)), LeafMismatchError, r"'a'.*\[3\].*\[2\]"),
-    (lambda t: t.set_("z", 1), MissingKeyError, "set_: no key 'z'"),
-    (lambda t: t.set_(("a", "z"), 1), MissingKeyError, "set_: no key 'z' under 'a'"),
+    (lambda t: t.set_("z", 1), MissingKeyError, "no key 'z'"),
+    (lambda t: t.set_(("a", "z"), 1), MissingKeyError, "no key 'z' under 'a'"),
     (lambda t: t.set_("s", 1), LeafMismatchError, "'s': only tensors.*NonTensorData"),
     (lambda t: t.set_("e", 1), LeafMismatchError, r"'e': the leaf is expanded.*\[3, 2\]"),
     (lambda t: t.set_("a", 2**70), LeafMismatchError, "set_ 'a': numbers must have a dtype of torch"),
@@ -291,7 +291,7 @@ OPERATIONS = [
     (lambda: torch.where(FLAT > 0, FLAT, FLAT), ValueError, "where: the condition must be a tensor.*TensorDict"),
     (lambda: torch.where(FLAT > 0, A, A), ValueError, "the condition must be a tensor"),
     (lambda: bool(WIDE), RuntimeError, "neither true nor false"),
-    (lambda: len(WIDE[0, 0]), TypeError, r"batch size \[\] has no length"),
+    (lambda: len(WIDE[0, 0]), TypeError, r"batch size \[\] has no rows"),
     (lambda: iter(WIDE[0, 0]), TypeError, r"batch size \[\] has no rows"),
     (lambda: WIDE.repeat(2), ValueError, r"repeat: .*2 numbers.*\[2\]"),
     (lambda: WIDE.repeat(2, -1), ValueError, r"repeat: .*0 or more.*\[2, -1\]"),

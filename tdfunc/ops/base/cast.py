@@ -77,14 +77,6 @@ def to_each(tree: T, where: dict[Any, Any], *, non_blocking: bool = False) -> T:
     return on_device(tree, None) if any(x.device != tree._device for x in moved) else tree
 
 
-def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool]:
-    """Read the arguments of `Tensor.to`, or another tree whose device is taken."""
-    if args and isinstance(args[0], TensorCollection):
-        return args[0]._device, kwargs.get("dtype"), bool(kwargs.get("non_blocking", False))
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-    return as_device(device), dtype, non_blocking
-
-
 def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
     """Return True if a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
     if source is target or source is torch.bool or target.is_complex:
@@ -173,7 +165,10 @@ class CastMethods(TensorCollection):
         """
         if args and isinstance(args[0], dict):
             return to_each(self, *args, **kwargs)
-        return to(self, *parse_to(args, kwargs))
+        if args and isinstance(args[0], TensorCollection):
+            return to(self, args[0]._device, **kwargs)
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return to(self, as_device(device), dtype, non_blocking)
 
     def cpu(self) -> "Self":
         """Return the tree on the CPU."""

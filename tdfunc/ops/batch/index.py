@@ -42,12 +42,7 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
             expected=f"{n} dimensions",
             got=f"shape {list(index.shape)}",
         )
-    return tree._shape(gather_op(dim_index(dim, n, "gather"), index))
-
-
-def gather_op(dim: int, index: Tensor) -> LeafOp:
-    """Describe `gather` with an index over as many batch dimensions as it has."""
-    n = index.dim()
+    dim = dim_index(dim, n, "gather")
 
     def call(shape: Size) -> LeafFn:
         features = shape[n:]
@@ -63,7 +58,7 @@ def gather_op(dim: int, index: Tensor) -> LeafOp:
         return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
 
     new = put_first(index.shape, n)
-    return LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain)
+    return tree._shape(LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain))
 
 
 def masked_select(tree: T, mask: Any) -> T:
@@ -173,6 +168,13 @@ def split_leaves(
     )
 
 
+def _size_of_rows(tree: TensorCollection, call: str) -> Size:
+    if not tree._batch_size:
+        hint = "len(td.keys()) counts the entries; iterate over td.keys(), td.values() or td.items()."
+        raise error(TypeError, f"{call}: a tree with batch size [] has no rows.", hint=hint)
+    return tree._batch_size
+
+
 class IndexMethods(TensorCollection):
     """`td[...]`, and rows by index, mask or condition."""
 
@@ -207,19 +209,10 @@ class IndexMethods(TensorCollection):
         return self._index(indices)
 
     def __len__(self) -> int:
-        if not self._batch_size:
-            raise error(
-                TypeError, "len: a tree with batch size [] has no length.", hint="len(td.keys()) counts the entries."
-            )
-        return dim_size(self._batch_size, 0, "len")
+        return dim_size(_size_of_rows(self, "len"), 0, "len")
 
     def __iter__(self) -> "Iterator[Self]":
-        if not self._batch_size:
-            raise error(
-                TypeError,
-                "iter: a tree with batch size [] has no rows.",
-                hint="iterate over td.keys(), td.values() or td.items().",
-            )
+        _size_of_rows(self, "iter")
         return iter(unbind(self, 0))
 
     def __bool__(self) -> bool:

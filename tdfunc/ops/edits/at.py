@@ -12,7 +12,7 @@ from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_sh
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, error
 from tdfunc.core.keys import Filter, dotted, is_key, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.shapes import EMPTY, dim_size
+from tdfunc.core.shapes import EMPTY, dim_size, normalize_index
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.base.cast import keeps_number, keeps_values
@@ -150,7 +150,7 @@ class At(Generic[T]):
 
     def _change(self, fn: Callable[[Any], Any], call: str) -> Any:
         size = self._tree._batch_size
-        parts = storage_writes.index_parts(self._place, size)
+        parts = normalize_index(self._place, size)
         if any(isinstance(part, Tensor) for part in parts):
             # Only the dimensions that the index names count, and the others may be ragged.
             taken = _positions(size[: sum(p is not None and not isinstance(p, bool) for p in parts)], parts)
@@ -226,7 +226,7 @@ def _positions(size: Size, parts: tuple[Any, ...]) -> Tensor:
 
 def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
     """Return a tree with rows replaced (or, for "add", added to) at an index of the batch."""
-    parts = storage_writes.index_parts(index, tree._batch_size)
+    parts = normalize_index(index, tree._batch_size)
     rows = tree._index(index)
     if tree._is_lazy:
         value = _as_tree(rows, value, call)

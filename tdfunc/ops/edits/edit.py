@@ -297,11 +297,10 @@ class EditMethods(TensorCollection):
             data = self._data.copy()
             data[key] = value
             return self._make(data, self._batch_size, None, self._names)
-        if non_blocking and self._device is not None:
-            if isinstance(value, TensorCollection):
-                value = to(value, self._device, non_blocking=True)
-            elif isinstance(value, Tensor):
-                value = value.to(self._device, non_blocking=True)
+        if non_blocking and self._device is not None and isinstance(value, (Tensor, TensorCollection)):
+            # Any: two functions of one use.
+            move: Any = to if isinstance(value, TensorCollection) else Tensor.to
+            value = move(value, self._device, non_blocking=True)
         if inplace:
             storage_writes.write_leaf(self, unravel(key), value)
             return self

@@ -9,6 +9,7 @@ from torch import Size
 
 from tdfunc.core.collection import LeafOp, TensorCollection, by_shape, per_tree
 from tdfunc.core.keys import unravel
+from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import as_names, as_size, put_first
 from tdfunc.core.types import LeafFn
 from tdfunc.ops.base.cast import as_device, clone, on_device
@@ -57,9 +58,12 @@ def fill_new(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | No
 
 
 @per_tree()
-def open_trees(tree: TensorCollection) -> Any:
-    """Return `TensorDict`s in place of trees of any class, sharing the leaves."""
-    data = {key: open_trees(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+def open_trees(tree: TensorCollection, empty_fields: bool) -> Any:
+    """Return `TensorDict`s in place of trees of any class, sharing the leaves; empty fields may become None."""
+    data = {key: open_trees(n, empty_fields) if isinstance(n, TensorCollection) else n for key, n in tree._data.items()}
+    if empty_fields:
+        fields: tuple[str, ...] = getattr(tree, "_fields", ())
+        data |= {name: NonTensorData(None, tree._batch_size) for name in fields if name not in data}
     return tree._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
 
@@ -138,9 +142,10 @@ class MakeMethods(TensorCollection):
         """Return a copy in which all trees are `TensorDict`s.
 
         Args:
-            retain_none: For a typed tree: write empty fields as non-tensor None.
+            retain_none: Write empty fields of typed trees as non-tensor None, which `from_tensordict` reads; False
+                leaves them out.
         """
-        return clone(open_trees(self), recurse=True)
+        return clone(open_trees(self, retain_none is not False), recurse=True)
 
     def split_keys(self, *key_sets: Any, strict: bool = True) -> tuple[Any, ...]:
         """Return a tree for each set of (nested) keys, and one of the rest; sub-trees left empty are dropped.

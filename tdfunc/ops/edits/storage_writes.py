@@ -20,7 +20,7 @@ from tdfunc.core.errors import (
     TieError,
     UnsupportedError,
 )
-from tdfunc.core.keys import by_head, dotted, missing
+from tdfunc.core.keys import by_head, dotted
 from tdfunc.core.memory import Places, mapped_file, repeats_itself
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, as_array, same_value
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
@@ -31,13 +31,6 @@ from tdfunc.ops.base.convert import as_tensor
 from tdfunc.ops.base.reading import check_dense, get, iter_items
 
 _NOTHING = "; nothing was written"
-
-
-def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
-    """Return a normalized index that has been checked against the batch size."""
-    parts = normalize_index(index, size)
-    index_size(parts, size)
-    return parts
 
 
 def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
@@ -85,40 +78,32 @@ def check_reaches_file(leaf: Tensor, where: str) -> None:
 
 def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     """Copy a value into the storage of an existing entry (a leaf, or a sub-tree from a tree)."""
-    parent: Any = tree
-    for i, key in enumerate(path):
-        if not isinstance(parent, TensorCollection) or key not in parent._keys():
-            known = parent._keys() if isinstance(parent, TensorCollection) else []
-            raise missing(path[: i + 1], known, "set_", parent)
-        parent = parent._get(key)
-    if isinstance(parent, TensorCollection):
-        if not isinstance(value, (TensorCollection, Mapping, list, tuple)):
-            raise Difference(path, "kind", parent, value).error("set_", hint="give a tree or dict.", note=_NOTHING)
-        write_tree(parent, value, complete=True)
+    node, is_many = get(tree, path), isinstance(value, (TensorCollection, Mapping))
+    if isinstance(node, TensorCollection):
+        if not is_many and not isinstance(value, (list, tuple)):
+            raise Difference(path, "kind", node, value).error("set_", hint="give a tree or dict.", note=_NOTHING)
+        write_tree(node, value, complete=True)
         return
-    if isinstance(value, (TensorCollection, Mapping)):
-        raise Difference(path, "kind", parent, value).error("set_", hint="td.set replaces the entry.", note=_NOTHING)
-    # All are checked before the first is written to: in a lazy stack a leaf is one tensor of each tree.
+    if is_many:
+        raise Difference(path, "kind", node, value).error("set_", hint="td.set replaces the entry.", note=_NOTHING)
     writes = _leaf_writes(tree, path, value)
-    places = Places([leaf for leaf, _ in writes])
-    for leaf, new in [(leaf, _copy_overlap(new, places)) for leaf, new in writes]:
-        with torch.no_grad():
-            leaf.copy_(new)
+    leaves, values = ({at: write[i] for at, write in writes.items()} for i in range(2))
+    _write("set_", leaves, values, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
 
 
-def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the leaf at a path with the value for it, once for each tree of a lazy stack on the way."""
+def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> dict[Path, tuple[Tensor, Tensor]]:
+    """Return the leaf at a path with the value for it; where the path leads into a lazy stack, of each of its trees."""
     node: Any = tree
     for i, key in enumerate(path):
-        writes: list[tuple[Tensor, Tensor]] = []
+        writes: dict[Path, tuple[Tensor, Tensor]] = {}
 
-        def add(inner: Any, part: Any, rest: Path = path[i:], to: list[Any] = writes) -> Any:
-            to.extend(_leaf_writes(inner, rest, part))
+        def add(inner: Any, part: Any, rest: Path = path[i:], to: dict[Any, Any] = writes) -> Any:
+            to.update({(str(len(to)), *at): write for at, write in _leaf_writes(inner, rest, part).items()})
             return inner
 
         if node._is_lazy:
             node._each(add, value)
-            return writes
+            return {(*path[:i], *at): write for at, write in writes.items()}
         node = node._get(key)
     leaf, where = node, f"set_ {dotted(path)!r}"
     if not isinstance(leaf, Tensor):
@@ -127,21 +112,12 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
             got=type(leaf).__name__,
             hint="use td.set.",
         )
-    check_writable(leaf, where)
-    if isinstance(value, Tensor):
-        check_dtype(value, leaf, where)
-    else:
+    if not isinstance(value, Tensor):
         value = as_tensor(value, where)
         # Python numbers have no width: integers that fit are taken.
-        if value.dtype is not torch.int64 or not torch.equal(value.to(leaf.dtype).to(value.dtype), value):
-            check_dtype(value, leaf, where)
-    if not fits_into(value.shape, leaf.shape):
-        raise LeafMismatchError(
-            f"{where}: the value does not fit the leaf.",
-            expected=f"shape {list(leaf.shape)}",
-            got=f"shape {list(value.shape)}",
-        )
-    return [(leaf, value)]
+        cast = value.to(leaf.dtype)
+        value = cast if value.dtype is torch.int64 and torch.equal(cast.to(value.dtype), value) else value
+    return {path: (leaf, value.expand(leaf.shape) if fits_into(value.shape, leaf.shape) else value)}
 
 
 def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
@@ -255,7 +231,7 @@ def _copy_overlap(value: Tensor, places: Places) -> Tensor:
 def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     """Write one row (or rows) of a batch in place; a tree without leaves is allocated first, as zeros."""
     call = "at[...].set_"
-    parts = index_parts(index, tree._batch_size)
+    parts = normalize_index(index, tree._batch_size)
     size = index_size(parts, tree._batch_size)
     # torch would look at the positions of one leaf after another was written to.
     check_positions(parts, tree._batch_size)

@@ -59,12 +59,10 @@ def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
 
 def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether a dtype holds every value of one that promotes to it."""
-    if source.is_floating_point or source.is_complex or source is torch.bool:
-        return True
-    if not target.is_floating_point and not target.is_complex:
-        return True
-    # Whole numbers up to 2 / eps.
-    return torch.iinfo(source).max <= 2 / torch.finfo(target).eps
+    is_whole = not (source.is_floating_point or source.is_complex or source is torch.bool)
+    # A floating-point dtype holds whole numbers up to 2 / eps.
+    rounds = is_whole and (target.is_floating_point or target.is_complex)
+    return not rounds or torch.iinfo(source).max <= 2 / torch.finfo(target).eps
 
 
 class _Unravel(NamedTuple):

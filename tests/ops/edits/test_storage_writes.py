@@ -174,7 +174,7 @@ def test_writes_to_a_lazy_stack_change_nothing_or_all():
     """The values for all trees are checked before the first write."""
     tree = around(ragged())
 
-    with pytest.raises(LeafMismatchError, match=r"set_ 'x'(.|\n)*shape \[2\](.|\n)*shape \[7\]"):
+    with pytest.raises(LeafMismatchError, match=r"set_ 'l.1.x'(.|\n)*shape \[2\](.|\n)*shape \[7\]"):
         tree.set_(("l", "x"), [torch.ones(1), torch.ones(7)])
     with pytest.raises(LeafMismatchError, match=r"'l.1.x': the values do not fit(.|\n)*\[2\](.|\n)*\[7\]"):
         tree.update_({"l": {"x": [torch.ones(1), torch.ones(7)]}})
