@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from tdfunc import Filter, Kind, TensorDict, combine, partition
 from tdfunc.core.collection import iter_leaves
 from tdfunc.core.keys import unravel
-from tests.helpers import assert_pure, assert_trees_equal
+from tdfunc.ops.base.reading import entries
+from tests.helpers import assert_pure, assert_trees_equal, collections
 from tests.strategies import KEYS, PATHS, any_trees, leaves, pairs, trees
 
 FLOATS = st.just(torch.float32)
@@ -23,18 +24,6 @@ def tied_alike(tree, other):
     """Whether two trees record the same groups, and hold one tensor at each path of a group."""
     same = all(tree[path] is tree[group[0]] for group in tree._ties for path in group)
     return same and tree.ties() == other.ties()
-
-
-@given(trees())
-def test_flatten_and_unflatten(tree):
-    """A tree comes back from both registries as it went in."""
-    children, spec = pytree.tree_flatten(tree)
-    back = pytree.tree_unflatten(children, spec)
-    assert_trees_equal(back, tree)
-    assert tied_alike(back, tree)
-
-    children, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    assert_trees_equal(optree.tree_unflatten(spec, children), tree)
 
 
 @given(trees(), st.randoms(use_true_random=False))
@@ -47,19 +36,6 @@ def test_order_of_keys_is_no_structure(tree, random):
 
     assert pytree.tree_structure(other) == pytree.tree_structure(tree)
     assert hash(pytree.tree_structure(other)) == hash(pytree.tree_structure(tree))
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.clone()])
-@given(tree=trees())
-def test_copies(copier, tree):
-    """A copy keeps values, ties, kinds and names in memory of its own."""
-    new = copier(tree)
-
-    assert_trees_equal(new, tree)
-    assert tied_alike(new, tree)
-    assert [new.kind(path) for path in new.paths()] == [tree.kind(path) for path in tree.paths()]
-    shared = {x.data_ptr() for x in tree.leaves() if x.numel()} & {x.data_ptr() for x in new.leaves() if x.numel()}
-    assert not shared
 
 
 @given(trees(), PATHS, st.data())
@@ -244,17 +220,25 @@ def test_kinds_follow(tree, kind):
 def test_flatten_and_unflatten_any_tree(tree):
     """Both registries give back typed trees, lazy stacks, meta leaves and leaves that require gradients."""
     children, spec = pytree.tree_flatten(tree)
-    assert_same(pytree.tree_unflatten(children, spec), tree)
+    back = pytree.tree_unflatten(children, spec)
+    assert_same(back, tree)
+    assert tied_alike(back, tree)
 
     children, spec = optree.tree_flatten(tree, none_is_leaf=True)
     assert_same(optree.tree_unflatten(spec, children), tree)
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.clone()])
 @given(tree=any_trees())
 def test_copies_of_any_tree(copier, tree):
-    """A copy keeps the class of each node, requires_grad, devices and values."""
-    assert_same(copier(tree), tree)
+    """A copy keeps classes, requires_grad, devices, values, ties, kinds and names in its own memory."""
+    new = copier(tree)
+
+    assert_same(new, tree)
+    assert tied_alike(new, tree)
+    assert [entry.kind for entry in entries(new)] == [entry.kind for entry in entries(tree)]
+    one, other = ({x.data_ptr() for x in t.leaves() if x.numel() and not x.is_meta} for t in (new, tree))
+    assert not one & other
 
 
 @given(any_trees(size=(3,)), st.integers(-3, 2))
@@ -310,7 +294,7 @@ def assert_same(actual, expected):
     """Check two trees that may hold meta tensors, typed trees and lazy stacks."""
     assert type(actual) is type(expected)
     assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
-    assert actual.batch_size == expected.batch_size
-    assert actual.names == expected.names
+    for (_, node), (_, other) in zip(collections(actual), collections(expected), strict=True):
+        assert (node.batch_size, node.names, node.device) == (other.batch_size, other.names, other.device)
     pairs = list(zip(iter_leaves(actual), iter_leaves(expected), strict=True))
     assert all(path == other and same_leaf(a, b) for (path, a), (other, b) in pairs)

@@ -41,8 +41,6 @@ ROWS = [
     (lambda t: t[[True, False]], IndexError, r"mask must have the shape.*\n.*\[3\]\n.*\[2\]"),
     (lambda t: t["nope"], MissingKeyError, "no key 'nope'"),
     (lambda t: t["0", "x"], MissingKeyError, "no key '0'"),
-    (lambda t: t.delete("nope"), MissingKeyError, "no key 'nope'"),
-    (lambda t: t.select("nope"), MissingKeyError, "no key 'nope'"),
     (lambda t: t.set("z", torch.zeros(4, 2)), BatchSizeError, r"one part for each tree.*\n.*3 at.*\n.*shape \[4, 2\]"),
     (lambda t: t.set("z", TensorDict({}, [4])), BatchSizeError, r"3 at dimension 0\n.*batch size \[4\]"),
     (lambda t: t.set("z", (1.0, 2.0)), BatchSizeError, "must have one for each tree.*\n.*3 values\n.*2"),

@@ -9,7 +9,7 @@ from torch import Size
 from tdfunc import TensorDict, TreeStructureError
 from tdfunc._lazystack import LazyStack, lazy_stack
 from tests.helpers import assert_trees_equal
-from tests.lazystack.trees import assert_alike, ragged, settle, uniform
+from tests.lazystack.trees import ragged, settle, uniform
 
 
 @pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 3, 3)], ids=["ragged", "equal"])
@@ -134,23 +134,6 @@ def test_index_is_that_of_the_dense_tree(dim, index):
 
     assert_trees_equal(settle(result), dense[index])
     assert result.batch_size == dense[index].batch_size
-
-
-RAGGED_INDICES = [
-    ((0, 1), lambda trees: trees[0][1]),
-    ((slice(0, 2), 0), lambda trees: lazy_stack([trees[0][0], trees[1][0]])),
-    ((slice(None), slice(0, 1)), lambda trees: lazy_stack([t[:1] for t in trees])),
-    ((Ellipsis, 1), lambda trees: lazy_stack([t[1] for t in trees])),
-    ((None, 1), lambda trees: lazy_stack([t[None] for t in trees], 1)[:, 1]),
-    ([True, False, True], lambda trees: lazy_stack([trees[0], trees[2]])),
-    ([[0, 1], [2, 0]], lambda trees: lazy_stack([lazy_stack(trees[:2]), lazy_stack([trees[2], trees[0]])])),
-]
-
-
-@pytest.mark.parametrize(("index", "loop"), RAGGED_INDICES, ids=[repr(index) for index, _ in RAGGED_INDICES])
-def test_index_of_ragged_trees(index, loop):
-    """An index gives what the trees themselves give."""
-    assert_alike(lazy_stack(ragged())[index], loop(ragged()))
 
 
 def test_rows_in_pieces_on_both_sides():

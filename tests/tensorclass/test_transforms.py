@@ -1,6 +1,5 @@
 """Typed trees under torch's transformations and compilers, in both pytree registries, files and other processes."""
 
-import copy
 import io
 import pickle
 from dataclasses import field
@@ -212,21 +211,6 @@ def test_export():
 
 
 # -- copies, files, processes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "send",
-    [lambda t: pickle.loads(pickle.dumps(t)), copy.deepcopy, lambda t: t.clone()],
-    ids=["pickle", "deepcopy", "clone"],
-)
-def test_copies(send):
-    """A copy has the same fields in memory of its own."""
-    made = foo("kept").with_names(["row"])
-    copied = send(made)
-
-    assert_trees_equal(copied, made)
-    assert copied.note == "kept"
-    assert copied.x.data_ptr() != made.x.data_ptr()
 
 
 def test_save_and_load(tmp_path):
