@@ -154,6 +154,7 @@ def test_identities(tree):
     assert tree.reshape(tree.batch_size) is tree
     assert tree.permute(*range(tree.ndim)) is tree
     assert tree.expand(*tree.batch_size) is tree
+    assert tree.repeat(*[1] * tree.ndim) is tree
     assert tree.to(tree.device) is tree
     assert tree.clone(recurse=False) is tree
     assert tree.exclude("not there") is tree

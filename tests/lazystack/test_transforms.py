@@ -15,8 +15,8 @@ from tdfunc import TensorClass, TensorDict
 from tdfunc._lazystack import lazy_stack
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.modules.extract import from_module
-from tests.helpers import TiedLM, assert_trees_equal
-from tests.lazystack.trees import Message, assert_stacks_equal, ragged, tensors_only, tree
+from tests.helpers import TiedLM
+from tests.lazystack.trees import Message, assert_stacks_equal, ragged, tree
 
 
 def columns(count=2):
@@ -110,25 +110,6 @@ def test_a_treespec_of_typed_trees_is_dumped():
     assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
     with pytest.raises(pickle.PicklingError, match="LazyStack"):
         pickle.dumps(spec)
-
-
-@pytest.mark.parametrize("backend", ["eager"])
-def test_compile(backend):
-    """A compiled function of lazy stacks has no graph break, and the same result."""
-    lazy = lazy_stack(tensors_only(ragged((2, 3))))
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def fn(t):
-        new = (t * 2).set("z", t["x"]).apply(lambda x: x + 1)
-        return new, new[1], new[:, :1], lazy_stack([new[0], new[1]]).pad()
-
-    new, row, first, padded = fn(lazy)
-    expected = (lazy * 2).set("z", lazy["x"]).apply(lambda x: x + 1)
-
-    assert_stacks_equal(new, expected)
-    assert_trees_equal(row, expected[1])
-    assert_stacks_equal(first, expected[:, :1])
-    assert_trees_equal(padded, expected.pad())
 
 
 @pytest.mark.slow

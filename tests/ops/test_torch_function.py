@@ -164,21 +164,14 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_inside_vmap(name):
-    """A function sees the dimensions that vmap leaves."""
-    fn, batch = TRANSFORMED[name], TensorDict({"x": torch.rand(4, 3, 2), "n": {"y": torch.rand(4, 3)}}, [4, 3])
-
-    assert_trees_equal(torch.vmap(fn)(batch), torch.stack([fn(row) for row in batch]), atol=1e-6)
-
-
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_compiled(name):
-    """A handler compiles into one graph."""
+def test_inside_transforms(name):
+    """A function sees the dimensions that vmap leaves, and its handler compiles into one graph."""
     torch._dynamo.reset()
-    fn, x = TRANSFORMED[name], torch.rand(3, 2)
-    compiled = torch.compile(lambda x: fn(TensorDict({"x": x}, [3])), fullgraph=True, backend="eager")
+    fn, batch = TRANSFORMED[name], TensorDict({"x": torch.rand(4, 3, 2), "n": {"y": torch.rand(4, 3)}}, [4, 3])
+    mapped, compiled = torch.vmap(fn), torch.compile(fn, fullgraph=True, backend="eager")
 
-    assert_trees_equal(compiled(x), fn(TensorDict({"x": x}, [3])))
+    assert_trees_equal(mapped(batch), torch.stack([fn(row) for row in batch]), atol=1e-6)
+    assert_trees_equal(compiled(batch[0]), fn(batch[0]))
 
 
 def test_functions_by_position_and_name():

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import tdfunc as tdf
 from tdfunc import LazyStack, LeafMismatchError, TensorClass, TensorDict
-from tdfunc.core.collection import TensorCollection
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.ops.batch.test_shape import CASES
 from tests.tensorclass.classes import Inner
@@ -70,41 +69,6 @@ def test_keeps_the_class(operation):
     assert type(out) is Foo
     assert out.inner is None or type(out.inner) is Inner
     assert_trees_equal(TensorDict(out), operation(TensorDict(ours())))
-
-
-# Calls that leave the process or its memory, or that have no plain result.
-APART = ("map", "memmap", "save", "dumps", "load", "send", "isend", "recv", "irecv", "broadcast", "scatter", "init_",
-         "all_", "share", "from_", "to_module", "pin_memory", "cuda", "backward", "flatten_keys", "unflatten_keys",
-         "split_keys", "gather_and", "state_dict", "reduce")  # fmt: skip
-ARGUMENTS = ((), (0,), (6,), (1.0,), (0, 1), ("x",), (ours(),), (X,), (torch.float64,), ([0],), (lambda leaf: leaf,))
-# Methods whose result has open keys by what they do.
-OPEN = {"to_tensordict": {TensorDict}, "empty": {TensorDict}}
-METHODS = [
-    name
-    for name in dir(TensorDict)
-    if not name.startswith(("_", *APART)) and not name.endswith("_") and callable(getattr(TensorDict, name, None))
-]
-
-
-def results(name):
-    """The trees with the keys of `ours` that a method returns for simple arguments, where it accepts them."""
-    for args in ARGUMENTS:
-        try:
-            result = getattr(ours(), name)(*args)
-        except Exception:
-            continue
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, TensorCollection) and set(one.keys()) <= {"x", "inner", "absent"}:
-                yield one
-
-
-def test_any_method_keeps_the_class():
-    """Every method of open trees, also one that is added later, gives instances for an instance."""
-    called = {name: {type(tree) for tree in results(name)} for name in METHODS}
-
-    assert {name: found for name, found in called.items() if not found <= {Foo, Inner, *OPEN.get(name, ())}} == {}
-    assert sum(map(bool, called.values())) > 60
-    assert all(called[name] for name in ("reshape", "sum", "clone", "apply", "abs"))
 
 
 # -- shadow -----------------------------------------------------------------------------------------------------
