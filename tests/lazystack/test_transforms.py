@@ -10,7 +10,6 @@ from torch import Size
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
-import tdfunc
 from tdfunc import TensorClass, TensorDict
 from tdfunc._lazystack import lazy_stack
 from tdfunc.core.errors import BatchSizeError
@@ -179,16 +178,6 @@ def test_ties_inside_trees():
         ["models.0.emb.weight", "models.0.out.weight"],
         ["models.1.emb.weight", "models.1.out.weight"],
     ]
-
-
-def test_files(tmp_path):
-    """A lazy stack comes back from a file."""
-    lazy = lazy_stack(ragged(), 1)
-    tdfunc.save(TensorDict({"lazy": lazy, "w": torch.ones(2)}), tmp_path / "a.safetensors")
-    tdfunc.save(lazy, tmp_path / "b.safetensors")
-
-    assert_stacks_equal(tdfunc.load(tmp_path / "a.safetensors")["lazy"], lazy)
-    assert_stacks_equal(tdfunc.load(tmp_path / "b.safetensors"), lazy)
 
 
 def test_a_stack_without_leaves_keeps_its_size():

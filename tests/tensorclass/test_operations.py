@@ -165,17 +165,6 @@ def test_unequal_classes(join):
         join([ours(), ours().set(("inner", "y"), Y.float())])
 
 
-def test_inside_a_tree():
-    """An instance as an entry keeps its class when the tree around it is indexed, stacked and printed."""
-    tree = TensorDict({"t": ours(), "a": torch.zeros(2)}, [2])
-
-    assert type(tree[1:]["t"]) is Foo
-    assert type(torch.stack([tree, tree])["t"].inner) is Inner
-    assert type(tree.flatten(0, 0)["t"]) is Foo
-    assert "t: Foo(" in repr(tree)
-    assert tree["t", "inner", "y"] is Y
-
-
 def test_fields_with_the_name_of_a_write():
     """Names of tensordict's writes are free for fields, are not listed, and raise where there is no such field."""
     cls = type(TensorClass)("Door", (TensorClass,), {"__annotations__": {"lock_": Tensor}, "__module__": __name__})

@@ -12,7 +12,6 @@ import torch.multiprocessing
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset
 
 import tdfunc as tdf
 from tdfunc import TensorClass, TensorDict, tensorclass
@@ -153,20 +152,6 @@ def test_recompiles():
     assert count.frame_count == 1
 
 
-def test_jit():
-    """`tdfunc.jit` takes and makes instances."""
-
-    @tdf.jit
-    def step(t, x):
-        return torch.stack([t, t * 2]), Completed(x, batch_size=[3])
-
-    for _ in range(2):
-        stacked, completed = step(foo(), X)
-
-        assert_trees_equal(stacked, torch.stack([foo(), foo() * 2]))
-        assert_trees_equal(completed, Completed(X, batch_size=[3]))
-
-
 class Exported(torch.nn.Module):
     def forward(self, t):
         return t.replace(x=t.x + 1)[1:]
@@ -188,15 +173,6 @@ def test_export():
 # -- copies, files, processes -----------------------------------------------------------------------------------
 
 
-def test_save_and_load(tmp_path):
-    """A file gives back instances."""
-    made = foo("kept")
-    tdf.save(made, tmp_path / "made.safetensors")
-
-    assert_trees_equal(tdf.load(tmp_path / "made.safetensors"), made)
-    assert type(tdf.load(tmp_path / "made.safetensors", classes=TensorDict)["inner"]) is TensorDict
-
-
 def test_torch_save():
     """`torch.load(weights_only=True)` takes an instance with the documented allow-list."""
     file = io.BytesIO()
@@ -213,35 +189,3 @@ def test_torch_save():
 
 
 SAFE = [Foo, Inner, tdf.core.collection._remake]
-
-
-class Rows(Dataset):
-    """One instance for each number."""
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, i):
-        return Foo(torch.full((2,), float(i)), "n", Inner(torch.tensor(i)))
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_data_loader(workers):
-    """Batches are instances, of a dataset of instances or of an instance."""
-    batches = list(DataLoader(Rows(), batch_size=2, collate_fn=torch.stack, num_workers=workers))
-
-    assert [type(batch) for batch in batches] == [Foo] * 3
-    assert [batch.batch_size[0] for batch in batches] == [2, 2, 1]
-    assert torch.cat(batches).inner.y.tolist() == list(range(5))
-    assert torch.cat(list(DataLoader(foo(), batch_size=2, collate_fn=torch.stack))).x.tolist() == foo().x.tolist()
-
-
-def _double(t):
-    return t * 2
-
-
-@pytest.mark.slow
-def test_spawned_process():
-    """An instance goes to a spawned process and back."""
-    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert_trees_equal(pool.map(_double, [foo("kept")])[0], foo("kept") * 2)
