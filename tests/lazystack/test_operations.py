@@ -31,7 +31,7 @@ POINTWISE = [
     lambda t: t + torch.tensor(2.0),
     lambda t: t.sum(dim="feature"),
     lambda t: t.apply(lambda x, y: x + y, t),
-    lambda t: t.clamp(2, 2.5).lerp(t * 3, 0.5).half(),
+    lambda t: t.half().clamp(2, 2.5).lerp(t.half() * 3, 0.5),
 ]
 
 
