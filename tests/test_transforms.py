@@ -310,34 +310,6 @@ def test_reentrant_checkpoint_warns():
         assert not out.requires_grad
 
 
-def test_reentrant_checkpoint_beside_a_tensor():
-    """Beside a tensor that requires grad, the leaves of a tree have gradients, and results in trees have none."""
-    leaf, x = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
-    tree = TensorDict({"a": leaf})
-
-    checkpoint(lambda t, x: (t["a"] * x * 3).sum(), tree, x, use_reentrant=True).backward()
-    assert leaf.grad.tolist() == [6.0] * 3
-    assert x.grad.tolist() == [3.0] * 3
-    made = checkpoint(lambda x: TensorDict({"y": x * 3}), x, use_reentrant=True)
-    assert not made["y"].requires_grad
-
-
-@pytest.mark.parametrize("held", [lambda w: TensorDict({"w": w}), lambda w: {"w": w}])
-def test_reentrant_checkpoint_frees_a_shared_graph(held):
-    """A computed leaf that is used elsewhere too raises, in a tree as in a dict."""
-    source, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-
-    def total(reentrant):
-        w = source**2
-        inside = checkpoint(lambda t, x: (t["w"] * x).sum(), held(w), x, use_reentrant=reentrant)
-        return inside + (w * w).sum()
-
-    total(False).backward()
-    assert source.grad.tolist() == [6.0] * 3
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        total(True).backward()
-
-
 def test_scatter_replicates():
     """`DataParallel` gives each device the whole tree, and a chunk where it is cut."""
     tree = TensorDict({"a": torch.arange(8.0).reshape(4, 2), "s": ["a", "b", "c", "d"]}, [4])

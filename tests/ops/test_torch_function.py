@@ -25,10 +25,13 @@ def assert_leaves(tree, expected):
     assert tree["s"] == ["p", "q"]
 
 
-@pytest.mark.parametrize("name", torch_function.LEAFWISE)
-def test_functions_of_one_leaf(name):
+TABLES = {torch: torch_function.LEAFWISE, torch.special: torch_function.SPECIAL}
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in TABLES.items() for name in names])
+def test_functions_of_one_leaf(owner, name):
     """A function without a method of trees is computed on every leaf."""
-    fn, leaf = getattr(torch, name), X.to(torch.complex64) if name == "imag" else X
+    fn, leaf = getattr(owner, name), X.to(torch.complex64) if name == "imag" else X
 
     assert_leaves(fn(tree_of(leaf)), fn(leaf))
 
@@ -51,14 +54,6 @@ def test_other_names(name):
         torch_function.FUNCTIONS[getattr(torch, name)]
         is torch_function.FUNCTIONS[getattr(torch, torch_function.ALIASES[name])]
     )
-
-
-@pytest.mark.parametrize("name", torch_function.SPECIAL)
-def test_special_functions(name):
-    """A special function is computed on every leaf."""
-    fn = getattr(torch.special, name)
-
-    assert_leaves(fn(tree_of(X)), fn(X))
 
 
 @pytest.mark.parametrize("name", torch_function.SPECIAL_ALIASES)

@@ -236,16 +236,6 @@ def test_values_that_overlap_their_leaf(write):
     assert shift_tree(write) == ([1.0] * 4, [0.0, 0.0, 1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize("rows", [slice(1, None), torch.arange(1, 5)])
-def test_rows_can_be_moved_in_place(rows):
-    """Rows that lie in the memory that is written to are read before."""
-    td = TensorDict({"x": torch.arange(5.0)}, [5])
-
-    td.at[rows].set_(td[:-1])
-
-    assert td["x"].tolist() == [0.0, 0.0, 1.0, 2.0, 3.0]
-
-
 def test_leaves_of_a_lazy_stack_can_be_swapped():
     """All trees are read before the first write."""
     stack = lazy_stack([TensorDict({"x": torch.tensor(float(i))}) for i in range(3)])
