@@ -300,13 +300,13 @@ def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any
     masks = [(Filter(spec).mask(found), value) for spec, value in where.items()] if found else []
     result: list[Any] = []
     for i, entry in enumerate(found):
-        chosen = next((j for j, (mask, _) in enumerate(masks) if mask[i]), None)
-        if chosen is None:
+        values = [value for mask, value in masks if mask[i]]
+        if not values:
             name = dotted(entry.paths[0])
             raise FilterError(
                 f"{call}: no filter matches the leaf {name!r}.",
                 got=f"{list(where)}",
                 hint='end the dict with "*": value.',
             )
-        result.append(masks[chosen][1])
+        result.append(values[0])
     return result

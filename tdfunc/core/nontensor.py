@@ -285,12 +285,10 @@ class NonTensorStack(NonTensorBase):
             ValueError: The lists of one level differ in length.
         """
         size: list[int] = []
-        level = values
-        for _ in range(ndim):
-            size.append(len(level))
-            level = level[0] if len(level) else []
         flat = [values]
-        for length in size:
+        for _ in range(ndim):
+            length = len(flat[0]) if flat and isinstance(flat[0], (list, tuple)) else 0
+            size.append(length)
             for part in flat:
                 if not isinstance(part, (list, tuple)) or len(part) != length:
                     raise error(

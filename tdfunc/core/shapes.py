@@ -157,17 +157,10 @@ def dim_size(size: Size, dim: int, call: str) -> int:
 
 def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     """Replace the one -1 of a requested shape."""
-    if -1 not in sizes and math.prod(sizes) == numel and (not sizes or min(sizes) >= 0):
-        return Size(sizes)
-    unknown = [i for i, size in enumerate(sizes) if size == -1]
     rest = math.prod([size for size in sizes if size != -1])
-    good = len(unknown) <= 1 and all(size >= -1 for size in sizes)
-    if good and unknown:
-        good = rest != 0 and numel % rest == 0
-        sizes = [numel // rest if good and size == -1 else size for size in sizes]
-    elif good:
-        good = rest == numel
-    if not good:
+    if sizes.count(-1) == 1 and rest > 0 and numel % rest == 0:
+        sizes = [numel // rest if size == -1 else size for size in sizes]
+    if math.prod(sizes) != numel or (sizes and min(sizes) < 0):
         raise error(
             RuntimeError,
             f"{call}: the shape must have the number of elements of the batch.",

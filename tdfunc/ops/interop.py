@@ -270,7 +270,6 @@ def list_of(value: Any, convert: bool) -> Any:
 
 def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: bool, flat: bool | None) -> T:
     """Return the tree with the values of a state dict."""
-    flat = not any(isinstance(value, Mapping) for value in given.values()) if flat is None else flat
     found = dict(given) if flat else dict(_flat(given, ""))
     nodes = {dotted(path): (path, node) for path, node in saved_nodes(tree)}
     missing, unexpected = sorted(nodes.keys() - found), sorted(found.keys() - nodes)
