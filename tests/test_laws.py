@@ -124,30 +124,6 @@ def test_rename_and_back(tree, key):
     assert tied_alike(there.rename_key(key, old), tree)
 
 
-@given(trees(size=(3,)))
-def test_stack_and_unbind(tree):
-    """Stacked trees come apart as they were."""
-    other = tree.apply(lambda x: x.clone())
-    stacked = torch.stack([tree, other], 1)
-
-    assert stacked.batch_size == (3, 2)
-    assert tied_alike(stacked, tree)
-    for part in stacked.unbind(1):
-        for path in tree.paths():
-            assert torch.equal(part[path], tree[path])
-
-
-@given(trees(size=(3,)))
-def test_cat_and_split(tree):
-    """The parts of a split join to the whole."""
-    back = torch.cat(tree.split([1, 2]))
-
-    assert back.batch_size == tree.batch_size
-    assert tied_alike(back, tree)
-    for path in tree.paths():
-        assert torch.equal(back[path], tree[path])
-
-
 @given(trees())
 def test_identities(tree):
     """An operation that changes nothing returns the tree itself."""
@@ -183,23 +159,6 @@ def test_arithmetic_equals_torch(tree):
         for path in tree.paths():
             assert torch.equal(result[path], fn(tree[path]))
         assert tied_alike(result, tree)
-
-
-@given(trees(size=(2, 3), dtypes=FLOATS, nontensor=False))
-def test_vmap_equals_the_loop(tree):
-    """Inside vmap a tree has the batch size of a row, outside it is the loop over the rows."""
-    seen = []
-
-    def fn(row):
-        seen.append(row.batch_size)
-        return row * 2
-
-    out = torch.vmap(fn, in_dims=1, out_dims=1)(tree) if tree.paths() else tree
-
-    assert out.batch_size == (2, 3)
-    assert not tree.paths() or seen == [(2,)]
-    for path in tree.paths():
-        assert torch.equal(out[path], tree[path] * 2)
 
 
 @given(trees(), st.sampled_from(Kind))

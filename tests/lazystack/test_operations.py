@@ -127,19 +127,6 @@ def test_joins_do_not_depend_on_equal_lengths(first, second):
             torch.cat([a, b], 1)
 
 
-def test_samples_of_conversations():
-    """A batch of [B, -1] becomes [B, N, -1] for N samples, and [B * N, -1] for a model."""
-    lazy = lazy_stack(ragged((2, 4)))
-    samples = lazy.unsqueeze(1).expand(2, 3, -1)
-    flat = samples.flatten(0, 1)
-
-    assert samples.batch_size == Size([2, 3, -1])
-    assert [len(x) for x in flat["x"]] == [2, 2, 2, 4, 4, 4]
-    assert_stacks_equal(flat[::3], lazy)
-    assert_stacks_equal(flat.unflatten(0, (2, 3))[1], lazy_stack([lazy[1]] * 3))
-    assert_stacks_equal(flat.reshape(2, 3, -1).flatten(0, 1), flat)
-
-
 @pytest.mark.parametrize(
     "fn",
     [

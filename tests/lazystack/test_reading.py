@@ -54,15 +54,6 @@ def test_law_rows_are_the_trees(lengths):
         assert lazy[i - len(trees)] is mine
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_law_dense_is_torch_stack(dim):
-    """`dense()` of equal trees is torch.stack of them."""
-    lazy = lazy_stack(uniform(), dim)
-
-    assert_trees_equal(lazy.dense(), torch.stack(uniform(), dim))
-    assert lazy.batch_size == lazy.dense().batch_size
-
-
 def test_keys_of_some_trees():
     """Keys that only some trees have stay in their trees and follow every operation there; conversions refuse them."""
     lazy = lazy_stack(

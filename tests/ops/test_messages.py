@@ -186,6 +186,8 @@ EDITS = [
     (lambda: TD.at[tdf.Filter("n.*")].set({"a": 1}), MissingKeyError, "other keys than the tree"),
     (lambda: TD.at[tdf.Filter("q.*")].set(1), FilterError, "matches no leaf"),
     (lambda: TensorDict({"x": torch.ones(2)}).at["x"].set(2**1999), LeafMismatchError, "dtype of torch"),
+    (lambda: BYTES.at[0].set(2**80), LeafMismatchError, r"at\[...\].set: numbers must have a dtype of torch"),
+    (lambda: BYTES.at[0].set_(2**80), LeafMismatchError, r"at\[...\].set_: numbers must have a dtype of torch"),
     (lambda: tdf.pad(BYTES, [1, 0], 1.5), LeafMismatchError, "pad: the value would be altered.*1.5 for torch.uint8"),
     (lambda: tdf.pad(BYTES, [1, 0], float("nan")), LeafMismatchError, "nan for torch.uint8"),
 ]
@@ -342,6 +344,10 @@ REFUSED = [
     (NonTensorStack("a"), BatchSizeError, r"'n.new': the leading.*\[3\].*\[1\]"),
     (None, TypeError, "'n.new': None cannot be a value"),
     ([TensorDict()], TypeError, "'n.new': trees must be stacked.*1 trees"),
+    *[
+        (value, LeafMismatchError, "'n.new': numbers must have a dtype of torch.*NonTensorData")
+        for value in (2**63, -(2**63) - 1, 2**80, [1, 2**80, 3])
+    ],
 ]
 
 
@@ -357,51 +363,26 @@ def test_a_value_that_does_not_fit(value, error, message):
             call()
 
 
-@pytest.mark.parametrize("where", ["x", ("n", "x")])
-@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**80, 2**30000], ids=int.bit_length)
-def test_an_integer_of_more_than_64_bits(number, where):
-    """The constructor, every edit and every write name the key."""
-    name = where if isinstance(where, str) else ".".join(where)
-    tree = TensorDict({where: torch.zeros(2, dtype=torch.int64)}, [2])
-    calls = [
-        (f"'{name}'", lambda: TensorDict({where: number})),
-        (f"'{name}'", lambda: TensorDict({where: [1, number]}, [2])),
-        (f"'{name}'", lambda: tree.set(where, number)),
-        (f"'{name}'", lambda: tree.update({where: number})),
-        (f"'{name}'", lambda: TensorDict.fromkeys([where], number)),
-        (f"set_ '{name}'", lambda: tree.set_(where, number)),
-        (r"at\[...\].set", lambda: tree.at[0].set(number)),
-        (r"at\[...\].set_", lambda: tree.at[0].set_(number)),
-        (r"at\[.*x'\)?\].set", lambda: tree.at[where].set(number)),
-    ]
-
-    for start, call in calls:
-        with pytest.raises(LeafMismatchError, match=start + r": numbers must have a dtype of torch.\n.*\n.*NonTensor"):
-            call()
-
-
-@pytest.mark.parametrize("name", ["lock", "non_blocking", "auto_batch_size"])
-def test_options_of_another_constructor_are_no_entries(name):
+@pytest.mark.parametrize(
+    ("call", "make", "names"),
+    [
+        ("TensorDict", lambda *source, **entries: TensorDict(*source, **entries), ("lock", "non_blocking")),
+        (
+            "TensorDict",
+            lambda *source, **entries: TensorDict(*map(TensorDict, source), **entries),
+            ("auto_batch_size",),
+        ),
+        ("update", lambda *source, **entries: TensorDict({"a": 0.0}).update(*source, **entries), _UPDATE_OPTIONS),
+    ],
+)
+def test_options_of_tensordict_are_no_entries(call, make, names):
     """`TensorDict(d, lock=True)` raises where tensordict takes an option; alone, a keyword is an entry."""
-    message = rf"(?s)TensorDict: .* '{name}' is an option.*{name}=True.*'{name}': value"
-    with pytest.raises(TypeError, match=message):
-        TensorDict({"a": torch.ones(2)}, [2], **{name: True})
-    with pytest.raises(TypeError, match=f"'{name}' is an option"):
-        TensorDict(TensorDict({"a": 1}), **{name: False})
+    for name in names:
+        with pytest.raises(TypeError, match=rf"(?s){call}: .* '{name}' is an option.*{name}=True.*'{name}': value"):
+            make({"b": 1.0}, **{name: True})
 
-    assert TensorDict(**{name: True})[name]
-    assert TensorDict({name: True, "a": 1})[name]
-
-
-@pytest.mark.parametrize("name", _UPDATE_OPTIONS)
-def test_options_of_another_update_are_no_entries(name):
-    """`td.update(other, clone=True)` raises where tensordict takes an option; alone, a keyword is an entry."""
-    td = TensorDict({"a": torch.zeros(2)})
-    with pytest.raises(TypeError, match=rf"(?s)update: .* '{name}' is an option.*{name}=True.*'{name}': value"):
-        td.update({"b": torch.ones(2)}, **{name: True})
-
-    assert list(td.update({"b": 1.0, name: 2.0}).keys()) == ["a", "b", name]
-    assert list(td.update(**{name: 2.0}).keys()) == ["a", name]
+        assert make(**{name: 2.0})[name] == 2.0
+        assert make({name: 2.0})[name] == 2.0
 
 
 # -- joins --------------------------------------------------------------------------------------------------------
