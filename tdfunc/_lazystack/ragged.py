@@ -234,20 +234,15 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
     return NonTensorStack._wrap(np.stack(filled, dim)), torch.from_numpy(np.stack(real, dim))
 
 
-def nest_trees(trees: Sequence[Any], layout: torch.layout) -> Any:
+def nest_trees(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Any:
     """Return a tree of nested tensors, batch size [number of trees]."""
-    check_choice("nested: the layout", layout, (torch.jagged, torch.strided))
-    return _nest(trees, layout, {}, ())
-
-
-def _nest(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Any:
     first = trees[0]
     check_one_shape(first, "nested", f" at {dotted(at)!r}" if at else "")
     data: dict[str, Node] = {}
     for key, nodes in same_keys(trees, "nested", at):
         path = (*at, key)
         if isinstance(nodes[0], TensorCollection):
-            data[key] = _nest(nodes, layout, offsets, path)
+            data[key] = nest_trees(nodes, layout, offsets, path)
         elif isinstance(nodes[0], NonTensorBase):
             data[key] = NonTensorStack(*[node.value for node in nodes])
         else:

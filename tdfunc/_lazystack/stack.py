@@ -16,7 +16,7 @@ from tdfunc._lazystack.ragged import check_alike, check_same_ndim, nest_trees, p
 from tdfunc._lazystack.shapes import HANDLERS, pick
 from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, no_one_shape
-from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.errors import BatchSizeError, check_choice, error
 from tdfunc.core.keys import missing
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import _UNDECIDED, register
@@ -203,7 +203,8 @@ class LazyStack(TreeMethods):
                 got=f"stack_dim {self._dim}",
                 hint="permute() the batch dimensions first, which moves no data.",
             )
-        return nest_trees(self._trees, layout)
+        check_choice("nested: the layout", layout, (torch.jagged, torch.strided))
+        return nest_trees(self._trees, layout, {}, ())
 
     def tolist(self, *, convert_tensors: bool = False) -> list[Any]:
         """Return nested lists over the batch dimensions, with a dict of the values of each element.

@@ -235,9 +235,7 @@ class NonTensorStack(NonTensorBase):
     __slots__ = ("_array", "_features")
 
     def __init__(self, *values: Any) -> None:
-        array = np.empty(len(values), dtype=object)
-        for i, value in enumerate(values):
-            array[i] = value.data if isinstance(value, NonTensorData) else value
+        array = _objects([value.data if isinstance(value, NonTensorData) else value for value in values])
         object.__setattr__(self, "_array", array)
         object.__setattr__(self, "_features", None)
 
@@ -298,10 +296,7 @@ class NonTensorStack(NonTensorBase):
                         got=f"{part!r}",
                     )
             flat = [item for part in flat for item in part]
-        array = np.empty(len(flat), dtype=object)
-        for i, item in enumerate(flat):
-            array[i] = item
-        return cls._wrap(array.reshape(size))
+        return cls._wrap(_objects(flat).reshape(size))
 
     @property
     def value(self) -> Any:
@@ -365,12 +360,17 @@ def _only_in_front(old: Size, size: Size) -> bool:
     return not lead or not short or (rest == short and short[0] not in lead)
 
 
-def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
+def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Return an array of objects of one dimension."""
     array = np.empty(len(values), dtype=object)
     # One at a time: numpy would take lists apart.
     for i, value in enumerate(values):
         array[i] = value
-    return NonTensorStack._wrap(array.reshape(shape))
+    return array
+
+
+def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
+    return NonTensorStack._wrap(_objects(values).reshape(shape))
 
 
 class StaticValues(NamedTuple):

@@ -36,12 +36,6 @@ def remap(ties: Ties, rename: Callable[[Path], Path | None]) -> Ties:
     return tuple(group for group in groups if len(group) > 1)
 
 
-def drop(ties: Ties, prefix: Path) -> Ties:
-    """Remove every path at or under `prefix`."""
-    n = len(prefix)
-    return remap(ties, lambda path: None if path[:n] == prefix else path)
-
-
 def merge(*parts: Ties) -> Ties:
     """Join groups that share a path; the order of first appearance is kept."""
     groups: list[list[Path]] = []

@@ -189,7 +189,10 @@ def normal(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) 
 def standard_normal(key: Tensor, shape: Shape, dtype: torch.dtype | None) -> Tensor:
     """Return the numbers of `normal`, of keys (*B, 2) as (*B, *shape)."""
     dtype, wide = _wide(dtype, "normal")
-    return _symmetric(key, shape, wide).erfinv_().mul_(math.sqrt(2.0)).to(dtype)
+    count = _PRECISION[wide]
+    # Uniform in (-1, 1), with each number its negative.
+    unit = _integers(key, shape, wide, count).add_(0.5).mul_(2.0 ** (1 - count))
+    return unit.erfinv_().mul_(math.sqrt(2.0)).to(dtype)
 
 
 def truncated_normal(
@@ -552,9 +555,3 @@ def _open_unit(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return uniform numbers in (0, 1): odd multiples, so that neither bound is met by rounding."""
     count = _PRECISION[dtype] - 1
     return _integers(key, shape, dtype, count).add_(2.0 ** (count - 1) + 0.5).mul_(2.0**-count)
-
-
-def _symmetric(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return uniform numbers in (-1, 1), with each number its negative."""
-    count = _PRECISION[dtype]
-    return _integers(key, shape, dtype, count).add_(0.5).mul_(2.0 ** (1 - count))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from tdfunc import TensorDict, combine
-from tdfunc.core.ties import by_identity, drop, group_of, lift, merge, remap, spanning, under
+from tdfunc.core.ties import by_identity, group_of, lift, merge, remap, spanning, under
 from tdfunc.ops.edits.edit import restore_ties
 
 PATHS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=2).map(tuple)
@@ -34,14 +34,12 @@ def test_merge_is_the_finest_join(first, second):
 
 
 def test_arithmetic():
-    """A group is seen from above, from inside and without a part."""
+    """A group is seen from above and from inside."""
     ties = ((("a", "w"), ("b", "w"), ("a", "v")),)
 
     assert under(ties, "a") == ((("w",), ("v",)),)
     assert under(ties, "b") == ()
     assert lift(((("w",), ("v",)),), "a") == ((("a", "w"), ("a", "v")),)
-    assert drop(ties, ("a",)) == ()
-    assert drop(ties, ("b", "w")) == ((("a", "w"), ("a", "v")),)
     assert remap(ties, lambda path: ("x", *path))[0][1] == ("x", "b", "w")
     assert group_of(ties, ("b", "w")) == ties[0]
     assert group_of(ties, ("c",)) == (("c",),)

@@ -245,10 +245,17 @@ def _as_tensor(other: Any, name: str) -> Tensor:
 
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
     """Describe `fn(leaf, *operands)` for operands over the batch."""
-    n = len(tree._batch_size)
+    size, n = tree._batch_size, len(tree._batch_size)
+    # Along a ragged dimension an operand can only be constant.
+    known = Size([max(s, 1) for s in size]) if -1 in size else size
     for other in others:
-        if other.dim():
-            check_operand(tree, other, name)
+        if other.dim() and not fits_into(other.shape, known):
+            raise BatchSizeError(
+                f"{name}: a tensor operand is broadcast against the batch, not against the dimensions of the leaves.",
+                expected=f"a shape that broadcasts to {list(size)}",
+                got=f"shape {list(other.shape)}",
+                hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
+            )
     # With all batch dimensions of the tree; an operand without any stays as it is.
     leads = tuple([x.reshape((1,) * (n - x.dim()) + x.shape) if 0 < x.dim() < n else x for x in others])
 
@@ -274,20 +281,6 @@ def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]
         return views[ndim]
 
     return operand
-
-
-def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
-    """Raise unless a tensor operand broadcasts to the batch size."""
-    size = tree._batch_size
-    # Along a ragged dimension an operand can only be constant.
-    known = Size([max(s, 1) for s in size]) if -1 in size else size
-    if not fits_into(other.shape, known):
-        raise BatchSizeError(
-            f"{call}: a tensor operand is broadcast against the batch dimensions, not the dimensions of the leaves.",
-            expected=f"a shape that broadcasts to {list(size)}",
-            got=f"shape {list(other.shape)}",
-            hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
-        )
 
 
 def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> None:

@@ -9,7 +9,7 @@ from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leave
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError
 from tdfunc.core.keys import by_head, dotted, unravel
 from tdfunc.core.shapes import starts_with
-from tdfunc.core.ties import by_first_key, drop, group_of, merge, node_at, under
+from tdfunc.core.ties import by_first_key, group_of, merge, node_at, remap, under
 from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops.base.cast import to
 from tdfunc.ops.base.convert import accept, adopt
@@ -224,22 +224,12 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     return tree._put(changes) if changes else tree
 
 
-def untie(tree: T, key: NestedKey) -> T:
-    """Return a tree in which a path of a tied leaf has its own copy of the tensor."""
-    path = unravel(key)
-    leaf = get(tree, path)
-    if len(group_of(tree._ties, path)) == 1:
-        groups = [[dotted(p) for p in group] for group in tree._ties]
-        raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
-    return _untie_path(tree, path, leaf.clone())
-
-
 def _untie_path(tree: T, path: Path, leaf: Any) -> T:
     key, rest = path[0], path[1:]
     # Groups of tied paths lead through the stored nodes: of a stack, its trees.
     inner: Any = tree._data[key]
     node = _untie_path(inner, rest, leaf) if rest else leaf
-    return tree._replace(tree._data | {key: node}, ties=drop(tree._ties, path))
+    return tree._replace(tree._data | {key: node}, ties=remap(tree._ties, lambda tied: None if tied == path else tied))
 
 
 class EditMethods(TensorCollection):
@@ -365,7 +355,12 @@ class EditMethods(TensorCollection):
         Raises:
             TieError: The path is not tied.
         """
-        return untie(self, key)
+        path = unravel(key)
+        leaf = get(self, path)
+        if len(group_of(self._ties, path)) == 1:
+            groups = [[dotted(p) for p in group] for group in self._ties]
+            raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
+        return _untie_path(self, path, leaf.clone())
 
     @property
     def at(self) -> "_AtGetter[Self]":

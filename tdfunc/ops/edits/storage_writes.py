@@ -175,7 +175,9 @@ def _write(
                 expected="one value for the one tensor at both",
             )
     places = Places(leaves.values())
-    apart = {path: _copy_overlap(value, places) for path, value in values.items() if value is not leaves[path]}
+    changed = {path: value for path, value in values.items() if value is not leaves[path]}
+    # Values in memory that is written to are copied first, as when leaves are swapped.
+    apart = {path: value.clone() if places.holds(value) else value for path, value in changed.items()}
     with torch.no_grad():
         for path, value in apart.items():
             write(leaves[path], value)
@@ -192,7 +194,8 @@ def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> N
 def _cut(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
     """Return the value for a tree as a tree, cut for the trees of a lazy stack where there is one."""
     if not isinstance(other, TensorCollection):
-        return TensorCollection._open(_cut_mapping(tree, other, call, at) or other, tree._batch_size)
+        source = _cut_mapping(tree, other, call, at) if isinstance(other, Mapping) else other
+        return TensorCollection._open(source, tree._batch_size)
     check_one_shape(other, call, f" at {dotted(at)!r}" if at else "")
     changes: dict[str, Any] = {}
     for key, node in tree._data.items():
@@ -204,10 +207,8 @@ def _cut(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorColle
     return other._replace({**other._data, **changes}) if changes else other
 
 
-def _cut_mapping(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
-    """Return a mapping with the values for sub-trees as trees; None for another value."""
-    if not isinstance(other, Mapping):
-        return None
+def _cut_mapping(tree: TensorCollection, other: Mapping[Any, Any], call: str, at: Path) -> dict[Any, Any]:
+    """Return a mapping with the values for sub-trees as trees."""
     entries: dict[Any, Any]
     entries, nested = by_head(other.items())
     for key, value in entries.items():
@@ -221,11 +222,6 @@ def _cut_mapping(tree: TensorCollection, other: Any, call: str, at: Path) -> dic
         else:
             entries[key] = _cut(node, inner, call, (*at, key))
     return entries
-
-
-def _copy_overlap(value: Tensor, places: Places) -> Tensor:
-    """Return the value, copied if its memory is written to, as when leaves are swapped."""
-    return value.clone() if places.holds(value) else value
 
 
 def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:

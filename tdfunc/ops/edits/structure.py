@@ -199,15 +199,6 @@ def _rename_here(tree: T, path: Path, new: str) -> T:
     return tree._replace(data, kinds=kinds)
 
 
-# -- batch size and names ---------------------------------------------------------------------------------------
-
-
-def with_names(tree: T, names: Sequence[str | None] | None) -> T:
-    """Name the batch dimensions."""
-    given = as_names(names, len(tree._batch_size))
-    return tree._make(tree._data, tree._batch_size, tree._device, given, tree._static)
-
-
 # -- dicts ------------------------------------------------------------------------------------------------------
 
 
@@ -433,7 +424,8 @@ class StructureMethods(TensorCollection):
         Raises:
             ValueError: There is not one distinct name, or None, for each dimension.
         """
-        return with_names(self, names)
+        given = as_names(names, len(self._batch_size))
+        return self._make(self._data, self._batch_size, self._device, given, self._static)
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of the tensors and plain values."""
