@@ -56,7 +56,7 @@ class Unbounded:
         self.dtype: torch.dtype | None = dtype
 
     def zero(self) -> Tensor:
-        """Return a tensor of zeros, of size 1 where any is allowed."""
+        """Return a tensor of zeros, of size 1 in dimensions of any length."""
         return torch.zeros(_filled(self.shape), dtype=self.dtype, device=self.device)
 
     def is_in(self, value: Any) -> bool:
@@ -105,7 +105,7 @@ class NonTensor:
         self.dtype: Any = dtype
 
     def zero(self) -> NonTensorData:
-        """Return the example, of size 1 where any is allowed."""
+        """Return the example, of size 1 in dimensions of any length."""
         return NonTensorData(self.example_data, _filled(self.shape))
 
     def is_in(self, value: Any) -> bool:
@@ -196,7 +196,7 @@ class Composite:
         return key in self._specs
 
     def zero(self) -> Any:
-        """Return a tree of zeros and examples, of size 1 where any is allowed."""
+        """Return a tree of zeros and examples, of size 1 in dimensions of any length."""
         values = {key: spec.zero() for key, spec in self._specs.items()}
         if self.data_cls is None:
             return TensorDict(values, _filled(self.shape), self.device)

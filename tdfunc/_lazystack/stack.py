@@ -149,11 +149,11 @@ class LazyStack(TreeMethods):
         Args:
             value: A number, or a dict from (nested) keys to numbers; leaves that it does not name are padded with 0.
                 Non-tensor data are padded with None.
-            side: Where the padding goes, "right" or "left", in every dimension whose lengths differ.
+            side: The side of the padding, "right" or "left", in every dimension whose lengths differ.
             return_mask: Also return a tree of masks.
 
         Returns:
-            The tree, or the tree and a `TensorDict` with a mask for each of its leaves, True where the value is real.
+            The tree, or the tree and a `TensorDict` with a mask for each leaf, True for values that are not padding.
 
         Shapes:
             Leaves (T_i, *F) become one of (N, max T_i, *F), and its mask is (N, max T_i): it has the dimensions of
@@ -459,7 +459,7 @@ def pad_sequence(
             from the last dimension of each leaf. A leaf without it is stacked as it is.
         padding_value: A number for new elements, or a dict from (nested) keys to numbers. Non-tensor data are padded
             with None.
-        return_mask: Add a tree of masks, True where the value is real, under the key "masks" or the given one.
+        return_mask: Add a tree of masks, True for values that are not padding, under the key "masks" or the given one.
 
     Shapes:
         Leaves (*B, T_i, *F) become one of (N, *B, max T_i, *F), and its mask is (N, *B, max T_i).

@@ -61,7 +61,7 @@ def build(cls: Any, values: dict[str, Any], batch_size: Any, device: Any, names:
 
 
 def _are_tensors(values: dict[str, Any], size: Size) -> bool:
-    """Return whether all values are plain tensors that start with the batch size: the common case."""
+    """Return True if all values are plain tensors that start with the batch size: the common case."""
     ndim, last = len(size), size
     for value in values.values():
         # A strided nested tensor has no shape to compare.

@@ -65,13 +65,13 @@ class TensorClass(_Typed):
 
     Annotations of jaxtyping (`Float[Tensor, "*batch n 3"]`) are checked on construction and by edits such as `set` and
     `replace`, an axis of one name having one size in all fields; `replace` changes several fields at once. Code that
-    `torch.compile` traces is not checked, and an axis like `n+1` is checked only where a field gives `n`.
+    `torch.compile` traces is not checked, and an axis like `n+1` is checked only if a field gives `n`.
 
     Raises:
         AttributeError: A field has the name of a method or property of a tree or lazy stack.
         TypeError: A field is missing or unknown, or options exclude each other.
         BatchSizeError: A value does not start with the batch size; the message names the field.
-        LeafMismatchError: A value does not fit its annotation, where that is checked.
+        LeafMismatchError: A value does not fit an annotation that is checked.
 
     Examples:
         >>> class Batch(TensorClass):

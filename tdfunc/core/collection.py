@@ -390,7 +390,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _exists(data: dict[str, Node], path: Path) -> bool:
-    """Return whether a path leads to a leaf, looking only into the given children."""
+    """Return True if a path leads to a leaf, looking only into the given children."""
     if path[0] not in data:
         return True
     node: Node = data[path[0]]
@@ -530,7 +530,7 @@ def iter_leaves(tree: TensorCollection, prefix: Path = ()) -> Iterable[tuple[Pat
 
 
 def has_leaf(tree: TensorCollection) -> bool:
-    """Return whether the tree has a leaf, non-tensor data left out."""
+    """Return True if the tree has a leaf, non-tensor data left out."""
     first = next(iter(tree._data.values()), None)
     return isinstance(first, Tensor) or next(iter(iter_leaves(tree)), None) is not None
 

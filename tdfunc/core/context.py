@@ -26,7 +26,7 @@ is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 def in_functorch() -> bool:
-    """Return whether `vmap`, `grad` or `jvp` of torch.func runs the caller.
+    """Return True if `vmap`, `grad` or `jvp` of torch.func runs the caller.
 
     Use it for kernels without a vmap rule (`torch._foreach_*`), and where a new tensor would be wrapped.
     """
@@ -38,7 +38,7 @@ in_functorch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMem
 
 
 def is_tracing() -> bool:
-    """Return whether a dispatch mode (make_fx, `jit`, FakeTensorMode) sees every operation of the caller.
+    """Return True if a dispatch mode (make_fx, `jit`, FakeTensorMode) sees every operation of the caller.
 
     Use it where an operation whose result is thrown away would be recorded.
     """
@@ -46,7 +46,7 @@ def is_tracing() -> bool:
 
 
 def is_recording() -> bool:
-    """Return whether a graph of the caller's operations is made: make_fx, export or `jit`.
+    """Return True if a graph of the caller's operations is made: make_fx, export or `jit`.
 
     Use it before branching on a value: the graph would hold one branch.
     """
@@ -54,7 +54,7 @@ def is_recording() -> bool:
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Return whether Python may read the value of this tensor, which may come from outside of a `vmap` that runs.
+    """Return True if Python may read the value of this tensor, which may come from outside of a `vmap` that runs.
 
     Use it where a branch on one tensor is better than a rule for all.
     """
@@ -68,7 +68,7 @@ def is_known(tensor: Tensor) -> bool:
 
 
 def in_transform() -> bool:
-    """Return whether tensors made here cannot outlive the code that runs: a transform, dual level, trace or compiler.
+    """Return True if tensors made here cannot outlive the code that runs: a transform, dual level, trace or compiler.
 
     Use it before keeping a tensor (in a module, a cache), and before decisions that a replay would not repeat.
     """
@@ -78,7 +78,7 @@ def in_transform() -> bool:
 
 
 def has_values() -> bool:
-    """Return whether the values of tensors may be read here: no transform, trace or compiler runs the caller.
+    """Return True if the values of tensors may be read here: no transform, trace or compiler runs the caller.
 
     Use it for checks of values. A tensor on the meta device has none anywhere.
     """
@@ -98,7 +98,7 @@ def deferral() -> Callable[[Callable[..., None], list[Tensor], list[Tensor]], No
 
 
 def is_fake(device: torch.device | None) -> bool:
-    """Return whether tensors made for this device have no values: it is meta, or a FakeTensorMode is active.
+    """Return True if tensors made for this device have no values: it is meta, or a FakeTensorMode is active.
 
     Use it before reading bytes for a tensor, and before mapping a file under one.
     """
@@ -117,7 +117,7 @@ def outside() -> Generator[None]:
 
 # Any: the arguments of an operation, or the nodes of a graph that stand for them.
 def is_random(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an operation draws random numbers."""
+    """Return True if a call of an operation draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for i, argument in enumerate(func._schema.arguments):

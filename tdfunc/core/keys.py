@@ -56,7 +56,7 @@ def by_head(entries: Iterable[tuple[Any, V]]) -> tuple[dict[str, V], dict[str, d
 
 
 def is_key(key: object) -> bool:
-    """Return whether `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
+    """Return True if `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
     if isinstance(key, str):
         return True
     return isinstance(key, tuple) and len(key) > 0 and all(map(is_key, key))
@@ -162,10 +162,10 @@ FilterLike: TypeAlias = "Filter | str"
 class Filter:
     """A choice of leaves, combined with `|`, `&` and `~`.
 
-    A str is a glob on the dotted path, in which `*` crosses dots; a compiled regex must match the whole path; a
-    `Kind` and a `torch.dtype` match leaves that have it; a function gets `(path, leaf)`. In `load(where=)`, which
-    chooses before it reads, that is a leaf without values. A tied leaf matches by any of its paths. A glob or regex
-    that matches no leaf of the tree raises when the filter is used.
+    A str is a glob on the dotted path, in which `*` crosses dots; a compiled regex must match the complete path. A
+    `Kind` and a `torch.dtype` match the leaves that have it. A function takes `(path, leaf)`; in `load(where=)`, which
+    chooses before it reads, the leaf has no values. A tied leaf matches by any of its paths. Using a filter raises an
+    error if its glob or regex matches no leaf of the tree.
 
     Args:
         spec: A glob, regex, kind, dtype, predicate or another filter.
@@ -201,7 +201,7 @@ class Filter:
             )
 
     def mask(self, entries: Sequence[Entry]) -> list[bool]:
-        """Return a bool for each entry, True where it is chosen.
+        """Return a bool for each entry, True if the filter chooses it.
 
         Raises:
             FilterError: A glob or regex inside the filter matches none of the entries.

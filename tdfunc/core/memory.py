@@ -132,7 +132,7 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def repeats_itself(tensor: Tensor) -> bool:
-    """Return whether elements of one tensor may share memory, as in an expanded tensor or the windows of `unfold`."""
+    """Return True if elements of one tensor may share memory, as in an expanded tensor or the windows of `unfold`."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
@@ -161,7 +161,7 @@ class Places:
                 runs.append((begin, end))
 
     def holds(self, tensor: Any) -> bool:
-        """Return whether a tensor may share memory with one of these."""
+        """Return True if a tensor may share memory with one of these."""
         extent = extent_of(tensor) if self._known else None
         return extent is None or self.find(extent) is not None
 
@@ -207,7 +207,7 @@ def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
 
 
 def _is_resident(start: int, step: int, rows: list[int], count: int) -> bool:
-    """Return whether a sample of the rows is in memory: a look at each would take longer than a warm gather."""
+    """Return True if a sample of the rows is in memory: a look at each would take longer than a warm gather."""
     found = ctypes.c_ubyte()
     for row in rows:
         # A row that does not exist is refused by the gather.

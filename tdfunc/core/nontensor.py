@@ -351,7 +351,7 @@ def as_array(index: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _only_in_front(old: Size, size: Size) -> bool:
-    """Return whether batch dimensions can have come or gone in front only, as with in_dims=0 and out_dims=0.
+    """Return True if batch dimensions can have come or gone in front only, as with in_dims=0 and out_dims=0.
 
     Where another dimension of the same size could be the one that moved, the answer is no.
     """
@@ -394,7 +394,7 @@ class StaticValues(NamedTuple):
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Return whether two values are equal: arrays in all elements, and never values that cannot be compared."""
+    """Return True if two values are equal: arrays in all elements, and never values that cannot be compared."""
     if a is b:
         return True
     try:

@@ -76,7 +76,7 @@ def common_prefix(first: Size, second: Size) -> Size:
 
 
 def starts_with(leaf: Tensor, size: Size) -> bool:
-    """Return whether a leaf has a shape, and it starts with a batch size."""
+    """Return True if a leaf has a shape, and it starts with a batch size."""
     try:
         return leaf.shape[: len(size)] == size
     except RuntimeError:  # a strided nested tensor
@@ -188,7 +188,7 @@ def broadcast(*sizes: Size) -> Size | None:
 
 
 def fits_into(shape: Size, size: Size) -> bool:
-    """Return whether a shape broadcasts to this very size."""
+    """Return True if a shape broadcasts to this very size."""
     skipped = len(size) - len(shape)
     return skipped >= 0 and all([a in (1, b) for a, b in zip(shape, size[skipped:], strict=True)])
 

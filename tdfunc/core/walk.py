@@ -84,7 +84,7 @@ def node_like(cls: type[T], context: Context, children: tuple[Any, ...]) -> T:
 
 
 def same_keys(a: TensorCollection, b: TensorCollection) -> bool:
-    """Return whether two trees have the same leaf paths and ties; fast for trees of one origin."""
+    """Return True if two trees have the same leaf paths and ties; fast for trees of one origin."""
     if is_compiling():
         return torch_pytree.tree_structure(a) == torch_pytree.tree_structure(b)
     (mine, context), (theirs, other) = flatten(a), flatten(b)

@@ -1,7 +1,6 @@
 """Trees from and to the containers of other libraries: dicts, dataclasses, tuples, numpy, pandas, state dicts, batches.
 
-torch's `default_collate` looks types up in a table that is open to other libraries, as its table of pytrees is: trees
-are entered in both.
+The tables of torch's `default_collate` and pytrees are open to other libraries, and trees are entered in both.
 """
 
 import dataclasses
@@ -355,7 +354,7 @@ class InteropMethods(TensorCollection):
         """Return a `pandas.DataFrame` with a column for each leaf and a row for each element of the batch.
 
         Args:
-            separator: A string that joins nested keys to names of columns; without it nested trees raise.
+            separator: A string that joins nested keys to names of columns; required for nested trees.
 
         Raises:
             BatchSizeError: The tree does not have exactly one batch dimension.

@@ -1,4 +1,4 @@
-"""Keys, and what is drawn from them: each draw is a function of a key and a shape."""
+"""Keys, and draws from them: each draw is a function of a key and a shape."""
 
 import math
 import operator

@@ -39,7 +39,7 @@ def can_foreach() -> bool:
 
 
 def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
-    """Run one foreach kernel over all leaves, or return None where it does not apply."""
+    """Run one foreach kernel over all leaves, or return None if it does not apply."""
     if not can_foreach():
         return None
     columns = gather((tree,))
@@ -109,7 +109,7 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
 
 
 def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T | None:
-    """Run one foreach kernel over the pairs of leaves of two trees, or return None where it does not apply."""
+    """Run one foreach kernel over the pairs of leaves of two trees, or return None if it does not apply."""
     columns = gather((tree, other)) if can_foreach() else None
     return None if columns is None or not _same_shapes(*columns) else _run(tree, name, *columns, *args)
 

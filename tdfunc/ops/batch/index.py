@@ -235,7 +235,7 @@ class IndexMethods(TensorCollection):
         return gather(self, dim, index)
 
     def masked_select(self, mask: "Tensor | np.ndarray[Any, Any] | Sequence[Any]") -> "Self":
-        """Return the rows where the mask holds: batch size [number of True, ...].
+        """Return the rows at which the mask is True: batch size [number of True, ...].
 
         Raises:
             TypeError: The mask does not hold bools.
@@ -244,7 +244,7 @@ class IndexMethods(TensorCollection):
         return masked_select(self, mask)
 
     def where(self, condition: Tensor, other: Any) -> "Self":
-        """Return this tree where the condition over the batch holds, and `other` elsewhere.
+        """Return this tree at the elements of the batch for which the condition is True, and `other` at all others.
 
         Raises:
             ValueError: The condition does not hold one bool for each element of the batch.

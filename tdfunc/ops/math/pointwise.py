@@ -168,23 +168,23 @@ class PointwiseMethods(TensorCollection):
         return unary(self, "bitwise_not", None)
 
     def isnan(self) -> "Self":
-        """Apply `torch.isnan` to every leaf: True where it is NaN."""
+        """Apply `torch.isnan` to every leaf: True for NaN."""
         return unary(self, "isnan", None)
 
     def isfinite(self) -> "Self":
-        """Apply `torch.isfinite` to every leaf: True where it is finite."""
+        """Apply `torch.isfinite` to every leaf: True for finite numbers."""
         return unary(self, "isfinite", None)
 
     def isinf(self) -> "Self":
-        """Apply `torch.isinf` to every leaf: True where it is infinite."""
+        """Apply `torch.isinf` to every leaf: True for infinities."""
         return unary(self, "isinf", None)
 
     def isneginf(self) -> "Self":
-        """Apply `torch.isneginf` to every leaf: True where it is minus infinity."""
+        """Apply `torch.isneginf` to every leaf: True for minus infinity."""
         return unary(self, "isneginf", None)
 
     def isposinf(self) -> "Self":
-        """Apply `torch.isposinf` to every leaf: True where it is plus infinity."""
+        """Apply `torch.isposinf` to every leaf: True for plus infinity."""
         return unary(self, "isposinf", None)
 
     def isreal(self) -> "Self":

@@ -58,7 +58,7 @@ def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
 
 
 def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a dtype holds every value of one that promotes to it."""
+    """Return True if a dtype holds every value of one that promotes to it."""
     is_whole = not (source.is_floating_point or source.is_complex or source is torch.bool)
     # A floating-point dtype holds whole numbers up to 2 / eps.
     rounds = is_whole and (target.is_floating_point or target.is_complex)
