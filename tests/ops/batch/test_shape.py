@@ -55,6 +55,7 @@ CASES = {
     "masked_select": (lambda t: t.masked_select(torch.tensor([False, True])), lambda x: x[1:], ["r", "c"]),
     "rows from the end": (lambda t: t[torch.tensor([-1, 0])], lambda x: x[[1, 0]], ["r", "c"]),
     "tensors": (lambda t: t[torch.tensor([[0, 1]]), 2], lambda x: x[torch.tensor([[0, 1]]), 2], [None, None]),
+    "tensors apart": (lambda t: t[None, [1, 0], None, [1, 0]], lambda x: x[None, [1, 0], None, [1, 0]], [None] * 3),
     "None": (lambda t: t[None, :, None], lambda x: x[None, :, None], [None, "r", None, "c"]),
     "stack": (lambda t: stack([t, t], 1), lambda x: torch.stack([x, x], 1), ["r", None, "c"]),
     "torch.stack": (lambda t: torch.stack([t, t], -1), lambda x: torch.stack([x, x], 2), ["r", "c", None]),
