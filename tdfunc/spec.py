@@ -52,7 +52,7 @@ class Unbounded:
 
     def __init__(self, shape: Any = (), device: Any = None, dtype: torch.dtype | None = None) -> None:
         self.shape: Size = _size(shape)
-        self.device: torch.device | None = None if device is None else as_device(device)
+        self.device: torch.device | None = as_device(device)
         self.dtype: torch.dtype | None = dtype
 
     def zero(self) -> Tensor:
@@ -100,7 +100,7 @@ class NonTensor:
         self.shape: Size = _size(shape)
         # Any: data of any type.
         self.example_data: Any = example_data
-        self.device: torch.device | None = None if device is None else as_device(device)
+        self.device: torch.device | None = as_device(device)
         # Any: kept as it is given.
         self.dtype: Any = dtype
 
@@ -153,7 +153,7 @@ class Composite:
         self, specs: Mapping[Any, Spec] | None = None, shape: Any = (), device: Any = None, *, data_cls: Any = None
     ) -> None:
         self.shape: Size = _size(shape)
-        self.device: torch.device | None = None if device is None else as_device(device)
+        self.device: torch.device | None = as_device(device)
         # Any: a class of trees, of any library.
         self.data_cls: Any = data_cls
         self._specs: dict[str, Spec]
