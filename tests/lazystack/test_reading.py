@@ -21,6 +21,7 @@ def test_reading_does_not_depend_on_lengths(lengths):
     assert [x.shape[0] for x in lazy["x"]] == list(lengths)
     assert lazy["x"][1] is lazy.trees[1]["x"]
     assert lazy["s"] == [t["s"] for t in lazy.trees]
+    assert lazy._get("s").shape == Size([3])
     assert isinstance(lazy["n"], LazyStack)
     assert lazy["n", "y"][2] is lazy.trees[2]["n", "y"]
     assert lazy.get("x") == lazy["x"]

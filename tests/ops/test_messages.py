@@ -225,6 +225,7 @@ OPERATIONS = [
     (lambda: FLAT + FLAT[:2], BatchSizeError, r"add.*\[3\].*\[2\]"),
     (lambda: FLAT == {"a": 1}, TypeError, r"eq: an operand must be.*dict.*TensorDict\(d\) is a tree"),
     (lambda: FLAT != {"a": 1}, TypeError, "ne: an operand must be.*dict"),
+    (lambda: ROWS @ FLAT, TypeError, "unsupported operand.*TensorDict"),
     (lambda: FLAT + "word", TypeError, "add: an operand must be a tree, number or tensor.*str$"),
     (lambda: FLAT | {"a": 1}, TypeError, r"bitwise_or.*number or tensor.*dict.*td\.update\(d\)"),
     (lambda: FLAT.apply(lambda x: x[0]), BatchSizeError, r"apply: the result for 'a'.*\[3\].*\[2\]"),

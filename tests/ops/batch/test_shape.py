@@ -69,6 +69,9 @@ CASES = {
     "repeat often": (lambda t: t.repeat(20, 1), lambda x: x.repeat(20, 1, *ones(x)), ["r", "c"]),
     "repeat never": (lambda t: t.repeat([0, 1]), lambda x: x[:0], ["r", "c"]),
     "repeat_interleave": (lambda t: t.repeat_interleave(2, -1), lambda x: x.repeat_interleave(2, 1), ["r", "c"]),
+    "repeat_interleave flat": (
+        lambda t: t.repeat_interleave(2), lambda x: x.flatten(0, 1).repeat_interleave(2, 0), [None],
+    ),
     "repeat_interleave counts": (
         lambda t: torch.repeat_interleave(t, COUNTS, 1, output_size=3), lambda x: x.repeat_interleave(COUNTS, 1),
         ["r", "c"],
