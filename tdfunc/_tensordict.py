@@ -54,9 +54,9 @@ class TensorDict(TreeMethods, FromMethods):
     kept as non-tensor data. The tensors are not copied.
 
     Args:
-        source: A mapping from (nested) keys to values, or another tree, of tensordict's too.
-        batch_size: The leading dimensions that every leaf has; without it none, or those of a tree given as source.
-        device: Where every leaf is put; without it leaves stay where they are.
+        source: A mapping from (nested) keys to values, or another tree, including trees of tensordict.
+        batch_size: The leading dimensions that every leaf has; by default none, or the batch size of a source tree.
+        device: The device of every leaf; by default leaves stay on their devices.
         names: A name for each batch dimension.
         **entries: Entries by keyword.
 

@@ -1,7 +1,7 @@
-"""Specs: the keys, shapes and dtypes that a tree is to have, without its values.
+"""Specs: the required keys, shapes and dtypes of a tree, without its values.
 
-`-1` is a dimension of any length. `tdfunc.load(like=)` takes a spec, `default_spec` of the classes in `tdfunc.llm`
-gives one.
+`-1` is a dimension of any length. `tdfunc.load(like=)` takes a spec, and `default_spec` of the classes in `tdfunc.llm`
+returns one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError, error
-from tdfunc.core.keys import missing, unravel
+from tdfunc.core.keys import by_head, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.surface import surface
 from tdfunc.core.types import NestedKey
@@ -52,15 +52,15 @@ class Unbounded:
 
     def __init__(self, shape: Any = (), device: Any = None, dtype: torch.dtype | None = None) -> None:
         self.shape: Size = _size(shape)
-        self.device: torch.device | None = None if device is None else as_device(device)
+        self.device: torch.device | None = as_device(device)
         self.dtype: torch.dtype | None = dtype
 
     def zero(self) -> Tensor:
-        """Return a tensor of zeros, of size 1 where any is allowed."""
+        """Return a tensor of zeros, of size 1 in dimensions of any length."""
         return torch.zeros(_filled(self.shape), dtype=self.dtype, device=self.device)
 
     def is_in(self, value: Any) -> bool:
-        """Return whether a value is a tensor of this shape, dtype and device."""
+        """Return True if a value is a tensor of this shape, dtype and device."""
         if not isinstance(value, Tensor) or not _fits(value.shape, self.shape):
             return False
         return self.dtype in (None, value.dtype) and self.device in (None, value.device)
@@ -81,7 +81,7 @@ class NonTensor:
 
     Args:
         shape: Their shape.
-        example_data: The value that `zero` gives.
+        example_data: The value that `zero` returns.
         device: Not used: the data have no device.
         dtype: Not used: the data have no dtype.
 
@@ -100,16 +100,16 @@ class NonTensor:
         self.shape: Size = _size(shape)
         # Any: data of any type.
         self.example_data: Any = example_data
-        self.device: torch.device | None = None if device is None else as_device(device)
+        self.device: torch.device | None = as_device(device)
         # Any: kept as it is given.
         self.dtype: Any = dtype
 
     def zero(self) -> NonTensorData:
-        """Return the example, of size 1 where any is allowed."""
+        """Return the example, of size 1 in dimensions of any length."""
         return NonTensorData(self.example_data, _filled(self.shape))
 
     def is_in(self, value: Any) -> bool:
-        """Return whether a value is non-tensor data of this shape."""
+        """Return True if a value is non-tensor data of this shape."""
         return isinstance(value, NonTensorBase) and _fits(value.shape, self.shape)
 
     def __eq__(self, other: object) -> bool:
@@ -134,7 +134,7 @@ class Composite:
         specs: Specs by key; a nested key makes composites.
         shape: The batch size.
         device: The tree's device.
-        data_cls: The class of the tree, `TensorDict` without it.
+        data_cls: The class of the tree, by default `TensorDict`.
 
     Raises:
         BatchSizeError: A spec does not start with the batch size.
@@ -153,22 +153,17 @@ class Composite:
         self, specs: Mapping[Any, Spec] | None = None, shape: Any = (), device: Any = None, *, data_cls: Any = None
     ) -> None:
         self.shape: Size = _size(shape)
-        self.device: torch.device | None = None if device is None else as_device(device)
+        self.device: torch.device | None = as_device(device)
         # Any: a class of trees, of any library.
         self.data_cls: Any = data_cls
-        nested: dict[str, Any] = {}
-        for key, spec in (specs or {}).items():
-            first, *rest = unravel(key)
-            if rest:
-                inner = nested.get(first)
-                entries = {**(inner._specs if isinstance(inner, Composite) else inner or {}), tuple(rest): spec}
-                nested[first] = entries
-            else:
-                nested[first] = spec
-        self._specs: dict[str, Spec] = {
-            key: Composite(spec, self.shape, device) if isinstance(spec, Mapping) else spec
-            for key, spec in nested.items()
-        }
+        self._specs: dict[str, Spec]
+        self._specs, nested = by_head((specs or {}).items())
+        for key, inner in nested.items():
+            whole = self._specs.get(key)
+            self._specs[key] = {**(whole._specs if isinstance(whole, Composite) else whole or {}), **inner}
+        for key, spec in self._specs.items():
+            if isinstance(spec, Mapping):
+                self._specs[key] = Composite(spec, self.shape, device)
         for key, spec in self._specs.items():
             if not isinstance(spec, (Unbounded, NonTensor, Composite)):
                 raise error(TypeError, f"Composite: {key!r} must be a spec.", got=repr(spec))
@@ -201,14 +196,14 @@ class Composite:
         return key in self._specs
 
     def zero(self) -> Any:
-        """Return a tree of zeros and examples, of size 1 where any is allowed."""
+        """Return a tree of zeros and examples, of size 1 in dimensions of any length."""
         values = {key: spec.zero() for key, spec in self._specs.items()}
         if self.data_cls is None:
             return TensorDict(values, _filled(self.shape), self.device)
         return self.data_cls(**values, batch_size=_filled(self.shape), device=self.device)
 
     def is_in(self, value: Any) -> bool:
-        """Return whether a value is a tree with these keys, of this class, batch size and device; it may have more."""
+        """Return True if a value is a tree with these keys, of this class, batch size and device; it may have more."""
         if not isinstance(value, self.data_cls or TensorCollection) or not _fits(value._batch_size, self.shape):
             return False
         if self.device not in (None, value._device):

@@ -14,7 +14,7 @@ def assert_trees_equal(actual, expected, *, rtol=0.0, atol=0.0):
     """Check that two trees have the same structure, batch sizes, names, devices and leaves."""
     assert type(actual) is type(expected)
     assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
-    for (path, node), (_, other) in zip(_collections(actual), _collections(expected), strict=True):
+    for (path, node), (_, other) in zip(collections(actual), collections(expected), strict=True):
         for attribute in ("batch_size", "names", "device"):
             assert getattr(node, attribute) == getattr(other, attribute), f"{attribute} at {path}"
     leaves, others = pytree.tree_flatten_with_path(actual)[0], tree_leaves(expected)
@@ -28,12 +28,12 @@ def assert_trees_equal(actual, expected, *, rtol=0.0, atol=0.0):
             assert leaf == other, where
 
 
-def _collections(tree, path=()):
+def collections(tree, path=()):
     """Every tree inside `tree`, itself included, with its path: pytree contexts do not compare batch sizes."""
     if hasattr(tree, "batch_size"):
         yield path, tree
         for key in sorted(tree.keys()):
-            yield from _collections(tree[key], (*path, key))
+            yield from collections(tree[key], (*path, key))
 
 
 def assert_pure(fn, *trees):

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from tdfunc import Filter, Kind, TensorDict, combine, partition
 from tdfunc.core.collection import iter_leaves
 from tdfunc.core.keys import unravel
-from tests.helpers import assert_pure, assert_trees_equal
+from tdfunc.ops.base.reading import entries
+from tests.helpers import assert_pure, assert_trees_equal, collections
 from tests.strategies import KEYS, PATHS, any_trees, leaves, pairs, trees
 
 FLOATS = st.just(torch.float32)
@@ -123,23 +124,13 @@ def test_rename_and_back(tree, key):
     assert tied_alike(there.rename_key(key, old), tree)
 
 
-@given(trees(size=(3,)))
-def test_cat_and_split(tree):
-    """The parts of a split join to the whole."""
-    back = torch.cat(tree.split([1, 2]))
-
-    assert back.batch_size == tree.batch_size
-    assert tied_alike(back, tree)
-    for path in tree.paths():
-        assert torch.equal(back[path], tree[path])
-
-
 @given(trees())
 def test_identities(tree):
     """An operation that changes nothing returns the tree itself."""
     assert tree.reshape(tree.batch_size) is tree
     assert tree.permute(*range(tree.ndim)) is tree
     assert tree.expand(*tree.batch_size) is tree
+    assert tree.repeat(*[1] * tree.ndim) is tree
     assert tree.to(tree.device) is tree
     assert tree.clone(recurse=False) is tree
     assert tree.exclude("not there") is tree
@@ -168,23 +159,6 @@ def test_arithmetic_equals_torch(tree):
         for path in tree.paths():
             assert torch.equal(result[path], fn(tree[path]))
         assert tied_alike(result, tree)
-
-
-@given(trees(size=(2, 3), dtypes=FLOATS, nontensor=False))
-def test_vmap_equals_the_loop(tree):
-    """Inside vmap a tree has the batch size of a row, outside it is the loop over the rows."""
-    seen = []
-
-    def fn(row):
-        seen.append(row.batch_size)
-        return row * 2
-
-    out = torch.vmap(fn, in_dims=1, out_dims=1)(tree) if tree.paths() else tree
-
-    assert out.batch_size == (2, 3)
-    assert not tree.paths() or seen == [(2,)]
-    for path in tree.paths():
-        assert torch.equal(out[path], tree[path] * 2)
 
 
 @given(trees(), st.sampled_from(Kind))
@@ -216,15 +190,15 @@ def test_flatten_and_unflatten_any_tree(tree):
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.clone()])
 @given(tree=any_trees())
-def test_copies(copier, tree):
-    """A copy keeps the class of each node, requires_grad, devices, values, ties and kinds in its own memory."""
+def test_copies_of_any_tree(copier, tree):
+    """A copy keeps classes, requires_grad, devices, values, ties, kinds and names in its own memory."""
     new = copier(tree)
 
     assert_same(new, tree)
     assert tied_alike(new, tree)
-    assert all(new.kind(path) is tree.kind(path) for path in tree.exclude("lazy").paths())
-    shared = [{leaf.data_ptr() for _, leaf in iter_leaves(t) if leaf.numel() and not leaf.is_meta} for t in (tree, new)]
-    assert not shared[0] & shared[1]
+    assert [entry.kind for entry in entries(new)] == [entry.kind for entry in entries(tree)]
+    one, other = ({x.data_ptr() for x in t.leaves() if x.numel() and not x.is_meta} for t in (new, tree))
+    assert not one & other
 
 
 @given(any_trees(size=(3,)), st.integers(-3, 2))
@@ -281,7 +255,7 @@ def assert_same(actual, expected):
     """Check two trees that may hold meta tensors, typed trees and lazy stacks."""
     assert type(actual) is type(expected)
     assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
-    assert actual.batch_size == expected.batch_size
-    assert actual.names == expected.names
+    for (_, node), (_, other) in zip(collections(actual), collections(expected), strict=True):
+        assert (node.batch_size, node.names, node.device) == (other.batch_size, other.names, other.device)
     pairs = list(zip(iter_leaves(actual), iter_leaves(expected), strict=True))
     assert all(path == other and same_leaf(a, b) for (path, a), (other, b) in pairs)

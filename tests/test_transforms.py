@@ -21,44 +21,21 @@ from tests.helpers import assert_trees_equal, quick, run_in_threads
 
 # A tree in and two tensors: what each returns must be the same compiled.
 BASE = TensorDict({"a": torch.arange(6.0).reshape(3, 2), "n": {"b": torch.arange(3.0)}}, [3], names=["t"])
+# Beyond the rows of docs/transforms_table.md.
 COMPILED = {
-    "constructor": lambda x, y: TensorDict({"x": x, "n": {"y": y}, ("t", "u"): x}, [3]),
-    "constructor of numbers": lambda x, y: TensorDict({"x": 1.0, "y": y, "s": "word"}, [3]),
-    "set": lambda x, y: BASE.set("z", x).set(("n", "q"), y),
-    "update": lambda x, y: BASE.update({"a": x, "n": {"w": y}}),
-    "delete": lambda x, y: BASE.set("a", x).delete("n"),
+    "constructor": lambda x, y: TensorDict({"x": 1.0, "y": y, "s": "word"}, [3]),
     "pop": lambda x, y: BASE.set("a", x).pop("n")[1],
-    "rename": lambda x, y: BASE.set("a", x).rename_key("a", "r"),
-    "select": lambda x, y: BASE.set("a", x).select("a"),
-    "exclude": lambda x, y: BASE.set("a", x).exclude("n"),
-    "flatten": lambda x, y: BASE.set("a", x).flatten_keys().unflatten_keys(),
     "int": lambda x, y: BASE.set("s", "word").set("a", x)[0],
-    "slice": lambda x, y: BASE.set("a", x)[1:],
     "None": lambda x, y: BASE.set("a", x)[None],
     "list": lambda x, y: BASE.set("a", x)[[0, 2]],
     "Ellipsis": lambda x, y: BASE.set("a", x)[..., 0],
-    "rows": lambda x, y: BASE.set("a", x)[torch.tensor([0, 2])],
-    "stack": lambda x, y: torch.stack([BASE.set("a", x), BASE.set("a", x + 1)]),
-    "cat": lambda x, y: tdf.cat([BASE.set("a", x), BASE]),
-    "shapes": lambda x, y: BASE.set("a", x).unsqueeze(0).permute(1, 0).expand(3, 4).reshape(-1),
-    "split": lambda x, y: BASE.set("a", x).split(2)[0],
-    "unbind": lambda x, y: BASE.set("a", x).unbind(0)[1],
-    "numbers": lambda x, y: 1 - BASE.set("a", x) * 2 + BASE,
+    "rows": lambda x, y: BASE.set("a", x).flip(0).repeat(2),
     "tensors": lambda x, y: (y - BASE.set("a", x)) / (y + 1) > y,
-    "apply": lambda x, y: BASE.set("a", x).apply(lambda v: v * 2),
-    "sum": lambda x, y: BASE.set("a", x).sum(0),
-    "features": lambda x, y: BASE.set("a", x).mean(dim="feature"),
-    "casts": lambda x, y: BASE.set("a", x).to(torch.float64).clone().detach(),
     "at": lambda x, y: BASE.set("a", x).at[0].set(0.0).at[torch.tensor([1, 1])].add(1.0),
-    "where": lambda x, y: BASE.set("a", x).where(y > 0, 0),
-    "gather": lambda x, y: BASE.set("a", x).gather(0, torch.tensor([0, 0])),
-    "tree_map": lambda x, y: pytree.tree_map(lambda v: v + 1, BASE.set("a", x)),
-    "vmap": lambda x, y: torch.vmap(lambda t: t + 1)(BASE.set("a", x)),
-    "grad": lambda x, y: torch.func.grad(lambda t: (t["a"] ** 2).sum())(TensorDict({"a": x})),
 }
 
 
-@pytest.mark.parametrize("name", quick(COMPILED, "constructor", "stack", "grad"))
+@pytest.mark.parametrize("name", quick(COMPILED, "constructor", "rows"))
 def test_compile(name):
     """An operation gives one graph and the same tree when compiled."""
     torch._dynamo.reset()
@@ -66,21 +43,6 @@ def test_compile(name):
     fn = COMPILED[name]
 
     assert_trees_equal(torch.compile(fn, fullgraph=True, backend="eager")(x, y), fn(x, y))
-
-
-@pytest.mark.parametrize("name", quick(["constructor", "set", "int", "stack", "numbers", "at"], "set"))
-def test_compile_with_autograd(name):
-    """The graph is lowered, and its gradients are kept."""
-    torch._dynamo.reset()
-    x, y = torch.randn(3, 2, requires_grad=True), torch.randn(3)
-    fn = COMPILED[name]
-    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")(x, y)
-    grads = [
-        torch.autograd.grad(sum(v.sum() for v in out.leaves() if v.requires_grad), x)[0] for out in (compiled, fn(x, y))
-    ]
-
-    assert_trees_equal(compiled.detach(), fn(x, y).detach())
-    assert torch.equal(*grads)
 
 
 def test_nested_vmap():

@@ -35,9 +35,13 @@ def test_values_come_back_to_their_rows(size, chunk, transform):
     assert_paired(transform(lambda t: torch.vmap(lambda row: row * 1, chunk_size=chunk)(t))(grid(*size)))
 
 
-def test_values_come_back_through_two_levels():
-    """Each of two vmaps with in_dims=0 and out_dims=0 gives the values back."""
+def test_values_come_back_in_other_ways():
+    """Two levels of vmap, `map` and `scan`, and the trees of a lazy stack keep values at their rows."""
     assert_paired(torch.vmap(torch.vmap(lambda t: t * 1))(grid(3, 2)))
+    assert_paired(tdf.map(lambda row: row * 1, grid(3, 2)))
+    assert_paired(tdf.scan(lambda carry, row: (carry, row * 1), torch.ones(()), grid(2, 3))[1])
+    for tree in torch.vmap(lambda t: t * 1)(tdf.lazy_stack([grid(3, 2), grid(3, 2)], 2)).trees:
+        assert_paired(tree)
 
 
 def test_values_inside_vmap():
@@ -78,18 +82,6 @@ def test_other_values_raise_when_they_are_read(make):
     with pytest.raises(BatchSizeError, match="'s': the values must be laid out along the batch"):
         out["s"]
     assert out.exclude("s", "n")[0]["x"].shape == out["x"][0].shape
-
-
-def test_values_of_loops():
-    """`map` and `scan` along dimension 0 give the values back to their rows."""
-    assert_paired(tdf.map(lambda row: row * 1, grid(3, 2)))
-    assert_paired(tdf.scan(lambda carry, row: (carry, row * 1), torch.ones(()), grid(2, 3))[1])
-
-
-def test_values_in_lazy_stacks():
-    """Values inside the trees of a lazy stack come back to their rows."""
-    for tree in torch.vmap(lambda t: t * 1)(tdf.lazy_stack([grid(3, 2), grid(3, 2)], 2)).trees:
-        assert_paired(tree)
 
 
 def test_values_come_back_after_half_of_the_way():

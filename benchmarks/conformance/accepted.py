@@ -212,7 +212,7 @@ ACCEPTED = (
     Accepted(
         LENGTH,
         named("numel"),
-        only_ours_raises("has no length"),
+        only_ours_raises("has no rows"),
         batch(lambda size, d: size == ()),
         rare=("case", 201, 2),
     ),
@@ -351,9 +351,7 @@ ACCEPTED = (
     Accepted(
         UNDER, named("set", "rename_key", "replace", "at_key"), only_ours_raises("is a leaf"), rare=("case", 201, 2613)
     ),
-    Accepted(
-        UNDER, named("unflatten_keys"), has_words, only_ours_raises("another key has taken"), rare=("kinds", 201, 9403)
-    ),
+    Accepted(UNDER, named("unflatten_keys"), has_words, only_ours_raises("two keys become"), rare=("kinds", 201, 9403)),
     Accepted(EXPAND, named("expand"), only_theirs_raises(), detail(lambda d: -1 in d)),
     Accepted(
         ZERO,

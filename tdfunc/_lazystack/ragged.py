@@ -9,13 +9,14 @@ from torch import Size, Tensor
 
 from tdfunc.core.collection import PLAIN, Static, TensorCollection, check_one_shape
 from tdfunc.core.context import is_compiling
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, check_choice, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, check_choice
 from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import stacked_size
 from tdfunc.core.types import NestedKey, Node, Path
+from tdfunc.core.walk import Difference
 from tdfunc.ops.base.cast import keeps_number
-from tdfunc.ops.base.reading import has
+from tdfunc.ops.base.reading import check_trees, has
 from tdfunc.ops.batch.join import defined_twice
 
 # A tree, and a tree of masks, True where it is not padding; None without padding.
@@ -36,9 +37,7 @@ class Padding(NamedTuple):
 
 def check_same_ndim(trees: Sequence[Any], call: str) -> None:
     """Raise unless the trees have one class and one number of batch dimensions."""
-    for i, tree in enumerate(trees):
-        if not isinstance(tree, TensorCollection):
-            raise error(TypeError, f"{call}: all must be trees.", expected="trees", got=f"{type(tree).__name__} at {i}")
+    check_trees(call, *trees)
     first = trees[0]
     for i, tree in enumerate(trees):
         if type(tree) is not type(first):
@@ -72,17 +71,10 @@ def same_keys(trees: Sequence[Any], call: str, at: Path) -> Iterator[tuple[str, 
     Raises:
         TreeStructureError: A key is not in all trees, or is a tree in one and a leaf in another.
     """
-    first = list(trees[0]._keys())
-    shared = set(first)
+    first = trees[0]._keys()
     for i, tree in enumerate(trees):
-        if set(tree._keys()) != shared:
-            where = f" under {dotted(at)!r}" if at else ""
-            raise TreeStructureError(
-                f"{call}: trees 0 and {i} have different keys{where}.",
-                expected=sorted(first),
-                got=sorted(tree._keys()),
-                hint="select() the keys that all have, or set() the others.",
-            )
+        if set(tree._keys()) != set(first):
+            raise Difference(at, "keys", trees[0], tree).error(f"{call} of trees 0 and {i}")
     for key in first:
         nodes = [tree._get(key) for tree in trees]
         check_kinds(nodes, call, (*at, key))
@@ -242,20 +234,15 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
     return NonTensorStack._wrap(np.stack(filled, dim)), torch.from_numpy(np.stack(real, dim))
 
 
-def nest_trees(trees: Sequence[Any], layout: torch.layout) -> Any:
+def nest_trees(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Any:
     """Return a tree of nested tensors, batch size [number of trees]."""
-    check_choice("nested: the layout", layout, (torch.jagged, torch.strided))
-    return _nest(trees, layout, {}, ())
-
-
-def _nest(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Any:
     first = trees[0]
     check_one_shape(first, "nested", f" at {dotted(at)!r}" if at else "")
     data: dict[str, Node] = {}
     for key, nodes in same_keys(trees, "nested", at):
         path = (*at, key)
         if isinstance(nodes[0], TensorCollection):
-            data[key] = _nest(nodes, layout, offsets, path)
+            data[key] = nest_trees(nodes, layout, offsets, path)
         elif isinstance(nodes[0], NonTensorBase):
             data[key] = NonTensorStack(*[node.value for node in nodes])
         else:

@@ -26,7 +26,7 @@ def _split_index(stack: Any, parts: Sequence[Any], call: str) -> tuple[Any, tupl
     many = [i for i, part in enumerate(parts) if isinstance(part, bool) or (isinstance(part, Tensor) and part.dim())]
     before = parts[:place]
     if many:
-        # torch moves the rows of index tensors that stand apart to the front, and numbers them together.
+        # torch moves the rows of index tensors that are apart to the front, and numbers them together.
         alone = many == [place] or isinstance(here, int) or (isinstance(here, Tensor) and here.dim() == 0)
         is_one_block = many == list(range(many[0], many[-1] + 1)) and not many[0] < place < many[-1]
         if any([isinstance(part, bool) for part in parts]) or not (alone or (isinstance(here, slice) and is_one_block)):
@@ -108,7 +108,7 @@ def _on_join(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
     for other in others:
         if other._dim != stack._dim or len(other._batch_size) != len(stack._batch_size):
             raise TreeStructureError(
-                f"{op.name}: the trees of lazy stacks must lie along one dimension.",
+                f"{op.name}: all lazy stacks must hold their trees along one dimension.",
                 expected=f"batch size {list(stack._batch_size)} along dimension {stack._dim}",
                 got=f"batch size {list(other._batch_size)} along dimension {other._dim}",
                 hint="permute() moves the dimension of a stack.",

@@ -16,7 +16,7 @@ from tdfunc._lazystack.ragged import check_alike, check_same_ndim, nest_trees, p
 from tdfunc._lazystack.shapes import HANDLERS, pick
 from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, no_one_shape
-from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.errors import BatchSizeError, check_choice, error
 from tdfunc.core.keys import missing
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import _UNDECIDED, register
@@ -33,16 +33,16 @@ from tdfunc.ops.interop import list_of
 class LazyStack(TreeMethods):
     """Trees side by side along a new batch dimension, each with its own shapes; made by `lazy_stack`.
 
-    Sizes that differ between the trees show as -1 in `batch_size`. The keys are those that all trees have; the others
-    are in `trees`. A key reads as a tuple with the tensor of each tree, also when their shapes agree: the type of a
-    result never depends on lengths. Non-tensor data read as a list with the value of each tree, sub-trees as a lazy
-    stack of them.
+    Sizes that differ between the trees show as -1 in `batch_size`. The stack has the keys that all trees have; the
+    other keys are in `trees`. A key reads as a tuple with the tensor of each tree, even if their shapes agree: the
+    type of a result never depends on lengths. Non-tensor data read as a list with the value of each tree, sub-trees
+    as a lazy stack of them.
 
-    Edits, `apply`, arithmetic and moves work on each tree. A value that is set is a tuple or list with one part for
-    each tree, or a tensor or tree that is cut along `stack_dim`. Calls that need one tensor for each leaf raise: write
-    `dense()`, `pad()` or `nested()` first. `torch.vmap` takes dimensions before `stack_dim`.
+    Edits, `apply`, arithmetic and moves work on each tree. To set a value, give a tuple or list with one part for
+    each tree, or a tensor or tree that is divided along `stack_dim`. Calls that need one tensor for each leaf raise:
+    call `dense()`, `pad()` or `nested()` first. `torch.vmap` takes dimensions before `stack_dim`.
 
-    A stack of `TensorClass` values is an instance of their class, too.
+    A stack of `TensorClass` values is also an instance of their class.
 
     Examples:
         >>> ragged = LazyStack([TensorDict({"x": torch.ones(n, 2)}, [n]) for n in (2, 4)])
@@ -84,7 +84,7 @@ class LazyStack(TreeMethods):
         names: Names | None = None,
         static: Static | None = None,
     ) -> Any:
-        # A map of the leaves may take more dimensions than lie before the trees: then these come first.
+        # A map of the leaves may take more dimensions than there are before the trees: then these come first.
         if static is not None and static.own < -len(batch_size):
             static = static._replace(own=-len(batch_size))
         return super()._make(data, batch_size, device, names, static)
@@ -120,7 +120,7 @@ class LazyStack(TreeMethods):
 
     @property
     def stack_dim(self) -> int:
-        """The batch dimension along which the trees lie."""
+        """The batch dimension along which the trees are stacked."""
         return self._dim
 
     def numel(self) -> int:
@@ -149,11 +149,11 @@ class LazyStack(TreeMethods):
         Args:
             value: A number, or a dict from (nested) keys to numbers; leaves that it does not name are padded with 0.
                 Non-tensor data are padded with None.
-            side: Where the padding goes, "right" or "left", in every dimension whose lengths differ.
+            side: The side of the padding, "right" or "left", in every dimension whose lengths differ.
             return_mask: Also return a tree of masks.
 
         Returns:
-            The tree, or the tree and a `TensorDict` with a mask for each of its leaves, True where the value is real.
+            The tree, or the tree and a `TensorDict` with a mask for each leaf, True for values that are not padding.
 
         Shapes:
             Leaves (T_i, *F) become one of (N, max T_i, *F), and its mask is (N, max T_i): it has the dimensions of
@@ -185,7 +185,7 @@ class LazyStack(TreeMethods):
             layout: `torch.jagged` for leaves that differ in their first dimension only, `torch.strided` for any.
 
         Raises:
-            ValueError: The layout is another one, or the stack dimension is not the first.
+            ValueError: `layout` is neither of the two, or the stack dimension is not the first.
             LeafMismatchError: A leaf differs in more than its first dimension, and the layout is jagged; or the trees
                 are lazy stacks themselves.
             TreeStructureError: A key is not in all trees.
@@ -199,17 +199,18 @@ class LazyStack(TreeMethods):
         if self._dim:
             raise error(
                 ValueError,
-                "nested: the trees must lie along dimension 0.",
+                "nested: the trees must be stacked along dimension 0.",
                 got=f"stack_dim {self._dim}",
                 hint="permute() the batch dimensions first, which moves no data.",
             )
-        return nest_trees(self._trees, layout)
+        check_choice("nested: the layout", layout, (torch.jagged, torch.strided))
+        return nest_trees(self._trees, layout, {}, ())
 
     def tolist(self, *, convert_tensors: bool = False) -> list[Any]:
         """Return nested lists over the batch dimensions, with a dict of the values of each element.
 
         Args:
-            convert_tensors: Turn tensors into numbers and lists, too.
+            convert_tensors: Also turn tensors into numbers and lists.
 
         Examples:
             >>> tdf.lazy_stack([TensorDict({"n": torch.arange(n)}, [n]) for n in (1, 2)]).tolist(convert_tensors=True)
@@ -220,10 +221,10 @@ class LazyStack(TreeMethods):
     # -- metadata -----------------------------------------------------------------------------------------------
 
     def with_batch_size(self, batch_size: Any) -> Any:
-        """Return the stack with another batch size: that of the trees, and their number in its place.
+        """Return the stack with another batch size, which includes the number of trees at the stack dimension.
 
         Raises:
-            BatchSizeError: The number of trees is not in its place, or a leaf does not have the dimensions.
+            BatchSizeError: The size at the stack dimension is not the number of trees, or a leaf lacks the dimensions.
         """
         size, dim = as_size(batch_size), self._dim
         if len(size) <= dim or size[dim] != len(self._data):
@@ -240,7 +241,7 @@ class LazyStack(TreeMethods):
         if given is not None and given[dim] is not None:
             raise error(
                 ValueError,
-                f"with_names: dimension {dim}, along which the trees lie, must have no name.",
+                f"with_names: the stack dimension {dim} must have no name.",
                 got=repr(given[dim]),
                 hint="pad() or dense() first.",
             )
@@ -252,10 +253,6 @@ class LazyStack(TreeMethods):
         """Return the stack with some entries of each tree replaced: values are cut as by `set`."""
         new = self if changes is None else self._each(lambda tree, part: tree.replace(part), changes)
         return new._each(lambda tree, part: tree.replace(part), entries) if entries else new
-
-    def to_tensordict(self, **options: Any) -> Any:
-        """Return a lazy stack of `TensorDict`s."""
-        return self._each(lambda tree: tree.to_tensordict(**options))
 
     def __repr__(self) -> str:
         rest = f",\n    stack_dim={self._dim}"
@@ -327,7 +324,7 @@ class LazyStack(TreeMethods):
         new = self._like(whole)
         if batch_size is not None and batch_size != new._batch_size and self._cache is not _UNDECIDED:
             raise BatchSizeError(
-                "The batch size of a lazy stack must be that of its trees.",
+                "The batch size of a lazy stack must agree with its trees.",
                 expected=str(list(new._batch_size)),
                 got=str(list(batch_size)),
                 hint="lazy.with_batch_size(...), or give the tree around it another batch size.",
@@ -366,7 +363,7 @@ class LazyStack(TreeMethods):
         size = tuple(value._batch_size if isinstance(value, TensorCollection) else value.shape)
         if len(size) <= dim or size[dim] != count:
             raise BatchSizeError(
-                "The value must have the dimension along which the trees of the lazy stack lie.",
+                "The value must have one part for each tree of the lazy stack, along its dimension.",
                 expected=f"{count} at dimension {dim}",
                 got=f"{'batch size' if isinstance(value, TensorCollection) else 'shape'} {list(size)}",
                 hint="give one value for each tree, in a tuple.",
@@ -422,16 +419,16 @@ def lazy_stack(trees: Sequence[Any], dim: int = 0) -> Any:
 
     Args:
         trees: One or more trees of one class, with one number of batch dimensions.
-        dim: Where the new dimension goes among those of the batch.
+        dim: The place of the new dimension among the batch dimensions.
 
     Returns:
-        A `LazyStack`; of typed trees, one that is an instance of their class too.
+        A `LazyStack`; for typed trees, it is also an instance of their class.
 
     Shapes:
         N trees of batch sizes (T_i, *B) become one of (N, -1, *B), for `dim` 0.
 
     Raises:
-        ValueError: There are no trees.
+        ValueError: `trees` is empty.
         TreeStructureError: The trees differ in class, or a key is a tensor in one and a tree in another.
         BatchSizeError: The trees have different numbers of batch dimensions.
         IndexError: The dimension does not exist.
@@ -462,13 +459,13 @@ def pad_sequence(
             from the last dimension of each leaf. A leaf without it is stacked as it is.
         padding_value: A number for new elements, or a dict from (nested) keys to numbers. Non-tensor data are padded
             with None.
-        return_mask: Add a tree of masks, True where the value is real, under the key "masks" or the given one.
+        return_mask: Add a tree of masks, True for values that are not padding, under the key "masks" or the given one.
 
     Shapes:
         Leaves (*B, T_i, *F) become one of (N, *B, max T_i, *F), and its mask is (N, *B, max T_i).
 
     Raises:
-        ValueError: There are no trees.
+        ValueError: `trees` is empty.
         LeafMismatchError: A leaf differs in another dimension or its dtype, or cannot hold the value; it is named.
         TreeStructureError: The trees differ in keys or class.
 

@@ -61,7 +61,7 @@ def build(cls: Any, values: dict[str, Any], batch_size: Any, device: Any, names:
 
 
 def _are_tensors(values: dict[str, Any], size: Size) -> bool:
-    """Return whether all values are plain tensors that start with the batch size: the common case."""
+    """Return True if all values are plain tensors that start with the batch size: the common case."""
     ndim, last = len(size), size
     for value in values.values():
         # A strided nested tensor has no shape to compare.
@@ -122,7 +122,7 @@ class Meta(ABCMeta):
         cls._options = merge_options(name, [b._options for b in bases if isinstance(b, Meta)] or [Options()], options)
         lazy = TensorCollection._lazy
         if lazy is not None and issubclass(cls, lazy):
-            # It keeps its fields in the trees that it stacks, under keys of its own.
+            # It keeps its fields in the trees that it stacks, under its own keys.
             cls._any_key = True
         elif "_is_base" not in namespace:
             _define_fields(cls, namespace)
@@ -155,7 +155,7 @@ _COMMON = ("data", "kind", "leaves", "nested", "paths", "summary")
 def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     hints = read_annotations(cls)
     base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
-    # A lazy stack of instances has the fields, and names of its own.
+    # A lazy stack of instances has the fields, and its own names.
     both = {*dir(base), *dir(TensorCollection._lazy)} - {*_COMMON, *PURE_CALLS}
     public = {name for name in both if not name.startswith("_")}
     for name in hints:
@@ -205,7 +205,7 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
 
 
 class Field(property):
-    """The property of a field; a class of its own, so that a field that is annotated again is known."""
+    """The property of a field; a separate class, so that a field that is annotated again is recognized."""
 
     def __init__(self, name: str, tensor_only: bool) -> None:
         def read(instance: Any) -> Any:

@@ -37,7 +37,7 @@ OPTIONS = Options._fields
 
 
 def merge_options(name: str, inherited: Iterable[Options], given: Mapping[str, bool]) -> Options:
-    """Return the options of a class: those of all its bases, and its own."""
+    """Return the options of a class: the options of all its bases, and its own."""
     merged = Options(*map(any, zip(*inherited, strict=True)))._replace(**given)
     chosen = [option for option in ("autocast", "nocast", "tensor_only") if getattr(merged, option)]
     if len(chosen) > 1:
@@ -95,7 +95,7 @@ def resolve_again(cls: Any) -> None:
 
 
 def looks_up(cls: Any) -> bool:
-    """Return whether values are compared with annotations, also those that are tensors."""
+    """Return True if values are compared with annotations, also those that are tensors."""
     hints = cls._hints.values()
     return cls._options.autocast or any(type(hint) is Unresolved or _shape_annotations(hint) for hint in hints)
 
@@ -117,7 +117,7 @@ def _is_tree(member: Any) -> bool:
 
 
 def _holds_lists(member: Any) -> bool:
-    """Return whether a list may be a value of a member of an annotation."""
+    """Return True if a list may be a value of a member of an annotation."""
     if not isinstance(member, type) or member is Any:
         return member is not typing.Literal
     try:
@@ -241,7 +241,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
         return
     import jaxtyping  # an annotation of its types exists, so it is installed
 
-    # A context of its own, whatever function with checks of its own is running.
+    # A new context, whatever function with its own checks is running.
     with jaxtyping.jaxtyped("context"):
         fits = {key: _fits(*each) for key, each in given.items()}
         misfits = [key for key, fit in fits.items() if fit is False and key in edited]
@@ -261,7 +261,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
 
 
 def _fits(node: Any, alternatives: Iterable[Any]) -> bool | None:
-    """Return whether a value is one of the types; None where this needs an axis that no field has bound yet."""
+    """Return True if a value is one of the types; None where this needs an axis that no field has bound yet."""
     import jaxtyping
 
     try:

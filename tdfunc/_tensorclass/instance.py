@@ -18,12 +18,11 @@ from tdfunc._tensorclass.fields import (
     resolve_again,
 )
 from tdfunc._tensordict import TreeMethods
-from tdfunc.core.collection import TensorCollection, per_tree
+from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TreeStructureError, error
 from tdfunc.core.keys import did_you_mean
-from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Device, Kind, Node
-from tdfunc.ops.base.cast import all_shared, clone
+from tdfunc.ops.base.cast import all_shared
 from tdfunc.ops.display.text import describe_leaf
 from tdfunc.ops.edits.edit import replace_nodes, replacements
 
@@ -66,13 +65,13 @@ class TensorClass(_Typed):
 
     Annotations of jaxtyping (`Float[Tensor, "*batch n 3"]`) are checked on construction and by edits such as `set` and
     `replace`, an axis of one name having one size in all fields; `replace` changes several fields at once. Code that
-    `torch.compile` traces is not checked, and an axis like `n+1` is checked only where a field gives `n`.
+    `torch.compile` traces is not checked, and an axis like `n+1` is checked only if a field gives `n`.
 
     Raises:
         AttributeError: A field has the name of a method or property of a tree or lazy stack.
         TypeError: A field is missing or unknown, or options exclude each other.
         BatchSizeError: A value does not start with the batch size; the message names the field.
-        LeafMismatchError: A value does not fit its annotation, where that is checked.
+        LeafMismatchError: A value does not fit an annotation that is checked.
 
     Examples:
         >>> class Batch(TensorClass):
@@ -104,7 +103,7 @@ class TensorClass(_Typed):
     else:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-            """Refuse: a class defined with fields gets a constructor of its own."""
+            """Raise: only a class with fields gets a constructor."""
             raise error(TypeError, f"{cls.__name__} is a base class; its subclasses have instances.")
 
     def __class_getitem__(cls, item: Any) -> Any:
@@ -137,10 +136,10 @@ class TensorClass(_Typed):
 
         Args:
             changes: New values by name, or a tree of them.
-            **entries: More of them, by keyword.
+            **entries: More new values, by keyword.
 
         Raises:
-            MissingKeyError: A name is not that of a field.
+            MissingKeyError: A name is not the name of a field.
             BatchSizeError: A value does not start with the batch size; the message names the field.
 
         Examples:
@@ -171,7 +170,7 @@ class TensorClass(_Typed):
 
         Args:
             tensordict: A tree whose keys are fields; trees in it become instances of the annotated classes.
-            non_tensordict: Values of further fields, which win over those of the tree.
+            non_tensordict: Values of further fields, which replace values of the tree.
             safe: Require the fields that have no default; otherwise they may be empty.
 
         Raises:
@@ -201,14 +200,6 @@ class TensorClass(_Typed):
             # Emptied first: a path that gets another value leaves the group that it was tied in.
             new = TensorClass.replace(new._put(dict.fromkeys(non_tensordict)), non_tensordict)
         return new
-
-    def to_tensordict(self, *, retain_none: bool | None = None) -> Any:
-        """Return a `TensorDict` with copies of all entries; instances inside become `TensorDict`s too.
-
-        Args:
-            retain_none: Write empty fields as non-tensor None, which `from_tensordict` reads; False leaves them out.
-        """
-        return _plain(clone(self, recurse=True), retain_none is not False)
 
     @classmethod
     def from_dataclass(cls, source: Any, *, batch_size: Any = None, device: Any = None, names: Any = None) -> "Self":
@@ -273,14 +264,6 @@ class TensorClass(_Typed):
         if self._names is not None:
             parts.append(f"    names={list(self._names)}")
         return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
-
-
-@per_tree()
-def _plain(tree: TensorCollection, retain_none: bool) -> Any:
-    data = {key: _plain(n, retain_none) if isinstance(n, TensorCollection) else n for key, n in tree._data.items()}
-    if retain_none and isinstance(tree, TensorClass):
-        data |= {name: NonTensorData(None, tree._batch_size) for name in tree._fields if name not in data}
-    return TensorCollection._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
 
 def tensorclass(cls: Any = None, /, **options: bool) -> Any:

@@ -20,7 +20,15 @@ from tdfunc.core.errors import ImmutableError, LeafMismatchError, TreeStructureE
 from tdfunc.core.keys import dotted, is_key, missing, unravel
 from tdfunc.core.memory import MIN_BYTES, read_rows_ahead
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.shapes import check_positions, index_names, index_size, normalize_index, put_first, slice_length
+from tdfunc.core.shapes import (
+    check_positions,
+    index_names,
+    index_size,
+    normalize_index,
+    one_shape,
+    put_first,
+    slice_length,
+)
 from tdfunc.core.ties import graft, lift, merge, prune, remap
 from tdfunc.core.types import Kind, LeafFn, Names, Node, Path, Ties
 
@@ -62,6 +70,19 @@ class LeafOp(NamedTuple):
     plain: Callable[[Collection[Tensor]], LeafFn] | None = None
     # Makes `leaf` from `args` that are laid out along the batch: a stack of trees makes one for each tree.
     bind: Callable[..., LeafFn] | None = None
+
+
+def by_shape(call: Callable[[Size], LeafFn]) -> tuple[LeafFn, Callable[[Collection[Tensor]], LeafFn]]:
+    """Return the `leaf` and the `plain` of an operation that is made for the shape of a leaf."""
+
+    def leaf(x: Any) -> Any:
+        return call(x.shape)(x)
+
+    def plain(leaves: Collection[Tensor]) -> LeafFn:
+        shape = one_shape(leaves)
+        return leaf if shape is None else call(shape)
+
+    return leaf, plain
 
 
 class Slots:
@@ -163,7 +184,7 @@ class TensorCollection(Slots):
 
         @property
         def _dim(self) -> int:
-            """Return the dimension of a lazy stack along which its trees lie."""
+            """Return the batch dimension along which the trees of a lazy stack are stacked."""
             ...
 
         def _each(self, fn: Callable[..., Any], *values: Any) -> Any:
@@ -179,7 +200,7 @@ class TensorCollection(Slots):
         try:
             return self._data[key]
         except KeyError:
-            # For dynamo, a guard that there is no such key: it sets none on a lookup that fails.
+            # For dynamo, a guard that the key does not exist: it sets none on a lookup that fails.
             self._data.get(key)
             raise missing((key,), self._data, node=self) from None
 
@@ -195,7 +216,7 @@ class TensorCollection(Slots):
         return self._replace(data, kinds=kept | (kinds or {}), ties=self._new_ties(changes))
 
     def _new_ties(self, changes: dict[str, Node]) -> Ties:
-        """Return the groups that stand after an edit; the caller has checked the values of those that span."""
+        """Return the groups that remain after an edit; the caller has checked the values of those that span."""
         inner = [lift(node._ties, key) for key, node in changes.items() if isinstance(node, TensorCollection)]
         if not self._ties:
             return merge(*inner) if any(inner) else ()
@@ -281,14 +302,13 @@ class TensorCollection(Slots):
         op = index_op(index, self._batch_size)
         if type(index) is not int and type(index) is not slice and not has_leaf(self):
             check_positions(op.args[0], self._batch_size)
-        if op.plain is None:
-            return self._shape(op)
         try:
             return self._shape(op)
         except (IndexError, RuntimeError):
-            # index_select refuses negative rows, which indexing counts from the end.
-            op = op._replace(plain=None)
-        return self._shape(op)
+            if op.plain is None:
+                raise
+        # index_select refuses negative rows, which indexing counts from the end.
+        return self._shape(op._replace(plain=None))
 
     def _shape(self, op: LeafOp, *others: "TensorCollection") -> "Self":
         """Apply an operation on batch dimensions (reshape, permute, stack, ...)."""
@@ -370,7 +390,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _exists(data: dict[str, Node], path: Path) -> bool:
-    """Return whether a path leads to a leaf, looking only into the given children."""
+    """Return True if a path leads to a leaf, looking only into the given children."""
     if path[0] not in data:
         return True
     node: Node = data[path[0]]
@@ -510,15 +530,20 @@ def iter_leaves(tree: TensorCollection, prefix: Path = ()) -> Iterable[tuple[Pat
 
 
 def has_leaf(tree: TensorCollection) -> bool:
-    """Return whether the tree has a leaf, non-tensor data left out."""
+    """Return True if the tree has a leaf, non-tensor data left out."""
     first = next(iter(tree._data.values()), None)
     return isinstance(first, Tensor) or next(iter(iter_leaves(tree)), None) is not None
 
 
-def leaf_paths(tree: TensorCollection) -> list[Path]:
-    """Return the paths of `tree_leaves`, but in insertion order; a tied leaf once, under its first path."""
+def leaf_items(tree: TensorCollection) -> list[tuple[Path, Any]]:
+    """Return (path, leaf) for the leaves of `tree_leaves`, in insertion order; tied leaves have their first path."""
     aliases = {path for group in tree._ties for path in group[1:]}
-    return [path for path, _ in iter_leaves(tree) if path not in aliases]
+    return [(path, leaf) for path, leaf in iter_leaves(tree) if path not in aliases]
+
+
+def leaf_paths(tree: TensorCollection) -> list[Path]:
+    """Return the paths of `leaf_items`."""
+    return [path for path, _ in leaf_items(tree)]
 
 
 def with_leaves(tree: T, leaves: Iterable[Any]) -> T:

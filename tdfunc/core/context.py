@@ -21,12 +21,12 @@ _count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 # While dynamo or export reads the Python source. Use it around code that dynamo cannot read, such as C methods passed
-# to `map` or a change of class. Under a name of its own: the lookup in torch.compiler costs as much as the call.
+# to `map` or a change of class. Under its own name: the lookup in torch.compiler costs as much as the call.
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 def in_functorch() -> bool:
-    """Return whether `vmap`, `grad` or `jvp` of torch.func runs the caller.
+    """Return True if `vmap`, `grad` or `jvp` of torch.func runs the caller.
 
     Use it for kernels without a vmap rule (`torch._foreach_*`), and where a new tensor would be wrapped.
     """
@@ -38,7 +38,7 @@ in_functorch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMem
 
 
 def is_tracing() -> bool:
-    """Return whether a dispatch mode (make_fx, `jit`, FakeTensorMode) sees every operation of the caller.
+    """Return True if a dispatch mode (make_fx, `jit`, FakeTensorMode) sees every operation of the caller.
 
     Use it where an operation whose result is thrown away would be recorded.
     """
@@ -46,7 +46,7 @@ def is_tracing() -> bool:
 
 
 def is_recording() -> bool:
-    """Return whether a graph of the caller's operations is made: make_fx, export or `jit`.
+    """Return True if a graph of the caller's operations is made: make_fx, export or `jit`.
 
     Use it before branching on a value: the graph would hold one branch.
     """
@@ -54,7 +54,7 @@ def is_recording() -> bool:
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Return whether Python may read the value of this tensor, which may come from outside of a `vmap` that runs.
+    """Return True if Python may read the value of this tensor, which may come from outside of a `vmap` that runs.
 
     Use it where a branch on one tensor is better than a rule for all.
     """
@@ -68,7 +68,7 @@ def is_known(tensor: Tensor) -> bool:
 
 
 def in_transform() -> bool:
-    """Return whether tensors made here cannot outlive the code that runs: a transform, dual level, trace or compiler.
+    """Return True if tensors made here cannot outlive the code that runs: a transform, dual level, trace or compiler.
 
     Use it before keeping a tensor (in a module, a cache), and before decisions that a replay would not repeat.
     """
@@ -78,14 +78,14 @@ def in_transform() -> bool:
 
 
 def has_values() -> bool:
-    """Return whether the values of tensors may be read here: no transform, trace or compiler runs the caller.
+    """Return True if the values of tensors may be read here: no transform, trace or compiler runs the caller.
 
     Use it for checks of values. A tensor on the meta device has none anywhere.
     """
     return not in_transform() and not is_tracing()
 
 
-# Any: `jit`'s recorder, which stands above.
+# Any: the call of `jit`'s recorder, which is in a higher layer.
 def deferral() -> Callable[[Callable[[list[Tensor]], list[Tensor]], Callable[[], Tensor], list[Tensor]], Tensor] | None:
     """Return `make(fn, like, reads)` of the trace that the caller runs in, if it takes deferred calls.
 
@@ -99,7 +99,7 @@ def deferral() -> Callable[[Callable[[list[Tensor]], list[Tensor]], Callable[[],
 
 
 def is_fake(device: torch.device | None) -> bool:
-    """Return whether tensors made for this device have no values: it is meta, or a FakeTensorMode is active.
+    """Return True if tensors made for this device have no values: it is meta, or a FakeTensorMode is active.
 
     Use it before reading bytes for a tensor, and before mapping a file under one.
     """
@@ -110,7 +110,7 @@ def is_fake(device: torch.device | None) -> bool:
 def outside() -> Generator[None]:
     """Run the code inside as if no transform, trace or mode ran the caller.
 
-    Use it for operations on tensors that have nothing to do with those of the caller.
+    Use it for operations on tensors that are unrelated to the caller's tensors.
     """
     with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
         yield
@@ -118,7 +118,7 @@ def outside() -> Generator[None]:
 
 # Any: the arguments of an operation, or the nodes of a graph that stand for them.
 def is_random(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an operation draws random numbers."""
+    """Return True if a call of an operation draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for i, argument in enumerate(func._schema.arguments):

@@ -127,8 +127,8 @@ class RemoteError(_Explained, RuntimeError):
     """A server that could not be reached, refused a request, or cut or garbled its answer.
 
     Attributes:
-        status: The HTTP status of the answer; None where there was none, or where it cannot be read.
-        retry_after_s: The seconds after which the server takes another request, where it gave them.
+        status: The HTTP status of the answer; None if it cannot be read.
+        retry_after_s: The seconds after which the server takes another request, if the answer contains them.
     """
 
     status: "int | None" = None

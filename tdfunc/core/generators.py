@@ -50,7 +50,7 @@ def _frozen(state: Any) -> Any:
 
 
 class Witness(TorchDispatchMode):
-    """Notes the operations that draw without a generator of their own."""
+    """Notes the operations that draw without an explicit generator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,13 +6,15 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from tdfunc.core.errors import FilterError, MissingKeyError, error, explain
 from tdfunc.core.types import Kind, NestedKey, Path
+
+V = TypeVar("V")
 
 
 def unravel(key: NestedKey) -> Path:
@@ -39,15 +41,29 @@ def unravel(key: NestedKey) -> Path:
     return tuple(path)
 
 
+# Any: a nested key of tuples, which type checkers cannot unravel.
+def by_head(entries: Iterable[tuple[Any, V]]) -> tuple[dict[str, V], dict[str, dict[Path, V]]]:
+    """Part entries into those under a str, and those under nested keys: by the first part, then by the rest."""
+    flat: dict[str, V] = {}
+    nested: dict[str, dict[Path, V]] = {}
+    for key, value in entries:
+        head, *rest = unravel(key)
+        if rest:
+            nested.setdefault(head, {})[tuple(rest)] = value
+        else:
+            flat[head] = value
+    return flat, nested
+
+
 def is_key(key: object) -> bool:
-    """Return whether `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
+    """Return True if `key` is a str or a (nested) non-empty tuple of str, rather than an index."""
     if isinstance(key, str):
         return True
     return isinstance(key, tuple) and len(key) > 0 and all(map(is_key, key))
 
 
 def dotted(path: Iterable[str]) -> str:
-    """Return the path as it stands in messages and file names: `layers.0.weight`."""
+    """Return the path as messages and file names show it: `layers.0.weight`."""
     return ".".join(path)
 
 
@@ -73,7 +89,7 @@ class _Missing:
         # A file has no node to look into, only the names of one level.
         nested = len(parts) > 1 and (parts[0] in names if node is None else _leads(node, parts))
         if node is not None and not hasattr(node, "_keys"):
-            hint = f"{dotted(parent)!r} is a leaf: nothing lies under it."
+            hint = f"{dotted(parent)!r} is a leaf, and a leaf has no children."
         elif nested:
             hint = f"a nested key is a tuple: {(*parent, *parts)!r}."
         else:
@@ -146,10 +162,10 @@ FilterLike: TypeAlias = "Filter | str"
 class Filter:
     """A choice of leaves, combined with `|`, `&` and `~`.
 
-    A str is a glob on the dotted path, in which `*` crosses dots; a compiled regex must match the whole path; a
-    `Kind` and a `torch.dtype` match leaves that have it; a function gets `(path, leaf)`. In `load(where=)`, which
-    chooses before it reads, that is a leaf without values. A tied leaf matches by any of its paths. A glob or regex
-    that matches no leaf of the tree raises when the filter is used.
+    A str is a glob on the dotted path, in which `*` crosses dots; a compiled regex must match the complete path. A
+    `Kind` and a `torch.dtype` match the leaves that have it. A function takes `(path, leaf)`; in `load(where=)`, which
+    chooses before it reads, the leaf has no values. A tied leaf matches by any of its paths. Using a filter raises an
+    error if its glob or regex matches no leaf of the tree.
 
     Args:
         spec: A glob, regex, kind, dtype, predicate or another filter.
@@ -185,7 +201,7 @@ class Filter:
             )
 
     def mask(self, entries: Sequence[Entry]) -> list[bool]:
-        """Return a bool for each entry, True where it is chosen.
+        """Return a bool for each entry, True if the filter chooses it.
 
         Raises:
             FilterError: A glob or regex inside the filter matches none of the entries.
@@ -221,13 +237,6 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     Raises:
         FilterError: The module has no submodule of these types.
     """
-    if not isinstance(module, nn.Module) or not types:
-        raise error(
-            TypeError,
-            "of_type: the first argument must be a module, the others classes.",
-            expected="of_type(model, nn.LayerNorm)",
-            got=f"of_type({', '.join(getattr(x, '__name__', type(x).__name__) for x in (module, *types))})",
-        )
     found = [name for name, sub in module.named_modules(remove_duplicate=False) if isinstance(sub, types)]
     owners = {tuple(name.split(".")) if name else () for name in found}
     text = f"of_type({', '.join(t.__name__ for t in types)})"
@@ -291,13 +300,13 @@ def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any
     masks = [(Filter(spec).mask(found), value) for spec, value in where.items()] if found else []
     result: list[Any] = []
     for i, entry in enumerate(found):
-        chosen = next((j for j, (mask, _) in enumerate(masks) if mask[i]), None)
-        if chosen is None:
+        values = [value for mask, value in masks if mask[i]]
+        if not values:
             name = dotted(entry.paths[0])
             raise FilterError(
                 f"{call}: no filter matches the leaf {name!r}.",
                 got=f"{list(where)}",
                 hint='end the dict with "*": value.',
             )
-        result.append(masks[chosen][1])
+        result.append(values[0])
     return result

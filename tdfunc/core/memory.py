@@ -1,4 +1,4 @@
-"""The places of tensors: the memory or file that they lie in, their overlaps, and rows of files read ahead.
+"""The places of tensors: their memory or file, their overlaps, and rows of files read ahead.
 
 A tensor's place is a range of bytes: interleaved views of one storage, such as columns of a matrix, count as
 overlapping. The file is an attribute of the storage, which views share and copies lack.
@@ -75,7 +75,7 @@ _NOWHERE: Extent = (None, 0, 0)
 
 
 def extent_of(tensor: Any) -> Extent | None:
-    """Return where a tensor lies; None where that cannot be known (inside vmap, sparse, nested, no tensor)."""
+    """Return the place of a tensor; None if it cannot be known (inside vmap, sparse, nested, not a tensor)."""
     try:
         storage = tensor.untyped_storage()
         size_bytes = tensor.nbytes
@@ -132,7 +132,7 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def repeats_itself(tensor: Tensor) -> bool:
-    """Return whether elements of one tensor may share memory, as in an expanded tensor or the windows of `unfold`."""
+    """Return True if elements of one tensor may share memory, as in an expanded tensor or the windows of `unfold`."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
@@ -177,7 +177,7 @@ class Places:
                 runs.append((begin, end))
 
     def holds(self, tensor: Any) -> bool:
-        """Return whether a tensor may share memory with one of these."""
+        """Return True if a tensor may share memory with one of these."""
         extent = extent_of(tensor) if self._known else None
         return extent is None or self.find(extent) is not None
 
@@ -207,7 +207,7 @@ _PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
 def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
     """Have the system read the rows (indices of the first dimension) of a leaf that is on a file and not in memory.
 
-    A cold gather then waits for the disk once; without it each row is a page fault that reads its surroundings too.
+    A cold gather then waits for the disk once; without it each row is a page fault that also reads its surroundings.
     """
     count = rows.numel()
     if _mincore is None or not count or mapped_file(leaf) is None:
@@ -223,7 +223,7 @@ def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
 
 
 def _is_resident(start: int, step: int, rows: list[int], count: int) -> bool:
-    """Return whether a sample of the rows is in memory: a look at each would take longer than a warm gather."""
+    """Return True if a sample of the rows is in memory: a look at each would take longer than a warm gather."""
     found = ctypes.c_ubyte()
     for row in rows:
         # A row that does not exist is refused by the gather.

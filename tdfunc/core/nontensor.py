@@ -43,7 +43,7 @@ class NonTensorBase:
         return len(self.shape)
 
     def check_batch(self, size: Size, key: str) -> None:
-        """Raise unless the values are laid out along this batch: inside vmap those of a stack are not."""
+        """Raise unless the values are laid out along this batch; inside vmap the values of a stack are not."""
         if self._features is not None or self.shape[: len(size)] != size:
             raise BatchSizeError(
                 f"{key!r}: the values must be laid out along the batch of their tree.",
@@ -235,9 +235,7 @@ class NonTensorStack(NonTensorBase):
     __slots__ = ("_array", "_features")
 
     def __init__(self, *values: Any) -> None:
-        array = np.empty(len(values), dtype=object)
-        for i, value in enumerate(values):
-            array[i] = value.data if isinstance(value, NonTensorData) else value
+        array = _objects([value.data if isinstance(value, NonTensorData) else value for value in values])
         object.__setattr__(self, "_array", array)
         object.__setattr__(self, "_features", None)
 
@@ -285,12 +283,10 @@ class NonTensorStack(NonTensorBase):
             ValueError: The lists of one level differ in length.
         """
         size: list[int] = []
-        level = values
-        for _ in range(ndim):
-            size.append(len(level))
-            level = level[0] if len(level) else []
         flat = [values]
-        for length in size:
+        for _ in range(ndim):
+            length = len(flat[0]) if flat and isinstance(flat[0], (list, tuple)) else 0
+            size.append(length)
             for part in flat:
                 if not isinstance(part, (list, tuple)) or len(part) != length:
                     raise error(
@@ -300,10 +296,7 @@ class NonTensorStack(NonTensorBase):
                         got=f"{part!r}",
                     )
             flat = [item for part in flat for item in part]
-        array = np.empty(len(flat), dtype=object)
-        for i, item in enumerate(flat):
-            array[i] = item
-        return cls._wrap(array.reshape(size))
+        return cls._wrap(_objects(flat).reshape(size))
 
     @property
     def value(self) -> Any:
@@ -358,7 +351,7 @@ def as_array(index: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _only_in_front(old: Size, size: Size) -> bool:
-    """Return whether batch dimensions can have come or gone in front only, as with in_dims=0 and out_dims=0.
+    """Return True if batch dimensions can have come or gone in front only, as with in_dims=0 and out_dims=0.
 
     Where another dimension of the same size could be the one that moved, the answer is no.
     """
@@ -367,12 +360,17 @@ def _only_in_front(old: Size, size: Size) -> bool:
     return not lead or not short or (rest == short and short[0] not in lead)
 
 
-def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
+def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Return an array of objects of one dimension."""
     array = np.empty(len(values), dtype=object)
     # One at a time: numpy would take lists apart.
     for i, value in enumerate(values):
         array[i] = value
-    return NonTensorStack._wrap(array.reshape(shape))
+    return array
+
+
+def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
+    return NonTensorStack._wrap(_objects(values).reshape(shape))
 
 
 class StaticValues(NamedTuple):
@@ -396,7 +394,7 @@ class StaticValues(NamedTuple):
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Return whether two values are equal: arrays in all elements, and never values that cannot be compared."""
+    """Return True if two values are equal: arrays in all elements, and never values that cannot be compared."""
     if a is b:
         return True
     try:

@@ -29,7 +29,7 @@ class Context(NamedTuple):
     batch_size: Size
     device: torch.device | None
     names: Names | None
-    # For each child the number of dimensions after the batch; None where it has no shape of its own.
+    # For each child the number of dimensions after the batch; None where it has no shape.
     features: tuple[int | None, ...]
     static: Static | None
     grafts: tuple[Graft, ...]
@@ -185,7 +185,7 @@ def _check_vmap(children: tuple[Any, ...], context: Context, dim: int, ndim: int
         taken = next((each for each in dims if each >= dim), None)
     if taken is not None:
         raise BatchSizeError(
-            "vmap: in_dims must be in front of the dimension along which the trees of a lazy stack lie.",
+            "vmap: in_dims must be in front of the dimension along which a lazy stack holds its trees.",
             expected=f"a dimension before {dim}",
             got=f"in_dims={taken}",
             hint="permute() the stack so that its own dimension comes last (no copy); to map over the trees, write "

@@ -76,7 +76,7 @@ def common_prefix(first: Size, second: Size) -> Size:
 
 
 def starts_with(leaf: Tensor, size: Size) -> bool:
-    """Return whether a leaf has a shape, and it starts with a batch size."""
+    """Return True if a leaf has a shape, and it starts with a batch size."""
     try:
         return leaf.shape[: len(size)] == size
     except RuntimeError:  # a strided nested tensor
@@ -119,7 +119,7 @@ def int_or_ints(value: Any) -> int | list[int]:
 
 
 def as_count(value: Any) -> Any:
-    """Return an int of another library as one of Python's, and any other value (a bool, too) as it is."""
+    """Return an int of another library as one of Python's, and any other value, including a bool, as it is."""
     if isinstance(value, (bool, np.bool_, Tensor)) or not hasattr(value, "__index__"):
         return value
     return operator.index(value)
@@ -157,17 +157,10 @@ def dim_size(size: Size, dim: int, call: str) -> int:
 
 def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     """Replace the one -1 of a requested shape."""
-    if -1 not in sizes and math.prod(sizes) == numel and (not sizes or min(sizes) >= 0):
-        return Size(sizes)
-    unknown = [i for i, size in enumerate(sizes) if size == -1]
     rest = math.prod([size for size in sizes if size != -1])
-    good = len(unknown) <= 1 and all(size >= -1 for size in sizes)
-    if good and unknown:
-        good = rest != 0 and numel % rest == 0
-        sizes = [numel // rest if good and size == -1 else size for size in sizes]
-    elif good:
-        good = rest == numel
-    if not good:
+    if sizes.count(-1) == 1 and rest > 0 and numel % rest == 0:
+        sizes = [numel // rest if size == -1 else size for size in sizes]
+    if math.prod(sizes) != numel or (sizes and min(sizes) < 0):
         raise error(
             RuntimeError,
             f"{call}: the shape must have the number of elements of the batch.",
@@ -195,7 +188,7 @@ def broadcast(*sizes: Size) -> Size | None:
 
 
 def fits_into(shape: Size, size: Size) -> bool:
-    """Return whether a shape broadcasts to this very size."""
+    """Return True if a shape broadcasts to this very size."""
     skipped = len(size) - len(shape)
     return skipped >= 0 and all([a in (1, b) for a, b in zip(shape, size[skipped:], strict=True)])
 
@@ -222,9 +215,9 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
             "index: there must be one index at most for each batch dimension.",
             expected=f"at most {len(size)} for batch size {list(size)}",
             got=f"{used} in {index!r}",
-            hint="only batch dimensions can be indexed; for those of the leaves use td.apply(lambda x: x[...])."
+            hint="only batch dimensions can be indexed; for dimensions of the leaves use td.apply(lambda x: x[...])."
             if size
-            else "without a batch size there are no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
+            else "a tree without a batch size has no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
         )
     parts: list[Any] = []
     dim, skipped = 0, len(size) - used

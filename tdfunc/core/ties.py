@@ -1,13 +1,14 @@
 """Groups of paths that hold one tensor: restrict, lift, remap, merge; prune them from a tree and graft them back.
 
-A tree stores the same tensor at every path of a group (its data are complete) and, at each node, the groups that
-lie inside that node, first path first. Only flattening, maps and edits read them: they prune the later paths,
+A tree stores the same tensor at every path of a group (its data are complete) and, at each node, the groups
+inside that node, first path first. Only flattening, maps and edits read them: they prune the later paths,
 run, and graft the result of the first path back.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from tdfunc.core.keys import by_head
 from tdfunc.core.types import Group, Path, Ties
 
 
@@ -33,12 +34,6 @@ def remap(ties: Ties, rename: Callable[[Path], Path | None]) -> Ties:
     """Rename every path; None removes it, and a group that is left with one path."""
     groups = (tuple(new for path in group if (new := rename(path)) is not None) for group in ties)
     return tuple(group for group in groups if len(group) > 1)
-
-
-def drop(ties: Ties, prefix: Path) -> Ties:
-    """Remove every path at or under `prefix`."""
-    n = len(prefix)
-    return remap(ties, lambda path: None if path[:n] == prefix else path)
 
 
 def merge(*parts: Ties) -> Ties:
@@ -93,7 +88,7 @@ def by_first_key(paths: Iterable[Path]) -> dict[str, list[Path]]:
     return result
 
 
-# A tree and its nodes are `Any` below: `TensorCollection` stands a layer above this module.
+# A tree and its nodes are `Any` below: `TensorCollection` is in a module above this one.
 
 
 def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, ...]]:
@@ -103,7 +98,7 @@ def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, .
     for path, source in cuts:
         parent = path[:-1]
         if parent not in places:
-            places[parent] = {key: place for place, key in enumerate(_node(tree, parent)._data)}
+            places[parent] = {key: place for place, key in enumerate(node_at(tree, parent)._data)}
         grafts.append(Graft(path, places[parent][path[-1]], source))
     return _without(tree, [path for path, _ in cuts]), tuple(sorted(grafts, key=lambda g: (g.path[:-1], g.place)))
 
@@ -130,12 +125,9 @@ def graft(data: dict[str, Any], grafts: tuple[Graft, ...], ties: Ties) -> dict[s
 
 def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[str, Any]:
     items = list(data.items())
-    deeper: dict[str, dict[Path, Any]] = {}
-    for path, (place, value) in values.items():
-        if len(path) == 1:
-            items.insert(place, (path[0], value))
-        else:
-            deeper.setdefault(path[0], {})[path[1:]] = (place, value)
+    flat, deeper = by_head(values.items())
+    for key, (place, value) in flat.items():
+        items.insert(place, (key, value))
     result = dict(items)
     for key, inner in deeper.items():
         # Any: a prefix (None for a whole sub-tree) has nothing to graft into.
@@ -146,7 +138,8 @@ def _insert(data: dict[str, Any], values: dict[Path, Any], ties: Ties) -> dict[s
     return result
 
 
-def _node(tree: Any, path: Path) -> Any:
+def node_at(tree: Any, path: Path) -> Any:
+    """Return the node at a path of stored nodes, which leads through the trees of a lazy stack by their numbers."""
     for key in path:
         tree = tree._data[key]
     return tree

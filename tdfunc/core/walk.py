@@ -1,7 +1,7 @@
 """Walks over trees: leaves as a list and back, replacing nodes, comparing trees.
 
-Lists of leaves come in two orders: that of the pytree registration (sorted keys, as `tree_leaves`), at the speed of the
-cached contexts, for optimizers and traced functions; and insertion order, for kernels that run over many leaves.
+Lists of leaves have one of two orders. The order of the pytree registration (sorted keys, as `tree_leaves`) uses the
+cached contexts and is for optimizers and traced functions; insertion order is for kernels over many leaves.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch.utils import _pytree as torch_pytree
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import TreeStructureError
-from tdfunc.core.keys import dotted
+from tdfunc.core.keys import by_head, dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.pytree import Context, _Flat, flatten, unflatten
 from tdfunc.core.shapes import shape_of
@@ -78,13 +78,13 @@ def node_like(cls: type[T], context: Context, children: tuple[Any, ...]) -> T:
     if context.order != context.keys:
         data = {key: data[key] for key in context.order}
     new = cls._make(data, context.batch_size, context.device, context.names, context.static)
-    # The children stand in the order of the context already: no need to sort them again.
+    # The children are in the order of the context already: no need to sort them again.
     object.__setattr__(new, "_cache", _Flat(children, context))
     return new
 
 
 def same_keys(a: TensorCollection, b: TensorCollection) -> bool:
-    """Return whether two trees have the same leaf paths and ties; fast for trees of one origin."""
+    """Return True if two trees have the same leaf paths and ties; fast for trees of one origin."""
     if is_compiling():
         return torch_pytree.tree_structure(a) == torch_pytree.tree_structure(b)
     (mine, context), (theirs, other) = flatten(a), flatten(b)
@@ -165,16 +165,8 @@ def refill(tree: T, leaves: Iterator[Any], op: LeafOp | None = None) -> T:
 def replace(tree: T, nodes: Mapping[Path, Any]) -> T:
     """Return the tree with other nodes at the given paths, which must exist; batch sizes and ties stay."""
     # None is a node here, so this cannot be a map (which would drop the leaf).
-    inner: dict[str, dict[Path, Any]] = {}
-    data: dict[str, Any] = dict(tree._data)
-    for path, node in nodes.items():
-        if len(path) == 1:
-            data[path[0]] = node
-        else:
-            inner.setdefault(path[0], {})[path[1:]] = node
-    for key, below in inner.items():
-        data[key] = replace(data[key], below)
-    return tree._replace(data)
+    flat, nested = by_head(nodes.items())
+    return tree._replace(tree._data | flat | {key: replace(tree._data[key], below) for key, below in nested.items()})
 
 
 Pairs: TypeAlias = list[tuple[Path, Any, Any]]
@@ -200,8 +192,8 @@ class Difference(NamedTuple):
             )
         return TreeStructureError(
             f"{call}: {dotted(self.path)!r} is {_kind(self.a)} in one tree and {_kind(self.b)} in the other{note}.",
-            expected=_describe(self.a),
-            got=_describe(self.b),
+            expected=describe(self.a),
+            got=describe(self.b),
             hint=hint or "rename_key or delete the entry in one of the trees.",
         )
 
@@ -243,7 +235,8 @@ def _kind(node: Any) -> str:
     return next(name for kind, name in _KINDS if isinstance(node, kind))
 
 
-def _describe(node: Any) -> str:
+def describe(node: Any) -> str:
+    """Return a node in a few words, for a message."""
     if isinstance(node, TensorCollection):
         return f"a {type(node).__name__} with the keys {sorted(node._keys())}"
     if isinstance(node, Tensor):

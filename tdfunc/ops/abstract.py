@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Any: fn takes and returns what it likes.
 def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a function would, with tensors on the meta device, which have shapes and dtypes but no memory.
+    """Return the result of a function as tensors on the meta device, which have shapes and dtypes but no memory.
 
     `load(path, like=...)` compares a file with such a tree.
 
     Args:
         fn: The function. It runs on fake tensors: nothing is computed or allocated, and it cannot branch on values.
-        *args: Its arguments; of tensors, also inside of trees, shape, dtype and device alone count. Those on the
-            meta device stand for tensors on the default device.
+        *args: Its arguments. Only the shape, dtype and device of tensors count, also inside trees. A tensor on the meta
+            device stands for one on the default device.
         **kwargs: Its keyword arguments.
 
     Source:

@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_items
 from tdfunc.ops.base.cast import detach
 from tdfunc.ops.base.foreach import check_same
+from tdfunc.ops.base.reading import check_trees
 from tdfunc.ops.display.text import stored_bytes
 from tdfunc.ops.edits import storage_writes
-from tdfunc.ops.math.compare import check_trees
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
-    """Return the gradients of the outputs: a tree for a tree, one tuple for several inputs.
+    """Return the gradients of `outputs` with respect to `inputs`.
 
-    A leaf without a gradient (`allow_unused=True`) is dropped.
+    For one tree the result is a tree; otherwise it is a tuple with one entry for each input. A leaf without a
+    gradient (`allow_unused=True`) is dropped.
     """
     sources, targets = _items(outputs), _items(inputs)
     given = None if grad_outputs is None else _leaves_of(_weights(sources, _items(grad_outputs)))
@@ -41,11 +42,7 @@ def _items(given: Any) -> Sequence[Any]:
 def _leaves_of(items: Sequence[Any]) -> list[Any]:
     leaves: list[Any] = []
     for item in items:
-        if isinstance(item, TensorCollection):
-            found = dict(iter_leaves(item))
-            leaves += [found[path] for path in leaf_paths(item)]
-        else:
-            leaves.append(item)
+        leaves += [leaf for _, leaf in leaf_items(item)] if isinstance(item, TensorCollection) else [item]
     return leaves
 
 
@@ -99,7 +96,7 @@ class MemoryMethods(TensorCollection):
 
     @property
     def grad(self) -> "Self":
-        """The tree of gradients that `backward` has left at the leaves; those without one are left out.
+        """The tree of gradients that `backward` has left at the leaves; leaves without a gradient are left out.
 
         Examples:
             >>> td = TensorDict({"w": torch.ones(2, requires_grad=True), "n": torch.arange(2)})
@@ -115,7 +112,7 @@ class MemoryMethods(TensorCollection):
         return detach(self)
 
     def contiguous(self) -> "Self":
-        """Return the tree with every leaf laid out row by row; itself where all are."""
+        """Return the tree with every leaf laid out row by row; the tree itself if all are."""
         return self if is_contiguous(self) else self._map(LeafOp("contiguous", methodcaller("contiguous")))
 
     def is_contiguous(self) -> bool:
@@ -126,12 +123,12 @@ class MemoryMethods(TensorCollection):
         """Return the tree in page-locked memory, from which copies to an accelerator do not block.
 
         Raises:
-            RuntimeError: There is no accelerator, from torch.
+            RuntimeError: torch finds no accelerator.
         """
         return self._map(LeafOp("pin_memory", lambda x: x.pin_memory()))
 
     def share_memory_(self) -> "Self":
-        """Move the storage of every leaf to memory that other processes see, as `Tensor.share_memory_`; this tree.
+        """Move the storage of every leaf to shared memory, as `Tensor.share_memory_`, and return this tree.
 
         Raises:
             UnsupportedError: A leaf is a DTensor.
@@ -141,7 +138,7 @@ class MemoryMethods(TensorCollection):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the elements of all leaves take, of a sparse leaf those that it stores.
+        """The bytes of the elements of all leaves; a sparse leaf counts with the values and indices that it stores.
 
         A tied leaf counts once for each of its paths.
 

@@ -1,7 +1,6 @@
 """Trees from and to the containers of other libraries: dicts, dataclasses, tuples, numpy, pandas, state dicts, batches.
 
-torch's `default_collate` looks types up in a table that is open to other libraries, as its table of pytrees is: trees
-are entered in both.
+The tables of torch's `default_collate` and pytrees are open to other libraries, and trees are entered in both.
 """
 
 import dataclasses
@@ -27,13 +26,13 @@ from tdfunc.core.errors import (
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import common_prefix
-from tdfunc.core.types import Kind, Path
+from tdfunc.core.types import Path
 from tdfunc.ops.base.convert import adopt, as_tensor, resize
-from tdfunc.ops.base.reading import get_value, iter_items, kind_of
+from tdfunc.ops.base.reading import get_value, iter_items
 from tdfunc.ops.batch.index import unbind
 from tdfunc.ops.batch.join import stack
 from tdfunc.ops.edits.edit import update
-from tdfunc.ops.edits.structure import flatten_keys, to_dict
+from tdfunc.ops.edits.structure import flatten_keys, saved_nodes, to_dict
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -103,13 +102,13 @@ class FromMethods(TensorCollection):
         Args:
             input_dict: Values by (nested) key.
             auto_batch_size: Give every tree the longest batch size that its entries share.
-            batch_dims: The same, with at most this many dimensions.
+            batch_dims: The largest number of batch dimensions to find; implies `auto_batch_size`.
             batch_size: The batch size of all trees.
-            device: Where every leaf is put.
+            device: The device of every leaf.
             names: A name for each batch dimension.
 
         Raises:
-            TypeError: Both a batch size and `auto_batch_size` or `batch_dims`.
+            TypeError: `batch_size` is given with `auto_batch_size` or `batch_dims`.
             BatchSizeError: A leaf does not start with the batch size; the message names it.
 
         Examples:
@@ -134,15 +133,15 @@ class FromMethods(TensorCollection):
     def from_any(cls, obj: Any, **options: Any) -> "Self":
         """Return a tree of a dict, dataclass instance, tuple or tree, however nested.
 
-        The items of a tuple have the keys "0", "1", ..., those of a named tuple its names. A list is a value, as in the
-        constructor, and so is a `torch.Size`.
+        The items of a tuple get the keys "0", "1", ...; the items of a named tuple get its field names. A list is a
+        value, as in the constructor, and so is a `torch.Size`.
 
         Args:
             obj: The object; fields of a dataclass that are None are left out.
-            **options: Those of `from_dict`.
+            **options: The options of `from_dict`.
 
         Raises:
-            TypeError: The object is none of these.
+            TypeError: The object is of another type.
 
         Examples:
             >>> list(TensorDict.from_any((torch.ones(2), {"a": 1})).keys(True, True))
@@ -152,12 +151,12 @@ class FromMethods(TensorCollection):
 
     @classmethod
     def from_dataclass(cls, dataclass: Any, **options: Any) -> "Self":
-        """Return a tree of the fields of a dataclass instance; options are those of `from_dict`."""
+        """Return a tree of the fields of a dataclass instance, with the options of `from_dict`."""
         return cls.from_any(dataclass, **options)
 
     @classmethod
     def from_namedtuple(cls, named_tuple: Any, **options: Any) -> "Self":
-        """Return a tree of the fields of a named tuple; options are those of `from_dict`."""
+        """Return a tree of the fields of a named tuple, with the options of `from_dict`."""
         return cls.from_any(named_tuple, **options)
 
     @classmethod
@@ -177,14 +176,14 @@ class FromMethods(TensorCollection):
 
         Args:
             dataframe: The data frame; its values are copied.
-            separator: Splits names of columns into nested keys.
+            separator: A string at which names of columns are split into nested keys.
             dtype: A dtype for all columns of numbers and bools.
-            batch_size: Another batch size than the number of rows: `[]`.
-            device: Where every leaf is put.
+            batch_size: The batch size, if not the number of rows: `[]`.
+            device: The device of every leaf.
             names: A name for each batch dimension.
 
         Raises:
-            LeafMismatchError: A column of integers lacks values, or one that is asked for in a dtype of integers.
+            LeafMismatchError: A column that becomes integers lacks values.
             MissingKeyError: Two columns have one name.
         """
         if not dataframe.columns.is_unique:
@@ -259,7 +258,7 @@ def tolist(tree: TensorCollection, convert: bool) -> Any:
 def list_of(value: Any, convert: bool) -> Any:
     """Return a value of a tree as `tolist` shows it."""
     if isinstance(value, TensorCollection):
-        # A class of trees may have a form of its own, unless a field of it has that name.
+        # A class of trees may have its own form, unless it has a field of that name.
         own = getattr(type(value), "tolist", None)
         return own(value, convert_tensors=convert) if callable(own) else tolist(value, convert)
     return value.tolist() if convert and isinstance(value, Tensor) else value
@@ -270,18 +269,12 @@ def list_of(value: Any, convert: bool) -> Any:
 
 def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: bool, flat: bool | None) -> T:
     """Return the tree with the values of a state dict."""
-    flat = not any(isinstance(value, Mapping) for value in given.values()) if flat is None else flat
     found = dict(given) if flat else dict(_flat(given, ""))
-    # The leaves that are in the tree's `state_dict()`.
-    nodes: dict[str, tuple[Path, Any]] = {}
-    for path, node in iter_items(tree, True, True):
-        kind = kind_of(tree, path)
-        if kind is Kind.EXTRA_STATE if isinstance(node, NonTensorBase) else kind is not Kind.NON_PERSISTENT:
-            nodes[dotted(path)] = path, node
+    nodes = {dotted(path): (path, node) for path, node in saved_nodes(tree)}
     missing, unexpected = sorted(nodes.keys() - found), sorted(found.keys() - nodes)
     if strict and (missing or unexpected):
         raise MissingKeyError(
-            "load_state_dict: the keys must be those of the tree.",
+            "load_state_dict: the state dict must have the keys of the tree.",
             expected=str(sorted(nodes)),
             got=f"missing {missing}, unexpected {unexpected}",
             hint="strict=False loads the keys that both have.",
@@ -333,7 +326,7 @@ class InteropMethods(TensorCollection):
         """Return nested dicts of numpy arrays and plain values; arrays of CPU tensors share their memory.
 
         Raises:
-            UnsupportedError: numpy has no such dtype or layout, or a leaf has no values; the message names it.
+            UnsupportedError: numpy does not support the dtype or layout of a leaf, or it has no values; it is named.
         """
         return _numpy_of(to_dict(self, "numpy"), ())
 
@@ -341,7 +334,7 @@ class InteropMethods(TensorCollection):
         """Return nested lists over the batch dimensions, with a dict of the values of each element.
 
         Args:
-            convert_tensors: Turn tensors into numbers and lists, too.
+            convert_tensors: Also turn tensors into numbers and lists.
 
         Examples:
             >>> TensorDict({"n": torch.arange(2), "s": ["a", "b"]}, [2]).tolist(convert_tensors=True)
@@ -353,7 +346,7 @@ class InteropMethods(TensorCollection):
         """Return nested named tuples of the tensors and plain values.
 
         Args:
-            dest_cls: The class of the outer one.
+            dest_cls: The class of the outer named tuple.
         """
         return _to_namedtuple(to_dict(self, "to_namedtuple"), dest_cls)
 
@@ -361,12 +354,12 @@ class InteropMethods(TensorCollection):
         """Return a `pandas.DataFrame` with a column for each leaf and a row for each element of the batch.
 
         Args:
-            separator: Joins nested keys to names of columns; without it nested trees are refused.
+            separator: A string that joins nested keys to names of columns; required for nested trees.
 
         Raises:
-            BatchSizeError: There is not one batch dimension.
-            LeafMismatchError: An entry has features, or is a tree and there is no separator; the message names it.
-            UnsupportedError: numpy has no such dtype or layout; the message names the leaf.
+            BatchSizeError: The tree does not have exactly one batch dimension.
+            LeafMismatchError: An entry has features, or is a tree and `separator` is None; the message names it.
+            UnsupportedError: numpy does not support the dtype or layout of a leaf; the message names it.
         """
         # pandas is optional.
         import pandas
@@ -403,10 +396,10 @@ class InteropMethods(TensorCollection):
             state_dict: Values under dotted keys, or in nested dicts.
             strict: Require exactly the keys that `state_dict()` has.
             assign: Take the values as they are; otherwise they are cast to the dtype and device of the leaf.
-            from_flatten: True for dotted keys, False for nested dicts; without it the values decide.
+            from_flatten: True for dotted keys, False for nested dicts; by default found from the values.
 
         Raises:
-            MissingKeyError: The keys differ, and `strict`.
+            MissingKeyError: The keys differ, and `strict` is True.
             LeafMismatchError: A shape differs; the message names the key.
             TieError: Paths of one tied leaf have different values.
         """
@@ -462,8 +455,8 @@ def scalars(tree: TensorCollection) -> dict[str, float]:
 def collate(batch: Any) -> Any:
     """Return one batch of the rows of a data set: trees are stacked, all else is as `default_collate` makes it.
 
-    A data set that is itself a tree is indexed once for a whole batch, and that is returned as it is. In rows that are
-    tuples, lists or dicts, trees may stand beside tensors, numbers and strings. A `DataLoader` without a `collate_fn`
+    A data set that is itself a tree is indexed once for a whole batch, and that is returned as it is. Rows that are
+    tuples, lists or dicts may mix trees with tensors, numbers and strings. A `DataLoader` without a `collate_fn`
     does the same, since trees are in the table of torch's `default_collate`.
 
     Args:

@@ -15,11 +15,11 @@ from tdfunc.core.shapes import dim_index
 from tdfunc.ops import autograd
 from tdfunc.ops.base import cast
 from tdfunc.ops.base.foreach import binary, broadcast_size, check_same, reversed_binary, unary
+from tdfunc.ops.base.reading import check_trees
 from tdfunc.ops.batch import index, join, rearrange, shape
 from tdfunc.ops.batch.index import gather
 from tdfunc.ops.batch.shape import reshape
 from tdfunc.ops.math import arithmetic, compare
-from tdfunc.ops.math.compare import check_trees
 from tdfunc.ops.math.reduce import extreme, extremes, reduce, truth
 from tdfunc.ops.math.tables import (
     BINARY,
@@ -49,7 +49,7 @@ PAIRWISE = (
     "hypot", "lcm", "ldexp", "logaddexp", "logaddexp2", "nextafter", "xlogy",
     "complex", "igamma", "igammac", "polar",
 )  # fmt: skip
-# The same of torch.special, which has names of its own for some functions of torch, and of torch.nn.functional.
+# The same of torch.special, which has other names for some functions of torch, and of torch.nn.functional.
 SPECIAL = (
     "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "digamma", "entr", "erf", "erfc", "erfcx", "erfinv",
     "exp2", "expit", "expm1", "gammaln", "i0", "i0e", "i1", "i1e", "log1p", "log_ndtr", "logit", "modified_bessel_i0",
@@ -127,7 +127,7 @@ def _reduction(name: str) -> Handler:
 
 
 def _deviation(name: str) -> Handler:
-    # The third position is `unbiased`, not `keepdim`, and a bool in the second is, too.
+    # The third position is `unbiased`, not `keepdim`, and so is a bool in the second.
     def call(
         input: TensorCollection,
         dim: Any = None,
@@ -291,7 +291,7 @@ FUNCTIONS.update(
 )
 FUNCTIONS.update({getattr(torch, name): FUNCTIONS[getattr(torch, same)] for name, same in ALIASES.items()})
 FUNCTIONS.update({getattr(torch, name): _reduction(name) for name in REDUCTIONS})
-# An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has objects of its own
+# An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has other objects
 # for the methods that torch writes in Python.
 _NAMED = ("add", "sub", "mul", "div", "pow", "remainder", "eq", "ne", "lt", "le", "gt", "ge")
 METHODS: dict[str, Handler] = {name: _binary(name) for name in _NAMED} | {
@@ -304,14 +304,14 @@ _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 class DispatchMethods(TensorCollection):
-    """The hook that torch calls when a function of its own is given a tree."""
+    """The hook that torch calls if one of its functions is given a tree."""
 
     __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
-        # No key of the table: dynamo has an object of its own for it.
+        # Not a key of the table: dynamo has another object for it.
         if handler is None and func is tag_activation_checkpoint:
             handler = _checkpoint
         if handler is None:
@@ -339,7 +339,7 @@ class DispatchMethods(TensorCollection):
         try:
             return handler(*args, **(kwargs or {}))
         except TypeError as err:
-            # The handler was entered, so that the error is one of its own.
+            # The handler was entered, so that the error is its own.
             if err.__traceback__ is not None and err.__traceback__.tb_next is not None:
                 raise
             # Python names the function of ours first: `f() got an unexpected keyword argument`.

@@ -1,4 +1,4 @@
-"""Keys, and what is drawn from them: each draw is a function of a key and a shape."""
+"""Keys, and draws from them: each draw is a function of a key and a shape."""
 
 import math
 import operator
@@ -22,7 +22,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
 
     Args:
         seed: An integer, of which 64 bits count, or an integer tensor.
-        device: Where the key, and what is drawn from it, lies; by default the device of `seed`.
+        device: The device of the key and of the numbers drawn from it; by default the device of `seed`.
 
     Raises:
         TypeError: `seed` is not an integer.
@@ -83,7 +83,7 @@ def split(key: Tensor, num: Shape = 2) -> Tensor:
 
     Args:
         key: The key, which must not be used again.
-        num: How many, or a shape of keys.
+        num: The number of keys, or a shape of keys.
 
     Shapes:
         (2,) becomes (num, 2), or (*num, 2).
@@ -99,7 +99,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """Return the key of a key and a number: a step, a member, a layer.
 
     Args:
-        key: The key; it can be folded with other numbers, too.
+        key: The key; it can also be folded with other numbers.
         data: An integer, of which 64 bits count, or an integer tensor.
 
     Raises:
@@ -125,7 +125,7 @@ def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int64) ->
         dtype: int64 or int32; the sign is one of the bits.
 
     Raises:
-        TypeError: `dtype` is another one.
+        TypeError: `dtype` is neither of the two.
     """
     _check_key(key, "bits")
     if dtype not in (torch.int64, torch.int32):
@@ -189,7 +189,10 @@ def normal(key: Tensor, shape: Shape = (), *, dtype: torch.dtype | None = None) 
 def standard_normal(key: Tensor, shape: Shape, dtype: torch.dtype | None) -> Tensor:
     """Return the numbers of `normal`, of keys (*B, 2) as (*B, *shape)."""
     dtype, wide = _wide(dtype, "normal")
-    return _symmetric(key, shape, wide).erfinv_().mul_(math.sqrt(2.0)).to(dtype)
+    count = _PRECISION[wide]
+    # Uniform in (-1, 1), with each number its negative.
+    unit = _integers(key, shape, wide, count).add_(0.5).mul_(2.0 ** (1 - count))
+    return unit.erfinv_().mul_(math.sqrt(2.0)).to(dtype)
 
 
 def truncated_normal(
@@ -257,7 +260,7 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) 
     Args:
         key: The key.
         p: The probability; a tensor broadcasts to `shape`.
-        shape: The shape of the result, by default that of `p`.
+        shape: The shape of the result, by default the shape of `p`.
 
     Raises:
         ValueError: `p` is not between 0 and 1, or does not broadcast to `shape`.
@@ -355,7 +358,7 @@ def categorical(key: Tensor, logits: Tensor, *, dim: int = -1, shape: Shape | No
         key: The key.
         logits: Log-probabilities, up to a constant; -inf is never drawn, unless all of a row are.
         dim: The dimension of the classes.
-        shape: The shape of the result, whose last dimensions are those of `logits` without `dim`.
+        shape: The shape of the result, which ends in the dimensions of `logits` without `dim`.
 
     Raises:
         ValueError: A logit is nan or inf, or `logits` without `dim` do not broadcast to `shape`.
@@ -398,15 +401,15 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
     Args:
         key: The key.
         a: The tensor, whose first dimension is drawn from, or the number of choices.
-        shape: How many, in which shape.
-        replace: Whether a choice may be drawn twice.
-        p: How probable each choice is, in any scale; uniform without it.
+        shape: The shape of the result.
+        replace: Allow a choice to be drawn twice.
+        p: A weight for each choice, in any scale; uniform by default.
 
     Shapes:
         `a` of shape (N, *F) gives (*shape, *F); `p` is (N,).
 
     Raises:
-        ValueError: Without replacement more is asked for than there is, or `p` holds no weights of the choices.
+        ValueError: Without replacement more choices are drawn than exist, or `p` is not a weight for each choice.
 
     Source:
         With replacement, the inverse of the distribution function of `p`. Weighted draws without replacement are the
@@ -476,7 +479,7 @@ def _check_fit(call: str, size: tuple[int, ...], *parameters: Tensor) -> None:
         raise error(
             ValueError,
             f"{call}: the parameters must broadcast to shape.",
-            expected=f"shape, whose last dimensions are those of {list(torch.broadcast_shapes(*shapes))}",
+            expected=f"a shape that ends in {list(torch.broadcast_shapes(*shapes))}",
             got=f"shape {list(size)}",
         )
 
@@ -487,7 +490,7 @@ def _as_number(number: int | Tensor, what: str) -> int | Tensor:
         return number.to(torch.int64)
     if not isinstance(number, Tensor) and hasattr(number, "__index__"):
         return operator.index(number)
-    raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one, too.")
+    raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one.")
 
 
 def _as_bound(number: int | Tensor, key: Tensor) -> Tensor:
@@ -552,9 +555,3 @@ def _open_unit(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return uniform numbers in (0, 1): odd multiples, so that neither bound is met by rounding."""
     count = _PRECISION[dtype] - 1
     return _integers(key, shape, dtype, count).add_(2.0 ** (count - 1) + 0.5).mul_(2.0**-count)
-
-
-def _symmetric(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return uniform numbers in (-1, 1), with each number its negative."""
-    count = _PRECISION[dtype]
-    return _integers(key, shape, dtype, count).add_(0.5).mul_(2.0 ** (1 - count))

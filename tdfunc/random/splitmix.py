@@ -145,7 +145,7 @@ def shift(word: Tensor, count: int) -> Tensor:
 
 
 def _stays_plain() -> bool:
-    """Return whether a compiler, a transform or another trace of the caller looks into the operations."""
+    """Return True if a compiler, a transform or another trace of the caller looks into the operations."""
     return is_compiling() or ((in_functorch() or is_tracing()) and deferral() is None)
 
 
@@ -287,7 +287,7 @@ def _takes_numpy(count: int) -> bool:
 
 
 def _is_read(tensor: Tensor) -> bool:
-    """Return whether numpy and Python read a tensor's values, if it has any."""
+    """Return True if numpy and Python read a tensor's values, if it has any."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor
 
 

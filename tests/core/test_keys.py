@@ -44,6 +44,7 @@ TREE = TensorDict({"fc": {"weight": 1, "bias": 1}, "scale": 2.0, "a.b": 1})
         lambda t, k: t.delete(k),
         lambda t, k: t.pop(k),
         lambda t, k: t.at[k].get(),
+        lambda t, k: t.at[k].set(1),
         lambda t, k: t.at[k].add(1),
         lambda t, k: t.at[k].apply(torch.neg),
         lambda t, k: t.rename_key(k, "new"),

@@ -68,6 +68,7 @@ INDICES = [
     ]
 ]
 SIZES = [
+    (lambda: TensorDict({}, [0, 0])[..., [[-1]]], IndexError, r"an empty batch .*shape \[1, 1\], batch size \[0, 0\]"),
     (lambda: TREE[::-1], ValueError, r"positive.*slice\(None, None, -1\)"),
     (lambda: as_size([1.5]), TypeError, "'float'"),
     (lambda: as_size([2, -1]), ValueError, r"0 or more.*\[2, -1\]"),

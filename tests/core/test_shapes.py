@@ -26,34 +26,6 @@ from tests.random_index import random_index
 from tests.strategies import SIZES
 
 
-def _take(x, index):
-    parts = normalize_index(index, x.shape)
-    index_size(parts, x.shape)
-    return x[parts]
-
-
-@given(SIZES, st.integers(0, 2**32 - 1))
-def test_index_equals_torch(size, seed):
-    """A normalized index reaches the elements that torch's does, and gives its size."""
-    index = random_index(np.random.default_rng(seed), size)
-    x = torch.arange(Size(size).numel()).reshape(size)
-    try:
-        # torch counts a mask of numpy's as one dimension where other parts follow.
-        given = [
-            torch.as_tensor(part) if isinstance(part, np.ndarray) else part
-            for part in (index if isinstance(index, tuple) else (index,))
-        ]
-        expected = x[tuple(given)]
-    except (IndexError, TypeError):
-        with pytest.raises(IndexError):
-            _take(x, index)
-        return
-    parts = normalize_index(index, Size(size))
-
-    assert torch.equal(x[parts], expected)
-    assert index_size(parts, Size(size)) == expected.shape
-
-
 @given(st.permutations([2, 3, 4]).map(lambda sizes: tuple(sizes[:2])), st.integers(0, 2**32 - 1))
 def test_names_stay_with_their_dimension(size, seed):
     """A name stays with its dimension."""
@@ -87,16 +59,6 @@ def test_numbers_of_numpy(kind):
     assert td[np.bool_(True)].batch_size == Size((1, 2, 3))
     with pytest.raises(IndexError, match=r"must be an index(.|\n)*float32"):
         td[np.float32(1)]
-
-
-@pytest.mark.parametrize("index", [[0], (slice(None), [2]), (Ellipsis, torch.tensor([[-1], [0]]))])
-def test_positions_in_an_empty_dimension(index):
-    """A tree without tensors refuses the positions that torch refuses."""
-    size = Size((0, 0))
-    with pytest.raises(IndexError, match="out of bounds"):
-        torch.empty(size)[index]
-    with pytest.raises(IndexError, match=r"an empty batch dimension(.|\n)*positions of shape \[.*batch size \[0, 0\]"):
-        TensorDict({}, size)[index]
 
 
 @pytest.mark.parametrize(

@@ -38,32 +38,6 @@ def test_set_takes_a_value_for_each_tree(wrap):
     assert lazy.set("words", lazy["s"])["words"] == lazy["s"]
 
 
-def test_update_delete_select_pop():
-    """Edits reach each tree, and nested entries."""
-    lazy = lazy_stack(ragged())
-    new = lazy.update({"n": {"k": 1.0}, ("n", "j"): 2.0}, w=(torch.zeros(2), torch.zeros(4), torch.zeros(3)))
-    value, rest = new.pop("w")
-
-    assert set(new.keys(True, True)) == {"x", "s", ("n", "y"), ("n", "k"), ("n", "j"), "w"}
-    assert [len(w) for w in value] == [2, 4, 3]
-    assert "w" not in rest
-    assert list(new.delete(("n", "y"))["n"].keys()) == ["k", "j"]
-    assert list(new.select(("n", "k")).keys(True, True)) == [("n", "k")]
-    assert list(new.exclude("n", "s", "w", "nope").keys()) == ["x"]
-    assert_stacks_equal(lazy.update(lazy * 0 + 1), lazy * 0 + 1)
-
-
-def test_renaming_and_flattening():
-    """Keys are renamed, flattened and split in each tree."""
-    lazy = lazy_stack(ragged())
-
-    assert list(lazy.rename_key("x", "z").keys()) == ["z", "n", "s"]
-    assert list(lazy.rename_key(("n", "y"), "y").keys()) == ["x", "n", "s", "y"]
-    assert list(lazy.flatten_keys().keys()) == ["x", "n.y", "s"]
-    assert_stacks_equal(lazy.flatten_keys().unflatten_keys(), lazy)
-    assert lazy.to_dict()["n"]["y"] == lazy["n", "y"]
-
-
 def test_partition_keeps_the_number_of_trees():
     """A tree that keeps nothing stays as an empty one, and `combine` fills it again."""
     lazy = lazy_stack([tree(2).set("b", torch.ones(2)), tree(3)])
@@ -157,7 +131,7 @@ def test_child_follows_shapes(around):
     assert torch.stack([around, around])["lazy"].batch_size == Size([2, 3, -1])
     assert torch.cat([around, around[:1]])["lazy"].batch_size == Size([4, -1])
     assert around.with_batch_size([])["lazy"].batch_size == Size([3, -1])
-    with pytest.raises(BatchSizeError, match=r"must be that of its trees"):
+    with pytest.raises(BatchSizeError, match=r"must agree with its trees"):
         TensorDict({"l": lazy_stack([TensorDict({"a": torch.zeros(2, 3)}) for _ in range(3)])}).with_batch_size([2, 3])
 
 

@@ -10,7 +10,7 @@ from tdfunc.core.errors import BatchSizeError, LeafMismatchError
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.lazystack.trees import assert_stacks_equal, ragged, tensors_only, uniform
 
-POINTWISE = [
+EACH_TREE = [
     lambda t: t + 1,
     lambda t: 1 - t,
     lambda t: t * t,
@@ -31,12 +31,22 @@ POINTWISE = [
     lambda t: t + torch.tensor(2.0),
     lambda t: t.sum(dim="feature"),
     lambda t: t.apply(lambda x, y: x + y, t),
+    lambda t: t.update({"n": {"k": 1.0}, ("n", "j"): 2.0}, w=3.0),
+    lambda t: t.update(t * 0 + 1),
+    lambda t: t.delete(("n", "y")),
+    lambda t: t.select(("n", "y")),
+    lambda t: t.exclude("n", "nope"),
+    lambda t: t.pop("x")[1],
+    lambda t: t.rename_key("x", "z").rename_key(("n", "y"), "y"),
+    lambda t: t.flatten_keys(),
+    lambda t: t.flatten_keys().unflatten_keys(),
+    lambda t: t.half().clamp(2, 2.5).lerp(t.half() * 3, 0.5),
 ]
 
 
-@pytest.mark.parametrize("fn", POINTWISE)
-def test_pointwise_is_a_loop_over_the_trees(fn):
-    """An operation on every leaf is a loop over the trees."""
+@pytest.mark.parametrize("fn", EACH_TREE)
+def test_operations_are_loops_over_the_trees(fn):
+    """An operation on every leaf, or an edit, is a loop over the trees."""
     trees = tensors_only(ragged())
 
     assert_stacks_equal(assert_pure(fn, lazy_stack(trees)), lazy_stack([fn(t) for t in trees]))
@@ -124,19 +134,6 @@ def test_joins_do_not_depend_on_equal_lengths(first, second):
     else:
         with pytest.raises(LeafMismatchError, match="more than dimension 1"):
             torch.cat([a, b], 1)
-
-
-def test_samples_of_conversations():
-    """A batch of [B, -1] becomes [B, N, -1] for N samples, and [B * N, -1] for a model."""
-    lazy = lazy_stack(ragged((2, 4)))
-    samples = lazy.unsqueeze(1).expand(2, 3, -1)
-    flat = samples.flatten(0, 1)
-
-    assert samples.batch_size == Size([2, 3, -1])
-    assert [len(x) for x in flat["x"]] == [2, 2, 2, 4, 4, 4]
-    assert_stacks_equal(flat[::3], lazy)
-    assert_stacks_equal(flat.unflatten(0, (2, 3))[1], lazy_stack([lazy[1]] * 3))
-    assert_stacks_equal(flat.reshape(2, 3, -1).flatten(0, 1), flat)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Size
 from tdfunc import TensorDict, TreeStructureError
 from tdfunc._lazystack import LazyStack, lazy_stack
 from tests.helpers import assert_trees_equal
-from tests.lazystack.trees import assert_alike, ragged, settle, uniform
+from tests.lazystack.trees import ragged, settle, uniform
 
 
 @pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 3, 3)], ids=["ragged", "equal"])
@@ -21,6 +21,7 @@ def test_reading_does_not_depend_on_lengths(lengths):
     assert [x.shape[0] for x in lazy["x"]] == list(lengths)
     assert lazy["x"][1] is lazy.trees[1]["x"]
     assert lazy["s"] == [t["s"] for t in lazy.trees]
+    assert lazy._get("s").shape == Size([3])
     assert isinstance(lazy["n"], LazyStack)
     assert lazy["n", "y"][2] is lazy.trees[2]["n", "y"]
     assert lazy.get("x") == lazy["x"]
@@ -52,15 +53,6 @@ def test_law_rows_are_the_trees(lengths):
         assert slow is mine
         assert lazy[i] is mine
         assert lazy[i - len(trees)] is mine
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_law_dense_is_torch_stack(dim):
-    """`dense()` of equal trees is torch.stack of them."""
-    lazy = lazy_stack(uniform(), dim)
-
-    assert_trees_equal(lazy.dense(), torch.stack(uniform(), dim))
-    assert lazy.batch_size == lazy.dense().batch_size
 
 
 def test_keys_of_some_trees():
@@ -103,7 +95,7 @@ def test_names():
     assert (lazy.permute(1, 0) * 2)[:, :2].names == ["time", None]
     assert lazy.pad().names == [None, "time"]
     assert lazy["n"].names == [None, None]
-    with pytest.raises(ValueError, match="dimension 0, along which the trees lie, must have no name"):
+    with pytest.raises(ValueError, match="the stack dimension 0 must have no name"):
         lazy.with_names(["batch", "time"])
 
 
@@ -134,23 +126,6 @@ def test_index_is_that_of_the_dense_tree(dim, index):
 
     assert_trees_equal(settle(result), dense[index])
     assert result.batch_size == dense[index].batch_size
-
-
-RAGGED_INDICES = [
-    ((0, 1), lambda trees: trees[0][1]),
-    ((slice(0, 2), 0), lambda trees: lazy_stack([trees[0][0], trees[1][0]])),
-    ((slice(None), slice(0, 1)), lambda trees: lazy_stack([t[:1] for t in trees])),
-    ((Ellipsis, 1), lambda trees: lazy_stack([t[1] for t in trees])),
-    ((None, 1), lambda trees: lazy_stack([t[None] for t in trees], 1)[:, 1]),
-    ([True, False, True], lambda trees: lazy_stack([trees[0], trees[2]])),
-    ([[0, 1], [2, 0]], lambda trees: lazy_stack([lazy_stack(trees[:2]), lazy_stack([trees[2], trees[0]])])),
-]
-
-
-@pytest.mark.parametrize(("index", "loop"), RAGGED_INDICES, ids=[repr(index) for index, _ in RAGGED_INDICES])
-def test_index_of_ragged_trees(index, loop):
-    """An index gives what the trees themselves give."""
-    assert_alike(lazy_stack(ragged())[index], loop(ragged()))
 
 
 def test_rows_in_pieces_on_both_sides():

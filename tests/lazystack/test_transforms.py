@@ -10,13 +10,12 @@ from torch import Size
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
-import tdfunc
 from tdfunc import TensorClass, TensorDict
 from tdfunc._lazystack import lazy_stack
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.modules.extract import from_module
-from tests.helpers import TiedLM, assert_trees_equal
-from tests.lazystack.trees import Message, assert_stacks_equal, ragged, tensors_only, tree
+from tests.helpers import TiedLM
+from tests.lazystack.trees import Message, assert_stacks_equal, ragged, tree
 
 
 def columns(count=2):
@@ -112,25 +111,6 @@ def test_a_treespec_of_typed_trees_is_dumped():
         pickle.dumps(spec)
 
 
-@pytest.mark.parametrize("backend", ["eager"])
-def test_compile(backend):
-    """A compiled function of lazy stacks has no graph break, and the same result."""
-    lazy = lazy_stack(tensors_only(ragged((2, 3))))
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def fn(t):
-        new = (t * 2).set("z", t["x"]).apply(lambda x: x + 1)
-        return new, new[1], new[:, :1], lazy_stack([new[0], new[1]]).pad()
-
-    new, row, first, padded = fn(lazy)
-    expected = (lazy * 2).set("z", lazy["x"]).apply(lambda x: x + 1)
-
-    assert_stacks_equal(new, expected)
-    assert_trees_equal(row, expected[1])
-    assert_stacks_equal(first, expected[:, :1])
-    assert_trees_equal(padded, expected.pad())
-
-
 @pytest.mark.slow
 def test_compile_typed():
     """A compiled function stacks instances of a class that was never stacked before, and compiles once."""
@@ -198,16 +178,6 @@ def test_ties_inside_trees():
         ["models.0.emb.weight", "models.0.out.weight"],
         ["models.1.emb.weight", "models.1.out.weight"],
     ]
-
-
-def test_files(tmp_path):
-    """A lazy stack comes back from a file."""
-    lazy = lazy_stack(ragged(), 1)
-    tdfunc.save(TensorDict({"lazy": lazy, "w": torch.ones(2)}), tmp_path / "a.safetensors")
-    tdfunc.save(lazy, tmp_path / "b.safetensors")
-
-    assert_stacks_equal(tdfunc.load(tmp_path / "a.safetensors")["lazy"], lazy)
-    assert_stacks_equal(tdfunc.load(tmp_path / "b.safetensors"), lazy)
 
 
 def test_a_stack_without_leaves_keeps_its_size():

@@ -230,7 +230,6 @@ CALLS = {
                  "ScriptModule are in compiled code.*scripted or traced from"),
     "lazy": (lambda: from_module(nn.Sequential(nn.LazyLinear(3))), UnsupportedError,
              "'0.weight' of LazyLinear is uninitialised.*run the module once"),
-    "of_type": (lambda: tdf.of_type(nn.LayerNorm), TypeError, r"first argument must be a module.*of_type\(LayerNorm\)"),
     "split": (lambda: tdf.split(TensorDict({"a": X})), UnsupportedError, "does not record the kinds.*partition"),
     "a Python generator": (lambda: functional(Calls(value=[(i for i in ())], kept={"it": (i for i in ())})),
                            UnsupportedError, "Calls cannot be copied.*'it', which raises TypeError.*__deepcopy__"),

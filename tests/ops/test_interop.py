@@ -250,15 +250,6 @@ def test_a_tree_is_a_data_set(name, collate):
         assert_trees_equal(batch, expected)
 
 
-def test_rows_are_shuffled_and_dropped():
-    """A sampler's positions are those of the batch."""
-    rows = torch.cat(list(DataLoader(SETS["TensorDict"], batch_size=4, shuffle=True, drop_last=True)))
-
-    assert len(rows) == len(set(rows["x"].tolist())) == 8
-    assert rows["s"] == [f"r{i}" for i in rows["x"].tolist()]
-    assert torch.equal(rows["n", "y"], SETS["TensorDict"]["n", "y"][rows["x"]])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("name", SETS)

@@ -148,21 +148,13 @@ EDITS = [
     (lambda: TD.__enter__(), ImmutableError, "with: a tree is never written to.*with a .*td = flat.unflatten_keys"),
     (lambda: ragged().__enter__(), ImmutableError, "with: a tree is never written to.*with a LazyStack"),
     # keys
-    (lambda: TD["z"], MissingKeyError, "no key 'z'"),
-    (lambda: TD["n", "z"], MissingKeyError, "no key 'z'"),
     (lambda: TD["a", "z"], MissingKeyError, "no key 'z' under 'a'.*no keys"),
-    (lambda: TD.kind("z"), MissingKeyError, "no key 'z'"),
     (lambda: ("n", "b") in TD.keys(), TypeError, r"\('n', 'b'\) is a nested key.*include_nested=True"),  # noqa: SIM118
-    (lambda: TD.delete("z"), MissingKeyError, "no key 'z'.*'a', 'n'"),
-    (lambda: TD.pop("z"), MissingKeyError, "no key 'z'.*'a', 'n'"),
-    (lambda: TD.select("z"), MissingKeyError, "no key 'z'"),
-    (lambda: TD.select(("a", "z")), MissingKeyError, "no key 'z'"),
     (lambda: TD.split_keys(["a"], ["a"]), MissingKeyError, "no key 'a'"),
     (lambda: TD.set(("a", "x"), 1), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
     (lambda: TD.update({("a", "x"): 1}), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
     (lambda: TD.rename_key("n", ("a", "x")), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
     (lambda: TD.rename_key("a", "n", safe=True), MissingKeyError, "rename_key: 'n' exists.*'a'"),
-    (lambda: TD.rename_key("z", "a"), MissingKeyError, "no key 'z'"),
     (lambda: TensorDict({"a.b": 1, "a": {"b": 1}}).flatten_keys(), MissingKeyError, "'a.b'.*'a.b',.*and .'a', 'b'"),
     (lambda: TensorDict({"a.b": A, "a": {"b": B}}).state_dict(), MissingKeyError, "two paths become the key 'a.b'"),
     (lambda: TD.with_batch_size([3, 2]), BatchSizeError, r"'a'.*\[3, 2\].*\[3\]"),
@@ -179,16 +171,13 @@ EDITS = [
     (lambda: TD.at[0].set(TD[0].to(torch.complex64)), LeafMismatchError, "'a'.*float32.*complex64"),
     (lambda: TD.to(torch.int64).at[0].set(1.5), LeafMismatchError, "'a'.*int64.*float32"),
     (lambda: BYTES.at[0].set(300), LeafMismatchError, "'a' do not fit.*uint8.*int64"),
-    (lambda: TD.at[[0, 0]].mul(2), ValueError, r"at\[...\].mul: the index names a row twice.*\[0, 0\]"),
-    (lambda: TD.at[[1, 1]].apply(torch.neg), ValueError, r"at\[...\].apply: the index names"),
+    (lambda: TD.at[[0, 0]].mul(2), ValueError, r"at\[...\].mul: the index must contain each row only once.*\[0, 0\]"),
+    (lambda: TD.at[[1, 1]].apply(torch.neg), ValueError, r"at\[...\].apply: the index must contain"),
     (lambda: TD.at[0].set("x"), TypeError, r"at\[...\].set: rows must be a tree.*str"),
     (lambda: TD.at[:2].set(ROWS), BatchSizeError, r"broadcasts to \[2\].*\[3\]"),
     (lambda: TD.at[3].set(1), IndexError, "3 is out of range"),
     (lambda: MIXED.at["s"].add(1), TypeError, r"at\[...\].add: 's' must be a tensor or a tree.*str.*apply"),
     (lambda: TD.at[0].set({"a": 1.0}), MissingKeyError, r"other keys.*td.at\[i\].set\(td\[i\].update\(rows\)\)"),
-    (lambda: TD.at["aa"].set(1), MissingKeyError, "no key 'aa'.*did you mean 'a'"),
-    (lambda: TD.at["n.b"].set(1), MissingKeyError, r"a nested key is a tuple: \('n', 'b'\)"),
-    (lambda: TD.at["n", "c"].set(1), MissingKeyError, "no key 'c' under 'n'"),
     (lambda: TD.at["a"].set(ROWS[:, None]), LeafMismatchError, r"'a' must have the shape.*\[3\].*\[3, 1\].*td.set"),
     (lambda: TD.at["a"].set("text"), TreeStructureError, "'a' is a leaf.*non-tensor data.*td.set"),
     (lambda: TD.at["n"].set(ROWS), TreeStructureError, "'n' is a tree.*a leaf"),
@@ -197,6 +186,8 @@ EDITS = [
     (lambda: TD.at[tdf.Filter("n.*")].set({"a": 1}), MissingKeyError, "other keys than the tree"),
     (lambda: TD.at[tdf.Filter("q.*")].set(1), FilterError, "matches no leaf"),
     (lambda: TensorDict({"x": torch.ones(2)}).at["x"].set(2**1999), LeafMismatchError, "dtype of torch"),
+    (lambda: BYTES.at[0].set(2**80), LeafMismatchError, r"at\[...\].set: numbers must have a dtype of torch"),
+    (lambda: BYTES.at[0].set_(2**80), LeafMismatchError, r"at\[...\].set_: numbers must have a dtype of torch"),
     (lambda: tdf.pad(BYTES, [1, 0], 1.5), LeafMismatchError, "pad: the value would be altered.*1.5 for torch.uint8"),
     (lambda: tdf.pad(BYTES, [1, 0], float("nan")), LeafMismatchError, "nan for torch.uint8"),
 ]
@@ -204,8 +195,8 @@ EDITS = [
 # Each of these is raised before the first write.
 WRITES = [
     (lambda t: t.set_("a", torch.zeros(2)), LeafMismatchError, r"'a'.*\[3\].*\[2\]"),
-    (lambda t: t.set_("z", 1), MissingKeyError, "set_: no key 'z'"),
-    (lambda t: t.set_(("a", "z"), 1), MissingKeyError, "set_: no key 'z' under 'a'"),
+    (lambda t: t.set_("z", 1), MissingKeyError, "no key 'z'"),
+    (lambda t: t.set_(("a", "z"), 1), MissingKeyError, "no key 'z' under 'a'"),
     (lambda t: t.set_("s", 1), LeafMismatchError, "'s': only tensors.*NonTensorData"),
     (lambda t: t.set_("e", 1), LeafMismatchError, r"'e': the leaf is expanded.*\[3, 2\]"),
     (lambda t: t.set_("a", 2**70), LeafMismatchError, "set_ 'a': numbers must have a dtype of torch"),
@@ -228,13 +219,13 @@ WRITES = [
 
 OPERATIONS = [
     (lambda: FLAT + torch.zeros(2), BatchSizeError, r"add.*broadcasts to \[3\].*\[2\]"),
-    (lambda: torch.zeros(2) - FLAT, BatchSizeError, r"sub.*broadcasts to \[3\].*\[2\]"),
     (lambda: FLAT + FLAT.exclude("b"), TreeStructureError, r"add: .*keys\..*\['a', 'b'\].*\['a'\]"),
     (lambda: FLAT + FLAT.set("a", "word"), TreeStructureError, "'a' is a leaf in.*tensor.*word"),
     (lambda: FLAT + FLAT.set("a", ROWS), LeafMismatchError, r"'a'.*\[3, 2\].*\[3\]"),
     (lambda: FLAT + FLAT[:2], BatchSizeError, r"add.*\[3\].*\[2\]"),
     (lambda: FLAT == {"a": 1}, TypeError, r"eq: an operand must be.*dict.*TensorDict\(d\) is a tree"),
     (lambda: FLAT != {"a": 1}, TypeError, "ne: an operand must be.*dict"),
+    (lambda: ROWS @ FLAT, TypeError, "unsupported operand.*TensorDict"),
     (lambda: FLAT + "word", TypeError, "add: an operand must be a tree, number or tensor.*str$"),
     (lambda: FLAT | {"a": 1}, TypeError, r"bitwise_or.*number or tensor.*dict.*td\.update\(d\)"),
     (lambda: FLAT.apply(lambda x: x[0]), BatchSizeError, r"apply: the result for 'a'.*\[3\].*\[2\]"),
@@ -266,7 +257,6 @@ OPERATIONS = [
     (lambda: WIDE.flatten(2), IndexError, "batch dimension 2 does not exist"),
     (lambda: WIDE.unflatten(0, (3, 2)), RuntimeError, r"unflatten.*2 elements.*\(3, 2\)"),
     (lambda: WIDE.permute(0, 0), ValueError, r"\[0, 1\].*\[0, 0\]"),
-    (lambda: WIDE.permute(0), ValueError, r"\[0, 1\].*\[0\]"),
     (lambda: WIDE.transpose(0, 2), IndexError, "transpose.*-2 <= dim < 2"),
     (lambda: WIDE.unsqueeze(3), IndexError, "unsqueeze: batch dimension 3"),
     (lambda: WIDE.squeeze(2), IndexError, "squeeze: batch dimension 2"),
@@ -291,7 +281,7 @@ OPERATIONS = [
     (lambda: torch.where(FLAT > 0, FLAT, FLAT), ValueError, "where: the condition must be a tensor.*TensorDict"),
     (lambda: torch.where(FLAT > 0, A, A), ValueError, "the condition must be a tensor"),
     (lambda: bool(WIDE), RuntimeError, "neither true nor false"),
-    (lambda: len(WIDE[0, 0]), TypeError, r"batch size \[\] has no length"),
+    (lambda: len(WIDE[0, 0]), TypeError, r"batch size \[\] has no rows"),
     (lambda: iter(WIDE[0, 0]), TypeError, r"batch size \[\] has no rows"),
     (lambda: WIDE.repeat(2), ValueError, r"repeat: .*2 numbers.*\[2\]"),
     (lambda: WIDE.repeat(2, -1), ValueError, r"repeat: .*0 or more.*\[2, -1\]"),
@@ -355,6 +345,10 @@ REFUSED = [
     (NonTensorStack("a"), BatchSizeError, r"'n.new': the leading.*\[3\].*\[1\]"),
     (None, TypeError, "'n.new': None cannot be a value"),
     ([TensorDict()], TypeError, "'n.new': trees must be stacked.*1 trees"),
+    *[
+        (value, LeafMismatchError, "'n.new': numbers must have a dtype of torch.*NonTensorData")
+        for value in (2**63, -(2**63) - 1, 2**80, [1, 2**80, 3])
+    ],
 ]
 
 
@@ -370,51 +364,26 @@ def test_a_value_that_does_not_fit(value, error, message):
             call()
 
 
-@pytest.mark.parametrize("where", ["x", ("n", "x")])
-@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**80, 2**30000], ids=int.bit_length)
-def test_an_integer_of_more_than_64_bits(number, where):
-    """The constructor, every edit and every write name the key."""
-    name = where if isinstance(where, str) else ".".join(where)
-    tree = TensorDict({where: torch.zeros(2, dtype=torch.int64)}, [2])
-    calls = [
-        (f"'{name}'", lambda: TensorDict({where: number})),
-        (f"'{name}'", lambda: TensorDict({where: [1, number]}, [2])),
-        (f"'{name}'", lambda: tree.set(where, number)),
-        (f"'{name}'", lambda: tree.update({where: number})),
-        (f"'{name}'", lambda: TensorDict.fromkeys([where], number)),
-        (f"set_ '{name}'", lambda: tree.set_(where, number)),
-        (r"at\[...\].set", lambda: tree.at[0].set(number)),
-        (r"at\[...\].set_", lambda: tree.at[0].set_(number)),
-        (r"at\[.*x'\)?\].set", lambda: tree.at[where].set(number)),
-    ]
-
-    for start, call in calls:
-        with pytest.raises(LeafMismatchError, match=start + r": numbers must have a dtype of torch.\n.*\n.*NonTensor"):
-            call()
-
-
-@pytest.mark.parametrize("name", ["lock", "non_blocking", "auto_batch_size"])
-def test_options_of_another_constructor_are_no_entries(name):
+@pytest.mark.parametrize(
+    ("call", "make", "names"),
+    [
+        ("TensorDict", lambda *source, **entries: TensorDict(*source, **entries), ("lock", "non_blocking")),
+        (
+            "TensorDict",
+            lambda *source, **entries: TensorDict(*map(TensorDict, source), **entries),
+            ("auto_batch_size",),
+        ),
+        ("update", lambda *source, **entries: TensorDict({"a": 0.0}).update(*source, **entries), _UPDATE_OPTIONS),
+    ],
+)
+def test_options_of_tensordict_are_no_entries(call, make, names):
     """`TensorDict(d, lock=True)` raises where tensordict takes an option; alone, a keyword is an entry."""
-    message = rf"(?s)TensorDict: .* '{name}' is an option.*{name}=True.*'{name}': value"
-    with pytest.raises(TypeError, match=message):
-        TensorDict({"a": torch.ones(2)}, [2], **{name: True})
-    with pytest.raises(TypeError, match=f"'{name}' is an option"):
-        TensorDict(TensorDict({"a": 1}), **{name: False})
+    for name in names:
+        with pytest.raises(TypeError, match=rf"(?s){call}: .* '{name}' is an option.*{name}=True.*'{name}': value"):
+            make({"b": 1.0}, **{name: True})
 
-    assert TensorDict(**{name: True})[name]
-    assert TensorDict({name: True, "a": 1})[name]
-
-
-@pytest.mark.parametrize("name", _UPDATE_OPTIONS)
-def test_options_of_another_update_are_no_entries(name):
-    """`td.update(other, clone=True)` raises where tensordict takes an option; alone, a keyword is an entry."""
-    td = TensorDict({"a": torch.zeros(2)})
-    with pytest.raises(TypeError, match=rf"(?s)update: .* '{name}' is an option.*{name}=True.*'{name}': value"):
-        td.update({"b": torch.ones(2)}, **{name: True})
-
-    assert list(td.update({"b": 1.0, name: 2.0}).keys()) == ["a", "b", name]
-    assert list(td.update(**{name: 2.0}).keys()) == ["a", name]
+        assert make(**{name: 2.0})[name] == 2.0
+        assert make({name: 2.0})[name] == 2.0
 
 
 # -- joins --------------------------------------------------------------------------------------------------------
@@ -431,7 +400,7 @@ SHORT = (
 )
 JOINS = [
     ([], ValueError, "at least one tree"),
-    ([WIDE, torch.zeros(2, 3)], TypeError, "all must be trees.*Tensor"),
+    ([WIDE, torch.zeros(2, 3)], TypeError, "each must be a tree.*Tensor"),
     (WIDE[0, 0], TypeError, r"a tree with batch size \[\] has no rows"),
     ([WIDE, WIDE.exclude("a")], TreeStructureError, r"different keys\..*\['a', 'n', 's'\].*\['n', 's'\]"),
     ([WIDE, WIDE.exclude(("n", "b"))], TreeStructureError, r"keys under 'n'.*\['b'\].*\[\]"),

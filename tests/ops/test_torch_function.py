@@ -25,10 +25,13 @@ def assert_leaves(tree, expected):
     assert tree["s"] == ["p", "q"]
 
 
-@pytest.mark.parametrize("name", torch_function.LEAFWISE)
-def test_functions_of_one_leaf(name):
+TABLES = {torch: torch_function.LEAFWISE, torch.special: torch_function.SPECIAL}
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in TABLES.items() for name in names])
+def test_functions_of_one_leaf(owner, name):
     """A function without a method of trees is computed on every leaf."""
-    fn, leaf = getattr(torch, name), X.to(torch.complex64) if name == "imag" else X
+    fn, leaf = getattr(owner, name), X.to(torch.complex64) if name == "imag" else X
 
     assert_leaves(fn(tree_of(leaf)), fn(leaf))
 
@@ -51,14 +54,6 @@ def test_other_names(name):
         torch_function.FUNCTIONS[getattr(torch, name)]
         is torch_function.FUNCTIONS[getattr(torch, torch_function.ALIASES[name])]
     )
-
-
-@pytest.mark.parametrize("name", torch_function.SPECIAL)
-def test_special_functions(name):
-    """A special function is computed on every leaf."""
-    fn = getattr(torch.special, name)
-
-    assert_leaves(fn(tree_of(X)), fn(X))
 
 
 @pytest.mark.parametrize("name", torch_function.SPECIAL_ALIASES)
@@ -164,21 +159,14 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_inside_vmap(name):
-    """A function sees the dimensions that vmap leaves."""
-    fn, batch = TRANSFORMED[name], TensorDict({"x": torch.rand(4, 3, 2), "n": {"y": torch.rand(4, 3)}}, [4, 3])
-
-    assert_trees_equal(torch.vmap(fn)(batch), torch.stack([fn(row) for row in batch]), atol=1e-6)
-
-
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_compiled(name):
-    """A handler compiles into one graph."""
+def test_inside_transforms(name):
+    """A function sees the dimensions that vmap leaves, and its handler compiles into one graph."""
     torch._dynamo.reset()
-    fn, x = TRANSFORMED[name], torch.rand(3, 2)
-    compiled = torch.compile(lambda x: fn(TensorDict({"x": x}, [3])), fullgraph=True, backend="eager")
+    fn, batch = TRANSFORMED[name], TensorDict({"x": torch.rand(4, 3, 2), "n": {"y": torch.rand(4, 3)}}, [4, 3])
+    mapped, compiled = torch.vmap(fn), torch.compile(fn, fullgraph=True, backend="eager")
 
-    assert_trees_equal(compiled(x), fn(TensorDict({"x": x}, [3])))
+    assert_trees_equal(mapped(batch), torch.stack([fn(row) for row in batch]), atol=1e-6)
+    assert_trees_equal(compiled(batch[0]), fn(batch[0]))
 
 
 def test_functions_by_position_and_name():

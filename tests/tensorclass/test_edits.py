@@ -58,23 +58,6 @@ def test_unknown_fields(edit):
         edit(foo())
 
 
-def test_edits():
-    """Edits return an instance of the class with the other fields as they were, and leave the given one alone."""
-    made = foo()
-    new = made.set("note", "new").set(("inner", "y"), torch.ones(4)).update({"extra": 2.0}).delete("x")
-
-    assert type(new) is Foo
-    assert type(new.inner) is Inner
-    assert (new.note, new.x, new.inner.y.sum(), new.extra.tolist()) == ("new", None, 4, [2.0] * 4)
-    assert (made.note, made.extra) == ("plain", None)
-    assert new.rename_key("extra", "x").x.tolist() == [2.0] * 4
-    assert made.at["x"].add(1).x.sum() == made.x.sum() + 8
-    assert made.at[0].set(made[1]).x[0].tolist() == [2, 3]
-    x = made.x
-    assert made.set("x", torch.zeros(4, 2), inplace=True) is made
-    assert x.sum() == 0
-
-
 @pytest.mark.parametrize(
     "empty",
     [
@@ -247,15 +230,3 @@ def test_dataclass_replace_of_a_lazy_stack():
     assert stack.__replace__(note="new").note == ["new", "new"]
     with pytest.raises(TypeError, match="'note'"):
         dataclasses.replace(stack, note="new")
-
-
-def test_state_dict():
-    """State dicts, dicts and flat trees have the keys of the tree."""
-    made = foo()
-    flat = made.flatten_keys(".")
-
-    assert list(made.state_dict()) == ["x", "inner.y"]
-    assert torch.equal(made.state_dict()["x"], made.x)
-    assert made.to_dict()["inner"].keys() == {"y"}
-    assert type(flat) is TensorDict
-    assert list(flat.keys()) == ["x", "note", "inner.y"]

@@ -1,6 +1,5 @@
 """Typed trees under torch's transformations and compilers, in both pytree registries, files and other processes."""
 
-import copy
 import io
 import pickle
 from dataclasses import field
@@ -13,7 +12,6 @@ import torch.multiprocessing
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset
 
 import tdfunc as tdf
 from tdfunc import TensorClass, TensorDict, tensorclass
@@ -112,26 +110,6 @@ def test_vmap_in_dims():
     assert moved.batch_size == torch.Size([1, 3])
 
 
-def test_gradients():
-    """Derivatives with respect to an instance are instances."""
-    made = foo()
-
-    def loss(t):
-        return (t.x**2).sum() + t.inner.y.sum()
-
-    grads, value = torch.func.grad_and_value(loss)(made)
-    tangents = torch.func.jvp(lambda t: t.x * 3, (made,), (torch.ones_like(made),))[1]
-    jacobian = torch.func.jacrev(lambda t: t.x.sum(0))(made)
-
-    assert type(grads) is Foo
-    assert torch.equal(grads.x, 2 * made.x)
-    assert torch.equal(grads.inner.y, torch.ones(3))
-    assert value == loss(made)
-    assert (tangents == 3).all()
-    assert type(jacobian) is Foo
-    assert jacobian.x.shape == (2, 3, 2)
-
-
 # -- compilers --------------------------------------------------------------------------------------------------
 
 X = torch.arange(6.0).reshape(3, 2)
@@ -148,13 +126,8 @@ COMPILED = {
     "non-tensor": (lambda x: x * len(Foo(x, note="abc", batch_size=[3]).note), X),
     "edits": (lambda t: t.set("x", t.x * 2).replace(inner=None).update({"x": t.x + 1}).set(("inner"), t.inner), foo()),
     "emptied": (lambda t: t.delete("inner").set("x", None), foo()),
-    "index": (lambda t: (t[0], t[1:], t[torch.tensor([2, 0])], t[..., None]), foo()),
-    "stack": (lambda t: torch.cat([torch.stack([t, t + 1])[0], t]), foo()),
-    "shape": (lambda t: t.reshape(1, 3).squeeze(0).unsqueeze(-1).expand(3, 2), foo()),
-    "arithmetic": (lambda t: (t * 2 - t).apply(torch.neg).sum(0), foo()),
     "conversions": (lambda t: Foo.from_tensordict(t.to_tensordict(retain_none=False)), foo()),
     "isinstance": (lambda t: t + 1 if isinstance(t, Foo) and isinstance(t.inner, TensorClass) else t, foo()),
-    "vmap": (lambda t: torch.vmap(lambda row: row.replace(x=row.x.sum()))(t), foo()),
 }
 
 
@@ -179,20 +152,6 @@ def test_recompiles():
     assert count.frame_count == 1
 
 
-def test_jit():
-    """`tdfunc.jit` takes and makes instances."""
-
-    @tdf.jit
-    def step(t, x):
-        return torch.stack([t, t * 2]), Completed(x, batch_size=[3])
-
-    for _ in range(2):
-        stacked, completed = step(foo(), X)
-
-        assert_trees_equal(stacked, torch.stack([foo(), foo() * 2]))
-        assert_trees_equal(completed, Completed(X, batch_size=[3]))
-
-
 class Exported(torch.nn.Module):
     def forward(self, t):
         return t.replace(x=t.x + 1)[1:]
@@ -214,30 +173,6 @@ def test_export():
 # -- copies, files, processes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "send",
-    [lambda t: pickle.loads(pickle.dumps(t)), copy.deepcopy, lambda t: t.clone()],
-    ids=["pickle", "deepcopy", "clone"],
-)
-def test_copies(send):
-    """A copy has the same fields in memory of its own."""
-    made = foo("kept").with_names(["row"])
-    copied = send(made)
-
-    assert_trees_equal(copied, made)
-    assert copied.note == "kept"
-    assert copied.x.data_ptr() != made.x.data_ptr()
-
-
-def test_save_and_load(tmp_path):
-    """A file gives back instances."""
-    made = foo("kept")
-    tdf.save(made, tmp_path / "made.safetensors")
-
-    assert_trees_equal(tdf.load(tmp_path / "made.safetensors"), made)
-    assert type(tdf.load(tmp_path / "made.safetensors", classes=TensorDict)["inner"]) is TensorDict
-
-
 def test_torch_save():
     """`torch.load(weights_only=True)` takes an instance with the documented allow-list."""
     file = io.BytesIO()
@@ -254,35 +189,3 @@ def test_torch_save():
 
 
 SAFE = [Foo, Inner, tdf.core.collection._remake]
-
-
-class Rows(Dataset):
-    """One instance for each number."""
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, i):
-        return Foo(torch.full((2,), float(i)), "n", Inner(torch.tensor(i)))
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_data_loader(workers):
-    """Batches are instances, of a dataset of instances or of an instance."""
-    batches = list(DataLoader(Rows(), batch_size=2, collate_fn=torch.stack, num_workers=workers))
-
-    assert [type(batch) for batch in batches] == [Foo] * 3
-    assert [batch.batch_size[0] for batch in batches] == [2, 2, 1]
-    assert torch.cat(batches).inner.y.tolist() == list(range(5))
-    assert torch.cat(list(DataLoader(foo(), batch_size=2, collate_fn=torch.stack))).x.tolist() == foo().x.tolist()
-
-
-def _double(t):
-    return t * 2
-
-
-@pytest.mark.slow
-def test_spawned_process():
-    """An instance goes to a spawned process and back."""
-    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert_trees_equal(pool.map(_double, [foo("kept")])[0], foo("kept") * 2)

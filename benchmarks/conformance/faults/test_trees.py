@@ -243,7 +243,7 @@ def test_flat_keys_that_collide():
         TensorDict(tree).flatten_keys(".")
     with pytest.raises(KeyError, match="collide"):
         Incumbent(tree).flatten_keys(".")
-    with pytest.raises(MissingKeyError, match=r"'a.b' cannot become 'a': another key has taken it"):
+    with pytest.raises(MissingKeyError, match="two keys become the entry 'a'"):
         TensorDict({"a": A, "a.b": A}).unflatten_keys(".")
     with pytest.raises(KeyError, match="collide|exist"):
         Incumbent({"a": A, "a.b": A}).unflatten_keys(".")

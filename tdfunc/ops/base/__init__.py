@@ -1,1 +1,1 @@
-"""What other operations are made of: reading nodes, converting values, casts, foreach kernels."""
+"""The parts of other operations: reading nodes, converting values, casts, foreach kernels."""

@@ -77,14 +77,6 @@ def to_each(tree: T, where: dict[Any, Any], *, non_blocking: bool = False) -> T:
     return on_device(tree, None) if any(x.device != tree._device for x in moved) else tree
 
 
-def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool]:
-    """Read the arguments of `Tensor.to`, or another tree whose device is taken."""
-    if args and isinstance(args[0], TensorCollection):
-        return args[0]._device, kwargs.get("dtype"), bool(kwargs.get("non_blocking", False))
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-    return as_device(device), dtype, non_blocking
-
-
 def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
     """Return True if a cast loses only floating-point precision: no float becomes an int, no int a narrower one."""
     if source is target or source is torch.bool or target.is_complex:
@@ -144,14 +136,14 @@ class CastMethods(TensorCollection):
 
     @property
     def device(self) -> torch.device | None:
-        """The device that every leaf is put on, or None when leaves may be anywhere."""
+        """The device of every leaf, or None if leaves may be on any device."""
         return self._device
 
     def to(self, *args: Any, **kwargs: Any) -> "Self":
         """Return the tree on a device, of a dtype, or on the device of another tree.
 
-        The tree itself comes back when nothing changes. A dtype is given to every leaf, integers too; a dict gives
-        each leaf the dtype or device of the first filter that matches it.
+        If nothing changes, the result is the tree itself. A dtype applies to every leaf, including integers; a dict
+        gives each leaf the dtype or device of the first filter that matches it.
 
         Args:
             *args: A device, a dtype, a tensor that has both, a tree that has a device, or a dict of dtypes or devices
@@ -160,7 +152,7 @@ class CastMethods(TensorCollection):
 
         Raises:
             TypeError: An unknown argument.
-            FilterError: A pattern of the dict matches no leaf, or a leaf is matched by none.
+            FilterError: A pattern of the dict matches no leaf, or no filter matches a leaf.
 
         Examples:
             >>> td = TensorDict({"a": torch.zeros(3)}, [3])
@@ -173,26 +165,29 @@ class CastMethods(TensorCollection):
         """
         if args and isinstance(args[0], dict):
             return to_each(self, *args, **kwargs)
-        return to(self, *parse_to(args, kwargs))
+        if args and isinstance(args[0], TensorCollection):
+            return to(self, args[0]._device, **kwargs)
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return to(self, as_device(device), dtype, non_blocking)
 
     def cpu(self) -> "Self":
         """Return the tree on the CPU."""
         return to(self, torch.device("cpu"))
 
     def cuda(self, device: Any = None) -> "Self":
-        """Return the tree on a CUDA device: the given one (an index, too) or the current one."""
+        """Return the tree on a CUDA device, given as a device or an index; by default the current one."""
         return to(self, as_device("cuda" if device is None else device))
 
     def clone(self, recurse: bool = True) -> "Self":
         """Return a copy of the tree with its own tensors; gradients flow through it.
 
         Args:
-            recurse: Copy the tensors; otherwise the tree itself is returned, which never changes.
+            recurse: Copy the tensors; otherwise the result is the tree itself, which never changes.
         """
         return clone(self, recurse)
 
     def detach(self) -> "Self":
-        """Return the tree of detached leaves, which share memory."""
+        """Return the tree with every leaf detached; the leaves share memory with the originals."""
         return detach(self)
 
     def is_shared(self) -> bool:

@@ -177,17 +177,13 @@ def adopt(source: Any) -> Any:
         return source
     if hasattr(source, "tensordicts"):
         return TensorCollection._lazy([adopt(tree) for tree in source.tensordicts], source.stack_dim)
-    # `to_dict` has no batch sizes of nested trees; in `items` non-tensor data are wrapped.
-    nodes = {key: adopt(node) for key, node in source.items() if _is_their_tree(node)}
+    # `to_dict` has no batch sizes of nested trees; in `items` non-tensor data are wrapped, in stacks that are mappings.
+    trees = {key: node for key, node in source.items() if isinstance(node, Mapping)}
+    nodes = {key: adopt(node) for key, node in trees.items() if not getattr(node, "_is_non_tensor", False)}
     values = {key: value for key, value in source.to_dict().items() if value is not None}
     size = Size(source.batch_size)
     tree = build(TensorCollection._open, values | nodes, size, source.device)
     return tree._replace(batch_size=size, names=as_names(source.names, len(size)))
-
-
-def _is_their_tree(node: Any) -> bool:
-    # As `tensordict.is_non_tensor` reads it: stacks of non-tensor data are mappings, too.
-    return isinstance(node, Mapping) and not getattr(node, "_is_non_tensor", False)
 
 
 def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = "") -> T:

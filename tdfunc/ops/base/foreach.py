@@ -39,7 +39,7 @@ def can_foreach() -> bool:
 
 
 def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
-    """Run one foreach kernel over all leaves, or return None where it does not apply."""
+    """Run one foreach kernel over all leaves, or return None if it does not apply."""
     if not can_foreach():
         return None
     columns = gather((tree,))
@@ -109,7 +109,7 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
 
 
 def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T | None:
-    """Run one foreach kernel over the pairs of leaves of two trees, or return None where it does not apply."""
+    """Run one foreach kernel over the pairs of leaves of two trees, or return None if it does not apply."""
     columns = gather((tree, other)) if can_foreach() else None
     return None if columns is None or not _same_shapes(*columns) else _run(tree, name, *columns, *args)
 
@@ -200,7 +200,7 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
                     f"{call}: {dotted((*at, key))!r} has another number of features in the second tree.",
                     expected=f"shape {list(node.shape)} in a batch of {dims.mine} dimensions",
                     got=f"shape {list(twin.shape)} in a batch of {dims.theirs}",
-                    hint="give both the same dimensions after the batch; those of size 1 are expanded.",
+                    hint="give both the same dimensions after the batch; dimensions of size 1 are expanded.",
                 )
     return differ
 
@@ -218,7 +218,7 @@ def reversed_binary(tree: T, other: Any, name: str) -> T:
 
 
 def is_operand(other: Any) -> bool:
-    """Return True if `==` is meant leaf by leaf; of a dict it is, and raises, where Python would return False."""
+    """Return True if `==` compares leaf by leaf; with a dict it raises, where Python would return False."""
     return isinstance(other, (TensorCollection, Tensor, np.ndarray, np.generic, Mapping, *_NUMBERS))
 
 
@@ -245,10 +245,17 @@ def _as_tensor(other: Any, name: str) -> Tensor:
 
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
     """Describe `fn(leaf, *operands)` for operands over the batch."""
-    n = len(tree._batch_size)
+    size, n = tree._batch_size, len(tree._batch_size)
+    # Along a ragged dimension an operand can only be constant.
+    known = Size([max(s, 1) for s in size]) if -1 in size else size
     for other in others:
-        if other.dim():
-            check_operand(tree, other, name)
+        if other.dim() and not fits_into(other.shape, known):
+            raise BatchSizeError(
+                f"{name}: a tensor operand is broadcast against the batch, not against the dimensions of the leaves.",
+                expected=f"a shape that broadcasts to {list(size)}",
+                got=f"shape {list(other.shape)}",
+                hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
+            )
     # With all batch dimensions of the tree; an operand without any stays as it is.
     leads = tuple([x.reshape((1,) * (n - x.dim()) + x.shape) if 0 < x.dim() < n else x for x in others])
 
@@ -276,20 +283,6 @@ def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]
     return operand
 
 
-def check_operand(tree: TensorCollection, other: Tensor, call: str) -> None:
-    """Raise unless a tensor operand broadcasts to the batch size."""
-    size = tree._batch_size
-    # Along a ragged dimension an operand can only be constant.
-    known = Size([max(s, 1) for s in size]) if -1 in size else size
-    if not fits_into(other.shape, known):
-        raise BatchSizeError(
-            f"{call}: a tensor operand is broadcast against the batch dimensions, not those of the leaves.",
-            expected=f"a shape that broadcasts to {list(size)}",
-            got=f"shape {list(other.shape)}",
-            hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
-        )
-
-
 def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> None:
     """Raise unless two trees have the same paths and ties; the message lists the difference."""
     if _plain_twins(tree, other):
@@ -297,13 +290,16 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
     if not tree._is_lazy:
         check_one_shape(other, call)
     check_keys(tree, other, call)
-    if tree._ties and other._ties != tree._ties:
-        raise TieError(
-            f"{call}: the trees tie different paths.",
-            expected=str([[dotted(path) for path in group] for group in tree._ties]),
-            got=str([[dotted(path) for path in group] for group in other._ties]),
-            hint="make the second by mapping the first, or untie() the paths.",
-        )
+    if tree._ties:
+        check_ties(tree, other, call)
+
+
+def check_ties(tree: TensorCollection, other: TensorCollection, call: str) -> None:
+    """Raise unless two trees tie the same paths."""
+    if other._ties != tree._ties:
+        mine, theirs = ([list(map(dotted, group)) for group in each._ties] for each in (tree, other))
+        hint = "untie() the paths that are tied in only one of them, or make the second by mapping the first."
+        raise TieError(f"{call}: the trees tie different paths.", expected=mine, got=theirs, hint=hint)
 
 
 def check_keys(tree: TensorCollection, other: TensorCollection, call: str, at: Path = ()) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
-from tdfunc.core.collection import PLAIN, TensorCollection, check_one_shape, iter_leaves, leaf_paths
+from tdfunc.core.collection import PLAIN, TensorCollection, check_one_shape, leaf_items, leaf_paths
 from tdfunc.core.errors import ImmutableError, TreeStructureError, error
 from tdfunc.core.keys import Entry, dotted, is_key, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -69,6 +69,14 @@ def iter_items(tree: TensorCollection, nested: bool, leaves_only: bool, at: Path
             yield from iter_items(node, nested, leaves_only, (*at, key))
 
 
+def check_trees(call: str, *given: Any) -> None:
+    """Raise unless all arguments are trees."""
+    for i, tree in enumerate(given):
+        if not isinstance(tree, TensorCollection):
+            hint = "TensorDict(value) makes a tree of a dict; (td == value).all() compares with one value."
+            raise error(TypeError, f"{call}: each must be a tree.", got=f"{type(tree).__name__} at {i}", hint=hint)
+
+
 def check_same_keys(tree: TensorCollection, call: str) -> None:
     """Raise where only some trees of a lazy stack have a key: a conversion of the stack would lose it.
 
@@ -105,9 +113,8 @@ def check_dense(tree: TensorCollection, call: str) -> None:
 
 def entries(tree: TensorCollection) -> list[Entry]:
     """Return every leaf once, with all its tied paths and its kind, as filters read them."""
-    found = dict(iter_leaves(tree))
     groups = groups_by_path(tree._ties)
-    return [Entry(groups.get(path, (path,)), found[path], kind_of(tree, path)) for path in leaf_paths(tree)]
+    return [Entry(groups.get(path, (path,)), leaf, kind_of(tree, path)) for path, leaf in leaf_items(tree)]
 
 
 def kind_of(tree: TensorCollection, path: Path) -> Kind | None:
@@ -124,7 +131,7 @@ def refuse_inplace(inplace: bool, call: str) -> None:
 
 
 def refuse_options(entries: Mapping[str, Any], options: tuple[str, ...], call: str) -> None:
-    """Raise for an option of the incumbent among entries by keyword, which would become a key in silence."""
+    """Raise for an option of the incumbent among entries by keyword, which would silently become a key."""
     for name in options:
         if name in entries:
             raise error(
@@ -184,11 +191,11 @@ class ReadMethods(TensorCollection):
     __slots__ = ()
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False, *, sort: bool = False) -> KeysView:
-        """Return the keys, in insertion order or sorted; nested ones as tuples."""
+        """Return the keys, in insertion order or sorted; nested keys are tuples."""
         return KeysView(self, include_nested, leaves_only, sort)
 
     def values(self, include_nested: bool = False, leaves_only: bool = False, *, sort: bool = False) -> list[Any]:
-        """Return the values, as `td[key]` gives them."""
+        """Return the values, as `td[key]` returns them."""
         return [value for _, value in self.items(include_nested, leaves_only, sort=sort)]
 
     def items(
@@ -204,17 +211,16 @@ class ReadMethods(TensorCollection):
         ]
 
     def leaves(self) -> list[Any]:
-        """Return the tensors in insertion order, a tied one once; non-tensor data are left out.
+        """Return the tensors in insertion order, each tied tensor once; non-tensor data are left out.
 
         `torch.utils._pytree.tree_leaves` gives the same tensors in sorted key order: do not zip the two.
         """
-        found = dict(iter_leaves(self))
-        return [found[path] for path in leaf_paths(self)]
+        return [leaf for _, leaf in leaf_items(self)]
 
     def paths(self) -> list[Path]:
         """Return the path of each of `leaves()`; a tied leaf has its first path.
 
-        In a lazy stack each path begins with the number of a tree, as in the pytree; `lazy.trees` holds these.
+        In a lazy stack each path begins with the index of a tree in `lazy.trees`, as in the pytree.
 
         Examples:
             >>> TensorDict({"a": {"b": torch.ones(2)}, "c": torch.ones(1)}).paths()
@@ -230,18 +236,18 @@ class ReadMethods(TensorCollection):
         """Return the kind of a leaf in the module it came from, or None.
 
         Raises:
-            MissingKeyError: There is no such entry.
+            MissingKeyError: The entry does not exist.
         """
         path = unravel(key)
         get(self, path)
         return kind_of(self, path)
 
     def get(self, key: NestedKey, default: Any = None) -> Any:
-        """Return a value, or the default when there is no such key."""
+        """Return a value, or the default if the key does not exist."""
         return get_value(self, key, default)
 
     def is_empty(self) -> bool:
-        """Return True if there are no leaves (tensors or non-tensor data), however deep."""
+        """Return True if the tree has neither tensors nor non-tensor data at any depth."""
         return not holds_leaf(self)
 
     def __contains__(self, key: object) -> bool:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, by_shape
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import error
 from tdfunc.core.keys import is_key
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.shapes import dim_index, dim_size, one_shape, put_first
+from tdfunc.core.shapes import dim_index, dim_size, put_first
 from tdfunc.core.types import LeafFn, Names, NestedKey
 from tdfunc.ops.base.foreach import broadcast_size, broadcaster, check_same, over_batch_op
 from tdfunc.ops.base.reading import get_value, value_of
@@ -42,30 +42,23 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
             expected=f"{n} dimensions",
             got=f"shape {list(index.shape)}",
         )
-    return tree._shape(gather_op(dim_index(dim, n, "gather"), index))
-
-
-def gather_op(dim: int, index: Tensor) -> LeafOp:
-    """Describe `gather` with an index over as many batch dimensions as it has."""
-    n = index.dim()
+    dim = dim_index(dim, n, "gather")
 
     def call(shape: Size) -> LeafFn:
         features = shape[n:]
         wide = index.reshape(index.shape + (1,) * len(features)) if features else index
         return methodcaller("gather", dim, wide.expand(index.shape + features))
 
-    def leaf(x: Any) -> Any:
-        if isinstance(x, NonTensorBase):
-            grid = torch.meshgrid(*[torch.arange(size, device=index.device) for size in index.shape], indexing="ij")
-            return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
-        return call(x.shape)(x)
+    gathered, plain = by_shape(call)
 
-    def plain(leaves: Collection[Tensor]) -> LeafFn:
-        shape = one_shape(leaves)
-        return leaf if shape is None else call(shape)
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, NonTensorBase):
+            return gathered(x)
+        grid = torch.meshgrid(*[torch.arange(size, device=index.device) for size in index.shape], indexing="ij")
+        return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
 
     new = put_first(index.shape, n)
-    return LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain)
+    return tree._shape(LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain))
 
 
 def masked_select(tree: T, mask: Any) -> T:
@@ -175,6 +168,13 @@ def split_leaves(
     )
 
 
+def _size_of_rows(tree: TensorCollection, call: str) -> Size:
+    if not tree._batch_size:
+        hint = "len(td.keys()) counts the entries; iterate over td.keys(), td.values() or td.items()."
+        raise error(TypeError, f"{call}: a tree with batch size [] has no rows.", hint=hint)
+    return tree._batch_size
+
+
 class IndexMethods(TensorCollection):
     """`td[...]`, and rows by index, mask or condition."""
 
@@ -197,10 +197,10 @@ class IndexMethods(TensorCollection):
         return self._index(index)
 
     def __getitems__(self, indices: Any) -> "Self":
-        """Return the rows at several positions: how a `DataLoader` takes a batch from a tree in one call.
+        """Return the rows at several positions; a `DataLoader` takes a batch from a tree with this one call.
 
-        A tuple of positions are as many rows, as in torch's own `[data[i] for i in indices]`; a list of tuples are
-        elements at as many places of several batch dimensions.
+        A tuple of positions selects one row for each, as torch's own `[data[i] for i in indices]`; a list of tuples
+        selects one element for each, by its position in several batch dimensions.
         """
         if not isinstance(indices, (Tensor, np.ndarray)):
             indices = list(indices)
@@ -209,19 +209,10 @@ class IndexMethods(TensorCollection):
         return self._index(indices)
 
     def __len__(self) -> int:
-        if not self._batch_size:
-            raise error(
-                TypeError, "len: a tree with batch size [] has no length.", hint="len(td.keys()) counts the entries."
-            )
-        return dim_size(self._batch_size, 0, "len")
+        return dim_size(_size_of_rows(self, "len"), 0, "len")
 
     def __iter__(self) -> "Iterator[Self]":
-        if not self._batch_size:
-            raise error(
-                TypeError,
-                "iter: a tree with batch size [] has no rows.",
-                hint="iterate over td.keys(), td.values() or td.items().",
-            )
+        _size_of_rows(self, "iter")
         return iter(unbind(self, 0))
 
     def __bool__(self) -> bool:
@@ -238,22 +229,22 @@ class IndexMethods(TensorCollection):
             index has as many dimensions as the batch; a leaf (*batch, *F) becomes (*index.shape, *F).
 
         Raises:
-            ValueError: The index has another number of dimensions.
-            IndexError: There is no such batch dimension.
+            ValueError: The index does not have one dimension for each batch dimension.
+            IndexError: The batch dimension does not exist.
         """
         return gather(self, dim, index)
 
     def masked_select(self, mask: "Tensor | np.ndarray[Any, Any] | Sequence[Any]") -> "Self":
-        """Return the rows where the mask holds: batch size [number of True, ...].
+        """Return the rows at which the mask is True: batch size [number of True, ...].
 
         Raises:
             TypeError: The mask does not hold bools.
-            IndexError: It has not the shape of the leading batch dimensions.
+            IndexError: The mask does not have the shape of the leading batch dimensions.
         """
         return masked_select(self, mask)
 
     def where(self, condition: Tensor, other: Any) -> "Self":
-        """Return this tree where the condition over the batch holds, and `other` elsewhere.
+        """Return this tree at the elements of the batch for which the condition is True, and `other` at all others.
 
         Raises:
             ValueError: The condition does not hold one bool for each element of the batch.

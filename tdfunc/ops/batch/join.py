@@ -1,6 +1,7 @@
 """Several trees into one: `stack` and `cat`, which name the first difference in keys, shapes, dtypes, kinds or ties."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -11,12 +12,14 @@ from torch import Size, Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.context import is_compiling
-from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, error
+from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.shapes import dim_index, put_first
+from tdfunc.core.shapes import dim_index, put_first, shape_of
 from tdfunc.core.types import Names, Path
-from tdfunc.core.walk import Difference, gather, refill, zip_trees
+from tdfunc.core.walk import Difference, describe, gather, refill
+from tdfunc.ops.base.foreach import check_ties
+from tdfunc.ops.base.reading import check_trees
 
 T = TypeVar("T", bound=TensorCollection)
 _DTYPE = attrgetter("dtype")
@@ -29,7 +32,7 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
 
     Args:
         trees: Trees with equal batch sizes, key paths, shapes and dtypes, in any iterable.
-        dim: Where the new dimension goes among the batch dimensions.
+        dim: The place of the new dimension among the batch dimensions.
 
     Returns:
         A tree with the key paths of `trees[0]`.
@@ -38,8 +41,8 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
         E trees of batch size (*B) become one of (E, *B), for `dim` 0.
 
     Raises:
-        TypeError: One of them is not a tree.
-        ValueError: There are no trees.
+        TypeError: An item of `trees` is not a tree.
+        ValueError: `trees` is empty.
         TreeStructureError: Key paths differ; the message lists the difference.
         LeafMismatchError: A leaf differs in shape or dtype; the message names it with both.
 
@@ -67,14 +70,14 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
     """Concatenate trees of one structure along a batch dimension.
 
     Args:
-        trees: Trees whose batch sizes agree but for `dim`, with equal key paths and dtypes, in any iterable.
+        trees: Trees whose batch sizes agree except in `dim`, with equal key paths and dtypes, in any iterable.
         dim: The batch dimension.
 
     Raises:
-        TypeError: One of them is not a tree.
-        ValueError: There are no trees.
+        TypeError: An item of `trees` is not a tree.
+        ValueError: `trees` is empty.
         TreeStructureError: Key paths differ.
-        LeafMismatchError: A leaf differs in shape (but for `dim`) or dtype.
+        LeafMismatchError: A leaf differs in shape (except in `dim`) or dtype.
     """
     given = as_trees(trees, "cat")
     first, others = given[0], given[1:]
@@ -109,7 +112,7 @@ def _agree(first: TensorCollection, second: TensorCollection, but: int | None = 
     return same_rank and all([a == b or -1 in (a, b) for dim, (a, b) in enumerate(pairs) if dim != but])
 
 
-# Any: a lazy stack has a dimension of its own.
+# Any: a lazy stack has its own dimension.
 def _sizes(tree: Any) -> Sequence[int]:
     """Return the batch size with -1 where a lazy stack may be ragged: also where the lengths of its trees agree."""
     if not tree._is_lazy:
@@ -122,58 +125,32 @@ def as_trees(trees: Iterable[T], call: str) -> list[T]:
     given = list(trees)
     if not given:
         raise error(ValueError, f"{call}: there must be at least one tree.")
-    for tree in given:
-        if not isinstance(tree, TensorCollection):
-            raise error(TypeError, f"{call}: all must be trees.", expected="trees", got=type(tree).__name__)
+    check_trees(call, *given)
     return given
 
 
 def _join(op: LeafOp, first: T, others: Sequence[T]) -> T:
-    try:
-        # The leaves of all nodes together, so that checking and joining them is one call in C each.
-        columns = None if is_compiling() else gather((first, *others))
-        if columns is not None:
-            dtypes = list(map(_DTYPE, columns[0]))
-            if all([list(map(_DTYPE, column)) == dtypes for column in columns[1:]]):
-                (dim,) = op.args
-                fn = torch.stack if op.name == "stack" else torch.cat
-                rows = zip(*columns, strict=True)
+    # The leaves of all nodes together, so that checking and joining them is one call in C each.
+    columns = None if is_compiling() else gather((first, *others))
+    if columns is not None:
+        dtypes = list(map(_DTYPE, columns[0]))
+        if all([list(map(_DTYPE, column)) == dtypes for column in columns[1:]]):
+            (dim,) = op.args
+            fn = torch.stack if op.name == "stack" else torch.cat
+            rows = zip(*columns, strict=True)
+            # The checks below name a leaf whose shapes differ.
+            with suppress(RuntimeError):
                 return refill(first, map(fn, rows, repeat(dim)) if dim else map(fn, rows), op)
-        check_joinable(op.name, first, others)
-        return first._shape(op, *others)
-    except (RuntimeError, TypeError, TreeStructureError) as err:
-        skip = op.args[0] if op.name == "cat" else None
-        for other in others:
-            pairs = zip_trees(first, other) if type(first) is type(other) else []
-            # Keys and classes that differ are in the error already, and ragged leaves have no shape.
-            for path, x, y in [] if isinstance(pairs, Difference) else pairs:
-                if not isinstance(x, (Tensor, NonTensorBase)):
-                    continue
-                a, b = list(x.shape), list(y.shape)
-                if a != b and (skip is None or a[:skip] + a[skip + 1 :] != b[:skip] + b[skip + 1 :]):
-                    raise LeafMismatchError(
-                        f"{op.name}: leaf {dotted(path)!r} differs.",
-                        expected=f"shape {a}",
-                        got=f"shape {b}",
-                        hint="pad them to one shape, or keep them ragged with lazy_stack.",
-                    ) from err
-        raise
-
-
-def check_joinable(name: str, first: TensorCollection, others: Sequence[TensorCollection]) -> None:
-    """Raise unless dtypes, kinds and ties agree (torch would promote or untie in silence)."""
+    # torch would silently promote or untie.
     for other in others:
-        _check_nodes(name, first, other, ())
-        if other._ties != first._ties:
-            raise TieError(
-                f"{name}: the trees tie different paths.",
-                expected=str(first._ties),
-                got=str(other._ties),
-                hint="untie() the paths that are tied in only one of them.",
-            )
+        _check_nodes(op, first, other, ())
+        check_ties(first, other, op.name)
+    return first._shape(op, *others)
 
 
-def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> None:
+def _check_nodes(op: LeafOp, first: TensorCollection, other: TensorCollection, at: Path) -> None:
+    """Raise unless classes, keys, shapes, dtypes and kinds agree."""
+    name = op.name
     if type(other) is not type(first):
         hint = defined_twice(type(first), type(other))
         if first._is_lazy != other._is_lazy:
@@ -191,19 +168,18 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
     if mine.keys() != theirs.keys():
         raise Difference(at, "keys", first, other).error(name)
     for key, node in mine.items():
-        twin = theirs[key]
-        if isinstance(node, Tensor) and isinstance(twin, Tensor):
-            if node.dtype is not twin.dtype:
-                raise LeafMismatchError(
-                    f"{name}: {dotted((*at, key))!r} differs.",
-                    expected=str(node.dtype),
-                    got=str(twin.dtype),
-                    hint="cast one of them first: td.apply(lambda x: x.to(dtype)).",
-                )
-        elif isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
-            _check_nodes(name, node, twin, (*at, key))
-        elif not isinstance(node, NonTensorBase) or not isinstance(twin, NonTensorBase):
-            raise Difference((*at, key), "kind", node, twin).error(name)
+        twin, path = theirs[key], (*at, key)
+        if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
+            _check_nodes(op, node, twin, path)
+        elif not any([isinstance(node, kind) and isinstance(twin, kind) for kind in (Tensor, NonTensorBase)]):
+            raise Difference(path, "kind", node, twin).error(name)
+        elif _joined(op, node) != _joined(op, twin):
+            raise LeafMismatchError(
+                f"{name}: leaf {dotted(path)!r} differs.",
+                expected=describe(node),
+                got=describe(twin),
+                hint="cast or pad them first: td.apply(lambda x: x.to(dtype)), or keep them ragged with lazy_stack.",
+            )
     if first._kinds != other._kinds and first._kinds and other._kinds:
         key = next(k for k in mine if first._kinds.get(k) != other._kinds.get(k))
         raise LeafMismatchError(
@@ -211,6 +187,17 @@ def _check_nodes(name: str, first: TensorCollection, other: TensorCollection, at
             expected=str(first._kinds.get(key)),
             got=str(other._kinds.get(key)),
         )
+
+
+def _joined(op: LeafOp, node: Any) -> tuple[Any, ...]:
+    """Return what must agree in nodes that are joined: the dtype, and the shape except along the dimension of `cat`."""
+    if isinstance(node, NonTensorBase):
+        dtype, shape = None, node.shape
+    else:
+        # torch itself compares nested tensors.
+        dtype, shape = node.dtype, None if node.is_nested else shape_of(node)
+    dim = op.args[0] if op.name == "cat" else len(shape or ())
+    return dtype, shape and shape[:dim] + shape[dim + 1 :]
 
 
 # Any: the class of a lazy stack of typed trees has the class of these.

@@ -109,18 +109,18 @@ def repeat_interleave(tree: T, repeats: "int | Tensor", dim: int | None, output_
 def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     """Pad batch dimensions with a constant.
 
-    Non-tensor data are padded with None where their values differ; one value for all stays so.
+    Non-tensor data with a value for each row are padded with None; one value for all rows is kept.
 
     Args:
         tree: A tree with batch dimensions.
-        pad_size: Rows before and after, for the first batch dimension, then for the next.
+        pad_size: The numbers of rows before and after, for the first batch dimension, then for the next.
         value: The value of the new rows.
 
     Shapes:
         (B, *S) becomes (before + B + after, *S), for a `pad_size` of two numbers.
 
     Raises:
-        ValueError: The numbers do not come in pairs, are negative, or are more than the dimensions.
+        ValueError: The numbers do not form pairs, are negative, or are for more dimensions than the batch has.
         LeafMismatchError: A leaf's dtype cannot hold the value.
 
     Examples:
@@ -181,7 +181,7 @@ class RearrangeMethods(TensorCollection):
         """Return the batch repeated as a whole along each batch dimension, as `Tensor.repeat`.
 
         Raises:
-            ValueError: There is not one number for each batch dimension.
+            ValueError: `repeats` does not have one number for each batch dimension.
         """
         given: Any = repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
         return repeat(self, tuple(int(times) for times in given))
@@ -189,12 +189,12 @@ class RearrangeMethods(TensorCollection):
     def repeat_interleave(
         self, repeats: "int | Tensor", dim: int | None = None, *, output_size: int | None = None
     ) -> "Self":
-        """Return the tree with each row repeated; without `dim`, those of the flattened batch.
+        """Return the tree with each row repeated; without `dim`, each row of the flattened batch.
 
         Args:
-            repeats: How often: one number, or one for each row.
+            repeats: The number of repetitions, or one number for each row.
             dim: The batch dimension.
-            output_size: The number of rows of the result, where it is known: saves a synchronisation.
+            output_size: The number of rows of the result, if it is known; this saves a synchronisation.
 
         Examples:
             >>> TensorDict({"a": torch.arange(2)}, [2]).repeat_interleave(2)["a"]

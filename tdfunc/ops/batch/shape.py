@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import LeafOp, TensorCollection
+from tdfunc.core.collection import LeafOp, TensorCollection, by_shape
 from tdfunc.core.errors import error
-from tdfunc.core.shapes import as_int, dim_index, dim_size, dims_of, fill_size, int_or_ints, one_shape, put_first
+from tdfunc.core.shapes import as_int, dim_index, dim_size, dims_of, fill_size, int_or_ints, put_first
 from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.batch.index import split_leaves
 
@@ -46,13 +46,7 @@ def _resized_op(
         # Ints as arguments are twice as fast as a Size in torch's parser; none at all is spelled with an empty tuple.
         return methodcaller(method, *((*new, *shape[n:]) or ((),)))
 
-    def leaf(x: Any) -> Any:
-        return call(x.shape)(x)
-
-    def plain(leaves: Collection[Tensor]) -> LeafFn:
-        shape = one_shape(leaves)
-        return leaf if shape is None else call(shape)
-
+    leaf, plain = by_shape(call)
     return LeafOp(name, leaf, put_first(new, n), names, True, (new, method), plain=plain)
 
 
@@ -233,13 +227,6 @@ def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
     return split(tree, -(-total // chunks), dim) if total else split(tree, [0] * chunks, dim)
 
 
-def as_view(tree: T, args: tuple[Any, ...]) -> T:
-    """`view` by shape, or by dtype as `Tensor.view(dtype)`."""
-    if len(args) == 1 and isinstance(args[0], torch.dtype):
-        return tree._map(LeafOp("view", lambda x: x.view(args[0]) if isinstance(x, Tensor) else x))
-    return reshape(tree, _ints(args), "view")
-
-
 class ShapeMethods(TensorCollection):
     """Shape operations on the batch dimensions."""
 
@@ -287,12 +274,14 @@ class ShapeMethods(TensorCollection):
         return reshape(self, _ints(shape))
 
     def view(self, *shape: Any) -> "Self":
-        """Return the tree seen with another batch shape (or dtype), sharing memory.
+        """Return a view of the tree with another batch shape (or dtype); the leaves share memory.
 
         Raises:
-            RuntimeError: A leaf's memory cannot be seen so; use `reshape`.
+            RuntimeError: The strides of a leaf do not allow a view; use `reshape`.
         """
-        return as_view(self, shape)
+        if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+            return self._map(LeafOp("view", lambda x: x.view(shape[0]) if isinstance(x, Tensor) else x))
+        return reshape(self, _ints(shape), "view")
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Self":
         """Return the tree with a range of batch dimensions merged."""
@@ -325,7 +314,7 @@ class ShapeMethods(TensorCollection):
     def expand_as(self, other: "Tensor | TensorCollection") -> "Self":
         """Return the tree with its batch expanded to the shape of a tensor or the batch size of a tree.
 
-        `td.apply(lambda x, y: x.expand_as(y), other)` expands features, too.
+        `td.apply(lambda x, y: x.expand_as(y), other)` also expands features.
         """
         return expand(self, tuple(other.shape))  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -16,7 +16,7 @@ COMPLETIONS = 10_000
 
 
 class ShowMethods(TensorCollection):
-    """How a tree looks: as text, in a notebook, as a table; and the completions of a prompt."""
+    """A tree as text, in a notebook and as a table; and the completions of a prompt."""
 
     __slots__ = ()
 
@@ -29,11 +29,11 @@ class ShowMethods(TensorCollection):
     def summary(self, *, depth: int | None = None, where: "FilterLike | None" = None) -> Summary:
         """Return a table of the leaves with their totals, by dtype and by kind; needs the package rich.
 
-        The result is not printed: it is shown by a prompt or notebook, by `print` and by `rich.print`, and has the
-        totals as attributes. A tensor at several paths counts once.
+        The result is not printed. A prompt, a notebook, `print` and `rich.print` show it, and it has the totals as
+        attributes. A tensor at several paths counts once.
 
         Args:
-            depth: Put the leaves of each tree that lies so many keys deep on one line.
+            depth: The number of keys after which the leaves of a tree share one line.
             where: A glob on the dotted path, or a `Filter`: only these leaves.
 
         Raises:

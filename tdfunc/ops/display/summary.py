@@ -33,9 +33,8 @@ class Row(NamedTuple):
     dtype: str
     device: str
     kind: str
-    leaves: int = 0
-    elements: int = 0
-    size_bytes: int = 0
+    # Leaves, elements and bytes.
+    amounts: tuple[int, int, int] = (0, 0, 0)
 
 
 @final
@@ -52,9 +51,7 @@ class Summary:
     __slots__ = ("by_dtype", "by_kind", "elements", "leaves", "size_bytes", "table")
 
     def __init__(self, rows: list[Row], table: Any) -> None:
-        self.leaves: int = sum(row.leaves for row in rows)
-        self.elements: int = sum(row.elements for row in rows)
-        self.size_bytes: int = sum(row.size_bytes for row in rows)
+        self.leaves, self.elements, self.size_bytes = _sum(rows)
         self.by_dtype: dict[str, tuple[int, int, int]] = _group(rows, "dtype")
         self.by_kind: dict[str, tuple[int, int, int]] = _group(rows, "kind")
         # Any: of rich, which is optional.
@@ -76,13 +73,16 @@ class Summary:
 
 
 def _group(rows: list[Row], field: str) -> dict[str, tuple[int, int, int]]:
-    found: dict[str, tuple[int, int, int]] = {}
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        if row.leaves:
-            name = getattr(row, field) or "other"
-            old = found.get(name, (0, 0, 0))
-            found[name] = (old[0] + row.leaves, old[1] + row.elements, old[2] + row.size_bytes)
-    return found
+        if row.amounts[0]:
+            found.setdefault(getattr(row, field) or "other", []).append(row)
+    return {name: _sum(group) for name, group in found.items()}
+
+
+def _sum(rows: list[Row]) -> tuple[int, int, int]:
+    leaves, elements, size_bytes = (sum(row.amounts[i] for row in rows) for i in range(3))
+    return leaves, elements, size_bytes
 
 
 def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None") -> Summary:
@@ -116,7 +116,8 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
     for row in shown[:ROWS]:
         # Text, because rich reads a str such as "[red]" as markup.
         cells = [".".join(map(printable, row.path)), row.shape, row.dtype, row.device, row.kind]
-        numbers = [f"{row.elements:,}", bytes_text(row.size_bytes)] if row.leaves else ["", ""]
+        leaves, elements, size = row.amounts
+        numbers = [f"{elements:,}", bytes_text(size)] if leaves else ["", ""]
         table.add_row(*map(Text, [*cells, *numbers]))
     if len(shown) > ROWS:
         table.add_row(Text(f"... {len(shown) - ROWS:,} more; depth= folds them"))
@@ -151,17 +152,15 @@ def _rows(tree: TensorCollection, at: Path, tied: dict[Path, list[Path]], seen: 
             kind = kind_text(tree._kinds.get(key)) or ("tensor" if facts.type == "Tensor" else facts.type)
             shape = ", ".join([facts.shape, *facts.notes])
             totals = (len(new) if facts.dtype else 0, amounts.elements or 0, amounts.size_bytes or 0)
-            yield Row(path, shape, facts.dtype, facts.device, kind, *totals)
+            yield Row(path, shape, facts.dtype, facts.device, kind, totals)
 
 
 def _fold(path: Path, rows: list[Row]) -> Row:
     """Put the leaves of a tree on one line."""
 
     def common(field: str) -> str:
-        found = list(dict.fromkeys(getattr(row, field) for row in rows if row.leaves))
+        found = list(dict.fromkeys(getattr(row, field) for row in rows if row.amounts[0]))
         return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
 
-    leaves = sum(row.leaves for row in rows)
-    sums = (sum(row.elements for row in rows), sum(row.size_bytes for row in rows))
-    shape = count_text(leaves, "leaf")
-    return Row((*path, "*"), shape, common("dtype"), common("device"), common("kind"), leaves, *sums)
+    amounts = _sum(rows)
+    return Row((*path, "*"), count_text(amounts[0], "leaf"), common("dtype"), common("device"), common("kind"), amounts)

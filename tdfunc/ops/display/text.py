@@ -220,7 +220,7 @@ def tree_repr(tree: TensorCollection, indent: str = "") -> str:
     lines: list[str] = []
     for key in sorted(tree._keys()):
         node = tree._get(key)
-        # A class with a repr of its own keeps it; the plain form is called directly, to save stack.
+        # A class with its own repr keeps it; the plain form is called directly, to save stack.
         if isinstance(node, TensorCollection) and type(node).__repr__ is TensorCollection._open.__repr__:
             text = tree_repr(node, indent=f"{indent}        ")
         elif isinstance(node, TensorCollection):

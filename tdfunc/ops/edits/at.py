@@ -12,7 +12,7 @@ from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_sh
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, TieError, error
 from tdfunc.core.keys import Filter, dotted, is_key, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.shapes import EMPTY, dim_size
+from tdfunc.core.shapes import EMPTY, dim_size, normalize_index
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.base.cast import keeps_number, keeps_values
@@ -25,7 +25,7 @@ from tdfunc.ops.edits.maps import apply
 T = TypeVar("T", bound=TensorCollection)
 
 
-# Dtypes that `index_put` refuses, and those of as many bits that stand in for them.
+# Dtypes that `index_put` refuses, and dtypes of as many bits in place of them.
 _WRITTEN_AS = {
     torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64, torch.float8_e8m0fnu: torch.uint8,
 }  # fmt: skip
@@ -60,7 +60,7 @@ class At(Generic[T]):
         return self._tree.partition(self._place)[0] if self._is_filter else self._tree[self._place]
 
     def set(self, value: Any) -> T:
-        """Return a tree with the value there.
+        """Return a new tree in which `value` replaces the selected rows, leaves or entry.
 
         Args:
             value: A number, which fills the leaves there; at an index or filter also a tree of the rows or leaves, or
@@ -68,8 +68,8 @@ class At(Generic[T]):
 
         Raises:
             MissingKeyError: The path does not exist, or the rows lack a key of the tree or have one more.
-            BatchSizeError: The rows have another batch size.
-            LeafMismatchError: A leaf has another shape; or one of rows a dtype that would lose values.
+            BatchSizeError: The batch size of the rows differs from the index.
+            LeafMismatchError: The shape of a leaf differs, or casting rows to its dtype would lose values.
         """
         if self._is_filter:
             return self._change_part(lambda part: _as_rows(part, value, "set"))
@@ -89,12 +89,12 @@ class At(Generic[T]):
         return new
 
     def add(self, value: Any) -> T:
-        """Return a tree with the value added there; rows that an index names twice are added to twice.
+        """Return a tree with the value added there; a row that the index contains twice is added to twice.
 
-        At a key in a lazy stack the value is cut for the trees as by `set`, and one without dimensions is for all.
+        At a key in a lazy stack the value is divided among the trees as by `set`; one without dimensions goes to all.
 
         Raises:
-            TypeError: Non-tensor data are at the path.
+            TypeError: The entry at the path is non-tensor data.
         """
         if self._is_filter:
             return self._change_part(lambda part: part + value)
@@ -106,8 +106,8 @@ class At(Generic[T]):
         """Return a tree multiplied by the value there; the value is read as by `add`.
 
         Raises:
-            ValueError: The index names a row twice.
-            TypeError: Non-tensor data are at the path.
+            ValueError: The index contains a row twice.
+            TypeError: The entry at the path is non-tensor data.
         """
         if self._is_filter:
             return self._change_part(lambda part: part * value)
@@ -121,7 +121,7 @@ class At(Generic[T]):
         At a path in a lazy stack `fn` is applied to the leaf or sub-tree of each of its trees.
 
         Raises:
-            ValueError: The index names a row twice.
+            ValueError: The index contains a row twice.
         """
         if self._is_filter:
             return apply(self._tree, fn, (), where=self._place)
@@ -150,16 +150,16 @@ class At(Generic[T]):
 
     def _change(self, fn: Callable[[Any], Any], call: str) -> Any:
         size = self._tree._batch_size
-        parts = storage_writes.index_parts(self._place, size)
+        parts = normalize_index(self._place, size)
         if any(isinstance(part, Tensor) for part in parts):
             # Only the dimensions that the index names count, and the others may be ragged.
             taken = _positions(size[: sum(p is not None and not isinstance(p, bool) for p in parts)], parts)
             if len(taken.unique()) < taken.numel():
                 raise error(
                     ValueError,
-                    f"at[...].{call}: the index names a row twice.",
+                    f"at[...].{call}: the index must contain each row only once.",
                     got=repr(self._place),
-                    hint="name each row once; at[index].add adds up.",
+                    hint="to add to a row more than once, use at[index].add.",
                 )
         return write_rows(self._tree, self._place, fn(self._tree._index(self._place)), call)
 
@@ -226,7 +226,7 @@ def _positions(size: Size, parts: tuple[Any, ...]) -> Tensor:
 
 def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
     """Return a tree with rows replaced (or, for "add", added to) at an index of the batch."""
-    parts = storage_writes.index_parts(index, tree._batch_size)
+    parts = normalize_index(index, tree._batch_size)
     rows = tree._index(index)
     if tree._is_lazy:
         value = _as_tree(rows, value, call)
@@ -260,7 +260,7 @@ def _as_tree(rows: TensorCollection, value: Any, call: str) -> TensorCollection:
 
 
 def _as_rows(rows: TensorCollection, value: Any, call: str) -> TensorCollection:
-    """Return a value as a tree that can stand in the place of these rows."""
+    """Return a value as a tree that can replace these rows."""
     tree = _as_tree(rows, value, call)
     _check_rows(rows, tree, f"at[...].{call}")
     return tree

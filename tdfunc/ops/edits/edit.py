@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves, per_tree
 from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError
-from tdfunc.core.keys import dotted, unravel
+from tdfunc.core.keys import by_head, dotted, unravel
 from tdfunc.core.shapes import starts_with
-from tdfunc.core.ties import by_first_key, drop, group_of, merge, under
+from tdfunc.core.ties import by_first_key, group_of, merge, node_at, remap, under
 from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
 from tdfunc.ops.base.cast import to
 from tdfunc.ops.base.convert import accept, adopt
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
-# Options of tensordict's method; as entries by keyword they would become keys in silence.
+# Options of tensordict's method; as entries by keyword they would silently become keys.
 _UPDATE_OPTIONS = ("clone", "keys_to_update", "non_blocking", "is_leaf", "ignore_lock", "update_batch_size")
 
 
@@ -88,24 +88,16 @@ def _record_ties(tree: T, ties: Ties) -> T:
         TieError: The edit gave two paths of one group different tensors.
     """
     for group in ties:
-        first = _stored(tree, group[0])
+        first = node_at(tree, group[0])
         for path in group[1:]:
-            if _stored(tree, path) is not first:
+            if node_at(tree, path) is not first:
                 raise TieError(
                     f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
                     expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
-                    got=f"{_summary(first)} and {_summary(_stored(tree, path))}",
+                    got=f"{_summary(first)} and {_summary(node_at(tree, path))}",
                     hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
                 )
     return restore_ties(tree, ties)
-
-
-def _stored(tree: TensorCollection, path: Path) -> Any:
-    """Return the leaf at a path of a group, which leads through the trees of a lazy stack by their numbers."""
-    node: Any = tree
-    for key in path:
-        node = node._data[key]
-    return node
 
 
 def _summary(leaf: Any) -> str:
@@ -153,7 +145,7 @@ def _write_groups(tree: T, ties: Ties, written: Set[Path]) -> T:
 
 
 def replace_nodes(tree: T, nodes: dict[str, Node]) -> T:
-    """Return a tree with nodes under its keys, put there in one step; other paths of a tied leaf get it, too."""
+    """Return a tree with nodes under its keys, put there in one step; all paths of a tied leaf get the same node."""
     new = tree._put(nodes)
     written = {(key,) for key, node in nodes.items() if node is not None and not isinstance(node, TensorCollection)}
     return _write_groups(new, new._ties, written)
@@ -167,13 +159,9 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
         check_one_shape(other, "update", f" at {dotted(at)!r}" if at else "")
     changes: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
-    nested: dict[str, dict[Path, Any]] = {}
     theirs = other._kinds if isinstance(other, TensorCollection) else {}
-    for name, value in _entries(other):
-        key, *rest = unravel(name)
-        if rest:
-            nested.setdefault(key, {})[tuple(rest)] = value
-            continue
+    flat, nested = by_head(_entries(other))
+    for key, value in flat.items():
         mine = tree._get(key) if key in tree._keys() else None
         if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
             changes[key] = _merge(mine, value, (*at, key), given)
@@ -222,7 +210,7 @@ def delete(tree: T, key: NestedKey) -> T:
 
 @per_tree()
 def delete_paths(tree: T, paths: Iterable[Path]) -> T:
-    """Return a tree without the given paths; those that do not exist are no error."""
+    """Return a tree without the given paths; paths that do not exist are ignored."""
     changes: dict[str, Node] = {}
     for key, inner in by_first_key(paths).items():
         if key not in tree._keys():
@@ -236,22 +224,12 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     return tree._put(changes) if changes else tree
 
 
-def untie(tree: T, key: NestedKey) -> T:
-    """Return a tree in which a path of a tied leaf stands alone, with its own copy of the tensor."""
-    path = unravel(key)
-    leaf = get(tree, path)
-    if len(group_of(tree._ties, path)) == 1:
-        groups = [[dotted(p) for p in group] for group in tree._ties]
-        raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
-    return _untie_path(tree, path, leaf.clone())
-
-
 def _untie_path(tree: T, path: Path, leaf: Any) -> T:
     key, rest = path[0], path[1:]
     # Groups of tied paths lead through the stored nodes: of a stack, its trees.
     inner: Any = tree._data[key]
     node = _untie_path(inner, rest, leaf) if rest else leaf
-    return tree._replace(tree._data | {key: node}, ties=drop(tree._ties, path))
+    return tree._replace(tree._data | {key: node}, ties=remap(tree._ties, lambda tied: None if tied == path else tied))
 
 
 class EditMethods(TensorCollection):
@@ -280,7 +258,7 @@ class EditMethods(TensorCollection):
         Args:
             key: A str or nested tuple of str.
             value: A tensor, tree, dict, number, list or any other object but None.
-            inplace: Write the values into the storage that the entry has now, and return this tree.
+            inplace: Write the values into the storage of the entry, and return this tree.
             non_blocking: Move tensors to the device of the tree without waiting, as `Tensor.to`.
             kind: The kind of the leaf, for trees of a module's parameters.
 
@@ -309,11 +287,10 @@ class EditMethods(TensorCollection):
             data = self._data.copy()
             data[key] = value
             return self._make(data, self._batch_size, None, self._names)
-        if non_blocking and self._device is not None:
-            if isinstance(value, TensorCollection):
-                value = to(value, self._device, non_blocking=True)
-            elif isinstance(value, Tensor):
-                value = value.to(self._device, non_blocking=True)
+        if non_blocking and self._device is not None and isinstance(value, (Tensor, TensorCollection)):
+            # Any: two functions of one use.
+            move: Any = to if isinstance(value, TensorCollection) else Tensor.to
+            value = move(value, self._device, non_blocking=True)
         if inplace:
             storage_writes.write_leaf(self, unravel(key), value)
             return self
@@ -329,7 +306,7 @@ class EditMethods(TensorCollection):
 
         Args:
             other: A dict whose keys may be nested, pairs of such keys and values, or a tree.
-            inplace: Only False: a tree is never changed.
+            inplace: Must be False: a tree is never changed.
             **entries: More entries, by keyword.
 
         Raises:
@@ -353,7 +330,7 @@ class EditMethods(TensorCollection):
         """Return a tree without one entry (a leaf or a sub-tree).
 
         Raises:
-            MissingKeyError: There is no such entry.
+            MissingKeyError: The entry does not exist.
         """
         return delete(self, key)
 
@@ -361,7 +338,7 @@ class EditMethods(TensorCollection):
         """Return the value of an entry and a tree without it.
 
         Raises:
-            MissingKeyError: There is no such entry and no default.
+            MissingKeyError: The entry does not exist, and `default` is not given.
 
         Examples:
             >>> value, rest = TensorDict({"a": torch.ones(2), "b": torch.zeros(2)}).pop("a")
@@ -373,12 +350,17 @@ class EditMethods(TensorCollection):
         return get_value(self, key, default), self
 
     def untie(self, key: NestedKey) -> "Self":
-        """Return a tree in which one path of a tied leaf stands alone, with a copy of the tensor.
+        """Return a tree in which one path of a tied leaf has its own copy of the tensor.
 
         Raises:
             TieError: The path is not tied.
         """
-        return untie(self, key)
+        path = unravel(key)
+        leaf = get(self, path)
+        if len(group_of(self._ties, path)) == 1:
+            groups = [[dotted(p) for p in group] for group in self._ties]
+            raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
+        return _untie_path(self, path, leaf.clone())
 
     @property
     def at(self) -> "_AtGetter[Self]":
@@ -390,11 +372,11 @@ class EditMethods(TensorCollection):
     def set_(self, key: NestedKey, value: Any) -> "Self":
         """Write values into the storage of an existing entry, in its dtype and on its device; returns this tree.
 
-        Where `Tensor.copy_` casts any value, a cast that could lose more than floating-point precision is refused:
-        of floats to integers, of integers to narrower ones, of numbers to bools.
+        A cast that could lose more than floating-point precision raises, unlike in `Tensor.copy_`: floats to integers,
+        integers to narrower integers, numbers to bools.
 
         Raises:
-            MissingKeyError: There is no such entry.
+            MissingKeyError: The entry does not exist.
             LeafMismatchError: The value's shape or dtype does not fit, or the leaf's memory overlaps itself.
         """
         storage_writes.write_leaf(self, unravel(key), value)

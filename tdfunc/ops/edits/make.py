@@ -1,15 +1,16 @@
 """Trees made from a tree: empty, of constants, with entries replaced or parted."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Size, Tensor
+from torch import Size
 
-from tdfunc.core.collection import LeafOp, TensorCollection, per_tree
+from tdfunc.core.collection import LeafOp, TensorCollection, by_shape, per_tree
 from tdfunc.core.keys import unravel
-from tdfunc.core.shapes import as_names, as_size, one_shape, put_first
+from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.shapes import as_names, as_size, put_first
 from tdfunc.core.types import LeafFn
 from tdfunc.ops.base.cast import as_device, clone, on_device
 from tdfunc.ops.base.reading import UNSET, has
@@ -51,21 +52,18 @@ def fill_new(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | No
     def make(shape: Size) -> LeafFn:
         return methodcaller(call, (*size, *shape[n:]), *arguments, **options)
 
-    def leaf(x: Any) -> Any:
-        return make(x.shape)(x)
-
-    def plain(leaves: Collection[Tensor]) -> LeafFn:
-        shape = one_shape(leaves)
-        return leaf if shape is None else make(shape)
-
+    leaf, plain = by_shape(make)
     made = tree._map(LeafOp(call, leaf, put_first(size, n), plain=plain))
     return made if place is None else on_device(made, place)
 
 
 @per_tree()
-def open_trees(tree: TensorCollection) -> Any:
-    """Return `TensorDict`s in place of trees of any class, sharing the leaves."""
-    data = {key: open_trees(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
+def open_trees(tree: TensorCollection, empty_fields: bool) -> Any:
+    """Return `TensorDict`s in place of trees of any class, sharing the leaves; empty fields may become None."""
+    data = {key: open_trees(n, empty_fields) if isinstance(n, TensorCollection) else n for key, n in tree._data.items()}
+    if empty_fields:
+        fields: tuple[str, ...] = getattr(tree, "_fields", ())
+        data |= {name: NonTensorData(None, tree._batch_size) for name in fields if name not in data}
     return tree._open._make(data, tree._batch_size, tree._device, tree._names, tree._static)
 
 
@@ -99,7 +97,7 @@ class MakeMethods(TensorCollection):
         Args:
             recurse: Keep the sub-trees, without their entries.
             batch_size: Another batch size; sub-trees keep their own trailing dimensions.
-            device: Another device; None for none.
+            device: Another device, or None.
             names: Other names of the dimensions.
         """
         return empty(self, recurse, batch_size, device, names)
@@ -129,11 +127,11 @@ class MakeMethods(TensorCollection):
         return fill_new(self, "new_full", as_size(size), fill_value, dtype, device)
 
     def replace(self, changes: Mapping[Any, Any] | TensorCollection | None = None, /, **entries: Any) -> "Self":
-        """Return a tree with entries replaced (or added), each as a whole: `update` merges nested trees instead.
+        """Return a tree with entries replaced or added. Nested trees are replaced, where `update` merges them.
 
         Args:
             changes: New values by (nested) key, or a tree of them.
-            **entries: More of them, by keyword.
+            **entries: More new values, by keyword.
         """
         tree = self
         for key, value in replacements(changes, entries).items():
@@ -144,19 +142,20 @@ class MakeMethods(TensorCollection):
         """Return a copy in which all trees are `TensorDict`s.
 
         Args:
-            retain_none: For a typed tree: write empty fields as non-tensor None.
+            retain_none: Write empty fields of typed trees as non-tensor None, which `from_tensordict` reads; False
+                leaves them out.
         """
-        return clone(open_trees(self), recurse=True)
+        return clone(open_trees(self, retain_none is not False), recurse=True)
 
     def split_keys(self, *key_sets: Any, strict: bool = True) -> tuple[Any, ...]:
-        """Return a tree for each set of (nested) keys, and one of the rest; sub-trees left empty go.
+        """Return a tree for each set of (nested) keys, and one of the rest; sub-trees left empty are dropped.
 
         Args:
             *key_sets: Keys, or a dict from keys to the names that they get.
             strict: Raise for keys that do not exist.
 
         Raises:
-            MissingKeyError: A key does not exist, or an earlier set has it.
+            MissingKeyError: A key does not exist, or is in an earlier set.
 
         Examples:
             >>> td = TensorDict({"obs": torch.ones(2), "act": torch.zeros(2), "r": torch.ones(2)}, [2])

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, note_leaf, per_tree
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, leaf_paths, note_leaf, per_tree
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import Filter, FilterLike, dotted
-from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
 from tdfunc.core.types import Path
 from tdfunc.ops.base.cast import as_device
@@ -112,19 +111,6 @@ def drop_empty(tree: T) -> T:
     return tree._replace({k: x for k, x in inner.items() if not isinstance(x, TensorCollection) or holds_leaf(x)})
 
 
-def paths_tree(tree: T, nested: bool, at: Path = ()) -> T:
-    """Return a tree whose leaves are their own names: the last key, or with `nested` the path where it has several."""
-    data: dict[str, Any] = {}
-    for key, node in tree._data.items():
-        if isinstance(node, TensorCollection):
-            data[key] = paths_tree(node, nested, (*at, key))
-        elif isinstance(node, NonTensorBase):
-            data[key] = node
-        else:
-            data[key] = (*at, key) if nested and at else key
-    return tree._replace(data)
-
-
 class MapMethods(TensorCollection):
     """`apply` and `named_apply`."""
 
@@ -136,12 +122,12 @@ class MapMethods(TensorCollection):
         A tied leaf is passed once. Non-tensor data are kept as they are.
 
         Args:
-            fn: A function of a tensor (and one of each other tree).
+            fn: A function of a tensor, and of one more for each other tree.
             *others: Trees with the same keys.
-            inplace: Only False: a tree is never changed.
-            **options: `batch_size` that the results have when `fn` changes it; `device` and `names` of the result;
-                `default` for leaves that another tree lacks; `filter_empty` to drop sub-trees left without leaves;
-                `where`, a filter: the leaves that it does not choose stay as they are.
+            inplace: Must be False: a tree is never changed.
+            **options: `batch_size` of the results, if `fn` changes it; `device` and `names` of the result; `default`
+                for leaves that another tree lacks; `filter_empty` to drop sub-trees without leaves; `where`, a
+                filter: leaves that do not match it are kept unchanged.
 
         Raises:
             BatchSizeError: A result does not start with the batch size; the message names the leaf.
@@ -168,10 +154,11 @@ class MapMethods(TensorCollection):
         Args:
             fn: A function of a name and a tensor (and one tensor of each other tree).
             *others: Trees with the same keys.
-            nested_keys: The name is the whole path (a tuple where it is nested), not the last key.
-            inplace: Only False: a tree is never changed.
+            nested_keys: Pass the complete path (a tuple if it is nested) as the name, not the last key.
+            inplace: Must be False: a tree is never changed.
             **options: As for `apply`.
         """
         refuse_inplace(inplace, "named_apply(fn)")
-        names = paths_tree(self, nested_keys)
-        return apply(self, lambda leaf, name, *rest: fn(name, leaf, *rest), (names, *others), **options)
+        # In the order of a map, as in `apply`.
+        names = iter([path if nested_keys and path[1:] else path[-1] for path in leaf_paths(self)])
+        return apply(self, lambda leaf, *rest: fn(next(names), leaf, *rest), others, **options)

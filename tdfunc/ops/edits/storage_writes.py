@@ -20,7 +20,7 @@ from tdfunc.core.errors import (
     TieError,
     UnsupportedError,
 )
-from tdfunc.core.keys import dotted, missing, unravel
+from tdfunc.core.keys import by_head, dotted
 from tdfunc.core.memory import Places, mapped_file, repeats_itself
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, as_array, same_value
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
@@ -31,13 +31,6 @@ from tdfunc.ops.base.convert import as_tensor
 from tdfunc.ops.base.reading import check_dense, get, iter_items
 
 _NOTHING = "; nothing was written"
-
-
-def index_parts(index: Any, size: Size) -> tuple[Any, ...]:
-    """Return a normalized index that has been checked against the batch size."""
-    parts = normalize_index(index, size)
-    index_size(parts, size)
-    return parts
 
 
 def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
@@ -85,40 +78,32 @@ def check_reaches_file(leaf: Tensor, where: str) -> None:
 
 def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     """Copy a value into the storage of an existing entry (a leaf, or a sub-tree from a tree)."""
-    parent: Any = tree
-    for i, key in enumerate(path):
-        if not isinstance(parent, TensorCollection) or key not in parent._keys():
-            known = parent._keys() if isinstance(parent, TensorCollection) else []
-            raise missing(path[: i + 1], known, "set_", parent)
-        parent = parent._get(key)
-    if isinstance(parent, TensorCollection):
-        if not isinstance(value, (TensorCollection, Mapping, list, tuple)):
-            raise Difference(path, "kind", parent, value).error("set_", hint="give a tree or dict.", note=_NOTHING)
-        write_tree(parent, value, complete=True)
+    node, is_many = get(tree, path), isinstance(value, (TensorCollection, Mapping))
+    if isinstance(node, TensorCollection):
+        if not is_many and not isinstance(value, (list, tuple)):
+            raise Difference(path, "kind", node, value).error("set_", hint="give a tree or dict.", note=_NOTHING)
+        write_tree(node, value, complete=True)
         return
-    if isinstance(value, (TensorCollection, Mapping)):
-        raise Difference(path, "kind", parent, value).error("set_", hint="td.set replaces the entry.", note=_NOTHING)
-    # All are checked before the first is written to: in a lazy stack a leaf is one tensor of each tree.
+    if is_many:
+        raise Difference(path, "kind", node, value).error("set_", hint="td.set replaces the entry.", note=_NOTHING)
     writes = _leaf_writes(tree, path, value)
-    places = Places([leaf for leaf, _ in writes])
-    for leaf, new in [(leaf, _copy_overlap(new, places)) for leaf, new in writes]:
-        with torch.no_grad():
-            leaf.copy_(new)
+    leaves, values = ({at: write[i] for at, write in writes.items()} for i in range(2))
+    _write("set_", leaves, values, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
 
 
-def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the leaf at a path with the value for it, once for each tree of a lazy stack on the way."""
+def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> dict[Path, tuple[Tensor, Tensor]]:
+    """Return the leaf at a path with the value for it; where the path leads into a lazy stack, of each of its trees."""
     node: Any = tree
     for i, key in enumerate(path):
-        writes: list[tuple[Tensor, Tensor]] = []
+        writes: dict[Path, tuple[Tensor, Tensor]] = {}
 
-        def add(inner: Any, part: Any, rest: Path = path[i:], to: list[Any] = writes) -> Any:
-            to.extend(_leaf_writes(inner, rest, part))
+        def add(inner: Any, part: Any, rest: Path = path[i:], to: dict[Any, Any] = writes) -> Any:
+            to.update({(str(len(to)), *at): write for at, write in _leaf_writes(inner, rest, part).items()})
             return inner
 
         if node._is_lazy:
             node._each(add, value)
-            return writes
+            return {(*path[:i], *at): write for at, write in writes.items()}
         node = node._get(key)
     leaf, where = node, f"set_ {dotted(path)!r}"
     if not isinstance(leaf, Tensor):
@@ -127,21 +112,12 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> list[tuple[T
             got=type(leaf).__name__,
             hint="use td.set.",
         )
-    check_writable(leaf, where)
-    if isinstance(value, Tensor):
-        check_dtype(value, leaf, where)
-    else:
+    if not isinstance(value, Tensor):
         value = as_tensor(value, where)
-        # Python numbers have no width of their own: integers that fit are taken.
-        if value.dtype is not torch.int64 or not torch.equal(value.to(leaf.dtype).to(value.dtype), value):
-            check_dtype(value, leaf, where)
-    if not fits_into(value.shape, leaf.shape):
-        raise LeafMismatchError(
-            f"{where}: the value does not fit the leaf.",
-            expected=f"shape {list(leaf.shape)}",
-            got=f"shape {list(value.shape)}",
-        )
-    return [(leaf, value)]
+        # Python numbers have no width: integers that fit are taken.
+        cast = value.to(leaf.dtype)
+        value = cast if value.dtype is torch.int64 and torch.equal(cast.to(value.dtype), value) else value
+    return {path: (leaf, value.expand(leaf.shape) if fits_into(value.shape, leaf.shape) else value)}
 
 
 def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
@@ -163,7 +139,7 @@ def _leaves_of_both(
             f"{call}: the trees have different keys{_NOTHING}.",
             expected=f"{sorted(map(dotted, mine))}",
             got=f"{sorted(map(dotted, theirs))}",
-            hint="rows that were written earlier would be zeros there: allocate all keys first, foo().new_zeros([N])."
+            hint="a key cannot be added while writing rows: create all keys first, tree.new_zeros([N])."
             if call.startswith("at")
             else None,
         )
@@ -188,7 +164,7 @@ def _write(
                 got=f"shape {list(value.shape)}",
             )
         check_dtype(value, leaf, where)
-    # A tensor that stands at several paths, tied or not, is given one value.
+    # A tensor at several paths, tied or not, is given one value.
     first: dict[int, Path] = {}
     for path, value in values.items():
         other = first.setdefault(id(leaves[path]), path)
@@ -199,7 +175,9 @@ def _write(
                 expected="one value for the one tensor at both",
             )
     places = Places(leaves.values())
-    apart = {path: _copy_overlap(value, places) for path, value in values.items() if value is not leaves[path]}
+    changed = {path: value for path, value in values.items() if value is not leaves[path]}
+    # Values in memory that is written to are copied first, as when leaves are swapped.
+    apart = {path: value.clone() if places.holds(value) else value for path, value in changed.items()}
     with torch.no_grad():
         for path, value in apart.items():
             write(leaves[path], value)
@@ -216,7 +194,8 @@ def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> N
 def _cut(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorCollection:
     """Return the value for a tree as a tree, cut for the trees of a lazy stack where there is one."""
     if not isinstance(other, TensorCollection):
-        return TensorCollection._open(_cut_mapping(tree, other, call, at) or other, tree._batch_size)
+        source = _cut_mapping(tree, other, call, at) if isinstance(other, Mapping) else other
+        return TensorCollection._open(source, tree._batch_size)
     check_one_shape(other, call, f" at {dotted(at)!r}" if at else "")
     changes: dict[str, Any] = {}
     for key, node in tree._data.items():
@@ -228,40 +207,27 @@ def _cut(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorColle
     return other._replace({**other._data, **changes}) if changes else other
 
 
-def _cut_mapping(tree: TensorCollection, other: Any, call: str, at: Path) -> dict[Any, Any] | None:
-    """Return a mapping with the values for sub-trees as trees; None for another value."""
-    if not isinstance(other, Mapping):
-        return None
-    entries: dict[Any, Any] = {}
-    nested: dict[str, dict[Path, Any]] = {}
-    for name, value in other.items():
-        key, *rest = unravel(name)
+def _cut_mapping(tree: TensorCollection, other: Mapping[Any, Any], call: str, at: Path) -> dict[Any, Any]:
+    """Return a mapping with the values for sub-trees as trees."""
+    entries: dict[Any, Any]
+    entries, nested = by_head(other.items())
+    for key, value in entries.items():
         node = tree._data.get(key)
-        if not isinstance(node, TensorCollection):
-            entries[name] = value
-        elif rest:
-            nested.setdefault(key, {})[tuple(rest)] = value
-        elif isinstance(value, (TensorCollection, Mapping)) or node._is_lazy:
-            entries[name] = _cut(node, value, call, (*at, key))
-        else:
-            entries[name] = value
+        if isinstance(node, TensorCollection) and (isinstance(value, (TensorCollection, Mapping)) or node._is_lazy):
+            entries[key] = _cut(node, value, call, (*at, key))
     for key, inner in nested.items():
-        if key in entries:
+        node = tree._data.get(key)
+        if key in entries or not isinstance(node, TensorCollection):
             entries |= {(key, *rest): value for rest, value in inner.items()}
         else:
-            entries[key] = _cut(tree._get(key), inner, call, (*at, key))  # pyright: ignore[reportArgumentType]
+            entries[key] = _cut(node, inner, call, (*at, key))
     return entries
-
-
-def _copy_overlap(value: Tensor, places: Places) -> Tensor:
-    """Return the value, copied where it lies in memory that is written to, as when leaves are swapped."""
-    return value.clone() if places.holds(value) else value
 
 
 def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
     """Write one row (or rows) of a batch in place; a tree without leaves is allocated first, as zeros."""
     call = "at[...].set_"
-    parts = index_parts(index, tree._batch_size)
+    parts = normalize_index(index, tree._batch_size)
     size = index_size(parts, tree._batch_size)
     # torch would look at the positions of one leaf after another was written to.
     check_positions(parts, tree._batch_size)
@@ -323,7 +289,7 @@ def share(tree: TensorCollection) -> None:
     for path, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor):
             check_reaches_file(leaf, f"share_memory_ {dotted(path)!r}")
-            # As of torch 2.13 sharing a DTensor ends the process: it has no storage of its own.
+            # As of torch 2.13 sharing a DTensor ends the process: it has no storage.
             if type(leaf) not in PLAIN and hasattr(leaf, "to_local"):
                 raise UnsupportedError(
                     f"share_memory_: {dotted(path)!r} is spread over processes.",

@@ -1,6 +1,6 @@
 """Structure: selecting, flattening and renaming entries, splitting by filters; batch size and names as metadata."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,9 +45,8 @@ def select(tree: T, keys: Sequence[NestedKey], strict: bool) -> T:
 
 def _is_flat(tree: TensorCollection, keys: Sequence[NestedKey]) -> bool:
     """Return True if the keys name entries of this very node, and it has no kinds and ties."""
-    # A class with another representation has the primitives only.
-    plain = tree._static is None and type(tree)._get is TensorCollection._get
-    return plain and _STR.issuperset(map(type, keys)) and "" not in keys
+    # A lazy stack has static data.
+    return tree._static is None and _STR.issuperset(map(type, keys)) and "" not in keys
 
 
 def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
@@ -61,10 +60,7 @@ def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
 
 @per_tree()
 def _keep(tree: T, paths: Sequence[Path]) -> T:
-    wanted = by_first_key(paths)
-    # A class with another representation has the primitives only.
-    plain = type(tree)._get is TensorCollection._get
-    data = tree._data if plain else {key: tree._get(key) for key in tree._keys()}
+    wanted, data = by_first_key(paths), tree._data
     kept: dict[str, Node] = {}
     for key, node in data.items():
         paths = wanted.get(key, [])
@@ -73,7 +69,7 @@ def _keep(tree: T, paths: Sequence[Path]) -> T:
         # The paths below this tree may not exist.
         elif isinstance(node, TensorCollection) and any([has(node, path) for path in paths]):
             kept[key] = _keep(node, paths)
-    if plain and tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
+    if tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
         return tree._replace(kept)
     changes = {key: kept.get(key) for key, node in data.items() if kept.get(key) is not node}
     return tree._put(changes) if changes else tree
@@ -117,69 +113,43 @@ def _flatten_into(
     return None
 
 
-class _Branch(dict[str, Any]):
-    """Entries on their way to becoming a tree: nodes with their kinds, and branches."""
-
-    # A tree that an unsplit key holds here; the entries are written over its own.
-    base: TensorCollection | None = None
-
-
 @per_tree()
 def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Split keys at the separator into nested trees."""
-    root = _Branch()
-    renamed: dict[str, Path] = {}
-    for key in tree._keys():
-        parts = tuple(key.split(separator))
-        path = renamed[key] = parts if all(parts) else (key,)
-        here = root
-        for i, part in enumerate(path[:-1]):
-            here = here.setdefault(part, _Branch())
-            if not isinstance(here, _Branch):
-                raise _clash(key, path[: i + 1], separator)
-        node, last = tree._get(key), path[-1]
-        if isinstance(node, TensorCollection):
-            here = here.setdefault(last, _Branch())
-            if not isinstance(here, _Branch) or here.base is not None:
-                raise _clash(key, path, separator)
-            here.base = node
-        elif last in here:
-            raise _clash(key, path, separator)
-        else:
-            here[last] = (node, tree._kinds.get(key))
-    ties = remap(tree._ties, lambda path: (*renamed[path[0]], *path[1:]))
-    new = _grow(root, tree, separator)
+    parts = {key: tuple(key.split(separator)) for key in tree._keys()}
+    paths = {key: path if all(path) else (key,) for key, path in parts.items()}
+    new = _nest([(path, tree._get(key), tree._kinds.get(key)) for key, path in paths.items()], tree, ())
+    ties = remap(tree._ties, lambda path: (*paths[path[0]], *path[1:]))
     return restore_ties(new._replace(names=tree._names, batch_size=tree._batch_size), ties)
 
 
-def _clash(key: str, path: Path, separator: str) -> MissingKeyError:
-    return MissingKeyError(
-        f"unflatten_keys: the key {key!r} cannot become {dotted(path)!r}: another key has taken it.",
-        got=f"separator {separator!r}",
-        hint="rename one of them first.",
-    )
-
-
-def _grow(branch: _Branch, like: TensorCollection, separator: str) -> Any:
+def _nest(entries: Iterable[tuple[Path, Node, Kind | None]], like: TensorCollection, at: Path) -> Any:
+    """Return a tree of nodes, with their kinds, at paths that all differ."""
+    groups: dict[str, list[tuple[Path, Node, Kind | None]]] = {}
+    for path, node, kind in entries:
+        groups.setdefault(path[0], []).append((path[1:], node, kind))
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
-    for key, item in branch.items():
-        if isinstance(item, _Branch):
-            data[key] = _grow(item, like, separator)
-        else:
-            data[key], kind = item
+    for key, group in groups.items():
+        whole = [(node, kind) for rest, node, kind in group if not rest]
+        if len(whole) == len(group):
+            ((data[key], kind),) = whole
             if kind is not None:
                 kinds[key] = kind
-    new = TensorCollection._open._make(data, like._batch_size, like._device)
-    new = new._replace(kinds=kinds) if kinds else new
-    if branch.base is None:
-        return new
-    for path, node in iter_items(new, True, False):
-        # Neither a leaf over what the base has, nor a tree over a leaf of it.
-        there = get(branch.base, path, None)
-        if there is not None and not (isinstance(node, TensorCollection) and isinstance(there, TensorCollection)):
-            raise _clash(dotted(path), path, separator)
-    return update(branch.base, new) if data else branch.base
+            continue
+        new = _nest([entry for entry in group if entry[0]], like, (*at, key))
+        for node, _ in whole:
+            # Neither a leaf over entries of a tree, nor a tree over a leaf of another.
+            if not isinstance(node, TensorCollection) or zip_trees(node, new, shared=True):
+                raise MissingKeyError(
+                    f"unflatten_keys: two keys become the entry {dotted((*at, key))!r}, or one entry below it.",
+                    got=sorted(like._keys()),
+                    hint="rename one of them first.",
+                )
+            new = update(node, new)
+        data[key] = new
+    made = TensorCollection._open._make(data, like._batch_size, like._device)
+    return made._replace(kinds=kinds) if kinds else made
 
 
 @per_tree()
@@ -229,15 +199,6 @@ def _rename_here(tree: T, path: Path, new: str) -> T:
     return tree._replace(data, kinds=kinds)
 
 
-# -- batch size and names ---------------------------------------------------------------------------------------
-
-
-def with_names(tree: T, names: Sequence[str | None] | None) -> T:
-    """Name the batch dimensions."""
-    given = as_names(names, len(tree._batch_size))
-    return tree._make(tree._data, tree._batch_size, tree._device, given, tree._static)
-
-
 # -- dicts ------------------------------------------------------------------------------------------------------
 
 
@@ -259,14 +220,19 @@ def _to_dict(tree: TensorCollection) -> dict[str, Any]:
     return result
 
 
+def saved_nodes(tree: TensorCollection) -> Iterator[tuple[Path, Node]]:
+    """Yield (path, node) for the nodes that are in the tree's `state_dict`."""
+    for path, node in iter_items(tree, True, True):
+        kind = kind_of(tree, path)
+        if kind is Kind.EXTRA_STATE if isinstance(node, NonTensorBase) else kind is not Kind.NON_PERSISTENT:
+            yield path, node
+
+
 def state_dict(tree: TensorCollection, prefix: str, keep_vars: bool, flatten: bool) -> dict[str, Any]:
     """Return the `state_dict` of the module that the tree came from."""
     check_same_keys(tree, "state_dict")
     result: dict[str, Any] = {}
-    for path, node in iter_items(tree, True, True):
-        kind = kind_of(tree, path)
-        if kind is Kind.NON_PERSISTENT or (isinstance(node, NonTensorBase) and kind is not Kind.EXTRA_STATE):
-            continue
+    for path, node in saved_nodes(tree):
         value = get_value(tree, path) if isinstance(node, NonTensorBase) else node
         if isinstance(value, torch.Tensor) and not keep_vars:
             value = value.detach()
@@ -372,10 +338,11 @@ def in_dims(tree: T, where: "dict[str | Filter, int | None] | int | None") -> T:
 
     Args:
         tree: The tree that will be mapped.
-        where: A dimension for each filter, the first that matches a leaf wins; or one for all.
+        where: A dict from filters to dimensions, in which the first filter that matches a leaf counts; or one
+            dimension for all leaves.
 
     Raises:
-        FilterError: A pattern matches no leaf, or a leaf is matched by none.
+        FilterError: A pattern matches no leaf, or no filter matches a leaf.
 
     Examples:
         >>> tree = TensorDict({"trunk": torch.zeros(1), "head": torch.zeros(2)})
@@ -403,7 +370,7 @@ class StructureMethods(TensorCollection):
         return select(self, keys, strict)
 
     def exclude(self, *keys: NestedKey, inplace: bool = False) -> "Self":
-        """Return a tree without these entries; keys that do not exist are no error."""
+        """Return a tree without these entries; keys that do not exist are ignored."""
         refuse_inplace(inplace, "exclude(*keys)")
         return exclude(self, keys)
 
@@ -457,7 +424,8 @@ class StructureMethods(TensorCollection):
         Raises:
             ValueError: There is not one distinct name, or None, for each dimension.
         """
-        return with_names(self, names)
+        given = as_names(names, len(self._batch_size))
+        return self._make(self._data, self._batch_size, self._device, given, self._static)
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of the tensors and plain values."""

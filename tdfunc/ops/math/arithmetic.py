@@ -102,7 +102,7 @@ class ArithmeticMethods(TensorCollection):
 
         Args:
             min: A number, a tensor over the batch, or a tree with the same keys.
-            max: The same for the upper bound; it wins where it is below `min`.
+            max: The same for the upper bound, which is the result if it is below `min`.
 
         Examples:
             >>> TensorDict({"a": torch.arange(4)}, [4]).clamp(1, max=2)["a"]
@@ -135,11 +135,11 @@ class ArithmeticMethods(TensorCollection):
         return map_operands(self, "addcdiv", partial(torch.addcdiv, value=value), (other1, other2))
 
     def nan_to_num(self, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> "Self":
-        """Return the tree with numbers for NaN and infinities; without ones for these, the largest of the dtype."""
+        """Replace NaN and infinities with numbers, by default with the largest and least numbers of the dtype."""
         return self._map(LeafOp("nan_to_num", lambda x: torch.nan_to_num(x, nan, posinf, neginf)))
 
     def masked_fill(self, mask: Tensor, value: Any) -> "Self":
-        """Return the tree with a number where the mask over the batch holds; every leaf keeps its dtype.
+        """Fill the batch elements at which the mask is True with a number. Every leaf keeps its dtype.
 
         Raises:
             ValueError: The mask does not hold one bool for each element of the batch.
@@ -151,9 +151,9 @@ class ArithmeticMethods(TensorCollection):
         return along(self, "softmax", dim, dtype=dtype)
 
     def cumsum(self, dim: int, *, dtype: torch.dtype | None = None) -> "Self":
-        """Return the tree of running sums along a batch dimension."""
+        """Return the tree of cumulative sums along a batch dimension."""
         return along(self, "cumsum", dim, dtype=dtype)
 
     def cumprod(self, dim: int, *, dtype: torch.dtype | None = None) -> "Self":
-        """Return the tree of running products along a batch dimension."""
+        """Return the tree of cumulative products along a batch dimension."""
         return along(self, "cumprod", dim, dtype=dtype)

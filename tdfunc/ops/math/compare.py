@@ -14,6 +14,7 @@ from tdfunc.core.pytree import flatten
 from tdfunc.core.types import Path
 from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.base.foreach import check_same
+from tdfunc.ops.base.reading import check_trees
 
 
 def assert_close(
@@ -28,8 +29,9 @@ def assert_close(
 
     Args:
         actual: A tree.
-        expected: Another one, of any class.
-        rtol: Relative tolerance, with `atol`; without them those of `torch.testing.assert_close` for the dtype.
+        expected: Another tree, of any class.
+        rtol: Relative tolerance, given together with `atol`; the defaults are the tolerances of
+            `torch.testing.assert_close` for the dtype.
         atol: Absolute tolerance.
         equal_nan: Take NaN as equal to NaN.
 
@@ -86,8 +88,8 @@ def tree_equal(first: Any, second: Any, *, rtol: float = 0.0, atol: float = 0.0,
 
     Args:
         first: A tree, or a tuple, list or dict of trees, tensors and other values.
-        second: Another one. Its structure is that of `first` if classes, keys, ties, batch sizes and non-tensor data
-            agree; the order of keys does not count.
+        second: Another one. The structures agree if classes, keys, ties, batch sizes and non-tensor data agree; the
+            order of keys does not count.
         rtol: Relative tolerance, with `atol`, for tensors of floating-point and complex dtypes.
         atol: Absolute tolerance.
         equal_nan: Take NaN as equal to NaN.
@@ -146,14 +148,6 @@ def all_close(first: Any, second: Any, rtol: float, atol: float, equal_nan: bool
     check_trees("torch.allclose", first, second)
     check_same(first, second, "allclose")
     return _all_leaves("allclose", first, second, lambda x, y: torch.allclose(x, y, rtol, atol, equal_nan))
-
-
-def check_trees(call: str, *given: Any) -> None:
-    """Raise unless all arguments are trees."""
-    for tree in given:
-        if not isinstance(tree, TensorCollection):
-            hint = "TensorDict(value) makes a tree of a dict; (td == value).all() compares with one value."
-            raise error(TypeError, f"{call}: each must be a tree.", got=type(tree).__name__, hint=hint)
 
 
 def _all_leaves(call: str, first: TensorCollection, second: TensorCollection, same: Any) -> bool:

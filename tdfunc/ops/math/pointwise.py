@@ -36,263 +36,263 @@ class PointwiseMethods(TensorCollection):
         return binary(self, other, "ne", None) if is_operand(other) else NotImplemented
 
     def abs(self) -> "Self":
-        """Return the tree of `torch.abs(leaf)`: absolute value."""
+        """Apply `torch.abs` to every leaf: absolute value."""
         return unary(self, "abs", "_foreach_abs")
 
     def acos(self) -> "Self":
-        """Return the tree of `torch.acos(leaf)`: inverse cosine (radians)."""
+        """Apply `torch.acos` to every leaf: inverse cosine (radians)."""
         return unary(self, "acos", "_foreach_acos")
 
     def asin(self) -> "Self":
-        """Return the tree of `torch.asin(leaf)`: inverse sine (radians)."""
+        """Apply `torch.asin` to every leaf: inverse sine (radians)."""
         return unary(self, "asin", "_foreach_asin")
 
     def atan(self) -> "Self":
-        """Return the tree of `torch.atan(leaf)`: inverse tangent (radians)."""
+        """Apply `torch.atan` to every leaf: inverse tangent (radians)."""
         return unary(self, "atan", "_foreach_atan")
 
     def ceil(self) -> "Self":
-        """Return the tree of `torch.ceil(leaf)`: smallest integer not below."""
+        """Apply `torch.ceil` to every leaf: smallest integer not below."""
         return unary(self, "ceil", "_foreach_ceil")
 
     def cos(self) -> "Self":
-        """Return the tree of `torch.cos(leaf)`: cosine."""
+        """Apply `torch.cos` to every leaf: cosine."""
         return unary(self, "cos", "_foreach_cos")
 
     def cosh(self) -> "Self":
-        """Return the tree of `torch.cosh(leaf)`: hyperbolic cosine."""
+        """Apply `torch.cosh` to every leaf: hyperbolic cosine."""
         return unary(self, "cosh", "_foreach_cosh")
 
     def erf(self) -> "Self":
-        """Return the tree of `torch.erf(leaf)`: error function."""
+        """Apply `torch.erf` to every leaf: error function."""
         return unary(self, "erf", "_foreach_erf")
 
     def erfc(self) -> "Self":
-        """Return the tree of `torch.erfc(leaf)`: complementary error function."""
+        """Apply `torch.erfc` to every leaf: complementary error function."""
         return unary(self, "erfc", "_foreach_erfc")
 
     def exp(self) -> "Self":
-        """Return the tree of `torch.exp(leaf)`: exponential."""
+        """Apply `torch.exp` to every leaf: exponential."""
         return unary(self, "exp", "_foreach_exp")
 
     def expm1(self) -> "Self":
-        """Return the tree of `torch.expm1(leaf)`: exponential minus 1."""
+        """Apply `torch.expm1` to every leaf: exponential minus 1."""
         return unary(self, "expm1", "_foreach_expm1")
 
     def floor(self) -> "Self":
-        """Return the tree of `torch.floor(leaf)`: largest integer not above."""
+        """Apply `torch.floor` to every leaf: largest integer not above."""
         return unary(self, "floor", "_foreach_floor")
 
     def frac(self) -> "Self":
-        """Return the tree of `torch.frac(leaf)`: fractional part."""
+        """Apply `torch.frac` to every leaf: fractional part."""
         return unary(self, "frac", "_foreach_frac")
 
     def lgamma(self) -> "Self":
-        """Return the tree of `torch.lgamma(leaf)`: logarithm of the absolute gamma function."""
+        """Apply `torch.lgamma` to every leaf: logarithm of the absolute gamma function."""
         return unary(self, "lgamma", "_foreach_lgamma")
 
     def log(self) -> "Self":
-        """Return the tree of `torch.log(leaf)`: natural logarithm."""
+        """Apply `torch.log` to every leaf: natural logarithm."""
         return unary(self, "log", "_foreach_log")
 
     def log10(self) -> "Self":
-        """Return the tree of `torch.log10(leaf)`: logarithm to base 10."""
+        """Apply `torch.log10` to every leaf: logarithm to base 10."""
         return unary(self, "log10", "_foreach_log10")
 
     def log1p(self) -> "Self":
-        """Return the tree of `torch.log1p(leaf)`: natural logarithm of 1 + x."""
+        """Apply `torch.log1p` to every leaf: natural logarithm of 1 + x."""
         return unary(self, "log1p", "_foreach_log1p")
 
     def log2(self) -> "Self":
-        """Return the tree of `torch.log2(leaf)`: logarithm to base 2."""
+        """Apply `torch.log2` to every leaf: logarithm to base 2."""
         return unary(self, "log2", "_foreach_log2")
 
     def neg(self) -> "Self":
-        """Return the tree of `torch.neg(leaf)`: negative."""
+        """Apply `torch.neg` to every leaf: negative."""
         return unary(self, "neg", "_foreach_neg")
 
     def reciprocal(self) -> "Self":
-        """Return the tree of `torch.reciprocal(leaf)`: reciprocal."""
+        """Apply `torch.reciprocal` to every leaf: reciprocal."""
         return unary(self, "reciprocal", "_foreach_reciprocal")
 
     def round(self) -> "Self":
-        """Return the tree of `torch.round(leaf)`: nearest integer."""
+        """Apply `torch.round` to every leaf: nearest integer."""
         return unary(self, "round", "_foreach_round")
 
     def rsqrt(self) -> "Self":
-        """Return the tree of `torch.rsqrt(leaf)`: reciprocal of the square root."""
+        """Apply `torch.rsqrt` to every leaf: reciprocal of the square root."""
         return unary(self, "rsqrt", "_foreach_rsqrt")
 
     def sigmoid(self) -> "Self":
-        """Return the tree of `torch.sigmoid(leaf)`: logistic function."""
+        """Apply `torch.sigmoid` to every leaf: logistic function."""
         return unary(self, "sigmoid", "_foreach_sigmoid")
 
     def sign(self) -> "Self":
-        """Return the tree of `torch.sign(leaf)`: sign."""
+        """Apply `torch.sign` to every leaf: sign."""
         return unary(self, "sign", "_foreach_sign")
 
     def sin(self) -> "Self":
-        """Return the tree of `torch.sin(leaf)`: sine."""
+        """Apply `torch.sin` to every leaf: sine."""
         return unary(self, "sin", "_foreach_sin")
 
     def sinh(self) -> "Self":
-        """Return the tree of `torch.sinh(leaf)`: hyperbolic sine."""
+        """Apply `torch.sinh` to every leaf: hyperbolic sine."""
         return unary(self, "sinh", "_foreach_sinh")
 
     def sqrt(self) -> "Self":
-        """Return the tree of `torch.sqrt(leaf)`: square root."""
+        """Apply `torch.sqrt` to every leaf: square root."""
         return unary(self, "sqrt", "_foreach_sqrt")
 
     def tan(self) -> "Self":
-        """Return the tree of `torch.tan(leaf)`: tangent."""
+        """Apply `torch.tan` to every leaf: tangent."""
         return unary(self, "tan", "_foreach_tan")
 
     def tanh(self) -> "Self":
-        """Return the tree of `torch.tanh(leaf)`: hyperbolic tangent."""
+        """Apply `torch.tanh` to every leaf: hyperbolic tangent."""
         return unary(self, "tanh", "_foreach_tanh")
 
     def trunc(self) -> "Self":
-        """Return the tree of `torch.trunc(leaf)`: integer part."""
+        """Apply `torch.trunc` to every leaf: integer part."""
         return unary(self, "trunc", "_foreach_trunc")
 
     def square(self) -> "Self":
-        """Return the tree of `torch.square(leaf)`: square."""
+        """Apply `torch.square` to every leaf: square."""
         return unary(self, "square", None)
 
     def logical_not(self) -> "Self":
-        """Return the tree of `torch.logical_not(leaf)`: logical negation."""
+        """Apply `torch.logical_not` to every leaf: logical negation."""
         return unary(self, "logical_not", None)
 
     def bitwise_not(self) -> "Self":
-        """Return the tree of `torch.bitwise_not(leaf)`: bitwise negation."""
+        """Apply `torch.bitwise_not` to every leaf: bitwise negation."""
         return unary(self, "bitwise_not", None)
 
     def isnan(self) -> "Self":
-        """Return the tree of `torch.isnan(leaf)`: True where it is NaN."""
+        """Apply `torch.isnan` to every leaf: True for NaN."""
         return unary(self, "isnan", None)
 
     def isfinite(self) -> "Self":
-        """Return the tree of `torch.isfinite(leaf)`: True where it is finite."""
+        """Apply `torch.isfinite` to every leaf: True for finite numbers."""
         return unary(self, "isfinite", None)
 
     def isinf(self) -> "Self":
-        """Return the tree of `torch.isinf(leaf)`: True where it is infinite."""
+        """Apply `torch.isinf` to every leaf: True for infinities."""
         return unary(self, "isinf", None)
 
     def isneginf(self) -> "Self":
-        """Return the tree of `torch.isneginf(leaf)`: True where it is minus infinity."""
+        """Apply `torch.isneginf` to every leaf: True for minus infinity."""
         return unary(self, "isneginf", None)
 
     def isposinf(self) -> "Self":
-        """Return the tree of `torch.isposinf(leaf)`: True where it is plus infinity."""
+        """Apply `torch.isposinf` to every leaf: True for plus infinity."""
         return unary(self, "isposinf", None)
 
     def isreal(self) -> "Self":
-        """Return the tree of `torch.isreal(leaf)`: True where it has no imaginary part."""
+        """Apply `torch.isreal` to every leaf: True where the imaginary part is zero."""
         return unary(self, "isreal", None)
 
     def erfinv(self) -> "Self":
-        """Return the tree of `torch.erfinv(leaf)`: inverse error function."""
+        """Apply `torch.erfinv` to every leaf: inverse error function."""
         return unary(self, "erfinv", None)
 
     def add(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.add(leaf, other)`: sum."""
+        """Apply `torch.add` to every leaf and the operand: sum."""
         return binary(self, other, "add", "_foreach_add", **kwargs)
 
     def sub(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.sub(leaf, other)`: difference."""
+        """Apply `torch.sub` to every leaf and the operand: difference."""
         return binary(self, other, "sub", "_foreach_sub", **kwargs)
 
     def mul(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.mul(leaf, other)`: product."""
+        """Apply `torch.mul` to every leaf and the operand: product."""
         return binary(self, other, "mul", "_foreach_mul", **kwargs)
 
     def div(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.div(leaf, other)`: quotient."""
+        """Apply `torch.div` to every leaf and the operand: quotient."""
         return binary(self, other, "div", "_foreach_div", **kwargs)
 
     def pow(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.pow(leaf, other)`: power."""
+        """Apply `torch.pow` to every leaf and the operand: power."""
         return binary(self, other, "pow", "_foreach_pow", **kwargs)
 
     def maximum(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.maximum(leaf, other)`: larger value."""
+        """Apply `torch.maximum` to every leaf and the operand: larger value."""
         return binary(self, other, "maximum", "_foreach_maximum", **kwargs)
 
     def minimum(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.minimum(leaf, other)`: smaller value."""
+        """Apply `torch.minimum` to every leaf and the operand: smaller value."""
         return binary(self, other, "minimum", "_foreach_minimum", **kwargs)
 
     def clamp_min(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.clamp_min(leaf, other)`: larger value."""
+        """Apply `torch.clamp_min` to every leaf and the operand: larger value."""
         return binary(self, other, "clamp_min", "_foreach_clamp_min", **kwargs)
 
     def clamp_max(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.clamp_max(leaf, other)`: smaller value."""
+        """Apply `torch.clamp_max` to every leaf and the operand: smaller value."""
         return binary(self, other, "clamp_max", "_foreach_clamp_max", **kwargs)
 
     def remainder(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.remainder(leaf, other)`: remainder of the division, signed as the divisor."""
+        """Apply `torch.remainder` to every leaf and the operand: remainder of the division, signed as the divisor."""
         return binary(self, other, "remainder", None, **kwargs)
 
     def floor_divide(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.floor_divide(leaf, other)`: quotient, rounded down."""
+        """Apply `torch.floor_divide` to every leaf and the operand: quotient, rounded down."""
         return binary(self, other, "floor_divide", None, **kwargs)
 
     def eq(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.eq(leaf, other)`: True where equal."""
+        """Apply `torch.eq` to every leaf and the operand: True where equal."""
         return binary(self, other, "eq", None, **kwargs)
 
     def ne(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.ne(leaf, other)`: True where different."""
+        """Apply `torch.ne` to every leaf and the operand: True where different."""
         return binary(self, other, "ne", None, **kwargs)
 
     def lt(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.lt(leaf, other)`: True where less."""
+        """Apply `torch.lt` to every leaf and the operand: True where less."""
         return binary(self, other, "lt", None, **kwargs)
 
     def le(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.le(leaf, other)`: True where less or equal."""
+        """Apply `torch.le` to every leaf and the operand: True where less or equal."""
         return binary(self, other, "le", None, **kwargs)
 
     def gt(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.gt(leaf, other)`: True where greater."""
+        """Apply `torch.gt` to every leaf and the operand: True where greater."""
         return binary(self, other, "gt", None, **kwargs)
 
     def ge(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.ge(leaf, other)`: True where greater or equal."""
+        """Apply `torch.ge` to every leaf and the operand: True where greater or equal."""
         return binary(self, other, "ge", None, **kwargs)
 
     def logical_and(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.logical_and(leaf, other)`: logical and."""
+        """Apply `torch.logical_and` to every leaf and the operand: logical and."""
         return binary(self, other, "logical_and", None, **kwargs)
 
     def logical_or(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.logical_or(leaf, other)`: logical or."""
+        """Apply `torch.logical_or` to every leaf and the operand: logical or."""
         return binary(self, other, "logical_or", None, **kwargs)
 
     def logical_xor(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.logical_xor(leaf, other)`: logical exclusive or."""
+        """Apply `torch.logical_xor` to every leaf and the operand: logical exclusive or."""
         return binary(self, other, "logical_xor", None, **kwargs)
 
     def bitwise_and(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.bitwise_and(leaf, other)`: bitwise and."""
+        """Apply `torch.bitwise_and` to every leaf and the operand: bitwise and."""
         return binary(self, other, "bitwise_and", None, **kwargs)
 
     def bitwise_or(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.bitwise_or(leaf, other)`: bitwise or."""
+        """Apply `torch.bitwise_or` to every leaf and the operand: bitwise or."""
         return binary(self, other, "bitwise_or", None, **kwargs)
 
     def bitwise_xor(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.bitwise_xor(leaf, other)`: bitwise exclusive or."""
+        """Apply `torch.bitwise_xor` to every leaf and the operand: bitwise exclusive or."""
         return binary(self, other, "bitwise_xor", None, **kwargs)
 
     def fmod(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.fmod(leaf, other)`: remainder of the division, signed as the dividend."""
+        """Apply `torch.fmod` to every leaf and the operand: remainder of the division, signed as the dividend."""
         return binary(self, other, "fmod", None, **kwargs)
 
     def atan2(self, other: Any, **kwargs: Any) -> "Self":
-        """Return the tree of `torch.atan2(leaf, other)`: angle of (leaf, other) in radians."""
+        """Apply `torch.atan2` to every leaf and the operand: angle of (leaf, other) in radians."""
         return binary(self, other, "atan2", None, **kwargs)
 
     __add__ = add
@@ -335,7 +335,7 @@ class PointwiseMethods(TensorCollection):
 
 
 class DtypeMethods(TensorCollection):
-    """Casts of every leaf, integers too; the tree itself when nothing changes."""
+    """Casts of every leaf, including integers; the tree itself if nothing changes."""
 
     __slots__ = ()
 

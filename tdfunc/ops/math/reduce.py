@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_paths, note_leaf, with_leaves
+from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_items, note_leaf, with_leaves
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import check_choice, error
 from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
-from tdfunc.core.types import LeafFn, Names, Path
+from tdfunc.core.ties import node_at
+from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.base.reading import check_dense
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def _reduce_leaves(
 
     if dim == "feature":
         # Each node has its own batch size, so its leaves have their own features.
-        found = dict(iter_leaves(tree))
-        sizes = [(found[path], _batch_dims(tree, path)) for path in leaf_paths(tree)]
+        sizes = [(x, len(node_at(tree, path[:-1])._batch_size)) for path, x in leaf_items(tree)]
         return with_leaves(tree, [over(x, tuple(range(batch, x.dim()))) for x, batch in sizes])
     if dim is None:
         plain = direct(None) if direct is not None and not keepdim else None
@@ -74,12 +74,6 @@ def _reduce_leaves(
 
 def _always(leaf: LeafFn | None) -> Callable[[Any], LeafFn] | None:
     return None if leaf is None else lambda _: leaf
-
-
-def _batch_dims(tree: TensorCollection, path: Path) -> int:
-    for key in path[:-1]:
-        tree = tree._data[key]
-    return len(tree._batch_size)
 
 
 def reduced_size(size: Size, dims: Sequence[int], keepdim: bool) -> Size:
@@ -116,8 +110,7 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
             check_dense(tree, name)
         # The features of all leaves side by side; without `dim` all their elements.
         size = tree._batch_size if dim == "feature" else EMPTY
-        found = dict(iter_leaves(tree))
-        flat = [x.reshape(*size, x.shape[len(size) :].numel()) for x in map(found.__getitem__, leaf_paths(tree))]
+        flat = [x.reshape(*size, x.shape[len(size) :].numel()) for _, x in leaf_items(tree)]
         if not flat:
             raise error(ValueError, f"{name}: the tree must have a leaf.")
         return fn(torch.cat(flat, -1), (len(size),), **kwargs)
@@ -234,8 +227,8 @@ class ReduceMethods(TensorCollection):
         """Return the sum of each leaf.
 
         Raises:
-            IndexError: There is no such batch dimension.
-            ValueError: `reduce` with a batch dimension, or without leaves.
+            IndexError: The batch dimension does not exist.
+            ValueError: `reduce` is given with a batch dimension, or the tree has no leaves.
 
         Examples:
             >>> td = TensorDict({"a": torch.ones(3, 2)}, [3])
@@ -271,13 +264,13 @@ class ReduceMethods(TensorCollection):
         return reduce_tree(self, "var", dim, keepdim, reduce, correction=correction)
 
     def nansum(self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None) -> Any:
-        """Return the sum of each leaf, NaN left out."""
+        """Return the sum of each leaf without NaN values."""
         return reduce_tree(self, "nansum", dim, keepdim, reduce, dtype=dtype)
 
     def nanmean(
         self, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, reduce: bool | None = None
     ) -> Any:
-        """Return the mean of each leaf, NaN left out."""
+        """Return the mean of each leaf without NaN values."""
         return reduce_tree(self, "nanmean", dim, keepdim, reduce, dtype=dtype)
 
     def logsumexp(self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None) -> Any:
@@ -308,7 +301,7 @@ class ReduceMethods(TensorCollection):
         """Return a quantile of each leaf.
 
         Raises:
-            ValueError: There are several quantiles; `torch.stack` one tree for each.
+            ValueError: `q` is several quantiles; `torch.stack` one tree for each.
         """
         if isinstance(q, Tensor) and q.dim():
             raise error(
@@ -328,7 +321,7 @@ class ExtremeMethods(TensorCollection):
     def max(
         self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None, return_indices: bool = True
     ) -> Any:
-        """Return the largest value of each leaf, and with `dim` where it was found.
+        """Return the largest value of each leaf, and with `dim` its position.
 
         Args:
             dim: A batch dimension, or "feature"; the indices count through all features.
@@ -337,7 +330,7 @@ class ExtremeMethods(TensorCollection):
             return_indices: With `dim` return `(values, indices)`, two trees; otherwise the values.
 
         Raises:
-            ValueError: There are several dimensions; `amax` takes them.
+            ValueError: `dim` is several dimensions; `amax` takes them.
 
         Examples:
             >>> td = TensorDict({"a": torch.tensor([[1, 5], [7, 2]])}, [2])
@@ -349,15 +342,15 @@ class ExtremeMethods(TensorCollection):
     def min(
         self, dim: Any = None, keepdim: bool = False, *, reduce: bool | None = None, return_indices: bool = True
     ) -> Any:
-        """Return the smallest value of each leaf, and with `dim` where it was found; arguments are those of `max`."""
+        """Return the smallest value of each leaf, and with `dim` its position, with the arguments of `max`."""
         return extreme(self, "min", dim, keepdim, reduce, return_indices)
 
     def argmax(self, dim: Any = None, keepdim: bool = False) -> "Self":
-        """Return where the largest value of each leaf is along a batch dimension, in the features or in all of it."""
+        """Return the position of the largest value of each leaf: in a batch dimension, its features or all of it."""
         return extremes(self, "argmax", dim, keepdim)
 
     def argmin(self, dim: Any = None, keepdim: bool = False) -> "Self":
-        """Return where the smallest value of each leaf is along a batch dimension, in the features or in all of it."""
+        """Return the position of the smallest value of each leaf: in a batch dimension, its features or all of it."""
         return extremes(self, "argmin", dim, keepdim)
 
 

@@ -14,9 +14,9 @@ UNARY = {
 }  # fmt: skip
 UNARY_LEAFWISE = {
     "square": "square", "logical_not": "logical negation", "bitwise_not": "bitwise negation",
-    "isnan": "True where it is NaN", "isfinite": "True where it is finite", "isinf": "True where it is infinite",
-    "isneginf": "True where it is minus infinity", "isposinf": "True where it is plus infinity",
-    "isreal": "True where it has no imaginary part", "erfinv": "inverse error function",
+    "isnan": "True for NaN", "isfinite": "True for finite numbers", "isinf": "True for infinities",
+    "isneginf": "True for minus infinity", "isposinf": "True for plus infinity",
+    "isreal": "True where the imaginary part is zero", "erfinv": "inverse error function",
 }  # fmt: skip
 BINARY = {
     "add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "pow": "power",

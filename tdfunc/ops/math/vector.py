@@ -12,20 +12,20 @@ from tdfunc.core.errors import LeafMismatchError, error
 
 
 def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Return the leaves of a tree as one vector, and a function that makes such a tree of such a vector.
+    """Return the leaves of a tree as one vector, and a function that turns such a vector back into a tree.
 
     Args:
         tree: A tree, or a tuple, list or dict of trees and tensors.
 
     Returns:
-        The vector, which holds a tied leaf once, in the order of `torch.utils._pytree`; its dtype is the one to which
-        those of the leaves promote. And the function, which gives each leaf its shape and dtype, and takes vectors of
-        that length and dtype; `torch.vmap` of it takes a matrix.
+        The vector and the function. The vector contains each tied leaf once, in the order of `torch.utils._pytree`,
+        and has the dtype to which the dtypes of the leaves promote. The function gives each leaf its shape and dtype
+        and takes vectors of this length and dtype; `torch.vmap` of it takes a matrix.
 
     Raises:
-        TypeError: A leaf is no tensor.
-        LeafMismatchError: The common dtype does not hold every value of a leaf's, as float32 those of int64; or the
-            function was given another vector.
+        TypeError: A leaf is not a tensor.
+        LeafMismatchError: The common dtype would round a leaf, as float32 rounds int64; or the vector given to the
+            function has another length or dtype.
 
     Source:
         `jax.flatten_util.ravel_pytree`.
@@ -58,13 +58,11 @@ def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
 
 
 def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a dtype holds every value of one that promotes to it."""
-    if source.is_floating_point or source.is_complex or source is torch.bool:
-        return True
-    if not target.is_floating_point and not target.is_complex:
-        return True
-    # Whole numbers up to 2 / eps.
-    return torch.iinfo(source).max <= 2 / torch.finfo(target).eps
+    """Return True if a dtype holds every value of one that promotes to it."""
+    is_whole = not (source.is_floating_point or source.is_complex or source is torch.bool)
+    # A floating-point dtype holds whole numbers up to 2 / eps.
+    rounds = is_whole and (target.is_floating_point or target.is_complex)
+    return not rounds or torch.iinfo(source).max <= 2 / torch.finfo(target).eps
 
 
 class _Unravel(NamedTuple):

@@ -55,6 +55,7 @@ CASES = {
     "masked_select": (lambda t: t.masked_select(torch.tensor([False, True])), lambda x: x[1:], ["r", "c"]),
     "rows from the end": (lambda t: t[torch.tensor([-1, 0])], lambda x: x[[1, 0]], ["r", "c"]),
     "tensors": (lambda t: t[torch.tensor([[0, 1]]), 2], lambda x: x[torch.tensor([[0, 1]]), 2], [None, None]),
+    "tensors apart": (lambda t: t[None, [1, 0], None, [1, 0]], lambda x: x[None, [1, 0], None, [1, 0]], [None] * 3),
     "None": (lambda t: t[None, :, None], lambda x: x[None, :, None], [None, "r", None, "c"]),
     "stack": (lambda t: stack([t, t], 1), lambda x: torch.stack([x, x], 1), ["r", None, "c"]),
     "torch.stack": (lambda t: torch.stack([t, t], -1), lambda x: torch.stack([x, x], 2), ["r", "c", None]),
@@ -68,6 +69,9 @@ CASES = {
     "repeat often": (lambda t: t.repeat(20, 1), lambda x: x.repeat(20, 1, *ones(x)), ["r", "c"]),
     "repeat never": (lambda t: t.repeat([0, 1]), lambda x: x[:0], ["r", "c"]),
     "repeat_interleave": (lambda t: t.repeat_interleave(2, -1), lambda x: x.repeat_interleave(2, 1), ["r", "c"]),
+    "repeat_interleave flat": (
+        lambda t: t.repeat_interleave(2), lambda x: x.flatten(0, 1).repeat_interleave(2, 0), [None],
+    ),
     "repeat_interleave counts": (
         lambda t: torch.repeat_interleave(t, COUNTS, 1, output_size=3), lambda x: x.repeat_interleave(COUNTS, 1),
         ["r", "c"],

@@ -81,15 +81,6 @@ def test_a_filter_changes_the_leaves_that_it_chooses(tree, key):
         assert (list(new.keys()), new.ties()) == (list(tree.keys()), tree.ties())
 
 
-def test_rows_of_some_keys():
-    """A row of some keys is written as the update of a row."""
-    td = TensorDict({"a": torch.zeros(3), "b": torch.zeros(3, 2)}, [3])
-    new = td.at[0].set(td[0].update({"b": torch.ones(2)}))
-
-    assert new["b"].tolist() == [[1, 1], [0, 0], [0, 0]]
-    assert new["a"] is not td["a"]
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64])
 def test_numbers_that_keep_their_value(dtype):
     """Zero fits rows of every dtype, and a float leaf takes an integer that a float is near to."""
@@ -112,14 +103,6 @@ def test_rows_in_transformations(td):
     stacked = torch.stack([td, td + 1])
     rows = torch.vmap(lambda t: t.at[0].set(t[2]))(stacked)
     assert rows["a"][:, 0].tolist() == [2, 3]
-
-
-def test_rows_of_values():
-    """A row's string goes to its place as one value."""
-    td = TensorDict({"s": ["p", "q", "r"], "x": torch.ones(3, 2)}, [3])
-
-    assert td.at[0].set(td[1])["s"] == ["q", "q", "r"]
-    assert td.at[-1].set(td[0])["s"] == ["p", "q", "p"]
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 0], [0, 1, 2]], ids=str)

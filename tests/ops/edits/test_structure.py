@@ -43,7 +43,7 @@ def test_flat_keys(td):
 @pytest.mark.parametrize("keys", [["a", "a.b"], ["a.b", "a"], ["a.b.c", "a.b"]])
 def test_flat_keys_that_clash(keys):
     """A key that would be both a leaf and a tree is refused."""
-    with pytest.raises(MissingKeyError, match=f"unflatten_keys: the key '{keys[1]}' cannot become(.|\n)*separator '.'"):
+    with pytest.raises(MissingKeyError, match="unflatten_keys: two keys become the entry 'a"):
         TensorDict(dict.fromkeys(keys, 1)).unflatten_keys(".")
 
 
@@ -53,7 +53,7 @@ def test_flat_keys_beside_a_tree():
 
     assert set(new.keys(True, True)) == {("a", "x"), ("a", "y"), ("a", "n", "z")}
     for key in ("a.x", "a.x.y"):
-        with pytest.raises(MissingKeyError, match="another key has taken"):
+        with pytest.raises(MissingKeyError, match="two keys become the entry 'a', or one"):
             TensorDict({"a": {"x": 1}, key: 2}).unflatten_keys(".")
 
 
@@ -61,7 +61,7 @@ def test_flat_keys_beside_a_tree():
 def test_a_tree_takes_the_place_of_no_leaf(inner):
     """A tree under a flat key, even one without leaves, replaces no leaf."""
     for entries in ({"a": {"x": 1}, "a.x": inner}, {"a.x": inner, "a": {"x": 1}}, {"a": {"x": "red"}, "a.x": inner}):
-        with pytest.raises(MissingKeyError, match=r"'x.*another key has taken"):
+        with pytest.raises(MissingKeyError, match="two keys become the entry 'a', or one"):
             TensorDict(entries).unflatten_keys(".")
     assert TensorDict({"a": {"x": {"z": 1}}, "a.x": inner}).unflatten_keys(".")["a", "x", "z"] == 1
 

@@ -48,7 +48,7 @@ class PointwiseMethods(TensorCollection):
 
 CAST_HEAD = '''
 class DtypeMethods(TensorCollection):
-    """Casts of every leaf, integers too; the tree itself when nothing changes."""
+    """Casts of every leaf, including integers; the tree itself if nothing changes."""
 
     __slots__ = ()
 
@@ -69,13 +69,13 @@ def source() -> str:
     for name, text in (tables.UNARY | tables.UNARY_LEAFWISE).items():
         parts.append(
             f'    def {name}(self) -> "Self":\n'
-            f'        """Return the tree of `torch.{name}(leaf)`: {text}."""\n'
+            f'        """Apply `torch.{name}` to every leaf: {text}."""\n'
             f'        return unary(self, "{name}", {_kernel(name, tables.UNARY)})\n'
         )
     for name, text in (tables.BINARY | tables.BINARY_LEAFWISE).items():
         parts.append(
             f'    def {name}(self, other: Any, **kwargs: Any) -> "Self":\n'
-            f'        """Return the tree of `torch.{name}(leaf, other)`: {text}."""\n'
+            f'        """Apply `torch.{name}` to every leaf and the operand: {text}."""\n'
             f'        return binary(self, other, "{name}", {_kernel(name, tables.BINARY)}, **kwargs)\n'
         )
     aliases = tables.OPERATORS | tables.COMMUTATIVE | {"__neg__": "neg", "__abs__": "abs", "__invert__": "bitwise_not"}

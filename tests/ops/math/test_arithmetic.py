@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import TensorDict, lazy_stack
+from tdfunc import TensorDict
 from tests.helpers import assert_pure, assert_trees_equal
 
 A = torch.tensor([[[1.0, -2.0], [3.0, 0.5], [-4.0, 2.0]], [[0.0, 5.0], [1.0, 1.0], [2.5, -1.0]]])
@@ -72,15 +72,6 @@ def test_transforms():
 
     assert_trees_equal(torch.vmap(fn)(tree).with_names(None), alone.with_names(None), atol=1e-6)
     assert_trees_equal(torch.compile(fn, fullgraph=True, backend="eager")(tree), fn(tree))
-
-
-def test_lazy_stacks():
-    """Trees of different lengths need no padding for functions of each element."""
-    lazy = lazy_stack([TensorDict({"x": torch.arange(n) + 1.0}, [n]) for n in (2, 3)])
-
-    assert [x.tolist() for x in lazy.clamp(2, 2.5)["x"]] == [[2, 2], [2, 2, 2.5]]
-    assert [x.tolist() for x in lazy.lerp(lazy * 3, 0.5)["x"]] == [[2, 4], [2, 4, 6]]
-    assert [x.tolist() for x in lazy.half()["x"]] == [[1, 2], [1, 2, 3]]
 
 
 def test_lerp_of_two_trees_is_torchs():
