@@ -258,7 +258,7 @@ MASKS = (
 )
 ENDS = (
     "torch 2.13's fused kernel takes one rate, so it runs at rate 1 on zeros, and two more calls multiply and add; the "
-    "ends of leaves that no vector fills are joined first, so that the bits equal those that each member gets when it runs alone"
+    "ends of leaves that no vector fills are joined first, so that each member gets the bits that it gets by itself"
 )
 MANY = tuple(title_of("mlp", members) for members in (16, 64))
 REACH = {LOOP: 16, COMPILED: 1.2, EQUINOX: 1.7, JAX: 1.3}
