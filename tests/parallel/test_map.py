@@ -143,6 +143,8 @@ def test_writes_in_place_reach_the_tree(options):
     assert td["x"].tolist() == list(range(1, 11))
 
 
+# From Python 3.12 on.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["pool", "standard", "fork"])
 def test_lost_writes_are_warned_of(kind, pool, standard):
     """In another process a function writes to a copy: what it does not return is lost, with a warning."""

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -287,8 +288,8 @@ def test_memmap_like_wants_space(tmp_path):
     assert os.listdir(tmp_path) == []
     try:
         made = huge.memmap_like(tmp_path / "d", sparse_ok=True)
-    except OSError as err:  # a file system with smaller files
-        assert "large" in str(err)  # noqa: PT017
+    except OSError as err:  # a file system with smaller files, or one in memory
+        assert re.search("large|cannot be mapped", str(err))  # noqa: PT017
     else:
         assert made["a"].shape == (1 << 50,)
 
