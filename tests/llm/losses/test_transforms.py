@@ -136,16 +136,8 @@ def test_coefficients_may_differ_between_members():
     log_probs, tree = streams("core", 2, members=2)
 
     def member(x, s, high, coef, divisor):
-        return losses.policy_gradient(
-            x,
-            s["gains"],
-            s["mask"],
-            s["old"],
-            clip=(0.2, high),
-            normalize=divisor,
-            ref_log_probs=s["ref"],
-            kl_coef=coef,
-        ).loss
+        options = {"clip": (0.2, high), "normalize": divisor, "ref_log_probs": s["ref"], "kl_coef": coef}
+        return losses.policy_gradient(x, s["gains"], s["mask"], s["old"], **options).loss
 
     values = [torch.tensor(x, dtype=torch.float64) for x in ([0.1, 0.3], [0.0, 2.0], [5.0, 50.0])]
     found = torch.vmap(member)(log_probs, tree, *values)
@@ -220,18 +212,3 @@ def test_batches_of_more_dimensions_are_flat_ones(name):
     square = tree.apply(lambda x: x.reshape(2, 2, *x.shape[1:]))
 
     torch.testing.assert_close(ROWS[name](log_probs.reshape(2, 2, -1), square).loss, ROWS[name](log_probs, tree).loss)
-
-
-def test_micro_batches_add_up_to_one_batch():
-    """With the number of all tokens as divisor the sum over parts is the loss of the whole."""
-    log_probs, tree = streams("dapo", 9)
-    count = tree["mask"].sum()
-    whole = POLICY["dapo"](log_probs, tree).loss
-    parts = [
-        losses.dapo(
-            *[x[i : i + 2] for x in (log_probs, tree["advantages"], tree["mask"], tree["old"])], normalize=count
-        )
-        for i in (0, 2)
-    ]
-
-    torch.testing.assert_close(parts[0].loss + parts[1].loss, whole)
