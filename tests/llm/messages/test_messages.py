@@ -82,7 +82,7 @@ TEMPLATES = [
     (lambda: mistral.render(chat(reply(), tools=[{}])), UnsupportedError, "mistral: the tools"),
     (lambda: chatml.parse("hello"), ValueError, r"character 0 is not.*<\|im_start\|>role"),
     (lambda: History.from_text("a", "chatm"), TypeError, "template or a tokenizer.*'chatml'"),
-    (lambda: History.from_text("a", "chatm", tokenizer=make_tokenizer()), ValueError, "no template 'chatm'.*'chatml'"),
+    (lambda: History.from_text("a", "chatm", tokenizer=make_tokenizer()), ValueError, "'chatm' does not.*'chatml'"),
     (lambda: History.from_text("a", tokenizer=make_tokenizer("{{ messages }}")), ValueError, "parse: no template"),
 ]  # fmt: skip
 APPLY = [

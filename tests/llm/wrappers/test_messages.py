@@ -42,7 +42,7 @@ CASES = [
     (lambda: made("text", tokenizer_kwargs={"no_such": 1}), ValueError, "not an option of texts"),
     (lambda: made(tokenizer_kwargs={"no_such": 1}), ValueError, "no effect on tokens"),
     (lambda: made("text", tokenizer_kwargs={"truncation": True}), ValueError, "max_length must be given"),
-    (lambda: made("history", chat_template_name="no such"), ValueError, "There is no template"),
+    (lambda: made("history", chat_template_name="no such"), ValueError, "does not exist"),
     (lambda: made(batching=False, max_batch_size=2), ValueError, "takes no batch sizes"),
     (lambda: made(min_batch_size=3, max_batch_size=2), ValueError, "sizes must be in order"),
     (lambda: made(num_samples=2, generate_kwargs={"n": 3, "temperature": 1.0}), ValueError, "num_samples"),
