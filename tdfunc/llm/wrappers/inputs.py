@@ -40,13 +40,13 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """The way in which a wrapper reads its inputs.
+    """The rules by which a wrapper reads its inputs.
 
     Attributes:
         mode: "history", "text" or "tokens".
         keys: The places of the input and of masks.
         call: The name of the wrapper's class, for messages.
-        tokenizer: The tokenizer of texts, that of a processor; None for tokens.
+        tokenizer: The tokenizer of texts, taken from a processor; None for tokens.
         template: The template of histories.
         layout: How rows of texts and histories are cut.
         add_special_tokens: Whether texts get the tokens that the tokenizer puts around them.
@@ -66,7 +66,7 @@ class Reader:
 
         Raises:
             MissingKeyError: The tree has no input.
-            LeafMismatchError: The input has another shape than the batch, or a mask another than the tokens.
+            LeafMismatchError: The shape of the input does not fit the batch, or a mask does not fit the tokens.
             ValueError: A prompt has no tokens.
         """
         if self.mode == "tokens":
@@ -85,7 +85,7 @@ class Reader:
 
     # Any: texts or histories.
     def _entry(self, td: TensorCollection, field: str) -> Any:
-        """Return a field of the record at the source, or the entry itself where it is no record."""
+        """Return a field of the record at the source, or the entry itself if it is not a record."""
         value = get_value(td, self.keys.source, None)
         if isinstance(value, TensorCollection) and not isinstance(value, History):
             value = get_value(value, field, None)
@@ -101,7 +101,7 @@ class Reader:
         if isinstance(value, str):
             texts = [value] * size.numel()
         elif isinstance(record, TensorCollection) and record._is_lazy:
-            # Its values are along the dimension of the stack, which need not be the first.
+            # Its values follow the dimension of the stack, which need not be the first.
             texts = ragged_values(td, (*path, field)) or []
         else:
             texts = ragged_values(td, path) or [] if td._is_lazy else flat_list(value, len(size))

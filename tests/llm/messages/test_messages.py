@@ -120,7 +120,7 @@ REMOTE = [
     (lambda: remote(backoff_s=float("nan")), ValueError, "backoff_s is out of range.*nan"),
     (lambda: remote(max_concurrency=0), ValueError, "max_concurrency is out of range"),
     (lambda: remote(base_url="x"), RemoteError, "response 0: x/inference.* must answer.*UnsupportedProtocol"),
-    (lambda: remote(generation={"num_beams": 2}), UnsupportedError, "beams of other scores.*num_beams=2"),
+    (lambda: remote(generation={"num_beams": 2}), UnsupportedError, "beam search is not.*num_beams=2"),
     (lambda: remote(generation={}), ValueError, "max_new_tokens must be given"),
 ]
 

@@ -459,7 +459,7 @@ def test_a_tree_takes_the_place_of_the_parameters():
     drawn = generate(lm, other, asked, key=0, buffers=buffers, max_new_tokens=3, temperature=1.0)
     assert (sampler(asked, key=0, params=other)["tokens"] == drawn["tokens"]).all()
     assert not (sampler(asked, key=0)["tokens"].response == drawn["tokens"].response).all()
-    with pytest.raises(UnsupportedError, match="params= must be left out"):
+    with pytest.raises(UnsupportedError, match="params= is not supported"):
         FakeWrapper(input_mode="tokens")(asked, params=other)
 
 
