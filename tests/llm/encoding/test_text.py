@@ -175,7 +175,7 @@ def test_the_digest_is_of_what_ids_depend_on():
 
 
 ERRORS = [
-    (lambda: tokenize_text(PLAIN, 3), TypeError, "lists of texts"),
+    (lambda: tokenize_text(PLAIN, 3), TypeError, "a list of texts"),
     (lambda: tokenize_text(PLAIN, ["a"], padding="longer"), ValueError, "padding must be one of"),
     (lambda: tokenize_text(PLAIN, ["a"], padding_side="up"), ValueError, "padding_side must be one of"),
     (lambda: tokenize_text(PLAIN, ["a"], truncation=True), ValueError, "max_length must be given"),
