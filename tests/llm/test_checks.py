@@ -95,10 +95,10 @@ CHECKS = [
     (ValueError, "one of 'raw', 'behaviour'", lambda i, m, r: of(i, under="behavior")),
     (ValueError, "temperature must be above 0", lambda i, m, r: ids_of(i, temperature=0.0)),
     (MissingKeyError, "prompt and response", lambda i, m, r: of(i, under="behaviour")),
-    (MissingKeyError, "how the responses were drawn", lambda i, m, r: of(i, parts=True, under="behaviour")),
+    (MissingKeyError, "record of the sampling", lambda i, m, r: of(i, parts=True, under="behaviour")),
     (
         UnsupportedError,
-        "min-p alone",
+        r"top-p and min-p\.",
         lambda i, m, r: of(i, parts=True, log_probs=LogProbs(adjusted=m[:, 0], batch_size=[2]), under="behaviour"),
     ),
     (LeafMismatchError, "must have one shape", lambda i, m, r: compare(i.float(), i[:, 1:].float())),

@@ -112,7 +112,7 @@ def test_scores_keep_what_the_draws_were_cut_to():
                 for tree in (raw, out)
             )
             assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
-    with pytest.raises(UnsupportedError, match="min-p alone"):
+    with pytest.raises(UnsupportedError, match="top-p and min-p"):
         score(lm, params, raw, buffers=buffers, under="behaviour")
 
 
@@ -141,7 +141,7 @@ def test_behaviour_that_cannot_be_scored_is_refused(options, refused, pad_output
 
     for call in (total, torch.func.grad(total)):
         if refused:
-            with pytest.raises(UnsupportedError, match="a temperature, top-k, top-p and min-p alone"):
+            with pytest.raises(UnsupportedError, match="only temperature, top-k, top-p and min-p"):
                 call(params)
         else:
             call(params)

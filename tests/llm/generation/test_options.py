@@ -55,7 +55,7 @@ REFUSED = [
     ({"no_such_option": 1}, TypeError, "'no_such_option' must be one of the options"),
     ({"typical_p": 0.5}, TypeError, "'typical_p'"),
     (GenerationConfig(typical_p=0.5), TypeError, "'typical_p'"),
-    (GenerationConfig(max_length=9), ValueError, "max_new_tokens in place of max_length"),
+    (GenerationConfig(max_length=9), ValueError, "max_new_tokens instead of max_length"),
     ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0"),
     ({"temperature": float("nan")}, ValueError, "temperature must be finite"),
     ({"temperature": float("inf")}, ValueError, "temperature must be finite"),
@@ -104,7 +104,7 @@ def test_num_samples_is_num_return_sequences():
     assert GenerationOptions.parse({"do_sample": True}, num_samples=4) == GenerationOptions.parse(kwargs)
     assert GenerationOptions.parse(kwargs, num_samples=4).num_return_sequences == 4
     assert kwargs == {"do_sample": True, "num_return_sequences": 4}
-    with pytest.raises(ValueError, match="num_samples must be num_return_sequences"):
+    with pytest.raises(ValueError, match="num_samples must equal num_return_sequences"):
         GenerationOptions.parse(kwargs, num_samples=2)
     with pytest.raises(ValueError, match="several responses"):
         GenerationOptions.parse({}, num_samples=2)

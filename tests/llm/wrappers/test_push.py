@@ -111,7 +111,7 @@ def test_unread_experts_are_named():
     assert push(engine, model, proof="full", key=3).unread == {}
     engine = FakeEngine(start)
     engine.fault = stale(name, next(i for i in range(96) if i not in rows))
-    with pytest.raises(ValueError, match="must be those of the tree"):
+    with pytest.raises(ValueError, match="must have the same log-probs"):
         push(engine, model, proof="full", key=3)
 
 
@@ -169,5 +169,5 @@ def test_nan_is_no_proof(made):
     with torch.no_grad():
         for leaf in broken.parameters():
             leaf.mul_(float("nan"))
-    with pytest.raises(ValueError, match="must be those of the tree"):
+    with pytest.raises(ValueError, match="must have the same log-probs"):
         push(FakeEngine(made[0]), broken)

@@ -207,7 +207,7 @@ def test_a_server_without_token_ids_gives_texts_alone(serve):
     reply = wrapper.get_new_version(input_mode="history", chat_template_name="chatml")(td)["history"].response
     assert reply[0, 0].role == "assistant"
     assert reply[0, 0].token_ids is None
-    with pytest.raises(UnsupportedError, match="only a server that gives token ids can score"):
+    with pytest.raises(UnsupportedError, match="only a server that returns token ids can score"):
         wrapper.score_tokens(PROMPTS)
 
 
@@ -318,7 +318,7 @@ def test_a_stream_that_is_cut_raises(serve, ids_endpoint, count):
     before = len(service.requests)
     service.faults = [cut(count, clean=True)]
 
-    with pytest.raises(RemoteError, match="must be whole(?s:.)*the stream was cut"):
+    with pytest.raises(RemoteError, match="must be complete(?s:.)*the stream ended early"):
         wrapper.generate_tokens(PROMPTS[:1], parse())
     assert len(service.requests) == before + 1
 
@@ -374,7 +374,7 @@ ALTERED = [
     ({"logprobs": {"token_logprobs": [-1.0]}}, "1 log-probs of 6 tokens"),
     ({"logprobs": None}, "0 log-probs of 6 tokens"),
     ({"logprobs": {"token_logprobs": [None] * 6}}, "form of its endpoint"),
-    ({"finish_reason": "abort"}, "must be whole(?s:.)*'abort'"),
+    ({"finish_reason": "abort"}, "must be complete(?s:.)*'abort'"),
     ({"token_ids": ["a"]}, "form of its endpoint"),
     ({"logprobs": {"token_logprobs": [0.5] * 6}}, "the largest 0.5"),
     ({"logprobs": {"token_logprobs": [-1.0] * 6, "tokens": ["token_id:0"] * 6}}, "of token 0 in the place of"),
@@ -406,7 +406,7 @@ def test_an_answer_that_does_not_fit_raises(serve):
     service.alter = lambda answer: {
         "choices": [{**answer["choices"][0], "token_ids": None if answer["choices"][0]["finish_reason"] else [5]}]
     }
-    with pytest.raises(RemoteError, match="a part of the response alone"):
+    with pytest.raises(RemoteError, match="only a part of the response"):
         connect(service, stream=True).generate_tokens(PROMPTS[:1], parse())
     service.alter = lambda answer: {"choices": answer["choices"] * 2}
     with pytest.raises(RemoteError, match="several responses"):
@@ -554,7 +554,7 @@ def _dies(service, folder):
 
 
 FAULTS = {
-    "stale": (lambda service, folder: None, ValueError, "must be those of the tree"),
+    "stale": (lambda service, folder: None, ValueError, "must have the same log-probs"),
     "torn": (_torn, CorruptCheckpointError, "model.safetensors"),
     "dead": (_dies, RemoteError, "push: http.*/collective_rpc must answer"),
 }
