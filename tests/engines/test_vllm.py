@@ -147,7 +147,7 @@ def test_ends_of_responses(wrapper, model):
     several = GenerationOptions.parse({"max_new_tokens": 8, "temperature": 1.0, "n": 3})
     made = wrapper.generate_tokens([row, row[:2]], several, keys=tdf.random.split(tdf.random.key(0), 6))
     assert len(made) == 6
-    with pytest.raises(UnsupportedError, match="engines have beams"):
+    with pytest.raises(UnsupportedError, match="beam search is not supported"):
         wrapper.generate_tokens([row], GenerationOptions.parse({"max_new_tokens": 2, "num_beams": 2}))
 
 

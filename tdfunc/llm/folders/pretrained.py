@@ -20,8 +20,8 @@ from tdfunc.storage.safetensors.saved import open as open_saved
 def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None = None, **options: Any) -> nn.Module:
     """Load the model of a folder of transformers, and check that every leaf has a place.
 
-    transformers renames and fuses leaves while it loads, such as the experts of a mixture. It only logs leaves without a
-    place and places without a leaf; this function raises an error. Use `tdf.functional(model)` to get trees.
+    transformers renames and fuses leaves while it loads, such as the experts of a mixture. It only logs leaves without
+    a place and places without a leaf; this function raises an error. Use `tdf.functional(model)` to get trees.
 
     Args:
         folder: The folder, on this machine.
