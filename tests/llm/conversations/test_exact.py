@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdfunc.llm import (
-    ChatML,
     History,
     TokenTemplate,
     append_messages,
@@ -331,11 +330,3 @@ def test_one_message_is_appended_and_nothing_else_changes():
     assert template.tokenizer.decode(one) == text + "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(none) == text + "\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(quiet) == text + "\n<|im_start|>user\nc<|im_end|>\n"
-
-
-def test_options_of_templates_decide():
-    """The same conversation, with thinking kept and dropped."""
-    history = History.from_chats([CHAT, CHAT[:2]])
-
-    assert is_append_only(ChatML(), history) == [True, True]
-    assert is_append_only(ChatML(drop_thinking=True), history) == [False, True]

@@ -1,7 +1,6 @@
 """Texts to tokens and back: the numbers of transformers' own calls, without a write to the tokenizer."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -103,31 +102,6 @@ def test_states_that_calls_left_in_the_tokenizer_change_nothing(options):
 
     assert [row["input_ids"].tolist() for row in out.unbind(0)] == expected
     assert (state_of(tokenizer), tokenizer.backend_tokenizer.encode_special_tokens) == before
-
-
-def test_threads_share_a_tokenizer():
-    """Threads with different options get the rows that each gets alone."""
-    tokenizer, texts = make_adding(), ["the quick brown fox " * n for n in range(1, 6)]
-    options = [{"padding": True}, {}, {"truncation": True, "max_length": 7, "padding": "max_length"}]
-    expected = [tokenize_text(tokenizer, texts, **each) for each in options]
-    wrong = []
-
-    def work(each, tree):
-        for _ in range(20):
-            out = tokenize_text(tokenizer, texts, **each)
-            same = [
-                torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(out.unbind(0), tree.unbind(0), strict=True)
-            ]
-            wrong.extend(each for same in same if not same)
-
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(options, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-
-    assert not wrong
-    assert not any(thread.is_alive() for thread in threads)
 
 
 @settings(max_examples=30)

@@ -1,13 +1,12 @@
 """Responses to rows: greedy ones against transformers, each row against itself alone, and what is refused."""
 
 import copy as copying
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as hf
 
-from tdfunc import UnsupportedError, random
+from tdfunc import random
 from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens, score_ids
 from tdfunc.llm.generation import probe
 from tdfunc.llm.generation.probe import Way, find_way
@@ -86,21 +85,6 @@ def test_a_response_depends_on_its_key_and_its_prompt_alone():
     short = GenerationOptions.parse({"max_new_tokens": 3, "temperature": 0.9, "top_p": 0.8})
     for a, b in zip(generate_tokens(lm, params, rows, short, keys=keys, buffers=buffers), together, strict=True):
         assert torch.equal(a.tokens, b.tokens[:3])
-
-
-def test_threads_draw_the_same_tokens():
-    """Calls from threads give the rows of a call alone."""
-    lm, params, buffers = causal_lm(make("llama"))
-    rows, keys = prompts([4, 6]), random.split(random.key(1), 2)
-    options = parse(temperature=1.0, top_k=9)
-
-    def run(i):
-        return generate_tokens(lm, params, rows[i : i + 1], options, keys=keys[i : i + 1], buffers=buffers)[0].tokens
-
-    expected = [run(0), run(1)]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(run, [0, 1] * 6, timeout=60))
-    assert all(torch.equal(tokens, expected[i % 2]) for i, tokens in enumerate(found))
 
 
 def test_the_default_generator_is_not_drawn_from():
@@ -320,12 +304,3 @@ def test_logits_that_are_not_numbers_are_errors():
     for options, keys in ((parse(), None), (parse(temperature=1.0, top_p=0.5), random.key(0)[None])):
         with pytest.raises(ValueError, match="the logits of row 0 must be numbers"):
             generate_tokens(lm, broken, prompts([3]), options, keys=keys, buffers=buffers)
-
-
-def test_tokens_cannot_be_drawn_inside_a_transform():
-    """The message has the loop over members."""
-    lm, params, buffers = causal_lm(make("llama"))
-    with pytest.raises(UnsupportedError, match="for each member"):
-        torch.vmap(lambda row: generate_tokens(lm, params, [row], parse(), buffers=buffers)[0].tokens)(
-            torch.ones(2, 3, dtype=torch.int64)
-        )

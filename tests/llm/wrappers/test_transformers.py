@@ -262,27 +262,16 @@ def test_gradients_are_those_of_score():
     torch.testing.assert_close(model.lm_head.weight.grad, expected["lm_head", "weight"])
     found = torch.func.grad(lambda params: apply(params, td, buffers=rest)["log_probs"].full.sum())(own)
     torch.testing.assert_close(found["model", "lm_head", "weight"], expected["lm_head", "weight"])
-    names = {name: torch.stack([value.detach(), 2 * value.detach()]) for name, value in wrapper.named_parameters()}
-    both = torch.vmap(lambda values: torch.func.functional_call(wrapper, values, (td,))["log_probs"].full)(names)
-    torch.testing.assert_close(both[0], wrapper(td)["log_probs"].full.detach(), atol=1e-5, rtol=1e-5)
+    members = torch.stack([own.detach(), 2 * own.detach()])
+    names = {f"model.{name}": value for name, value in members["model"].flatten_keys().items()}
+    for both in (
+        torch.vmap(lambda tree: apply(tree, td, buffers=rest)["log_probs"].full)(members),
+        torch.vmap(lambda values: torch.func.functional_call(wrapper, values, (td,))["log_probs"].full)(names),
+    ):
+        torch.testing.assert_close(both[0], wrapper(td)["log_probs"].full.detach(), atol=1e-5, rtol=1e-5)
+        expected = apply(members[1], td, buffers=rest)["log_probs"].full
+        torch.testing.assert_close(both[1], expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(both[0], both[1])
-
-
-@pytest.mark.parametrize("lead", [(), (1,), (2, 3)])
-@pytest.mark.parametrize("pad_output", [True, False])
-def test_batches_of_any_rank(lead, pad_output):
-    """The results have the batch size of the tree."""
-    wrapper = TransformersWrapper(make("llama"), input_mode="tokens", generate=False, pad_output=pad_output)
-    ids = torch.randint(VOCAB, (*lead, 4))
-    out = wrapper(TensorDict({"tokens": Tokens(full=ids, batch_size=lead)}, lead))
-
-    assert out.batch_size == out["log_probs"].batch_size == torch.Size(lead)
-    values = out["log_probs"].full
-    while not isinstance(values, torch.Tensor):
-        values = torch.stack([row if isinstance(row, torch.Tensor) else torch.stack(row) for row in values])
-    flat = values.reshape(-1, 4)
-    for row, found in zip(ids.reshape(-1, 4), flat, strict=True):
-        torch.testing.assert_close(found[1:], row_log_probs(wrapper.model, row), atol=1e-5, rtol=1e-5)
 
 
 def test_ragged_and_lazy_inputs():
@@ -510,22 +499,6 @@ def test_a_model_that_changes_is_prepared_anew():
         TransformersWrapper(other, input_mode="tokens", generate=False, pad_output=True)(td)["log_probs"].full,
     )
     assert wrapper.model is model
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_a_wrapper_under_functional_is_mapped():
-    """Its calls prepare nothing anew, so that it runs under vmap and grad; each member equals its own run."""
-    td = tokens_td([5, 4], 0)
-    wrapper = TransformersWrapper(make("llama"), input_mode="tokens", generate=False, pad_output=True)
-    apply, params, buffers = tdf.functional(wrapper)
-    many = torch.stack([params, params.apply(lambda leaf: leaf * 1.1)])
-
-    def full(tree):
-        return apply(tree, td, buffers=buffers)["log_probs"].full
-
-    found = torch.vmap(full)(many)
-    torch.testing.assert_close(found, torch.stack([full(many[0]), full(many[1])]), atol=1e-5, rtol=1e-5)
-    assert tdf.grad(lambda tree: full(tree).sum())(params)["model", "lm_head", "weight"].abs().sum() > 0
 
 
 def test_keys_of_the_outputs():
