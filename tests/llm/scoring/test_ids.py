@@ -463,8 +463,8 @@ def test_no_rows_and_no_tokens(shape, packed):
     assert distribution(lm, params, td, **options).log_prob(ids).shape == shape
 
 
-def test_distribution_and_logits():
-    """Position i has the distribution of token i; pads and first tokens count nothing."""
+def test_distribution_logits_and_candidates():
+    """Position i has the distribution of token i, `at` others than it; pads and first tokens count nothing."""
     lm, params, buffers = causal_lm(make("llama"))
     ids, mask = rows([6, 4], 6, seed=8)
     td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
@@ -475,6 +475,9 @@ def test_distribution_and_logits():
     values = logits(lm, params, td, buffers=buffers)["logits"]
     p = values.softmax(-1)
     torch.testing.assert_close(dist.entropy(), torch.where(scored.mask, -(p * p.log()).sum(-1), 0))
+    at = torch.randint(VOCAB, (2, 6, 4), generator=torch.Generator().manual_seed(1))
+    found = score(lm, params, td, buffers=buffers, at=at)["log_probs"].full
+    torch.testing.assert_close(found, torch.where(scored.mask.unsqueeze(-1), p.log().gather(-1, at), 0))
 
 
 def test_behaviour_is_the_distribution_that_was_drawn_from():
@@ -493,18 +496,6 @@ def test_behaviour_is_the_distribution_that_was_drawn_from():
 
     found = score(lm, params, td, buffers=buffers, under="behaviour", temperature=0.7)["log_probs"]
     torch.testing.assert_close(found.behaviour, torch.where(mask[:, 3:], expected, 0))
-
-
-def test_candidates():
-    """`at` gives the log-probs of other tokens, as a teacher's."""
-    lm, params, buffers = causal_lm(make("llama"))
-    ids, mask = rows([6, 4], 6, seed=10)
-    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
-    at = torch.randint(VOCAB, (2, 6, 4), generator=torch.Generator().manual_seed(1))
-    found = score(lm, params, td, buffers=buffers, at=at)["log_probs"]
-
-    expected = logits(lm, params, td, buffers=buffers)["logits"].log_softmax(-1).gather(-1, at)
-    torch.testing.assert_close(found.full, torch.where(found.mask.unsqueeze(-1), expected, 0))
 
 
 def test_ways_of_scoring_are_explained():

@@ -17,6 +17,8 @@ LONG = TensorDict({"tokens": torch.ones(6, dtype=torch.int64)})
 TEXTS = TensorDict({"text": Text(prompt=["a", ""], batch_size=[2])}, [2])
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
 SAMPLER = TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})
+SCORER = TransformersWrapper(make("gpt2", n_positions=5), input_mode="tokens", generate=False)
+HOT = {"temperature": 1.0}
 
 
 def made(mode="tokens", **options):
@@ -57,11 +59,7 @@ CASES = [
     (lambda: made("history")(TensorDict({"history": CHAT}, [1])), LeafMismatchError, "dimension of"),
     (lambda: made("text", generate=True)(TEXTS), ValueError, "row 1 must have tokens"),
     (lambda: made(generate=True)(TOKENS, training=True), ValueError, "generate=False"),
-    (
-        lambda: made(generate=True, generate_kwargs={"temperature": 1.0})(TOKENS),
-        ValueError,
-        "sampling must have a random key",
-    ),
+    (lambda: made(generate=True, generate_kwargs=HOT)(TOKENS), ValueError, "sampling must have a random key"),
     (lambda: sent(num_beams=2), UnsupportedError, "x: beam search is not supported"),
     (lambda: sent(temperature=1.0, top_p=0.9, min_p=0.1), UnsupportedError, "x: top_p with min_p is not supported"),
     (lambda: sent(max_new_tokens=None), ValueError, "max_new_tokens must be given"),
@@ -70,22 +68,10 @@ CASES = [
     (lambda: made().get_dist(TOKENS, TOKENS), UnsupportedError, "cannot contain a distribution"),
     (lambda: made().get_dist(TOKENS, as_nested_tensor=True, as_padded_tensor=True), ValueError, "padded or nested"),
     (lambda: made().get_dist(TOKENS, padding_side="up"), ValueError, "one of 'left', 'right'"),
-    (
-        lambda: made().get_dist(TOKENS.set("logits", torch.zeros(2, 2, 5)), logits_key="logits"),
-        LeafMismatchError,
-        "the logits must have",
-    ),
+    (lambda: made().get_dist(TOKENS.set("x", IDS[:, :2, None]), logits_key="x"), LeafMismatchError, "the logits must"),
     (lambda: TransformersWrapper(torch.nn.Linear(1, 1), input_mode="tokens"), TypeError, "language model of transform"),
-    (
-        lambda: TransformersWrapper(make("gpt2", n_positions=5), input_mode="tokens", generate=False)(LONG),
-        ValueError,
-        "longer than the positions",
-    ),
-    (
-        lambda: torch.func.grad(lambda x: SAMPLER(TOKENS) and x)(torch.tensor(0.0)),
-        UnsupportedError,
-        "inside a transform",
-    ),
+    (lambda: SCORER(LONG), ValueError, "longer than the positions"),
+    (lambda: torch.func.grad(lambda x: SAMPLER(TOKENS) and x)(torch.ones(())), UnsupportedError, "inside a transform"),
 ]
 
 
