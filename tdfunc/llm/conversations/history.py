@@ -357,7 +357,11 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return object.__hash__(self)
 
     def _repr_html_(self) -> str:
-        return chat_html(per_conversation(_to_chat, self) if self._batch_size else [self.tolist()])
+        if not self._batch_size:
+            return chat_html([[self.tolist()]])
+        found: list[Any] = []
+        per_conversation(lambda chat: found.append(_to_chat(chat)), self)
+        return chat_html(found)
 
 
 def _is_rows(value: Any, size: Sequence[int]) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -84,7 +85,6 @@ class Records:
             )
         given: Any = source
         self._records = None if self._path else [*self._select(given)]
-        self._digest: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield each record."""
@@ -100,11 +100,10 @@ class Records:
                 raise MissingKeyError(f"Record {i} has no {missing!r}.", got=str(list(record))[:200])
             yield {name: record[name] for name in (*self._entries, *self._optional) if name in record}
 
+    @cached_property
     def digest(self) -> str:
-        """Return a digest of the file's suffix and bytes, or of all records."""
-        if self._digest is None:
-            self._digest = self._current()
-        return self._digest
+        """The digest of the file's suffix and bytes, or of all records."""
+        return self._current()
 
     def _current(self) -> str:
         state = xxhash.xxh3_128()
@@ -125,5 +124,5 @@ class Records:
         Raises:
             ConcurrencyError: The file has changed.
         """
-        if self._records is None and self._current() != self._digest:
+        if self._records is None and self._current() != self.digest:
             raise ConcurrencyError(f"{self._path} changed while it was read.", hint="load it again.")

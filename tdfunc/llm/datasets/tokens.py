@@ -199,7 +199,7 @@ def load_tokens(
     records = Records(source, plan.entries, ("tools",))
     if cache_dir is None:
         return TokenDataset(_tokenize(plan, records, None), pad_id, name)
-    key = f"{plan.digest()}{records.digest()}"
+    key = f"{plan.digest()}{records.digest}"
     folder = os.path.abspath(os.fspath(cache_dir))
     make_folder(folder, fsync=False)
     path = os.path.join(folder, f"tokens-{xxhash.xxh3_128_hexdigest(key.encode())}.safetensors")

@@ -151,42 +151,27 @@ class GenerationOptions:
             value = getattr(self, name)
             if value is not None:
                 check_least(f"generate: {name}", value, bound)
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise error(ValueError, f"generate: {name} must be above 0 and at most 1.", got=value)
-        if not 0 < self.repetition_penalty < math.inf:
-            raise error(ValueError, "generate: repetition_penalty must be above 0.", got=self.repetition_penalty)
+        cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), "top_k")
+        rules = {
+            "top_p must be above 0 and at most 1.": self.top_p is None or 0 < self.top_p <= 1,
+            "min_p must be above 0 and at most 1.": self.min_p is None or 0 < self.min_p <= 1,
+            "repetition_penalty must be above 0.": 0 < self.repetition_penalty < math.inf,
+            "a stop sequence must not be empty.": "" not in self.stop_sequences,
+            f"{cut} must come with sampling: temperature=1.0 or do_sample=True.": self.samples or not self.cuts,
+            "beams must come without sampling.": self.num_beams == 1 or not self.samples,
+            "length_penalty and early_stopping must come with beams.": self.num_beams > 1
+            or (self.length_penalty == 1.0 and self.early_stopping is False),
+            "several responses to a prompt must come from sampling, or from as many beams.": self.samples
+            or self.num_return_sequences <= self.num_beams,
+        }
         check_choice("generate: early_stopping", self.early_stopping, (True, False, "never"))
-        if "" in self.stop_sequences:
-            raise error(ValueError, "generate: a stop sequence must not be empty.", got=self.stop_sequences)
-        cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), None)
-        if cut and not self.samples:
-            raise error(
-                ValueError,
-                f"generate: {cut} must come with sampling.",
-                got=f"{cut}={getattr(self, cut)}, temperature 0",
-                hint="pass temperature=1.0 or do_sample=True.",
-            )
-        if self.num_beams > 1 and self.samples:
-            raise error(
-                ValueError,
-                "generate: beams must come without sampling.",
-                got=f"num_beams={self.num_beams}, temperature {self.temperature}",
-            )
-        if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping is not False):
-            raise error(
-                ValueError,
-                "generate: length_penalty and early_stopping must come with beams.",
-                got=f"num_beams=1, length_penalty={self.length_penalty}, early_stopping={self.early_stopping}",
-            )
-        if not self.samples and self.num_return_sequences > self.num_beams:
-            raise error(
-                ValueError,
-                "generate: several responses to a prompt must come from sampling, or from as many beams.",
-                expected=f"at most {self.num_beams}" if self.num_beams > 1 else "temperature above 0, or num_beams",
-                got=f"{self.num_return_sequences} responses at temperature 0, num_beams={self.num_beams}",
-            )
+        for rule, holds in rules.items():
+            if not holds:
+                given = {each.name: getattr(self, each.name) for each in fields(self)}
+                changed = [
+                    f"{each.name}={given[each.name]!r}" for each in fields(self) if given[each.name] != each.default
+                ]
+                raise error(ValueError, f"generate: {rule}", got=", ".join(changed))
 
 
 class Response(NamedTuple):
