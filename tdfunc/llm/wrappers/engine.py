@@ -158,8 +158,9 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
                 push succeeds.
         """
         lm, own_buffers = self._model()
-        options = {"version": str(version), "tolerance": tolerance, "proof": proof, "key": key}
-        return push_tree(self.engine, lm, tree, own_buffers if buffers is None else buffers, **options)
+        buffers = own_buffers if buffers is None else buffers
+        label = str(version)
+        return push_tree(self.engine, lm, tree, buffers, version=label, tolerance=tolerance, proof=proof, key=key)
 
     # Any: a tree of buffers.
     def _model(self) -> tuple[CausalLM, Any]:

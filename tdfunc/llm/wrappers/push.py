@@ -6,7 +6,7 @@ its cache, and the tree scores the same prompt. Until both agree, the engine's l
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
@@ -106,26 +106,6 @@ def proven_label(label: str) -> str:
     return label
 
 
-# Any: trees.
-def push_tree(engine: AbstractEngine, lm: CausalLM, tree: Any, own_buffers: Any, **options: Any) -> Push:
-    """Push a tree by the names of a state_dict; `own_buffers` are the model's, for a tree without them."""
-    module: Any = lm.apply.module
-    shapes = {name: leaf.shape for name, leaf in module.state_dict().items()}
-    tied = (
-        list(getattr(module, "_tied_weights_keys", None) or [])
-        if getattr(module.config, "tie_word_embeddings", False)
-        else []
-    )
-    flat, own = _named(tree), {} if own_buffers is None else _named(own_buffers)
-    # A tree may also have the buffers, some of which checkpoints contain.
-    held = all([name in flat for name in own])
-    extra = set(own) - set(shapes)
-    leaves = {name: leaf for name, leaf in flat.items() if name not in extra}
-    return push_weights(
-        engine, lm, leaves, shapes, optional=tied, tree=tree, buffers=None if held else own_buffers, **options
-    )
-
-
 # Any: a tree.
 def _named(tree: Any) -> dict[str, Tensor]:
     """Return the leaves of a tree by the names of a state_dict."""
@@ -145,30 +125,25 @@ def send_by_folder(weights: Iterator[tuple[str, Tensor]], folder: str | None, re
         load(path)
 
 
-def push_weights(
+# Any: trees.
+def push_tree(
     engine: AbstractEngine,
     lm: CausalLM,
-    leaves: Mapping[str, Tensor],
-    shapes: Mapping[str, torch.Size],
-    *,
-    optional: Iterable[str],
     tree: Any,
-    buffers: Any = None,
+    own_buffers: Any,
+    *,
     version: str,
     tolerance: float,
     proof: Literal["prompt", "full"] = "prompt",
     key: KeyLike | None = None,
 ) -> Push:
-    """Send leaves to an engine and verify that it uses them; `vLLMWrapper.push` describes the limits.
+    """Send a tree to an engine and verify that the engine uses it; `vLLMWrapper.push` describes the limits.
 
     Args:
         engine: The engine.
         lm: The model, with which the tree is scored.
-        leaves: The tree's leaves by the engine's names.
-        shapes: The shapes of the engine's model, by name.
-        optional: Names that may be missing, such as the names of tied weights.
-        tree: The tree.
-        buffers: The buffers, unless the tree has them.
+        tree: The tree, whose leaves are sent by the names of a state_dict.
+        own_buffers: The model's buffers, for a tree without them.
         version: The label.
         tolerance: The largest difference of a log-prob, in nats.
         proof: One prompt of random ids, or prompts that have every id.
@@ -180,7 +155,7 @@ def push_weights(
         ConcurrencyError: The engine did not read all leaves, or kept its cache.
     """
     check_choice("push: proof", proof, ("prompt", "full"))
-    _check_names(leaves, shapes, set(optional))
+    leaves, buffers = _leaves_of(tree, own_buffers, lm.apply.module)
     key = random.key(int.from_bytes(os.urandom(7), "big")) if key is None else random.key_of(key)
     vocabulary, length = engine.limits()
     # The tree scores one token more.
@@ -244,8 +219,17 @@ def draw_prompts(key: Tensor, vocabulary: int, length: int, *, whole: bool) -> l
     return [ids[at : at + step + 1] for at in range(0, vocabulary if whole else 1, step)]
 
 
-def _check_names(leaves: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], optional: set[str]) -> None:
-    missing = [name for name in shapes if name not in leaves and name not in optional]
+# Any: trees, and a module of transformers.
+def _leaves_of(tree: Any, own_buffers: Any, module: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the leaves of a tree by the names of the model's state_dict, and the buffers that it lacks."""
+    shapes = {name: leaf.shape for name, leaf in module.state_dict().items()}
+    is_tied = getattr(module.config, "tie_word_embeddings", False)
+    tied = list(getattr(module, "_tied_weights_keys", None) or []) if is_tied else []
+    flat, own = _named(tree), {} if own_buffers is None else _named(own_buffers)
+    # A tree may also have the buffers, some of which checkpoints contain.
+    held = all([name in flat for name in own])
+    leaves = {name: leaf for name, leaf in flat.items() if name in shapes or name not in own}
+    missing = [name for name in shapes if name not in leaves and name not in tied]
     unknown = [name for name in leaves if name not in shapes]
     for names, text in ((missing, "lacks"), (unknown, "has the unknown")):
         if names:
@@ -261,6 +245,7 @@ def _check_names(leaves: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
                 expected=list(shapes[name]),
                 got=f"{list(leaf.shape)}; nothing was sent",
             )
+    return leaves, None if held else own_buffers
 
 
 def _digested(leaves: Mapping[str, Tensor], digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:

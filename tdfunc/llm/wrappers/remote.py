@@ -214,8 +214,8 @@ class RemoteWrapper(LLMWrapperBase):
         """
         module: Any = lm.apply.module
         engine = RemoteEngine(self, folder, len(module.get_input_embeddings().weight))
-        options = {"version": str(version), "tolerance": tolerance, "proof": proof, "key": key}
-        return push_tree(engine, lm, tree, buffers, **options)
+        label = str(version)
+        return push_tree(engine, lm, tree, buffers, version=label, tolerance=tolerance, proof=proof, key=key)
 
     def generate_tokens(
         self,
