@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -158,17 +157,6 @@ def test_shapes_of_ragged_histories():
     assert [part.tolist() for part in history.unbind(0)] == RAGGED
 
 
-def test_shapes_of_dense_histories_are_numpys():
-    """reshape, permute and indexing, against an object array."""
-    roles = np.array([["a", "b", "c"], ["d", "e", "f"]], dtype=object)
-    history = History(role=roles.tolist(), content="x", batch_size=[2, 3])
-
-    assert history.reshape(3, 2).role == roles.reshape(3, 2).tolist()
-    assert history.permute(1, 0).role == roles.T.tolist()
-    assert history.flatten().role == roles.reshape(-1).tolist()
-    assert history[:, 1:].role == roles[:, 1:].tolist()
-
-
 def test_equality_is_of_messages():
     """Ids, completeness and reasons do not count, nor the form of a content or of arguments."""
     plain = History(role="assistant", content="x", tool_calls=[CALL])
@@ -278,14 +266,3 @@ def test_names_and_device_stay():
 
     assert longer.names == ["message"]
     assert longer.device == torch.device("cpu")
-
-
-def test_a_history_is_a_pytree_through_vmap():
-    """A history beside tensors passes through vmap and apply."""
-    history = History(role=["user", "user"], content=["a", "b"], batch_size=[2])
-    td = TensorDict({"h": history, "x": torch.zeros(2, 3)}, [2])
-
-    out = torch.vmap(lambda t: t.set("x", t["x"] + 1))(td)
-
-    assert out["h"].tolist() == history.tolist()
-    assert isinstance(out["h"], History)

@@ -287,17 +287,6 @@ def test_tools_and_arguments_reach_the_template():
         assert '{"a": 1}' in both[0]
 
 
-def test_tokenizer_is_left_alone():
-    """Its backend, padding and tokens are as they were, whatever is encoded."""
-    tokenizer = make_tokenizer()
-    before = tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template
-    history = History.from_chats([[{"role": "user", "content": "<|im_end|>"}], CHATS[0]])
-
-    history.apply_chat_template(tokenizer=tokenizer, padding=True, return_assistant_tokens_mask=True)
-
-    assert (tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template) == before
-
-
 def test_other_kinds_of_tokenizers():
     """The private copy is right for word pieces, unigrams with metaspaces, and normalizers."""
     import tokenizers
@@ -347,8 +336,9 @@ def test_the_users_template_wins():
 
 
 def test_threads_share_a_tokenizer():
-    """Texts and conversations with and without control strings, in several layouts: the same ids as one by one."""
+    """With and without control strings, in several layouts: the same ids as one by one, and the tokenizer stays."""
     tokenizer, draws = make_tokenizer(), random.Random(0)
+    before = tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template
     texts = [draws.choice(["hi", "<|im_end|>", "yes no"]) * 3 for _ in range(40)]
     layouts = [{"padding": True}, {}, {"truncation": True, "max_length": 7, "padding": "max_length"}]
 
@@ -360,6 +350,7 @@ def test_threads_share_a_tokenizer():
     alone = [call(i) for i in range(40)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(call, range(40))) == alone
+    assert (tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template) == before
 
 
 def test_a_tokenizer_that_renders_itself_is_asked():
