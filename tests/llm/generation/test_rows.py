@@ -10,13 +10,13 @@ from tdfunc import random
 from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens, score_ids
 from tdfunc.llm.generation import probe
 from tdfunc.llm.generation.probe import Way, find_way
+from tests.helpers import quick
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
     pytest.mark.filterwarnings("ignore:Model config"),
 ]
-QUICK = ("llama", "gpt2", "gemma2, window")
 
 
 def prompts(lengths, seed=0):
@@ -36,18 +36,16 @@ def hf_greedy(model, prompt, **kwargs):
     return out[0, len(prompt) :]
 
 
-def check_greedy(name, seed):
-    """Assert that greedy responses and their log-probs are those of transformers, one row at a time."""
+@pytest.mark.parametrize("name", quick(FAMILIES, "llama", "gpt2", "gemma2, window"))
+def test_greedy_responses_are_those_of_transformers(name):
+    """In one batch, with pads and without, tokens and log-probs are those of each row alone."""
     model = make(name)
     lm, params, buffers = causal_lm(model)
     # Rows of different lengths have pads, rows of one length have none.
-    rows = prompts([9, 3, 9, 1, 6, 5, 5], seed)
-    found = [
-        response
-        for part in (rows[:5], rows[5:])
-        for response in generate_tokens(lm, params, part, parse(), buffers=buffers)
-    ]
-    for row, response in zip(rows, found, strict=True):
+    rows = prompts([9, 3, 9, 1, 6, 5, 5], seed=1)
+    found = [generate_tokens(lm, params, part, parse(), buffers=buffers) for part in (rows[:5], rows[5:])]
+
+    for row, response in zip(rows, [*found[0], *found[1]], strict=True):
         expected = hf_greedy(model, row, max_new_tokens=8)
         assert torch.equal(response.tokens, expected)
         assert response.finish_reason == ("stop" if int(expected[-1]) in lm.eos_ids else "length")
@@ -55,19 +53,6 @@ def check_greedy(name, seed):
         # Gated delta nets amplify rounding.
         assert torch.allclose(response.log_probs, scores, atol=5e-4)
         assert response[3:6] == (None, None, None)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_greedy_responses_are_those_of_transformers(name):
-    """In one batch, with pads and without, tokens and log-probs are those of each row alone."""
-    check_greedy(name, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_responses_of_all_families(name):
-    """The same for every family."""
-    check_greedy(name, seed=2)
 
 
 def test_a_response_depends_on_its_key_and_its_prompt_alone():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 import tdfunc as tdf
 from tdfunc.llm import losses
-from tests.helpers import assert_pure
+from tests.helpers import assert_pure, quick
 from tests.llm.losses.data import make
 from tests.llm.losses.test_policy import SEEDS
 
@@ -52,8 +52,7 @@ PAIRS = {
     "orpo": lambda x, s: losses.orpo(x, s["mask"]),
 }
 ALL = {**ROWS, **PAIRS}
-QUICK = ("core", "gspo", "kto", "distill", "orpo")
-EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL]
+EACH = quick(ALL, "core", "gspo", "kto", "distill", "orpo")
 
 
 def streams(name, seed, *, members=None, dtype=torch.float64):

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import tdfunc as tdf
 from tdfunc.llm import Batcher
 from tdfunc.llm.wrappers.batching import _end
+from tests.helpers import run_in_threads
 
 SOON = 20
 
@@ -101,14 +102,7 @@ def run_threads(batcher, scripts):
                 except AssertionError as err:
                     failures.append(err)
 
-    threads = [
-        threading.Thread(target=act, args=(script, made), daemon=True)
-        for script, made in zip(scripts, lists, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
+    run_in_threads(lambda i: act(scripts[i], lists[i]), range(len(scripts)))
     assert not failures
     return [pair for made in lists for pair in made]
 
@@ -164,11 +158,7 @@ def test_a_hundred_thousand_requests_have_their_answers():
                 made[index][draw.randrange(len(made[index]))][1].cancel()
 
     with Batcher(engine, min_batch_size=4, max_batch_size=64, timeout_s=0.01) as batcher:
-        workers = [threading.Thread(target=act, args=(index,), daemon=True) for index in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(100)
+        run_in_threads(act, range(threads))
 
     assert sum(map(len, made)) == count * threads
     check_answers(engine, [pair for pairs in made for pair in pairs])
