@@ -235,15 +235,11 @@ class JinjaTemplate(AbstractTemplate):
             alignments = [Alignment(conversations[i], self.control, everything=True) for i in forged]
             for i, alignment, text in zip(forged, alignments, render_all([a.marked for a in alignments]), strict=True):
                 found[i] = found[i]._replace(contents=find_contents(texts[i], text, alignment))
-        if not asks:
-            return found
         if self.has_generation:
-            for i in asks:
-                spans = self._drawn(conversations[i], texts[i], generation_prompt, open_end)
-                found[i] = found[i]._replace(replies=spans)
-            return found
-        asked, shown = [conversations[i] for i in asks], [texts[i] for i in asks]
-        spans_of = ReplySearch(self, generation_prompt, open_end).find(asked, shown)
+            spans_of = [self._drawn(conversations[i], texts[i], generation_prompt, open_end) for i in asks]
+        else:
+            search = ReplySearch(self, generation_prompt, open_end)
+            spans_of = search.find([conversations[i] for i in asks], [texts[i] for i in asks])
         for i, spans in zip(asks, spans_of, strict=True):
             found[i] = found[i]._replace(replies=spans)
         return found
