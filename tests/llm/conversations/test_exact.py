@@ -23,6 +23,7 @@ from tdfunc.llm import (
     to_training_rows,
 )
 from tdfunc.llm.messages.columns import conversation_in
+from tdfunc.llm.templates.base import make_call
 from tests.llm.templates.test_templates import TOOLS
 from tests.llm.tokens import CHATML, FORGETFUL, SPECIAL, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
 
@@ -90,17 +91,11 @@ def make_reply(name, draws, n):
     if thinks and draws.random() < 0.5:
         reply["reasoning_content"] = "hm " * draws.randint(1, 3) + "so"
     if has_tools and draws.random() < 0.5:
-        calls = [
-            {
-                "id": f"call{n:02}{i:03}",
-                "type": "function",
-                "function": {
-                    "name": draws.choice(["now", "search"]),
-                    "arguments": {"q": draws.choice(["x", "ü", 'a"b'])},
-                },
-            }
-            for i in range(draws.randint(1, most))
+        made = [
+            make_call(draws.choice(["now", "search"]), {"q": draws.choice(["x", "ü", 'a"b'])})
+            for _ in range(draws.randint(1, most))
         ]
+        calls = [{"id": f"call{n:02}{i:03}", **call} for i, call in enumerate(made)]
         reply |= {"tool_calls": calls, "content": None}
         reply.pop("reasoning_content", None)
     return reply

@@ -160,9 +160,8 @@ def test_shapes_of_ragged_histories():
 def test_equality_is_of_messages():
     """Ids, completeness and reasons do not count, nor the form of a content or of arguments."""
     plain = History(role="assistant", content="x", tool_calls=[CALL])
-    other = plain.replace(
-        token_ids=[1], is_complete=False, finish_reason="length", content=[{"type": "text", "text": "x"}]
-    )
+    other = plain.replace(token_ids=[1], is_complete=False, finish_reason="length")
+    other = other.replace(content=[{"type": "text", "text": "x"}])
     other = other.replace(tool_calls=[{**CALL, "function": {"name": "now", "arguments": {}}}])
 
     assert (plain == other).all()
@@ -198,25 +197,15 @@ def test_round_trips(chats, tmp_path):
 
 
 @given(st.lists(messages(), min_size=1, max_size=3))
-def test_json_lines(chats):
+def test_json_lines(tmp_path_factory, chats):
     """A line a conversation, in the form of data sets of chats; every field comes back."""
-    import tempfile
+    path = tmp_path_factory.mktemp("lines") / "chats.jsonl"
+    reply = History(role="assistant", content="x", token_ids=[3], finish_reason="length", is_complete=False)
+    history = History.from_chats(chats).append(reply.expand(len(chats)))
+    save_jsonl(history, path)
 
-    history = History.from_chats(chats)
-    history = history.append(
-        History(role="assistant", content="x", token_ids=[3], finish_reason="length", is_complete=False).expand(
-            len(chats)
-        )
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/chats.jsonl"
-        save_jsonl(history, path)
-        back = load_jsonl(path)
-        with open(path) as file:
-            lines = [json.loads(line) for line in file]
-
-    assert back.to_chats() == history.to_chats()
-    assert [list(line) for line in lines] == [["messages"]] * len(chats)
+    assert load_jsonl(path).to_chats() == history.to_chats()
+    assert [list(json.loads(line)) for line in path.read_text().splitlines()] == [["messages"]] * len(chats)
 
 
 def test_json_lines_reads_lists_and_skips_empty_lines(tmp_path):

@@ -50,9 +50,8 @@ def test_padded_texts_are_those_of_transformers(texts, tokenizer, side, cut_side
     options = {"padding": padding, "truncation": length is not None, "max_length": length}
     expected = other(texts, add_special_tokens=special, return_tensors="pt", **options)
 
-    out = tokenize_text(
-        tokenizer, texts, add_special_tokens=special, padding_side=side, truncation_side=cut_side, **options
-    )
+    options |= {"padding_side": side, "truncation_side": cut_side}
+    out = tokenize_text(tokenizer, texts, add_special_tokens=special, **options)
 
     assert out.batch_size == (len(texts),)
     assert out["attention_mask"].dtype == torch.bool
@@ -137,12 +136,8 @@ def test_the_digest_is_of_what_ids_depend_on():
     digest = tokenizer_digest(tokenizer)
     tokenizer(["a", "b c"], padding=True, truncation=True, max_length=1)
     assert tokenizer_digest(tokenizer) == digest == tokenizer_digest(make_tokenizer())
-    others = [
-        make_adding(),
-        make_tokenizer(template="{{ messages }}"),
-        make_tokenizer(eos_token="</s>"),
-        make_tokenizer(),
-    ]
+    others = [make_adding(), make_tokenizer(template="{{ messages }}"), make_tokenizer(eos_token="</s>")]
+    others.append(make_tokenizer())
     others[-1].add_tokens(["zz"])
 
     assert len({digest, *[tokenizer_digest(each) for each in others]}) == 5

@@ -99,17 +99,12 @@ def test_scores_keep_what_the_draws_were_cut_to():
         options = {"pad_output": pad_output, "max_new_tokens": 3, "temperature": 1.0, "top_k": 4}
         out = generate(lm, params, td, key=1, buffers=buffers, **options)
         out = out.set("attention_mask", out["masks"].all_attention_mask) if pad_output else out
-        raw = (
-            score(lm, params, out, buffers=buffers)
-            if wrapped is None
-            else scorer.get_new_version(pad_output=wrapped)(out)
-        )
+        again = scorer.get_new_version(pad_output=bool(wrapped))
+        raw = score(lm, params, out, buffers=buffers) if wrapped is None else again(out)
         if (pad_output, wrapped) in cases:
-            found, expected = (
-                score(lm, params, tree, buffers=buffers, under="behaviour")["log_probs"].behaviour
-                for tree in (raw, out)
-            )
-            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+            both = [score(lm, params, tree, buffers=buffers, under="behaviour")["log_probs"] for tree in (raw, out)]
+            pairs = zip(both[0].behaviour, both[1].behaviour, strict=True)
+            assert all(torch.allclose(*pair, atol=1e-5) for pair in pairs)
     with pytest.raises(UnsupportedError, match="top-p and min-p"):
         score(lm, params, raw, buffers=buffers, under="behaviour")
 

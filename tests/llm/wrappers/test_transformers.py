@@ -104,9 +104,8 @@ def test_all_modes_score_each_row_alone(options):
     assert (out["history"].full == td["history"].full).all()
     said = [TOKENIZER.decode(ids[wrote]) for ids, _, _, wrote in rows_in(out)]
     assert said == ["the fox<|im_end|>", "<|im_end|>", ""]
-    in_text = assert_pure(
-        wrapper.get_new_version(input_mode="text"), TensorDict({"text": Text(full=texts, batch_size=[3])}, [3])
-    )
+    in_text = wrapper.get_new_version(input_mode="text")
+    in_text = assert_pure(in_text, TensorDict({"text": Text(full=texts, batch_size=[3])}, [3]))
     check_rows(model, in_text, rows)
     in_tokens = assert_pure(wrapper.get_new_version(input_mode="tokens"), tokens)
     check_rows(model, in_tokens, rows)
@@ -205,9 +204,8 @@ def test_options_of_templates_and_of_truncation():
     moody = wrapper.get_new_version(chat_template=source, tokenizer_kwargs={"mood": "gay"})(td)
     assert moody["text"].full == ["gay" + text for text in wrapper(td)["text"].full]
     for side in ("left", "right"):
-        cut = wrapper.get_new_version(tokenizer_kwargs={"truncation": True, "max_length": 5, "truncation_side": side})(
-            td
-        )
+        kwargs = {"truncation": True, "max_length": 5, "truncation_side": side}
+        cut = wrapper.get_new_version(tokenizer_kwargs=kwargs)(td)
         whole = wrapper(td)["tokens"].full
         part = slice(5) if side == "right" else slice(-5, None)
         assert [row.tolist() for row in cut["tokens"].full] == [row[part].tolist() for row in whole]
@@ -325,9 +323,8 @@ def test_an_empty_batch_has_empty_results():
     td = tokens_td([2], 0)
     out, some = wrapper(td[:0]), wrapper(td)
 
-    assert {path: leaf.dtype for path, leaf in zip(out.paths(), out.leaves(), strict=True)} == {
-        path: leaf.dtype for path, leaf in zip(some.paths(), some.leaves(), strict=True)
-    }
+    kinds = [[(path, tree[path].dtype) for path in tree.paths()] for tree in (out, some)]
+    assert kinds[0] == kinds[1]
     assert out["log_probs"].full.shape == (0, 6)
 
 
@@ -350,9 +347,8 @@ def test_parts_of_known_prompts_are_scored_apart():
     scored = wrapper.get_new_version(pad_output=False)(parts)
     assert torch.equal(torch.stack(scored["tokens"].is_complete), ends)
     ragged = scored["log_probs"]
-    assert [row.tolist() for row in ragged.prompt] == [
-        row[:4][m[:4]].tolist() for row, m in zip(expected, mask, strict=True)
-    ]
+    prompts = [row[:4][m[:4]].tolist() for row, m in zip(expected, mask, strict=True)]
+    assert [row.tolist() for row in ragged.prompt] == prompts
     assert [row.tolist() for row in ragged.response] == [row[4:].tolist() for row in expected]
 
 
