@@ -56,12 +56,12 @@ class Layout:
 
     @property
     def pads(self) -> bool:
-        """Whether rows get one length."""
+        """True if rows are padded to one length."""
         return self.padding not in (False, "do_not_pad")
 
     @property
     def cuts(self) -> bool:
-        """Whether rows are cut."""
+        """True if rows are truncated."""
         return self.truncation not in (False, "do_not_truncate")
 
     def cut(self, row: EncodedRow, *, first: int = 0, last: int = 0) -> EncodedRow:

@@ -35,7 +35,7 @@ class _Finished(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """The responses to each prompt, the best first, and whether each was ended by a token or a text."""
+    """The responses to each prompt, the best first, and True for each that a token or a text ended."""
 
     tokens: list[list[Tensor]]
     stopped: list[list[bool]]

@@ -14,7 +14,7 @@ from tdfunc.llm.generation.sampling import Choice, choose, penalize
 from tdfunc.llm.rows.packing import pad_rows
 from tdfunc.llm.scoring.model import new_cache, next_logits
 
-# How many uniform numbers of a row are drawn at a time.
+# The number of uniform numbers of a row that are drawn at a time.
 BLOCK = 256
 
 
@@ -46,7 +46,7 @@ class Stop(NamedTuple):
     decode: Callable[[list[int]], str] | None
 
     def ended(self, tokens: Tensor) -> Tensor:
-        """Return for rows of tokens (*B, T) whether their text has an end."""
+        """Return True for rows of tokens (*B, T) whose text has an end."""
         if self.decode is None:
             return torch.zeros(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
         texts = [self.decode(row) for row in tokens.flatten(0, -2).tolist()]

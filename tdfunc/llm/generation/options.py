@@ -68,22 +68,22 @@ class GenerationOptions:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are sampled at random."""
+        """True if tokens are sampled at random."""
         return self.temperature > 0
 
     @property
     def cuts(self) -> bool:
-        """Whether top-k, top-p or min-p may remove tokens."""
+        """True if top-k, top-p or min-p may remove tokens."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
     @property
     def adjusts(self) -> bool:
-        """Whether a penalty, or a minimum length without truncation, changes the distribution."""
+        """True if a penalty, or a minimum length without truncation, changes the distribution."""
         return self.samples and (self.repetition_penalty != 1.0 or (self.min_new_tokens > 0 and not self.cuts))
 
     @property
     def keeps_raw(self) -> bool:
-        """Whether tokens are sampled from the model's own distribution, which no option changes."""
+        """True if tokens are sampled from the model's own distribution, which no option changes."""
         alone = self.repetition_penalty == 1.0 and not self.min_new_tokens
         return self.temperature == 1.0 and not self.cuts and alone
 

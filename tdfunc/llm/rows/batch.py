@@ -28,7 +28,7 @@ class Row:
         behaviour: The log-probs of the response under the sampler (R,), or None.
         support: The ids that truncation kept for each token of the response (R, K), or None.
         adjusted: True if more than `support` changed the distribution of the response (), else None.
-        is_complete: Whether the response has its end (), or None.
+        is_complete: True if the response has its end (), or None.
         version: The version of the weights that sampled the response, or None.
     """
 
@@ -98,7 +98,7 @@ class TokenBatch:
         prompt: The number of positions of the prompts, for ragged rows a list; None if the parts are not known.
         lengths: The number of positions of each row in a ragged stack; None for padded rows.
         assistant: True where an assistant wrote the token (N, T), or None.
-        is_complete: Whether each response has its end, as the tree has it; or None.
+        is_complete: True for responses that have their end, in the layout of the tree; or None.
     """
 
     ids: Tensor

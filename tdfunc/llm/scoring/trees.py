@@ -209,7 +209,7 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
     """Return the support of the responses at the places of the rows, (N, T, K) with -1 for nothing; None without one.
 
     Raises:
-        MissingKeyError: The rows are not prompts and responses, or there is no record of their draws.
+        MissingKeyError: The rows are not prompts and responses, or the record of their sampling is missing.
         UnsupportedError: More than a support changed the distributions.
     """
     if batch.prompt is None:

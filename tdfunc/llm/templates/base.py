@@ -444,7 +444,7 @@ def not_rendered(text: str, at: int, expected: str) -> ValueError:
     """Return the error for a text that a template does not render."""
     return error(
         ValueError,
-        f"parse: the text at character {at} is not what the template renders.",
+        f"parse: the text at character {at} is not a render of the template.",
         expected=expected,
         got=repr(text[at : at + 40]),
     )

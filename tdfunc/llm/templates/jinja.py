@@ -72,7 +72,7 @@ class JinjaTemplate(AbstractTemplate):
 
     @cached_property
     def has_generation(self) -> bool:
-        """Whether the template marks replies with `{% generation %}`."""
+        """True if the template marks replies with `{% generation %}`."""
         return _GENERATION.search(self.source) is not None
 
     @cached_property
@@ -89,7 +89,7 @@ class JinjaTemplate(AbstractTemplate):
         try:
             chat = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
             after = self.texts([chat])[0].rpartition(mark)[2]
-        # A template in Jinja raises what it likes.
+        # A template in Jinja may raise any error.
         except Exception:
             after = ""
         found = [after.find(each) for each in self.control if each in after]
@@ -120,7 +120,7 @@ class JinjaTemplate(AbstractTemplate):
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
             return mistake not in self._render([chat], None)[0]
-        # A template in Jinja raises what it likes.
+        # A template in Jinja may raise any error.
         except Exception:
             return False
 
@@ -143,7 +143,7 @@ class JinjaTemplate(AbstractTemplate):
         for probe in _PROBES:
             try:
                 found.append(self._without_bos(self._render([probe], None)[0]))
-            # A template in Jinja raises what it likes.
+            # A template in Jinja may raise any error.
             except Exception:
                 found.append(None)
         return found
@@ -289,7 +289,7 @@ class JinjaTemplate(AbstractTemplate):
         for prompt in (False, True):
             try:
                 made = self.texts([conversation], generation_prompt=prompt)[0]
-            # A template in Jinja raises what it likes.
+            # A template in Jinja may raise any error.
             except Exception:
                 return False
             if self._without_bos(made).startswith(text.rstrip()):

@@ -170,7 +170,7 @@ class ReplySearch(NamedTuple):
         options = {"generation_prompt": self.generation_prompt, "open_end": self.open_end}
         try:
             marked: Sequence[str | None] = self.template.texts([each.marked for each in alignments], **options)
-        # A template in Jinja raises what it likes.
+        # A template in Jinja may raise any error.
         except Exception:
             marked = [None] * len(texts)
         found: list[list[Span]] = []

@@ -67,7 +67,7 @@ def learn_turns(render: Callable[[list[Message], bool], str]) -> Turns | None:
         match = re.fullmatch("(.*)".join(["", *map(re.escape, places), ""]), text, re.DOTALL)
         return match.groups() if match else ()
 
-    # A template in Jinja raises what it likes.
+    # A template in Jinja may raise any error.
     try:
         first, to_reply, to_user, again, end = around("user", "assistant", "user", "assistant")
         asked, header = around("user")[1], around("user", header=True)[1]

@@ -160,7 +160,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         super().__init_subclass__(**kwargs)
         cls.__signature__: inspect.Signature = _with_options(cls)
 
-    # Any: what a backend runs, and the options of `WrapperOptions`.
+    # Any: the object that a backend runs, and the options of `WrapperOptions`.
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__()
         self._collector: weakref.ref[Any] | None = None
@@ -176,7 +176,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             )
         super().__setattr__(name, value)
 
-    # Any: what a backend runs.
+    # Any: the object that a backend runs.
     def _set_model(self, model: Any) -> None:
         """Put a model into this very module: one that nobody else has yet."""
         super().__setattr__("model", model)
@@ -308,7 +308,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     # -- scoring ------------------------------------------------------------------------------------------------
 
     def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
-        """Return the outputs of scoring, by their kinds: the record that was read stays as it is."""
+        """Return the outputs of scoring, by their kinds; the record that was read does not change."""
         lead, mode = td._batch_size, self.input_mode
         _check_layout(lead, None if self.pad_output else self.layout)
         inputs = self._reader.read(td, "full")
@@ -364,7 +364,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     # Any: backends differ.
     def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
-        """Return the logits from which each token is drawn (N, T, V)."""
+        """Return the logits from which each token is sampled (N, T, V)."""
         raise UnsupportedError(
             f"{type(self).__name__}: the backend returns no logits.",
             hint="use TransformersWrapper with the same weights.",
@@ -373,7 +373,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def _padded_logits(
         self, td: Any, training: bool = False, key: Any = None, side: str = "left"
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits from which tokens are drawn (*B, T, V), and the mask of the tokens (*B, T)."""
+        """Return the logits from which tokens are sampled (*B, T, V), and the mask of the tokens (*B, T)."""
         batch = self._padded(td, side)
         found = self._logits(batch.ids, batch.mask, training, key)
         return batch.shaped(found), batch.shaped(batch.mask)
@@ -399,7 +399,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         training: bool = False,
         key: Any = None,
     ) -> MaskedCategorical:
-        """Return the distribution from which each token of the input's `full` is drawn.
+        """Return the distribution from which each token of the input's `full` is sampled.
 
         Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens keep their places.
 
@@ -511,7 +511,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         return ChatHistory(**parts, batch_size=lead)
 
     def _keys(self, count: int, key: Any) -> Tensor | None:
-        """Return a key for each response, or None where nothing is drawn.
+        """Return a key for each response, or None without sampling.
 
         Raises:
             ValueError: Tokens are sampled, and there is no key.
@@ -544,7 +544,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     @property
     def batching(self) -> bool:
-        """Whether rows of several threads run together."""
+        """True if rows of several threads run together."""
         return self._batcher is not None
 
     def get_batching_state(self) -> dict[str, Any]:

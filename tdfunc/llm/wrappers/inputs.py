@@ -47,8 +47,8 @@ class Reader:
         call: The name of the wrapper's class, for messages.
         tokenizer: The tokenizer of texts, taken from a processor; None for tokens.
         template: The template of histories.
-        layout: How rows of texts and histories are cut.
-        add_special_tokens: Whether texts get the tokens that the tokenizer puts around them.
+        layout: The truncation of rows of texts and histories.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text.
     """
 
     mode: str
@@ -114,7 +114,7 @@ class Reader:
         return texts
 
     def _encode_texts(self, texts: Sequence[str]) -> list[Row]:
-        """Return the ids of texts, with the special tokens that the tokenizer adds, which stay when a text is cut.
+        """Return the ids of texts, with the special tokens that the tokenizer adds, which truncation keeps.
 
         A text that begins with the tokenizer's `bos_token` was rendered by a template: it gets no second one.
         """

@@ -98,7 +98,7 @@ class WrapperOptions:
 
     @property
     def batches(self) -> bool:
-        """Whether requests of several threads run together."""
+        """True if requests of several threads run together."""
         return bool(self.batching) or (self.min_batch_size, self.max_batch_size) != (None, None)
 
     @property

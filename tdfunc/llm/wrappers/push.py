@@ -68,7 +68,7 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def reset_cache(self) -> bool:
-        """Drop the results of earlier weights; return whether they were dropped."""
+        """Drop the results of earlier weights; return True if they were dropped."""
 
     def digests(self) -> Mapping[str, str]:
         """Return the xxh3-128 digests of the engine's leaves by name, for leaves that it can read."""
