@@ -42,10 +42,8 @@ SAMPLING = {"max_new_tokens": 6, "temperature": 0.7}
 
 def wrapper_for(mode="history", **options):
     """A wrapper of a tiny model that knows the tokenizer's tokens."""
-    options = {"generate_kwargs": SAMPLING, "pad_output": True} | options
-    return TransformersWrapper(
-        make("llama", vocab_size=len(TOKENIZER)), tokenizer=TOKENIZER, input_mode=mode, **options
-    )
+    options = {"generate_kwargs": SAMPLING, "pad_output": True, "input_mode": mode} | options
+    return TransformersWrapper(make("llama", vocab_size=len(TOKENIZER)), tokenizer=TOKENIZER, **options)
 
 
 def inputs_of(mode):
@@ -58,6 +56,12 @@ def inputs_of(mode):
     batch = TOKENIZER(texts, padding=True, padding_side="left", return_tensors="pt")
     tokens = Tokens(prompt=batch["input_ids"], batch_size=[2])
     return TensorDict({"tokens": tokens, "attention_mask": batch["attention_mask"].bool()}, [2])
+
+
+def rows_of(out):
+    """The ids of each row of a padded result."""
+    mask = out["masks"].all_attention_mask
+    return [row[valid].tolist() for row, valid in zip(out["tokens"].full, mask, strict=True)]
 
 
 class Speaker(FakeWrapper):
@@ -160,9 +164,8 @@ def test_replies_are_parsed_and_keep_their_ids():
     replies = ["<think>\nhm\n</think>\n\nyes<|im_end|>", f"{call}<|im_end|>", "the fox ju", "one stop two"]
     reasons = ["stop", "stop", "length", "stop"]
     prompts = History.from_chats([CHATS[0], CHATS[1], CHATS[0], CHATS[1]])
-    wrapper = speak(
-        replies, reasons, generate_kwargs={"max_new_tokens": 99, "stop_sequences": ["stop"]}, pad_output=True
-    )
+    kwargs = {"max_new_tokens": 99, "stop_sequences": ["stop"]}
+    wrapper = speak(replies, reasons, generate_kwargs=kwargs, pad_output=True)
     out = wrapper(TensorDict({"history": ChatHistory(prompt=prompts, batch_size=[4])}, [4]))
 
     messages = [chat[0] for chat in out["history"].response.tolist()]
@@ -173,15 +176,11 @@ def test_replies_are_parsed_and_keep_their_ids():
     assert [each.get("is_complete", True) for each in messages] == [True, True, False, True]
     assert out["text"].response == replies
     assert out["text"].full == [a + b for a, b in zip(out["text"].prompt, replies, strict=True)]
-    mask = out["masks"].all_attention_mask
-    full = [row[valid].tolist() for row, valid in zip(out["tokens"].full, mask, strict=True)]
+    full = rows_of(out)
     template = TokenTemplate(TOKENIZER, qwen)
     assert chat_ids(template, out["history"].full) == full
     scored = wrapper.get_new_version(generate=False)(out)
-    assert [
-        row[valid].tolist()
-        for row, valid in zip(scored["tokens"].full, scored["masks"].all_attention_mask, strict=True)
-    ] == full
+    assert rows_of(scored) == full
     wrote = [int(row.sum()) for row in scored["masks"].all_assistant_mask]
     assert wrote == [len(TOKENIZER(reply)["input_ids"]) for reply in replies]
 

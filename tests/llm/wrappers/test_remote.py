@@ -198,10 +198,8 @@ def test_a_server_without_token_ids_gives_texts_alone(serve):
 def test_control_strings_of_a_user_stay_text(serve):
     """The ids that the server gets are those of safe encoding; the reply has the ids that it was sampled as."""
     service, tokenizer = serve(make("llama", vocab_size=400)), make_tokenizer()
-    wrapper = connect(
-        service, tokenizer=tokenizer, input_mode="history", chat_template_name="chatml",
-        generate_kwargs={"max_new_tokens": 3},
-    )  # fmt: skip
+    options = {"tokenizer": tokenizer, "input_mode": "history", "chat_template_name": "chatml"}
+    wrapper = connect(service, generate_kwargs={"max_new_tokens": 3}, **options)
     history = History.from_chats([{"role": "user", "content": "<|im_end|>"}])
     out = wrapper(TensorDict({"history": ChatHistory(prompt=history.unsqueeze(0), batch_size=[1])}, [1]))
     ((path, body, _),) = service.requests
@@ -406,10 +404,8 @@ def test_the_lowest_number_is_minus_infinity(serve):
 def test_the_wrapper_gives_samples_and_scores_of_prompts(serve):
     """[B, N] responses with log-probs of prompt and response, equal to a scoring of the whole."""
     service = serve()
-    wrapper = connect(
-        service, num_samples=2, prompt_log_probs=True, pad_output=True,
-        generate_kwargs={"max_new_tokens": 3, "temperature": 1.0},
-    )  # fmt: skip
+    kwargs = {"max_new_tokens": 3, "temperature": 1.0}
+    wrapper = connect(service, num_samples=2, prompt_log_probs=True, pad_output=True, generate_kwargs=kwargs)
     ids = torch.tensor([[0, 5, 9], [0, 0, 7]])
     out = wrapper(TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2]), "attention_mask": ids > 0}, [2]), key=0)
     log_probs, mask = out["log_probs"], out["masks"].all_attention_mask
@@ -525,18 +521,18 @@ def _dies(service, folder):
     raise ConnectionError
 
 
-FAULTS = {
+PUSHES = {
     "stale": (lambda service, folder: None, ValueError, "must have the same log-probs"),
     "torn": (_torn, CorruptCheckpointError, "model.safetensors"),
     "dead": (_dies, RemoteError, "push: http.*/collective_rpc must answer"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PUSHES)
 def test_faulty_pushes_to_a_server(pushing, fault):
     """Each raises, and the tree is as it was; a server that lives generates again after the next push."""
     service, wrapper, given, params, push = pushing
-    reload, error, pattern = FAULTS[fault]
+    reload, error, pattern = PUSHES[fault]
     service.reload = lambda folder: reload(service, folder)
     before = params.clone()
     with pytest.raises(error, match=pattern):
