@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tdfunc.core.errors import check_choice, check_least, error
@@ -198,6 +199,13 @@ class Response(NamedTuple):
     prompt_log_probs: Tensor | None = None
     text: str | None = None
     version: str | int | None = None
+
+
+def empty_response(options: GenerationOptions, *, drawn: bool, device: torch.device | None = None) -> Response:
+    """Return a response without tokens; with `drawn` it has the log-probs of a sampler."""
+    none = torch.zeros(0, device=device)
+    log_probs, behaviour = none if options.logprobs else None, none if drawn else None
+    return Response(none.to(torch.int64), "length", log_probs, behaviour)
 
 
 def _temperature(do_sample: bool | None, temperature: float | None) -> float:

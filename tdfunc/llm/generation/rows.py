@@ -13,7 +13,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.encoding.encode import decode as decode_text
 from tdfunc.llm.generation.beams import search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
-from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.generation.options import GenerationOptions, Response, empty_response
 from tdfunc.llm.generation.probe import find_way
 from tdfunc.llm.rows.batch import Row, rows_on
 from tdfunc.llm.rows.packing import equal_lengths
@@ -73,12 +73,14 @@ def generate_tokens(
     device: Any = next(iter(params.leaves())).device
     rows = [row.to(device, torch.int64) for row in prompts]
     count = options.num_return_sequences
-    stop = _stop(lm, options, tokenizer, device)
+    ends = {*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids}
+    text_of = functools.partial(decode_text, tokenizer) if options.stop_sequences else None
+    stop = Stop(torch.tensor(sorted(ends), dtype=torch.int64, device=device), options.stop_sequences, text_of)
     keys = keys.to(device) if keys is not None and options.samples else None
     with torch.no_grad():
         scores = score_rows(lm, params, rows, buffers=buffers) if prompt_log_probs else [None] * len(rows)
         if not options.max_new_tokens:
-            found = [_empty(options, device)] * (count * len(rows))
+            found = [empty_response(options, drawn=options.samples, device=device)] * (count * len(rows))
         else:
             found = _generate(lm, params, rows, options, stop, keys, buffers)
             found = found if options.num_beams == 1 else _scored(lm, params, rows, found, options, buffers)
@@ -107,17 +109,6 @@ def joined_rows(
             row = replace(row, log_probs=log_probs, scored=scored, **drawn)
         rows.append(row)
     return rows_on(device, rows)
-
-
-def _empty(options: GenerationOptions, device: torch.device) -> Response:
-    """Return a response without tokens."""
-    none = torch.zeros(0, device=device)
-    return Response(
-        torch.zeros(0, dtype=torch.int64, device=device),
-        "length",
-        log_probs=none if options.logprobs else None,
-        behaviour=none if options.samples else None,
-    )
 
 
 def _generate(
@@ -211,13 +202,6 @@ def _responses(decoded: Decoded) -> list[Response]:
             )
         )
     return found
-
-
-def _stop(lm: CausalLM, options: GenerationOptions, tokenizer: Any, device: torch.device) -> Stop:
-    """Return the ends of the responses of a model."""
-    ids = sorted({*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids})
-    text_of = functools.partial(decode_text, tokenizer) if options.stop_sequences else None
-    return Stop(torch.tensor(ids, dtype=torch.int64, device=device), options.stop_sequences, text_of)
 
 
 def _check(

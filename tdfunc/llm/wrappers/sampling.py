@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.generation.options import GenerationOptions, Response, empty_response
 
 
 def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
@@ -60,6 +60,4 @@ def seeds_of(keys: Tensor) -> list[int]:
 
 def nothing_drawn(options: GenerationOptions) -> Response:
     """Return the response of no tokens."""
-    log_probs = torch.zeros(0) if options.logprobs else None
-    behaviour = log_probs if options.keeps_raw else None
-    return Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, behaviour, text="")
+    return empty_response(options, drawn=options.keeps_raw and options.logprobs)._replace(text="")
