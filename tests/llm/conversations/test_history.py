@@ -96,6 +96,7 @@ def test_dense_histories_stay_dense():
 
     assert not isinstance(longer, LazyStack)
     assert longer.batch_size == torch.Size([2, 2])
+    assert longer.flatten().role == ["user", "assistant"] * 2
     assert longer.tolist()[0][1] == {"role": "assistant", "tool_calls": [CALL]}
     assert longer.tolist()[1] == [{"role": "user", "content": "b"}, {"role": "assistant", "content": "b"}]
     assert history.extend(history, dim=0).batch_size == torch.Size([4, 1])
