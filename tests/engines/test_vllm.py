@@ -9,7 +9,7 @@ from tdfunc import ConcurrencyError, TensorDict, TreeStructureError, Unsupported
 from tdfunc.llm import Tokens, causal_lm, compare, vLLMWrapper
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.wrappers.engine import Engine
-from tests.engines.tiny import make_model, make_tokenizer
+from tests.engines.tiny import check_equal, make_model, make_tokenizer
 
 LENGTHS = [1, 7, 20, 150]
 FOUR = GenerationOptions.parse({"max_new_tokens": 4})
@@ -53,30 +53,15 @@ def prompts(seed=0):
     return [torch.randint(2, 320, (length,), generator=generator) for length in LENGTHS]
 
 
-def check_equal(wrapper, model, kwargs=None):
-    """Greedy tokens are those of transformers, log-probs those of the row alone."""
-    options = GenerationOptions.parse({"max_new_tokens": 16, "eos_token_ids": 1, **(kwargs or {})})
-    for row, made in zip(prompts(), wrapper.generate_tokens(prompts(), options, prompt_log_probs=True), strict=True):
-        own = model.generate(row[None], max_new_tokens=16, do_sample=False, eos_token_id=1, pad_token_id=0)[0]
-        assert made.tokens.tolist() == own[len(row) :].tolist()
-        with torch.no_grad():
-            logits = model(own[None]).logits[0, :-1]
-        exact = logits.log_softmax(-1).gather(-1, own[1:, None]).squeeze(-1)
-        found = torch.cat([made.prompt_log_probs[1:], made.log_probs])
-        torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)
-        assert (found - exact).abs().exp().mean() <= 1.0001
-        torch.testing.assert_close(wrapper.score_tokens([own])[0][1:], exact, rtol=0, atol=1e-4)
-
-
 def test_greedy_is_that_of_transformers(wrapper, model):
     """Before any change, and after pushes of other weights and back."""
-    check_equal(wrapper, model)
+    check_equal(wrapper, model, prompts(), eos_token_ids=1)
     for seed in (1, 2):
         other = make_model(seed)
         done = wrapper.push(causal_lm(other)[1], version=seed)
         assert done.difference < 1e-4
         assert wrapper.version == str(seed)
-        check_equal(wrapper, other)
+        check_equal(wrapper, other, prompts(), eos_token_ids=1)
         assert {each.version for each in wrapper.generate_tokens(prompts(), FOUR)} == {str(seed)}
 
 
@@ -147,7 +132,7 @@ def test_ends_of_responses(wrapper, model):
     several = GenerationOptions.parse({"max_new_tokens": 8, "temperature": 1.0, "n": 3})
     made = wrapper.generate_tokens([row, row[:2]], several, keys=tdf.random.split(tdf.random.key(0), 6))
     assert len(made) == 6
-    with pytest.raises(UnsupportedError, match="engines have beams"):
+    with pytest.raises(UnsupportedError, match="beam search is not supported"):
         wrapper.generate_tokens([row], GenerationOptions.parse({"max_new_tokens": 2, "num_beams": 2}))
 
 
@@ -203,7 +188,7 @@ def test_faulty_pushes_are_caught(wrapper, seed):
             _ = vLLMWrapper(wrapper.engine.llm, input_mode="tokens").version
     wrapper.engine.fault = None
     wrapper.push(params, version="good")
-    check_equal(wrapper, good)
+    check_equal(wrapper, good, prompts(), eos_token_ids=1)
 
 
 def test_names_are_checked(wrapper, model):

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tdfunc import ConcurrencyError, CorruptCheckpointError, RemoteError
-from tdfunc.llm import RemoteWrapper, causal_lm, score_ids
+from tdfunc.llm import RemoteWrapper, causal_lm
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.wrappers import remote
-from tests.engines.tiny import make_model, make_tokenizer
+from tests.engines.tiny import check_equal, make_model, make_tokenizer
 
 OPTIONS = GenerationOptions.parse({"max_new_tokens": 16})
 
@@ -68,11 +68,17 @@ def wait_for(url, server, log, limit_s=240):
     pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
 
 
+def rows():
+    """Rows of several lengths, one longer than a block of the cache."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, 320, (length,), generator=generator) for length in (1, 7, 150)]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_server_is_the_model(address, stream):
     """Tokens and log-probs of responses and prompts, and scores of rows."""
-    check_equal(RemoteWrapper("tiny", base_url=address, input_mode="tokens", stream=stream), make_model(0))
+    check_equal(RemoteWrapper("tiny", base_url=address, input_mode="tokens", stream=stream), make_model(0), rows())
 
 
 class Trainer:
@@ -116,7 +122,7 @@ def test_pushes_into_a_server(trainer):
         done = trainer.push(other, version=seed, proof=proof)
         assert done.difference < 1e-4
         assert done.unread == (None if proof == "prompt" else {})
-        check_equal(trainer.wrapper, other)
+        check_equal(trainer.wrapper, other, rows())
 
 
 def torn(place):
@@ -156,7 +162,7 @@ def test_faulty_pushes_into_a_server(trainer, alter, error):
         trainer.wrapper.generate_tokens([torch.tensor([5])], OPTIONS)
     trainer.alter = lambda place: place
     trainer.push(good, version="good")
-    check_equal(trainer.wrapper, good)
+    check_equal(trainer.wrapper, good, rows())
 
 
 def test_a_push_into_an_engine_with_workers(tmp_path):
@@ -178,18 +184,3 @@ def test_a_server_that_dies_in_a_push(engine, trainer):
     trainer.alter = kill
     with pytest.raises(RemoteError, match="push: http.*/collective_rpc must answer"):
         trainer.push(make_model(8), version=8)
-
-
-def check_equal(wrapper, model):
-    """Compare with transformers, row by row."""
-    lm, params, buffers = causal_lm(model)
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(2, 320, (length,), generator=generator) for length in (1, 7, 150)]
-    for row, made in zip(rows, wrapper.generate_tokens(rows, OPTIONS, prompt_log_probs=True), strict=True):
-        own = model.generate(row[None], max_new_tokens=16, do_sample=False, pad_token_id=0)[0]
-        exact = score_ids(lm, params, own[None], buffers=buffers).log_probs[0]
-        assert made.tokens.tolist() == own[len(row) :].tolist()
-        found = torch.cat([made.prompt_log_probs, made.log_probs])
-        torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)
-        assert (found - exact).abs().exp().mean() <= 1.0001
-        torch.testing.assert_close(wrapper.score_tokens([own])[0], exact, rtol=0, atol=1e-4)

@@ -4,6 +4,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tdfunc.llm import GenerationOptions, causal_lm, score_ids
+
 TEXT = ["the quick brown fox jumps over the lazy dog", "hello world, this is some text"]
 
 
@@ -37,3 +39,17 @@ def make_tokenizer():
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
     backend.train_from_iterator(TEXT * 10, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+def check_equal(wrapper, model, rows, **options):
+    """Assert that greedy tokens are those of transformers, row by row, and log-probs those of the row alone."""
+    lm, params, buffers = causal_lm(model)
+    options = GenerationOptions.parse({"max_new_tokens": 16, **options})
+    for row, made in zip(rows, wrapper.generate_tokens(rows, options, prompt_log_probs=True), strict=True):
+        own = model.generate(row[None], max_new_tokens=16, do_sample=False, eos_token_id=1, pad_token_id=0)[0]
+        exact = score_ids(lm, params, own[None], buffers=buffers).log_probs[0]
+        assert made.tokens.tolist() == own[len(row) :].tolist()
+        found = torch.cat([made.prompt_log_probs, made.log_probs])
+        torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)
+        assert (found - exact).abs().exp().mean() <= 1.0001
+        torch.testing.assert_close(wrapper.score_tokens([own])[0], exact, rtol=0, atol=1e-4)

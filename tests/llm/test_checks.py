@@ -45,11 +45,12 @@ def uneven(ids):
     return lazy_stack([lazy_stack([row, row]), lazy_stack([row])])
 
 
-SHAPES, LONGER, NARROW = (
-    r"must be integers \(B, T\)",
-    "must not be longer than the positions",
-    "must have the shape of the",
-)
+def adjusted(mask):
+    """The record of draws that a penalty changed."""
+    return LogProbs(adjusted=mask[:, 0], batch_size=[2])
+
+
+SHAPES, LONGER, NARROW = r"be integers \(B, T\)", "not be longer than the positions", "have the shape of the"
 
 
 def ids_of(*args, **options):
@@ -81,26 +82,14 @@ CHECKS = [
     (LeafMismatchError, "True or 1 at tokens", lambda i, m, r: of(i, attention_mask=m.float())),
     (LeafMismatchError, r"lengths of the tokens.*\[6, 4\].*\[6, 3\]", lambda i, m, r: score(LM, PARAMS, ragged(i, m))),
     (LeafMismatchError, r"length of the rows.*\[2, -1\]", lambda i, m, r: score(LM, PARAMS, uneven(i))),
-    (
-        MissingKeyError,
-        r"'tokens.full'.*Tokens\(full=",
-        lambda i, m, r: score(LM, PARAMS, TensorDict({"input_ids": i}, [2])),
-    ),
-    (
-        MissingKeyError,
-        "'tokens.full'",
-        lambda i, m, r: score(LM, PARAMS, tree(i).set("tokens", Tokens(prompt=i[:, 1:], batch_size=[2]))),
-    ),
+    (MissingKeyError, r"full'.*Tokens\(full=", lambda i, m, r: score(LM, PARAMS, TensorDict({"input_ids": i}, [2]))),
+    (MissingKeyError, "'tokens.full'", lambda i, m, r: score(LM, PARAMS, TensorDict({"tokens": Tokens(prompt=i)}))),
     (MissingKeyError, r"History.*apply_chat_template\(tokenizer", lambda i, m, r: score(LM, PARAMS, CHAT)),
     (ValueError, "one of 'raw', 'behaviour'", lambda i, m, r: of(i, under="behavior")),
     (ValueError, "temperature must be above 0", lambda i, m, r: ids_of(i, temperature=0.0)),
     (MissingKeyError, "prompt and response", lambda i, m, r: of(i, under="behaviour")),
-    (MissingKeyError, "how the responses were drawn", lambda i, m, r: of(i, parts=True, under="behaviour")),
-    (
-        UnsupportedError,
-        "min-p alone",
-        lambda i, m, r: of(i, parts=True, log_probs=LogProbs(adjusted=m[:, 0], batch_size=[2]), under="behaviour"),
-    ),
+    (MissingKeyError, "record of the sampling", lambda i, m, r: of(i, parts=True, under="behaviour")),
+    (UnsupportedError, r"and min-p\.", lambda i, m, r: of(i, parts=True, log_probs=adjusted(m), under="behaviour")),
     (LeafMismatchError, "must have one shape", lambda i, m, r: compare(i.float(), i[:, 1:].float())),
     (LeafMismatchError, "must have one shape", lambda i, m, r: compare(i.float(), i.float(), mask=m[:1])),
     (LeafMismatchError, "a reward for each row", lambda i, m, r: penalized_rewards(i[:1, 0], i.float(), m)),

@@ -1,9 +1,9 @@
-"""Token-exact conversations: the ids of a rollout only grow, and what was sampled is never tokenised again.
+"""Token-exact conversations: the ids of a rollout only grow, and sampled replies are never tokenised again.
 
-A reply keeps the ids that it was sampled as (`token_ids`), and `append_messages` renders only the messages after it.
-Some templates change earlier turns when a conversation continues (they drop its thinking, or move its tools), so that a
-rollout is not the text that the template renders. `is_append_only` reports such templates, `find_mismatch` the place,
-and `to_training_rows` begins a further row of ids there.
+A reply keeps its sampled ids (`token_ids`), and `append_messages` renders only the messages after it. Some templates
+change earlier turns when a conversation continues: they drop thinking, or move tools. A rollout is then not the text
+that the template renders. `is_append_only` reports such templates, `find_mismatch` returns the place, and
+`to_training_rows` begins a further sequence there.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class TokenTemplate:
 
     Args:
         tokenizer: A tokenizer of transformers; it is not changed.
-        chat_template: A template, its name in `TEMPLATES`, or a Jinja text; without it the tokenizer's own.
+        chat_template: A template, its name in `TEMPLATES`, or a Jinja text; by default the tokenizer's own template.
 
     Raises:
         ValueError: No template has the name.
@@ -54,7 +54,7 @@ class TokenTemplate:
 
     @cached_property
     def text_tokenizer(self) -> Any:
-        """The tokenizer of texts: of a processor, its own."""
+        """The tokenizer of texts, taken from a processor."""
         return text_tokenizer(self.tokenizer)
 
     @cached_property
@@ -73,7 +73,7 @@ class TokenTemplate:
         return encode_texts(self.text_tokenizer, [self.template.inner_end])[0].ids if self.template.inner_end else []
 
     def closed(self, ids: list[int]) -> list[int]:
-        """Return ids that end with a reply and its end of turn, which is added where the reply was cut off."""
+        """Return ids that end with a reply and its end of turn, which is added if the reply is incomplete."""
         ends = [end for end in (self.end_ids, self.inner_end_ids) if end]
         return ids if any([ids[-len(end) :] == end for end in ends]) else ids + self.inner_end_ids
 
@@ -99,7 +99,7 @@ class TokenRow(NamedTuple):
 
 
 class TokenMismatch(NamedTuple):
-    """The first token at which rendering a conversation again would give other ids than it has."""
+    """The first token at which rendering a conversation again gives other ids than the conversation has."""
 
     position: int
     # The texts of the ids from there on: of the conversation, and of its render.
@@ -110,18 +110,18 @@ class TokenMismatch(NamedTuple):
 def append_messages(
     template: TokenTemplate, ids: Sequence[int], new_messages: Any, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """Return ids with those of new messages behind them: the given ones never change.
+    """Append the ids of new messages to the ids of a conversation, which do not change.
 
-    Where the last reply was cut off, its end of turn comes first. Only the new messages are rendered.
+    If the last reply is incomplete, its end of turn comes first. Only the new messages are rendered.
 
     Args:
         template: The template and tokenizer of the conversation.
         ids: The ids so far, which end with a reply.
         new_messages: A `History` of one dimension (or one message): results of tools, messages of the user.
-        add_generation_prompt: End with the header of a reply.
+        add_generation_prompt: End with the generation prompt.
 
     Raises:
-        UnsupportedError: The template has no form for a message.
+        UnsupportedError: The template cannot render a message.
         ValueError: The template drops or edits a message.
     """
     new = conversation_in(new_messages)
@@ -129,7 +129,7 @@ def append_messages(
 
 
 def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list[int]:
-    """Return the ids of messages that follow a reply: those of the text behind a reply in its place."""
+    """Return the ids of messages that follow a reply, from the text after a placeholder for the reply."""
     marked = None
     results = [message for message in new.messages if message["role"] == "tool"]
     follows_call = bool(new.messages) and new.messages[0]["role"] == "tool"
@@ -145,7 +145,7 @@ def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list
     if not marked.replies:
         raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
     stop, end = marked.replies[0].stop, template.template.inner_end
-    # The end of turn stands in front, so that the tokenizer does not take the text for the start of one.
+    # The end of turn comes first, so that the tokenizer does not treat the text as the start of a text.
     lead = end if marked.text.endswith(end, 0, stop) else ""
     start = stop - len(lead)
     contents = [Span(a - start, b - start, owner) for a, b, owner in marked.contents if a >= stop]
@@ -159,7 +159,7 @@ def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list
 
 
 def _standing_in(results: Sequence[Message]) -> list[Message]:
-    """Return a question and a reply, or calls that results answer, in the place of the conversation so far."""
+    """Return a question and a reply, or calls that the results answer, in place of the conversation so far."""
     reply: Message = {"role": "assistant", "content": "a"}
     if results:
         calls = [
@@ -177,19 +177,19 @@ def _standing_in(results: Sequence[Message]) -> list[Message]:
 def chat_ids(
     template: TokenTemplate, history: Any, *, add_generation_prompt: bool = False, retokenize: bool = False
 ) -> Any:
-    """Return the ids of each conversation, in which replies with `token_ids` are exactly these.
+    """Return the ids of each conversation; replies with `token_ids` keep exactly these ids.
 
     Args:
         template: The template and tokenizer.
         history: A `History`.
-        add_generation_prompt: End with the header of a reply.
-        retokenize: Tokenise replies whose `token_ids` are not of their text, instead of raising.
+        add_generation_prompt: End with the generation prompt.
+        retokenize: Tokenise replies whose `token_ids` do not fit their text, instead of raising an error.
 
     Returns:
         A list of ids, in lists nested as the batch before the messages.
 
     Raises:
-        ValueError: The `token_ids` of a message are not those of its text: it was edited.
+        ValueError: The `token_ids` of a message do not decode to its text, because the message was edited.
     """
 
     def one(chat: Any) -> list[int]:
@@ -215,10 +215,10 @@ def grown_ids(
             if not retokenize:
                 raise error(
                     ValueError,
-                    f"{describe(conversation, i)}: token_ids must be those of its text.",
+                    f"{describe(conversation, i)}: token_ids must decode to the text of the message.",
                     expected=repr(messages[i].get("content"))[:200],
                     got=repr(decode(template.text_tokenizer, own))[:200],
-                    hint="message.replace(token_ids=None) after an edit, or retokenize=True.",
+                    hint="use message.replace(token_ids=None) after an edit, or retokenize=True.",
                 )
             own = None
         sampled = template.encode(_reply(template, messages[: i + 1], tools)) if own is None else list(own)
@@ -243,7 +243,7 @@ def _reply(template: TokenTemplate, messages: Sequence[Message], tools: list[Any
 
 
 def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
-    """Return the text of a reply without its end of turn: that of the template, or another special token."""
+    """Return the text of a reply without its end of turn, which is the template's or another special token."""
     end = template.template.end
     if end and text.endswith(end):
         return text[: -len(end)]
@@ -252,9 +252,9 @@ def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
 
 
 def _fits(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None, ids: Sequence[int]) -> bool:
-    """Return whether ids are those of the last message: they parse to it, or are its render, spaces around it aside."""
+    """Return whether ids parse to the last message, or are its render, spaces around it aside."""
     text = decode(template.text_tokenizer, ids)
-    # A reply that was cut off may have a special token of its own at the end.
+    # An incomplete reply may itself end with a special token.
     forms = {text, without_end(template, ids, text)}
     message = _compared(messages[-1])
     if any([_compared(template.template.parse_reply(form)) == message for form in forms]):
@@ -264,7 +264,7 @@ def _fits(template: TokenTemplate, messages: Sequence[Message], tools: list[Any]
 
 
 def _compared(message: Message) -> Message:
-    """Return what a reply says, without the ids of its calls and the spaces around its texts."""
+    """Return the fields of a reply, without the ids of its calls and the spaces around its texts."""
     shown = as_compared({**message, "role": "assistant"})
     shown["tool_calls"] = [call["function"] for call in shown.get("tool_calls", ())]
     stripped = {name: value.strip() if isinstance(value, str) else value for name, value in shown.items()}
@@ -272,7 +272,7 @@ def _compared(message: Message) -> Message:
 
 
 def is_append_only(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:
-    """Return whether each turn's render starts with all of the turns before it, as the ids of a rollout do.
+    """Return whether the render of each turn starts with all earlier turns, as the ids of a rollout do.
 
     Args:
         template: A template, with or without a tokenizer.
@@ -316,10 +316,10 @@ def find_breaks(template: AbstractTemplate, conversation: Conversation) -> list[
 
 
 def to_training_rows(template: TokenTemplate, history: Any) -> Any:
-    """Return rows of ids for training, in which each reply stands once behind the prompt that the template renders.
+    """Split conversations into sequences of ids for training, in which each reply follows its rendered prompt once.
 
-    A conversation to which the template only appends is one row. Where it changes earlier turns, a further row begins
-    with the prompt as it is rendered then, and with the replies from there on.
+    If the template only appends to a conversation, the conversation is one sequence. Where the template changes earlier
+    turns, a further sequence begins with the prompt as it is rendered then, and continues with the later replies.
 
     Args:
         template: The template and tokenizer.
@@ -329,7 +329,7 @@ def to_training_rows(template: TokenTemplate, history: Any) -> Any:
         A list of `TokenRow`, in lists nested as the batch before the messages.
 
     Raises:
-        ValueError: The `token_ids` of a message are not those of its text.
+        ValueError: The `token_ids` of a message do not decode to its text.
     """
 
     def one(chat: Any) -> list[TokenRow]:
@@ -340,20 +340,19 @@ def to_training_rows(template: TokenTemplate, history: Any) -> Any:
         rows: list[TokenRow] = []
         for start, stop in zip(starts, [*starts[1:], count], strict=True):
             replies = [i for i in range(start, stop) if messages[i]["role"] == "assistant"]
-            # The last row goes on to the end; others end with their last reply.
+            # The last row continues to the end; others end with their last reply.
             last = count if stop == count else replies[-1] + 1
             part = Conversation(messages[:last], tools)
             ids, generated = grown_ids(template, part, start, False, False)
-            cls = getattr(type(chat), "_stacked", type(chat))
             kept = [{**message, "tools": tools} for message in part.messages] if tools else part.messages
-            rows.append(TokenRow(ids, generated, tuple(replies), conversation_of(cls, kept)))
+            rows.append(TokenRow(ids, generated, tuple(replies), conversation_of(type(chat), kept)))
         return rows
 
     return per_conversation(one, history)
 
 
 def find_mismatch(template: TokenTemplate, history: Any) -> Any:
-    """Return where rendering and tokenising a conversation again would first give other ids; None if nowhere.
+    """Return the first place at which tokenising the rendered conversation again gives other ids; None without one.
 
     Args:
         template: The template and tokenizer.
@@ -370,7 +369,7 @@ def find_mismatch(template: TokenTemplate, history: Any) -> Any:
         rendered = template.encode(marked)
         shared = min(len(kept), len(rendered))
         at = next((i for i in range(shared) if kept[i] != rendered[i]), shared)
-        # The line break behind the last end of turn is not part of a rollout.
+        # The line break after the last end of turn is not part of a rollout.
         is_whole = at == len(kept) and not decode(template.text_tokenizer, rendered[at:]).strip()
         texts = [decode(template.text_tokenizer, ids[at : at + 20]) for ids in (kept, rendered)]
         return None if is_whole else TokenMismatch(at, *texts)

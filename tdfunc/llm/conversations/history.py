@@ -1,6 +1,6 @@
 """`History`: conversations as a typed tree; the last batch dimension counts the messages.
 
-How they are rendered and encoded is in `chat.py` and `templates/`; this file holds the messages.
+`chat.py` and `templates/` render and encode conversations; this file contains the messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,27 +38,28 @@ _LISTS = ("tool_calls", "tool_responses", "tools", "token_ids")
 
 
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
-    """Conversations: messages along the last batch dimension, conversations along those before it.
+    """Conversations: messages along the last batch dimension, conversations along the dimensions before it.
 
-    `History(role="user", content="hi")` is one message. `from_chats` reads conversations; of a list of them it makes a
-    ragged history, in which each has its own length. Every method gives a new history. A field reads as a value for
-    each message, in lists nested as the batch, or as None where it is empty; `tools` as one list for a conversation.
+    `History(role="user", content="hi")` is one message. `from_chats` reads conversations. A list of conversations
+    becomes a ragged history, in which each conversation has its own length. Every method returns a new history. A field
+    is a value for each message, in lists nested as the batch, or None if it is empty. `tools` is one list for each
+    conversation.
 
     `==` compares messages elementwise, without `is_complete`, `token_ids`, `finish_reason` and `parse_error`.
 
     Args:
         role: "system", "user", "assistant", "tool", ...
         content: Text, a list of OpenAI's parts or `ContentBase`; None for a message that only calls tools.
-        is_complete: False for a message that was cut off, by its length for example.
-        tool_calls: OpenAI's calls; `arguments` are a dict or JSON text, as they came.
-        tool_responses: Results that stand with the message that called, as in torchrl.
+        is_complete: False for an incomplete message, for example one that reached the maximum length.
+        tool_calls: Calls in OpenAI's form; `arguments` are a dict or JSON text.
+        tool_responses: Results in the same message as the calls, as in torchrl.
         name: The name of the author, or of the function of a tool message.
         tool_call_id: The call that a tool message answers.
         reasoning_content: The thinking before the content.
         tools: The JSON schemas of the functions of the conversation, the same list at each message.
         finish_reason: "stop" (the end-of-turn token), "stop_string", "length", "tool_calls" or "abort".
-        token_ids: The ids that the message was sampled as, its end-of-turn token included.
-        parse_error: Why a reply could not be parsed, with its raw text as the content.
+        token_ids: The sampled ids of the message, including its end-of-turn token.
+        parse_error: The reason for which a reply could not be parsed; its raw text is the content.
 
     Examples:
         >>> chats = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "?"}] * 3]
@@ -84,7 +85,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     parse_error: str | None = None
 
     def __post_init__(self) -> "Self":
-        """Give each message its own value where a list of them was given, and keep parts as dicts."""
+        """Distribute lists of values over the messages, and store parts as dicts."""
         changes: dict[str, Any] = {}
         size = self._batch_size
         role = self._data.get("role")
@@ -116,7 +117,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
                 `{"messages": [...], "tools": [...]}`; a message is a dict with a role.
 
         Shapes:
-            A conversation of T messages becomes (T,), a list of B of them (B, -1), also where their lengths agree.
+            A conversation of T messages becomes (T,). A list of B conversations becomes (B, -1), even if all have the
+            same length.
 
         Raises:
             TypeError: A message is not a dict with a role; the error names its place.
@@ -127,7 +129,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             >>> History.from_chats([{"role": "assistant", "tool_calls": [call]}]).content
             [None]
         """
-        cls = getattr(cls, "_stacked", cls)
         return _read_chats(cls, chats, "from_chats")
 
     @classmethod
@@ -138,22 +139,21 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         chat_template: Any = None,
         tokenizer: Any = None,
     ) -> "Self":
-        r"""Return the history of rendered conversations, a (nested) list of which gives a ragged one.
+        r"""Return the history of rendered conversations; a (nested) list of texts becomes a ragged history.
 
         Args:
-            text: A whole conversation, as a template renders it.
+            text: The text of a complete conversation, as a template renders it.
             chat_template_name: The name of one of `tdfunc.llm.TEMPLATES`.
             chat_template: A template.
-            tokenizer: Without a template: the one of `TEMPLATES` that renders as this tokenizer's own does.
+            tokenizer: A tokenizer whose own template rendered the text, if no template is given.
 
         Raises:
-            ValueError: The text is not one that the template renders, or no template is given or found.
+            ValueError: The text is not a render of the template, or no template is given or found.
 
         Examples:
             >>> History.from_text("<|im_start|>user\nhi<|im_end|>\n", "chatml").tolist()
             [{'role': 'user', 'content': 'hi'}]
         """
-        cls = getattr(cls, "_stacked", cls)
         template = find_template(chat_template if chat_template_name is None else chat_template_name, tokenizer)
         return _parse_texts(cls, text, template)
 
@@ -176,12 +176,12 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     # -- messages -----------------------------------------------------------------------------------------------
 
     def append(self, history: "History | Mapping[str, Any]", *, inplace: bool | None = None, dim: int = -1) -> "Self":
-        """Return the history with one more element along a dimension: a message, or along others conversations.
+        """Return the history with one more element: a message, or along another dimension a conversation.
 
         Args:
-            history: The element, which has the other dimensions; or a message as a dict, as OpenAI writes it.
-            inplace: For code that was written for torchrl; True is refused.
-            dim: The dimension; the last one counts messages.
+            history: The element, without the dimension `dim`; or a message as a dict in OpenAI's form.
+            inplace: None or False, for code that was written for torchrl.
+            dim: The dimension; the last one is the dimension of messages.
 
         Raises:
             BatchSizeError: The element does not have the other dimensions.
@@ -202,19 +202,19 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         if len(history._batch_size) != n - 1:
             raise BatchSizeError(
                 "append: the element must have one dimension less than the history.",
-                expected=f"{n - 1} of those of {list(self._batch_size)}",
+                expected=f"{n - 1} of the dimensions {list(self._batch_size)}",
                 got=f"batch size {list(history._batch_size)}",
                 hint="extend() takes several messages.",
             )
         return self.extend(history.unsqueeze(dim_index(dim, n, "append")), inplace=inplace, dim=dim)
 
     def extend(self, history: "History", *, inplace: bool | None = None, dim: int = -1) -> "Self":
-        """Return the history with those of another behind it, along a dimension.
+        """Return the history followed by another history, along a dimension.
 
         Args:
-            history: Of the same number of dimensions.
-            inplace: For code that was written for torchrl; True is refused.
-            dim: The dimension; the last one counts messages.
+            history: A history with the same number of dimensions.
+            inplace: None or False, for code that was written for torchrl.
+            dim: The dimension; the last one is the dimension of messages.
 
         Raises:
             BatchSizeError: The other dimensions differ.
@@ -240,14 +240,14 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return joined if self._names is None else joined.with_names(self._names)
 
     def reshape(self, *shape: Any) -> "Self":
-        """Return the history in another shape; (-1,) makes one conversation of all messages of ragged ones."""
+        """Return the history in another shape; (-1,) joins ragged conversations to one conversation."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if self._is_lazy and sizes in ((-1,), (self.numel(),)):
-            return conversation_of(_class_of(self), messages_of(self))
+            return conversation_of(type(self), messages_of(self))
         return super().reshape(*shape)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Self":
-        """Return the history with some dimensions as one; of all, also where conversations are ragged."""
+        """Return the history with some dimensions as one; all dimensions can be joined even if they are ragged."""
         n = len(self._batch_size)
         if self._is_lazy and start_dim % n == 0 and end_dim % n == n - 1:
             return self.reshape(-1)
@@ -258,10 +258,10 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def tolist(self, *, convert_tensors: bool = False) -> Any:
         """Return each message as a dict in OpenAI's form, in lists nested as the batch; empty fields are left out.
 
-        The tools of a conversation are not those of a message: `to_chats` has them.
+        Tools belong to a conversation and not to a message: use `to_chats` to get them.
 
         Args:
-            convert_tensors: As for other trees; a history has no tensors.
+            convert_tensors: An option of other trees without effect here, since a history has no tensors.
 
         Examples:
             >>> History(role="user", content=["a", "b"], batch_size=[2]).tolist()
@@ -272,7 +272,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return per_conversation(lambda h: [show_message(message) for message in messages_of(h)], self)
 
     def to_chats(self) -> Any:
-        """Return the conversations as `from_chats` reads them: lists of messages, or dicts of these and their tools.
+        """Return the conversations as `from_chats` reads them: lists of messages, or dicts with messages and tools.
 
         Examples:
             >>> chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "now"}]}
@@ -299,33 +299,33 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     ) -> Any:
         """Return the conversations as a model reads them: as text, ids, or a tree with masks.
 
-        The tools of each conversation go to the template. A control string of the tokenizer inside a content (such as
-        `<|im_end|>` in a user's text) is encoded as ordinary text, and raises where the result is text.
+        The template receives the tools of each conversation. A control string of the tokenizer inside a content (such
+        as `<|im_end|>` in a user's text) is encoded as ordinary text. If the result is text, it raises an error.
 
         Args:
             tokenizer: A tokenizer or processor of transformers; its own template is the default.
-            add_generation_prompt: End with the header of a reply.
+            add_generation_prompt: End with the generation prompt.
             chat_template: A template of `tdfunc.llm`, or a Jinja text.
             chat_template_name: The name of one of `tdfunc.llm.TEMPLATES`.
-            continue_final_message: Leave the last message open; takes the place of the generation prompt.
-            tokenize: Return ids; by default where a later option is one of ids.
-            padding: True or "longest", on the left; "max_length".
+            continue_final_message: Leave the last message open, without a generation prompt.
+            tokenize: Return ids; the default is True if `return_tensors` or `return_dict` is set.
+            padding: True or "longest", "max_length", or False.
             truncation: Cut rows to `max_length`.
             return_tensors: "pt" for tensors instead of lists of ids.
             return_dict: Return a `TensorDict` with `input_ids` and the bool `attention_mask`.
             return_assistant_tokens_mask: Add `assistant_masks`, True on the tokens of assistant messages, their
                 end-of-turn token included; implies `return_dict`.
-            **kwargs: `max_length`, `padding_side`, `truncation_side`, `unsafe` (text with control strings in its
-                contents); others go to the tokenizer's template.
+            **kwargs: `max_length`, `padding_side`, `truncation_side`, `unsafe` (allow control strings in the contents
+                of a text); others are options of the tokenizer's template.
 
         Returns:
-            For one conversation a text, list or tensor of ids, or tree without batch; for several a list, padded
-            tensor, or tree with their batch: a lazy stack without padding.
+            For one conversation a text, a list or tensor of ids, or a tree without batch. For several conversations a
+            list, a padded tensor, or a tree with their batch; without padding the tree is a lazy stack.
 
         Raises:
-            ValueError: An option is not known, the template refuses a message, a content has a control string and the
-                result is text, or a mask would be empty though there is an assistant message.
-            TypeError: There is neither a tokenizer nor a template.
+            ValueError: An option is unknown, the template cannot render a message, a content has a control string and
+                the result is text, or a mask would be empty although there is an assistant message.
+            TypeError: Neither a tokenizer nor a template is given.
         """
         if return_tensors not in (None, "pt"):
             raise error(
@@ -333,7 +333,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             )
         as_tree = return_assistant_tokens_mask if return_dict is None else return_dict
         if return_assistant_tokens_mask and not as_tree:
-            raise error(ValueError, "apply_chat_template: masks are in a tree, return_dict must not be False.")
+            raise error(ValueError, "apply_chat_template: masks are in a tree, so return_dict must not be False.")
         given = {
             "generation_prompt": add_generation_prompt and not continue_final_message,
             "open_end": continue_final_message,
@@ -341,15 +341,14 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             "tensors": return_tensors == "pt",
             "as_tree": bool(as_tree),
             "masks": return_assistant_tokens_mask,
-            "padding": padding,
-            "truncation": truncation,
         }
         tools = kwargs.pop("tools", None)
         template = chat_template if chat_template_name is None else chat_template_name
-        return apply_template(self, read_options(template, tokenizer, given, kwargs, find_template), tools)
+        rest = {**kwargs, "padding": padding, "truncation": truncation}
+        return apply_template(self, read_options(template, tokenizer, given, rest), tools)
 
     def __eq__(self, other: object) -> Any:
-        """Compare message by message, without the fields that tell how a message came about."""
+        """Compare message by message, without the fields about the origin of a message."""
         if not isinstance(other, History) or self._is_lazy != other._is_lazy:
             return super().__eq__(other)
         return TensorClass.__eq__(*_aligned(self, other))
@@ -358,7 +357,11 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return object.__hash__(self)
 
     def _repr_html_(self) -> str:
-        return chat_html(per_conversation(_to_chat, self) if self._batch_size else [self.tolist()])
+        if not self._batch_size:
+            return chat_html([[self.tolist()]])
+        found: list[Any] = []
+        per_conversation(lambda chat: found.append(_to_chat(chat)), self)
+        return chat_html(found)
 
 
 def _is_rows(value: Any, size: Sequence[int]) -> bool:
@@ -390,14 +393,9 @@ def _parse_texts(cls: Any, text: Any, template: AbstractTemplate) -> Any:
     return lazy_stack([_parse_texts(cls, each, template) for each in text])
 
 
-def _class_of(history: Any) -> Any:
-    """Return the class of one conversation of a history."""
-    return getattr(type(history), "_stacked", type(history))
-
-
 def _joined(a: Any, b: Any, dim: int, *, lazy: bool) -> Any:
     if len(a._batch_size) == 1:
-        return conversation_of(_class_of(a), messages_of(a) + messages_of(b))
+        return conversation_of(type(a), messages_of(a) + messages_of(b))
     rows, others = a.unbind(0), b.unbind(0)
     if dim:
         if len(rows) != len(others):
@@ -434,7 +432,7 @@ def _to_chat(history: Any) -> Any:
     return {"messages": shown, "tools": tools} if tools else shown
 
 
-# Templates, which stand below, give their results as histories.
+# Templates, which are a lower layer, return their results as histories.
 AbstractTemplate._history = History
 
 
@@ -443,8 +441,8 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
 
     Args:
         prompt: The conversations that the model reads.
-        response: The messages that it wrote.
-        full: Both.
+        response: The replies of the model.
+        full: The prompts followed by the replies.
 
     Examples:
         >>> prompt = History.from_chats([[{"role": "user", "content": "hi"}]])

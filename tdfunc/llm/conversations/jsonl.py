@@ -15,10 +15,10 @@ from tdfunc.storage.disk.raw import write_all
 def save_jsonl(history: History, path: "str | os.PathLike[str]", *, fsync: bool = True) -> None:
     """Write each conversation as a line `{"messages": [...], "tools": [...]}`; all fields of messages are kept.
 
-    Lines are in the order of the batch, whose nesting a file of lines does not have. The file is replaced as a whole.
+    Lines are in the order of the batch; the nesting of the batch is not stored. The file is replaced as a whole.
 
     Raises:
-        TypeError: A content has a value that JSON cannot hold; nothing is written.
+        TypeError: A content has a value that JSON cannot represent; nothing is written.
 
     Examples:
         >>> import tempfile

@@ -21,7 +21,7 @@ class TemplateCheck(NamedTuple):
     """A property of a template."""
 
     name: str
-    # False where training or serving may go wrong; None where the template has no such part.
+    # False if training or serving may go wrong; None if the template has no such part.
     good: bool | None
     detail: str
 
@@ -44,17 +44,16 @@ class TemplateReport:
 
 
 def template_report(tokenizer: Any, *, chat_template: str | None = None) -> TemplateReport:
-    """Return what the chat template of a tokenizer does with turns, thinking, tools, masks and control strings.
+    """Report the treatment of turns, thinking, tools, masks and control strings by a tokenizer's chat template.
 
     Args:
         tokenizer: A tokenizer of transformers; it is not changed.
-        chat_template: Another template in Jinja than its own.
+        chat_template: A Jinja template to test instead of the tokenizer's own.
 
     Returns:
         A report with the checks `append-only`, `append-only with thinking`, `append-only with tools`,
-        `append-only with system`,
-        `thinking`, `end of turn`, `assistant masks`, `generation tag`, `tools`, `tool calls`, `arguments`,
-        `system message`, `control strings`, `bos`, `parsing`.
+        `append-only with system`, `thinking`, `end of turn`, `assistant masks`, `generation tag`, `tools`,
+        `tool calls`, `arguments`, `system message`, `control strings`, `bos`, `parsing`.
     """
     template = JinjaTemplate(tokenizer, chat_template)
     tokens = TokenTemplate(tokenizer, template)
@@ -79,7 +78,7 @@ def template_report(tokenizer: Any, *, chat_template: str | None = None) -> Temp
     for name, check in tests.items():
         try:
             good, detail = check()
-        # A template in Jinja raises what it likes, and that is reported.
+        # A template in Jinja may raise any error, which is reported.
         except Exception as err:
             good, detail = False, f"{type(err).__name__}: {err}".split("\n")[0]
         found.append(TemplateCheck(name, good, detail))
@@ -103,7 +102,7 @@ def _appends_only(
 ) -> tuple[bool, str]:
     turns = [*first, _user(), _reply(**fields), _user("c"), _reply("d", **fields)]
     if len(find_breaks(template, Conversation(turns, tools))) > 1:
-        return False, "earlier turns change when a conversation goes on: to_training_rows() trains each as it was"
+        return False, "earlier turns change when a conversation continues: to_training_rows() keeps each as it was"
     return True, "each turn is a prefix of the next"
 
 
@@ -165,7 +164,7 @@ def _system(template: JinjaTemplate) -> tuple[bool, str]:
     text = _text(template, _user(first), _reply(), _user(second))
     bos = getattr(text_tokenizer(template.tokenizer), "bos_token", None) or ""
     lead = text[: text.index(first)].removeprefix(bos)
-    # The header of the user's turn stands before both messages.
+    # The header of the user's turn is before both messages.
     same = 0
     between = text[: text.index(second)]
     while same < min(len(lead), len(between)) and lead[-1 - same] == between[-1 - same]:

@@ -1,4 +1,4 @@
-"""`RewardData`, rows of tokens with their rewards, and `PairwiseDataset`, pairs of rows of which one was preferred.
+"""`RewardData`, rows of tokens with their rewards, and `PairwiseDataset`, pairs of a chosen and a rejected row.
 
 B rows, T positions; N pairs.
 """
@@ -22,10 +22,10 @@ class RewardData(TensorClass):
     """Rows of tokens with their rewards.
 
     Args:
-        input_ids: (B, T).
-        attention_mask: True at tokens, False at pads (B, T).
-        rewards: A reward for each token (B, T).
-        end_scores: The reward of each row, which is the one of its last token (B,).
+        input_ids: The token ids, shape (B, T).
+        attention_mask: True at tokens, False at pads, shape (B, T).
+        rewards: A reward for each token, shape (B, T).
+        end_scores: The reward of each row, at its last token, shape (B,).
 
     Raises:
         TypeError: `input_ids` or `attention_mask` is missing.
@@ -48,11 +48,11 @@ class RewardData(TensorClass):
 
 
 class PairwiseDataset(TensorClass):
-    """Pairs of rows, of which one was preferred to the other.
+    """Pairs of a chosen and a rejected row.
 
     Args:
-        chosen_data: The rows that were preferred.
-        rejected_data: The others.
+        chosen_data: The chosen rows.
+        rejected_data: The rejected rows.
 
     Source:
         `torchrl.data.PairwiseDataset`.
@@ -74,7 +74,7 @@ class PairwiseDataset(TensorClass):
         """Return padded rows as pairs.
 
         Args:
-            rows: `chosen` and `rejected`, each with `input_ids` and `attention_mask`.
+            rows: A tree with `chosen` and `rejected`, each with `input_ids` and `attention_mask`.
         """
 
         def side(name: str) -> RewardData:
@@ -101,10 +101,11 @@ class PairwiseDataset(TensorClass):
         Args:
             tokenizer: A tokenizer or processor of transformers.
             source: A file or iterable of records, as `load_tokens` reads them.
-            prompt: The entry with the text before both; None where each is a whole text or conversation.
-            chosen: The entry that was preferred.
-            rejected: The other one.
-            max_length: Tokens after which rows are cut; None to keep them whole.
+            prompt: The entry with the text before both responses; None if the others are complete texts or
+                conversations.
+            chosen: The entry with the chosen response.
+            rejected: The entry with the rejected response.
+            max_length: The maximum number of tokens in a row; None for no truncation.
             padding_side: "left" or "right".
             cache_dir: A folder for the tokens.
 

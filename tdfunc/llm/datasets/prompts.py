@@ -1,4 +1,4 @@
-"""`PromptData`: rows of tokens that begin with a prompt, and `tokenize_prompts`, which makes them of texts.
+"""`PromptData`: rows of tokens that begin with a prompt; and `tokenize_prompts`, which makes them from texts.
 
 B rows, T positions, V tokens of the vocabulary.
 """
@@ -25,15 +25,15 @@ class PromptData(TensorClass):
     """Rows of tokens that begin with a prompt.
 
     Args:
-        input_ids: (B, T).
-        attention_mask: True at tokens, False at pads (B, T).
-        prompt_rindex: The position in its row of the last token of each prompt (B,).
-        labels: The ids that a model learns to predict (B, T).
-        logits: (B, T, V).
-        loss: Any shape that begins with the batch size.
+        input_ids: The token ids, shape (B, T).
+        attention_mask: True at tokens, False at pads, shape (B, T).
+        prompt_rindex: The position in its row of the last token of each prompt, shape (B,).
+        labels: The ids that a model learns to predict, shape (B, T).
+        logits: The logits of the model, shape (B, T, V).
+        loss: The loss, in any shape that begins with the batch size.
 
     Raises:
-        TypeError: A field without default is missing.
+        TypeError: A required field is missing.
 
     Source:
         `torchrl.data.PromptData`.
@@ -51,11 +51,12 @@ class PromptData(TensorClass):
         """Return padded rows of prompts and responses, with their ids as labels.
 
         Args:
-            rows: `input_ids`, `attention_mask`, and `assistant_masks`, which is True on the responses. The prompt of a
-                conversation ends before its first response; a row without a response is a prompt.
+            rows: A tree with `input_ids`, `attention_mask`, and `assistant_masks`, which is True on the responses. The
+                prompt of a conversation ends before its first response. A row without a response is only a prompt.
 
         Shapes:
-            Entries are (B, T), `prompt_rindex` is (B,): -1, or the position before the first, where a prompt is empty.
+            Entries are (B, T), and `prompt_rindex` is (B,). For an empty prompt it is the position before the first
+            token, or -1.
 
         Examples:
             >>> rows = tdf.TensorDict({"input_ids": torch.tensor([[0, 5, 6, 7]])}, [1])
@@ -69,7 +70,7 @@ class PromptData(TensorClass):
         return cls(ids, real, pads + size - 1, labels=ids, batch_size=rows.batch_size)
 
     def mask_label(self, pad_token_id: int) -> "Self":
-        """Return the rows with everything after their prompts as pads, without labels and logits.
+        """Return the rows with pads after their prompts, without labels and logits.
 
         Args:
             pad_token_id: The id to put there.
@@ -94,10 +95,10 @@ class PromptData(TensorClass):
 def prompt_rows(
     tokenizer: Any, prompts: Sequence[str], responses: Sequence[str], *, add_special_tokens: bool = True
 ) -> list[EncodedRow]:
-    """Return the row of each prompt with its response, whole; `assistant_masks` is True on the response.
+    """Return the complete row of each prompt with its response; `assistant_masks` is True on the response.
 
-    The two are tokenized one by one, as a model samples: no token is of both. What the tokenizer adds behind a text
-    comes behind the response.
+    Both are tokenized separately, as a model samples: no token belongs to both. Tokens that the tokenizer adds after a
+    text follow the response.
     """
     around = added_around(tokenizer) if add_special_tokens else (0, 0)
     own = text_tokenizer(tokenizer)
@@ -122,24 +123,24 @@ def tokenize_prompts(
     max_length: int | None = None,
     padding_side: str = "left",
 ) -> PromptData:
-    """Return prompts with their responses behind them, padded to one length, with the prompts' last positions.
+    """Return prompts followed by their responses, padded to one length, with the last positions of the prompts.
 
-    A prompt and its response are tokenized one by one, so that no token is of both, as a model samples.
+    A prompt and its response are tokenized separately, as a model samples: no token belongs to both.
 
     Args:
         tokenizer: A tokenizer or processor of transformers.
-        prompts: N texts.
-        responses: N texts.
+        prompts: The texts of N prompts.
+        responses: The texts of N responses.
         add_special_tokens: Add the tokens that the tokenizer puts around a text.
-        truncation: Cut rows to `max_length`, at their ends.
-        max_length: Tokens.
+        truncation: Truncate rows to `max_length`, at their ends.
+        max_length: The maximum number of tokens in a row.
         padding_side: "left" or "right".
 
     Shapes:
-        `input_ids`, `attention_mask` and `labels`, which are the ids, are (N, T), `prompt_rindex` (N,).
+        `input_ids`, `attention_mask` and `labels`, which are the ids, are (N, T), and `prompt_rindex` is (N,).
 
     Raises:
-        ValueError: There is not one response for each prompt, or an option has a value that is not allowed.
+        ValueError: The numbers of prompts and responses differ, or an option has an invalid value.
 
     Source:
         `torchrl.data.PromptTensorDictTokenizer`.

@@ -1,8 +1,9 @@
-"""Records: the dicts that a file of a data set holds, or an iterable gives, and a digest of them."""
+"""Records: the dicts of a data set, from a file or an iterable, and a digest of them."""
 
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -15,7 +16,7 @@ _ROWS = 1024
 
 
 def read_records(path: "str | os.PathLike[str]") -> Iterator[dict[str, Any]]:
-    """Yield the records of a file: `.jsonl` has one a line, `.txt` a `text` a line, `.parquet` (by pyarrow) rows.
+    """Yield the records of a file: the lines of `.jsonl`, the lines of `.txt` as `text`, or the rows of `.parquet`.
 
     Raises:
         ValueError: The file has another suffix, or a line is not a JSON object; the error names it.
@@ -28,7 +29,7 @@ def read_records(path: "str | os.PathLike[str]") -> Iterator[dict[str, Any]]:
             ValueError,
             f"read_records {name}: the file must end in .jsonl, .txt or .parquet.",
             got=suffix or "none",
-            hint="give an iterable of dicts in its place.",
+            hint="pass an iterable of dicts instead.",
         )
     return {".jsonl": _json_lines, ".txt": _text_lines, ".parquet": _parquet}[suffix](name)
 
@@ -59,7 +60,7 @@ def _parquet(name: str) -> Iterator[dict[str, Any]]:
 
 
 class Records:
-    """The records of a source, with the entries that are read.
+    """The records of a source, reduced to the entries that are read.
 
     Args:
         source: A file, which is read at each iteration, or an iterable of dicts or texts, which is read now.
@@ -74,17 +75,16 @@ class Records:
     def __init__(self, source: Any, entries: Sequence[str], optional: Sequence[str] = ()) -> None:
         self._entries, self._optional = entries, optional
         self._path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
-        # Data frames, too, are iterables of the names of their columns.
+        # Data frames are also iterables of the names of their columns.
         if isinstance(source, Mapping) or hasattr(source, "iterrows"):
             raise error(
                 TypeError,
                 "The source must be an iterable of records.",
                 got=f"a {type(source).__name__} of columns",
-                hint='frame.to_dict("records").',
+                hint='pass frame.to_dict("records").',
             )
         given: Any = source
         self._records = None if self._path else [*self._select(given)]
-        self._digest: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield each record."""
@@ -100,11 +100,10 @@ class Records:
                 raise MissingKeyError(f"Record {i} has no {missing!r}.", got=str(list(record))[:200])
             yield {name: record[name] for name in (*self._entries, *self._optional) if name in record}
 
+    @cached_property
     def digest(self) -> str:
-        """Return a digest of the file's suffix and bytes, or of all records."""
-        if self._digest is None:
-            self._digest = self._current()
-        return self._digest
+        """The digest of the file's suffix and bytes, or of all records."""
+        return self._current()
 
     def _current(self) -> str:
         state = xxhash.xxh3_128()
@@ -123,7 +122,7 @@ class Records:
         """Raise if the file has changed since its digest was taken.
 
         Raises:
-            ConcurrencyError: It has.
+            ConcurrencyError: The file has changed.
         """
-        if self._records is None and self._current() != self._digest:
+        if self._records is None and self._current() != self.digest:
             raise ConcurrencyError(f"{self._path} changed while it was read.", hint="load it again.")

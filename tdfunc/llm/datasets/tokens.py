@@ -1,6 +1,6 @@
 """Data sets of tokens: records, tokenized once, kept in a file with checksums, and read in batches.
 
-A row is stored without pads: the ids of all rows lie one behind the other, with the places where each begins.
+Rows are stored without pads: the ids of all rows follow each other, and offsets mark the start of each row.
 N rows, S tokens of all of them.
 """
 
@@ -46,13 +46,13 @@ Column = str | tuple[str, str]
 @final
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
-    """Rows of tokens of different lengths, of which batches are read.
+    """Rows of tokens of different lengths, which are read in batches.
 
     Args:
-        columns: For each column the `input_ids` (S,) of all rows and the `offsets` (N + 1,) at which rows begin, then
-            the end; and masks (S,), such as `assistant_masks`.
+        columns: For each column the `input_ids` (S,) of all rows, the `offsets` (N + 1,) at which rows begin and the
+            last row ends, and masks (S,), such as `assistant_masks`.
         pad_id: The id at pads.
-        name: The column that is the whole row; None where a row has several.
+        name: The name of the only column; None for several columns.
     """
 
     columns: TensorDict
@@ -70,7 +70,7 @@ class TokenDataset:
         return TensorDict(found, [len(self)]) if self.name is None else found[self.name]
 
     def __getitem__(self, row: int) -> Any:
-        """Return a row as a tree without a batch and pads."""
+        """Return a row as a tree without batch and pads."""
         (at,) = self._places([row])
         return self._by_column(lambda column: row_tree(_row_at(column, at)))
 
@@ -87,21 +87,23 @@ class TokenDataset:
         """Return rows, padded, as a tree with `input_ids` (B, T), `attention_mask` and other masks.
 
         Args:
-            rows: Numbers of rows; negative ones count from the end.
+            rows: Row numbers; negative numbers count from the end.
             padding: True or "longest", or "max_length".
-            truncation: Cut rows to `max_length`.
-            max_length: Tokens.
+            truncation: Truncate rows to `max_length`.
+            max_length: The maximum number of tokens in a row.
             padding_side: "left" or "right".
-            truncation_side: The side of a row that is cut off.
+            truncation_side: The side at which tokens are removed.
 
         Raises:
-            ValueError: An option has a value that is not allowed.
-            IndexError: There is no such row.
+            ValueError: An option has an invalid value.
+            IndexError: A row does not exist.
         """
         layout = Layout(padding, truncation, max_length, padding_side, truncation_side)
         layout.check("batch")
         if not layout.pads:
-            raise error(ValueError, "batch: rows are padded.", got=f"padding={padding!r}", hint="data[i] has no pads.")
+            raise error(
+                ValueError, "batch: rows must be padded.", got=f"padding={padding!r}", hint="data[i] has no pads."
+            )
         places = self._places(rows)
 
         def one(column: TensorDict) -> TensorDict:
@@ -112,14 +114,15 @@ class TokenDataset:
     def batches(
         self, batch_size: int, *, key: Tensor | None = None, start: int = 0, drop_last: bool = False, **options: Any
     ) -> Iterator[Any]:
-        """Return batches of all rows, the same each time: to resume, start behind the last one that was used.
+        """Return batches of all rows, the same for each call; to resume, start after the last batch that was used.
 
         Args:
-            batch_size: Rows in a batch.
-            key: Shuffles the rows; `fold_in(key, epoch)` gives each epoch its own order. Without it they are in order.
+            batch_size: The number of rows in a batch.
+            key: The random key of a shuffle; `fold_in(key, epoch)` gives each epoch its own order. Without it the rows
+                are in order.
             start: The number of the first batch.
-            drop_last: Leave out a last batch of fewer rows.
-            **options: Those of `batch`.
+            drop_last: Leave out a last batch with fewer rows.
+            **options: The options of `batch`.
 
         Raises:
             ValueError: `batch_size` is not positive.
@@ -163,24 +166,24 @@ def load_tokens(
     add_special_tokens: bool = True,
     verify: bool = True,
 ) -> TokenDataset:
-    """Tokenize the records of a file or an iterable, or take the tokens from the cache if nothing has changed.
+    """Tokenize the records of a file or an iterable, or read the tokens from the cache if nothing has changed.
 
-    A cache is one safetensors file with checksums, named by a digest of the tokenizer, the options and the data: where
-    one of these changes, another file is made. A file is there as a whole or not at all; one that is damaged is made
-    again. Of several processes that need the same one, the first makes it and the others wait.
+    A cache is one safetensors file with checksums. Its name is a digest of the tokenizer, the options and the data, so
+    that a change makes another file. The file is always complete; a damaged file is made again. If several processes
+    need the same file, the first makes it and the others wait.
 
     Args:
         tokenizer: A tokenizer or processor of transformers; it is not changed.
-        source: A file as `read_records` reads it, or an iterable of dicts (such as a `datasets.Dataset`) or of texts,
-            each of which is a dict with `text`. Files are streamed; records of an iterable are held in memory while
+        source: A file that `read_records` reads, or an iterable of dicts (such as a `datasets.Dataset`) or texts. A
+            text counts as a dict with `text`. Files are streamed; the records of an iterable are kept in memory while
             they are tokenized.
-        columns: The entry of a record that is tokenized: a text, or a conversation (a list of messages), which the
-            chat template renders, with the record's `tools`. A tuple of two entries is a prompt with its response.
-            A dict makes several columns, by name. Conversations and responses have `assistant_masks`.
+        columns: The entry of a record to tokenize. It is a text, or a conversation (a list of messages), which the chat
+            template renders with the record's `tools`. A tuple of two entries is a prompt with its response. A dict
+            makes several columns, by name. Conversations and responses have `assistant_masks`.
         cache_dir: The folder of caches; without it the tokens are in a temporary file.
-        chat_template: A template of `tdfunc.llm` or a Jinja text; without it the tokenizer's own.
+        chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own template.
         add_special_tokens: Add the tokens that the tokenizer puts around a text.
-        verify: Compare the checksums of a cache, which reads it once.
+        verify: Verify the checksums of a cache, which reads it once.
 
     Raises:
         TypeError: A record, or an entry of it, has another type; the error names its number.
@@ -196,7 +199,7 @@ def load_tokens(
     records = Records(source, plan.entries, ("tools",))
     if cache_dir is None:
         return TokenDataset(_tokenize(plan, records, None), pad_id, name)
-    key = f"{plan.digest()}{records.digest()}"
+    key = f"{plan.digest()}{records.digest}"
     folder = os.path.abspath(os.fspath(cache_dir))
     make_folder(folder, fsync=False)
     path = os.path.join(folder, f"tokens-{xxhash.xxh3_128_hexdigest(key.encode())}.safetensors")
@@ -217,7 +220,7 @@ def load_tokens(
 
 
 def _read_cache(path: str, key: str, verify: bool) -> TensorDict | None:
-    """Return the columns of a cache; None where it has to be made."""
+    """Return the columns of a cache; None if it has to be made."""
     try:
         tree = load(path, verify=verify)
     except (FileNotFoundError, CorruptCheckpointError):
@@ -227,7 +230,7 @@ def _read_cache(path: str, key: str, verify: bool) -> TensorDict | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The entries that are tokenized, by column, and with what."""
+    """The entries that are tokenized, by column, and the tokenizer and its options."""
 
     tokenizer: Any
     columns: dict[str, Column]
@@ -247,7 +250,7 @@ class _Plan:
         return tokenizer_digest(self.tokenizer) + json.dumps(options, default=repr)
 
     def rows(self, entries: Column, records: Sequence[dict[str, Any]], first: int, kind: type) -> list[EncodedRow]:
-        """Return a row of each record; `kind` is the type of the entry, that of the first record."""
+        """Return a row of each record; `kind` is the type of the entry in the first record."""
         names, special = (entries,) if isinstance(entries, str) else entries, self.add_special_tokens
         for i, record in enumerate(records, first):
             for name in names:
@@ -286,7 +289,7 @@ class _Column:
         return self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))
 
     def add(self, rows: Sequence[EncodedRow]) -> None:
-        """Put rows behind those so far."""
+        """Append rows."""
         for row in rows:
             self._offsets.append(self._offsets[-1] + len(row["input_ids"]))
         for name in rows[0]:

@@ -1,7 +1,7 @@
 """`apply_chat_template`: conversations as text, ids, padded tensors, or trees with masks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tdfunc.llm.templates.base import (
     find_forged,
     text_tokenizer,
 )
+from tdfunc.llm.templates.find import find_template
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ChatOptions:
 
 
 def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | None) -> Any:
-    """Return conversations as the options say; `tools` are those of conversations without."""
+    """Return conversations in the form of the options; `tools` are for conversations without their own tools."""
     flat: list[Conversation] = []
 
     def number(chat: Any) -> int:
@@ -81,7 +82,7 @@ def chat_rows(
 ) -> list[EncodedRow]:
     """Return the ids of each conversation, with assistant masks or without.
 
-    Those without control strings in contents are encoded in one call.
+    Conversations without control strings in contents are encoded in one call.
     """
     own, control = text_tokenizer(tokenizer), control_strings(tokenizer, template)
     forged = set(find_forged(conversations, control))
@@ -105,7 +106,7 @@ def chat_rows(
 
 
 def check_masks(rows: Sequence[EncodedRow], conversations: Sequence[Conversation], first: int = 0) -> None:
-    """Raise if the assistant mask of a conversation that has a reply is empty; `first` is the number of the first.
+    """Raise if the assistant mask of a conversation with a reply is empty; `first` is the first number.
 
     Raises:
         ValueError: The message names the reply.
@@ -117,7 +118,7 @@ def check_masks(rows: Sequence[EncodedRow], conversations: Sequence[Conversation
                 ValueError,
                 f"apply_chat_template: the assistant mask of conversation {first + i} would be empty.",
                 expected=f"tokens of {describe(conversation, replies[0])}",
-                hint="a larger max_length; a template with {% generation %} must draw its spans around replies.",
+                hint="use a larger max_length; a template with {% generation %} must mark its replies.",
             )
 
 
@@ -126,21 +127,14 @@ def _map(nested: Any, fn: Any) -> Any:
     return [_map(part, fn) for part in nested] if isinstance(nested, list) else fn(nested)
 
 
-def read_options(
-    template: Any, tokenizer: Any, given: Mapping[str, Any], rest: dict[str, Any], find: Any
-) -> ChatOptions:
-    """Return the options of a call; those that are not ours go to the template.
+def read_options(template: Any, tokenizer: Any, given: Mapping[str, Any], rest: dict[str, Any]) -> ChatOptions:
+    """Return the options of a call; `rest` has the layout, `unsafe`, and options of the template.
 
     Raises:
-        ValueError: An option has a value that is not allowed.
+        ValueError: An option has an invalid value.
     """
-    names = ("padding", "truncation")
-    rest_names = ("max_length", "padding_side", "truncation_side")
-    options = {name: given[name] for name in names}
-    layout = Layout(**options, **{name: rest.pop(name) for name in rest_names if name in rest})
+    layout = Layout(**{each.name: rest.pop(each.name) for each in fields(Layout) if each.name in rest})
     layout.check("apply_chat_template")
     unsafe = bool(rest.pop("unsafe", False))
-    others = {name: value for name, value in given.items() if name not in names}
-    return ChatOptions(
-        template=find(template, tokenizer, rest), tokenizer=tokenizer, layout=layout, unsafe=unsafe, **others
-    )
+    found = find_template(template, tokenizer, rest)
+    return ChatOptions(template=found, tokenizer=tokenizer, layout=layout, unsafe=unsafe, **given)

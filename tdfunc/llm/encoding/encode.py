@@ -1,8 +1,8 @@
-"""The ids of rendered conversations: a control string is its control id where the template wrote it, and only there.
+"""The ids of rendered conversations: a control string has its control id only where the template wrote it.
 
 The user's tokenizer is read and never changed. A text whose contents have control strings is encoded by a private copy,
-in which control tokens have other names than the strings in the contents. Tokenizers here are those of texts: of a
-processor, its own.
+in which control tokens have other names than the strings in the contents. Tokenizers here encode texts; a processor has
+one.
 """
 
 import json
@@ -20,7 +20,7 @@ _GUARDS = ("\ue0d1", "\uf0d3", "\U000f1c05")
 
 
 class Encoded(NamedTuple):
-    """The ids of a text, and for each the characters that it stands for, where these are known."""
+    """The ids of a text, and the characters of each token if they are known."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -29,12 +29,12 @@ class Encoded(NamedTuple):
 def encode_texts(
     tokenizer: Any, texts: Sequence[str], *, offsets: bool = False, special: bool = False
 ) -> list[Encoded]:
-    """Return the ids of texts, whole and without pads, whatever calls with other options left in the tokenizer.
+    """Return the ids of texts, without truncation and pads, even if earlier calls left such options in the tokenizer.
 
     Args:
-        tokenizer: It is read only: a call of it would reset the truncation and padding of its backend.
+        tokenizer: The tokenizer. It is not called, since a call would reset the truncation and padding of its backend.
         texts: Texts without control strings in their contents.
-        offsets: Find the characters of tokens.
+        offsets: Also return the characters of each token.
         special: Add the tokens that the tokenizer puts around a text.
     """
     if not texts:
@@ -53,7 +53,7 @@ def encode_texts(
 
 
 def _whole(tokenizer: Any) -> Any:
-    """Return a copy of the backend that cuts and pads nothing."""
+    """Return a copy of the backend without truncation and padding."""
     from tokenizers import Tokenizer
 
     # Any: without stubs.
@@ -74,11 +74,12 @@ def _without_pads(made: Any, offsets: bool) -> Encoded:
 
 
 def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> Encoded:
-    """Return the ids of a text whose contents may have control strings: they are encoded as ordinary text.
+    """Return the ids of a text; control strings in its contents are encoded as ordinary text.
 
     Raises:
-        UnsupportedError: The tokenizer is not one of the package tokenizers.
-        ValueError: A control string in a content has no id of its own, so that its text is the template's.
+        UnsupportedError: The tokenizer is not from the package tokenizers.
+        ValueError: A control string in a content does not have its own id, so that it cannot be told from the
+            template's.
     """
     text, spans = marked.text, sorted(marked.contents)
     stops: list[Span] = [*spans, Span(len(text), len(text))]
@@ -87,7 +88,7 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
     for span in stops:
         real += [(at + m.start(), at + m.end()) for m in controls_in(text[at : span.start], control)]
         at = max(at, span.stop)
-    # Wherever the text has a control string: what is not the template's is forged.
+    # A control string anywhere in the text is forged unless the template wrote it.
     forged = [m for m in controls_in(text, control) if (m.start(), m.end()) not in set(real)]
     if not forged:
         return encode_texts(tokenizer, [text], offsets=True)[0]
@@ -96,7 +97,7 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
     if without is not None:
         raise error(
             ValueError,
-            f"A content has {without!r}, which is ordinary text to this tokenizer, so that it could forge a message.",
+            f"A content has {without!r}, which is ordinary text to this tokenizer, and could forge a message.",
             expected="contents without control strings",
             hint="add it to the tokenizer as a special token.",
         )
@@ -164,16 +165,16 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[
 
 
 def mask_of(encoded: Encoded, spans: Sequence[Span]) -> list[bool]:
-    """Return for each token if its last character is in a span.
+    """Return whether the last character of each token is in a span.
 
     Raises:
-        UnsupportedError: The characters of tokens are not known.
+        UnsupportedError: The characters of tokens are unknown.
     """
     if not spans or not encoded.ids:
         return [False] * len(encoded.ids)
     if not encoded.offsets:
         raise UnsupportedError(
-            "apply_chat_template: masks need the characters of each token, which this tokenizer does not give.",
+            "apply_chat_template: masks need the characters of each token, which this tokenizer does not return.",
             expected="a tokenizer of the package tokenizers (PreTrainedTokenizerFast)",
         )
     places = np.array(encoded.offsets)

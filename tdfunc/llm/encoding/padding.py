@@ -1,4 +1,4 @@
-"""Rows of tokens of different lengths as tensors: cut, padded to one length or left ragged, with masks from lengths.
+"""Rows of tokens of different lengths as tensors: truncated, padded or left ragged, with masks from lengths.
 
 N rows, T positions of the longest.
 """
@@ -20,14 +20,14 @@ EncodedRow = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows are cut and padded.
+    """The truncation and padding of rows.
 
     Args:
         padding: True or "longest", "max_length", or False for ragged rows.
-        truncation: True to cut rows to `max_length`.
-        max_length: Tokens.
+        truncation: True to truncate rows to `max_length`.
+        max_length: The maximum number of tokens in a row.
         padding_side: "left" or "right".
-        truncation_side: The side of a row that is cut off.
+        truncation_side: The side at which tokens are removed.
     """
 
     padding: bool | str = False
@@ -37,10 +37,10 @@ class Layout:
     truncation_side: str = "right"
 
     def check(self, call: str) -> None:
-        """Raise if an option has a value that is not allowed.
+        """Raise if an option has an invalid value.
 
         Raises:
-            ValueError: It names the option.
+            ValueError: An option has an invalid value, or `max_length` is missing.
         """
         sides = ("left", "right")
         choices = {
@@ -56,16 +56,16 @@ class Layout:
 
     @property
     def pads(self) -> bool:
-        """Whether rows get one length."""
+        """True if rows are padded to one length."""
         return self.padding not in (False, "do_not_pad")
 
     @property
     def cuts(self) -> bool:
-        """Whether rows are cut."""
+        """True if rows are truncated."""
         return self.truncation not in (False, "do_not_truncate")
 
     def cut(self, row: EncodedRow, *, first: int = 0, last: int = 0) -> EncodedRow:
-        """Return a row of at most `max_length` tokens, which keeps so many of its first and last ones."""
+        """Return a row of at most `max_length` tokens, which keeps its `first` and `last` tokens."""
         length, limit = len(row["input_ids"]), self.max_length
         if not self.cuts or limit is None or length <= limit:
             return row
@@ -96,7 +96,7 @@ class Layout:
 
 
 def pad_id_of(tokenizer: Any) -> int:
-    """Return the id that a tokenizer pads with; masks tell pads apart, so that any id will do."""
+    """Return the padding id of a tokenizer, or any other id, since masks mark the pads."""
     return next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
 
 
@@ -106,14 +106,14 @@ def row_tree(row: EncodedRow) -> TensorDict:
 
 
 def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int, *, ragged: bool = False) -> Any:
-    """Return rows, already cut, as a tree whose batch is nested as their numbers in `nested` are.
+    """Return truncated rows as a tree, whose batch is nested as the row numbers in `nested`.
 
     Args:
         nested: The number of a row, or (nested) lists of numbers.
         rows: The rows.
-        layout: How they are padded; without padding the tree is a lazy stack in each dimension.
+        layout: The padding; without it the tree is a lazy stack in each dimension.
         pad_id: The id at pads.
-        ragged: Lists in `nested` may have different lengths: lazy stacks with padding, too.
+        ragged: Allow lists of different lengths in `nested`: the tree is a lazy stack even with padding.
     """
     padded = layout.pad(rows, pad_id) if layout.pads else None
     if padded is not None and not ragged:
@@ -130,5 +130,5 @@ def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int
 
 
 def sizes_of(nested: Any) -> list[int]:
-    """Return the lengths of nested lists, which agree."""
+    """Return the lengths of nested lists, which are equal in each dimension."""
     return [len(nested), *(sizes_of(nested[0]) if nested else [])] if isinstance(nested, list) else []

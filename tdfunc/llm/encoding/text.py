@@ -29,25 +29,25 @@ def tokenize_text(
     padding_side: str = "left",
     truncation_side: str = "right",
 ) -> Any:
-    """Return the ids of texts, with masks that come from their lengths.
+    """Return the ids of texts, with masks that are made from their lengths.
 
     Args:
         tokenizer: A tokenizer or processor of transformers.
         text: A text, or (nested) lists of texts.
-        add_special_tokens: Add the tokens that the tokenizer puts around a text; they stay when it is cut.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text; truncation keeps them.
         padding: True or "longest", "max_length", or False.
-        truncation: Cut rows to `max_length`.
-        max_length: Tokens, the added ones included.
+        truncation: Truncate rows to `max_length`.
+        max_length: The maximum number of tokens in a row, including the added tokens.
         padding_side: "left" or "right".
-        truncation_side: The side of a text that is cut off.
+        truncation_side: The side at which tokens are removed.
 
     Returns:
-        A tree with `input_ids` and the bool `attention_mask`: of one text without batch, of lists with theirs, as a
-        lazy stack where there is no padding.
+        A tree with `input_ids` and the bool `attention_mask`. For one text it has no batch; for lists it has their
+        batch. Without padding it is a lazy stack.
 
     Raises:
-        TypeError: There is something else than texts and lists.
-        ValueError: An option has a value that is not allowed.
+        TypeError: An element is neither a text nor a list.
+        ValueError: An option has an invalid value.
 
     Source:
         `torchrl.data.TensorDictTokenizer`.
@@ -70,17 +70,17 @@ def _number(text: Any, flat: list[str]) -> Any:
     if isinstance(text, (list, tuple)):
         items: Sequence[Any] = text
         return [_number(item, flat) for item in items]
-    raise error(TypeError, "tokenize_text: there must be texts, or lists of texts.", got=repr(text)[:200])
+    raise error(TypeError, "tokenize_text: each element must be a text or a list of texts.", got=repr(text)[:200])
 
 
 def text_rows(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[EncodedRow]:
-    """Return the row of each text, whole."""
+    """Return the complete row of each text."""
     made = encode_texts(text_tokenizer(tokenizer), texts, special=add_special_tokens)
     return [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]
 
 
 def added_around(tokenizer: Any) -> tuple[int, int]:
-    """Return the numbers of tokens that a tokenizer adds before and behind a text."""
+    """Return the numbers of tokens that a tokenizer adds before and after a text."""
     own = text_tokenizer(tokenizer)
     plain, full = [encode_texts(own, ["a"], special=special)[0].ids for special in (False, True)]
     first = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
@@ -93,9 +93,9 @@ def detokenize(tokenizer: Any, tokens: Any, mask: Tensor | None = None, *, skip_
 
     Args:
         tokenizer: A tokenizer or processor of transformers.
-        tokens: Ids, as a tensor (*B, T) or (nested) lists of such; or a tree with `input_ids` and `attention_mask`.
-        mask: True at the tokens of a tensor (*B, T) that are not pads.
-        skip_special_tokens: Leave control tokens out.
+        tokens: Ids as a tensor (*B, T) or (nested) lists of ids; or a tree with `input_ids` and `attention_mask`.
+        mask: False at pads, for a tensor (*B, T).
+        skip_special_tokens: Leave out control tokens.
 
     Returns:
         A text, or lists of texts nested as the batch.
@@ -120,9 +120,9 @@ def detokenize(tokenizer: Any, tokens: Any, mask: Tensor | None = None, *, skip_
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return a digest of everything in a tokenizer that ids and chat templates depend on.
+    """Return a digest of a tokenizer: of everything that affects ids and chat templates.
 
-    Padding and truncation, which a call leaves in the backend, are no part of it.
+    It does not cover padding and truncation, which earlier calls may have left in the backend.
     """
     own = text_tokenizer(tokenizer)
     state = xxhash.xxh3_128(type(own).__qualname__.encode())

@@ -1,4 +1,4 @@
-"""`load_pretrained` and `save_pretrained`: folders with other names than the module, every leaf accounted for."""
+"""`load_pretrained` and `save_pretrained`: folders of transformers, with a check of every leaf."""
 
 import json
 import os
@@ -18,10 +18,10 @@ from tdfunc.storage.safetensors.saved import open as open_saved
 
 
 def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None = None, **options: Any) -> nn.Module:
-    """Return the model of a folder of `save_pretrained`, whose leaves are all in their places.
+    """Load the model of a folder of transformers, and check that every leaf has a place.
 
-    transformers renames and fuses leaves as it loads, such as the experts of a mixture. What it only logs, a leaf
-    without a place or a place without a leaf, is an error here. `tdf.functional(model)` makes the trees.
+    transformers renames and fuses leaves while it loads, such as the experts of a mixture. It only logs leaves without
+    a place and places without a leaf; this function raises an error. Use `tdf.functional(model)` to get trees.
 
     Args:
         folder: The folder, on this machine.
@@ -30,7 +30,7 @@ def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None =
 
     Raises:
         ImportError: transformers is not installed.
-        TreeStructureError: A leaf of the folder has no place in the model, or the other way round.
+        TreeStructureError: A leaf of the folder has no place in the model, or a leaf of the model is not in the folder.
         LeafMismatchError: A leaf has another shape.
     """
     if cls is None:
@@ -51,7 +51,7 @@ def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None =
     missing, unexpected = (sorted(info.get(kind) or ()) for kind in ("missing_keys", "unexpected_keys"))
     if missing or unexpected:
         raise TreeStructureError(
-            f"load_pretrained: the leaves of {os.fspath(folder)} must be those of {type(model).__name__}.",
+            f"load_pretrained: {os.fspath(folder)} must have the leaves of {type(model).__name__}.",
             expected=_some(missing),
             got=_some(unexpected),
         )
@@ -68,23 +68,23 @@ def save_pretrained(
 ) -> None:
     """Write a tree as a folder that `from_pretrained` loads, under the names of the checkpoint.
 
-    Renamed and fused leaves go back to the names of the folder that the model was loaded from. Buffers that are not
-    persistent and second paths of tied leaves are left out. The shards have checksums and replace an old folder's in
-    one step; the files of configuration and tokenizer follow.
+    Renamed and fused leaves get the names of the folder from which the model was loaded. Buffers that are not
+    persistent and second paths of tied leaves are left out. The shards have checksums and replace the shards of an old
+    folder in one step; the files of configuration and tokenizer follow.
 
     Args:
         params: The parameters, and the persistent buffers if the model has any: `tdf.combine(params, buffers)`.
         folder: The folder to write.
-        model: The model of transformers whose tree this is; it is only read.
-        source: The folder of the files to keep beside the weights, and of the names to compare with; by default the
-            folder that the model was loaded from.
-        max_shard_size: The most bytes of one shard.
+        model: The model of transformers from which the tree was made; it is only read.
+        source: The folder with the other files to keep, and with the names to compare; by default the folder from which
+            the model was loaded.
+        max_shard_size: The maximum size of one shard in bytes.
 
     Raises:
         TreeStructureError: The tree does not have the leaves of the model.
         LeafMismatchError: A leaf has another shape.
         TieError: Leaves that are tied in the model differ.
-        UnsupportedError: The names or shapes would not be those of the source.
+        UnsupportedError: The names or shapes would differ from the source.
     """
     # Any: an attribute of transformers' models.
     config: Any = getattr(model, "config", None)
@@ -125,7 +125,7 @@ def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
             f"save_pretrained: the tree must have the leaves of {type(model).__name__}.",
             expected=_some(missing),
             got=_some(unexpected),
-            hint="tdf.combine(params, buffers) has both.",
+            hint="pass tdf.combine(params, buffers), which has both.",
         )
     for name, leaf in own.items():
         one, other = given.get(first[id(leaf)]), given.get(name)
@@ -133,7 +133,7 @@ def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
             what = (
                 f"save_pretrained: {name} and {first[id(leaf)]} are tied in {type(model).__name__}, and must be equal."
             )
-            raise TieError(what, hint="a model with tie_word_embeddings=False has both.")
+            raise TieError(what, hint="use a model with tie_word_embeddings=False, which has both.")
     state: dict[str, Tensor] = {}
     for name in first.values():
         leaf = given[name]
@@ -163,10 +163,10 @@ def _check_names(named: Mapping[str, Tensor], source: str) -> None:
     unexpected = [name for name in named if name not in shapes]
     if unexpected:
         raise UnsupportedError(
-            f"save_pretrained: the leaves must go back under the names of {source}.",
+            f"save_pretrained: the leaves must get the names of {source}.",
             expected=_some([name for name in shapes if name not in named]),
             got=_some(unexpected),
-            hint="source= names the folder that the model was loaded from.",
+            hint="pass the folder from which the model was loaded as source=.",
         )
     for name, leaf in named.items():
         if list(leaf.shape) != shapes[name]:

@@ -12,7 +12,7 @@ from tdfunc.llm.generation.decode import Stop, read_prompts, read_tokens, seen_i
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.sampling import penalize
 
-# The score of a beam that there is none of, as in transformers.
+# The score of a missing beam, as in transformers.
 _NONE = -1e9
 
 
@@ -20,11 +20,11 @@ class _Finished(NamedTuple):
     """The best responses that have ended.
 
     Attributes:
-        tokens: (B, W, T).
-        lengths: (B, W).
-        scores: (B, W), in descending order.
-        stopped: Whether a token or a text ended it, rather than the length (B, W).
-        real: Whether there is one (B, W).
+        tokens: The ids (B, W, T).
+        lengths: The numbers of tokens (B, W).
+        scores: The scores (B, W), in descending order.
+        stopped: True for responses that a token or a text ended, and not the length (B, W).
+        real: True where there is a response (B, W).
     """
 
     tokens: Tensor
@@ -35,7 +35,7 @@ class _Finished(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """The responses to each prompt, the best first, and whether each was ended by a token or a text."""
+    """The responses to each prompt, the best first, and True for each that a token or a text ended."""
 
     tokens: list[list[Tensor]]
     stopped: list[list[bool]]
@@ -47,7 +47,7 @@ def search(
     """Return the best responses to prompts that are padded at the left.
 
     Source:
-        `transformers.GenerationMixin._beam_search`, whose results these are.
+        `transformers.GenerationMixin._beam_search`, which has the same results.
     """
     width, limit = options.num_beams, options.max_new_tokens or 0
     count, device = ids_BT.shape[0], ids_BT.device
@@ -56,7 +56,7 @@ def search(
     seen = seen_in(logits, ids_BT, mask_BT) if options.repetition_penalty != 1.0 else None
     logits, context, seen = logits[spread], select(context, spread), None if seen is None else seen[spread]
     size, wide = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
-    # So many that, if the best are all ends, enough are left to go on with.
+    # So many that, if the best are all ends, enough are left to continue with.
     candidates = min(max(2, 1 + len(stop.ids)) * width, size * width)
     tokens = ids_BT.new_zeros(count, width, limit)
     # All beams are the prompt: the others would repeat the first.
@@ -108,7 +108,7 @@ def _merge(
 ) -> _Finished:
     """Return the best of the responses that had ended and those that end now."""
     width = options.num_beams
-    # The candidates beyond the beams are there to go on with alone.
+    # The candidates beyond the beams are only there to continue with.
     ends = hits & (torch.arange(hits.shape[1], device=hits.device) < width)
     is_full = old.real.all(1, keepdim=True) & (options.early_stopping is True)
     scores = scores / length**options.length_penalty + (~ends | is_full | ~open_B1) * _NONE

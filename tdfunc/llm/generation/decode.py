@@ -14,7 +14,7 @@ from tdfunc.llm.generation.sampling import Choice, choose, penalize
 from tdfunc.llm.rows.packing import pad_rows
 from tdfunc.llm.scoring.model import new_cache, next_logits
 
-# How many uniform numbers of a row are drawn at a time.
+# The number of uniform numbers of a row that are drawn at a time.
 BLOCK = 256
 
 
@@ -22,9 +22,9 @@ class Decoded(NamedTuple):
     """The responses to rows of prompts.
 
     Attributes:
-        steps: The choices of each step, of which a row has as many as its length.
+        steps: The choices of each step; a row uses as many as its length.
         lengths: The number of tokens of each row, the one that ended it included.
-        stopped: For each row whether a token or a text ended it.
+        stopped: True for rows that a token or a text ended.
     """
 
     steps: list[Choice]
@@ -38,7 +38,7 @@ class Stop(NamedTuple):
     Attributes:
         ids: The tokens that end it (S,), on the device of the rows.
         texts: The texts that end it.
-        decode: Returns the text of tokens; None without texts.
+        decode: The function from tokens to text; None without texts.
     """
 
     ids: Tensor
@@ -46,7 +46,7 @@ class Stop(NamedTuple):
     decode: Callable[[list[int]], str] | None
 
     def ended(self, tokens: Tensor) -> Tensor:
-        """Return for rows of tokens (*B, T) whether their text has an end."""
+        """Return True for rows of tokens (*B, T) whose text has an end."""
         if self.decode is None:
             return torch.zeros(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
         texts = [self.decode(row) for row in tokens.flatten(0, -2).tolist()]
@@ -121,8 +121,8 @@ def decode(
         mask_BT: True at tokens; None without pads.
         options: The options, of which `max_new_tokens` is above 0.
         stop: The ends of a response.
-        uniforms: Returns the uniform numbers (B * N, BLOCK) of a block of steps; None for greedy.
-        cached: Whether the model's cache is used.
+        uniforms: The function of the uniform numbers (B * N, BLOCK) of a block of steps; None for greedy search.
+        cached: Use the model's cache.
         repeats: The number N of responses to each prompt.
     """
     logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)

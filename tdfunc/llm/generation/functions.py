@@ -39,26 +39,26 @@ def generate(
 ) -> T:
     """Return the tree with responses to its prompts, their masks and their log-probs.
 
-    Response i of the batch is drawn by `fold_in(key, i)`, and depends on this key and on its prompt alone. Log-probs
-    are those of the model; `behaviour` and `support` are of the distribution that was drawn from.
+    Response i of the batch is sampled with `fold_in(key, i)`. It depends only on this key and on its prompt. The
+    log-probs are the model's; `behaviour` and `support` describe the distribution that was sampled from.
 
     Args:
         lm: The model, from `causal_lm`.
-        params: Its parameters, or the whole tree.
+        params: The parameters, or the complete tree.
         td: A tree with `Tokens`, of which `prompt` is read, padded on any side or ragged.
-        key: The random key of sampling, or a seed of one.
+        key: The random key of sampling, or a seed.
         buffers: The buffers of the model, unless `params` has them.
-        options: Checked options; otherwise those of `generate_kwargs` are.
-        tokenizer: Decodes the responses in which stop sequences are looked for.
-        prompt_log_probs: Score the prompts, too.
-        pad_output: Rows of one length, prompts padded at the left and responses at the right; otherwise a ragged stack.
-            By default as the prompts are.
+        options: Checked options, instead of `generate_kwargs`.
+        tokenizer: The tokenizer that decodes responses to find stop sequences.
+        prompt_log_probs: Also score the prompts.
+        pad_output: Return rows of one length, with prompts padded at the left and responses at the right; otherwise a
+            ragged stack. The default is the layout of the prompts.
         tokens_key: The place of the tokens, of the prompts and of the result.
-        mask_key: The place of the mask of the prompts, True at tokens; without it that of `masks_key`, else all are
-            tokens.
+        mask_key: The place of the mask of the prompts, True at tokens. Without it the mask at `masks_key` is read;
+            without both all positions are tokens.
         masks_key: The place of the masks of the result.
         log_probs_key: The place of the log-probs.
-        **generate_kwargs: As for `GenerationOptions.parse`: `max_new_tokens=32, temperature=0.7`.
+        **generate_kwargs: The options of `GenerationOptions.parse`, for example `max_new_tokens=32, temperature=0.7`.
 
     Shapes:
         Prompts (*B, P) give tokens with `prompt` (*B, P), `response` (*B, R) and `full` (*B, P + R). Several responses
@@ -68,9 +68,9 @@ def generate(
         MissingKeyError: The tree has no prompts.
         LeafMismatchError: The mask has another shape than the prompts.
         TypeError: An option is unknown.
-        ValueError: A prompt is empty or too long; options are out of range or contradict each other; or tokens are to
-            be sampled without a key.
-        UnsupportedError: Inside a transform.
+        ValueError: A prompt is empty or too long, options are out of range or contradict each other, or sampling has no
+            key.
+        UnsupportedError: The call is inside a transform.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tdfunc.core.errors import check_choice, check_least, error
@@ -12,7 +13,7 @@ from tdfunc.core.errors import check_choice, check_least, error
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# Where both are given the legacy name prevails.
+# If both are given, the legacy name prevails.
 _LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 # The names of a GenerationConfig, and those of ours.
 _CONFIG = {"stop_strings": "stop_sequences", "eos_token_id": "eos_token_ids"}
@@ -28,25 +29,25 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How responses are drawn; made by `GenerationOptions.parse`, which checks the rules.
+    """The options of generation; made by `GenerationOptions.parse`, which checks them.
 
     Attributes:
-        max_new_tokens: The most tokens of a response; None where it was not given.
-        min_new_tokens: No end-of-sequence or stop token comes before this many tokens.
-        num_return_sequences: How many responses to each prompt.
-        temperature: The divisor of the logits; 0 takes the most probable token.
-        top_k: How many of the most probable tokens are left, or None for all.
-        top_p: The most probable tokens that hold this probability are left, or None for all.
-        min_p: Tokens at least this times as probable as the most probable are left, or None for all.
-        repetition_penalty: The divisor of the positive logits, and factor of the negative ones, of tokens of the row.
-        num_beams: The beams of beam search; 1 for none.
+        max_new_tokens: The maximum number of tokens of a response; None if it was not given.
+        min_new_tokens: The number of tokens before an end-of-sequence or stop token is allowed.
+        num_return_sequences: The number of responses to each prompt.
+        temperature: The divisor of the logits; 0 selects the most probable token.
+        top_k: The number of most probable tokens that are kept, or None for all.
+        top_p: The total probability of the most probable tokens that are kept, or None for all.
+        min_p: The probability of kept tokens relative to the most probable token, at least; None for all.
+        repetition_penalty: The divisor of the positive logits, and factor of the negative logits, of tokens of the row.
+        num_beams: The number of beams of beam search; 1 for no beam search.
         length_penalty: The exponent of the length by which the score of a beam is divided.
-        early_stopping: When a beam search ends: True, False or "never", as in transformers.
-        stop_sequences: Texts, each of which ends a response that contains it.
-        stop_token_ids: Tokens, each of which ends a response.
-        eos_token_ids: The tokens that end a response in place of the model's own, or None for these.
-        skip_special_tokens: Whether the texts of responses are decoded without special tokens.
-        logprobs: Whether the log-probs of the responses are computed.
+        early_stopping: The end of a beam search: True, False or "never", as in transformers.
+        stop_sequences: Texts that end a response.
+        stop_token_ids: Tokens that end a response.
+        eos_token_ids: The tokens that end a response in place of the model's own, or None for the model's.
+        skip_special_tokens: Decode the texts of responses without special tokens.
+        logprobs: Compute the log-probs of the responses.
     """
 
     max_new_tokens: int | None = None
@@ -68,22 +69,22 @@ class GenerationOptions:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn at random."""
+        """True if tokens are sampled at random."""
         return self.temperature > 0
 
     @property
     def cuts(self) -> bool:
-        """Whether top-k, top-p or min-p may take tokens away."""
+        """True if top-k, top-p or min-p may remove tokens."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
     @property
     def adjusts(self) -> bool:
-        """Whether more than a temperature and the cuts changes the distribution; a least length can be one of these."""
+        """True if a penalty, or a minimum length without truncation, changes the distribution."""
         return self.samples and (self.repetition_penalty != 1.0 or (self.min_new_tokens > 0 and not self.cuts))
 
     @property
     def keeps_raw(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution: no option makes it another."""
+        """True if tokens are sampled from the model's own distribution, which no option changes."""
         alone = self.repetition_penalty == 1.0 and not self.min_new_tokens
         return self.temperature == 1.0 and not self.cuts and alone
 
@@ -93,17 +94,17 @@ class GenerationOptions:
     ) -> "GenerationOptions":
         """Return checked options.
 
-        Without `do_sample`, tokens are sampled if a temperature above 0 is given. An option that is None counts as not
-        given. Of a `GenerationConfig` the entries that are set are read, under the same rules.
+        Without `do_sample`, tokens are sampled if a temperature above 0 is given. None counts as not given. The same
+        rules apply to the entries of a `GenerationConfig` that are set.
 
         Args:
             kwargs: Options by name: the attributes of this class, `do_sample`, and the legacy names `max_tokens` and
                 `n`, which prevail over `max_new_tokens` and `num_return_sequences`.
-            num_samples: How many responses to each prompt, as `num_return_sequences`.
+            num_samples: The number of responses to each prompt, as `num_return_sequences`.
 
         Raises:
             TypeError: An option is unknown; the message names it.
-            ValueError: An option is out of range, or two contradict each other.
+            ValueError: An option is out of range, or two options contradict each other.
 
         Examples:
             >>> GenerationOptions.parse({"max_tokens": 8, "temperature": 0.7, "top_p": 1}).top_p is None
@@ -126,7 +127,7 @@ class GenerationOptions:
         if num_samples is not None and given.setdefault("num_return_sequences", num_samples) != num_samples:
             raise error(
                 ValueError,
-                "generate: num_samples must be num_return_sequences where both are given.",
+                "generate: num_samples must equal num_return_sequences if both are given.",
                 expected=num_samples,
                 got=given["num_return_sequences"],
             )
@@ -136,7 +137,7 @@ class GenerationOptions:
                 value = given[name]
                 one = isinstance(value, str) or not isinstance(value, Sequence)
                 given[name] = (value,) if one else tuple(value)
-        # With these values nothing is cut.
+        # These values truncate nothing.
         for name, off in (("top_p", 1), ("min_p", 0)):
             if given.get(name) == off:
                 del given[name]
@@ -151,58 +152,43 @@ class GenerationOptions:
             value = getattr(self, name)
             if value is not None:
                 check_least(f"generate: {name}", value, bound)
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise error(ValueError, f"generate: {name} must be above 0 and at most 1.", got=value)
-        if not 0 < self.repetition_penalty < math.inf:
-            raise error(ValueError, "generate: repetition_penalty must be above 0.", got=self.repetition_penalty)
+        cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), "top_k")
+        rules = {
+            "top_p must be above 0 and at most 1.": self.top_p is None or 0 < self.top_p <= 1,
+            "min_p must be above 0 and at most 1.": self.min_p is None or 0 < self.min_p <= 1,
+            "repetition_penalty must be above 0.": 0 < self.repetition_penalty < math.inf,
+            "a stop sequence must not be empty.": "" not in self.stop_sequences,
+            f"{cut} must come with sampling: temperature=1.0 or do_sample=True.": self.samples or not self.cuts,
+            "beams must come without sampling.": self.num_beams == 1 or not self.samples,
+            "length_penalty and early_stopping must come with beams.": self.num_beams > 1
+            or (self.length_penalty == 1.0 and self.early_stopping is False),
+            "several responses to a prompt must come from sampling, or from as many beams.": self.samples
+            or self.num_return_sequences <= self.num_beams,
+        }
         check_choice("generate: early_stopping", self.early_stopping, (True, False, "never"))
-        if "" in self.stop_sequences:
-            raise error(ValueError, "generate: a stop sequence must not be empty.", got=self.stop_sequences)
-        cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), None)
-        if cut and not self.samples:
-            raise error(
-                ValueError,
-                f"generate: {cut} must come with sampling.",
-                got=f"{cut}={getattr(self, cut)}, temperature 0",
-                hint="temperature=1.0 or do_sample=True.",
-            )
-        if self.num_beams > 1 and self.samples:
-            raise error(
-                ValueError,
-                "generate: beams must come without sampling.",
-                got=f"num_beams={self.num_beams}, temperature {self.temperature}",
-            )
-        if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping is not False):
-            raise error(
-                ValueError,
-                "generate: length_penalty and early_stopping must come with beams.",
-                got=f"num_beams=1, length_penalty={self.length_penalty}, early_stopping={self.early_stopping}",
-            )
-        if not self.samples and self.num_return_sequences > self.num_beams:
-            raise error(
-                ValueError,
-                "generate: several responses to a prompt must come from sampling, or from as many beams.",
-                expected=f"at most {self.num_beams}" if self.num_beams > 1 else "temperature above 0, or num_beams",
-                got=f"{self.num_return_sequences} responses at temperature 0, num_beams={self.num_beams}",
-            )
+        for rule, holds in rules.items():
+            if not holds:
+                given = {each.name: getattr(self, each.name) for each in fields(self)}
+                changed = [
+                    f"{each.name}={given[each.name]!r}" for each in fields(self) if given[each.name] != each.default
+                ]
+                raise error(ValueError, f"generate: {rule}", got=", ".join(changed))
 
 
 class Response(NamedTuple):
     """A response to one prompt.
 
     Attributes:
-        tokens: The ids (R,), the one that ended the response included; None from an engine that gives texts alone.
+        tokens: The ids (R,), including the id that ended the response; None from an engine that returns only texts.
         finish_reason: "stop" after an end-of-sequence token, a stop token or a stop sequence, else "length".
-        log_probs: The log-probs of the tokens (R,), in nats; None where they were not computed.
-        behaviour: The log-probs under the distribution that the tokens were drawn from (R,); None for greedy and beam
-            search, and where an engine gives raw log-probs and drew from another distribution.
-        support: For each token the ids that top-k, top-p or min-p had left, then -1 (R, K), all -1 where they had cut
-            nothing; None where no token has any.
-        prompt_log_probs: The log-probs of the prompt (P,), of which the first is 0; None where they were not computed.
-        text: The text that an engine gave, or None.
-        version: The version of the weights that an engine gave, or None.
+        log_probs: The log-probs of the tokens (R,), in nats; None if they were not computed.
+        behaviour: The log-probs under the sampler (the behavior policy) (R,). None for greedy and beam search, and if
+            an engine returns raw log-probs but sampled from another distribution.
+        support: The ids that top-k, top-p or min-p kept for each token, padded with -1 (R, K). A row of -1 means that
+            nothing was removed. None if no token was restricted.
+        prompt_log_probs: The log-probs of the prompt (P,), of which the first is 0; None if they were not computed.
+        text: The text that an engine returned, or None.
+        version: The version of the weights that an engine returned, or None.
     """
 
     tokens: Tensor | None
@@ -213,6 +199,13 @@ class Response(NamedTuple):
     prompt_log_probs: Tensor | None = None
     text: str | None = None
     version: str | int | None = None
+
+
+def empty_response(options: GenerationOptions, *, drawn: bool, device: torch.device | None = None) -> Response:
+    """Return a response without tokens; with `drawn` it has the log-probs of a sampler."""
+    none = torch.zeros(0, device=device)
+    log_probs, behaviour = none if options.logprobs else None, none if drawn else None
+    return Response(none.to(torch.int64), "length", log_probs, behaviour)
 
 
 def _temperature(do_sample: bool | None, temperature: float | None) -> float:
@@ -234,7 +227,7 @@ def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
     """Return the entries of a GenerationConfig that are set, under our names.
 
     Raises:
-        ValueError: It limits the total length, which is another one for each row.
+        ValueError: The config limits the total length instead of the response.
     """
     if config is None:
         return {}
@@ -243,7 +236,7 @@ def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
     if limit is not None and "max_new_tokens" not in entries:
         raise error(
             ValueError,
-            "generate: a GenerationConfig must have max_new_tokens in place of max_length.",
+            "generate: a GenerationConfig must have max_new_tokens instead of max_length.",
             got=f"max_length={limit}",
         )
     return {_CONFIG.get(name, name): value for name, value in entries.items()}

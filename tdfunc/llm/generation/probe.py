@@ -1,7 +1,7 @@
-"""The proof that a model's cache and left padding change no result, taken once for each specification.
+"""The test that a model's cache and left padding do not change results, run once for each model.
 
-Attention can leave pads out; a state that runs over all positions, as of gated delta nets, reads them. So that no list
-of families is needed, the model itself runs on random weights: rows with pads and a cache against each row alone.
+Attention can leave out pads; a state that runs over all positions, as in gated delta nets, reads them. No list of
+families is needed: the model runs on random weights, and rows with pads and a cache are compared with each row alone.
 """
 
 import functools
@@ -25,11 +25,12 @@ _TIMES = 32
 
 
 class Way(NamedTuple):
-    """How prompts are read.
+    """The way in which prompts are read.
 
     Attributes:
-        padded: Those of different lengths together, with pads at the left; otherwise those of one length at a time.
-        cached: The model's cache holds the earlier tokens; otherwise all tokens are read at each step.
+        padded: Prompts of different lengths are read together, with pads at the left; otherwise only prompts of one
+            length are.
+        cached: The model's cache contains the earlier tokens; otherwise all tokens are read at each step.
     """
 
     padded: bool
@@ -40,13 +41,13 @@ _FOUND: WeakKeyDictionary[Apply, Way] = WeakKeyDictionary()
 
 
 def find_way(lm: CausalLM, params: Any, buffers: Any, length: int) -> Way:
-    """Return the fastest way that gives each row, up to a length, the results of the row alone."""
+    """Return the fastest way in which each row, up to a length, has the results of the row alone."""
     found = _FOUND.get(lm.apply)
     if found is None:
         found = _FOUND[lm.apply] = _measure(lm, params, buffers)
     if not lm.by_length:
         return found
-    # Beyond these positions the frequencies of all earlier ones change, those in the cache too.
+    # Beyond these positions the frequencies of all earlier positions change, including those in the cache.
     return Way(padded=False, cached=found.cached and length <= lm.first_length)
 
 

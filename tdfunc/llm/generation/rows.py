@@ -1,4 +1,4 @@
-"""`generate_tokens`: responses to rows of tokens, each of which depends on its key and its tokens alone."""
+"""`generate_tokens`: responses to rows of tokens; each depends only on its key and its prompt."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.llm.encoding.encode import decode as decode_text
 from tdfunc.llm.generation.beams import search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
-from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.generation.options import GenerationOptions, Response, empty_response
 from tdfunc.llm.generation.probe import find_way
 from tdfunc.llm.rows.batch import Row, rows_on
-from tdfunc.llm.rows.packing import equal_lengths, pad_rows
-from tdfunc.llm.scoring.ids import score_ids
+from tdfunc.llm.rows.packing import equal_lengths
+from tdfunc.llm.scoring.ids import score_rows
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.random import fold_in, uniform
 
@@ -35,25 +36,25 @@ def generate_tokens(
 ) -> list[Response]:
     """Return responses to rows of tokens.
 
-    A response depends on its key and the tokens of its prompt, and not on the other rows.
+    A response depends only on its key and the tokens of its prompt, not on the other rows.
 
     Args:
         lm: The model, from `causal_lm`.
-        params: Its parameters, or the whole tree.
+        params: The parameters, or the complete tree.
         prompts: Rows of tokens of any lengths.
         options: From `GenerationOptions.parse`.
         keys: A random key for each response (B * N, 2), in their order; None for greedy and beam search.
         buffers: The buffers of the model, unless `params` has them.
-        tokenizer: Decodes the responses in which stop sequences are looked for.
-        prompt_log_probs: Score the prompts, too.
+        tokenizer: The tokenizer that decodes responses to find stop sequences.
+        prompt_log_probs: Also score the prompts.
 
     Shapes:
-        B prompts give B * N responses, those to one prompt next to each other.
+        B prompts give B * N responses; the responses to one prompt are next to each other.
 
     Raises:
-        ValueError: A prompt is empty, or too long for its response; or sampling without keys, or stop sequences
-            without a tokenizer, or no `max_new_tokens`; or the logits of a row are NaN.
-        UnsupportedError: Inside a transform, where the tokens cannot be read.
+        ValueError: A prompt is empty or too long for its response, `max_new_tokens` is missing, sampling has no keys,
+            stop sequences have no tokenizer, or the logits of a row are NaN.
+        UnsupportedError: The call is inside a transform, which hides the tokens.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -72,12 +73,14 @@ def generate_tokens(
     device: Any = next(iter(params.leaves())).device
     rows = [row.to(device, torch.int64) for row in prompts]
     count = options.num_return_sequences
-    stop = _stop(lm, options, tokenizer, device)
+    ends = {*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids}
+    text_of = functools.partial(decode_text, tokenizer) if options.stop_sequences else None
+    stop = Stop(torch.tensor(sorted(ends), dtype=torch.int64, device=device), options.stop_sequences, text_of)
     keys = keys.to(device) if keys is not None and options.samples else None
     with torch.no_grad():
-        scores = _score_rows(lm, params, rows, buffers) if prompt_log_probs else [None] * len(rows)
+        scores = score_rows(lm, params, rows, buffers=buffers) if prompt_log_probs else [None] * len(rows)
         if not options.max_new_tokens:
-            found = [_empty(options, device)] * (count * len(rows))
+            found = [empty_response(options, drawn=options.samples, device=device)] * (count * len(rows))
         else:
             found = _generate(lm, params, rows, options, stop, keys, buffers)
             found = found if options.num_beams == 1 else _scored(lm, params, rows, found, options, buffers)
@@ -100,23 +103,12 @@ def joined_rows(
             before = response.log_probs.new_zeros(n) if before is None else before
             log_probs = torch.cat([before, response.log_probs])
             drawn = {"behaviour": response.behaviour, "support": response.support}
-            # An engine that does not know its distribution does not know what it cut.
+            # An engine that does not report its distribution does not report its truncation.
             if options.adjusts or (options.cuts and response.behaviour is None):
                 drawn["adjusted"] = torch.tensor(True)
             row = replace(row, log_probs=log_probs, scored=scored, **drawn)
         rows.append(row)
     return rows_on(device, rows)
-
-
-def _empty(options: GenerationOptions, device: torch.device) -> Response:
-    """Return a response without tokens."""
-    none = torch.zeros(0, device=device)
-    return Response(
-        torch.zeros(0, dtype=torch.int64, device=device),
-        "length",
-        log_probs=none if options.logprobs else None,
-        behaviour=none if options.samples else None,
-    )
 
 
 def _generate(
@@ -168,7 +160,7 @@ def _scored(
         return list(responses)
     count = options.num_return_sequences
     whole = [torch.cat([rows[i // count], each.tokens]) for i, each in enumerate(responses) if each.tokens is not None]
-    found = _score_rows(lm.with_options(allow_long=True), params, whole, buffers)
+    found = score_rows(lm.with_options(allow_long=True), params, whole, buffers=buffers)
     return [
         each._replace(log_probs=values[len(rows[i // count]) :])
         for i, (each, values) in enumerate(zip(responses, found, strict=True))
@@ -176,7 +168,7 @@ def _scored(
 
 
 def _uniforms(keys_B2: Tensor) -> Callable[[int], Tensor]:
-    """Return the function of uniform numbers of blocks of steps: a row's depend on its key and the step alone."""
+    """Return a function of uniform numbers for blocks of steps, which depend only on the row's key and the step."""
 
     def block(number: int) -> Tensor:
         return torch.vmap(lambda key: uniform(fold_in(key, number), (BLOCK,), dtype=torch.float64))(keys_B2)
@@ -185,7 +177,7 @@ def _uniforms(keys_B2: Tensor) -> Callable[[int], Tensor]:
 
 
 def _responses(decoded: Decoded) -> list[Response]:
-    """Return the steps of rows as a response for each."""
+    """Return the steps of rows as responses."""
     steps = decoded.steps
     ids, log_probs, behaviour = (
         None if getattr(steps[0], name) is None else torch.stack([getattr(step, name) for step in steps], 1)
@@ -212,27 +204,6 @@ def _responses(decoded: Decoded) -> list[Response]:
     return found
 
 
-def _stop(lm: CausalLM, options: GenerationOptions, tokenizer: Any, device: torch.device) -> Stop:
-    """Return the ends of the responses of a model."""
-    ids = sorted({*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids})
-
-    def decode_ids(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    return Stop(
-        torch.tensor(ids, dtype=torch.int64, device=device),
-        options.stop_sequences,
-        decode_ids if options.stop_sequences else None,
-    )
-
-
-def _score_rows(lm: CausalLM, params: Any, rows: Sequence[Tensor], buffers: Any) -> list[Tensor]:
-    """Return the log-probs of rows of tokens."""
-    ids, mask = pad_rows(rows, side="right")
-    found = score_ids(lm, params, ids, mask, buffers=buffers).log_probs
-    return [values[: len(row)].clone() for values, row in zip(found, rows, strict=True)]
-
-
 def _check(
     lm: CausalLM,
     prompts: Sequence[Tensor],
@@ -240,10 +211,10 @@ def _check(
     keys: Tensor | None,
     tokenizer: Any,
 ) -> None:
-    """Raise for what cannot be generated."""
+    """Raise if the prompts, the options or the keys do not allow a generation."""
     if not has_values():
         raise UnsupportedError(
-            "generate: tokens cannot be drawn inside a transform.",
+            "generate: tokens cannot be sampled inside a transform.",
             expected="tensors with values",
             hint="call it for each member: generate(lm, params[i], td, ...).",
         )
@@ -272,6 +243,5 @@ def _check(
                 f"generate: row {row} and its response must not be longer than the positions of {lm.family}.",
                 expected=f"at most {lm.max_length} tokens",
                 got=f"{len(prompt)} and {options.max_new_tokens}",
-                hint="fewer max_new_tokens"
-                + ("; lm.with_options(allow_long=True) runs it all the same." if lm.extendable else "."),
+                hint="use fewer max_new_tokens" + (", or lm.with_options(allow_long=True)." if lm.extendable else "."),
             )

@@ -1,8 +1,8 @@
 """One step of a generation as a function of logits and of a uniform number for each row.
 
-The cuts of top-k, top-p and min-p are one threshold for each row: the tokens at or above it are left. A token is drawn
-by the inverse of the distribution function in the order of the ids, so that a row draws the same token whatever order
-equal logits are sorted in.
+Top-k, top-p and min-p are one threshold for each row: the tokens at or above it are kept. A token is sampled by the
+inverse of the distribution function in the order of the ids. The order in which equal logits are sorted therefore has
+no effect.
 
 B rows, V vocabulary, K tokens that are left in a row.
 """
@@ -20,10 +20,10 @@ class Choice(NamedTuple):
     """The tokens of one step.
 
     Attributes:
-        ids: (B,).
+        ids: The tokens (B,).
         log_probs: The raw log-probs (B,), or None.
-        behaviour: The log-probs under the distribution that was drawn from (B,), or None where nothing was drawn.
-        support: The ids that were left, then -1 (B, K); None where nothing was cut.
+        behaviour: The log-probs under the distribution that was sampled from (B,), or None without sampling.
+        support: The ids that truncation kept, padded with -1 (B, K); None without truncation.
     """
 
     ids: Tensor
@@ -37,7 +37,7 @@ def choose(raw_BV: Tensor, scores_BV: Tensor, options: GenerationOptions, unifor
 
     Args:
         raw_BV: The model's logits, in float32 or wider.
-        scores_BV: The logits to choose from: those of the model, or with penalties.
+        scores_BV: The logits to choose from, with or without penalties.
         options: The options.
         uniform_B1: A number in [0, 1) for each row, in float64; None for the most probable token.
     """
@@ -57,13 +57,13 @@ def choose(raw_BV: Tensor, scores_BV: Tensor, options: GenerationOptions, unifor
     found = values.log_softmax(-1)
     place = _draw(found, uniform_B1)
     ids, behaviour = support.gather(-1, place).squeeze(-1), found.gather(-1, place).squeeze(-1)
-    # A row of which nothing was cut has no entries.
+    # A row without truncation has no entries.
     support = torch.where((support[:, -1:] >= 0) & (support.shape[1] == raw_BV.shape[1]), -1, support)
     return Choice(ids, _chosen(raw_BV, ids) if options.logprobs else None, behaviour, support)
 
 
 def threshold(heated_BV: Tensor, options: GenerationOptions) -> Tensor:
-    """Return the least logit (B, 1) that top-k, then top-p, then min-p leave; equal logits are left together."""
+    """Return the smallest logit (B, 1) that top-k, then top-p, then min-p keep; equal logits are kept together."""
     ordered, size = heated_BV, heated_BV.shape[-1]
     least = heated_BV.new_full((heated_BV.shape[0], 1), -math.inf)
     if options.top_k is not None:
@@ -93,7 +93,7 @@ def penalize(scores_BV: Tensor, seen_BV: Tensor | None, penalty: float, banned: 
         scores_BV = torch.where(seen_BV, lower, scores_BV)
     if banned is None:
         return scores_BV
-    # Ends may lie outside of the vocabulary.
+    # Ends may be outside of the vocabulary.
     ids = torch.arange(scores_BV.shape[-1], device=banned.device)
     return scores_BV.masked_fill(torch.isin(ids, banned), -math.inf)
 
@@ -111,7 +111,7 @@ def _draw(log_probs_BK: Tensor, uniform_B1: Tensor) -> Tensor:
 
 def _left(heated_BV: Tensor, least_B1: Tensor) -> Tensor:
     """Return the ids at or above the threshold of each row in ascending order, then -1 (B, K)."""
-    # Also where NaN: the log-probs show it. Banned ids are left out, also where nothing is cut.
+    # NaN is kept, so that the log-probs show it. Banned ids are left out, even without truncation.
     kept = ~((heated_BV < least_B1) | (heated_BV == -math.inf))
     counts = kept.sum(-1)
     rows, ids = kept.nonzero(as_tuple=True)

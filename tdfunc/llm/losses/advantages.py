@@ -1,7 +1,7 @@
 """Advantages: how much better a response, or a token, was than expected.
 
-Rewards of samples are (*B, G): G responses to each prompt, as `num_samples` of generation gives them. A mask leaves out
-samples without a reward, whose values may be NaN and whose advantages are 0.
+Rewards of samples are (*B, G): G responses to each prompt, as generation with `num_samples` returns them. A mask leaves
+out samples without a reward; their values may be NaN, and their advantages are 0.
 
 *B any batch dimensions, G samples of a prompt, T positions.
 """
@@ -24,16 +24,16 @@ def group_normalized(
     scale: Literal["group", "batch"] | None = "group",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Return rewards less the mean of their group, divided by a standard deviation.
+    """Return rewards minus the mean of their group, divided by a standard deviation.
 
-    Standard deviations are those of a sample (n - 1). A group of equal rewards, or of fewer than two, has advantages
-    of 0.
+    The divisor is the sample standard deviation (n - 1). If all rewards of a group are equal, or if it has fewer than
+    two, its advantages are 0.
 
     Args:
         rewards: A reward for each sample.
         mask: True for the samples that have one.
-        scale: Divide by the deviation in the group (GRPO) or in the batch, or by none (Dr. GRPO).
-        eps: Is added to the deviation.
+        scale: The divisor: the deviation in the group (GRPO) or in the batch, or None for no division (Dr. GRPO).
+        eps: A number that is added to the deviation.
 
     Shapes:
         (*B, G) gives (*B, G).
@@ -61,9 +61,9 @@ def group_normalized(
 
 
 def leave_one_out(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return rewards less the mean of the other samples of their group: RLOO's baseline, without bias.
+    """Return rewards minus the mean of the other samples of their group: RLOO's unbiased baseline.
 
-    A sample without others has the advantage 0.
+    The only sample of a group has the advantage 0.
 
     Args:
         rewards: A reward for each sample.
@@ -90,18 +90,18 @@ def leave_one_out(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def batch_normalized(values: Tensor, mask: Tensor | None = None, *, eps: float = 1e-4) -> Tensor:
-    """Return values less the mean of all of them, divided by their standard deviation.
+    """Return values minus their mean, divided by their standard deviation.
 
-    Applied to `mc_returns` these are the advantages of REINFORCE++; applied to `group_normalized(..., scale=None)`
-    those of its variant with a baseline.
+    With the result of `mc_returns` it gives the advantages of REINFORCE++. With the result of
+    `group_normalized(..., scale=None)` it gives the advantages of the variant with a baseline.
 
     Args:
         values: Rewards of samples, or returns of tokens.
-        mask: True for those that count; elsewhere the result is 0.
-        eps: Is added to the deviation.
+        mask: True for the values that count; elsewhere the result is 0.
+        eps: A number that is added to the deviation.
 
     Shapes:
-        Any shape, which is that of the result.
+        The result has the shape of `values`, which may be any shape.
 
     Raises:
         LeafMismatchError: The mask has another shape.
@@ -119,18 +119,18 @@ def batch_normalized(values: Tensor, mask: Tensor | None = None, *, eps: float =
 
 
 def penalized_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
-    """Return a reward for each token: minus its penalty, and at the last token of a row the reward of the row.
+    """Return a reward for each token: minus its penalty, plus the reward of the row at the row's last token.
 
     Args:
         rewards: A reward for each row.
-        penalty: Such as a coefficient times `divergences.k1` of the policy from its reference.
+        penalty: A penalty for each token, such as a coefficient times `divergences.k1` from a reference.
         mask: True at the tokens of the responses.
 
     Shapes:
-        (*B), (*B, T) and (*B, T) give (*B, T); a row without tokens has no reward.
+        (*B), (*B, T) and (*B, T) give (*B, T). In a row without tokens the reward is not used.
 
     Raises:
-        LeafMismatchError: The shapes are not these.
+        LeafMismatchError: The shapes do not fit.
 
     Source:
         Stiennon et al., "Learning to summarize from human feedback" (2020); Hu et al., "REINFORCE++" (2025).
@@ -154,14 +154,14 @@ def penalized_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
 
 
 def mc_returns(rewards: Tensor, mask: Tensor, *, gamma: float | Tensor = 1.0) -> Tensor:
-    """Return the Monte Carlo return of each token: the discounted sum of its reward and of those after it.
+    """Return the Monte Carlo return of each token: the discounted sum of its reward and all later rewards.
 
-    Only tokens under the mask discount: the tokens of a tool between two turns do not.
+    Only tokens where the mask is True are discounted. Tool output between two turns does not discount.
 
     Args:
-        rewards: A reward for each token, such as from `penalized_rewards`.
+        rewards: A reward for each token, for example from `penalized_rewards`.
         mask: True at the tokens of the responses; elsewhere rewards do not count, and the result is 0.
-        gamma: The discount of a token.
+        gamma: The discount factor per token.
 
     Shapes:
         (*B, T) gives (*B, T).
@@ -191,22 +191,15 @@ def _read(call: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
     return clean(f"{call}: the values", values, mask), mask
 
 
-def _count(mask: Tensor, dim: int | None = None, *, less: int = 0) -> Tensor:
-    """Return the number of True, at least 1, after `less` are taken off."""
-    number = mask.sum() if dim is None else mask.sum(dim, keepdim=True)
-    return (number - less).clamp(min=1)
-
-
 def _centred(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return values less their mean; 0 where the mask is False."""
-    # The second round takes away the rounding of the first mean, so that equal values give 0.
+    """Return values minus their mean, over all dimensions without `dim`; 0 where the mask is False."""
+    count = mask.sum(dim, keepdim=True).clamp(min=1)
+    # The second round removes the rounding of the first mean, so that equal values give 0.
     for _ in range(2):
-        total = values.sum() if dim is None else values.sum(dim, keepdim=True)
-        values = torch.where(mask, values - total / _count(mask, dim), 0)
+        values = torch.where(mask, values - values.sum(dim, keepdim=True) / count, 0)
     return values
 
 
 def _deviation(centred: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    squares = centred.square()
-    total = squares.sum() if dim is None else squares.sum(dim, keepdim=True)
-    return (total / _count(mask, dim, less=1)).sqrt()
+    count = (mask.sum(dim, keepdim=True) - 1).clamp(min=1)
+    return (centred.square().sum(dim, keepdim=True) / count).sqrt()

@@ -1,10 +1,10 @@
-"""Corrections for tokens that were drawn from another distribution than the one that a trainer scores them under.
+"""Corrections for tokens that were sampled from another distribution than the one that a trainer scores them under.
 
-An engine's log-probs differ from a trainer's by their kernels, by their precision, or by the age of their weights:
-`tdfunc.llm.scoring.compare` measures it. The ratio is exp(trainer - engine): of each token, of a whole response
-(`level="sequence"`, the product over its tokens), or the geometric mean over its tokens (`level="geometric"`). Weights
-multiply the terms of tokens in a loss (`losses.grpo(..., weights=)`); a rejection is a smaller mask, so that a mean no
-longer counts what it leaves out. Results are constants: no gradient flows through them.
+The log-probs of an engine and a trainer differ because of kernels, precision or stale weights;
+`tdfunc.llm.scoring.compare` measures the difference. The importance ratio is exp(trainer - engine). It belongs to a
+token, to a complete response (`level="sequence"`, the product over its tokens), or it is the geometric mean over a
+response (`level="geometric"`). Weights multiply the terms of tokens in a loss (`losses.grpo(..., weights=)`). A
+rejection is a smaller mask, so that rejected tokens do not count in a mean. No gradient flows through the results.
 
 *B any batch dimensions, T positions.
 """
@@ -18,18 +18,20 @@ from tdfunc.llm.losses.streams import Level, clean, log_ratio
 def truncated_is(
     log_probs: Tensor, behaviour: Tensor, mask: Tensor, *, level: Level = "token", low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    """Return importance weights that are cut at limits (TIS).
+    """Return importance weights, clamped to `[low, high]` (truncated importance sampling, TIS).
 
     Args:
         log_probs: The log-probs of the tokens under the trainer, before its update.
-        behaviour: Those under the engine that drew them.
+        behaviour: The log-probs under the engine that sampled the tokens.
         mask: True at the tokens of the responses.
-        level: Of a token, a response, or the geometric mean of a response.
-        low: The least weight.
-        high: The greatest weight.
+        level: The ratio of each token, the product over a response (`"sequence"`), or the geometric mean over it
+            (`"geometric"`).
+        low: The smallest weight.
+        high: The largest weight.
 
     Shapes:
-        (*B, T) gives (*B, T), 0 where the mask is False; all tokens of a row have one weight unless `level` is "token".
+        (*B, T) gives (*B, T), 0 where the mask is False. Unless `level` is "token", all tokens of a row have the same
+        weight.
 
     Raises:
         LeafMismatchError: The shapes differ.
@@ -49,17 +51,18 @@ def truncated_is(
 def masked_is(
     log_probs: Tensor, behaviour: Tensor, mask: Tensor, *, level: Level = "token", low: float = 0.5, high: float = 5.0
 ) -> Tensor:
-    """Return importance weights that are 0 outside of limits (MIS, IcePop).
+    """Return importance weights that are 0 outside `[low, high]` (masked importance sampling, MIS, IcePop).
 
-    What is left out still counts in the mean of a loss; with `reject` it does not.
+    Tokens with weight 0 still count in the mean of a loss. Use `reject` to remove them from the mean.
 
     Args:
         log_probs: The log-probs of the tokens under the trainer, before its update.
-        behaviour: Those under the engine that drew them.
+        behaviour: The log-probs under the engine that sampled the tokens.
         mask: True at the tokens of the responses.
-        level: Of a token, a response, or the geometric mean of a response.
-        low: The least weight that is kept.
-        high: The greatest weight that is kept.
+        level: The ratio of each token, the product over a response (`"sequence"`), or the geometric mean over it
+            (`"geometric"`).
+        low: The smallest weight that is kept.
+        high: The largest weight that is kept.
 
     Shapes:
         (*B, T) gives (*B, T), 0 where the mask is False.
@@ -83,18 +86,19 @@ def masked_is(
 def reject(
     log_probs: Tensor, behaviour: Tensor, mask: Tensor, *, low: float, high: float, level: Level = "geometric"
 ) -> Tensor:
-    """Return the mask without the responses, or tokens, whose ratio is outside of limits.
+    """Remove responses or tokens from the mask if their importance ratio is outside `[low, high]`.
 
-    The geometric mean does not grow with the length of a response, as the product does: limits such as 0.999 and 1.001
-    serve for short and long ones.
+    Unlike the product, the geometric mean does not grow with the length of a response. The same limits, such as 0.999
+    and 1.001, are suitable for short and long responses.
 
     Args:
         log_probs: The log-probs of the tokens under the trainer, before its update.
-        behaviour: Those under the engine that drew them.
+        behaviour: The log-probs under the engine that sampled the tokens.
         mask: True at the tokens of the responses.
-        low: The least ratio that is kept.
-        high: The greatest ratio that is kept.
-        level: Of a token, a response, or the geometric mean of a response.
+        low: The smallest ratio that is kept.
+        high: The largest ratio that is kept.
+        level: The ratio of each token, the product over a response (`"sequence"`), or the geometric mean over it
+            (`"geometric"`).
 
     Shapes:
         (*B, T) gives a mask (*B, T).

@@ -1,6 +1,6 @@
-"""Distillation: a student learns the distributions of a teacher, over all tokens or over a few candidates of each.
+"""Distillation: a student learns the distributions of a teacher, over the vocabulary or over a few candidate tokens.
 
-`tdfunc.llm.score(..., at=ids)` gives the log-probs of candidates, of both models at the same ids. *B any batch
+`tdfunc.llm.score(..., at=ids)` returns the log-probs of candidates; use the same ids for both models. *B any batch
 dimensions, T positions, K candidates.
 """
 
@@ -33,20 +33,22 @@ def distill(
 ) -> Loss:
     """Return the divergence of a student's distributions from a teacher's, in nats a token.
 
-    The forward divergence, KL(teacher || student), spreads the student over all that the teacher may write; the reverse
-    one concentrates it on a part.
+    With the forward divergence, KL(teacher || student), the student covers all tokens that the teacher may write. The
+    reverse divergence concentrates it on some of them.
 
     Args:
         student: The log-probs of the candidates under the student.
-        teacher: Those under the teacher; constant. -inf is a probability of 0.
+        teacher: The log-probs under the teacher, a constant. -inf is a probability of 0.
         mask: True at the tokens that count.
-        beta: 0 for the forward divergence, 1 for the reverse one; between them the generalized Jensen-Shannon
-            divergence, beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
-        tail: What becomes of the tokens that are not among the candidates: one candidate more, "bucket", which gives a
-            lower bound of the whole divergence; or "renormalize" over the candidates. None if these are the whole
-            vocabulary.
-        weights: A factor of each token or row; constant.
-        normalize: The mean over the tokens of the batch, or over its rows of each row's mean; a number divides the sum.
+        beta: 0 for the forward divergence and 1 for the reverse divergence. A number between them selects the
+            generalized Jensen-Shannon divergence, beta KL(teacher || m) + (1 - beta) KL(student || m) with
+            m = beta teacher + (1 - beta) student.
+        tail: The treatment of tokens outside the candidates. "bucket" adds one candidate for all of them, which gives
+            a lower bound of the complete divergence. "renormalize" normalizes over the candidates. None if the
+            candidates are the complete vocabulary.
+        weights: A factor for each token or row, a constant.
+        normalize: "token" for the mean over the tokens of the batch, "sequence" for the mean of the rows' means, or a
+            number that divides the sum.
 
     Returns:
         The loss and its metrics: `divergence`, the mean over tokens without weights, and `tokens`.
@@ -79,8 +81,8 @@ def distill(
                 got=list(values.shape),
             )
     p, q = widen(student), widen(teacher).detach()
-    # Where nothing counts stands a uniform distribution over the candidates and the rest; a candidate that neither
-    # model has adds nothing, to gradients either.
+    # Where the mask is False the distribution is uniform over the candidates and the rest. A candidate that neither
+    # model has adds nothing to the loss or its gradients.
     absent = (p == -torch.inf) & (q == -torch.inf)
     masked = ~mask.bool().unsqueeze(-1)
     p, q = (torch.where(masked, -math.log(student.shape[-1] + 1), torch.where(absent, _NONE, x)) for x in (p, q))
@@ -112,22 +114,22 @@ def distill_on_policy(
     weights: Tensor | None = None,
     normalize: Normalize = "token",
 ) -> Loss:
-    """Return a policy gradient whose advantage of a token is the teacher's log-prob of it minus the student's.
+    """Return a policy gradient in which a token's advantage is its log-prob under the teacher minus under the student.
 
-    On tokens that the student drew its gradient is, on average, that of the reverse divergence at each token: it takes
-    the teacher's log-probs of the drawn tokens alone.
+    If the student sampled the tokens, its expected gradient is the gradient of the reverse divergence at each token. It
+    needs only the teacher's log-probs of the sampled tokens.
 
     Args:
         log_probs: The student's log-prob of each token.
         teacher_log_probs: The teacher's log-prob of each token.
         mask: True at the tokens that count.
-        old_log_probs: The student's log-probs when the tokens were drawn.
-        clip: How far below and above 1 the ratio counts; None for any.
-        weights: A factor of each token or row.
+        old_log_probs: The student's log-probs when the tokens were sampled.
+        clip: The clip range of the ratio, as distances below and above 1; None for no clipping.
+        weights: A factor for each token or row.
         normalize: As for `policy_gradient`.
 
     Returns:
-        The loss and the metrics of `policy_gradient` with `divergence`, the mean of student minus teacher.
+        The loss, and the metrics of `policy_gradient` with `divergence`, the mean of student minus teacher.
 
     Shapes:
         (*B, T) gives ().

@@ -1,8 +1,8 @@
-"""Estimates, token by token, of the divergence KL(p || q), in nats, from tokens that were drawn from p.
+"""Per-token estimates of the divergence KL(p || q), in nats, from tokens that were sampled from p.
 
-The mean of `k1` and that of `k3` over many tokens is the divergence, that of `k2` nearly so when p and q are close. As
-a term of a loss, the gradient of `k2` is on average that of the divergence; that of `k3` is not, and that of `k1` is 0
-on average.
+The expected values of `k1` and `k3` are the divergence; the expected value of `k2` is close to it if p and q are close.
+In a loss only the gradient matters. The gradient of `k2` is unbiased, the gradient of `k3` is biased, and the gradient
+of `k1` is zero on average.
 """
 
 from torch import Tensor
@@ -11,11 +11,11 @@ from tdfunc._mixture import widen
 
 
 def k1(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return log p - log q: without bias, of high variance, of either sign.
+    """Return log p - log q, an unbiased estimate of either sign with a high variance.
 
     Args:
-        log_p: The log-probs of tokens under the distribution that they were drawn from.
-        log_q: Those under the other.
+        log_p: The log-probs of tokens under the distribution that they were sampled from.
+        log_q: The log-probs under the other distribution.
 
     Source:
         Schulman, "Approximating KL Divergence" (2020).
@@ -28,11 +28,11 @@ def k1(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def k2(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return (log p - log q)**2 / 2: never negative, of low variance, with a bias that grows with the divergence.
+    """Return (log p - log q)**2 / 2, which is never negative; its variance is low, its bias grows with the divergence.
 
     Args:
-        log_p: The log-probs of tokens under the distribution that they were drawn from.
-        log_q: Those under the other.
+        log_p: The log-probs of tokens under the distribution that they were sampled from.
+        log_q: The log-probs under the other distribution.
 
     Source:
         Schulman, "Approximating KL Divergence" (2020).
@@ -45,11 +45,11 @@ def k2(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return q / p - 1 - log(q / p): without bias, never negative; it is large where p is far below q.
+    """Return q / p - 1 - log(q / p), which is unbiased and never negative; it is large where p is far below q.
 
     Args:
-        log_p: The log-probs of tokens under the distribution that they were drawn from.
-        log_q: Those under the other.
+        log_p: The log-probs of tokens under the distribution that they were sampled from.
+        log_q: The log-probs under the other distribution.
 
     Source:
         Schulman, "Approximating KL Divergence" (2020).

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class Loss(NamedTuple):
-    """A loss and its diagnostics: the pair that `tdf.value_and_grad(fn, has_aux=True)` takes from `fn`.
+    """A loss and its diagnostics: the pair that `tdf.value_and_grad(fn, has_aux=True)` expects from `fn`.
 
     Attributes:
-        loss: A number; the only part that has a gradient.
-        metrics: A tree of numbers, under TRL's names where TRL has them; `tdf.scalars` gives them to a logger.
+        loss: A scalar, the only part that has a gradient.
+        metrics: A tree of scalars, with TRL's names where TRL has the metric. Log them with `tdf.scalars`.
     """
 
     loss: Tensor

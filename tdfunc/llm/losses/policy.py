@@ -21,7 +21,7 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 class PolicyOptions(TypedDict, total=False):
-    """The options of `policy_gradient` that every loss of this file takes."""
+    """The options of `policy_gradient` that every policy loss accepts."""
 
     dual_clip: float | None
     weights: Tensor | None
@@ -52,44 +52,46 @@ def policy_gradient(
     entropy: Tensor | None = None,
     entropy_coef: float | Tensor = 0.0,
 ) -> Loss:
-    """Return the loss of a policy on responses that were drawn from an older one.
+    """Return the loss of a policy on responses that were sampled from an older policy.
 
     With r the ratio exp(log_probs - old_log_probs) and A the advantage, the surrogate of a token is
-    min(r A, clip(r) A), or clip(r) A log_probs with a constant clip(r). The loss is minus its mean, plus `kl_coef`
-    times that of the divergence from the reference, minus `entropy_coef` times that of the entropy. Its gradient flows
-    through `log_probs` and `entropy` alone. A row without tokens counts as 0.
+    min(r A, clip(r) A), or clip(r) A log_probs with a constant clip(r). The loss is minus the mean surrogate, plus
+    `kl_coef` times the mean divergence from the reference, minus `entropy_coef` times the mean entropy. Gradients flow
+    only through `log_probs` and `entropy`. A row without tokens counts as 0.
 
     Args:
         log_probs: The log-prob of each token under the policy.
-        advantages: How much better than expected each row was, or each token.
+        advantages: The advantage of each row or of each token.
         mask: True at the tokens that count.
-        old_log_probs: The log-probs under the policy that the tokens were drawn from; without them it is this one, and
-            the ratio is 1.
-        ratio: Of a token, of a whole row (the product over its tokens), or the geometric mean over a row.
-        clip: How far below and above 1 the ratio counts; None for any.
+        old_log_probs: The log-probs under the policy that sampled the tokens. Without them the ratio is 1.
+        ratio: The ratio of each token, of a complete row (the product over its tokens), or the geometric mean over a
+            row.
+        clip: The clip range of the ratio, as distances below and above 1; None for no clipping.
         surrogate: "clipped" as in PPO, or "weighted" as in CISPO, where clipped tokens still have a gradient.
-        normalize: The mean over the tokens of the batch, or over its rows of each row's mean; a number divides the sum,
-            such as the count of tokens in all micro-batches of a step.
-        dual_clip: The most that a ratio counts where the advantage is negative, above 1.
-        weights: A factor of each token's or row's surrogate, such as from `corrections.truncated_is`.
-        ref_log_probs: The log-probs under a reference, whose divergence is measured.
-        kl_coef: The weight of the divergence.
-        kl: Its estimate, from `tdfunc.llm.losses.divergences`.
-        kl_weighted: Multiply the estimate by the ratio, so that its gradient is that of the divergence.
-        entropy: The entropy of each token's distribution, which is measured.
+        normalize: "token" for the mean over the tokens of the batch, "sequence" for the mean of the rows' means, or a
+            number that divides the sum, such as the number of tokens in all micro-batches of a step.
+        dual_clip: The largest ratio for negative advantages, above 1.
+        weights: A factor for the surrogate of each token or row, for example from `corrections.truncated_is`.
+        ref_log_probs: The log-probs under a reference model.
+        kl_coef: The weight of the divergence from the reference.
+        kl: The estimate of the divergence, from `tdfunc.llm.losses.divergences`.
+        kl_weighted: Multiply the estimate by the ratio, which makes the gradient of k1 and k3 unbiased.
+        entropy: The entropy of each token's distribution.
         entropy_coef: The weight of the entropy.
 
     Returns:
-        The loss and its metrics: `policy_loss` (the part of the surrogate), `clip_ratio` (the share of tokens whose
+        The loss and its metrics: `policy_loss` (the term of the surrogate), `clip_ratio` (the share of tokens whose
         ratio is clipped: `low_mean`, `high_mean`, `region_mean`), `kl_approx` (from the older policy, by k3), `ess`
-        (the effective part of the tokens under the ratios), `tokens`, and `kl` and `entropy` if they are measured.
+        (the effective sample size under the ratios, as a share of the tokens) and `tokens`. `kl` and `entropy` are
+        there if `ref_log_probs` and `entropy` are given.
 
     Shapes:
         Log-probs, `mask` and `entropy` are (*B, T), `advantages` and `weights` (*B) or (*B, T); the loss is ().
 
     Raises:
         LeafMismatchError: Shapes differ.
-        ValueError: An option is unknown, a coefficient has nothing to weigh, or `dual_clip` is not above 1.
+        ValueError: An option is unknown, `dual_clip` is not above 1, or `kl_coef` or `entropy_coef` is given without
+            `ref_log_probs` or `entropy`.
 
     Source:
         Schulman et al., "Proximal Policy Optimization" (2017); Ye et al., "Mastering Complex Control in MOBA Games"
@@ -102,9 +104,13 @@ def policy_gradient(
         >>> loss, metrics["ess"]
         (tensor(-0.3333), tensor(1.))
     """
-    _check(
-        surrogate, kl, dual_clip, kl_missing=_idle(kl_coef, ref_log_probs), entropy_missing=_idle(entropy_coef, entropy)
-    )
+    check_choice("policy_gradient: surrogate", surrogate, ("clipped", "weighted"))
+    check_choice("policy_gradient: kl", kl, ESTIMATORS)
+    if dual_clip is not None and (dual_clip <= 1 or surrogate != "clipped"):
+        what = "policy_gradient: dual_clip must be a ratio above 1, such as 3, for the clipped surrogate."
+        raise error(ValueError, what, got=f"dual_clip={dual_clip}, surrogate={surrogate!r}")
+    _check_coefficient("kl_coef", kl_coef, ref_log_probs, "ref_log_probs")
+    _check_coefficient("entropy_coef", entropy_coef, entropy, "entropy")
     new = clean("policy_gradient: log_probs", log_probs, mask)
     old = new if old_log_probs is None else clean("policy_gradient: old_log_probs", old_log_probs, mask)
     gain = spread("policy_gradient: advantages", advantages, mask).detach()
@@ -144,16 +150,17 @@ def grpo(
     clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.2),
     **options: "Unpack[PolicyOptions]",
 ) -> Loss:
-    """Return GRPO's loss: ratios of tokens, the mean over rows of each row's mean.
+    """Return GRPO's loss: token-level ratios, averaged over each row and then over the rows.
 
-    A token of a long response counts less than one of a short response; `dr_grpo` and `dapo` weigh tokens alike.
+    A token of a long response counts less than a token of a short response. `dr_grpo` and `dapo` weigh all tokens
+    equally.
 
     Args:
         log_probs: The log-prob of each token under the policy.
-        advantages: Such as from `advantages.group_normalized`, flat.
+        advantages: The flat advantages, for example from `advantages.group_normalized`.
         mask: True at the tokens that count.
-        old_log_probs: The log-probs when the tokens were drawn.
-        clip: How far below and above 1 the ratio counts.
+        old_log_probs: The log-probs when the tokens were sampled.
+        clip: The clip range of the ratio, as distances below and above 1.
         options: As for `policy_gradient`.
 
     Source:
@@ -177,15 +184,15 @@ def dr_grpo(
     clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.2),
     **options: "Unpack[PolicyOptions]",
 ) -> Loss:
-    """Return Dr. GRPO's loss: ratios of tokens, the sum divided by the number of rows times a constant length.
+    """Return Dr. GRPO's loss: token-level ratios, summed and divided by the number of rows times a constant length.
 
     Args:
         log_probs: The log-prob of each token under the policy.
-        advantages: Such as from `advantages.group_normalized(..., scale=None)`, flat.
+        advantages: The flat advantages, for example from `advantages.group_normalized(..., scale=None)`.
         mask: True at the tokens that count.
-        old_log_probs: The log-probs when the tokens were drawn.
-        max_length: The most tokens that a response may have, the same in every batch, whatever its padding.
-        clip: How far below and above 1 the ratio counts.
+        old_log_probs: The log-probs when the tokens were sampled.
+        max_length: The maximum number of tokens of a response, the same for every batch, whatever its padding.
+        clip: The clip range of the ratio, as distances below and above 1.
         options: As for `policy_gradient`.
 
     Source:
@@ -206,15 +213,15 @@ def dapo(
     normalize: Normalize = "token",
     **options: "Unpack[PolicyOptions]",
 ) -> Loss:
-    """Return DAPO's loss: ratios of tokens, clipped higher above than below, the mean over all tokens.
+    """Return DAPO's loss: token-level ratios with a wider clip range above 1 than below, averaged over all tokens.
 
     Args:
         log_probs: The log-prob of each token under the policy.
-        advantages: Such as from `advantages.group_normalized`, flat.
-        mask: True at the tokens that count; DAPO leaves out responses that were cut off.
-        old_log_probs: The log-probs when the tokens were drawn.
-        clip: How far below and above 1 the ratio counts.
-        normalize: As for `policy_gradient`; with micro-batches the number of tokens in all of them.
+        advantages: The flat advantages, for example from `advantages.group_normalized`.
+        mask: True at the tokens that count; DAPO leaves out responses that reached the maximum length.
+        old_log_probs: The log-probs when the tokens were sampled.
+        clip: The clip range of the ratio, as distances below and above 1.
+        normalize: As for `policy_gradient`; for micro-batches pass the number of tokens in all of them.
         options: As for `policy_gradient`.
 
     Source:
@@ -232,14 +239,14 @@ def gspo(
     clip: tuple[float | Tensor, float | Tensor] | None = (3e-4, 4e-4),
     **options: "Unpack[PolicyOptions]",
 ) -> Loss:
-    """Return GSPO's loss: the geometric mean of each row's ratios, the mean over rows.
+    """Return GSPO's loss: the geometric mean of each row's ratios, averaged over the rows.
 
     Args:
         log_probs: The log-prob of each token under the policy.
-        advantages: Such as from `advantages.group_normalized`, flat.
+        advantages: The flat advantages, for example from `advantages.group_normalized`.
         mask: True at the tokens that count.
-        old_log_probs: The log-probs when the tokens were drawn.
-        clip: How far below and above 1 the ratio counts.
+        old_log_probs: The log-probs when the tokens were sampled.
+        clip: The clip range of the ratio, as distances below and above 1.
         options: As for `policy_gradient`.
 
     Source:
@@ -260,15 +267,15 @@ def cispo(
     normalize: Normalize = "token",
     **options: "Unpack[PolicyOptions]",
 ) -> Loss:
-    """Return CISPO's loss: REINFORCE with each token's ratio, up to a limit, as a constant weight.
+    """Return CISPO's loss: REINFORCE weighted by each token's clipped ratio, a constant.
 
     Args:
         log_probs: The log-prob of each token under the policy.
-        advantages: Such as from `advantages.group_normalized`, flat.
+        advantages: The flat advantages, for example from `advantages.group_normalized`.
         mask: True at the tokens that count.
-        old_log_probs: The log-probs when the tokens were drawn.
-        max_ratio: The greatest weight of a token (TRL's `epsilon_high` of this loss).
-        normalize: As for `policy_gradient`; with micro-batches the number of tokens in all of them.
+        old_log_probs: The log-probs when the tokens were sampled.
+        max_ratio: The largest weight of a token (`epsilon_high` of this loss in TRL).
+        normalize: As for `policy_gradient`; for micro-batches pass the number of tokens in all of them.
         options: As for `policy_gradient`.
 
     Source:
@@ -296,14 +303,14 @@ def rloo(
     clip: tuple[float | Tensor, float | Tensor] | None = (0.2, 0.2),
     **options: "Unpack[PolicyOptions]",
 ) -> Loss:
-    """Return RLOO's loss: the ratio of each whole row, the mean over rows.
+    """Return RLOO's loss: the ratio of each complete row, averaged over the rows.
 
     Args:
         log_probs: The log-prob of each token under the policy.
-        advantages: Such as from `advantages.leave_one_out`, flat.
+        advantages: The flat advantages, for example from `advantages.leave_one_out`.
         mask: True at the tokens that count.
-        old_log_probs: The log-probs when the tokens were drawn.
-        clip: How far below and above 1 the ratio counts.
+        old_log_probs: The log-probs when the tokens were sampled.
+        clip: The clip range of the ratio, as distances below and above 1.
         options: As for `policy_gradient`.
 
     Source:
@@ -324,15 +331,15 @@ def reinforce_pp(
     normalize: Normalize = "token",
     **options: "Unpack[PolicyOptions]",
 ) -> Loss:
-    """Return REINFORCE++'s loss: ratios of tokens with an advantage for each, the mean over all tokens.
+    """Return REINFORCE++'s loss: token-level ratios and advantages, averaged over all tokens.
 
     Args:
         log_probs: The log-prob of each token under the policy.
         advantages: `batch_normalized(mc_returns(penalized_rewards(...)))`, from `tdfunc.llm.losses.advantages`.
         mask: True at the tokens that count.
-        old_log_probs: The log-probs when the tokens were drawn.
-        clip: How far below and above 1 the ratio counts.
-        normalize: As for `policy_gradient`; with micro-batches the number of tokens in all of them.
+        old_log_probs: The log-probs when the tokens were sampled.
+        clip: The clip range of the ratio, as distances below and above 1.
+        normalize: As for `policy_gradient`; for micro-batches pass the number of tokens in all of them.
         options: As for `policy_gradient`.
 
     Source:
@@ -349,7 +356,7 @@ def _describe(
     *,
     either_sign: bool,
 ) -> dict[str, Any]:
-    """Return the metrics of ratios; clipped are those whose surrogate the limit changes."""
+    """Return the metrics of ratios; a ratio is clipped if the clip range changes its surrogate."""
     share = torch.where(mask, share, 0)
     found: dict[str, Any] = {"ess": effective_share(share, mask), "tokens": mask.sum()}
     if clip is not None:
@@ -360,20 +367,7 @@ def _describe(
     return found
 
 
-def _idle(coefficient: float | Tensor, measured: Tensor | None) -> bool:
-    """Return True for a coefficient that would have no effect."""
-    return measured is None and (isinstance(coefficient, Tensor) or coefficient != 0)
-
-
-def _check(surrogate: str, kl: str, dual_clip: float | None, *, kl_missing: bool, entropy_missing: bool) -> None:
-    check_choice("policy_gradient: surrogate", surrogate, ("clipped", "weighted"))
-    check_choice("policy_gradient: kl", kl, ESTIMATORS)
-    if dual_clip is not None and (dual_clip <= 1 or surrogate != "clipped"):
-        what = "policy_gradient: dual_clip must be a ratio above 1, such as 3, for the clipped surrogate."
-        raise error(ValueError, what, got=f"dual_clip={dual_clip}, surrogate={surrogate!r}")
-    for missing, name, other in (
-        (kl_missing, "kl_coef", "ref_log_probs"),
-        (entropy_missing, "entropy_coef", "entropy"),
-    ):
-        if missing:
-            raise error(ValueError, f"policy_gradient: {name} must come with {other}.", got=f"{name} alone")
+def _check_coefficient(name: str, value: float | Tensor, measured: Tensor | None, other: str) -> None:
+    """Raise if a coefficient would have no effect."""
+    if measured is None and (isinstance(value, Tensor) or value != 0):
+        raise error(ValueError, f"policy_gradient: {name} must come with {other}.", got=f"{name} without {other}")

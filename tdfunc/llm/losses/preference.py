@@ -1,7 +1,8 @@
-"""Learning from preferences: pairs of a chosen and a rejected response, or single ones with a label.
+"""Learning from preferences: pairs of a chosen and a rejected response, or single responses with a label.
 
-A pair is a dimension of its own: row 0 is the chosen response, row 1 the rejected one. `tdfunc.llm.score` gives this
-layout for a tree of batch size (*B, 2); two halves of one batch have it after `x.view(2, B, T).transpose(0, 1)`.
+Pairs have their own dimension of size 2: row 0 is the chosen response, row 1 the rejected response. `tdfunc.llm.score`
+returns this layout for a tree of batch size (*B, 2). For two halves of one batch use
+`x.view(2, B, T).transpose(0, 1)`.
 
 *B any batch dimensions, T positions.
 """
@@ -32,19 +33,19 @@ def dpo(
         log_probs: The log-prob of each token.
         ref_log_probs: The log-probs under the reference.
         mask: True at the tokens of the responses.
-        beta: How strongly the reference holds.
+        beta: The strength of the penalty for leaving the reference.
         label_smoothing: The probability that a label is wrong.
-        average: The log-ratio of a row is the mean over its tokens, or the sum.
+        average: Average the log-ratio over the tokens of a row; otherwise it is the sum.
 
     Returns:
-        The loss, a mean over pairs, of which those with an empty row count as 0; and its metrics: `rewards` (`chosen`,
+        The loss, a mean over pairs, in which a pair with an empty row counts as 0. The metrics are `rewards` (`chosen`,
         `rejected`, `margins`, `accuracies`) and `logps` (`chosen`, `rejected`), means over pairs.
 
     Shapes:
         (*B, 2, T) gives ().
 
     Raises:
-        LeafMismatchError: Shapes differ, or do not hold pairs.
+        LeafMismatchError: Shapes differ, or are not pairs.
 
     Source:
         Rafailov et al., "Direct Preference Optimization" (2023); Mitchell, "A note on DPO with noisy preferences"
@@ -77,17 +78,17 @@ def ipo(
         log_probs: The log-prob of each token.
         ref_log_probs: The log-probs under the reference.
         mask: True at the tokens of the responses.
-        beta: How strongly the reference holds (tau in the paper).
-        average: The log-ratio of a row is the mean over its tokens, as in the paper's experiments, or the sum.
+        beta: The strength of the penalty for leaving the reference (tau in the paper).
+        average: Average the log-ratio over the tokens of a row, as in the paper's experiments; otherwise it is the sum.
 
     Returns:
-        The loss, a mean over pairs, of which those with an empty row count as 0; and the metrics of `dpo`.
+        The loss, a mean over pairs, in which a pair with an empty row counts as 0; and the metrics of `dpo`.
 
     Shapes:
         (*B, 2, T) gives ().
 
     Raises:
-        LeafMismatchError: Shapes differ, or do not hold pairs.
+        LeafMismatchError: Shapes differ, or are not pairs.
 
     Source:
         Azar et al., "A General Theoretical Paradigm to Understand Learning from Human Preferences" (2023), eq. 17.
@@ -110,16 +111,16 @@ def simpo(log_probs: Tensor, mask: Tensor, *, beta: float | Tensor = 2.0, gamma:
         log_probs: The log-prob of each token.
         mask: True at the tokens of the responses.
         beta: The scale of the reward.
-        gamma: The margin that the chosen reward should have.
+        gamma: The target margin of the chosen reward.
 
     Returns:
-        The loss, a mean over pairs, of which those with an empty row count as 0; and the metrics of `dpo`.
+        The loss, a mean over pairs, in which a pair with an empty row counts as 0; and the metrics of `dpo`.
 
     Shapes:
         (*B, 2, T) gives ().
 
     Raises:
-        LeafMismatchError: Shapes differ, or do not hold pairs.
+        LeafMismatchError: Shapes differ, or are not pairs.
 
     Source:
         Meng et al., "SimPO" (2024).
@@ -142,20 +143,20 @@ def orpo(log_probs: Tensor, mask: Tensor, *, beta: float | Tensor = 0.1) -> Loss
     Args:
         log_probs: The log-prob of each token.
         mask: True at the tokens of the responses.
-        beta: The weight of the odds (lambda in the paper).
+        beta: The weight of the odds ratio (lambda in the paper).
 
     Returns:
-        The loss, whose first part is a mean over tokens and whose second is one over pairs, of which those with an
-        empty row count as 0; and the metrics of `dpo` with `nll` and `log_odds`.
+        The loss, a mean over tokens plus a mean over pairs; a pair with an empty row counts as 0. The metrics are
+        those from `dpo`, with `nll` and `log_odds`.
 
     Shapes:
         (*B, 2, T) gives ().
 
     Raises:
-        LeafMismatchError: Shapes differ, or do not hold pairs.
+        LeafMismatchError: Shapes differ, or are not pairs.
 
     Source:
-        Hong et al., "ORPO" (2024). TRL's first part counts the tokens of the prompt, too.
+        Hong et al., "ORPO" (2024). The first term in TRL also counts the tokens of the prompt.
 
     Examples:
         >>> orpo(torch.full((1, 2, 3), -1.0), torch.ones(1, 2, 3)).loss
@@ -184,21 +185,23 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Loss:
-    """Return KTO's loss: 1 - sigmoid(beta (c - z)) for a desirable response, 1 - sigmoid(beta (z - c)) for another.
+    """Return KTO's loss: 1 - sigmoid(beta (c - z)) for desirable responses, 1 - sigmoid(beta (z - c)) for the others.
+
+    c is the log-ratio of a response to the reference, z the baseline.
 
     Args:
         log_probs: The log-prob of each token.
         ref_log_probs: The log-probs under the reference.
         mask: True at the tokens of the responses.
-        desirable: True for each row that is.
-        baseline: The divergence z of the policy from the reference, from `kto_baseline`; constant.
-        beta: How strongly the reference holds.
-        desirable_weight: A factor of desirable rows.
-        undesirable_weight: A factor of the others; the products of weight and number should be of one size.
+        desirable: True for desirable rows.
+        baseline: The divergence z of the policy from the reference, from `kto_baseline`, a constant.
+        beta: The strength of the penalty for leaving the reference.
+        desirable_weight: The weight of desirable rows.
+        undesirable_weight: The weight of the other rows. Weight times number of rows should be similar for both kinds.
 
     Returns:
-        The loss, a mean over rows, of which those without tokens count as 0; and its metrics: `rewards` and `logps`
-        (`chosen`, `rejected`), means over the rows of a kind.
+        The loss, a mean over rows, in which a row without tokens counts as 0. The metrics are `rewards` and `logps`
+        (`chosen`, `rejected`), means over the desirable and the other rows.
 
     Shapes:
         Log-probs and mask are (*B, T), `desirable` is (*B), `baseline` and the loss are ().
@@ -239,11 +242,12 @@ def kto(
 
 
 def kto_baseline(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return KTO's estimate of the divergence of a policy from its reference, in nats a response, at least 0; constant.
+    """Return KTO's estimate of the divergence of a policy from its reference, in nats per response, at least 0.
+
+    No gradient flows through the result.
 
     Args:
-        log_probs: The log-probs of responses that belong to other prompts: of a batch, each prompt with the response of
-            the next.
+        log_probs: The log-probs of mismatched responses: pair each prompt of a batch with the response of the next.
         ref_log_probs: The log-probs under the reference.
         mask: True at the tokens of the responses.
 
@@ -268,10 +272,10 @@ def kto_baseline(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tens
 def _pairs(
     call: str, log_probs: Tensor, mask: Tensor, ref_log_probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return clean log-probs, those of the reference (else 0), and where both rows of a pair have tokens."""
+    """Return clean log-probs, those under the reference (else 0), and True for pairs whose rows both have tokens."""
     if mask.dim() < 2 or mask.shape[-2] != 2:
         raise LeafMismatchError(
-            f"{call}: the mask must hold pairs, (*B, 2, T): a chosen row and a rejected one.",
+            f"{call}: the mask must hold pairs, (*B, 2, T): a chosen row and a rejected row.",
             got=list(mask.shape),
             hint="torch.stack([chosen, rejected], -2).",
         )

@@ -1,4 +1,4 @@
-"""The best responses to each prompt, and coefficients of a KL penalty that follow a target."""
+"""The best responses to each prompt, and coefficients of a KL penalty."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from tdfunc.core.errors import error
 
 
 class TopK(NamedTuple):
-    """Numbers of rows.
+    """The row indices that `topk_rewards` returns.
 
     Attributes:
-        chosen: The rows to train on: group by group as these became full, each with its highest reward first.
-        pending: The rows of groups that are not full, in order.
+        chosen: The rows to train on: in the order in which their groups became full, highest reward first.
+        pending: The rows of incomplete groups, in order.
     """
 
     chosen: Tensor
@@ -24,23 +24,24 @@ class TopK(NamedTuple):
 
 
 def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k: int) -> TopK:
-    """Choose, in each group of rows with one prompt, those with the `k` highest rewards above the group's median.
+    """Choose the rows with the `k` highest rewards above the median in each group of rows with the same prompt.
 
-    The first `group_size` rows of a prompt are a group, the next ones another. The median of an even number is the
-    lower of the two in the middle. A group of equal rewards has none above it, and gives no rows. To go on with later
-    rows, put them behind the pending ones.
+    Each `group_size` consecutive rows of a prompt are a group. The median of an even number of rewards is the lower of
+    the two in the middle. If all rewards of a group are equal, none is above the median, and no row is chosen. To
+    continue with later rows, append them to the pending rows.
 
     Args:
         prompts: The prompt of each row.
-        rewards: The reward of each row; of several for one row the mean.
+        rewards: The reward of each row. Several rewards of one row are averaged.
         group_size: The number of rows in a group.
-        k: The most rows to choose of a group.
+        k: The maximum number of rows to choose from a group.
 
     Shapes:
         Rewards are (N, ...) for N prompts.
 
     Raises:
-        ValueError: There is not one reward for each prompt, `k` is not in 1 to `group_size`, or a reward is NaN.
+        ValueError: The number of rewards differs from the number of prompts, `k` is not in 1 to `group_size`, or a
+            reward is NaN.
 
     Source:
         `torchrl.data.llm.TopKRewardSelector`.
@@ -80,10 +81,10 @@ def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k:
 
 @dataclass(frozen=True, eq=False)
 class ConstantKLController:
-    """A coefficient of a KL penalty that stays as it is.
+    """A constant coefficient of a KL penalty.
 
     Args:
-        kl_coef: The coefficient, or one for each member (E,).
+        kl_coef: The coefficient, or one per member (E,).
 
     Examples:
         >>> controller = ConstantKLController(0.1)
@@ -99,19 +100,19 @@ class ConstantKLController:
         return _kl_state(self.kl_coef)
 
     def update(self, state: TensorDict, kl: Tensor, *, n_steps: int | Tensor) -> TensorDict:
-        """Return the state as it is."""
+        """Return the state unchanged."""
         return state
 
 
 @dataclass(frozen=True, eq=False)
 class AdaptiveKLController:
-    """A coefficient of a KL penalty that rises where the divergence is above a target, and falls where it is below.
+    """A coefficient of a KL penalty that rises if the divergence is above a target, and falls if it is below.
 
     An update multiplies it by 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon.
 
     Args:
-        init_kl_coef: The first coefficient, or one for each member (E,).
-        target: The divergence to reach, in nats.
+        init_kl_coef: The first coefficient, or one per member (E,).
+        target: The target divergence, in nats.
         horizon: The number of steps in which the coefficient changes by at most a fifth.
 
     Source:
@@ -132,12 +133,12 @@ class AdaptiveKLController:
         return _kl_state(self.init_kl_coef)
 
     def update(self, state: TensorDict, kl: Tensor, *, n_steps: int | Tensor) -> TensorDict:
-        """Return the state after steps with a mean divergence.
+        """Return the state with the new coefficient.
 
         Args:
-            state: The state so far.
+            state: The state from `init` or the last update.
             kl: The divergence of the policy from its reference, in nats.
-            n_steps: The number of steps, or samples, that it is the mean of.
+            n_steps: The number of steps, or samples, over which `kl` is averaged.
         """
         deviation = (kl.detach() / self.target - 1).clamp(-0.2, 0.2)
         coef = state["kl_coef"]

@@ -14,14 +14,14 @@ from tdfunc.llm.losses.streams import Normalize, clean, mean, row_mean, row_sums
 def sft(log_probs: Tensor, mask: Tensor, *, weights: Tensor | None = None, normalize: Normalize = "token") -> Loss:
     """Return the negative log-likelihood of tokens, in nats.
 
-    With `weights=log_probs.detach().exp()` it is the loss of dynamic fine-tuning (DFT).
+    Use `weights=log_probs.detach().exp()` for dynamic fine-tuning (DFT).
 
     Args:
         log_probs: The log-prob of each token.
         mask: True at the tokens to learn, such as `Masks.all_assistant_mask`.
-        weights: A factor of each token or row; constant.
-        normalize: The mean over the tokens of the batch, or over its rows of each row's mean; a number divides the sum,
-            such as the count of tokens in all micro-batches of a step.
+        weights: A factor for each token or row, a constant.
+        normalize: "token" for the mean over the tokens of the batch, "sequence" for the mean of the rows' means, or a
+            number that divides the sum, such as the number of tokens in all micro-batches of a step.
 
     Returns:
         The loss and its metrics: `nll`, the mean over tokens without weights, and `tokens`.
@@ -47,17 +47,17 @@ def sft(log_probs: Tensor, mask: Tensor, *, weights: Tensor | None = None, norma
 def minor_sft(
     log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, beta: float | Tensor = 0.1, average: bool = True
 ) -> Loss:
-    """Return -log sigmoid(beta (log_probs - ref_log_probs)) of rows: learning slows down far from the reference.
+    """Return -log sigmoid(beta (log_probs - ref_log_probs)) of rows; learning slows down far from the reference.
 
     Args:
         log_probs: The log-prob of each token.
         ref_log_probs: The log-probs under the model before fine-tuning.
         mask: True at the tokens to learn.
-        beta: How soon it slows down.
-        average: A row's log-prob is the mean over its tokens, or the sum.
+        beta: The rate at which learning slows down.
+        average: Average the log-prob over the tokens of a row; otherwise it is the sum.
 
     Returns:
-        The loss, a mean over rows, of which those without tokens count as 0; and its metrics: `nll`, the mean over
+        The loss, a mean over rows, in which a row without tokens counts as 0. The metrics are `nll`, the mean over
         tokens, and `tokens`.
 
     Shapes:

@@ -1,6 +1,6 @@
-"""Streams: a value for each token, under a mask; the sums, means and ratios that losses and corrections are made of.
+"""Streams: a value for each token, with a mask; and the sums, means and ratios that losses and corrections use.
 
-Where the mask is False a value may be anything, NaN included. *B any batch dimensions, T positions.
+Where the mask is False, a value may be anything, including NaN. *B any batch dimensions, T positions.
 """
 
 from typing import Literal, TypeAlias
@@ -22,7 +22,7 @@ def clean(what: str, values: Tensor, mask: Tensor) -> Tensor:
     """Return a stream (*B, T) in float32 at least, 0 where the mask is False.
 
     Raises:
-        LeafMismatchError: The shape is not that of the mask.
+        LeafMismatchError: The shape differs from the shape of the mask.
     """
     if not isinstance(values, Tensor):
         raise LeafMismatchError(
@@ -41,7 +41,7 @@ def spread(what: str, values: Tensor, mask: Tensor) -> Tensor:
     """Return values of rows (*B) or of tokens (*B, T) as a stream.
 
     Raises:
-        LeafMismatchError: The shape is neither.
+        LeafMismatchError: The values have neither shape.
     """
     if values.shape == mask.shape[:-1]:
         values = values.unsqueeze(-1).expand(mask.shape)
@@ -61,10 +61,10 @@ def row_sums(values: Tensor, mask: Tensor, *, average: bool) -> Tensor:
 
 
 def mean(values: Tensor, mask: Tensor, normalize: Normalize = "token") -> Tensor:
-    """Return the mean of a clean stream: over tokens, of the rows' means, or the sum divided by a number.
+    """Return the mean of a clean stream over tokens, the mean of the rows' means, or the sum divided by a number.
 
     Raises:
-        ValueError: `normalize` is another string.
+        ValueError: `normalize` is an unknown string.
     """
     if normalize == "token":
         return values.sum() / mask.bool().sum().clamp(min=1)

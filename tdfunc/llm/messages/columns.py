@@ -1,6 +1,6 @@
-"""A `History` as the messages of its conversations, and back: the form in which every method here works.
+"""A `History` as the messages of its conversations, and back: the form that every method of histories uses.
 
-A conversation is a history of one dimension. Its messages may lie in one tree, or be a lazy stack of one tree each.
+A conversation is a history of one dimension. Its messages may be in one tree, or a lazy stack with a tree for each.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def column(tree: Any, name: str) -> np.ndarray[Any, Any]:
 
 # Any: a node of a tree.
 def _values(node: Any, name: str, size: Size) -> list[Any]:
-    """Return the values of a field, those of all elements of the batch one after another."""
+    """Return the values of a field for all elements of the batch, one after another."""
     if isinstance(node, (NonTensorStack, NonTensorData)):
         values: list[Any] = node._array.ravel().tolist()
         if name == "content" and not {str}.issuperset(map(type, values)):
@@ -89,17 +89,14 @@ def conversations_in(histories: Sequence[Any]) -> list[Conversation]:
 
 def with_replies(histories: Sequence[Any], replies: Sequence[Message]) -> tuple[list[Any], list[Any]]:
     """Return each reply as a history of one message, and the histories with their replies."""
-    kinds = [getattr(type(history), "_stacked", type(history)) for history in histories]
-    own = [conversation_of(cls, [reply]) for cls, reply in zip(kinds, replies, strict=True)]
-    full = [
-        conversation_of(cls, [*messages_of(history), reply])
-        for cls, history, reply in zip(kinds, histories, replies, strict=True)
-    ]
-    return own, full
+    pairs = list(zip(histories, replies, strict=True))
+    own = [conversation_of(type(history), [reply]) for history, reply in pairs]
+    return own, [conversation_of(type(history), [*messages_of(history), reply]) for history, reply in pairs]
 
 
 def conversation_of(cls: Any, messages: Sequence[Message]) -> Any:
-    """Return messages as a history of one dimension."""
+    """Return messages as a history of one dimension, of a class or, for lazy stacks, of the class of their elements."""
+    cls = getattr(cls, "_stacked", cls)
     size = Size((len(messages),))
     data: dict[str, Any] = {}
     for name in FIELDS:
@@ -116,7 +113,7 @@ def conversation_of(cls: Any, messages: Sequence[Message]) -> Any:
 
 
 def tools_of(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
-    """Return the tools of a conversation: those of its last message that has any."""
+    """Return the tools of a conversation, from its last message that has any."""
     found = [message["tools"] for message in messages if message.get("tools")]
     return found[-1] if found else None
 
@@ -137,7 +134,7 @@ def stack_dense(parts: Sequence[Any]) -> Any:
                 f"History: conversations 0 and {i} of one tree must have one length.",
                 expected=str(list(parts[0]._batch_size)),
                 got=str(list(part._batch_size)),
-                hint="lazy_stack(history.unbind(0)) gives each conversation its own length.",
+                hint="use lazy_stack(history.unbind(0)), in which each conversation has its own length.",
             )
     names = [name for name in FIELDS if any([name in part._keys() for part in parts])]
     data = {name: NonTensorStack._wrap(np.stack([column(part, name) for part in parts])) for name in names}

@@ -9,7 +9,7 @@ from typing import Any
 from tdfunc._tensorclass import TensorClass
 from tdfunc.core.errors import error
 
-# The types of parts that hold their values in a dict of their own, and where they are in it.
+# The types of parts that have their values in a nested dict, and the names of the values there.
 _NESTED: dict[str, dict[str, str]] = {
     "image_url": {"url": "url"},
     "video_url": {"url": "url"},
@@ -22,18 +22,18 @@ _NESTED: dict[str, dict[str, str]] = {
 class ContentBase(TensorClass["nocast", "shadow"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
     """One part of a message: text, an image, audio, a file, or a call.
 
-    `History(content=...)` takes one (or several, along a batch dimension) and keeps it as OpenAI's dicts.
+    `History(content=...)` accepts one part (or several, along a batch dimension) and stores it as OpenAI's dicts.
 
     Args:
         type: The kind of the part: "text", "image", "image_url", "input_audio", ...
         text: The text of a part of type "text".
-        url: Where the data are.
+        url: The address of the data.
         data: The data themselves, such as base64 text.
-        mime_type: Their format; "wav" or "mp3" of an "input_audio".
+        mime_type: The format of the data; "wav" or "mp3" for "input_audio".
         name: The name of a file.
-        size: Its size, bytes.
+        size: The size of a file in bytes.
         function_name: The function of a call.
-        function_args: Its arguments.
+        function_args: The arguments of a call.
 
     Examples:
         >>> image = ContentBase(type="image_url", url="https://example.com/cat.png")
@@ -55,7 +55,7 @@ class ContentBase(TensorClass["nocast", "shadow"]):  # pyright: ignore[reportInv
     function_args: dict[str, Any] | None = None
 
     def to_parts(self) -> list[dict[str, Any]]:
-        """Return the part, or those along the batch, as OpenAI's dicts."""
+        """Return the part, or the parts along the batch, as OpenAI's dicts."""
         if self._batch_size:
             return [part for row in self.unbind(0) for part in row.to_parts()]
         values = {name: self._get(name).value for name in self._fields if name in self._keys()}

@@ -19,23 +19,12 @@ _STYLE = (
 ).replace("@", ".tdf-chat")
 
 
-def chat_html(chats: Any) -> str:
-    """Return the HTML of conversations, as `History.to_chats` gives them."""
-    flat: list[Any] = []
-    _collect(chats, flat)
-    shown = flat[:CHATS]
-    body = [_chat(chat, i, len(flat)) for i, chat in enumerate(shown)]
-    if len(flat) > len(shown):
-        body.append(f"<small>{len(flat) - len(shown)} more conversations</small>")
+def chat_html(chats: list[Any]) -> str:
+    """Return the HTML of a list of conversations, each in the form of `History.to_chats`."""
+    body = [_chat(chat, i, len(chats)) for i, chat in enumerate(chats[:CHATS])]
+    if len(chats) > CHATS:
+        body.append(f"<small>{len(chats) - CHATS} more conversations</small>")
     return f'{_STYLE}<div class="tdf-chat">{"".join(body)}</div>'
-
-
-def _collect(chats: Any, found: list[Any]) -> None:
-    if isinstance(chats, dict) or not chats or (isinstance(chats[0], dict) and "messages" not in chats[0]):
-        found.append(chats)
-        return
-    for chat in chats:
-        _collect(chat, found)
 
 
 def _chat(chat: Any, i: int, count: int) -> str:

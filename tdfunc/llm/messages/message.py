@@ -1,4 +1,4 @@
-"""Messages as dicts: the fields that a conversation has, and what OpenAI's servers and data sets write for them."""
+"""Messages as dicts: the fields of a conversation, and the forms in which OpenAI's servers and data sets write them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ FIELDS = (
     "role", "content", "is_complete", "tool_calls", "tool_responses", "name", "tool_call_id", "reasoning_content",
     "tools", "finish_reason", "token_ids", "parse_error",
 )  # fmt: skip
-# How a message came about, which `==` leaves out.
+# Fields about the origin of a message, which `==` leaves out.
 UNCOMPARED = frozenset(("is_complete", "token_ids", "finish_reason", "parse_error"))
 # Other names of a field: OpenRouter and newer vLLM servers.
 _ALIASES = {"reasoning": "reasoning_content"}
 
 
 def read_message(given: Mapping[str, Any], where: str) -> Message:
-    """Return the fields of a message of a data set or server; entries that are empty are left out.
+    """Return the fields of a message of a data set or server; empty entries are left out.
 
     Raises:
-        TypeError: It is not a dict with a role, or a field has a value of another type.
+        TypeError: The message is not a dict with a role, or a field has a value of another type.
         MissingKeyError: An entry is not a field of a message, so that it would be lost.
     """
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
@@ -48,7 +48,7 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
                 f"{where}: {key!r} is not a field of a message.",
                 expected=f"one of {list(FIELDS)}",
                 got=repr(value)[:200],
-                hint=did_you_mean(key, FIELDS) or "leave it out: a History would lose it.",
+                hint=did_you_mean(key, FIELDS) or "leave it out, because a History would lose it.",
             )
     if "content" in message:
         message["content"] = as_content(message["content"])
@@ -66,7 +66,7 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return tool calls in OpenAI's form; arguments stay a dict or JSON text, as they came.
+    """Return tool calls in OpenAI's form; arguments stay a dict or JSON text.
 
     Raises:
         TypeError: A call has no function with a name.
@@ -101,7 +101,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def show_message(message: Message) -> Message:
-    """Return the dict of a message as `from_chats` reads it: fields in order, without those at their defaults."""
+    """Return the dict of a message as `from_chats` reads it: fields in order, without fields at their defaults."""
     shown = {name: message[name] for name in FIELDS if name != "tools" and message.get(name) is not None}
     if shown.get("is_complete") is True:
         del shown["is_complete"]
@@ -109,14 +109,14 @@ def show_message(message: Message) -> Message:
 
 
 def is_message(item: Any) -> bool:
-    """Return whether a dict is one message, or an item in the place of one; else it is a whole conversation."""
+    """Return whether a dict is one message, or an item in its place; otherwise it is a complete conversation."""
     return isinstance(item, Mapping) and "messages" not in item
 
 
 def as_compared(message: Mapping[str, Any]) -> Message:
     """Return the fields by which messages are compared, in one form.
 
-    A missing content is an empty one, parts that are text their text, and JSON text of arguments what it says.
+    A missing content counts as empty, text parts as their text, and JSON text of arguments as its value.
     """
     shown = {name: value for name, value in message.items() if value and name not in UNCOMPARED}
     text = text_of(shown.get("content"))
@@ -131,7 +131,7 @@ def as_compared(message: Mapping[str, Any]) -> Message:
 
 
 def read_json(value: Any) -> Any:
-    """Return the value of a JSON text; anything else, and other text, as it is."""
+    """Return the value of a JSON text; anything else, and other text, unchanged."""
     if not isinstance(value, str):
         return value
     try:

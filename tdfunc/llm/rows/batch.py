@@ -1,9 +1,9 @@
-"""`TokenBatch`: the tokens of a tree as padded rows, and the trees of tokens, masks and log-probs made of rows.
+"""`TokenBatch`: the tokens of a tree as padded rows; and the trees of tokens, masks and log-probs made from rows.
 
 N rows, L tokens of a row, T positions of padded rows, P of their prompts and R of their responses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -23,13 +23,13 @@ class Row:
         ids: The tokens (L,).
         prompt: How many of them are the prompt; None where the parts are not known.
         log_probs: Their log-probs (L,), 0 where there is none.
-        scored: True where there is one (L,).
+        scored: True where there is a log-prob (L,).
         assistant: True where an assistant wrote the token (L,), or None.
-        behaviour: Of the response, under the distribution that it was drawn from (R,), or None.
-        support: Of the response, the ids that were left to draw from (R, K), or None.
-        adjusted: True where `support` is not all that changed the distribution of the response (), else None.
-        is_complete: Whether the response has its end (), or None.
-        version: The version of the weights that drew it, or None.
+        behaviour: The log-probs of the response under the sampler (R,), or None.
+        support: The ids that truncation kept for each token of the response (R, K), or None.
+        adjusted: True if more than `support` changed the distribution of the response (), else None.
+        is_complete: True if the response has its end (), or None.
+        version: The version of the weights that sampled the response, or None.
     """
 
     ids: Tensor
@@ -95,11 +95,10 @@ class TokenBatch:
         ids: The tokens and the pads (N, T).
         mask: True at tokens (N, T).
         lead: The batch size of the tree.
-        prompt: How many positions of a row are the prompt's, for ragged rows those of each; None where parts are not
-            known.
-        lengths: The number of positions of each row in a ragged stack; None for rows that were padded.
+        prompt: The number of positions of the prompts, for ragged rows a list; None if the parts are not known.
+        lengths: The number of positions of each row in a ragged stack; None for padded rows.
         assistant: True where an assistant wrote the token (N, T), or None.
-        is_complete: Whether each response has its end, as the tree has it; or None.
+        is_complete: True for responses that have their end, in the layout of the tree; or None.
     """
 
     ids: Tensor
@@ -149,7 +148,7 @@ class TokenBatch:
         Args:
             values: The log-probs (N, T, *K).
             scored: True where there is one (N, T).
-            behaviour: Those under the distribution that responses were drawn from (N, T, *K), or None.
+            behaviour: The log-probs under the sampler (N, T, *K), or None.
         """
         if self.lengths is None:
             drawn = None if behaviour is None else self.parts(behaviour)["response"]
@@ -169,44 +168,40 @@ class TokenBatch:
         return ragged_records(rows, self.lead, None).log_probs
 
     def place(self, rows: Sequence[Tensor], fill: Any = 0, *, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return values of the tokens of each row (L, *K) at their places (N, T, *K); of a type without rows."""
+        """Return values of the tokens of each row (L, *K) at their places (N, T, *K); `dtype` counts without rows."""
         return _place(self.mask, rows, fill, dtype)
 
     def records(self, rows: Sequence[Row]) -> Records:
-        """Return the trees of rows whose tokens are those of the batch, with everything that the rows know of them."""
+        """Return the trees of rows that have the tokens of the batch, with all values of the rows."""
 
-        def placed(name: str, dtype: torch.dtype) -> Tensor | None:
+        def together(name: str, join: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
+            """Return the values of all rows as one tensor; None if a row has none, and without rows."""
             found = [getattr(row, name) for row in rows]
-            return None if any([each is None for each in found]) else self.place(found, dtype=dtype)
+            return self.shaped(join(found)) if found and not any([each is None for each in found]) else None
 
-        def of_responses(name: str, fill: Any = 0) -> Tensor | None:
-            found = [getattr(row, name) for row in rows]
-            if not rows or any([each is None for each in found]):
-                return None
+        def in_responses(found: list[Tensor], fill: Any = 0) -> Tensor:
             assert not isinstance(self.prompt, list)
-            return self.shaped(_place(self.mask[:, self.prompt :], found, fill, torch.int64))
+            return _place(self.mask[:, self.prompt :], found, fill, torch.int64)
 
-        def of_rows(name: str) -> Tensor | None:
-            found = [getattr(row, name) for row in rows if getattr(row, name) is not None]
-            return self.shaped(torch.stack(found)) if len(found) == len(rows) > 0 else None
-
-        wrote = placed("assistant", torch.bool) if rows else None
         masks = Masks(
             all_attention_mask=self.shaped(self.mask),
-            all_assistant_mask=None if wrote is None else self.shaped(wrote),
+            all_assistant_mask=together("assistant", self.place),
             padded=True,
             batch_size=self.lead,
         )
-        tokens = Tokens(**self.parts(self.ids), padded=True, is_complete=of_rows("is_complete"), batch_size=self.lead)
-        values, scored = placed("log_probs", torch.float32), placed("scored", torch.bool)
-        if values is None or scored is None:
+        ends = together("is_complete", torch.stack)
+        tokens = Tokens(**self.parts(self.ids), padded=True, is_complete=ends, batch_size=self.lead)
+        values = [row.log_probs for row in rows if row.log_probs is not None]
+        scored = [row.scored for row in rows if row.scored is not None]
+        if len(values) < len(rows) or len(scored) < len(rows):
             return Records(tokens, masks, None)
         rows, versions = _with_supports(rows), [row.version for row in rows]
-        log_probs = self.log_probs(values, scored).replace(
-            behaviour=of_responses("behaviour"),
-            support=of_responses("support", -1),
-            adjusted=of_rows("adjusted"),
-            version=shaped_list(versions, self.lead) if any([each is not None for each in versions]) else None,
+        found = self.log_probs(self.place(values, dtype=torch.float32), self.place(scored, dtype=torch.bool))
+        log_probs = found.replace(
+            behaviour=together("behaviour", in_responses),
+            support=together("support", lambda found: in_responses(found, -1)),
+            adjusted=together("adjusted", torch.stack),
+            version=nest(versions, self.lead, list) if any([each is not None for each in versions]) else None,
         )
         return Records(tokens, masks, log_probs)
 
@@ -218,7 +213,7 @@ def _moved(holder: Any, device: torch.device) -> Any:
 
 
 def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any, dtype: torch.dtype) -> Tensor:
-    """Return values at the places of a mask; those of fewer numbers than the widest row's are filled up."""
+    """Return values at the places of a mask; values with fewer numbers than the widest row's are filled up."""
     if not rows:
         return torch.full(mask.shape, fill, dtype=dtype, device=mask.device)
     width = max([row.shape[-1] for row in rows]) if rows[0].dim() > 1 else 0
@@ -234,7 +229,7 @@ def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any, dtype: torch.dtype) 
 
 
 def _with_supports(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return rows that all have a support, an empty one where nothing was cut, if any row has one."""
+    """Return rows that all have a support, an empty one without truncation, if any row has a support."""
     if all([row.support is None for row in rows]):
         return rows
     empty = [row.ids.new_full((len(row.ids) - (row.prompt or 0), 1), -1) for row in rows]
@@ -252,8 +247,8 @@ def padded_batch(
         rows: The rows, all with known parts or all without.
         lead: The batch size of the tree.
         pad: The id of pads.
-        least: How many positions the prompts have at least; given where rows have prompts, also if there are no rows.
-        side: Where whole rows are padded.
+        least: The smallest number of positions of the prompts; given if rows have prompts, even for an empty list.
+        side: The side of the padding of rows without parts.
     """
     device = rows[0].ids.device if rows else None
     known = (rows[0].prompt if rows else least) is not None
@@ -300,30 +295,17 @@ def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:
     return tokens, masks, log_probs
 
 
-def nest(items: Sequence[Any], lead: Size) -> Any:
-    """Return trees as a lazy stack with the batch size `lead`, or the only one where there is no batch."""
-    if not lead:
-        return items[0]
-    size = len(items) // lead[0]
-    return lazy_stack([nest(items[i * size : (i + 1) * size], lead[1:]) for i in range(lead[0])])
-
-
-def nest_all(lead: Size, **items: Sequence[Any]) -> dict[str, Any]:
-    """Return trees of the elements of the batch, nested as the batch, by name."""
-    return {name: nest(each, lead) for name, each in items.items()}
-
-
-def shaped_lists(lead: Size, **lists: Sequence[Any]) -> dict[str, Any]:
-    """Return lists of the elements of the batch, nested as the batch, by name."""
-    return {name: shaped_list(items, lead) for name, items in lists.items()}
-
-
-def shaped_list(items: Sequence[Any], lead: Size) -> Any:
-    """Return items in lists nested as the batch."""
+def nest(items: Sequence[Any], lead: Size, join: Callable[[list[Any]], Any] = lazy_stack) -> Any:
+    """Return the items of a batch, joined along each dimension of the batch size `lead`; without one the only item."""
     if not lead:
         return items[0]
     size = len(items) // max(lead[0], 1)
-    return [shaped_list(items[i * size : (i + 1) * size], lead[1:]) for i in range(lead[0])]
+    return join([nest(items[i * size : (i + 1) * size], lead[1:], join) for i in range(lead[0])])
+
+
+def nest_all(lead: Size, join: Callable[[list[Any]], Any] = lazy_stack, **items: Sequence[Any]) -> dict[str, Any]:
+    """Return the items of a batch by name, each joined as by `nest`."""
+    return {name: nest(each, lead, join) for name, each in items.items()}
 
 
 def flat_list(values: Any, dims: int) -> list[Any]:

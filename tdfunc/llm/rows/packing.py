@@ -15,7 +15,7 @@ from tdfunc.core.errors import LeafMismatchError
 
 
 class Rows(NamedTuple):
-    """Rows of tokens with all pads at the right: no token that a causal model sees is one of them.
+    """Rows of tokens with all pads at the right, where a causal model never reads them.
 
     Attributes:
         ids: The tokens (B, L); 0 at pads.
@@ -54,14 +54,14 @@ def as_mask(mask: Tensor, call: str) -> Tensor:
     """Return a mask of bools or integers as bools.
 
     Raises:
-        LeafMismatchError: It has numbers to add to attention scores, of which the one for a token is 0.
+        LeafMismatchError: The mask has numbers to add to attention scores, which are 0 at tokens.
     """
     if mask.is_floating_point() or (is_known(mask) and mask.dtype is not torch.bool and bool((mask < 0).any())):
         raise LeafMismatchError(
             f"{call}: the mask must be True or 1 at tokens.",
             expected="torch.bool, or integers from 0",
             got=f"{mask.dtype}" if mask.is_floating_point() else "numbers below 0",
-            hint="mask == 0, where the mask is added to attention scores; mask.bool() of ones and zeros.",
+            hint="mask == 0 for a mask that is added to attention scores; mask.bool() for ones and zeros.",
         )
     return mask.bool()
 
@@ -76,7 +76,7 @@ def compact(ids_BT: Tensor, mask_BT: Tensor) -> Rows:
 
 
 def equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the rows of each length, shortest first; without those of no tokens."""
+    """Return the rows of each length, shortest first; rows without tokens are left out."""
     found: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         found.setdefault(length, []).append(row)
@@ -84,7 +84,7 @@ def equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def bins(lengths: Sequence[int]) -> list[list[int]]:
-    """Return rows for each bin, none of which is longer than the longest row: by first fit, the longest first."""
+    """Return rows for each bin, by first fit, the longest first; no bin is longer than the longest row."""
     size = max(lengths, default=0)
     found: list[list[int]] = []
     room: list[int] = []
@@ -101,7 +101,7 @@ def bins(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class Packed(NamedTuple):
-    """Rows that lie one after the other in bins.
+    """Rows that follow each other in bins.
 
     Attributes:
         ids: The tokens (G, L); 0 after the last row of a bin.
@@ -135,7 +135,7 @@ def pack(rows: Rows) -> Packed:
     tokens = rows.ids.cpu()
     for i, members in enumerate(found):
         start = 0
-        # The rest of a bin is a row, too.
+        # The rest of a bin is also a row.
         for number, row in enumerate([*members, None]):
             length = size - start if row is None else lengths[row]
             part = slice(start, start + length)

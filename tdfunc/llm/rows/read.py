@@ -36,10 +36,10 @@ def missing_field(td: TensorCollection, path: Path, call: str, hint: str | None 
 def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) -> TokenBatch:
     """Return the tokens in a field of the record at a key, or of the entry itself.
 
-    Of a record with prompts and responses `full` is both, with known parts.
+    For `full` of a record with prompts and responses, the parts of the rows are known.
 
     Raises:
-        MissingKeyError: There are no such tokens.
+        MissingKeyError: The tree has no such tokens.
         LeafMismatchError: No mask has the shape of the tokens, or more than the lengths of rows is ragged.
     """
     source = unravel(keys.source)
@@ -138,7 +138,7 @@ def _read_ragged(
 
 
 def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
-    """Return an entry of each element of the batch, None where it lacks it; None where the entry is not ragged."""
+    """Return an entry for each element of the batch, None where it is missing; None if the entry is not ragged."""
     value = get_value(td, path, None)
     if value is None or (isinstance(value, Tensor) and not value.is_nested):
         return None
@@ -146,12 +146,12 @@ def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
     holder = get_value(td, tuple(parents)) if parents else td
     if not holder._is_lazy:
         return flat_list(value, len(holder._batch_size))
-    # By the trees: a tuple of values lies along the dimension of the stack, which need not be the first.
+    # By the trees: a tuple of values follows the dimension of the stack, which need not be the first.
     return [get_value(each, name, None) for each in flat_list(holder, len(holder._batch_size))]
 
 
 def check_batch(batch: TokenBatch, td: TensorCollection, source: NestedKey, call: str) -> None:
-    """Raise if there is not a row of tokens for each element of the tree's batch.
+    """Raise unless there is a row of tokens for each element of the tree's batch.
 
     Raises:
         LeafMismatchError: The message has both sizes.

@@ -1,7 +1,7 @@
-"""The typed trees that language models read and give: texts, tokens, masks and log-probs.
+"""The typed trees that language models read and return: texts, tokens, masks and log-probs.
 
-Prompts are padded at the left and responses at the right; `full` is the prompt and then the response. Masks alone tell
-tokens from pads. All fields may be empty. B conversations, P, R and P + R positions.
+Prompts are padded at the left and responses at the right; `full` is the prompt followed by the response. Only masks
+distinguish tokens from pads. All fields may be empty. B conversations, P, R and P + R positions.
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     Args:
         prompt: The text that the model reads.
         response: The text that the model wrote.
-        full: Both.
+        full: The prompt followed by the response.
         finish_reason: The end of each response: "stop" for an end-of-sequence token, a stop token or a stop sequence,
             else "length".
 
@@ -34,11 +34,11 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     """Token ids.
 
     Args:
-        prompt: (B, P), padded at the left.
-        response: (B, R), padded at the right.
-        full: (B, P + R).
+        prompt: The prompts, padded at the left, shape (B, P).
+        response: The responses, padded at the right, shape (B, R).
+        full: The prompts followed by the responses, shape (B, P + R).
         padded: True for rows of one length, False for a ragged stack.
-        is_complete: (B,), False where the response was cut off at its greatest length.
+        is_complete: False for responses that reached the maximum length, shape (B,).
     """
 
     prompt: Tensor | None = None
@@ -53,7 +53,7 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
 
     Args:
         all_attention_mask: True at tokens, False at pads.
-        all_assistant_mask: True at tokens of the assistant, its end-of-turn tokens included.
+        all_assistant_mask: True at tokens of the assistant, including its end-of-turn tokens.
         padded: As in `Tokens`.
     """
 
@@ -63,18 +63,21 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
 
 
 class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
-    """The log-prob, in nats, of each token given those before it.
+    """The log-prob of each token given the tokens before it, in nats.
 
     Args:
-        prompt: (B, P).
-        response: (B, R).
-        full: (B, P + R); 0 where `mask` is False.
-        mask: True where `full` is a log-prob: not at pads, at a row's first token, or at prompts without scores.
-        behaviour: (B, R), under the distribution that the tokens were drawn from; None for greedy and beam search.
-        support: (B, R, K), for each token of the response the ids that top-k, top-p or min-p had left, then -1; None
-            where they cut nothing.
-        adjusted: (B,), True where temperature and `support` do not give the distribution that was drawn from: a
-            penalty or a least length changed it, or cuts that an engine does not report; None where they do.
+        prompt: The log-probs of the prompts, shape (B, P).
+        response: The log-probs of the responses, shape (B, R).
+        full: The log-probs of both, 0 where `mask` is False, shape (B, P + R).
+        mask: True where `full` is a log-prob. It is False at pads, at a row's first token, and at prompts without
+            scores.
+        behaviour: The log-probs of the responses under the sampler (the behavior policy), shape (B, R); None for greedy
+            and beam search.
+        support: The ids that top-k, top-p or min-p kept for each token of the response, padded with -1, shape
+            (B, R, K); None without truncation.
+        adjusted: True if temperature and `support` do not describe the sampling distribution, shape (B,). A penalty, a
+            minimum length, or a truncation that an engine does not report can change it. None if they describe it.
+        version: The version of the weights that sampled each response.
         padded: As in `Tokens`.
     """
 

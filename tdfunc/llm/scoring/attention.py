@@ -1,4 +1,4 @@
-"""`attention_inputs`: masks and positions of padded rows, as every attention of a model of transformers takes them."""
+"""`attention_inputs`: masks and positions of padded rows, for every attention of a model of transformers."""
 
 import copy
 import inspect
@@ -15,14 +15,14 @@ from tdfunc.llm.rows.packing import as_mask
 def attention_inputs(model: Any, mask: Tensor, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return the `attention_mask` and `position_ids` of padded rows, for the forward of a model of transformers.
 
-    The mask holds numbers that attention adds to its scores: 0 where a position may read another one, and the lowest
-    number elsewhere. It is right for eager and fused attention, windows included. No value of it is read again, so
-    that `vmap`, `grad` and `jit` take it; make it outside of them.
+    The mask contains numbers that attention adds to its scores: 0 where a position may read another one, and the lowest
+    number elsewhere. It is valid for eager and fused attention, including windows. Its values are not read again, so
+    that it works inside `vmap`, `grad` and `jit`; make it outside of them.
 
     Args:
         model: A causal model of transformers.
         mask: True at tokens, False at pads on any side.
-        dtype: The dtype that the model computes in, unless it is the dtype of its weights.
+        dtype: The dtype of the model's computation; by default the dtype of its weights.
 
     Returns:
         The keyword arguments: `apply(params, ids, buffers=buffers, use_cache=False, **attention_inputs(model, mask))`.
@@ -31,7 +31,7 @@ def attention_inputs(model: Any, mask: Tensor, *, dtype: torch.dtype | None = No
         `mask` and the positions are (B, T). The new mask is (B, 1, T, T), or a dict of one for each kind of layer.
 
     Raises:
-        LeafMismatchError: The mask has floating numbers already.
+        LeafMismatchError: The mask already has floating-point numbers.
 
     Source:
         `transformers.masking_utils`, which makes it as the model itself would for eager attention.

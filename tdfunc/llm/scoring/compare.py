@@ -1,4 +1,4 @@
-"""`compare`: two log-probs of the same tokens, as of an engine and of a trainer, and the cause of their difference."""
+"""`compare`: the difference of two log-probs of the same tokens, as of an engine and a trainer, and its cause."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +17,19 @@ _EXACT, _ROUNDED = 1e-3, 0.5
 
 
 def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "TensorDict":
-    """Return how much the log-probs `b` differ from those that the tokens were drawn under, `a`, and the likely cause.
+    """Compare the log-probs `b` with the log-probs `a` under which the tokens were sampled, and name the likely cause.
 
     Args:
         a: `LogProbs`, of which `full` is read, or a tensor (*B, T).
-        b: The other ones.
-        mask: Where both are compared; without it where the masks of both are True.
-        worst: How many of the most different tokens are named.
+        b: The other log-probs, in the same form.
+        mask: True at the tokens to compare; by default where the masks of both are True.
+        worst: The number of most different tokens to report.
 
     Returns:
         A tree with `ratio` (the mean of exp |b - a|), `k1` and `k3` (estimates of the divergence of `b` from `a`, in
-        nats), `ess` (the effective part of the sample, in (0, 1]), `largest` (of |b - a|), `worst` (indices into `a`,
-        the most different token first), and `cause`: "none", "shift by one", "dtype", "truncation", "temperature" or
-        "unknown".
+        nats), `ess` (the effective sample size as a share of the tokens, in (0, 1]), `largest` (the largest |b - a|),
+        `worst` (indices into `a`, the most different token first), and `cause`: "none", "shift by one", "dtype",
+        "truncation", "temperature" or "unknown".
 
     Raises:
         LeafMismatchError: The shapes differ.
@@ -85,10 +85,10 @@ def _find_cause(a: Tensor, b: Tensor, mask: Tensor) -> str:
         both = mask[..., early] & mask[..., late]
         if both.any() and (a[..., early] - b[..., late])[both].abs().max() < _EXACT:
             return "shift by one"
-    # Renormalized over fewer tokens, each of those that are left is likelier.
+    # Renormalized over fewer tokens, each kept token is likelier.
     if gap.min() > -_EXACT:
         return "truncation"
-    # Rounding goes both ways, whatever the log-prob.
+    # Rounding has both signs, whatever the log-prob.
     if gap.abs().max() < _ROUNDED and gap.mean().abs() < 3 * gap.std() / len(gap) ** 0.5:
         return "dtype"
     # A lower temperature makes likely tokens likelier and others less likely; a higher one does the opposite.

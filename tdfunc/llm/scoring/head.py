@@ -1,6 +1,6 @@
 """The head of a language model in chunks: log-probs of chosen tokens from hidden states.
 
-The logits of all positions at once are the largest tensor of scoring. Here one chunk of them exists at a time, in the
+The logits of all positions are the largest tensor of scoring. Here only one chunk of them exists at a time, in the
 forward pass and in the backward pass, which computes each chunk again.
 
 N positions, D hidden size, V vocabulary, K candidates of a position.
@@ -58,8 +58,8 @@ def chosen_log_probs(
         hidden_ND: The hidden states from which the candidates are predicted.
         output: The weight (V, D) and the bias (V,) of the head.
         ids_NK: The candidates.
-        temperature: A divisor of the logits, for all or (N,).
-        chunk_size: How many positions have logits at the same time.
+        temperature: A divisor of the logits, one number or (N,).
+        chunk_size: The number of positions whose logits exist at the same time.
 
     Shapes:
         (N, K), in nats.
@@ -84,7 +84,7 @@ def chosen_log_probs(
 
 
 def log_probs_of(logits_NV: Tensor, ids_NK: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """Return the log-probs (N, K) of candidates from whole logits; arguments as for `chosen_log_probs`."""
+    """Return the log-probs (N, K) of candidates from complete logits; arguments as for `chosen_log_probs`."""
     wide = _wide(logits_NV, None) / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
     return wide.gather(-1, ids_NK) - wide.logsumexp(-1, keepdim=True)
 
@@ -117,7 +117,7 @@ def _wide(logits: Tensor, heat: Tensor | None) -> Tensor:
 class _Chosen(torch.autograd.Function):
     """`_log_probs` over chunks, whose backward pass computes the logits of a chunk again.
 
-    vmap, and derivatives of the backward pass, take the same operations.
+    vmap, and derivatives of the backward pass, run the same operations.
     """
 
     generate_vmap_rule = True

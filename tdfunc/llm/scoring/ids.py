@@ -1,12 +1,13 @@
 """Log-probs of given tokens, as pure functions of a model's tree and of the tokens.
 
-All layouts are scored in one form: rows compacted to the left without a mask, since a causal model computes nothing
-from later positions. The results are put back where the tokens were. `log_probs[i]` is log p(token i | tokens before
-it), so that a row's first token has none.
+All layouts are scored in one form: rows compacted to the left without a mask, since a causal model never reads later
+positions. The results are put back in the places of the tokens. `log_probs[i]` is log p(token i | tokens before it), so
+that a row's first token has no log-prob.
 
 B rows, T positions, L positions of the longest row, D hidden size, V vocabulary, K candidates.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from tdfunc.core.context import has_values, is_known
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
-from tdfunc.llm.rows.packing import Rows, as_mask, compact, equal_lengths, pack
+from tdfunc.llm.rows.packing import Rows, as_mask, compact, equal_lengths, pack, pad_rows
 from tdfunc.llm.scoring.head import chosen_log_probs, log_probs_of
 from tdfunc.llm.scoring.model import CausalLM, hidden_states, own_logits
 
 
 class Scores(NamedTuple):
-    """Log-probs in nats, 0 where `mask` is False, with the shape of the tokens (and of the candidates)."""
+    """Log-probs in nats, 0 where `mask` is False, in the shape of the tokens (and candidates)."""
 
     log_probs: Tensor
     mask: Tensor
@@ -38,16 +39,16 @@ def score_ids(
     temperature: float | Tensor = 1.0,
     rng: Any = None,
 ) -> Scores:
-    """Return the log-prob of each token given those before it in its row.
+    """Return the log-prob of each token given the tokens before it in its row.
 
     Args:
-        lm: The model, from `causal_lm`; `lm.with_options` chooses how it runs.
-        params: Its parameters, or the whole tree.
+        lm: The model, from `causal_lm`; `lm.with_options` selects a way to run it.
+        params: The parameters, or the complete tree.
         ids: Rows of tokens.
-        mask: True at tokens, False at pads, which may be on any side and in between; without it all are tokens.
+        mask: True at tokens, False at pads on any side or in between. Without it all positions are tokens.
         buffers: The buffers of the model, unless `params` has them.
         at: Other tokens to score at each position, such as a teacher's candidates.
-        temperature: A divisor of the logits, for all or (B,) for each row.
+        temperature: A divisor of the logits, one number or (B,) for each row.
         rng: A key for the dropout of `lm.train()`.
 
     Shapes:
@@ -55,9 +56,8 @@ def score_ids(
 
     Raises:
         LeafMismatchError: The tokens are not integers (B, T), or the mask or `at` does not fit them.
-        ValueError: A row is longer than the model's positions; or the temperature is not above 0.
-        UnsupportedError: Inside a transform where the mask has no values: a family that runs rows of one length, or
-            packed rows.
+        ValueError: A row is longer than the model's positions, or the temperature is not above 0.
+        UnsupportedError: A transform hides the values of the mask, but the rows are packed or scored by length.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -97,13 +97,22 @@ def score_ids(
     return Scores(values.squeeze(-1) if at is None else values, valid)
 
 
+def score_rows(
+    lm: CausalLM, params: Any, rows: Sequence[Tensor], *, buffers: Any = None, rng: Any = None
+) -> list[Tensor]:
+    """Return the log-probs of rows of any lengths without pads; arguments as for `score_ids`."""
+    ids, mask = pad_rows(rows, side="right")
+    found = score_ids(lm, params, ids, mask, buffers=buffers, rng=rng).log_probs
+    return [values[: len(row)].clone() for values, row in zip(found, rows, strict=True)]
+
+
 def logits_of_ids(
     lm: CausalLM, params: Any, ids: Tensor, mask: Tensor | None = None, *, buffers: Any = None, rng: Any = None
 ) -> Scores:
-    """Return the logits from which each token is drawn, as one tensor; arguments as for `score_ids`.
+    """Return the logits from which each token is sampled, as one tensor; arguments as for `score_ids`.
 
     Shapes:
-        (B, T, V); the logits at position i are of token i. They are 0, which is uniform, where the mask is False.
+        (B, T, V), with the logits of token i at position i; 0, which is uniform, where the mask is False.
     """
     rows = _rows_of(lm, ids, mask, None)
     states, weight, bias = _states(lm, params, rows, buffers=buffers, rng=rng)
@@ -114,20 +123,20 @@ def logits_of_ids(
 
 
 def explain_scoring(lm: CausalLM) -> str:
-    """Return how rows of different lengths are scored, and why.
+    """Explain the way in which rows of different lengths are scored.
 
     Args:
         lm: The model, with its options.
     """
     if lm.by_length:
-        way = "rows of one length at a time: the positions of this family depend on the longest row."
+        way = "rows of one length at a time, because the positions of this family depend on the longest row."
     elif lm.packed and lm.packing is None:
-        way = f"rows of one length at a time: packed rows of {lm.family} are not known to be exact."
+        way = f"rows of one length at a time, because packed rows of {lm.family} are not known to be exact."
     elif lm.packed:
-        way = f"rows packed into bins no longer than the longest row, apart by {_APART[lm.packing or '']}."
+        way = f"rows packed into bins no longer than the longest row, separated by {_APART[lm.packing or '']}."
     else:
-        way = "rows compacted to the left, with pads at the right, which no token sees."
-    head = "the logits of all positions at once: its own head was not found" if lm.head is None else "logits in chunks"
+        way = "rows compacted to the left, with pads at the right, which no token reads."
+    head = "logits of all positions at once, because its head is unknown" if lm.head is None else "logits in chunks"
     return f"{lm.family}: {way} Head: {head}."
 
 
@@ -135,7 +144,7 @@ _APART = {"positions": "positions that begin anew", "mask": "a mask of pairs", "
 
 
 def _states(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) -> tuple[Tensor, Any, Any]:
-    """Return the last hidden states, or the logits where the head is not known, of compacted rows, and the head."""
+    """Return the last hidden states of compacted rows, or the logits if the head is unknown; and the head."""
 
     def run(ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Any, Any]:
         if not ids.numel():
@@ -173,7 +182,7 @@ def _states(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) ->
 
 
 def _rows_of(lm: CausalLM, ids: Tensor, mask: Tensor | None, at: Tensor | None) -> Rows:
-    """Return tokens compacted to the left, no row of which is longer than the model's positions."""
+    """Return tokens compacted to the left, after checks of their shapes and of the model's positions."""
     others = [each for each in (mask, at) if each is not None]
     is_ids = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype is not torch.bool
     if not is_ids or any(not isinstance(each, Tensor) or each.shape[:2] != ids.shape for each in others):
@@ -192,7 +201,7 @@ def _rows_of(lm: CausalLM, ids: Tensor, mask: Tensor | None, at: Tensor | None) 
         f"score: row {lengths.index(width)} must not be longer than the positions of {lm.family}.",
         expected=f"at most {limit} tokens",
         got=f"{width} tokens" if is_known(rows.mask) else f"{width} positions, with a mask that a transform hides",
-        hint="cut it" + ("; lm.with_options(allow_long=True) runs it all the same." if lm.extendable else "."),
+        hint="truncate it" + (", or use lm.with_options(allow_long=True)." if lm.extendable else "."),
     )
 
 

@@ -1,7 +1,7 @@
-"""`CausalLM`: a Hugging Face language model as a frozen specification beside its tree of parameters.
+"""`CausalLM`: a Hugging Face language model as a frozen value, apart from its tree of parameters.
 
-The pure functions of this package take both: the specification holds the structure and the family's rules, the tree all
-tensors. Only this module reads the attributes of the models.
+The pure functions of this package need both: the `CausalLM` contains the structure and the rules of the model family,
+the tree contains all tensors. Only this module reads the attributes of the models.
 """
 
 import copy as copying
@@ -23,8 +23,8 @@ from tdfunc.modules.functional import Apply, functional
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
-# How each family separates rows that are packed into one: by positions that begin anew ("positions"), or by a mask of
-# pairs ("mask"). Families that are not here are scored in batches of rows of one length.
+# The separation of rows that are packed into one: by positions that begin anew ("positions"), or by a mask of pairs
+# ("mask"). Other families are scored in batches of rows of one length.
 PACKING = {
     "falcon": "mask",
     "gemma2": "positions",
@@ -49,18 +49,18 @@ class CausalLM:
     """The structure of a language model and the rules of its family; made by `causal_lm`.
 
     Attributes:
-        apply: Runs functions of the model on a tree of its parameters.
+        apply: The function that runs functions of the model on a tree of its parameters.
         family: The `model_type` of its configuration.
-        head: The steps from hidden states to logits; None if they are not known, so that logits are computed whole.
-        packing: "positions", "mask", or None where rows cannot be packed.
+        head: The steps from hidden states to logits; None if they are unknown, so that all logits are computed at once.
+        packing: "positions", "mask", or None if rows cannot be packed.
         max_length: The length up to which positions were trained, or None.
-        extendable: Longer rows run (rotary positions), with results that nobody trained.
-        by_length: Rows of different lengths change each other's results, so that they are scored apart.
-        first_length: Where `by_length`, the length up to which positions do not depend on it.
-        eos_ids: The tokens that end a response, of the model's `generation_config`.
-        packed: Several short rows share one row of the batch, where the family can; see `explain_scoring`.
-        allow_long: Rows that are longer than the model was trained for run, if it can.
-        chunk_size: How many positions have logits at the same time; None for a number by the vocabulary.
+        extendable: True if longer rows can run (rotary positions); their results are not trained.
+        by_length: True if rows of different lengths change each other's results and are scored apart.
+        first_length: With `by_length`, the length up to which positions do not depend on the longest row.
+        eos_ids: The tokens that end a response, from the model's `generation_config`.
+        packed: Let several short rows share one row of the batch, if the family allows it; see `explain_scoring`.
+        allow_long: Run rows that are longer than the training length of the model, if the model can.
+        chunk_size: The number of positions whose logits exist at the same time; None to choose by the vocabulary.
     """
 
     apply: Apply
@@ -79,18 +79,18 @@ class CausalLM:
     def with_options(
         self, *, packed: bool | None = None, allow_long: bool | None = None, chunk_size: int | None = None
     ) -> "CausalLM":
-        """Return the specification with other ways to run it; an option that is None stays as it is.
+        """Return the model with other options; an option that is None does not change.
 
         Args:
-            packed: Let several short rows share one row of the batch, where the family can.
-            allow_long: Run rows that are longer than the model was trained for, if it can.
-            chunk_size: How many positions have logits at the same time.
+            packed: Let several short rows share one row of the batch, if the family allows it.
+            allow_long: Run rows that are longer than the training length of the model, if the model can.
+            chunk_size: The number of positions whose logits exist at the same time.
         """
         given = {"packed": packed, "allow_long": allow_long, "chunk_size": chunk_size}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def train(self, mode: bool = True) -> "CausalLM":
-        """Return the specification in training mode: dropout draws, by `rng=`."""
+        """Return the model in training mode, in which `rng=` controls dropout."""
         return replace(self, apply=self.apply.train(mode))
 
     # Any: the function's arguments and result.
@@ -106,22 +106,22 @@ class CausalLM:
                 raise
             raise error(
                 IndexError,
-                f"{self.family}: all tokens must be of the model's vocabulary.",
+                f"{self.family}: all tokens must be in the model's vocabulary.",
                 expected=f"ids from 0 to {size - 1}",
                 got=f"ids from {int(ids.min())} to {int(ids.max())}",
-                hint="a mask leaves positions out, such as those of labels of -100.",
+                hint="use a mask to leave out positions, such as labels of -100.",
             ) from err
 
 
 def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, TensorDict, TensorDict]":
-    """Return a language model as a specification, with its parameters and buffers as trees.
+    """Return a language model as a `CausalLM`, with its parameters and buffers as trees.
 
-    The head of the model is compared with the steps that `Head` has, on random tokens, so that log-probs can be
-    computed without the logits of all positions. The specification is in evaluation mode.
+    The head of the model is compared with the steps of `Head` on random tokens. If they agree, log-probs are computed
+    without the logits of all positions. The `CausalLM` is in evaluation mode.
 
     Args:
         model: A causal model of transformers.
-        copy: Whether the trees are copies; otherwise they share the model's storage.
+        copy: Copy the leaves; otherwise the trees share the model's storage.
 
     Raises:
         TypeError: The model has no configuration.
@@ -139,7 +139,7 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
         raise error(
             TypeError,
             "causal_lm: the model must be a causal language model of transformers.",
-            expected="a module with a config, such as AutoModelForCausalLM gives",
+            expected="a module with a config, such as from AutoModelForCausalLM",
             got=type(model).__name__,
         )
     config = config.get_text_config()
@@ -168,7 +168,7 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
 
 # Any: transformers is optional.
 def _first_length(config: Any, scaled: list[dict[str, Any]]) -> int:
-    """Return the length for which scaled positions were trained first, 0 where it is not known."""
+    """Return the length for which scaled positions were trained first, 0 if it is unknown."""
     name = "original_max_position_embeddings"
     found = [*[part.get(name) for part in scaled], getattr(config, name, None)]
     return min([length for length in (*found, getattr(config, "max_position_embeddings", None)) if length], default=0)
@@ -280,13 +280,13 @@ def _inputs(
     if mask is not None:
         inputs["attention_mask"] = mask
     elif positions_BT is None and is_graph and "past_key_values" in _parameters(forward):
-        # Families choose kernels by the values of a mask, and without one look in the positions for packed rows, which
-        # a graph cannot do. Beside a cache they do neither; this one stays empty.
+        # Families choose kernels by the values of a mask, and without one search the positions for packed rows, which
+        # a graph cannot do. With a cache they do neither; this one stays empty.
         cache = new_cache(model)
         cache.update = lambda keys, values, *args, **kwargs: (keys, values)
         cache.update_conv_state = cache.update_recurrent_state = lambda states, *args, **kwargs: states
         inputs["past_key_values"] = cache
     elif positions_BT is None:
-        # Without a mask families read values to look for packed rows, which vmap cannot.
+        # Without a mask families read values to search for packed rows, which vmap cannot.
         inputs["attention_mask"] = torch.ones(ids_BT.shape, device=ids_BT.device, dtype=torch.int64)
     return inputs

@@ -1,7 +1,7 @@
 """`score`, `logits` and `distribution`: the scoring of token ids as pure functions from trees to trees.
 
-A tree has its tokens under `tokens` and its mask under `attention_mask` or `masks`; the result has everything that the
-tree had, and the new entry. The rows may be padded on any side, or be a ragged stack, and the result is laid out alike.
+A tree has its tokens under `tokens` and its mask under `attention_mask` or `masks`. The result is the tree with a new
+entry. The rows may be padded on any side, or be a ragged stack; the result has the same layout.
 """
 
 from typing import Any, Literal, TypeVar
@@ -43,19 +43,19 @@ def score(
     """Return the tree with the log-prob of each of its tokens.
 
     Args:
-        lm: The model, from `causal_lm`; `lm.with_options` chooses how it runs.
-        params: Its parameters, or the whole tree.
+        lm: The model, from `causal_lm`; `lm.with_options` selects a way to run it.
+        params: The parameters, or the complete tree.
         td: A tree with `Tokens`, of which `full` is scored, or `prompt` and `response`.
         buffers: The buffers of the model, unless `params` has them.
         at: Other tokens to score at each position, such as a teacher's candidates.
-        temperature: A divisor of the logits, for all or for each element of the batch.
-        under: With "behaviour" the result also has `behaviour`: the log-probs of the responses at this temperature,
-            over the `support` of the tree's log-probs if these have one. Draws with a repetition penalty are refused,
-            and those with `min_new_tokens` that nothing else cuts.
+        temperature: A divisor of the logits, one number or one for each element of the batch.
+        under: "behaviour" adds `behaviour` to the result: the log-probs of the responses at this temperature, over the
+            `support` of the tree's log-probs if they have one. Responses that were sampled with a repetition penalty
+            or with `min_new_tokens` are refused, except for `min_new_tokens` with truncation.
         rng: A key for the dropout of `lm.train()`.
         tokens_key: The place of the tokens.
-        mask_key: The place of the mask, True at tokens; without it `("masks", "all_attention_mask")`, else all are
-            tokens.
+        mask_key: The place of the mask, True at tokens. Without it `("masks", "all_attention_mask")` is read; without
+            both all positions are tokens.
         log_probs_key: The place of the result.
 
     Shapes:
@@ -63,10 +63,11 @@ def score(
         these; with `at` (*B, T, K) the log-probs are (*B, T, K). Ragged tokens give a ragged stack.
 
     Raises:
-        MissingKeyError: The tree has no tokens; or, for "behaviour", no record of their draws at `log_probs_key`.
+        MissingKeyError: The tree has no tokens; or, for "behaviour", no record of their sampling at `log_probs_key`.
         LeafMismatchError: The mask has another shape than the tokens.
-        ValueError: A row is longer than the model's positions; or `under` is another word.
-        UnsupportedError: The responses were drawn from distributions that their `support` does not describe.
+        ValueError: A row is longer than the model's positions, or `under` is unknown.
+        UnsupportedError: Temperature and `support` do not describe the distributions that the responses were sampled
+            from.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -89,7 +90,7 @@ def score(
     behaviour = full if under == "behaviour" else None
     if support is not None:
         kept = torch.where(support >= 0, of_support, -torch.inf)
-        # Where nothing was cut the sum over all tokens is 1.
+        # Without truncation the sum over all tokens is 1.
         total = torch.where((support >= 0).any(-1), kept.logsumexp(-1), 0)
         behaviour = torch.where(mask, full - (total if at is None else total.unsqueeze(-1)), 0)
     found = batch.log_probs(full, mask, behaviour)
@@ -107,7 +108,7 @@ def logits(
     mask_key: NestedKey = "attention_mask",
     logits_key: NestedKey = "logits",
 ) -> T:
-    """Return the tree with the logits from which each of its tokens is drawn; arguments as for `score`.
+    """Return the tree with the logits from which each of its tokens is sampled; arguments as for `score`.
 
     Args:
         lm: The model.
@@ -120,8 +121,8 @@ def logits(
         logits_key: The place of the result.
 
     Shapes:
-        Tokens (*B, T) give (*B, T, V): the logits at position i are of token i; 0 at pads and at a row's first token.
-        Ragged tokens give rows padded at the right.
+        Tokens (*B, T) give (*B, T, V): the logits of token i are at position i. They are 0 at pads and at a
+        row's first token. Ragged tokens give rows padded at the right.
     """
     batch = _read(td, tokens_key, mask_key, "logits")
     found, _ = logits_of_ids(lm, params, batch.ids, batch.mask, buffers=buffers, rng=rng)
@@ -138,7 +139,7 @@ def distribution(
     tokens_key: NestedKey = "tokens",
     mask_key: NestedKey = "attention_mask",
 ) -> "MaskedCategorical":
-    """Return the distribution from which each token of a tree is drawn; arguments as for `logits`.
+    """Return the distribution from which each token of a tree is sampled; arguments as for `logits`.
 
     Args:
         lm: The model.
@@ -164,11 +165,11 @@ def distribution(
 
 
 class MaskedCategorical(Categorical):
-    """Categorical distributions of tokens, some of which are pads: log-prob and entropy are 0 there.
+    """Categorical distributions of tokens, whose log-prob and entropy are 0 at pads.
 
     Args:
-        logits: (*B, T, V).
-        mask: True where a token is drawn (*B, T).
+        logits: The logits of each position, shape (*B, T, V).
+        mask: True where a token is sampled, shape (*B, T).
     """
 
     def __init__(self, logits: Tensor, mask: Tensor) -> None:
@@ -187,7 +188,7 @@ class MaskedCategorical(Categorical):
 
 # Any: log-probs, or another entry in the place of the old ones.
 def keep_draws(new: Any, old: Any) -> Any:
-    """Return log-probs with the `support` and `adjusted` of those in their place, which are facts of the tokens."""
+    """Return log-probs with the `support` and `adjusted` of the old entry, since these describe the tokens."""
     rows = flat_list(old, len(old._batch_size)) if isinstance(old, LogProbs) and old._is_lazy else [old]
     if all([not isinstance(row, LogProbs) or row.support is row.adjusted is None for row in rows]):
         return new
@@ -208,27 +209,27 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
     """Return the support of the responses at the places of the rows, (N, T, K) with -1 for nothing; None without one.
 
     Raises:
-        MissingKeyError: The rows are not prompts and responses, or there is no record of their draws.
+        MissingKeyError: The rows are not prompts and responses, or the record of their sampling is missing.
         UnsupportedError: More than a support changed the distributions.
     """
     if batch.prompt is None:
         raise MissingKeyError(
-            'score: under="behaviour" takes tokens that have prompt and response.', got="full, of unknown parts"
+            'score: under="behaviour" needs tokens with prompt and response.', got="full, of unknown parts"
         )
     record = get_value(td, path, None)
     if record is None:
         raise MissingKeyError(
-            f'score: under="behaviour" reads at {dotted(path)!r} how the responses were drawn, which the tree lacks.',
+            f'score: under="behaviour" needs the record of the sampling at {dotted(path)!r}.',
             expected="the log_probs of the generation (logprobs=True)",
-            hint="for draws at a temperature alone: score(temperature=...), whose `response` they are.",
+            hint="for sampling with only a temperature, use the `response` of score(temperature=...).",
         )
     lazy = isinstance(record, TensorCollection) and record._is_lazy
     for each in flat_list(record, len(record._batch_size)) if lazy else [record]:
         if isinstance(each, TensorCollection) and get_value(each, "adjusted", None) is not None:
             raise UnsupportedError(
-                'score: under="behaviour" has the distributions of a temperature, top-k, top-p and min-p alone.',
-                got="responses drawn with a penalty or a least length, or by an engine that does not report its cuts",
-                hint='under="raw"; the log_probs of the generation have the `behaviour` that the engine reports.',
+                'score: under="behaviour" supports only temperature, top-k, top-p and min-p.',
+                got="responses with a penalty or a minimum length, or of an engine that does not report its truncation",
+                hint='use under="raw"; the log_probs of the generation have the `behaviour` that the engine reports.',
             )
     support = get_value(td, (*path, "support"), None)
     if support is None:
@@ -239,7 +240,7 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
     width = max([part.shape[-1] for part in parts if part is not None])
     found = batch.ids.new_full((*batch.ids.shape, width), -1)
     for row, (start, part) in enumerate(zip(starts, parts, strict=True)):
-        # A row in which nothing was cut has none.
+        # A row without truncation has none.
         if part is not None:
             found[row, start : start + part.shape[0], : part.shape[1]] = part
     return found

@@ -1,7 +1,7 @@
-"""The interface of a chat template: a value that turns messages into the text of a model and back.
+"""The interface of a chat template: a value that renders messages as text and parses the text back.
 
-A template gives pieces of text, each with the message it belongs to, so that the text of messages and the text of the
-template are never mixed up: masks, safe encoding and token-exact conversations are made from pieces.
+A template returns pieces of text, each with the message that it belongs to. The text of messages and the text of the
+template are therefore never mixed up. Masks, safe encoding and token-exact conversations are made from pieces.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """A rendered conversation, the spans of its contents, and those that assistants wrote, in order."""
+    """A rendered conversation, the spans of its contents, and the spans that assistants wrote, in order."""
 
     text: str
     contents: list[Span]
@@ -46,7 +46,7 @@ class Marked(NamedTuple):
 
 
 class AbstractTemplate(ABC):
-    """A chat template: rendering, parsing, and the spans that masks and encoding are made of."""
+    """A chat template: it renders and parses conversations, and finds the spans for masks and encoding."""
 
     # The class that `parse` makes; `history.py`, which stands above, sets it once.
     _history: ClassVar[Any] = None
@@ -78,7 +78,7 @@ class AbstractTemplate(ABC):
             open_end: Leave the last message without its end.
 
         Raises:
-            UnsupportedError: The template has no form for a message; the error names it.
+            UnsupportedError: The template cannot render a message; the error names it.
         """
 
     @abstractmethod
@@ -92,7 +92,7 @@ class AbstractTemplate(ABC):
     ) -> list[Marked]:
         """Return the texts of conversations with the spans of contents and (with `replies`) of replies.
 
-        Of contents those are given that have a control string, at least.
+        The result has at least the contents with a control string.
 
         Raises:
             ValueError: The spans cannot be found: the template edits or drops a content.
@@ -112,18 +112,17 @@ class AbstractTemplate(ABC):
 
     @abstractmethod
     def parse_chat(self, text: str) -> Conversation:
-        """Return the conversation of a rendered text; its last message may be cut off.
+        """Return the conversation of a rendered text; its last message may be incomplete.
 
         Raises:
-            ValueError: The template does not render such a text.
+            ValueError: The text is not a render of this template.
         """
 
     @abstractmethod
     def parse_reply(self, text: str) -> Message:
         """Return the message of a reply, given without its end of turn.
 
-        It never raises: a reply with a part that cannot be parsed is kept whole as `content`, and `parse_error` says
-        why.
+        It never raises. If a part cannot be parsed, `content` is the complete reply, and `parse_error` the reason.
         """
 
     def render(
@@ -135,21 +134,21 @@ class AbstractTemplate(ABC):
         reversible: bool = False,
         unsafe: bool = False,
     ) -> Any:
-        r"""Return the text of each conversation, as the model reads it.
+        r"""Return the rendered text of each conversation.
 
         Args:
             history: A `History`.
-            add_generation_prompt: End with the header of a reply.
+            add_generation_prompt: End with the generation prompt.
             continue_final_message: Leave the last message open.
-            reversible: Raise where `parse` would not give the history back.
-            unsafe: Allow control strings in contents: whoever wrote one can forge messages.
+            reversible: Raise an error if `parse` would not return the same history.
+            unsafe: Allow control strings in contents, with which an author can forge messages.
 
         Returns:
             A text, or lists of texts nested as the batch before the messages.
 
         Raises:
             ValueError: A content has a control string, or the text would not parse back; the error names the message.
-            UnsupportedError: The template has no form for a message.
+            UnsupportedError: The template cannot render a message.
 
         Examples:
             >>> from tdfunc.llm import History, chatml
@@ -170,10 +169,10 @@ class AbstractTemplate(ABC):
         return per_conversation(one, history)
 
     def parse(self, text: Any) -> Any:
-        r"""Return the `History` of a rendered conversation, or a ragged one of (nested) lists of them.
+        r"""Return the `History` of a rendered conversation, or a ragged `History` for (nested) lists of texts.
 
         Raises:
-            ValueError: The template does not render such a text.
+            ValueError: The text is not a render of this template.
 
         Examples:
             >>> from tdfunc.llm import chatml
@@ -199,7 +198,7 @@ class AbstractTemplate(ABC):
                     f"render: {describe(conversation, i)} would not parse back: {lost[0]!r} would differ.",
                     expected=repr(message.get(lost[0]))[:200],
                     got=repr(other.get(lost[0]))[:200],
-                    hint="render(h) without reversible= gives the text all the same.",
+                    hint="render(h) without reversible= returns the text nevertheless.",
                 )
         if len(given) != len(found):
             i = min(len(given), len(found))
@@ -243,7 +242,7 @@ def check_safe(conversations: Sequence[Conversation], control: tuple[str, ...]) 
                     f"{where} has the control string {match[0]!r} in its text, by which it could forge a message.",
                     expected="contents without control strings",
                     got=repr(match.string[max(0, match.start() - 20) : match.end() + 20]),
-                    hint="tokenize=True encodes it as ordinary text; unsafe=True renders it all the same.",
+                    hint="tokenize=True encodes it as ordinary text; unsafe=True renders it unchanged.",
                 )
 
 
@@ -274,7 +273,7 @@ def _has_control(texts: Sequence[str], control: tuple[str, ...]) -> bool:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Yield the strings in a message, keys of dicts included, except those of fields that are not rendered."""
+    """Yield the strings in a message, including keys of dicts; fields that are not rendered are left out."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -290,19 +289,29 @@ def strings_in(value: Any) -> Iterator[str]:
 class AbstractPieceTemplate(AbstractTemplate):
     """A template that gives the pieces of a conversation, each with the message that it belongs to."""
 
+    # The values of `control` and `end`.
+    _control: ClassVar[tuple[str, ...]]
+    _end: ClassVar[str]
+
+    @property
+    def control(self) -> tuple[str, ...]:  # noqa: D102 - as the interface
+        return self._control
+
+    @property
+    def end(self) -> str:  # noqa: D102 - as the interface
+        return self._end
+
     @abstractmethod
     def pieces(
         self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
     ) -> list[Piece]:
-        """Return the pieces of a rendered conversation; the options are those of `texts`."""
+        """Return the pieces of a rendered conversation; the options are the options of `texts`."""
 
     def texts(  # noqa: D102 - as the interface
         self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
     ) -> list[str]:
-        all_pieces = [
-            self.pieces(each, generation_prompt=generation_prompt, open_end=open_end) for each in conversations
-        ]
-        return ["".join([piece.text for piece in pieces]) for pieces in all_pieces]
+        ends = {"generation_prompt": generation_prompt, "open_end": open_end}
+        return ["".join([piece.text for piece in self.pieces(each, **ends)]) for each in conversations]
 
     def marked_all(  # noqa: D102 - as the interface
         self,
@@ -312,9 +321,8 @@ class AbstractPieceTemplate(AbstractTemplate):
         open_end: bool = False,
         replies: bool = True,
     ) -> list[Marked]:
-        return [
-            _marked(self.pieces(each, generation_prompt=generation_prompt, open_end=open_end)) for each in conversations
-        ]
+        ends = {"generation_prompt": generation_prompt, "open_end": open_end}
+        return [_marked(self.pieces(each, **ends)) for each in conversations]
 
 
 def _marked(pieces: Sequence[Piece]) -> Marked:
@@ -331,6 +339,46 @@ def _marked(pieces: Sequence[Piece]) -> Marked:
 
 
 # -- parts that several templates share ---------------------------------------------------------------------------
+
+
+def interleave(i: int, *texts: str, is_reply: bool = False) -> list[Piece]:
+    """Return texts as pieces of a message: by turns of the template and of the message, the template's first."""
+    return [Piece(text, i, n % 2 == 1, is_reply) for n, text in enumerate(texts)]
+
+
+def read_until(text: str, start: int, end: str) -> tuple[str, int, Message]:
+    """Return the text up to an end, the place behind the end, and `is_complete` for a message without an end."""
+    stop = text.find(end, start)
+    if stop < 0:
+        return text[start:], len(text), {"is_complete": False}
+    return text[start:stop], stop + len(end), {}
+
+
+def read_turns(
+    text: str, at: int, header: "re.Pattern[str]", end: str, *, gap: str = "", expected: str
+) -> Iterator[tuple[str, str, Message]]:
+    """Yield the role and the body of each turn of a text, and `is_complete` for a turn without an end.
+
+    Args:
+        text: The text.
+        at: The place of the first header.
+        header: The pattern of a header, whose first group is the role.
+        end: The end of a turn.
+        gap: A text that may follow an end.
+        expected: The form of a header, for messages.
+
+    Raises:
+        ValueError: A turn has no header.
+    """
+    while at < len(text):
+        found = header.match(text, at)
+        if found is None:
+            raise not_rendered(text, at, expected)
+        body, at, cut = read_until(text, found.end(), end)
+        at += len(gap) * text.startswith(gap, at)
+        # A header at the end asks for a reply.
+        if body or not cut or found[1] not in ("assistant", "model"):
+            yield found[1], body, cut
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -355,13 +403,19 @@ def plain_text(conversation: Conversation, i: int) -> str:
 
 
 def refuse(conversation: Conversation, i: int, *fields: str) -> None:
-    """Raise if a message has a field for which a template has no form."""
+    """Raise if a message has a field that a template cannot render."""
     for name in fields:
         if conversation.messages[i].get(name):
             raise UnsupportedError(
-                f"{describe(conversation, i)}: this template has no form for {name!r}, which would be lost.",
+                f"{describe(conversation, i)}: this template cannot render {name!r}, which would be lost.",
                 hint="history.set(field, None) leaves it out.",
             )
+
+
+def refuse_tools(tools: list[Any] | None, name: str) -> None:
+    """Raise if a conversation has tools, for a template that cannot render them."""
+    if tools:
+        raise UnsupportedError(f"{name}: the template cannot render tools.", hint="describe them in a system message.")
 
 
 def arguments_text(call: dict[str, Any]) -> str:
@@ -390,7 +444,7 @@ def not_rendered(text: str, at: int, expected: str) -> ValueError:
     """Return the error for a text that a template does not render."""
     return error(
         ValueError,
-        f"parse: the text at character {at} is not what the template renders.",
+        f"parse: the text at character {at} is not a render of the template.",
         expected=expected,
         got=repr(text[at : at + 40]),
     )

@@ -12,9 +12,10 @@ from tdfunc.llm.templates.base import (
     Conversation,
     Piece,
     arguments_text,
+    interleave,
     make_call,
-    not_rendered,
     plain_text,
+    read_turns,
     refuse,
     to_json,
     unparsed,
@@ -32,6 +33,7 @@ _CALLS = (
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>(?:\n|$)", re.DOTALL)
 _START, _END = "<|im_start|>", "<|im_end|>"
+_HEADER = re.compile(rf"{re.escape(_START)}([^\n]*)\n")
 
 
 @final
@@ -39,14 +41,15 @@ _START, _END = "<|im_start|>", "<|im_end|>"
 class ChatML(AbstractPieceTemplate):
     """ChatML: `<|im_start|>role`, a line break, the content, `<|im_end|>`.
 
-    Thinking stands in `<think>`, calls in `<tool_call>` and their results in `<tool_response>` of a user's turn.
+    Thinking is written in `<think>`, calls in `<tool_call>`, and their results in `<tool_response>` of a user's turn.
 
     Args:
-        drop_thinking: As Qwen3 does, leave thinking out of turns before the last query of the user, and write an empty
-            one in a last reply without. Conversations then do not extend each other: see `is_append_only`.
+        drop_thinking: Leave out the thinking of turns before the last query of the user, and write an empty one for a
+            last reply without thinking, as Qwen3 does. A longer conversation then changes earlier turns: see
+            `is_append_only`.
 
     Source:
-        The template of Qwen3, whose tool calls are those of Hermes 2 Pro.
+        The template of Qwen3, with the tool calls of Hermes 2 Pro.
 
     Examples:
         >>> from tdfunc.llm import History, qwen
@@ -67,14 +70,8 @@ class ChatML(AbstractPieceTemplate):
     """
 
     drop_thinking: bool = False
-
-    @property
-    def control(self) -> tuple[str, ...]:  # noqa: D102 - as the interface
-        return _START, _END
-
-    @property
-    def end(self) -> str:  # noqa: D102 - as the interface
-        return _END
+    _control = _START, _END
+    _end = _END
 
     def pieces(  # noqa: D102 - as the interface
         self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
@@ -87,21 +84,18 @@ class ChatML(AbstractPieceTemplate):
         for i, message in enumerate(messages):
             role, is_last = message["role"], i == len(messages) - 1
             if role == "tool":
-                follows = i > 0 and messages[i - 1]["role"] == "tool"
-                text = plain_text(conversation, i)
-                found += [Piece("" if follows else f"{_START}user", i), Piece("\n<tool_response>\n", i)]
-                found += [Piece(text, i, is_content=True), Piece("\n</tool_response>", i)]
+                lead = "" if i > 0 and messages[i - 1]["role"] == "tool" else f"{_START}user"
+                found += interleave(i, f"{lead}\n<tool_response>\n", plain_text(conversation, i), "\n</tool_response>")
                 if (is_last and not open_end) or (not is_last and messages[i + 1]["role"] != "tool"):
                     found.append(Piece(f"{_END}\n", i))
                 continue
             is_reply = role == "assistant"
-            found += [Piece(_START, i), Piece(role, i, is_content=True), Piece("\n", i)]
+            found += interleave(i, _START, role, "\n")
             if is_reply:
                 found += self._reply(conversation, i, after_query=i > last_query)
             else:
                 refuse(conversation, i, "tool_calls", "reasoning_content")
-                text = plain_text(conversation, i)
-                found.append(Piece(text, i, is_content=True))
+                found.append(Piece(plain_text(conversation, i), i, is_content=True))
                 if i == 0 and role == "system" and tools:
                     found += [Piece("\n\n", i), *_tool_pieces(tools, i)]
             if not (is_last and open_end):
@@ -121,31 +115,19 @@ class ChatML(AbstractPieceTemplate):
             shows = bool(thinking)
         found: list[Piece] = []
         if shows:
-            found += [Piece("<think>\n", i, is_reply=True), Piece(thinking, i, is_content=True, is_reply=True)]
-            found.append(Piece("\n</think>\n\n", i, is_reply=True))
+            found += interleave(i, "<think>\n", thinking, "\n</think>\n\n", is_reply=True)
         found.append(Piece(text, i, is_content=True, is_reply=True))
         for n, call in enumerate(message.get("tool_calls") or ()):
-            lead = "\n" if n or text else ""
-            found += [Piece(f'{lead}<tool_call>\n{{"name": "', i, is_reply=True)]
-            found += [Piece(call["function"]["name"], i, is_content=True, is_reply=True)]
-            found += [Piece('", "arguments": ', i, is_reply=True)]
-            found += [Piece(arguments_text(call), i, is_content=True, is_reply=True)]
-            found += [Piece("}\n</tool_call>", i, is_reply=True)]
+            start = ("\n" if n or text else "") + '<tool_call>\n{"name": "'
+            parts = start, call["function"]["name"], '", "arguments": ', arguments_text(call), "}\n</tool_call>"
+            found += interleave(i, *parts, is_reply=True)
         return found
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
         messages: list[Message] = []
-        tools, at = None, 0
-        while at < len(text):
-            header = re.compile(rf"{re.escape(_START)}([^\n]*)\n").match(text, at)
-            if header is None:
-                raise not_rendered(text, at, f"{_START}role and a line break")
-            stop = text.find(_END, header.end())
-            role, body = header[1], text[header.end() : None if stop < 0 else stop]
-            after = len(text) if stop < 0 else stop + len(_END)
-            at = after + text.startswith("\n", after)
-            if stop < 0 and role == "assistant" and not body:
-                break
+        tools = None
+        expected = f"{_START}role and a line break"
+        for role, body, cut in read_turns(text, 0, _HEADER, _END, gap="\n", expected=expected):
             if role == "system" and not messages and _TOOLS in body and body.endswith(_CALLS):
                 body, _, listed = body.partition(_TOOLS)
                 try:
@@ -155,8 +137,7 @@ class ChatML(AbstractPieceTemplate):
                 if not body:
                     continue
                 body = body.removesuffix("\n\n")
-            found = self._read_turn(role, body)
-            messages += [{**each, "is_complete": False} for each in found] if stop < 0 else found
+            messages += [each | cut for each in self._read_turn(role, body)]
         return Conversation(messages, tools)
 
     def _read_turn(self, role: str, body: str) -> list[Message]:
@@ -177,7 +158,7 @@ class ChatML(AbstractPieceTemplate):
                 return unparsed(text, "the thinking is not closed")
             lead, started, inside = before.partition("<think>")
             if started and lead.strip():
-                return unparsed(text, "text stands before the thinking")
+                return unparsed(text, "there is text before the thinking")
             # The prompt may have started it.
             thinking = inside if started else before
             thinking, rest = thinking.strip("\n"), rest.lstrip("\n")
@@ -225,7 +206,7 @@ def _read_calls(text: str) -> "list[dict[str, object]]":
 
 
 chatml: ChatML = ChatML()
-"""ChatML with thinking kept in every turn."""
+"""ChatML that keeps the thinking of every turn."""
 
 qwen: ChatML = ChatML(drop_thinking=True)
 """The template of Qwen3."""

@@ -12,10 +12,13 @@ from tdfunc.llm.templates.base import (
     Conversation,
     Piece,
     arguments_text,
+    interleave,
     make_call,
     not_rendered,
     plain_text,
+    read_until,
     refuse,
+    refuse_tools,
     unparsed,
 )
 
@@ -34,7 +37,7 @@ _TURN = re.compile(f"{_USER}|{_ASSISTANT}|{_OUTPUTS}|{_END}")
 class DeepSeek(AbstractPieceTemplate):
     """DeepSeek-V3: all system messages first, `<｜User｜>`, `<｜Assistant｜>`, and an end after each reply.
 
-    A reply to the results of tools follows them without a header. The schemas of tools have no form.
+    A reply to the results of tools follows them without a header. The template cannot render schemas of tools.
 
     Source:
         The template of DeepSeek-V3, with the brackets around results closed wherever they end.
@@ -45,31 +48,22 @@ class DeepSeek(AbstractPieceTemplate):
         '<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜>'
     """
 
-    @property
-    def control(self) -> tuple[str, ...]:  # noqa: D102 - as the interface
-        marks = (_CALLS, _CALLS_END, _CALL, _NAME, _CALL_END, _OUTPUTS, _OUTPUTS_END, _OUTPUT, _OUTPUT_END)
-        return (_BEGIN, _END, _USER, _ASSISTANT, *marks)
-
-    @property
-    def end(self) -> str:  # noqa: D102 - as the interface
-        return _END
+    _control = (
+        _BEGIN, _END, _USER, _ASSISTANT, _CALLS, _CALLS_END, _CALL, _NAME, _CALL_END, _OUTPUTS, _OUTPUTS_END, _OUTPUT,
+        _OUTPUT_END,
+    )  # fmt: skip
+    _end = _END
 
     def pieces(  # noqa: D102 - as the interface
         self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
     ) -> list[Piece]:
         messages, tools = conversation
-        if tools:
-            raise UnsupportedError(
-                "deepseek: the template has no form for tools.", hint="describe them in a system message."
-            )
+        refuse_tools(tools, "deepseek")
         found = [Piece(_BEGIN)]
         systems = [i for i, message in enumerate(messages) if message["role"] == "system"]
         for i in systems:
             refuse(conversation, i, "tool_calls", "reasoning_content")
-            found += [
-                Piece("\n\n" if i != systems[0] else "", i),
-                Piece(plain_text(conversation, i), i, is_content=True),
-            ]
+            found += interleave(i, "\n\n" if i != systems[0] else "", plain_text(conversation, i))
         others = [i for i in range(len(messages)) if i not in systems]
         for place, i in enumerate(others):
             role, last = messages[i]["role"], i == others[-1]
@@ -82,14 +76,14 @@ class DeepSeek(AbstractPieceTemplate):
                 if not (open_end and last):
                     found.append(Piece(_END, i, is_reply=True))
             elif role == "tool":
-                found.append(Piece(_OUTPUT if before == "tool" else _OUTPUTS + _OUTPUT, i))
-                found += [Piece(text, i, is_content=True), Piece("" if open_end and last else _OUTPUT_END, i)]
+                start = _OUTPUT if before == "tool" else _OUTPUTS + _OUTPUT
+                found += interleave(i, start, text, "" if open_end and last else _OUTPUT_END)
                 if (last and not open_end) or (not last and messages[others[place + 1]]["role"] != "tool"):
                     found.append(Piece(_OUTPUTS_END, i))
             elif role == "user":
-                found += [Piece(_USER, i), Piece(text, i, is_content=True)]
+                found += interleave(i, _USER, text)
             else:
-                raise UnsupportedError(f"message {i}: the template has no form for the role {role!r}.")
+                raise UnsupportedError(f"message {i}: the template cannot render the role {role!r}.")
         if generation_prompt and not (others and messages[others[-1]]["role"] == "tool"):
             found.append(Piece(_ASSISTANT, len(messages)))
         return found
@@ -109,22 +103,18 @@ class DeepSeek(AbstractPieceTemplate):
                 messages.append({"role": "user", "content": text[at + len(_USER) : stop]})
                 at = stop
             elif text.startswith(_OUTPUTS, at):
-                stop = text.find(_OUTPUTS_END, at)
-                body = text[at + len(_OUTPUTS) : None if stop < 0 else stop]
+                body, after, _ = read_until(text, at + len(_OUTPUTS), _OUTPUTS_END)
                 if not body.startswith(_OUTPUT) or not body.endswith(_OUTPUT_END):
                     raise not_rendered(text, at, f"results in {_OUTPUT} and {_OUTPUT_END}")
                 results = body[len(_OUTPUT) : -len(_OUTPUT_END)].split(_OUTPUT_END + _OUTPUT)
                 messages += [{"role": "tool", "content": result} for result in results]
-                at = len(text) if stop < 0 else stop + len(_OUTPUTS_END)
+                at = after
             elif text.startswith(_ASSISTANT, at) or (messages and messages[-1]["role"] == "tool"):
                 begin = at + len(_ASSISTANT) * text.startswith(_ASSISTANT, at)
-                stop = text.find(_END, begin)
-                body = text[begin : None if stop < 0 else stop]
-                at = len(text) if stop < 0 else stop + len(_END)
-                if stop < 0 and not body:
+                body, at, cut = read_until(text, begin, _END)
+                if cut and not body:
                     break
-                reply = self.parse_reply(body)
-                messages.append({**reply, "is_complete": False} if stop < 0 else reply)
+                messages.append(self.parse_reply(body) | cut)
             else:
                 raise not_rendered(text, at, f"{_USER} or {_ASSISTANT}")
         return Conversation(messages)
@@ -153,11 +143,9 @@ class DeepSeek(AbstractPieceTemplate):
 def _call_pieces(message: Message, i: int) -> list[Piece]:
     found: list[Piece] = []
     for n, call in enumerate(message.get("tool_calls") or ()):
-        found.append(Piece(f"{_CALL}function{_NAME}" if not n else f"\n{_CALL}function{_NAME}", i, is_reply=True))
-        found.append(Piece(call["function"]["name"], i, is_content=True, is_reply=True))
-        found.append(Piece("\n```json\n", i, is_reply=True))
-        found.append(Piece(arguments_text(call), i, is_content=True, is_reply=True))
-        found.append(Piece(f"\n```{_CALL_END}", i, is_reply=True))
+        start, end = f"\n{_CALL}function{_NAME}" if n else f"{_CALL}function{_NAME}", f"\n```{_CALL_END}"
+        parts = start, call["function"]["name"], "\n```json\n", arguments_text(call), end
+        found += interleave(i, *parts, is_reply=True)
     if found:
         found = [Piece(_CALLS, i, is_reply=True), *found, Piece(_CALLS_END, i, is_reply=True)]
     return found

@@ -1,4 +1,4 @@
-"""`find_template`: the choice of a template for a call."""
+"""`find_template`: the template of a call, by name, by text or from the tokenizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ from tdfunc.llm.templates.named import TEMPLATES
 def find_template(
     template: "AbstractTemplate | str | None", tokenizer: Any = None, options: Mapping[str, Any] | None = None
 ) -> AbstractTemplate:
-    """Return a template: itself, the one with a name, one in Jinja, or the tokenizer's own.
+    """Return a template: the given one, a template by name or in Jinja, or the tokenizer's own.
 
     Raises:
-        ValueError: No template has the name, the tokenizer has none, or `options` are given for one that takes none.
+        ValueError: No template has the name, the tokenizer has no template, or the template does not accept `options`.
         TypeError: There is neither a template nor a tokenizer.
     """
     if isinstance(template, str) and template in TEMPLATES:
@@ -49,7 +49,7 @@ def find_template(
     if template is not None and "{" not in template and not (isinstance(own, dict) and template in own):
         raise error(
             ValueError,
-            f"There is no template {template!r}.",
+            f"The template {template!r} does not exist.",
             expected=f"one of {list(TEMPLATES)}, or a text in Jinja",
             hint=did_you_mean(template, list(TEMPLATES)),
         )

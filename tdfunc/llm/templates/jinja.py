@@ -1,7 +1,7 @@
-"""The template that a tokenizer brings: Jinja, rendered by transformers.
+"""The Jinja template of a tokenizer, rendered by transformers.
 
-Jinja gives no pieces, so that the places of contents and replies are found from renders (`markers.py`), and parsing is
-done by the template of ours that renders the same text, where there is one.
+Jinja returns only text. The places of contents and replies are therefore found from further renders (`markers.py`).
+Texts are parsed by the template of `TEMPLATES` that renders the same text, if there is one.
 """
 
 import re
@@ -43,11 +43,11 @@ _RENDERED = frozenset(("role", "content", "tool_calls", "tool_responses", "name"
 @final
 @dataclass(frozen=True)
 class JinjaTemplate(AbstractTemplate):
-    """The template of a tokenizer of transformers, or another one in Jinja.
+    """The template of a tokenizer of transformers, or another Jinja template.
 
     Args:
         tokenizer: The tokenizer or processor; it is not changed.
-        chat_template: A Jinja text, or the name of one of the tokenizer's; without it the tokenizer's default.
+        chat_template: A Jinja text, or the name of a template of the tokenizer. The default is the tokenizer's default.
         options: Variables of the template, such as `enable_thinking`.
     """
 
@@ -72,24 +72,24 @@ class JinjaTemplate(AbstractTemplate):
 
     @cached_property
     def has_generation(self) -> bool:
-        """Whether its author drew spans with `{% generation %}`."""
+        """True if the template marks replies with `{% generation %}`."""
         return _GENERATION.search(self.source) is not None
 
     @cached_property
     def header(self) -> str:
-        """The text that asks for a reply; empty where the template has none."""
+        """The generation prompt; empty if the template has none."""
         chat = Conversation([{"role": "user", "content": "a"}])
         without, with_prompt = self.texts([chat])[0], self.texts([chat], generation_prompt=True)[0]
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
     @cached_property
     def end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The first control string after a reply; empty where there is none."""
+        """The first control string after a reply; empty if there is none."""
         mark = MARKS[0]
         try:
             chat = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
             after = self.texts([chat])[0].rpartition(mark)[2]
-        # A template in Jinja raises what it likes.
+        # A template in Jinja may raise any error.
         except Exception:
             after = ""
         found = [after.find(each) for each in self.control if each in after]
@@ -101,7 +101,7 @@ class JinjaTemplate(AbstractTemplate):
 
     @cached_property
     def inner_end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Another control string than `end`, where one stands between a reply and the start of the next turn."""
+        """The control string between a reply and the next turn, if it differs from `end`."""
         start = next((each for each in self.control if self.header.startswith(each)), None)
         if start is None or self._turns is None:
             return self.end
@@ -110,7 +110,7 @@ class JinjaTemplate(AbstractTemplate):
 
     @cached_property
     def arguments(self) -> str:
-        """The form in which the template takes arguments of calls: "dict", "text" of JSON, or "any" of both."""
+        """The form of call arguments that the template expects: "dict", "text" (JSON) or "any"."""
         if not self._writes_call({"k": "v"}, "{'k': 'v'}"):
             return "text"
         return "any" if self._writes_call('{"k": "v"}', r"\"k\"") else "dict"
@@ -120,13 +120,13 @@ class JinjaTemplate(AbstractTemplate):
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
             return mistake not in self._render([chat], None)[0]
-        # A template in Jinja raises what it likes.
+        # A template in Jinja may raise any error.
         except Exception:
             return False
 
     @cached_property
     def alike(self) -> AbstractTemplate | None:
-        """The template of ours that renders probes as this one does, else one that reads them; None without one."""
+        """The template of `TEMPLATES` that renders probes like this one, else one that parses them, else None."""
         texts = self._probe_texts
         if all([text is None for text in texts]):
             return None
@@ -143,7 +143,7 @@ class JinjaTemplate(AbstractTemplate):
         for probe in _PROBES:
             try:
                 found.append(self._without_bos(self._render([probe], None)[0]))
-            # A template in Jinja raises what it likes.
+            # A template in Jinja may raise any error.
             except Exception:
                 found.append(None)
         return found
@@ -235,21 +235,17 @@ class JinjaTemplate(AbstractTemplate):
             alignments = [Alignment(conversations[i], self.control, everything=True) for i in forged]
             for i, alignment, text in zip(forged, alignments, render_all([a.marked for a in alignments]), strict=True):
                 found[i] = found[i]._replace(contents=find_contents(texts[i], text, alignment))
-        if not asks:
-            return found
         if self.has_generation:
-            for i in asks:
-                spans = self._drawn(conversations[i], texts[i], generation_prompt, open_end)
-                found[i] = found[i]._replace(replies=spans)
-            return found
-        asked, shown = [conversations[i] for i in asks], [texts[i] for i in asks]
-        spans_of = ReplySearch(self, generation_prompt, open_end).find(asked, shown)
+            spans_of = [self._drawn(conversations[i], texts[i], generation_prompt, open_end) for i in asks]
+        else:
+            search = ReplySearch(self, generation_prompt, open_end)
+            spans_of = search.find([conversations[i] for i in asks], [texts[i] for i in asks])
         for i, spans in zip(asks, spans_of, strict=True):
             found[i] = found[i]._replace(replies=spans)
         return found
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
-        """Return the spans that the author drew with `{% generation %}`, each with an end of turn."""
+        """Return the spans that the template marks with `{% generation %}`, each with an end of turn."""
         texts, indices = self._render_jinja(
             self._as_dicts([conversation]),
             conversation.tools or None,
@@ -285,15 +281,15 @@ class JinjaTemplate(AbstractTemplate):
             "parse: no template reads this text, and it has no turns of this tokenizer's template.",
             expected=f"a text of one of {list(TEMPLATES)}, or contents of users and assistants in turn",
             got=repr(text[:200]),
-            hint=f"keep the messages: from_chats; or chat_template= of your own. {self._differences()}",
+            hint=f"keep the messages and use from_chats, or pass your own chat_template=. {self._differences()}",
         )
 
     def _gives(self, conversation: Conversation, text: str) -> bool:
-        """Return whether this template renders a text, which may be cut off at its end."""
+        """Return whether this template renders a text, whose end may be missing."""
         for prompt in (False, True):
             try:
                 made = self.texts([conversation], generation_prompt=prompt)[0]
-            # A template in Jinja raises what it likes.
+            # A template in Jinja may raise any error.
             except Exception:
                 return False
             if self._without_bos(made).startswith(text.rstrip()):
@@ -301,7 +297,7 @@ class JinjaTemplate(AbstractTemplate):
         return False
 
     def _differences(self) -> str:
-        """Return where the templates of ours first differ from this one."""
+        """Return the first difference of each template of `TEMPLATES` from this one."""
         probe, text = next(((p, t) for p, t in zip(_PROBES, self._probe_texts, strict=True) if t is not None), ([], ""))
         parts: list[str] = []
         for name, template in TEMPLATES.items():
@@ -315,7 +311,7 @@ class JinjaTemplate(AbstractTemplate):
             try:
                 given = self.tokenizer.parse_response(text, prefix=self.header)
                 return {"role": "assistant"} | read_message({"role": "assistant", **given}, "parse_reply")
-            # Whatever another library finds wrong with a reply, the reply is kept.
+            # Another library may raise any error; the reply is kept.
             except Exception as err:
                 return unparsed(text, f"{type(err).__name__}: {err}")
         return {"role": "assistant", "content": text} if self.alike is None else self.alike.parse_reply(text)

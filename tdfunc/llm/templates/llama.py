@@ -12,9 +12,10 @@ from tdfunc.llm.templates.base import (
     Conversation,
     Piece,
     describe,
+    interleave,
     make_call,
-    not_rendered,
     plain_text,
+    read_turns,
     refuse,
     to_json,
     unparsed,
@@ -37,11 +38,11 @@ _DATES = re.compile(r"(?:Environment: ipython\n)?Cutting Knowledge Date: [^\n]*\
 class Llama(AbstractPieceTemplate):
     """Llama 3.1: a header with the role, two line breaks, the content, `<|eot_id|>`.
 
-    Tools stand in the first message of the user; a reply is text or one call. Contents lose spaces at their ends.
+    Tools are written in the first message of the user. A reply is text or one call. Spaces around contents are removed.
 
     Args:
-        date: The day that the system message gives.
-        knowledge: The end of the training data, likewise.
+        date: The current day in the system message.
+        knowledge: The end of the training data in the system message.
 
     Source:
         The template of Llama-3.1-8B-Instruct, with tools in the user's message.
@@ -55,14 +56,8 @@ class Llama(AbstractPieceTemplate):
 
     date: str = "26 Jul 2024"
     knowledge: str = "December 2023"
-
-    @property
-    def control(self) -> tuple[str, ...]:  # noqa: D102 - as the interface
-        return _BEGIN, _START, _STOP, _END, _MORE
-
-    @property
-    def end(self) -> str:  # noqa: D102 - as the interface
-        return _END
+    _control = _BEGIN, _START, _STOP, _END, _MORE
+    _end = _END
 
     def pieces(  # noqa: D102 - as the interface
         self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
@@ -70,25 +65,23 @@ class Llama(AbstractPieceTemplate):
         messages, tools = conversation
         has_system = bool(messages) and messages[0]["role"] == "system"
         first = 0 if has_system else None
-        found = [
-            Piece(f"{_BEGIN}{_START}system{_STOP}\n\n", first),
-            Piece("Environment: ipython\n" if tools else "", first),
-        ]
+        environment = "Environment: ipython\n" if tools else ""
+        found = [Piece(f"{_BEGIN}{_START}system{_STOP}\n\n{environment}", first)]
         found.append(Piece(f"Cutting Knowledge Date: {self.knowledge}\nToday Date: {self.date}\n\n", first))
         if has_system:
             refuse(conversation, 0, "tool_calls", "reasoning_content")
             found.append(Piece(plain_text(conversation, 0).strip(), 0, is_content=True))
         found.append(Piece(_END, first))
         if tools and (len(messages) <= has_system or messages[int(has_system)]["role"] != "user"):
-            raise UnsupportedError("llama: the tools stand in a first message of the user, which there must be.")
+            raise UnsupportedError("llama: the tools must come with a first message of the user, which contains them.")
         for i in range(int(has_system), len(messages)):
             message = messages[i]
             role = "ipython" if message["role"] == "tool" else message["role"]
-            found += [Piece(_START, i), Piece(role, i, is_content=True), Piece(f"{_STOP}\n\n", i)]
+            found += interleave(i, _START, role, f"{_STOP}\n\n")
             if tools and i == int(has_system):
                 found.append(Piece(_TOOLS, i))
                 for tool in tools:
-                    found += [Piece(to_json(tool, 4), i, is_content=True), Piece("\n\n", i)]
+                    found += interleave(i, "", to_json(tool, 4), "\n\n")
             found += _body(conversation, i)
             if not (open_end and i == len(messages) - 1):
                 found.append(Piece(_END, i, is_reply=role == "assistant"))
@@ -100,16 +93,8 @@ class Llama(AbstractPieceTemplate):
         messages: list[Message] = []
         tools: list[Any] | None = None
         at = len(_BEGIN) if text.startswith(_BEGIN) else 0
-        first_user = True
-        while at < len(text):
-            header = _HEADER.match(text, at)
-            if header is None:
-                raise not_rendered(text, at, f"{_START}role{_STOP} and two line breaks")
-            stop = text.find(_END, header.end())
-            role, body = header[1], text[header.end() : None if stop < 0 else stop]
-            at = len(text) if stop < 0 else stop + len(_END)
-            if stop < 0 and role == "assistant" and not body:
-                break
+        first_user, expected = True, f"{_START}role{_STOP} and two line breaks"
+        for role, body, cut in read_turns(text, at, _HEADER, _END, expected=expected):
             if role == "system" and not messages:
                 dates = _DATES.match(body)
                 body = body[dates.end() :] if dates else body
@@ -119,8 +104,7 @@ class Llama(AbstractPieceTemplate):
                 first_user = False
                 if body.startswith(_TOOLS):
                     tools, body = _read_tools(body[len(_TOOLS) :])
-            message = self._read_turn(role, body)
-            messages.append({**message, "is_complete": False} if stop < 0 else message)
+            messages.append(self._read_turn(role, body) | cut)
         return Conversation(messages, tools)
 
     def _read_turn(self, role: str, body: str) -> Message:
@@ -158,13 +142,8 @@ def _body(conversation: Conversation, i: int) -> list[Piece]:
             got=f"{len(calls)} calls and the content {text!r}"[:200],
         )
     function = calls[0]["function"]
-    return [
-        Piece('{"name": "', i, is_reply=True),
-        Piece(function["name"], i, is_content=True, is_reply=True),
-        Piece('", "parameters": ', i, is_reply=True),
-        Piece(to_json(read_json(function["arguments"])), i, is_content=True, is_reply=True),
-        Piece("}", i, is_reply=True),
-    ]
+    arguments = to_json(read_json(function["arguments"]))
+    return interleave(i, '{"name": "', function["name"], '", "parameters": ', arguments, "}", is_reply=True)
 
 
 def _read_tools(text: str) -> tuple[list[Any], str]:

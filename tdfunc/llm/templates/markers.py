@@ -1,7 +1,8 @@
-"""The places of contents and replies in a text that an opaque template rendered, found from further renders.
+"""The places of contents and replies in the text of an opaque template, found from further renders.
 
-A conversation is rendered a second time with a marker in the place of each content. Where the markers lie between the
-same texts as the contents, they show where each content is, and that the template neither edits nor drops it.
+A conversation is rendered a second time with a marker in place of each content. If the texts between the markers equal
+the texts between the contents, the markers show the place of each content. They also prove that the template neither
+edits nor drops a content.
 """
 
 import json
@@ -22,12 +23,12 @@ _JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')
 
 
 class Alignment:
-    """A conversation with markers in the place of contents, and what each stands for.
+    """A conversation with markers in place of contents, and the text that each marker replaces.
 
     Args:
         conversation: The messages.
         control: Control strings.
-        everything: Mark all texts with a control string, of tools too; else the texts of assistants only.
+        everything: Mark all texts with a control string, including tools; otherwise only the texts of assistants.
     """
 
     def __init__(self, conversation: Conversation, control: tuple[str, ...] = (), *, everything: bool = False) -> None:
@@ -124,7 +125,7 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
             "The template edits a content, so that its place in the text cannot be found.",
             expected=repr(marked[:300]),
             got=repr(text[:300]),
-            hint="take one of tdfunc.llm.TEMPLATES, or a template with {% generation %} for masks.",
+            hint="use one of tdfunc.llm.TEMPLATES, or a template with {% generation %} for masks.",
         )
     dropped = [i for i in missing if alignment.originals[i][0].strip() and alignment.owners[i] is None]
     if dropped:
@@ -141,12 +142,12 @@ def _forms(text: str) -> list[str]:
 
 
 def has_reply(conversation: Conversation) -> bool:
-    """Return whether an assistant speaks in a conversation."""
+    """Return whether a conversation has a reply."""
     return any([message["role"] == "assistant" for message in conversation.messages])
 
 
 class ReplySearch(NamedTuple):
-    """The search for replies: from the header that asks for one to the end of turn, which is included.
+    """The search for replies: each from its generation prompt to its end of turn, which is included.
 
     Attributes:
         template: A template with a `header`.
@@ -169,7 +170,7 @@ class ReplySearch(NamedTuple):
         options = {"generation_prompt": self.generation_prompt, "open_end": self.open_end}
         try:
             marked: Sequence[str | None] = self.template.texts([each.marked for each in alignments], **options)
-        # A template in Jinja raises what it likes.
+        # A template in Jinja may raise any error.
         except Exception:
             marked = [None] * len(texts)
         found: list[list[Span]] = []

@@ -11,10 +11,11 @@ from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
     Conversation,
     Piece,
-    describe,
+    interleave,
     make_call,
     not_rendered,
     plain_text,
+    read_until,
     refuse,
     to_json,
     unparsed,
@@ -35,8 +36,8 @@ _OPEN = re.compile("|".join(re.escape(each) for each in _BRACKETS))
 class Mistral(AbstractPieceTemplate):
     """Mistral: `[INST]`, the user's text, `[/INST]`, the reply, `</s>`.
 
-    The tools stand before the last message of the user, so a conversation with tools and a further one does not extend
-    the earlier: see `is_append_only`.
+    The tools are written before the last message of the user. With tools, a further message of the user therefore
+    changes earlier turns: see `is_append_only`.
 
     Source:
         `InstructTokenizerV7` of mistral-common.
@@ -48,13 +49,8 @@ class Mistral(AbstractPieceTemplate):
         '<s>[INST]hi[/INST]hello</s>'
     """
 
-    @property
-    def control(self) -> tuple[str, ...]:  # noqa: D102 - as the interface
-        return (_BEGIN, _END, _CALLS, _RESULT_TEXT, *_BRACKETS, *_BRACKETS.values())
-
-    @property
-    def end(self) -> str:  # noqa: D102 - as the interface
-        return _END
+    _control = (_BEGIN, _END, _CALLS, _RESULT_TEXT, *_BRACKETS, *_BRACKETS.values())
+    _end = _END
 
     def pieces(  # noqa: D102 - as the interface
         self, conversation: Conversation, *, generation_prompt: bool = False, open_end: bool = False
@@ -63,29 +59,25 @@ class Mistral(AbstractPieceTemplate):
         found = [Piece(_BEGIN)]
         last_user = max([i for i, message in enumerate(messages) if message["role"] == "user"], default=-1)
         if tools and last_user < 0:
-            raise UnsupportedError("mistral: the tools stand before a message of the user, which there must be.")
+            raise UnsupportedError("mistral: the tools must come with a message of the user, which follows them.")
         for i, message in enumerate(messages):
             role, text = message["role"], plain_text(conversation, i)
             refuse(conversation, i, "reasoning_content", *(() if role == "assistant" else ("tool_calls",)))
             close = not (open_end and i == len(messages) - 1)
             if role == "assistant":
                 found.append(Piece(text, i, is_content=True, is_reply=True))
-                found += _call_pieces(conversation, i)
+                found += _call_pieces(message, i)
                 found.append(Piece(_END if close else "", i, is_reply=True))
             elif role == "tool":
-                found += [Piece(_RESULT, i), Piece(message.get("tool_call_id") or "", i, is_content=True)]
-                found += [
-                    Piece(_RESULT_TEXT, i),
-                    Piece(text, i, is_content=True),
-                    Piece(_RESULT_END if close else "", i),
-                ]
+                call, end = message.get("tool_call_id") or "", _RESULT_END if close else ""
+                found += interleave(i, _RESULT, call, _RESULT_TEXT, text, end)
             elif role in ("user", "system"):
                 if tools and i == last_user:
-                    found += [Piece(_TOOLS, i), Piece(to_json(tools), i, is_content=True), Piece(_TOOLS_END, i)]
+                    found += interleave(i, _TOOLS, to_json(tools), _TOOLS_END)
                 start = _USER if role == "user" else _SYSTEM
-                found += [Piece(start, i), Piece(text, i, is_content=True), Piece(_BRACKETS[start] if close else "", i)]
+                found += interleave(i, start, text, _BRACKETS[start] if close else "")
             else:
-                raise UnsupportedError(f"message {i}: the template has no form for the role {role!r}.")
+                raise UnsupportedError(f"message {i}: the template cannot render the role {role!r}.")
         # A reply follows without a header.
         return found
 
@@ -96,16 +88,10 @@ class Mistral(AbstractPieceTemplate):
         while at < len(text):
             start = _OPEN.match(text, at)
             if start is None:
-                stop = text.find(_END, at)
-                reply = self.parse_reply(text[at : None if stop < 0 else stop])
-                messages.append({**reply, "is_complete": False} if stop < 0 else reply)
-                at = len(text) if stop < 0 else stop + len(_END)
+                body, at, message = read_until(text, at, _END)
+                messages.append(self.parse_reply(body) | message)
                 continue
-            close = _BRACKETS[start[0]]
-            stop = text.find(close, start.end())
-            body = text[start.end() : None if stop < 0 else stop]
-            at = len(text) if stop < 0 else stop + len(close)
-            message: Message = {} if stop >= 0 else {"is_complete": False}
+            body, at, message = read_until(text, start.end(), _BRACKETS[start[0]])
             if start[0] == _TOOLS:
                 tools = read_json(body)
                 if not isinstance(tools, list):
@@ -132,18 +118,13 @@ class Mistral(AbstractPieceTemplate):
         return {"role": "assistant", "tool_calls": calls} | ({"content": content} if content else {})
 
 
-def _call_pieces(conversation: Conversation, i: int) -> list[Piece]:
-    calls = conversation.messages[i].get("tool_calls")
-    if not calls:
-        return []
-    if conversation.messages[i]["role"] != "assistant":
-        raise UnsupportedError(f"{describe(conversation, i)}: only an assistant calls tools.")
+def _call_pieces(message: Message, i: int) -> list[Piece]:
     given: list[dict[str, Any]] = []
-    for call in calls:
+    for call in message.get("tool_calls") or ():
         function = call["function"]
         one = {"name": function["name"], "arguments": read_json(function["arguments"])}
         given.append(one | ({"id": call["id"]} if call.get("id") else {}))
-    return [Piece(_CALLS, i, is_reply=True), Piece(to_json(given), i, is_content=True, is_reply=True)]
+    return interleave(i, _CALLS, to_json(given), is_reply=True) if given else []
 
 
 def _read_call(given: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The turns of a template, learned from its renders, by which texts of it are read back."""
+"""The turns of a template, learned from its renders, with which its texts are parsed."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ class Turns(NamedTuple):
 
     Attributes:
         first: The text before a first message of the user.
-        system: The texts before and behind a system message that comes first; None where there is no form for one.
+        system: The texts before and after a system message at the start; None if the template cannot render one.
         to_reply: The text between a user and the assistant.
         to_user: The text between the assistant and a user.
-        ends: The texts that may stand behind a last message of the user, and of the assistant.
+        ends: The texts that may follow the last message, by its role.
     """
 
     first: str
@@ -28,7 +28,7 @@ class Turns(NamedTuple):
     ends: dict[str, tuple[str, ...]]
 
     def readings(self, text: str) -> list[list[Message]]:
-        """Return the conversations that may have given a text, whose end may be cut off, the likeliest first."""
+        """Return the possible conversations of a text, whose end may be missing, the likeliest first."""
         found = [self._read(text.removeprefix(self.first))] if text.startswith(self.first) else []
         if self.system is not None and text.startswith(self.system[0]):
             content, closed, rest = text.removeprefix(self.system[0]).partition(self.system[1])
@@ -55,7 +55,7 @@ class Turns(NamedTuple):
 
 
 def learn_turns(render: Callable[[list[Message], bool], str]) -> Turns | None:
-    """Return the turns of a template, found by rendering markers; None where they have no fixed texts around them.
+    """Return the turns of a template, found by rendering markers; None if the texts around them are not fixed.
 
     Args:
         render: The template: the text of a conversation, with the header of a reply or without.
@@ -67,7 +67,7 @@ def learn_turns(render: Callable[[list[Message], bool], str]) -> Turns | None:
         match = re.fullmatch("(.*)".join(["", *map(re.escape, places), ""]), text, re.DOTALL)
         return match.groups() if match else ()
 
-    # A template in Jinja raises what it likes.
+    # A template in Jinja may raise any error.
     try:
         first, to_reply, to_user, again, end = around("user", "assistant", "user", "assistant")
         asked, header = around("user")[1], around("user", header=True)[1]

@@ -1,7 +1,7 @@
 """The two calls of a backend: rows of token ids in, responses or log-probs out.
 
-Rows are 1-d tensors without padding, so that a backend needs no rule for pads. Everything else (texts, templates,
-padding, trees) is the wrapper's.
+Rows are 1-d tensors without padding, so that a backend needs no rule for pads. The wrapper does everything else (texts,
+templates, padding, trees).
 """
 
 from abc import ABC, abstractmethod
@@ -29,9 +29,9 @@ class AbstractBackend(ABC):
 
         Args:
             prompts: Rows of ids (P,), none of them empty.
-            options: How the responses are drawn.
-            keys: A random key (2,) for each response, in order; None where nothing is drawn.
-            prompt_log_probs: Whether the prompts are scored, too.
+            options: The options of sampling.
+            keys: A random key (2,) for each response, in order; None for greedy and beam search.
+            prompt_log_probs: Also score the prompts.
         """
 
     # Any: a random key or a seed.

@@ -1,6 +1,6 @@
 """`LLMWrapperBase`: a language model as a module of trees, over the two calls of a backend.
 
-It reads conversations, texts or tokens as rows of ids, and makes the typed trees of the results. A subclass gives
+It reads conversations, texts or tokens as rows of ids, and makes the typed trees of the results. A subclass defines
 `generate_tokens` and `score_tokens`.
 """
 
@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Size, Tensor
@@ -35,7 +35,6 @@ from tdfunc.llm.rows.batch import (
     ragged_records,
     rows_on,
     scored_rows,
-    shaped_lists,
 )
 from tdfunc.llm.rows.packing import as_mask
 from tdfunc.llm.rows.read import TokenKeys
@@ -88,21 +87,14 @@ def _check_layout(lead: Size, layout: torch.layout | None) -> None:
     """Raise if nested tensors cannot have the batch size.
 
     Raises:
-        UnsupportedError: It has several dimensions.
+        UnsupportedError: The batch size has several dimensions.
     """
     if layout is not None and len(lead) > 1:
         raise UnsupportedError(
             "layout: nested tensors have one batch dimension.",
             got=f"batch size {list(lead)}",
-            hint="layout=None gives lazy stacks; td.reshape(-1) has one dimension, num_samples= adds one.",
+            hint="layout=None returns lazy stacks; td.reshape(-1) has one dimension, num_samples= adds one.",
         )
-
-
-class _Logits(NamedTuple):
-    """Logits from which tokens are drawn (*B, T, V), and the mask of the tokens (*B, T)."""
-
-    logits: Tensor
-    mask: Tensor
 
 
 class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
@@ -112,40 +104,41 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         model: The model.
         tokenizer: A tokenizer or processor of transformers, which is not changed; optional for tokens.
         input_mode: "history", "text" or "tokens".
-        input_key: The place of the input: a `ChatHistory`, `Text` or `Tokens` of which `prompt` is read to generate
-            and `full` to score, or such an entry itself; by default the key of the output of the same kind.
-        attention_mask_key: The place of the mask of tokens, of the shape of what is read; without it the masks at
-            `masks_key`, else all are tokens.
+        input_key: The place of the input, by default the key of the output of the same kind. The input is a
+            `ChatHistory`, `Text` or `Tokens`, of which `prompt` is read to generate and `full` to score, or such an
+            entry itself.
+        attention_mask_key: The place of the mask of the tokens. Without it the masks at `masks_key` are read; without
+            these all positions are tokens.
         generate: Generate responses; otherwise compute log-probs.
         generate_kwargs: The options of `GenerationOptions`, or a `GenerationConfig` of transformers.
         tokenizer_kwargs: `add_special_tokens` for texts, options of the template for histories, and for both
             `truncation`, `max_length` and `truncation_side`.
-        pad_output: Rows of one length, prompts padded at the left and responses at the right; scored tokens stay as
-            they lie. Otherwise ragged ones.
-        pad_model_input: Score padded rows; False packs them, where the family can.
-        inplace: None or False; nothing else, since trees are not written.
-        device: The device of the results; by default that of the input.
+        pad_output: Return rows of one length, with prompts padded at the left and responses at the right; scored
+            tokens keep their places. Otherwise the results are ragged.
+        pad_model_input: Score padded rows; False packs them if the model family allows it.
+        inplace: None or False, since trees are never written to.
+        device: The device of the results; by default the device of the input.
         layout: `torch.jagged` or `torch.strided` for ragged results as nested tensors, which have one batch dimension;
             None for lazy stacks.
-        num_samples: Responses to each prompt, in a further batch dimension: the result's batch size is [B, N], and the
-            input's entries are expanded to it.
+        num_samples: The number of responses to each prompt, in a further batch dimension. The batch size of the result
+            is [B, N], and the entries of the input are expanded to it.
         chat_template_name: The name of one of `tdfunc.llm.TEMPLATES`.
-        chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own.
+        chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own template.
         history_key: The place of the `ChatHistory`; None leaves it out, as for the other outputs.
         text_key: The place of the `Text`.
         tokens_key: The place of the `Tokens`.
         masks_key: The place of the `Masks`.
         log_probs_key: The place of the `LogProbs`.
-        prompt_log_probs: Score the prompts of generated responses, too.
-        allow_long: Run rows that are longer than the model was trained for, if it can.
+        prompt_log_probs: Also score the prompts of generated responses.
+        allow_long: Run rows that are longer than the training length of the model, if the model can.
         batching: Run the rows of several threads together; batch sizes turn it on.
-        min_batch_size: The rows that a batch waits for.
-        max_batch_size: The most rows of a batch.
-        batching_timeout: How long a row waits for others, in seconds.
+        min_batch_size: The number of rows that a batch waits for.
+        max_batch_size: The maximum number of rows in a batch.
+        batching_timeout: The longest time that a row waits for others, in seconds.
 
     Raises:
-        TypeError: An option is not known.
-        ValueError: An option has a value that is not allowed, or two contradict each other.
+        TypeError: An option is unknown.
+        ValueError: An option has an invalid value, or two options contradict each other.
         ImmutableError: `inplace` would write to the given tree.
 
     Source:
@@ -167,7 +160,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         super().__init_subclass__(**kwargs)
         cls.__signature__: inspect.Signature = _with_options(cls)
 
-    # Any: what a backend runs, and the options of `WrapperOptions`.
+    # Any: the object that a backend runs, and the options of `WrapperOptions`.
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__()
         self._collector: weakref.ref[Any] | None = None
@@ -183,7 +176,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             )
         super().__setattr__(name, value)
 
-    # Any: what a backend runs.
+    # Any: the object that a backend runs.
     def _set_model(self, model: Any) -> None:
         """Put a model into this very module: one that nobody else has yet."""
         super().__setattr__("model", model)
@@ -247,24 +240,24 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         Args:
             tensordict: A tree with the input.
             tensordict_out: Another tree to add the outputs to.
-            logits_only: Add the logits of each token, as `tdfunc.llm.logits`, instead of the outputs.
-            training: Score with dropout, drawn by `key`; by default the model is in evaluation mode.
-            key: A random key, or a seed of one: for sampling. Response i is drawn by its fold with i.
-            params: A tree of parameters to run instead of the model's own; its buffers are the model's unless it has
-                some.
+            logits_only: Add the logits of each token, as from `tdfunc.llm.logits`, instead of the outputs.
+            training: Score with dropout, whose masks come from `key`; by default the model is in evaluation mode.
+            key: The random key of sampling, or a seed. Response i uses the key folded with i.
+            params: A tree of parameters to run instead of the model's own. Without buffers in the tree, the model's
+                buffers are used.
 
         Raises:
             MissingKeyError: The tree has no input.
-            LeafMismatchError: The input has another shape than the batch, or a mask another than the tokens.
-            ValueError: Responses are to be sampled without a key, or a prompt has no tokens.
-            UnsupportedError: Logits are to be given by a wrapper that generates, or that has none.
+            LeafMismatchError: The shape of the input does not fit the batch, or a mask does not fit the tokens.
+            ValueError: Sampling needs a key, or a prompt has no tokens.
+            UnsupportedError: The backend returns no logits, or it cannot run a tree of parameters.
         """
         if params is not None:
             given = {"tensordict_out": tensordict_out, "logits_only": logits_only, "training": training, "key": key}
             return self._with_params(params).forward(tensordict, **given)
         out = tensordict if tensordict_out is None else tensordict_out
         if logits_only:
-            return out.set("logits", self._padded_logits(tensordict, training, key).logits)
+            return out.set("logits", self._padded_logits(tensordict, training, key)[0])
         if self.generate:
             if training:
                 raise error(ValueError, f"{type(self).__name__}: training=True must come with generate=False.")
@@ -290,7 +283,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def _with_params(self, params: Any) -> "Self":
         """Return a wrapper that runs a tree of parameters."""
         raise UnsupportedError(
-            f"{type(self).__name__}: params= must be left out: the backend holds its weights.",
+            f"{type(self).__name__}: params= is not supported, because the backend holds its own weights.",
             hint="push a tree into the engine first, or use TransformersWrapper.",
         )
 
@@ -300,7 +293,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     @property
     def _samples(self) -> int | None:
-        """The size of the dimension of responses to one prompt; None where there is no such dimension."""
+        """The size of the dimension of responses to one prompt; None without such a dimension."""
         count = self._generation.num_return_sequences
         return count if self.num_samples is not None or count > 1 else None
 
@@ -315,7 +308,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     # -- scoring ------------------------------------------------------------------------------------------------
 
     def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
-        """Return the outputs of scoring, by their kinds: the record that was read stays as it is."""
+        """Return the outputs of scoring, by their kinds; the record that was read does not change."""
         lead, mode = td._batch_size, self.input_mode
         _check_layout(lead, None if self.pad_output else self.layout)
         inputs = self._reader.read(td, "full")
@@ -325,13 +318,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         values: dict[str, Any] = records._asdict()
         if mode != "tokens" and (out is not td or self.in_keys[0] != self._outputs.get(mode)):
             values[mode] = (
-                Text(**shaped_lists(lead, full=inputs.texts), batch_size=lead)
+                Text(full=nest(inputs.texts, lead, list), batch_size=lead)
                 if inputs.texts is not None
                 else ChatHistory(full=nest(inputs.chats or [], lead), batch_size=lead)
             )
         if mode == "history":
             texts = row_texts(self._text_tokenizer, inputs.rows)
-            values["text"] = Text(**shaped_lists(lead, full=texts), batch_size=lead)
+            values["text"] = Text(full=nest(texts, lead, list), batch_size=lead)
         return values
 
     def _score_rows(self, td: Any, inputs: Inputs, training: bool, key: Any) -> list[Row]:
@@ -363,7 +356,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             key: As for `forward`.
 
         Shapes:
-            (*B, T), laid out as the tokens are; texts, histories and ragged tokens are padded at the left.
+            (*B, T), in the layout of the tokens; texts, histories and ragged tokens are padded at the left.
         """
         inputs = self._reader.read(tensordict, "full")
         rows = self._score_rows(tensordict, inputs, training, key)
@@ -371,15 +364,19 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     # Any: backends differ.
     def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
-        """Return the logits from which each token is drawn (N, T, V)."""
+        """Return the logits from which each token is sampled (N, T, V)."""
         raise UnsupportedError(
-            f"{type(self).__name__}: the backend gives no logits.", hint="TransformersWrapper, with the same weights."
+            f"{type(self).__name__}: the backend returns no logits.",
+            hint="use TransformersWrapper with the same weights.",
         )
 
-    def _padded_logits(self, td: Any, training: bool = False, key: Any = None, side: str = "left") -> "_Logits":
+    def _padded_logits(
+        self, td: Any, training: bool = False, key: Any = None, side: str = "left"
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits from which tokens are sampled (*B, T, V), and the mask of the tokens (*B, T)."""
         batch = self._padded(td, side)
         found = self._logits(batch.ids, batch.mask, training, key)
-        return _Logits(batch.shaped(found), batch.shaped(batch.mask))
+        return batch.shaped(found), batch.shaped(batch.mask)
 
     def _padded(self, td: Any, side: str) -> TokenBatch:
         """Return the tokens of the input's `full`, padded."""
@@ -402,37 +399,36 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         training: bool = False,
         key: Any = None,
     ) -> MaskedCategorical:
-        """Return the distribution from which each token of the input's `full` is drawn.
+        """Return the distribution from which each token of the input's `full` is sampled.
 
-        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens stay as they lie.
+        Its log-probs and entropies are 0 at pads and at a row's first token. Padded tokens keep their places.
 
         Args:
             tensordict: A tree with the input.
-            tensordict_out: Nothing: a tree is not written to.
-            logits_key: The place of logits that `logits_only=True` has given. They are computed without it, and where
-                the tree has none there.
-            mask_key: The place of a mask (*B, T) of the tokens that count, such as those of the assistant.
-            as_padded_tensor: The results are padded, which is the default.
-            as_nested_tensor: The results are nested tensors.
-            padding_value: A number for all logits of a pad. They are normalized, so that it changes nothing.
-            padding_side: Where ragged tokens, texts and histories are padded.
+            tensordict_out: None, since a tree is not written to.
+            logits_key: The place of logits from `logits_only=True`. Without it, or if the tree has no such entry, the
+                logits are computed.
+            mask_key: The place of a mask of the tokens that count, such as the assistant's tokens, shape (*B, T).
+            as_padded_tensor: Return padded results, which is the default.
+            as_nested_tensor: Return results as nested tensors.
+            padding_value: A number for all logits of a pad. It has no effect, since logits are normalized.
+            padding_side: The side at which ragged tokens, texts and histories are padded.
             layout: The layout of nested results.
             training: As for `forward`.
             key: As for `forward`.
 
         Raises:
-            UnsupportedError: The backend gives no logits.
+            UnsupportedError: The backend returns no logits, or `tensordict_out` is given.
             LeafMismatchError: The mask or the logits have another shape than the tokens.
-            ValueError: Both forms are asked for at once.
-            ImmutableError: `tensordict_out` is given.
+            ValueError: Both `as_padded_tensor` and `as_nested_tensor` are set.
 
         Shapes:
             Logits are (*B, T, V), log-probs and entropies (*B, T).
         """
         if tensordict_out is not None:
-            raise ImmutableError(
-                "get_dist: tensordict_out must be left out: a distribution is no entry of a tree.",
-                hint="wrapper(td, logits_only=True) adds the logits.",
+            raise UnsupportedError(
+                "get_dist: tensordict_out is not supported, because a tree cannot contain a distribution.",
+                hint="wrapper(td, logits_only=True) adds the logits to a tree.",
             )
         if as_nested_tensor and as_padded_tensor:
             raise error(ValueError, "get_dist: results must be padded or nested.", got="both")
@@ -487,7 +483,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         texts = reply_texts(self._text_tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
         before = [text for text in before for _ in range(count)]
         full, ends = [a + b for a, b in zip(before, texts, strict=True)], [each.finish_reason for each in responses]
-        lists = shaped_lists(lead, prompt=before, response=texts, full=full, finish_reason=ends)
+        lists = nest_all(lead, list, prompt=before, response=texts, full=full, finish_reason=ends)
         values["text"] = Text(**lists, batch_size=lead)
         return values
 
@@ -515,7 +511,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         return ChatHistory(**parts, batch_size=lead)
 
     def _keys(self, count: int, key: Any) -> Tensor | None:
-        """Return a key for each response, or None where nothing is drawn.
+        """Return a key for each response, or None without sampling.
 
         Raises:
             ValueError: Tokens are sampled, and there is no key.
@@ -525,8 +521,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if key is None:
             raise error(
                 ValueError,
-                f"{type(self).__name__}: sampling takes a random key: there is no hidden state to draw from.",
-                expected="wrapper(td, key=tdfunc.random.key(0)), another key for each call",
+                f"{type(self).__name__}: sampling must have a random key, because wrappers have no random state.",
+                expected="wrapper(td, key=tdfunc.random.key(0)), with another key for each call",
             )
         return random.fold_in(key_of(key), torch.arange(count))
 
@@ -548,7 +544,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     @property
     def batching(self) -> bool:
-        """Whether rows of several threads run together."""
+        """True if rows of several threads run together."""
         return self._batcher is not None
 
     def get_batching_state(self) -> dict[str, Any]:
@@ -559,21 +555,21 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         """Empty the queue, and return the futures of the rows that were in it, all done.
 
         Args:
-            flush: Run these rows first, so that their callers get results; else the calls are cancelled.
+            flush: Run these rows first, so that their callers receive results; otherwise cancel the calls.
         """
         return [] if self._batcher is None else self._batcher.cleanup(flush=flush)
 
     # -- versions -----------------------------------------------------------------------------------------------
 
     def get_new_version(self, **changes: Any) -> "Self":
-        """Return a wrapper of the same model with other options; all that are not given stay.
+        """Return a wrapper of the same model with some options changed.
 
         Args:
             **changes: Arguments of the constructor.
 
         Raises:
-            TypeError: An option is not known.
-            MissingKeyError: A selected out key is not one of the new wrapper.
+            TypeError: An option is unknown.
+            MissingKeyError: The new wrapper does not have a selected out key.
         """
         new = self._shell()
         if "model" in changes:

@@ -1,7 +1,7 @@
 """`Batcher`: single requests from any thread, run together in batches.
 
-It owns the waiting, the order of answers and the isolation of failures. The requests and their results are opaque to
-it; a wrapper submits one row of tokens at a time and runs its engine on a list of them.
+It owns the waiting, the order of answers and the isolation of failures. It does not interpret requests and results; a
+wrapper submits one row of tokens at a time, and runs its engine on a list of them.
 """
 
 import itertools
@@ -30,18 +30,18 @@ class Batcher(Generic[Q, R]):
     """Answers requests from many threads by calling a function on batches of them, one batch at a time.
 
     A batch starts when `min_batch_size` requests of a group wait, or when one of them has waited for `timeout_s`. It
-    takes all that wait in the group, oldest first, up to `max_batch_size`. A batch that fails is split and run again,
-    so that a request which cannot be answered fails alone, with its own error: `run` may see a request several times.
+    contains all waiting requests of the group, oldest first, up to `max_batch_size`. A failed batch is split and run
+    again, so that only a bad request fails, with its own error. `run` may therefore receive a request several times.
 
-    `run` is called in a thread of the batcher, which has torch's own defaults (gradients are on, for example). The
-    thread ends with the batcher. A program that ends cancels the requests that still wait, and gives the batch in work
-    ten seconds. A copy, from pickle, `copy` or a fork, has the same function and options, and no requests.
+    `run` is called in a thread of the batcher, with torch's own defaults (for example, gradients are on). The thread
+    ends with the batcher. When a program ends, waiting requests are cancelled, and the running batch has ten seconds. A
+    copy, from pickle, `copy` or a fork, has the same function and options, and no requests.
 
     Args:
         run: The function from a list of requests to their results, in the same order.
-        min_batch_size: How many requests a batch waits for.
-        max_batch_size: How many requests a batch may have; without it, all that wait.
-        timeout_s: How long a request waits for others, in seconds.
+        min_batch_size: The number of requests that a batch waits for.
+        max_batch_size: The maximum number of requests in a batch; by default all waiting requests.
+        timeout_s: The longest time that a request waits for others, in seconds.
 
     Raises:
         ValueError: The sizes or the timeout are out of range.
@@ -79,8 +79,8 @@ class Batcher(Generic[Q, R]):
         """Return the future of a request's result.
 
         Args:
-            request: What `run` gets, as an element of its list.
-            group: Requests of different groups are never in one batch; options that hold for a whole call belong here.
+            request: An element of the list that `run` receives.
+            group: The group; a batch contains only one group. Put options that hold for a complete call here.
 
         Raises:
             RuntimeError: The batcher is closed.
@@ -98,9 +98,9 @@ class Batcher(Generic[Q, R]):
         return future
 
     def state(self) -> dict[str, Any]:
-        """Return the counts of this moment, and the options.
+        """Return the current counts, and the options.
 
-        `queue_size` counts the requests that wait, `pending_futures` those and the ones of the batch that runs.
+        `queue_size` counts the waiting requests; `pending_futures` also counts the requests of the running batch.
         """
         with self._queue.changed:
             waiting, running = len(self._queue.waiting), len(self._queue.running)
@@ -117,11 +117,11 @@ class Batcher(Generic[Q, R]):
         """Empty the queue, and return the futures that were in it, all done, in the order of their submission.
 
         Args:
-            flush: Run the requests now, and wait for them and for the batch that runs, whose futures are returned too;
-                else cancel them.
+            flush: Run the requests now, and wait for them and for the running batch, whose futures are also returned.
+                Otherwise cancel the requests.
 
         Raises:
-            ConcurrencyError: `run` or a callback of a future flushes: it would wait for itself.
+            ConcurrencyError: `run` or a callback of a future flushes, so that it would wait for itself.
         """
         if not flush:
             return self._queue.cancel()
@@ -131,7 +131,7 @@ class Batcher(Generic[Q, R]):
         return futures
 
     def close(self, *, flush: bool = False) -> "list[Future[R]]":
-        """Refuse further requests, and return those of `cleanup`.
+        """Refuse further requests, and return the futures of `cleanup`.
 
         Args:
             flush: As for `cleanup`.
@@ -152,7 +152,7 @@ class Batcher(Generic[Q, R]):
             raise ConcurrencyError(
                 f"Batcher.{call}: flush=True must not come from the batcher's own thread, which it would wait for.",
                 expected="a call from outside of `run` and of the callbacks of futures",
-                hint="flush=False cancels the requests that wait; or leave the call to another thread.",
+                hint="use flush=False to cancel the waiting requests, or call it in another thread.",
             )
 
     def __enter__(self) -> "Batcher[Q, R]":
@@ -219,7 +219,7 @@ class _Queue:
         with self.changed:
             removed = self._pop(future)
         if removed:
-            # `wait` and `as_completed` see the cancellation only then.
+            # Only then do `wait` and `as_completed` return.
             future.set_running_or_notify_cancel()
 
     def hurry(self) -> "list[Future[Any]]":

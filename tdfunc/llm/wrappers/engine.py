@@ -58,7 +58,7 @@ class Engine(AbstractEngine):
         self.llm.update_weight_version(label)
 
     def probe(self, ids: Tensor) -> Probe:
-        """Score a prompt: its tokens past the cache, the next one by way of it."""
+        """Score a prompt: its tokens without the cache, the next token with the cache."""
         (scored,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}])
         (cached,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "logprobs": CANDIDATES}])
         found = {token: each.logprob for token, each in cached.outputs[0].logprobs[0].items()}
@@ -75,7 +75,7 @@ class Engine(AbstractEngine):
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
         rows = [{"prompt_token_ids": row.tolist()} for row in prompts]
-        # Ids are decoded by the wrapper, and only where a stop sequence is given by the engine.
+        # The wrapper decodes ids; the engine decodes them only to find stop sequences.
         # Any: vLLM is optional.
         made: list[Any] = [SamplingParams(detokenize=bool(each.get("stop")), **each) for each in params]
         return self.llm.generate(rows, made, use_tqdm=False)
@@ -85,18 +85,18 @@ class Engine(AbstractEngine):
 class vLLMWrapper(LLMWrapperBase):  # noqa: N801
     """vLLM's engine as a module of trees.
 
-    The engine draws with its own generator, one seed for each response, made from its key. Log-probs are vLLM's raw
-    ones; `behaviour` is theirs where temperature is 1 and nothing is cut, and None elsewhere. vLLM in process replaces
-    `torch.set_num_threads` and starts torch.distributed.
+    The engine samples with its own generator. Each response has its own seed, made from its key. Log-probs are vLLM's
+    raw log-probs. `behaviour` equals them at temperature 1 without truncation and penalties; otherwise it is None. vLLM
+    in process replaces `torch.set_num_threads` and starts torch.distributed.
 
     Args:
-        model: A `vllm.LLM` with `logprobs_mode="raw_logprobs"`, its default.
-        **options: Those of `LLMWrapperBase`; `pad_model_input` has no effect.
+        model: A `vllm.LLM` with `logprobs_mode="raw_logprobs"`, the default of vLLM.
+        **options: The options of `LLMWrapperBase`; `pad_model_input` has no effect.
 
     Raises:
-        UnsupportedError: The engine gives processed log-probs.
-        TypeError: An option is not known.
-        ValueError: An option has a value that is not allowed, or two contradict each other.
+        UnsupportedError: The engine returns processed log-probs.
+        TypeError: An option is unknown.
+        ValueError: An option has an invalid value, or two options contradict each other.
 
     Source:
         `torchrl.modules.llm.vLLMWrapper`.
@@ -108,7 +108,7 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         mode = engine.llm.llm_engine.vllm_config.model_config.logprobs_mode
         if mode != "raw_logprobs":
             raise UnsupportedError(
-                "vLLMWrapper: the engine must give raw log-probs.", expected="logprobs_mode='raw_logprobs'", got=mode
+                "vLLMWrapper: the engine must return raw log-probs.", expected="logprobs_mode='raw_logprobs'", got=mode
             )
         super()._set_model(model)
         self.engine = engine
@@ -131,34 +131,40 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         proof: Literal["prompt", "full"] = "prompt",
         key: KeyLike | None = None,
     ) -> Push:
-        """Replace the engine's weights by those of a tree, and prove it: engine and tree score prompts.
+        """Replace the engine's weights with a tree, and verify the push: engine and tree score prompts.
 
-        A passed proof says that engine and tree agree on what its prompts read, and leaves the rest open. One prompt
-        has 256 random ids, others at each push. It notices a wrong layer at once, and a stale embedding or row of the
-        head at a push whose prompt has the id. `proof="full"` scores every id once. No proof notices differences below
-        `tolerance`, experts that no token was routed to, which `unread` of a full proof names, or what only longer
-        prompts read.
+        A passed verification means that engine and tree agree on the weights that its prompts read. By default it is
+        one prompt of 256 random ids, with new ids for each push. It notices a wrong layer at once, and a stale
+        embedding or row of the head when a prompt has the id. `proof="full"` scores every id once. No verification
+        notices these errors:
+
+        - differences below `tolerance`;
+        - errors in experts that no token was routed to, which `unread` of a full verification names;
+        - errors that only longer prompts show.
 
         Args:
             tree: The parameters of the same model in transformers, from `causal_lm` or `from_module`.
-            version: The label that responses carry from now on.
-            buffers: The buffers of the model, if they are not those that its configuration gives.
+            version: The label of all further responses.
+            buffers: The buffers of the model, if they differ from the buffers of its configuration.
             tolerance: The largest difference of a log-prob between engine and tree, in nats.
             proof: "prompt" scores one prompt; "full" scores every id, and computes gradients of the tree.
-            key: The random key of the ids; None for a new one of the operating system.
+            key: The random key of the ids; None for a new key from the operating system.
 
         Raises:
             TreeStructureError: Names or shapes differ; nothing was sent.
-            ValueError: The engine's log-probs are not those of the tree. It generates nothing until a push succeeds.
-            ConcurrencyError: The engine did not take all leaves, or kept its cache; likewise.
+            ValueError: The engine and the tree have different log-probs. The engine generates nothing until a push
+                succeeds.
+            ConcurrencyError: The engine did not read all leaves, or kept its cache. It also generates nothing until a
+                push succeeds.
         """
         lm, own_buffers = self._model()
-        options = {"version": str(version), "tolerance": tolerance, "proof": proof, "key": key}
-        return push_tree(self.engine, lm, tree, own_buffers if buffers is None else buffers, **options)
+        buffers = own_buffers if buffers is None else buffers
+        label = str(version)
+        return push_tree(self.engine, lm, tree, buffers, version=label, tolerance=tolerance, proof=proof, key=key)
 
     # Any: a tree of buffers.
     def _model(self) -> tuple[CausalLM, Any]:
-        """Return the engine's model as a specification, and its buffers."""
+        """Return the engine's model as a `CausalLM`, and its buffers."""
         if self._own is None:
             from transformers import AutoModelForCausalLM
 
@@ -184,8 +190,8 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
 
         Raises:
             ConcurrencyError: A push has not ended, or failed.
-            UnsupportedError: Beams, or `top_p` with `min_p`.
-            ValueError: There is no `max_new_tokens`.
+            UnsupportedError: The options contain beams, or `top_p` with `min_p`.
+            ValueError: `max_new_tokens` is missing.
         """
         version = self.version
         params = sampling_options("vLLMWrapper", options)
@@ -206,7 +212,7 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
 
         Raises:
             ConcurrencyError: A push has not ended, or failed.
-            UnsupportedError: `training`: an engine has no dropout.
+            UnsupportedError: `training` is set, but an engine has no dropout.
         """
         _ = self.version
         if training:
@@ -224,7 +230,7 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
 def _response(out: Any, options: GenerationOptions, device: torch.device) -> Response:
     (made,) = out.outputs
     if made.finish_reason not in ("stop", "length"):
-        raise ConcurrencyError("vLLMWrapper: the engine must end a response.", got=made.finish_reason)
+        raise ConcurrencyError("vLLMWrapper: the engine must complete each response.", got=made.finish_reason)
     log_probs = None
     if made.logprobs is not None:
         pairs = zip(made.token_ids, made.logprobs, strict=True)

@@ -12,9 +12,8 @@ from tdfunc.core.keys import dotted, unravel
 from tdfunc.llm.conversations.exact import TokenTemplate, grown_ids
 from tdfunc.llm.conversations.history import History
 from tdfunc.llm.encoding.chat import chat_rows, check_masks
-from tdfunc.llm.encoding.encode import encode_texts
 from tdfunc.llm.encoding.padding import EncodedRow, Layout
-from tdfunc.llm.encoding.text import added_around
+from tdfunc.llm.encoding.text import added_around, text_rows
 from tdfunc.llm.messages.columns import Conversation, conversations_in
 from tdfunc.llm.rows.batch import Row, TokenBatch, check_prompts, flat_list
 from tdfunc.llm.rows.read import TokenKeys, check_batch, missing_field, ragged_values, read_tokens
@@ -40,16 +39,16 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """The way in which a wrapper reads its inputs.
+    """The rules by which a wrapper reads its inputs.
 
     Attributes:
         mode: "history", "text" or "tokens".
         keys: The places of the input and of masks.
         call: The name of the wrapper's class, for messages.
-        tokenizer: The tokenizer of texts, that of a processor; None for tokens.
+        tokenizer: The tokenizer of texts, taken from a processor; None for tokens.
         template: The template of histories.
-        layout: How rows of texts and histories are cut.
-        add_special_tokens: Whether texts get the tokens that the tokenizer puts around them.
+        layout: The truncation of rows of texts and histories.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text.
     """
 
     mode: str
@@ -66,7 +65,7 @@ class Reader:
 
         Raises:
             MissingKeyError: The tree has no input.
-            LeafMismatchError: The input has another shape than the batch, or a mask another than the tokens.
+            LeafMismatchError: The shape of the input does not fit the batch, or a mask does not fit the tokens.
             ValueError: A prompt has no tokens.
         """
         if self.mode == "tokens":
@@ -85,7 +84,7 @@ class Reader:
 
     # Any: texts or histories.
     def _entry(self, td: TensorCollection, field: str) -> Any:
-        """Return a field of the record at the source, or the entry itself where it is no record."""
+        """Return a field of the record at the source, or the entry itself if it is not a record."""
         value = get_value(td, self.keys.source, None)
         if isinstance(value, TensorCollection) and not isinstance(value, History):
             value = get_value(value, field, None)
@@ -101,7 +100,7 @@ class Reader:
         if isinstance(value, str):
             texts = [value] * size.numel()
         elif isinstance(record, TensorCollection) and record._is_lazy:
-            # Its values are along the dimension of the stack, which need not be the first.
+            # Its values follow the dimension of the stack, which need not be the first.
             texts = ragged_values(td, (*path, field)) or []
         else:
             texts = ragged_values(td, path) or [] if td._is_lazy else flat_list(value, len(size))
@@ -115,7 +114,7 @@ class Reader:
         return texts
 
     def _encode_texts(self, texts: Sequence[str]) -> list[Row]:
-        """Return the ids of texts, with the special tokens that the tokenizer adds, which stay when a text is cut.
+        """Return the ids of texts, with the special tokens that the tokenizer adds, which truncation keeps.
 
         A text that begins with the tokenizer's `bos_token` was rendered by a template: it gets no second one.
         """
@@ -124,8 +123,7 @@ class Reader:
         found: dict[int, Row] = {}
         for special in set(whole):
             places = [i for i, is_whole in enumerate(whole) if is_whole == special]
-            made = encode_texts(self.tokenizer, [texts[i] for i in places], special=special)
-            rows: list[EncodedRow] = [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]
+            rows = text_rows(self.tokenizer, [texts[i] for i in places], add_special_tokens=special)
             if self.layout.truncation:
                 first, last = added_around(self.tokenizer) if special else (0, 0)
                 rows = [self.layout.cut(row, first=first, last=last) for row in rows]

@@ -14,13 +14,13 @@ class NestedCategorical(MaskedCategorical):
     """Categorical distributions of the tokens of ragged rows: log-probs and entropies are nested tensors of the rows.
 
     Args:
-        logits: (N, T, V).
-        mask: True where a token is drawn (N, T); the results are 0 elsewhere.
-        tokens: True at tokens (N, T), by which the rows are cut.
+        logits: The logits of each position, shape (N, T, V).
+        mask: True where a token is sampled, shape (N, T); the results are 0 elsewhere.
+        tokens: True at the tokens of the rows, shape (N, T).
         layout: `torch.jagged` or `torch.strided`.
 
     Raises:
-        UnsupportedError: There is not one batch dimension.
+        UnsupportedError: The number of batch dimensions is not one.
     """
 
     def __init__(self, logits: Tensor, mask: Tensor, tokens: Tensor, layout: torch.layout) -> None:

@@ -19,7 +19,6 @@ _OWN = (
     "return_attention_mask", "return_dict", "return_tensors", "tokenize", "tokenizer",
 )  # fmt: skip
 CUTS = ("max_length", "truncation", "truncation_side")
-TEXT_KWARGS = ("add_special_tokens", *CUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,61 +58,52 @@ class WrapperOptions:
         """Check the rules.
 
         Raises:
-            ValueError: An option has a value that is not allowed, or two contradict each other.
-            TypeError: Texts or histories are to be read without a tokenizer.
+            ValueError: An option has an invalid value, or two options contradict each other.
+            TypeError: Texts or histories need a tokenizer.
             ImmutableError: `inplace` would write to the given tree.
         """
         check_choice("LLMWrapper: input_mode", self.input_mode, MODES)
         if self.inplace not in (None, False):
             raise ImmutableError(
-                "LLMWrapper: inplace must be None or False: trees are never written.",
-                expected="td = wrapper(td), a new tree that shares the entries of the given one",
+                "LLMWrapper: inplace must be None or False, because trees are never written to.",
+                expected="td = wrapper(td), a new tree that shares the entries of the given tree",
                 got=f"inplace={self.inplace!r}",
-                hint="wrapper(td, tensordict_out=TensorDict(batch_size=td.batch_size)) has the outputs alone."
+                hint="wrapper(td, tensordict_out=TensorDict(batch_size=td.batch_size)) has only the outputs."
                 if self.inplace == "empty"
                 else None,
             )
         if self.tokenizer is None and self.input_mode != "tokens":
             raise error(
                 TypeError,
-                f"LLMWrapper: input_mode={self.input_mode!r} takes a tokenizer.",
-                hint="tokenizer=..., or input_mode='tokens'.",
+                f"LLMWrapper: input_mode={self.input_mode!r} must come with a tokenizer.",
+                hint="pass tokenizer=..., or input_mode='tokens'.",
             )
         check_choice("LLMWrapper: layout", self.layout, (None, torch.jagged, torch.strided))
         sizes = (self.min_batch_size, self.max_batch_size)
         if self.batching is False and sizes != (None, None):
             raise error(
                 ValueError,
-                "LLMWrapper: batching=False takes no batch sizes.",
+                "LLMWrapper: batching=False must come without batch sizes.",
                 got=f"min_batch_size={sizes[0]}, max_batch_size={sizes[1]}",
             )
-        self._check_tokenizer_kwargs()
-
-    def _check_tokenizer_kwargs(self) -> None:
+        known: dict[str, tuple[str, ...]] = {"text": ("add_special_tokens", *CUTS), "tokens": ()}
         for name in self.tokenizer_kwargs or ():
-            if name in _OWN:
+            if name in _OWN or name not in known.get(self.input_mode, (name,)):
                 raise error(
                     ValueError,
-                    f"LLMWrapper: {name!r} must not be among tokenizer_kwargs: the wrapper decides the form of ids.",
-                    hint="pad_output= chooses between padded and ragged outputs.",
+                    f"LLMWrapper: tokenizer_kwargs must not have {name!r} for input_mode={self.input_mode!r}.",
+                    expected=f"some of {known.get(self.input_mode, 'the options of the template')}",
+                    hint="the wrapper chooses the form of ids; pad_output= selects padded or ragged outputs.",
                 )
-            if self.input_mode == "text" and name not in TEXT_KWARGS:
-                raise error(
-                    ValueError,
-                    f"LLMWrapper: {name!r} is not an option of texts.",
-                    expected=f"tokenizer_kwargs of {list(TEXT_KWARGS)}",
-                )
-            if self.input_mode == "tokens":
-                raise error(ValueError, "LLMWrapper: tokenizer_kwargs have no effect on tokens.", got=name)
 
     @property
     def batches(self) -> bool:
-        """Whether requests of several threads run together."""
+        """True if requests of several threads run together."""
         return bool(self.batching) or (self.min_batch_size, self.max_batch_size) != (None, None)
 
     @property
     def source(self) -> NestedKey:
-        """The key of the input: by default that of the output of the same kind."""
+        """The key of the input, by default the key of the output of the same kind."""
         own = {"history": self.history_key, "text": self.text_key, "tokens": self.tokens_key}[self.input_mode]
         found = own if self.input_key is None else self.input_key
         return self.input_mode if found is None else found

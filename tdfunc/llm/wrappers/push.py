@@ -1,12 +1,12 @@
-"""A push of weights into an engine, and its proof: an engine that took the wrong ones generates all the same.
+"""A push of weights into an engine, and its verification: an engine with wrong weights also generates text.
 
 The names are compared before anything is sent. Afterwards the engine scores a prompt of random ids, with and without
-its cache, and the tree scores it, too. Until both agree the engine's label says that its weights are not proven.
+its cache, and the tree scores the same prompt. Until both agree, the engine's label marks its weights as unproven.
 """
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
@@ -29,12 +29,12 @@ _UNPROVEN = "unproven: "
 
 
 class Probe(NamedTuple):
-    """How an engine continues a prompt of L tokens: log-probs in nats.
+    """The log-probs of an engine for a prompt of L tokens, in nats.
 
     Attributes:
-        log_probs: Of the prompt's tokens (L,), the first of which has none.
+        log_probs: The log-probs of the prompt's tokens (L,), of which the first is not used.
         candidates: Ids of next tokens (K,).
-        next_log_probs: Theirs (K,), by way of the engine's cache.
+        next_log_probs: The log-probs of the candidates (K,), computed with the engine's cache.
     """
 
     log_probs: Tensor
@@ -43,14 +43,14 @@ class Probe(NamedTuple):
 
 
 class Push(NamedTuple):
-    """What a proven push sent.
+    """The record of a verified push.
 
     Attributes:
-        version: The label that the engine's responses carry from now on.
-        digests: The xxh3 digest of each leaf as it was handed over, by name.
+        version: The label of the engine's further responses.
+        digests: The xxh3 digest of each leaf that was sent, by name.
         difference: The largest difference of a log-prob between engine and tree, in nats.
-        unread: With `proof="full"`, by name of a leaf the indices along its first dimension that the proof did not
-            read, such as experts that no token was routed to; otherwise None.
+        unread: With `proof="full"`, the indices along the first dimension of each leaf that the verification did not
+            read, by name, such as experts that no token was routed to; otherwise None.
     """
 
     version: str
@@ -60,7 +60,7 @@ class Push(NamedTuple):
 
 
 class AbstractEngine(ABC):
-    """What a push needs of an engine; its label is kept by the engine, so that all who use the engine see it."""
+    """The operations of an engine that a push needs; the engine keeps the label, so that all its users can read it."""
 
     @abstractmethod
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -68,10 +68,10 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def reset_cache(self) -> bool:
-        """Drop what was computed from earlier weights; return whether it was done."""
+        """Drop the results of earlier weights; return True if they were dropped."""
 
     def digests(self) -> Mapping[str, str]:
-        """Return the xxh3-128 digests of leaves as the engine holds them, by name: of those that it can read."""
+        """Return the xxh3-128 digests of the engine's leaves by name, for leaves that it can read."""
         return {}
 
     @abstractmethod
@@ -95,7 +95,7 @@ def proven_label(label: str) -> str:
     """Return the version that an engine's label has.
 
     Raises:
-        ConcurrencyError: A push has not ended, or failed.
+        ConcurrencyError: A push has not ended, or has failed.
     """
     if label.startswith(_UNPROVEN):
         raise ConcurrencyError(
@@ -104,26 +104,6 @@ def proven_label(label: str) -> str:
             hint="push again.",
         )
     return label
-
-
-# Any: trees.
-def push_tree(engine: AbstractEngine, lm: CausalLM, tree: Any, own_buffers: Any, **options: Any) -> Push:
-    """Push a tree by the names of a state_dict; `own_buffers` are the model's, for a tree without them."""
-    module: Any = lm.apply.module
-    shapes = {name: leaf.shape for name, leaf in module.state_dict().items()}
-    tied = (
-        list(getattr(module, "_tied_weights_keys", None) or [])
-        if getattr(module.config, "tie_word_embeddings", False)
-        else []
-    )
-    flat, own = _named(tree), {} if own_buffers is None else _named(own_buffers)
-    # A tree may have the buffers, too, of which checkpoints hold some.
-    held = all([name in flat for name in own])
-    extra = set(own) - set(shapes)
-    leaves = {name: leaf for name, leaf in flat.items() if name not in extra}
-    return push_weights(
-        engine, lm, leaves, shapes, optional=tied, tree=tree, buffers=None if held else own_buffers, **options
-    )
 
 
 # Any: a tree.
@@ -135,9 +115,9 @@ def _named(tree: Any) -> dict[str, Tensor]:
 def send_by_folder(weights: Iterator[tuple[str, Tensor]], folder: str | None, reload: Callable[[str], object]) -> None:
     """Write weights into a new folder for an engine in another process, which reads them in `reload`.
 
-    Afterwards the file must still have the values that were written, by its checksums.
+    Afterwards the checksums of the file are verified again.
     """
-    # An engine may keep what it read under a name (https://github.com/vllm-project/vllm/issues/32718).
+    # An engine may cache a folder by its name (https://github.com/vllm-project/vllm/issues/32718).
     with TemporaryDirectory(prefix="push-", dir=folder) as place:
         path = f"{place}/model.safetensors"
         save(dict(weights), path)
@@ -145,48 +125,43 @@ def send_by_folder(weights: Iterator[tuple[str, Tensor]], folder: str | None, re
         load(path)
 
 
-def push_weights(
+# Any: trees.
+def push_tree(
     engine: AbstractEngine,
     lm: CausalLM,
-    leaves: Mapping[str, Tensor],
-    shapes: Mapping[str, torch.Size],
-    *,
-    optional: Iterable[str],
     tree: Any,
-    buffers: Any = None,
+    own_buffers: Any,
+    *,
     version: str,
     tolerance: float,
     proof: Literal["prompt", "full"] = "prompt",
     key: KeyLike | None = None,
 ) -> Push:
-    """Send leaves to an engine and prove that it uses them; `vLLMWrapper.push` says what a proof leaves open.
+    """Send a tree to an engine and verify that the engine uses it; `vLLMWrapper.push` describes the limits.
 
     Args:
         engine: The engine.
-        lm: The model as a specification, for scoring by the tree.
-        leaves: The tree's leaves by the engine's names.
-        shapes: The names that the engine's model has, and their shapes.
-        optional: Names that may be missing, such as those of tied weights.
-        tree: The tree itself.
-        buffers: Its buffers, unless the tree has them.
+        lm: The model, with which the tree is scored.
+        tree: The tree, whose leaves are sent by the names of a state_dict.
+        own_buffers: The model's buffers, for a tree without them.
         version: The label.
         tolerance: The largest difference of a log-prob, in nats.
         proof: One prompt of random ids, or prompts that have every id.
-        key: The key of the ids; None for a new one of the operating system.
+        key: The key of the ids; None for a new key from the operating system.
 
     Raises:
         TreeStructureError: Names or shapes differ; nothing was sent.
-        ValueError: The engine's log-probs or digests are not those of the tree.
-        ConcurrencyError: The engine did not take all leaves, or kept its cache.
+        ValueError: The engine and the tree have different log-probs or digests.
+        ConcurrencyError: The engine did not read all leaves, or kept its cache.
     """
     check_choice("push: proof", proof, ("prompt", "full"))
-    _check_names(leaves, shapes, set(optional))
+    leaves, buffers = _leaves_of(tree, own_buffers, lm.apply.module)
     key = random.key(int.from_bytes(os.urandom(7), "big")) if key is None else random.key_of(key)
     vocabulary, length = engine.limits()
     # The tree scores one token more.
     length = length if lm.max_length is None else min(length, lm.max_length - 1)
     prompts = draw_prompts(key, vocabulary, length, whole=proof == "full")
-    # The cache now has this prompt under the present weights: if it stayed, the proof would read them.
+    # The cache now has this prompt under the present weights. If it were kept, the verification would fail.
     engine.probe(prompts[0])
     engine.set_label(_UNPROVEN + version)
     digests: dict[str, str] = {}
@@ -201,7 +176,7 @@ def push_weights(
         )
     if not engine.reset_cache():
         raise ConcurrencyError(
-            "push: the engine must drop its prefix cache, which has results of earlier weights.",
+            "push: the engine must drop its prefix cache, which contains results of earlier weights.",
             got="a refusal: requests may be running",
             hint="push between requests.",
         )
@@ -209,10 +184,10 @@ def push_weights(
     if not difference <= tolerance:
         raise error(
             ValueError,
-            "push: the engine's log-probs must be those of the tree.",
+            "push: the engine and the tree must have the same log-probs.",
             expected=f"a difference of at most {tolerance} nats on {sum(map(len, prompts))} tokens",
             got=f"{difference:.3g}, key={key.tolist()}",
-            hint="push again; until then the engine generates nothing. In 16 bits give a larger tolerance=.",
+            hint="push again; until then the engine generates nothing. For 16 bits pass a larger tolerance=.",
         )
     unread = None
     if proof == "full":
@@ -233,10 +208,10 @@ def push_weights(
 
 
 def draw_prompts(key: Tensor, vocabulary: int, length: int, *, whole: bool) -> list[Tensor]:
-    """Return a prompt of different ids, or prompts in which each id comes once behind another token.
+    """Return a prompt of different ids, or prompts in which each id follows another token once.
 
-    A prompt begins with the last id of the one before: log-probs read the head of an id behind another token, and its
-    embedding before another one.
+    A prompt begins with the last id of the prompt before. The log-prob of an id reads its row of the head, and the next
+    log-prob reads its embedding.
     """
     ids = random.permutation(key.cpu(), vocabulary)
     ids = torch.cat([ids[-1:], ids])
@@ -244,8 +219,17 @@ def draw_prompts(key: Tensor, vocabulary: int, length: int, *, whole: bool) -> l
     return [ids[at : at + step + 1] for at in range(0, vocabulary if whole else 1, step)]
 
 
-def _check_names(leaves: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], optional: set[str]) -> None:
-    missing = [name for name in shapes if name not in leaves and name not in optional]
+# Any: trees, and a module of transformers.
+def _leaves_of(tree: Any, own_buffers: Any, module: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the leaves of a tree by the names of the model's state_dict, and the buffers that it lacks."""
+    shapes = {name: leaf.shape for name, leaf in module.state_dict().items()}
+    is_tied = getattr(module.config, "tie_word_embeddings", False)
+    tied = list(getattr(module, "_tied_weights_keys", None) or []) if is_tied else []
+    flat, own = _named(tree), {} if own_buffers is None else _named(own_buffers)
+    # A tree may also have the buffers, some of which checkpoints contain.
+    held = all([name in flat for name in own])
+    leaves = {name: leaf for name, leaf in flat.items() if name in shapes or name not in own}
+    missing = [name for name in shapes if name not in leaves and name not in tied]
     unknown = [name for name in leaves if name not in shapes]
     for names, text in ((missing, "lacks"), (unknown, "has the unknown")):
         if names:
@@ -257,10 +241,11 @@ def _check_names(leaves: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
     for name, leaf in leaves.items():
         if leaf.shape != shapes[name]:
             raise TreeStructureError(
-                f"push: leaf {name!r} must have the shape of the engine's.",
+                f"push: leaf {name!r} must have the shape of the engine's leaf.",
                 expected=list(shapes[name]),
                 got=f"{list(leaf.shape)}; nothing was sent",
             )
+    return leaves, None if held else own_buffers
 
 
 def _digested(leaves: Mapping[str, Tensor], digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -273,7 +258,7 @@ def _digested(leaves: Mapping[str, Tensor], digests: dict[str, str]) -> Iterator
 
 # Any: trees.
 def _difference(lm: CausalLM, tree: Any, buffers: Any, ids: Tensor, found: Probe) -> float:
-    """Return the largest difference between an engine's log-probs and those of a tree; NaN counts as infinite."""
+    """Return the largest difference between the log-probs of an engine and a tree; NaN counts as infinite."""
     device = next(iter(tree.leaves())).device
     # One more place, at which the candidates continue the prompt.
     row, count = torch.cat([ids, ids[:1]]).to(device), len(found.candidates)

@@ -1,7 +1,7 @@
 """`RemoteWrapper`: a language model behind an OpenAI-compatible server.
 
-Token ids go to the server and come back: a text is never encoded there, so that control strings in it stay text. The
-endpoint is vLLM's `/inference/v1/generate` where the server has it, else `/v1/completions`.
+Requests and answers contain token ids. The server never encodes a text, so that control strings in it stay text. The
+endpoint is vLLM's `/inference/v1/generate` if the server has it, otherwise `/v1/completions`.
 """
 
 import math
@@ -65,7 +65,7 @@ class RemoteEngine(AbstractEngine):
             ) from err
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replace the weights by those of a new folder."""
+        """Replace the weights with a new folder."""
         call: dict[str, Any] = {"method": "reload_weights"}
         send_by_folder(
             weights,
@@ -95,7 +95,7 @@ class RemoteEngine(AbstractEngine):
         return self.vocabulary, min(longest - 1, PROMPT)
 
     def probe(self, ids: Tensor) -> Probe:
-        """Score a prompt: its tokens past the cache, the next one by way of it."""
+        """Score a prompt: its tokens without the cache, the next token with the cache."""
         row = ids.tolist()
         sampling = sampling_options("push", GenerationOptions.parse({"max_new_tokens": 1}))
         body = {"model": self.wrapper.model, "prompt": row, **_WITH_IDS, **sampling, "logprobs": CANDIDATES}
@@ -113,30 +113,30 @@ class RemoteEngine(AbstractEngine):
 class RemoteWrapper(LLMWrapperBase):
     """A language model behind an OpenAI-compatible server as a module of trees.
 
-    Every response, and every row that is scored, is a request of its own. All options of sampling are sent, so that the
-    server's defaults have no effect. Response i is drawn with a seed that is made of its key.
+    Each response and each scored row is a separate request. All sampling options are sent, and the server's defaults
+    have no effect. Each response has its own seed, made from its key.
 
-    Log-probs are those that the server gives, which are raw ones for vLLM in its default mode; `behaviour` is theirs at
-    temperature 1 without cuts and penalties, and None elsewhere. A server without token ids gives texts alone: tokens,
-    masks and log-probs are None, and it cannot score.
+    Log-probs are the server's; vLLM returns raw log-probs by default. `behaviour` equals them at temperature 1 without
+    truncation and penalties; otherwise it is None. A server without token ids returns only texts: tokens, masks and
+    log-probs are None, and scoring is not supported.
 
     Args:
-        model: The name by which the server has the model.
+        model: The name of the model on the server.
         base_url: The address of the server, with or without `/v1`.
         api_key: The key, sent as a bearer token.
-        timeout_s: The longest time in which the server may send nothing, in seconds: the whole response without
-            `stream`, else its next token.
-        max_retries: How often a request is repeated after a connection that failed, or the status 408, 429 or 5xx
-            except 501.
-        backoff_s: The scale of the random time between attempts, which doubles with each, in seconds; a time that the
-            server gives comes first.
-        max_concurrency: How many requests are open at the same time, for all threads together.
-        stream: Take responses token by token. One that is cut raises.
-        **options: Those of `LLMWrapperBase`.
+        timeout_s: The longest time without data from the server, in seconds. Without `stream` this is the time of a
+            complete response, otherwise the time of the next token.
+        max_retries: The number of repetitions of a request after a failed connection, or after the status 408, 429 or
+            5xx except 501.
+        backoff_s: The scale of the random time between attempts, in seconds, which doubles with each attempt. A time
+            from the server takes precedence.
+        max_concurrency: The number of requests that are open at the same time, for all threads together.
+        stream: Receive responses token by token. An incomplete stream is an error.
+        **options: The options of `LLMWrapperBase`.
 
     Raises:
-        ValueError: An option has a value that is not allowed, or two contradict each other.
-        TypeError: An option is not known.
+        ValueError: An option has an invalid value, or two options contradict each other.
+        TypeError: An option is unknown.
         UnsupportedError: httpx2 or tenacity is not installed.
 
     Examples:
@@ -183,37 +183,39 @@ class RemoteWrapper(LLMWrapperBase):
         proof: Literal["prompt", "full"] = "prompt",
         key: KeyLike | None = None,
     ) -> Push:
-        """Replace the weights of a vLLM server by those of a tree, and prove it as `vLLMWrapper.push` does.
+        """Replace the weights of a vLLM server with a tree, and verify the push as `vLLMWrapper.push` does.
 
-        The server needs `VLLM_SERVER_DEV_MODE=1`. It reads the weights from a folder: one commit of `tdfunc.save` under
-        a new name, whose checksums are compared again when the server has read it, and which is removed then. A server
-        that dies raises, and the tree is as it was.
+        The server needs `VLLM_SERVER_DEV_MODE=1`. It reads the weights from a new folder, which `tdfunc.save` writes.
+        After the server has read the folder, its checksums are verified again, and it is removed. If the server dies,
+        `push` raises an error, and the tree does not change.
 
-        Until the proof has passed, the server's label says so: this wrapper generates nothing, and responses that
-        another `RemoteWrapper` gets from `/inference/v1/generate` raise. Nothing should be generating during a push.
+        Until the verification has passed, the server's label marks the weights as unproven. This wrapper then generates
+        nothing, and another `RemoteWrapper` raises an error for responses from `/inference/v1/generate`. Do not
+        generate during a push.
 
         Args:
             tree: The parameters of the model, from `causal_lm` or `from_module`.
-            lm: The model as a specification, from `causal_lm`.
-            version: The label that the server's responses carry from now on.
+            lm: The model, from `causal_lm`.
+            version: The label of the server's further responses.
             folder: A folder on a file system that the server's machine has under the same path.
             buffers: The buffers of the model, from `causal_lm`, unless the tree has them.
-            tolerance: As for `vLLMWrapper.push`, like the other options.
+            tolerance: As for `vLLMWrapper.push`.
             proof: As for `vLLMWrapper.push`.
             key: As for `vLLMWrapper.push`.
 
         Raises:
             RemoteError: The server could not be reached, or refused the weights.
-            UnsupportedError: It does not have the endpoints.
+            UnsupportedError: The server does not have the endpoints.
             CorruptCheckpointError: The file changed after it was written.
-            TreeStructureError: Names or shapes are not those of `lm`; nothing was sent.
-            ValueError: The server's log-probs are not those of the tree. It generates nothing until a push succeeds.
-            ConcurrencyError: It kept its cache; likewise.
+            TreeStructureError: Names or shapes differ from `lm`; nothing was sent.
+            ValueError: The server and the tree have different log-probs. The server generates nothing until a push
+                succeeds.
+            ConcurrencyError: The server kept its cache. It also generates nothing until a push succeeds.
         """
         module: Any = lm.apply.module
         engine = RemoteEngine(self, folder, len(module.get_input_embeddings().weight))
-        options = {"version": str(version), "tolerance": tolerance, "proof": proof, "key": key}
-        return push_tree(engine, lm, tree, buffers, **options)
+        label = str(version)
+        return push_tree(engine, lm, tree, buffers, version=label, tolerance=tolerance, proof=proof, key=key)
 
     def generate_tokens(
         self,
@@ -226,9 +228,10 @@ class RemoteWrapper(LLMWrapperBase):
         """Return the responses of the server, as `AbstractBackend` describes.
 
         Raises:
-            RemoteError: The server could not be reached, refused a request, or gave no whole response.
-            UnsupportedError: Beams, `top_p` with `min_p`, or log-probs of prompts from a server without token ids.
-            ValueError: There is no `max_new_tokens`.
+            RemoteError: The server could not be reached, refused a request, or returned an incomplete response.
+            UnsupportedError: The options contain beams or `top_p` with `min_p`, or a server without token ids cannot
+                score the prompts.
+            ValueError: `max_new_tokens` is missing.
         """
         # Options that cannot be served raise before anything is sent.
         sampling_options("RemoteWrapper", options)
@@ -253,7 +256,7 @@ class RemoteWrapper(LLMWrapperBase):
 
         Raises:
             RemoteError: The server could not be reached, or refused a request.
-            UnsupportedError: The server gives no token ids, or `training` is set.
+            UnsupportedError: The server returns no token ids, or `training` is set.
         """
         if training:
             raise UnsupportedError("RemoteWrapper: a server has no dropout.", got="training=True")
@@ -267,7 +270,7 @@ class RemoteWrapper(LLMWrapperBase):
             proven_label(self._engine.label())
 
     def _request_response(self, index: int, ids: list[int], seed: int | None, options: GenerationOptions) -> Response:
-        """Return the response to one prompt, of whichever endpoint the server has."""
+        """Return the response to one prompt, from the endpoint that the server has."""
         where, sampling = f"RemoteWrapper: response {index}", sampling_options("RemoteWrapper", options)
         if seed is not None:
             sampling["seed"] = seed
@@ -296,7 +299,7 @@ class RemoteWrapper(LLMWrapperBase):
         if len(ids) < 2:
             return torch.zeros(len(ids))
         where = f"RemoteWrapper: row {index}"
-        # The sampling options matter to servers that give log-probs after temperature and cuts.
+        # The sampling options matter to servers that return log-probs after temperature and truncation.
         body = {"model": self.model, "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
         body |= {**_WITH_IDS, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
@@ -309,24 +312,26 @@ class RemoteWrapper(LLMWrapperBase):
 
         found = self._server.request(_COMPLETIONS, body, read, where=where)
         if found is None:
-            raise UnsupportedError(f"{where}: only a server that gives token ids can score.", hint="vLLM's can.")
+            raise UnsupportedError(
+                f"{where}: only a server that returns token ids can score.", hint="use vLLM's server."
+            )
         return found
 
 
 # Any: JSON.
 def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: str) -> Response:
-    """Return the response in an answer, of one object or of those of a stream.
+    """Return the response in an answer, which has one object or the objects of a stream.
 
     Raises:
-        RemoteError: It has no end, or one that is not the response's own.
+        RemoteError: The response has no end, or was aborted.
     """
     choices = _choices(chunks)
     reason = next((choice["finish_reason"] for choice in choices if choice.get("finish_reason")), None)
     if reason not in ("stop", "length"):
         raise RemoteError(
-            f"{where}: the response must be whole.",
+            f"{where}: the response must be complete.",
             expected="finish_reason 'stop' or 'length'",
-            got="none: the stream was cut" if reason is None else repr(reason),
+            got="none, because the stream ended early" if reason is None else repr(reason),
         )
     _check_prompt(choices, ids)
     texts = [choice["text"] for choice in choices if choice.get("text") is not None]
@@ -334,7 +339,7 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
     parts = [choice.get("token_ids") for choice in choices]
     if None in parts:
         if any([part is not None for part in parts]):
-            raise ValueError("token ids of a part of the response alone")
+            raise ValueError("token ids of only a part of the response")
         if text is None:
             raise ValueError("neither token ids nor a text")
         return Response(None, reason, text=text)
@@ -369,10 +374,10 @@ def _choices(chunks: list[Any]) -> list[Any]:
 
 
 def _labelled(choices: list[Any]) -> list[tuple[float, int | None]]:
-    """Return the log-probs of the tokens, and the ids that the server says they are of, in the form of either endpoint.
+    """Return the log-probs of the tokens, and their ids if the server returns them, in the form of either endpoint.
 
     Raises:
-        ValueError: There are not as many names as log-probs.
+        ValueError: The numbers of names and log-probs differ.
     """
     found: list[tuple[float, int | None]] = []
     for part in [choice.get("logprobs") or {} for choice in choices]:
@@ -397,7 +402,7 @@ def _log_probs(pairs: list[tuple[float, int | None]], tokens: list[int]) -> Tens
     """Return the log-probs of tokens.
 
     Raises:
-        ValueError: They are not as many, or of other tokens, or one is not a log-prob.
+        ValueError: Their number or their tokens differ, or a value is not a log-prob.
     """
     found = torch.tensor([value for value, _ in pairs], dtype=torch.float32)
     if len(pairs) != len(tokens) or not bool((found <= _ROUNDING).all()):
@@ -414,7 +419,7 @@ def _check_prompt(choices: list[Any], ids: list[int]) -> bool:
     """Return True where an answer repeats the prompt's ids.
 
     Raises:
-        ValueError: They are others: the server cut the prompt, or added tokens.
+        ValueError: The ids differ, because the server truncated the prompt or added tokens.
     """
     found = next((choice["prompt_token_ids"] for choice in choices if choice.get("prompt_token_ids")), None)
     if found is not None and found != ids:

@@ -33,7 +33,7 @@ def row_texts(tokenizer: Any, rows: Sequence[Row]) -> list[str]:
 def reply_texts(
     tokenizer: Any, prompts: Sequence[Row], responses: Sequence[Response], *, skip_special_tokens: bool = False
 ) -> list[str]:
-    """Return the texts of responses as they follow their prompts; a backend's own where it gave no tokens."""
+    """Return the texts of responses as they follow their prompts; for responses without tokens the backend's text."""
     with_ids = [i for i, each in enumerate(responses) if each.tokens is not None]
     texts = {i: each.text or "" for i, each in enumerate(responses) if each.tokens is None}
     tails = [prompts[i].ids[-_CONTEXT:] for i in with_ids]

@@ -1,4 +1,4 @@
-"""What engines outside of this package are told of a generation: options and seeds, in vLLM's terms."""
+"""The options and seeds of a generation for engines outside of this package, in vLLM's terms."""
 
 from typing import Any
 
@@ -7,27 +7,27 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.generation.options import GenerationOptions, Response, empty_response
 
 
 def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
-    """Return options under vLLM's names, those that are off included: an engine may have other defaults.
+    """Return options under vLLM's names, including options that are off, since an engine may have other defaults.
 
     Raises:
-        UnsupportedError: Beams, or options whose order differs between engines.
-        ValueError: There is no `max_new_tokens`.
+        UnsupportedError: The options contain beams, or options whose order differs between engines.
+        ValueError: `max_new_tokens` is missing.
     """
     if options.num_beams > 1:
         raise UnsupportedError(
-            f"{call}: engines have beams of other scores than transformers.",
+            f"{call}: beam search is not supported, because engines score beams in another way than transformers.",
             got=f"num_beams={options.num_beams}",
-            hint="TransformersWrapper.",
+            hint="use TransformersWrapper.",
         )
     if options.min_p is not None and options.top_p is not None:
         raise UnsupportedError(
-            f"{call}: top_p is taken of what min_p leaves; elsewhere it is the other way round.",
+            f"{call}: top_p with min_p is not supported, because engines apply min_p before top_p.",
             got=f"top_p={options.top_p}, min_p={options.min_p}",
-            hint="give one of them, or use TransformersWrapper.",
+            hint="pass only one of them, or use TransformersWrapper.",
         )
     if options.max_new_tokens is None:
         raise error(ValueError, "generate: max_new_tokens must be given.")
@@ -60,6 +60,4 @@ def seeds_of(keys: Tensor) -> list[int]:
 
 def nothing_drawn(options: GenerationOptions) -> Response:
     """Return the response of no tokens."""
-    log_probs = torch.zeros(0) if options.logprobs else None
-    behaviour = log_probs if options.keeps_raw else None
-    return Response(torch.zeros(0, dtype=torch.int64), "length", log_probs, behaviour, text="")
+    return empty_response(options, drawn=options.keeps_raw and options.logprobs)._replace(text="")

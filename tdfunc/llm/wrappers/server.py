@@ -1,7 +1,6 @@
 """`Server`: JSON requests to a server over HTTP, with retries, streams and a limit of concurrency.
 
-The connections are those of httpx2 and the retries those of tenacity. The meaning of requests and answers is left to
-the caller.
+httpx2 makes the connections and tenacity the retries. The caller interprets requests and answers.
 """
 
 import math
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-# The longest time between two attempts, where the server gives none, in seconds.
+# The longest time between two attempts without a time from the server, in seconds.
 _LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server is reached; `RemoteWrapper` describes the options."""
+    """The options of a connection; `RemoteWrapper` describes them."""
 
     base_url: str
     api_key: str | None = None
@@ -86,7 +85,7 @@ class Server:
                 limits=httpx2.Limits(max_connections=count, max_keepalive_connections=count),
             )
             self._pid = os.getpid()
-            # At the end of a process its connections end anyway.
+            # At the end of a process its connections are closed anyway.
             weakref.finalize(self, self._client.close).atexit = False
         return self._client
 
@@ -105,19 +104,19 @@ class Server:
     ) -> T:
         """Return `read` of the answer to a POST, or without a body to a GET.
 
-        A connection that fails and the statuses 408, 429 and 5xx, except 501, are retried: after the time that the
-        server gives, else after random ones that grow. A stream is read whole.
+        Failed connections and the statuses 408, 429 and 5xx, except 501, are retried: after the time from the server,
+        or after random times that grow. A stream is read completely.
 
         Args:
             path: The path of the endpoint.
             body: The request.
-            read: The function of the answer, a list of one object, or of those of a stream. Its KeyError, IndexError,
-                AttributeError, TypeError and ValueError mean that the answer has not the form that it should have.
-            where: What the request is for, in messages.
-            stream: Take the answer in parts.
+            read: The function of the answer, a list with one object or with the objects of a stream. A KeyError,
+                IndexError, AttributeError, TypeError or ValueError in it means that the answer has the wrong form.
+            where: The purpose of the request, for messages.
+            stream: Receive the answer in parts.
 
         Raises:
-            RemoteError: The server could not be reached, refused the request, or gave no answer that can be read.
+            RemoteError: The server could not be reached, refused the request, or returned an answer of another form.
         """
         import httpx2
         import tenacity
@@ -186,7 +185,7 @@ def _may_pass(err: BaseException) -> bool:
     import httpx2
 
     if isinstance(err, RemoteError):
-        # 501 is that of an endpoint that the server will not have a moment later.
+        # 501 means an endpoint that the server will not have a moment later.
         return err.status in (408, 429) or (err.status or 0) >= 500 and err.status != 501
     own = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.SSEError)
     return isinstance(err, httpx2.TransportError) and not isinstance(err, own)

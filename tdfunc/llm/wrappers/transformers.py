@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from tdfunc.core.context import is_compiling
 from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.generation.rows import generate_tokens
-from tdfunc.llm.rows.packing import pad_rows
-from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
+from tdfunc.llm.scoring.ids import logits_of_ids, score_rows
 from tdfunc.llm.scoring.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
 from tdfunc.modules.extract import from_module, split
@@ -26,16 +25,16 @@ _PLAIN = frozenset((int, float, bool, str, type(None)))
 class TransformersWrapper(LLMWrapperBase):
     """A causal language model of transformers as a module of trees.
 
-    The parameters are those of the model, `wrapper.model`; what trains them trains the wrapper. It is run on a private
-    copy of its structure, in evaluation mode, by the pure functions of this package.
+    The wrapper uses the parameters of the model, `wrapper.model`: training the model trains the wrapper. The pure
+    functions of this package run on a private copy of the model's structure, in evaluation mode.
 
     Args:
         model: The model.
-        **options: Those of `LLMWrapperBase`.
+        **options: The options of `LLMWrapperBase`.
 
     Raises:
-        TypeError: It is not a model of transformers, or an option is not known.
-        ValueError: An option has a value that is not allowed, or two contradict each other.
+        TypeError: The model is not from transformers, or an option is unknown.
+        ValueError: An option has an invalid value, or two options contradict each other.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -63,7 +62,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     @property
     def lm(self) -> CausalLM:
-        """The specification of the model, for the pure functions of this package; made anew where the model changed."""
+        """The `CausalLM` of the model, for the pure functions of this package; made anew if the model changed."""
         lm = self._prepared.of(self.model)
         return lm.with_options(packed=self.pad_model_input is False, allow_long=self._options.allow_long)
 
@@ -105,12 +104,8 @@ class TransformersWrapper(LLMWrapperBase):
     def score_tokens(self, rows: Sequence[Tensor], *, training: bool = False, rng: Any = None) -> list[Tensor]:
         """Return the log-probs of rows, as `AbstractBackend` describes."""
         params, buffers, device = self._tree()
-        if not any([len(row) for row in rows]):
-            return [torch.zeros(0, device=device) for _ in rows]
-        ids, mask = pad_rows([row.to(device) for row in rows], side="right")
         lm = self.lm.train() if training else self.lm
-        found = score_ids(lm, params, ids, mask, buffers=buffers, rng=rng).log_probs
-        return [values[: len(row)] for values, row in zip(found, rows, strict=True)]
+        return score_rows(lm, params, [row.to(device) for row in rows], buffers=buffers, rng=rng)
 
     def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
         params, buffers, device = self._tree()
@@ -120,10 +115,10 @@ class TransformersWrapper(LLMWrapperBase):
 
 
 class _Prepared:
-    """The specification that was made of a model, and the structure that it was made of.
+    """The `CausalLM` of a model, and the structure from which it was made.
 
-    A copy of a wrapper inside `functional` shares it, since its calls cannot make another one inside a transform; in
-    another process it is made anew.
+    A copy of a wrapper inside `functional` shares it, since calls inside a transform cannot make a new one. In another
+    process it is made anew.
     """
 
     def __init__(self) -> None:
@@ -137,12 +132,12 @@ class _Prepared:
         return _Prepared, ()
 
     def of(self, model: nn.Module) -> CausalLM:
-        """Return the specification of a model."""
+        """Return the `CausalLM` of a model."""
         made = self._made
-        # The tokens that end a response are those of the second.
+        # The second has the tokens that end a response.
         found = [getattr(model, name, None) for name in ("config", "generation_config")]
         settings = [vars(each) for each in found if each is not None]
-        # Dynamo, which would guard each attribute, reads the specification as it is.
+        # Dynamo would guard each attribute, so that it uses the value as it is.
         if made is None or not (is_compiling() or made[1] == (_modules(model), settings)):
             self._made = made = causal_lm(model, copy=False)[0], (_modules(model), copy.deepcopy(settings))
         return made[0]

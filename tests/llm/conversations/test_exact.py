@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdfunc.llm import (
-    ChatML,
     History,
     TokenTemplate,
     append_messages,
@@ -24,6 +23,7 @@ from tdfunc.llm import (
     to_training_rows,
 )
 from tdfunc.llm.messages.columns import conversation_in
+from tdfunc.llm.templates.base import make_call
 from tests.llm.templates.test_templates import TOOLS
 from tests.llm.tokens import CHATML, FORGETFUL, SPECIAL, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
 
@@ -91,17 +91,11 @@ def make_reply(name, draws, n):
     if thinks and draws.random() < 0.5:
         reply["reasoning_content"] = "hm " * draws.randint(1, 3) + "so"
     if has_tools and draws.random() < 0.5:
-        calls = [
-            {
-                "id": f"call{n:02}{i:03}",
-                "type": "function",
-                "function": {
-                    "name": draws.choice(["now", "search"]),
-                    "arguments": {"q": draws.choice(["x", "ü", 'a"b'])},
-                },
-            }
-            for i in range(draws.randint(1, most))
+        made = [
+            make_call(draws.choice(["now", "search"]), {"q": draws.choice(["x", "ü", 'a"b'])})
+            for _ in range(draws.randint(1, most))
         ]
+        calls = [{"id": f"call{n:02}{i:03}", **call} for i, call in enumerate(made)]
         reply |= {"tool_calls": calls, "content": None}
         reply.pop("reasoning_content", None)
     return reply
@@ -244,7 +238,7 @@ def test_edited_messages_are_noticed(said, data):
     if text.strip() == said.strip():
         assert chat_ids(template, history)[-len(ids) :] == ids
     else:
-        with pytest.raises(ValueError, match=r"message 1 \(assistant\): token_ids must be(?s:.*)retokenize=True"):
+        with pytest.raises(ValueError, match=r"message 1 \(assistant\): token_ids must decode(?s:.*)retokenize=True"):
             chat_ids(template, history)
         again = chat_ids(template, history, retokenize=True)
         assert template.tokenizer.decode(again).endswith(f"{text}<|im_end|>")
@@ -256,7 +250,7 @@ def test_replies_of_other_fields_keep_their_ids():
     ids = template.tokenizer("<think>\nhm\n</think>\n\nb")["input_ids"]
     assert chat_ids(template, History.from_chats([CHAT[0], {**CHAT[1], "token_ids": ids}]))[-len(ids) :] == ids
     for change in ({"reasoning_content": "h"}, {"reasoning_content": None}, {"content": "hm b"}):
-        with pytest.raises(ValueError, match="token_ids must be"):
+        with pytest.raises(ValueError, match="token_ids must decode"):
             chat_ids(template, History.from_chats([CHAT[0], {**CHAT[1], **change, "token_ids": ids}]))
 
 
@@ -331,11 +325,3 @@ def test_one_message_is_appended_and_nothing_else_changes():
     assert template.tokenizer.decode(one) == text + "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(none) == text + "\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(quiet) == text + "\n<|im_start|>user\nc<|im_end|>\n"
-
-
-def test_options_of_templates_decide():
-    """The same conversation, with thinking kept and dropped."""
-    history = History.from_chats([CHAT, CHAT[:2]])
-
-    assert is_append_only(ChatML(), history) == [True, True]
-    assert is_append_only(ChatML(drop_thinking=True), history) == [False, True]

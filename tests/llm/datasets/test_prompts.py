@@ -1,6 +1,5 @@
 """`PromptData.mask_label`: prompts stay, the rest becomes pads."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,8 +7,6 @@ from hypothesis import strategies as st
 import tdfunc as tdf
 from tdfunc.llm import PromptData
 from tests.helpers import assert_pure, assert_trees_equal
-
-IDS = torch.ones(2, 4)
 
 
 def make_prompts(rows, width, seed=0, dtype=torch.bool):
@@ -76,13 +73,3 @@ def test_a_prompt_ends_before_the_first_response(turns, side):
     assert PromptData.from_rows(rows).prompt_rindex.tolist() == [
         end if row or side == "left" else width - 1 for end, row in zip(ends, made, strict=True)
     ]
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [(lambda: make_prompts(1, 2).mask_label(), "pad_token_id"), (lambda: PromptData(IDS, IDS), "prompt_rindex")],
-)
-def test_what_must_be_given(call, named):
-    """No id is the pad of every tokenizer, and no position the end of every prompt."""
-    with pytest.raises(TypeError, match=named):
-        call()

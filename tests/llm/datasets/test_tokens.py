@@ -299,7 +299,7 @@ ERRORS = [
     (lambda: load_tokens(TOKENIZER, [{"m": [{}]}], columns="m"), TypeError, "Record 0, message 0: a message must be"),
     (lambda: load_tokens(TOKENIZER, ["a"]).batch([1]), IndexError, "The row must exist"),
     (lambda: load_tokens(TOKENIZER, ["a"])[-2], IndexError, "The row must exist"),
-    (lambda: load_tokens(TOKENIZER, ["a"]).batch([0], padding=False), ValueError, "rows are padded"),
+    (lambda: load_tokens(TOKENIZER, ["a"]).batch([0], padding=False), ValueError, "rows must be padded"),
     (lambda: load_tokens(TOKENIZER, ["a"]).batches(0), ValueError, "batch_size must be at least 1"),
 ]
 

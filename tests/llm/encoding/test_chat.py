@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc import LazyStack, TensorDict
-from tdfunc.llm import History, JinjaTemplate, chatml, qwen
+from tdfunc.llm import History, JinjaTemplate, chatml, qwen, tokenize_text
 from tdfunc.llm.messages.columns import conversation_in
 from tests.llm.templates.test_templates import FORGED, TOOLS
 from tests.llm.tokens import (
@@ -286,17 +287,6 @@ def test_tools_and_arguments_reach_the_template():
         assert '{"a": 1}' in both[0]
 
 
-def test_tokenizer_is_left_alone():
-    """Its backend, padding and tokens are as they were, whatever is encoded."""
-    tokenizer = make_tokenizer()
-    before = tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template
-    history = History.from_chats([[{"role": "user", "content": "<|im_end|>"}], CHATS[0]])
-
-    history.apply_chat_template(tokenizer=tokenizer, padding=True, return_assistant_tokens_mask=True)
-
-    assert (tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template) == before
-
-
 def test_other_kinds_of_tokenizers():
     """The private copy is right for word pieces, unigrams with metaspaces, and normalizers."""
     import tokenizers
@@ -314,13 +304,10 @@ def test_other_kinds_of_tokenizers():
         spaces = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
         made.pre_tokenizer = spaces if name == "unigram" else tokenizers.pre_tokenizers.Whitespace()
         alphabet = list("abcdefghijklmnopqrstuvwxyz<>|_")
-        made.train_from_iterator(
-            texts,
-            trainer(vocab_size=120, special_tokens=special, initial_alphabet=alphabet, show_progress=False, **options),
-        )
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=made, eos_token="<|im_end|>", unk_token="<unk>"
-        )
+        options |= {"vocab_size": 120, "special_tokens": special, "initial_alphabet": alphabet}
+        made.train_from_iterator(texts, trainer(show_progress=False, **options))
+        names = {"eos_token": "<|im_end|>", "unk_token": "<unk>"}
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
         tokenizer.chat_template = CHATML
         chat = [{"role": "user", "content": "hi<|im_end|>"}, {"role": "assistant", "content": "yes"}]
         out = History.from_chats(chat).apply_chat_template(
@@ -349,17 +336,21 @@ def test_the_users_template_wins():
 
 
 def test_threads_share_a_tokenizer():
-    """Rows with control strings and rows without, from several threads: the same ids as one by one."""
-    from concurrent.futures import ThreadPoolExecutor
+    """With and without control strings, in several layouts: the same ids as one by one, and the tokenizer stays."""
+    tokenizer, draws = make_tokenizer(), random.Random(0)
+    before = tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template
+    texts = [draws.choice(["hi", "<|im_end|>", "yes no"]) * 3 for _ in range(40)]
+    layouts = [{"padding": True}, {}, {"truncation": True, "max_length": 7, "padding": "max_length"}]
 
-    tokenizer = make_tokenizer()
-    draws = random.Random(0)
-    chats = [[{"role": "user", "content": draws.choice(["hi", "<|im_end|>", "yes no"]) * 3}] for _ in range(40)]
-    call = lambda chat: History.from_chats(chat).apply_chat_template(tokenizer=tokenizer, tokenize=True)  # noqa: E731
-    alone = [call(chat) for chat in chats]
+    def call(i):
+        options = {"tokenizer": tokenizer, "tokenize": True, **layouts[i % 3]}
+        ids = History.from_chats([{"role": "user", "content": texts[i]}]).apply_chat_template(**options)
+        return ids, tokenize_text(tokenizer, texts[i], **layouts[i % 3])["input_ids"].tolist()
 
+    alone = [call(i) for i in range(40)]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(call, chats)) == alone
+        assert list(pool.map(call, range(40))) == alone
+    assert (tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template) == before
 
 
 def test_a_tokenizer_that_renders_itself_is_asked():

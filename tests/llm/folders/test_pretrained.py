@@ -105,7 +105,7 @@ def test_other_names_than_the_source_are_refused(tmp_path):
     write("llama", tmp_path / "llama")
     model = make("gpt2")
 
-    with pytest.raises(tdf.UnsupportedError, match=r"under the names of .*llama"):
+    with pytest.raises(tdf.UnsupportedError, match=r"get the names of .*llama"):
         save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "llama")
     with pytest.raises(FileNotFoundError, match="must be a folder"):
         save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "none")

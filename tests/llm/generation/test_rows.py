@@ -1,23 +1,22 @@
 """Responses to rows: greedy ones against transformers, each row against itself alone, and what is refused."""
 
 import copy as copying
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as hf
 
-from tdfunc import UnsupportedError, random
+from tdfunc import random
 from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens, score_ids
 from tdfunc.llm.generation import probe
 from tdfunc.llm.generation.probe import Way, find_way
+from tests.helpers import quick
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
     pytest.mark.filterwarnings("ignore:Model config"),
 ]
-QUICK = ("llama", "gpt2", "gemma2, window")
 
 
 def prompts(lengths, seed=0):
@@ -37,18 +36,16 @@ def hf_greedy(model, prompt, **kwargs):
     return out[0, len(prompt) :]
 
 
-def check_greedy(name, seed):
-    """Assert that greedy responses and their log-probs are those of transformers, one row at a time."""
+@pytest.mark.parametrize("name", quick(FAMILIES, "llama", "gpt2", "gemma2, window"))
+def test_greedy_responses_are_those_of_transformers(name):
+    """In one batch, with pads and without, tokens and log-probs are those of each row alone."""
     model = make(name)
     lm, params, buffers = causal_lm(model)
     # Rows of different lengths have pads, rows of one length have none.
-    rows = prompts([9, 3, 9, 1, 6, 5, 5], seed)
-    found = [
-        response
-        for part in (rows[:5], rows[5:])
-        for response in generate_tokens(lm, params, part, parse(), buffers=buffers)
-    ]
-    for row, response in zip(rows, found, strict=True):
+    rows = prompts([9, 3, 9, 1, 6, 5, 5], seed=1)
+    found = [generate_tokens(lm, params, part, parse(), buffers=buffers) for part in (rows[:5], rows[5:])]
+
+    for row, response in zip(rows, [*found[0], *found[1]], strict=True):
         expected = hf_greedy(model, row, max_new_tokens=8)
         assert torch.equal(response.tokens, expected)
         assert response.finish_reason == ("stop" if int(expected[-1]) in lm.eos_ids else "length")
@@ -56,19 +53,6 @@ def check_greedy(name, seed):
         # Gated delta nets amplify rounding.
         assert torch.allclose(response.log_probs, scores, atol=5e-4)
         assert response[3:6] == (None, None, None)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_greedy_responses_are_those_of_transformers(name):
-    """In one batch, with pads and without, tokens and log-probs are those of each row alone."""
-    check_greedy(name, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_responses_of_all_families(name):
-    """The same for every family."""
-    check_greedy(name, seed=2)
 
 
 def test_a_response_depends_on_its_key_and_its_prompt_alone():
@@ -86,21 +70,6 @@ def test_a_response_depends_on_its_key_and_its_prompt_alone():
     short = GenerationOptions.parse({"max_new_tokens": 3, "temperature": 0.9, "top_p": 0.8})
     for a, b in zip(generate_tokens(lm, params, rows, short, keys=keys, buffers=buffers), together, strict=True):
         assert torch.equal(a.tokens, b.tokens[:3])
-
-
-def test_threads_draw_the_same_tokens():
-    """Calls from threads give the rows of a call alone."""
-    lm, params, buffers = causal_lm(make("llama"))
-    rows, keys = prompts([4, 6]), random.split(random.key(1), 2)
-    options = parse(temperature=1.0, top_k=9)
-
-    def run(i):
-        return generate_tokens(lm, params, rows[i : i + 1], options, keys=keys[i : i + 1], buffers=buffers)[0].tokens
-
-    expected = [run(0), run(1)]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(run, [0, 1] * 6, timeout=60))
-    assert all(torch.equal(tokens, expected[i % 2]) for i, tokens in enumerate(found))
 
 
 def test_the_default_generator_is_not_drawn_from():
@@ -320,12 +289,3 @@ def test_logits_that_are_not_numbers_are_errors():
     for options, keys in ((parse(), None), (parse(temperature=1.0, top_p=0.5), random.key(0)[None])):
         with pytest.raises(ValueError, match="the logits of row 0 must be numbers"):
             generate_tokens(lm, broken, prompts([3]), options, keys=keys, buffers=buffers)
-
-
-def test_tokens_cannot_be_drawn_inside_a_transform():
-    """The message has the loop over members."""
-    lm, params, buffers = causal_lm(make("llama"))
-    with pytest.raises(UnsupportedError, match="for each member"):
-        torch.vmap(lambda row: generate_tokens(lm, params, [row], parse(), buffers=buffers)[0].tokens)(
-            torch.ones(2, 3, dtype=torch.int64)
-        )

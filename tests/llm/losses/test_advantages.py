@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdfunc import LeafMismatchError
 from tdfunc.llm.losses.advantages import (
     batch_normalized,
     group_normalized,
@@ -157,22 +156,3 @@ def test_a_discount_of_each_member():
 
     torch.testing.assert_close(found[0], mc_returns(values[0], torch.ones(3, 5), gamma=0.5))
     torch.testing.assert_close(found[1], values[1].flip(-1).cumsum(-1).flip(-1))
-
-
-X = torch.zeros(2, 3)
-MISTAKES = [
-    (lambda: group_normalized(X, scale="std"), ValueError, "scale must be one of .*'std'"),
-    (lambda: group_normalized(X, X[:1]), LeafMismatchError, "group_normalized: the values must have the shape"),
-    (lambda: leave_one_out(X, X[:1]), LeafMismatchError, "leave_one_out: the values must have the shape"),
-    (lambda: batch_normalized(X, X[:1]), LeafMismatchError, "batch_normalized: the values must have the shape"),
-    (lambda: penalized_rewards(X, X, X), LeafMismatchError, r"a reward for each row.*\[2\].*\[2, 3\]"),
-    (lambda: penalized_rewards(X[:, 0], X[:1], X), LeafMismatchError, "penalty must have the shape of the mask"),
-    (lambda: mc_returns(X[:1], X), LeafMismatchError, "mc_returns: rewards must have the shape"),
-]
-
-
-@pytest.mark.parametrize(("call", "kind", "message"), MISTAKES)
-def test_mistakes_name_what_must_hold(call, kind, message):
-    """A wrong shape or option raises."""
-    with pytest.raises(kind, match="(?s)" + message):
-        call()

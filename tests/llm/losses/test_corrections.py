@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdfunc import LeafMismatchError
 from tdfunc.llm.losses import dapo
 from tdfunc.llm.losses.corrections import masked_is, reject, truncated_is
 from tests.llm.losses.data import make, tokens
@@ -101,18 +100,3 @@ def test_members_and_narrow_log_probs():
     for i in range(3):
         torch.testing.assert_close(found[i], truncated_is(s.log_probs[i], s.old[i], s.mask[i], level="geometric"))
     assert torch.equal(truncated_is(x, y, s.mask), truncated_is(x.float(), y.float(), s.mask))
-
-
-X = torch.zeros(2, 3)
-MISTAKES = [
-    (lambda: truncated_is(X, X[:1], X), LeafMismatchError, "truncated_is: behaviour must have the shape of the mask"),
-    (lambda: masked_is(X[:1], X, X), LeafMismatchError, "masked_is: log_probs must have the shape of the mask"),
-    (lambda: reject(X, X, X, low=0, high=1, level="row"), ValueError, "level of a ratio must be .*'row'"),
-]
-
-
-@pytest.mark.parametrize(("call", "kind", "message"), MISTAKES)
-def test_mistakes_name_what_must_hold(call, kind, message):
-    """A wrong shape or level raises."""
-    with pytest.raises(kind, match="(?s)" + message):
-        call()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tdfunc import LeafMismatchError
-from tdfunc.llm import LogProbs
+from tdfunc.llm import LogProbs, topk_rewards
 from tdfunc.llm.losses import (
     cispo,
     distill,
@@ -18,6 +18,14 @@ from tdfunc.llm.losses import (
     policy_gradient,
     sft,
 )
+from tdfunc.llm.losses.advantages import (
+    batch_normalized,
+    group_normalized,
+    leave_one_out,
+    mc_returns,
+    penalized_rewards,
+)
+from tdfunc.llm.losses.corrections import masked_is, reject, truncated_is
 from tdfunc.llm.scoring.ids import Scores
 
 X, ROWS, PAIRS = torch.zeros(2, 3), torch.zeros(2), torch.zeros(4, 2, 3)
@@ -58,6 +66,20 @@ MISTAKES = [
     (lambda: distill(WIDE, WIDE, X, beta=1.5), ValueError, r"distill: beta must be in \[0, 1\].*1.5"),
     (lambda: distill(WIDE, WIDE, X, tail="rest"), ValueError, "distill: tail must be one of .*'rest'"),
     (lambda: distill_on_policy(X, X[:1], X), LeafMismatchError, "teacher_log_probs must have the shape"),
+    (lambda: truncated_is(X, X[:1], X), LeafMismatchError, "truncated_is: behaviour must have the shape of the mask"),
+    (lambda: masked_is(X[:1], X, X), LeafMismatchError, "masked_is: log_probs must have the shape of the mask"),
+    (lambda: reject(X, X, X, low=0, high=1, level="row"), ValueError, "level of a ratio must be .*'row'"),
+    (lambda: group_normalized(X, scale="std"), ValueError, "scale must be one of .*'std'"),
+    (lambda: group_normalized(X, X[:1]), LeafMismatchError, "group_normalized: the values must have the shape"),
+    (lambda: leave_one_out(X, X[:1]), LeafMismatchError, "leave_one_out: the values must have the shape"),
+    (lambda: batch_normalized(X, X[:1]), LeafMismatchError, "batch_normalized: the values must have the shape"),
+    (lambda: penalized_rewards(X, X, X), LeafMismatchError, r"a reward for each row.*\[2\].*\[2, 3\]"),
+    (lambda: penalized_rewards(X[:, 0], X[:1], X), LeafMismatchError, "penalty must have the shape of the mask"),
+    (lambda: mc_returns(X[:1], X), LeafMismatchError, "mc_returns: rewards must have the shape"),
+    (lambda: topk_rewards(["a"], ROWS, group_size=2, k=1), ValueError, "one reward for each prompt.*1 rewards"),
+    (lambda: topk_rewards(["a"], ROWS[:1], group_size=2, k=0), ValueError, "k must be in 1 to group_size"),
+    (lambda: topk_rewards(["a"], ROWS[:1], group_size=2, k=3), ValueError, "k must be in 1 to group_size.*k=3"),
+    (lambda: topk_rewards(["a", "a"], torch.tensor([0, torch.nan]), group_size=2, k=1), ValueError, "NaN.*row 1"),
 ]  # fmt: skip
 
 

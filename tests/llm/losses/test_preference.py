@@ -90,14 +90,13 @@ def test_simpo_and_orpo_are_their_formulas(seed, beta, gamma):
     def odds(mean):
         return math.log(math.exp(mean) / (1 - math.exp(mean)))
 
-    loss, metrics = by_hand(
-        s, lambda c, r: -beta * log_sigmoid(odds(c) - odds(r)), reference=False, mean=True, scale=beta
-    )
+    options = {"reference": False, "mean": True, "scale": beta}
+    loss, metrics = by_hand(s, lambda c, r: -beta * log_sigmoid(odds(c) - odds(r)), **options)
     chosen = [s.log_probs[b, 0, t].item() for b, row in enumerate(tokens(s.mask[:, 0])) for t in row]
     found = orpo(s.log_probs, s.mask, beta=beta)
     check(found, loss - average(chosen), metrics)
     close(found.metrics["nll"], -average(chosen))
-    ratios, _ = by_hand(s, lambda c, r: odds(c) - odds(r), reference=False, mean=True, scale=beta)
+    ratios, _ = by_hand(s, lambda c, r: odds(c) - odds(r), **options)
     close(found.metrics["log_odds"], ratios)
 
 
@@ -118,16 +117,8 @@ def test_kto_is_its_formula(seed, beta):
         x = beta * (gap - z if wanted else z - gap)
         losses.append((2.0 if wanted else 0.5) * (1 - 1 / (1 + math.exp(-x))) if s.mask[b].any() else 0.0)
 
-    found = kto(
-        s.log_probs,
-        s.ref,
-        s.mask,
-        s.desirable,
-        baseline=baseline,
-        beta=beta,
-        desirable_weight=2.0,
-        undesirable_weight=0.5,
-    )
+    options = {"baseline": baseline, "beta": beta, "desirable_weight": 2.0, "undesirable_weight": 0.5}
+    found = kto(s.log_probs, s.ref, s.mask, s.desirable, **options)
 
     close(found.loss, average(losses))
     for kind, wanted in (("chosen", True), ("rejected", False)):

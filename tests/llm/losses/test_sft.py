@@ -1,10 +1,9 @@
-"""Supervised losses against their formulas and torch's cross entropy."""
+"""Supervised losses against their formulas."""
 
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,16 +29,6 @@ def test_sft_is_its_formula(seed, normalize, weighted):
     rows = s.advantages.abs()
     spread = rows.unsqueeze(-1).expand(s.mask.shape)
     assert torch.equal(sft(s.log_probs, s.mask, weights=rows).loss, sft(s.log_probs, s.mask, weights=spread).loss)
-
-
-def test_sft_is_torchs_cross_entropy():
-    """Of logits, with ignored labels."""
-    logits, labels = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(7, (3, 5))
-    mask = torch.rand(3, 5) < 0.7
-    log_probs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.masked_fill(~mask, -100).flatten())
-    torch.testing.assert_close(sft(log_probs, mask).loss, expected)
 
 
 @settings(max_examples=8)

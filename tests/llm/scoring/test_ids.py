@@ -23,7 +23,6 @@ from tdfunc.llm import (
     score,
     score_ids,
 )
-from tdfunc.llm.rows.packing import bins, compact
 from tdfunc.llm.scoring.head import Head, chosen_log_probs
 from tdfunc.llm.scoring.ids import logits_of_ids
 from tdfunc.llm.scoring.model import PACKING
@@ -75,9 +74,8 @@ def check_family(name, seed):
 
     for layout in (mask, left):
         for packed in (False, True):
-            check_rows(
-                model, score_ids(lm.with_options(packed=packed), params, ids, layout, buffers=buffers), ids, layout
-            )
+            found = score_ids(lm.with_options(packed=packed), params, ids, layout, buffers=buffers)
+            check_rows(model, found, ids, layout)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -103,12 +101,8 @@ def test_the_table_of_packing_is_what_packing_does(name):
     exact = score_ids(lm, params, ids, mask, buffers=buffers).log_probs
 
     def error(way):
-        other = dataclasses.replace(lm, packing=way)
-        return float(
-            (score_ids(other.with_options(packed=True), params, ids, mask, buffers=buffers).log_probs - exact)
-            .abs()
-            .max()
-        )
+        other = dataclasses.replace(lm, packing=way, packed=True)
+        return float((score_ids(other, params, ids, mask, buffers=buffers).log_probs - exact).abs().max())
 
     if lm.packing is not None:
         assert error(lm.packing) < 2e-5
@@ -125,16 +119,12 @@ def test_random_rows(lengths, seed, data):
     model = make("llama")
     lm, params, buffers = causal_lm(model)
     ids, mask = rows(lengths, 9, seed)
-    temperature = data.draw(st.sampled_from([0.3, 1.0, 2.0]))
-    lm = lm.with_options(chunk_size=data.draw(st.sampled_from([None, 1, 3])))
+    temperature, packed = data.draw(st.sampled_from([0.3, 1.0, 2.0])), data.draw(st.booleans())
+    lm = lm.with_options(chunk_size=data.draw(st.sampled_from([None, 1, 3])), packed=packed)
 
-    check_rows(
-        model, score_ids(lm, params, ids, mask, buffers=buffers, temperature=temperature), ids, mask, temperature
-    )
-    heat = torch.full((len(lengths),), temperature)
-    lm = lm.with_options(packed=data.draw(st.booleans()))
-    each = score_ids(lm, params, ids, mask, buffers=buffers, temperature=heat)
-    check_rows(model, each, ids, mask, temperature)
+    for heat in (temperature, torch.full((len(lengths),), temperature)):
+        found = score_ids(lm, params, ids, mask, buffers=buffers, temperature=heat)
+        check_rows(model, found, ids, mask, temperature)
 
 
 class Counted:
@@ -168,33 +158,10 @@ def test_the_number_of_runs(name, packed, shapes):
     assert lm.apply.shapes == shapes
 
 
-@given(lengths=st.lists(st.integers(0, 30), max_size=12))
-def test_bins_hold_each_row_once(lengths):
-    """Bins hold the rows that have tokens, and none is longer than the longest row."""
-    found = bins(lengths)
-
-    assert sorted(row for members in found for row in members) == [i for i, n in enumerate(lengths) if n]
-    assert all(sum(lengths[row] for row in members) <= max(lengths) for members in found)
-
-
-@given(lengths=st.lists(st.integers(0, 7), min_size=1, max_size=5), seed=st.integers(0, 2**16))
-def test_compacted_rows_are_put_back(lengths, seed):
-    """`scatter` undoes `gather` at the tokens, and the order of the tokens stays."""
-    ids, mask = rows(lengths, 7, seed)
-    found = compact(ids, mask)
-
-    assert [row[valid].tolist() for row, valid in zip(found.ids, found.mask, strict=True)] == [
-        row[valid].tolist() for row, valid in zip(ids, mask, strict=True)
-    ]
-    back = found.scatter(torch.where(found.mask, found.ids, 0).unsqueeze(-1)).squeeze(-1)
-    assert torch.equal(back, torch.where(mask, ids, 0))
-
-
 def test_the_page_has_the_table_of_packing():
     """docs/llm_scoring.md names each family with its way."""
-    rows = [
-        line.split("|")[1:3] for line in Path("docs/llm_scoring.md").read_text().splitlines() if line.startswith("| ")
-    ]
+    lines = Path("docs/llm_scoring.md").read_text().splitlines()
+    rows = [line.split("|")[1:3] for line in lines if line.startswith("| ")]
     ways = {"positions that begin anew": "positions", "a mask of pairs": "mask"}
     listed = {
         name.removesuffix(" (rotary)").strip(): ways[way.strip()]
@@ -244,9 +211,8 @@ def test_gradients(name, tolerance):
 
     expected = torch.func.grad(whole)(params, ids, mask)
     tdf.assert_close(torch.func.grad(total)(params, ids, mask), expected, rtol=tolerance, atol=tolerance)
-    each = torch.vmap(
-        torch.func.grad(lambda p, i, m: total(p, i[None], m[None])), in_dims=(None, 0, 0)
-    )(params, ids, mask)  # fmt: skip
+    of_row = torch.func.grad(lambda p, i, m: total(p, i[None], m[None]))
+    each = torch.vmap(of_row, in_dims=(None, 0, 0))(params, ids, mask)
     tdf.assert_close(each.apply(lambda x: x.sum(0), batch_size=[]), expected, rtol=tolerance, atol=tolerance)
     live = params.apply(lambda x: x.clone().requires_grad_())
     total(live, ids, mask).backward()
@@ -269,19 +235,14 @@ def test_adapters_under_vmap():
     ids, mask = rows([7, 5], 8, seed=4)
     td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
     draw, paths = torch.Generator().manual_seed(0), [path for path in params.paths() if "q_proj" in path]
-    adapters = TensorDict(
-        {
-            ".".join(path): TensorDict(
-                {
-                    "a": torch.randn(3, 2, params[path].shape[1], generator=draw, dtype=torch.float64),
-                    "b": torch.randn(3, params[path].shape[0], 2, generator=draw, dtype=torch.float64) / 10,
-                },
-                [3],
-            )
-            for path in paths
-        },
-        [3],
-    )
+
+    def normal(*size):
+        return torch.randn(3, *size, generator=draw, dtype=torch.float64)
+
+    pairs = {
+        path: {"a": normal(2, params[path].shape[1]), "b": normal(params[path].shape[0], 2) / 10} for path in paths
+    }
+    adapters = TensorDict({".".join(path): pair for path, pair in pairs.items()}, [3])
 
     def loss(adapter, td):
         whole = params
@@ -312,12 +273,7 @@ def test_second_derivatives():
     direction = params.apply(torch.randn_like)
 
     def along(loss):
-        def slope(p):
-            return sum(
-                (a * b).sum() for a, b in zip(torch.func.grad(loss)(p).leaves(), direction.leaves(), strict=True)
-            )
-
-        return torch.func.grad(slope)(params)
+        return torch.func.grad(lambda p: sum((torch.func.grad(loss)(p) * direction).sum().leaves()))(params)
 
     def total(p):
         return score_ids(lm.with_options(chunk_size=3), p, ids, mask, buffers=buffers).log_probs.sum()
@@ -447,10 +403,9 @@ def test_score_keeps_the_layout_of_the_tree():
     flat = score_ids(lm, params, ids, mask, buffers=buffers)
     tree = TensorDict({"tokens": Tokens(**parts(ids.view(2, 2, 6), 4), batch_size=[2, 2])}, [2, 2])
 
-    for key, value in (
-        ("attention_mask", mask.view(2, 2, 6)),
-        ("masks", Masks(all_attention_mask=mask.view(2, 2, 6), batch_size=[2, 2])),
-    ):
+    whole = mask.view(2, 2, 6)
+    masks = Masks(all_attention_mask=whole, batch_size=[2, 2])
+    for key, value in (("attention_mask", whole), ("masks", masks)):
         given_tree = tree.set(key, value)
         found = score(lm, params, given_tree, buffers=buffers)["log_probs"]
         assert "log_probs" not in given_tree
@@ -508,8 +463,8 @@ def test_no_rows_and_no_tokens(shape, packed):
     assert distribution(lm, params, td, **options).log_prob(ids).shape == shape
 
 
-def test_distribution_and_logits():
-    """Position i has the distribution of token i; pads and first tokens count nothing."""
+def test_distribution_logits_and_candidates():
+    """Position i has the distribution of token i, `at` others than it; pads and first tokens count nothing."""
     lm, params, buffers = causal_lm(make("llama"))
     ids, mask = rows([6, 4], 6, seed=8)
     td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
@@ -520,6 +475,9 @@ def test_distribution_and_logits():
     values = logits(lm, params, td, buffers=buffers)["logits"]
     p = values.softmax(-1)
     torch.testing.assert_close(dist.entropy(), torch.where(scored.mask, -(p * p.log()).sum(-1), 0))
+    at = torch.randint(VOCAB, (2, 6, 4), generator=torch.Generator().manual_seed(1))
+    found = score(lm, params, td, buffers=buffers, at=at)["log_probs"].full
+    torch.testing.assert_close(found, torch.where(scored.mask.unsqueeze(-1), p.log().gather(-1, at), 0))
 
 
 def test_behaviour_is_the_distribution_that_was_drawn_from():
@@ -538,32 +496,6 @@ def test_behaviour_is_the_distribution_that_was_drawn_from():
 
     found = score(lm, params, td, buffers=buffers, under="behaviour", temperature=0.7)["log_probs"]
     torch.testing.assert_close(found.behaviour, torch.where(mask[:, 3:], expected, 0))
-
-
-def test_candidates():
-    """`at` gives the log-probs of other tokens, as a teacher's."""
-    lm, params, buffers = causal_lm(make("llama"))
-    ids, mask = rows([6, 4], 6, seed=10)
-    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
-    at = torch.randint(VOCAB, (2, 6, 4), generator=torch.Generator().manual_seed(1))
-    found = score(lm, params, td, buffers=buffers, at=at)["log_probs"]
-
-    expected = logits(lm, params, td, buffers=buffers)["logits"].log_softmax(-1).gather(-1, at)
-    torch.testing.assert_close(found.full, torch.where(found.mask.unsqueeze(-1), expected, 0))
-
-
-def test_the_model_is_left_alone():
-    """Neither the model's class, its forward nor its weights change, and training it does not change the trees."""
-    model = make("qwen2")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    lm, params, buffers = causal_lm(model)
-    ids, mask = rows([6, 4], 6, seed=11)
-    score_ids(lm, params, ids, mask, buffers=buffers)
-
-    assert type(model).__name__ == "Qwen2ForCausalLM"
-    assert "forward" not in vars(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert set(params.state_dict()) == set(before)
 
 
 def test_ways_of_scoring_are_explained():

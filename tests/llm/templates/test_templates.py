@@ -10,6 +10,7 @@ from tdfunc import UnsupportedError
 from tdfunc.llm import TEMPLATES, ChatML, History, chatml, deepseek, gemma, llama, mistral, qwen
 from tdfunc.llm.messages.columns import conversation_in
 from tdfunc.llm.messages.message import as_compared
+from tdfunc.llm.templates.base import make_call
 from tests.llm.tokens import CHATML, calls, make_tokenizer, messages
 
 ALL = {"chatml": chatml, "qwen": qwen, "llama": llama, "deepseek": deepseek, "mistral": mistral, "gemma": gemma}
@@ -81,13 +82,7 @@ def test_reversible_render_raises_or_parses_back(name, chat, tools, unsafe):
 
 EASY = [
     {"role": "user", "content": "what time is it?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": {"zone": "ü"}}}
-        ],
-    },
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", **make_call("now", {"zone": "ü"})}]},
     {"role": "tool", "content": '{"time": [12, 30]}', "tool_call_id": "abcdefghi"},
     {"role": "assistant", "content": "half past twelve"},
     {"role": "user", "content": "thanks\n"},

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from tdfunc.llm import causal_lm
-from tdfunc.llm.wrappers.push import AbstractEngine, Probe, push_weights
+from tdfunc.llm.wrappers.push import AbstractEngine, Probe, push_tree
 from tests.llm.models import row_log_probs
 
 
@@ -97,10 +97,8 @@ trees_of = functools.cache(causal_lm)
 def push(engine, model, **options):
     """Push a model's weights."""
     lm, params, buffers = trees_of(model)
-    options = {"optional": [], "tree": params, "buffers": buffers, "version": "1", "tolerance": 1e-4, **options}
-    leaves = options.pop("leaves", dict(model.named_parameters()))
-    shapes = options.pop("shapes", {name: leaf.shape for name, leaf in leaves.items()})
-    return push_weights(engine, lm, leaves, shapes, **options)
+    tree = options.pop("tree", params)
+    return push_tree(engine, lm, tree, buffers, **{"version": "1", "tolerance": 1e-4, **options})
 
 
 def stale(name, rows):

@@ -10,12 +10,10 @@ from tdfunc.llm import Tokens
 from tests.llm.wrappers.fake import FakeWrapper
 
 
-def rows_of(prompts, mask):
-    """The tokens of each row."""
-    return [
-        row[valid]
-        for row, valid in zip(prompts.reshape(-1, prompts.shape[-1]), mask.reshape(-1, mask.shape[-1]), strict=True)
-    ]
+def rows_of(values, mask):
+    """The values at the tokens of each row."""
+    pairs = zip(*[each.reshape(-1, each.shape[-1]) for each in (values, mask)], strict=True)
+    return [row[valid] for row, valid in pairs]
 
 
 @st.composite
@@ -37,13 +35,10 @@ def test_padded_outputs_hold_each_row(data, samples, scored):
     ids, mask = data
     lead = ids.shape[:-1]
     kwargs = {"temperature": 1.0}
-    td = TensorDict(
-        {"tokens": Tokens(prompt=ids, batch_size=lead), "attention_mask": mask, "x": torch.ones(lead)}, lead
-    )
-    wrapper = FakeWrapper(
-        input_mode="tokens", pad_output=True, num_samples=samples, generate_kwargs=kwargs, prompt_log_probs=scored
-    )
-    out = wrapper(td, key=0)
+    tokens = Tokens(prompt=ids, batch_size=lead)
+    td = TensorDict({"tokens": tokens, "attention_mask": mask, "x": torch.ones(lead)}, lead)
+    options = {"pad_output": True, "num_samples": samples, "prompt_log_probs": scored}
+    out = FakeWrapper(input_mode="tokens", generate_kwargs=kwargs, **options)(td, key=0)
 
     size = torch.Size([*lead, *([] if samples is None else [samples])])
     tokens, masks, lp = out["tokens"], out["masks"], out["log_probs"]
@@ -96,7 +91,4 @@ def test_scores_lie_as_the_tokens(data, layout):
     for _ in lead[1:]:
         rows = [row for part in rows for row in part]
     rows = [rows] if not lead else list(rows)
-    assert [row.tolist() for row in rows] == [
-        each[valid].tolist()
-        for each, valid in zip(lp.full.reshape(-1, ids.shape[-1]), mask.reshape(-1, ids.shape[-1]), strict=True)
-    ]
+    assert [row.tolist() for row in rows] == [row.tolist() for row in rows_of(lp.full, mask)]

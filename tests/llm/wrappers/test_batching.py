@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import tdfunc as tdf
 from tdfunc.llm import Batcher
 from tdfunc.llm.wrappers.batching import _end
+from tests.helpers import run_in_threads
 
 SOON = 20
 
@@ -101,16 +102,17 @@ def run_threads(batcher, scripts):
                 except AssertionError as err:
                     failures.append(err)
 
-    threads = [
-        threading.Thread(target=act, args=(script, made), daemon=True)
-        for script, made in zip(scripts, lists, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
+    run_in_threads(lambda i: act(scripts[i], lists[i]), range(len(scripts)))
     assert not failures
     return [pair for made in lists for pair in made]
+
+
+def check_answers(engine, made):
+    """Assert that requests have their own answers; none is answered twice, and none that was cancelled is run."""
+    found = [(request, future, outcome(future)) for request, future in made]
+    for request, future, result in found:
+        assert result == (CancelledError if future.cancelled() else Poison if request < 0 else request**2)
+    assert sorted(engine.answered) == sorted(request for request, _, result in found if isinstance(result, int))
 
 
 def check_script(scripts, sizes, timeout_s, delays):
@@ -119,14 +121,10 @@ def check_script(scripts, sizes, timeout_s, delays):
     low, more = sizes
     with Batcher(engine, min_batch_size=low, max_batch_size=low + more, timeout_s=timeout_s) as batcher:
         made = run_threads(batcher, scripts)
-    found = [(request, future, outcome(future)) for request, future in made]
 
-    may_cancel = any(action in ("cancel", "cleanup") for script in scripts for action in script)
-    for request, future, result in found:
-        assert result == (CancelledError if future.cancelled() else Poison if request < 0 else request**2)
-        assert may_cancel or not future.cancelled()
-    # None is answered twice, and none that was cancelled is run.
-    assert sorted(engine.answered) == sorted(request for request, _, result in found if isinstance(result, int))
+    check_answers(engine, made)
+    if not any(action in ("cancel", "cleanup") for script in scripts for action in script):
+        assert not any(future.cancelled() for _, future in made)
     for batch in engine.batches:
         assert len(batch) <= low + more
         assert len({abs(request) % 2 for request in batch}) == 1
@@ -160,17 +158,10 @@ def test_a_hundred_thousand_requests_have_their_answers():
                 made[index][draw.randrange(len(made[index]))][1].cancel()
 
     with Batcher(engine, min_batch_size=4, max_batch_size=64, timeout_s=0.01) as batcher:
-        workers = [threading.Thread(target=act, args=(index,), daemon=True) for index in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(100)
-    found = [(request, future, outcome(future)) for pairs in made for request, future in pairs]
+        run_in_threads(act, range(threads))
 
-    assert len(found) == count * threads
-    for request, future, result in found:
-        assert result == (CancelledError if future.cancelled() else Poison if request < 0 else request**2)
-    assert sorted(engine.answered) == sorted(request for request, _, result in found if isinstance(result, int))
+    assert sum(map(len, made)) == count * threads
+    check_answers(engine, [pair for pairs in made for pair in pairs])
 
 
 def test_a_batch_starts_at_the_minimum_size_and_has_at_most_the_maximum():
@@ -275,14 +266,8 @@ def test_cleanup_cancels_what_waits():
     """The futures are returned and done, and the batcher goes on."""
     batcher = Batcher(Engine(), min_batch_size=3, timeout_s=math.inf)
     futures = [batcher.submit(number, group=number) for number in range(2)]
-    assert batcher.state() == {
-        "queue_size": 2,
-        "pending_futures": 2,
-        "processing": False,
-        "min_batch_size": 3,
-        "max_batch_size": None,
-        "timeout_s": math.inf,
-    }
+    options = {"min_batch_size": 3, "max_batch_size": None, "timeout_s": math.inf}
+    assert batcher.state() == {"queue_size": 2, "pending_futures": 2, "processing": False, **options}
 
     assert batcher.cleanup() == futures
     assert wait(futures, timeout=0).done == set(futures)

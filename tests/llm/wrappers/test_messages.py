@@ -17,6 +17,8 @@ LONG = TensorDict({"tokens": torch.ones(6, dtype=torch.int64)})
 TEXTS = TensorDict({"text": Text(prompt=["a", ""], batch_size=[2])}, [2])
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
 SAMPLER = TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})
+SCORER = TransformersWrapper(make("gpt2", n_positions=5), input_mode="tokens", generate=False)
+HOT = {"temperature": 1.0}
 
 
 def made(mode="tokens", **options):
@@ -33,17 +35,17 @@ CASES = [
     (lambda: made("words"), ValueError, "input_mode must be one of"),
     (lambda: made(inplace=True), ImmutableError, "trees are never written"),
     (lambda: made(inplace="empty"), ImmutableError, "tensordict_out="),
-    (lambda: FakeWrapper(input_mode="text"), TypeError, "takes a tokenizer"),
+    (lambda: FakeWrapper(input_mode="text"), TypeError, "must come with a tokenizer"),
     (lambda: made(no_such=1), TypeError, "no_such"),
     (lambda: made().get_new_version(no_such=1), TypeError, "no_such"),
     (lambda: made(generate_kwargs={"no_such": 1}), TypeError, "no_such"),
     (lambda: made(layout=torch.sparse_coo), ValueError, "layout must be"),
-    (lambda: made("text", tokenizer_kwargs={"padding": True}), ValueError, "the form of ids"),
-    (lambda: made("text", tokenizer_kwargs={"no_such": 1}), ValueError, "not an option of texts"),
-    (lambda: made(tokenizer_kwargs={"no_such": 1}), ValueError, "no effect on tokens"),
+    (lambda: made("text", tokenizer_kwargs={"padding": True}), ValueError, "not have 'padding'"),
+    (lambda: made("text", tokenizer_kwargs={"no_such": 1}), ValueError, "not have 'no_such'(?s:.)*add_special_tokens"),
+    (lambda: made(tokenizer_kwargs={"no_such": 1}), ValueError, "not have 'no_such' for input_mode='tokens'"),
     (lambda: made("text", tokenizer_kwargs={"truncation": True}), ValueError, "max_length must be given"),
-    (lambda: made("history", chat_template_name="no such"), ValueError, "There is no template"),
-    (lambda: made(batching=False, max_batch_size=2), ValueError, "takes no batch sizes"),
+    (lambda: made("history", chat_template_name="no such"), ValueError, "does not exist"),
+    (lambda: made(batching=False, max_batch_size=2), ValueError, "must come without batch sizes"),
     (lambda: made(min_batch_size=3, max_batch_size=2), ValueError, "sizes must be in order"),
     (lambda: made(num_samples=2, generate_kwargs={"n": 3, "temperature": 1.0}), ValueError, "num_samples"),
     (lambda: setattr(made(), "pad_output", True), ImmutableError, "get_new_version"),
@@ -57,35 +59,19 @@ CASES = [
     (lambda: made("history")(TensorDict({"history": CHAT}, [1])), LeafMismatchError, "dimension of"),
     (lambda: made("text", generate=True)(TEXTS), ValueError, "row 1 must have tokens"),
     (lambda: made(generate=True)(TOKENS, training=True), ValueError, "generate=False"),
-    (
-        lambda: made(generate=True, generate_kwargs={"temperature": 1.0})(TOKENS),
-        ValueError,
-        "sampling takes a random key",
-    ),
-    (lambda: sent(num_beams=2), UnsupportedError, "x: engines have beams of other scores"),
-    (lambda: sent(temperature=1.0, top_p=0.9, min_p=0.1), UnsupportedError, "x: top_p is taken of what min_p leaves"),
+    (lambda: made(generate=True, generate_kwargs=HOT)(TOKENS), ValueError, "sampling must have a random key"),
+    (lambda: sent(num_beams=2), UnsupportedError, "x: beam search is not supported"),
+    (lambda: sent(temperature=1.0, top_p=0.9, min_p=0.1), UnsupportedError, "x: top_p with min_p is not supported"),
     (lambda: sent(max_new_tokens=None), ValueError, "max_new_tokens must be given"),
-    (lambda: made()(TOKENS, logits_only=True), UnsupportedError, "gives no logits"),
-    (lambda: made().get_dist(TOKENS), UnsupportedError, "gives no logits"),
-    (lambda: made().get_dist(TOKENS, TOKENS), ImmutableError, "left out"),
+    (lambda: made()(TOKENS, logits_only=True), UnsupportedError, "returns no logits"),
+    (lambda: made().get_dist(TOKENS), UnsupportedError, "returns no logits"),
+    (lambda: made().get_dist(TOKENS, TOKENS), UnsupportedError, "cannot contain a distribution"),
     (lambda: made().get_dist(TOKENS, as_nested_tensor=True, as_padded_tensor=True), ValueError, "padded or nested"),
     (lambda: made().get_dist(TOKENS, padding_side="up"), ValueError, "one of 'left', 'right'"),
-    (
-        lambda: made().get_dist(TOKENS.set("logits", torch.zeros(2, 2, 5)), logits_key="logits"),
-        LeafMismatchError,
-        "the logits must have",
-    ),
+    (lambda: made().get_dist(TOKENS.set("x", IDS[:, :2, None]), logits_key="x"), LeafMismatchError, "the logits must"),
     (lambda: TransformersWrapper(torch.nn.Linear(1, 1), input_mode="tokens"), TypeError, "language model of transform"),
-    (
-        lambda: TransformersWrapper(make("gpt2", n_positions=5), input_mode="tokens", generate=False)(LONG),
-        ValueError,
-        "longer than the positions",
-    ),
-    (
-        lambda: torch.func.grad(lambda x: SAMPLER(TOKENS) and x)(torch.tensor(0.0)),
-        UnsupportedError,
-        "inside a transform",
-    ),
+    (lambda: SCORER(LONG), ValueError, "longer than the positions"),
+    (lambda: torch.func.grad(lambda x: SAMPLER(TOKENS) and x)(torch.ones(())), UnsupportedError, "inside a transform"),
 ]
 
 

@@ -11,7 +11,7 @@ import tdfunc as tdf
 from tdfunc import ConcurrencyError, TreeStructureError
 from tdfunc.llm.wrappers.push import draw_prompts, proven_label
 from tests.llm.models import make
-from tests.llm.wrappers.pushing import KINDS, FakeEngine, count_pushes, other_weights, push, stale
+from tests.llm.wrappers.pushing import KINDS, FakeEngine, count_pushes, other_weights, push, stale, trees_of
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_unread_experts_are_named():
     assert push(engine, model, proof="full", key=3).unread == {}
     engine = FakeEngine(start)
     engine.fault = stale(name, next(i for i in range(96) if i not in rows))
-    with pytest.raises(ValueError, match="must be those of the tree"):
+    with pytest.raises(ValueError, match="must have the same log-probs"):
         push(engine, model, proof="full", key=3)
 
 
@@ -147,18 +147,17 @@ def test_each_push_draws_its_own_ids(made):
 
 def test_names_are_checked_before_anything_is_sent(made):
     """Missing, unknown and misshapen leaves: the engine keeps its weights and its label."""
-    state = made[1].state_dict()
-    shapes = {key: leaf.shape for key, leaf in state.items()}
-    name = next(iter(state))
+    params = trees_of(made[1])[1]
+    name = next(iter(params.paths()))
     cases = {
-        f"lacks '{name}'": {"leaves": {key: leaf for key, leaf in state.items() if key != name}},
-        "has the unknown 'x.y'": {"leaves": {**state, "x.y": torch.zeros(1)}},
-        f"leaf '{name}' must have the shape": {"leaves": {**state, name: torch.zeros(2)}},
+        f"lacks '{'.'.join(name)}'": params.delete(name),
+        "has the unknown 'x.y'": params.set(("x", "y"), torch.zeros(1)),
+        f"leaf '{'.'.join(name)}' must have the shape": params.set(name, torch.zeros(2)),
     }
-    for pattern, leaves in cases.items():
+    for pattern, tree in cases.items():
         engine = FakeEngine(made[0])
         with pytest.raises(TreeStructureError, match=f"{pattern}(?s:.*)nothing was sent"):
-            push(engine, made[1], shapes=shapes, **leaves)
+            push(engine, made[1], tree=tree)
         assert engine.loads == 0
         assert proven_label(engine.label()) == "default"
 
@@ -169,5 +168,5 @@ def test_nan_is_no_proof(made):
     with torch.no_grad():
         for leaf in broken.parameters():
             leaf.mul_(float("nan"))
-    with pytest.raises(ValueError, match="must be those of the tree"):
+    with pytest.raises(ValueError, match="must have the same log-probs"):
         push(FakeEngine(made[0]), broken)

@@ -4,8 +4,8 @@ import copy
 import functools
 import math
 import pickle
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 
 import pytest
@@ -67,14 +67,8 @@ def parse(**options):
 def greedy(prompt):
     """The greedy response of transformers to a tuple of ids, with its log-probs."""
     ids = torch.tensor([prompt])
-    full = MODEL.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=6,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )[0]
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": EOS, "pad_token_id": 0}
+    full = MODEL.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
     return full[len(prompt) :], row_log_probs(MODEL, full)[len(prompt) - 1 :]
 
 
@@ -91,25 +85,19 @@ def check(found, prompts=PROMPTS):
 @SENDS
 def test_responses_are_the_models(serve, ids_endpoint, stream):
     """Ids and log-probs are those of transformers, by both endpoints, whole or token by token."""
-    service = serve(ids_endpoint=ids_endpoint)
-    found = connect(service, stream=stream).generate_tokens(PROMPTS, parse())
+    service, own = serve(ids_endpoint=ids_endpoint), IDS if ids_endpoint else COMPLETIONS
+    wrapper = connect(service, stream=stream)
+    found = wrapper.generate_tokens(PROMPTS, parse())
 
     check(found)
     assert {each.version for each in found} == {"7+8" if ids_endpoint else None}
     # One request for each row; without the first endpoint no more than one more for each.
-    paths = service.paths
-    assert paths.count(IDS if ids_endpoint else COMPLETIONS) == len(PROMPTS)
-    assert set(paths) <= ({IDS} if ids_endpoint else {IDS, COMPLETIONS})
-
-
-def test_the_endpoint_is_looked_for_once(serve):
-    """After the first response the missing endpoint is not asked for again."""
-    service = serve(ids_endpoint=False)
-    wrapper = connect(service)
-    for _ in range(3):
-        wrapper.generate_tokens(PROMPTS[:1], parse())
-
-    assert service.paths == [IDS, COMPLETIONS, COMPLETIONS, COMPLETIONS]
+    assert service.paths.count(own) == len(PROMPTS)
+    assert set(service.paths) <= {IDS, own}
+    # A missing endpoint is not asked for again.
+    before = len(service.paths)
+    check(wrapper.generate_tokens(PROMPTS[:2], parse()), PROMPTS[:2])
+    assert service.paths[before:] == [own, own]
 
 
 @SENDS
@@ -169,14 +157,10 @@ def test_every_option_is_sent(serve, ids_endpoint):
     service = serve(ids_endpoint=ids_endpoint)
     wrapper = connect(service)
     own = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
-    given = parse(
-        **own, min_new_tokens=2, stop_sequences="x", stop_token_ids=[4], eos_token_ids=[5], max_tokens=3, logprobs=False
-    )
-    wrapper.generate_tokens(PROMPTS[:1], given, keys=tdf.random.key(0)[None])
+    ends = {"min_new_tokens": 2, "stop_sequences": "x", "stop_token_ids": [4], "eos_token_ids": [5], "max_tokens": 3}
+    wrapper.generate_tokens(PROMPTS[:1], parse(**own, **ends, logprobs=False), keys=tdf.random.key(0)[None])
     wrapper.generate_tokens(PROMPTS[:1], parse(max_new_tokens=1))
-    first, second = [
-        body.get("sampling_params", body) for path, body, _ in service.requests if path == IDS or not ids_endpoint
-    ][-2:]
+    first, second = [body.get("sampling_params", body) for _, body, _ in service.requests][-2:]
 
     assert {name: first[name] for name in own} == own
     assert (first["max_tokens"], first["min_tokens"], first["stop"]) == (3, 2, ["x"])
@@ -207,17 +191,15 @@ def test_a_server_without_token_ids_gives_texts_alone(serve):
     reply = wrapper.get_new_version(input_mode="history", chat_template_name="chatml")(td)["history"].response
     assert reply[0, 0].role == "assistant"
     assert reply[0, 0].token_ids is None
-    with pytest.raises(UnsupportedError, match="only a server that gives token ids can score"):
+    with pytest.raises(UnsupportedError, match="only a server that returns token ids can score"):
         wrapper.score_tokens(PROMPTS)
 
 
 def test_control_strings_of_a_user_stay_text(serve):
     """The ids that the server gets are those of safe encoding; the reply has the ids that it was sampled as."""
     service, tokenizer = serve(make("llama", vocab_size=400)), make_tokenizer()
-    wrapper = connect(
-        service, tokenizer=tokenizer, input_mode="history", chat_template_name="chatml",
-        generate_kwargs={"max_new_tokens": 3},
-    )  # fmt: skip
+    options = {"tokenizer": tokenizer, "input_mode": "history", "chat_template_name": "chatml"}
+    wrapper = connect(service, generate_kwargs={"max_new_tokens": 3}, **options)
     history = History.from_chats([{"role": "user", "content": "<|im_end|>"}])
     out = wrapper(TensorDict({"history": ChatHistory(prompt=history.unsqueeze(0), batch_size=[1])}, [1]))
     ((path, body, _),) = service.requests
@@ -318,7 +300,7 @@ def test_a_stream_that_is_cut_raises(serve, ids_endpoint, count):
     before = len(service.requests)
     service.faults = [cut(count, clean=True)]
 
-    with pytest.raises(RemoteError, match="must be whole(?s:.)*the stream was cut"):
+    with pytest.raises(RemoteError, match="must be complete(?s:.)*the stream ended early"):
         wrapper.generate_tokens(PROMPTS[:1], parse())
     assert len(service.requests) == before + 1
 
@@ -351,19 +333,10 @@ def test_the_limit_of_concurrency_holds_for_all_threads(serve):
     """Requests run at the same time, and no more than the limit."""
     service = serve(delay_s=0.02)
     wrapper = connect(service, max_concurrency=3)
-    found = [None] * 3
 
-    def act(index):
-        found[index] = wrapper.generate_tokens(PROMPTS, parse(max_new_tokens=6))
-
-    threads = [threading.Thread(target=act, args=(index,), daemon=True) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-
-    for responses in found:
-        check(responses)
+    with ThreadPoolExecutor(3) as pool:
+        for responses in pool.map(lambda _: wrapper.generate_tokens(PROMPTS, parse()), range(3), timeout=30):
+            check(responses)
     assert service.most_active == 3
 
 
@@ -374,7 +347,7 @@ ALTERED = [
     ({"logprobs": {"token_logprobs": [-1.0]}}, "1 log-probs of 6 tokens"),
     ({"logprobs": None}, "0 log-probs of 6 tokens"),
     ({"logprobs": {"token_logprobs": [None] * 6}}, "form of its endpoint"),
-    ({"finish_reason": "abort"}, "must be whole(?s:.)*'abort'"),
+    ({"finish_reason": "abort"}, "must be complete(?s:.)*'abort'"),
     ({"token_ids": ["a"]}, "form of its endpoint"),
     ({"logprobs": {"token_logprobs": [0.5] * 6}}, "the largest 0.5"),
     ({"logprobs": {"token_logprobs": [-1.0] * 6, "tokens": ["token_id:0"] * 6}}, "of token 0 in the place of"),
@@ -391,22 +364,25 @@ ALTERED = [
 ]
 
 
+def altered(answer, **changes):
+    """An answer with other entries in its choice."""
+    return {"choices": [{**answer["choices"][0], **changes}]}
+
+
 def test_an_answer_that_does_not_fit_raises(serve):
     """No tokens or log-probs are made up or mixed up; a page of a proxy is not an answer."""
     service = serve(ids_endpoint=False)
     wrapper = connect(service)
     for change, pattern in ALTERED:
-        service.alter = lambda answer, change=change: {"choices": [{**answer["choices"][0], **change}]}
+        service.alter = lambda answer, change=change: altered(answer, **change)
         with pytest.raises(RemoteError, match=pattern):
             wrapper.generate_tokens(PROMPTS[:1], parse())
     content = [{"token": "token_id:0", "logprob": -1.0}] * 3
-    service.alter = lambda answer: {"choices": [{**answer["choices"][0], "logprobs": {"content": content}}]}
+    service.alter = lambda answer: altered(answer, logprobs={"content": content})
     with pytest.raises(RemoteError, match="of token 0 in the place of 9"):
         wrapper.score_tokens(PROMPTS[:1])
-    service.alter = lambda answer: {
-        "choices": [{**answer["choices"][0], "token_ids": None if answer["choices"][0]["finish_reason"] else [5]}]
-    }
-    with pytest.raises(RemoteError, match="a part of the response alone"):
+    service.alter = lambda answer: altered(answer, token_ids=None if answer["choices"][0]["finish_reason"] else [5])
+    with pytest.raises(RemoteError, match="only a part of the response"):
         connect(service, stream=True).generate_tokens(PROMPTS[:1], parse())
     service.alter = lambda answer: {"choices": answer["choices"] * 2}
     with pytest.raises(RemoteError, match="several responses"):
@@ -420,9 +396,7 @@ def test_an_answer_that_does_not_fit_raises(serve):
 def test_the_lowest_number_is_minus_infinity(serve):
     """JSON has no infinities; servers send -9999."""
     service = serve(ids_endpoint=False)
-    service.alter = lambda answer: {
-        "choices": [{**answer["choices"][0], "logprobs": {"token_logprobs": [None, -9999.0, -2.0]}}]
-    }
+    service.alter = lambda answer: altered(answer, logprobs={"token_logprobs": [None, -9999.0, -2.0]})
 
     assert connect(service).score_tokens(PROMPTS[:1])[0].tolist() == [0.0, -math.inf, -2.0]
 
@@ -430,10 +404,8 @@ def test_the_lowest_number_is_minus_infinity(serve):
 def test_the_wrapper_gives_samples_and_scores_of_prompts(serve):
     """[B, N] responses with log-probs of prompt and response, equal to a scoring of the whole."""
     service = serve()
-    wrapper = connect(
-        service, num_samples=2, prompt_log_probs=True, pad_output=True,
-        generate_kwargs={"max_new_tokens": 3, "temperature": 1.0},
-    )  # fmt: skip
+    kwargs = {"max_new_tokens": 3, "temperature": 1.0}
+    wrapper = connect(service, num_samples=2, prompt_log_probs=True, pad_output=True, generate_kwargs=kwargs)
     ids = torch.tensor([[0, 5, 9], [0, 0, 7]])
     out = wrapper(TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2]), "attention_mask": ids > 0}, [2]), key=0)
     log_probs, mask = out["log_probs"], out["masks"].all_attention_mask
@@ -451,9 +423,8 @@ def test_no_tokens_need_no_server(serve):
     wrapper = connect(service)
     found = wrapper.generate_tokens(PROMPTS, parse(max_new_tokens=0))
 
-    assert [(each.tokens.tolist(), each.log_probs.tolist(), each.finish_reason) for each in found] == [
-        ([], [], "length")
-    ] * 3
+    for each in found:
+        assert (each.tokens.tolist(), each.log_probs.tolist(), each.finish_reason) == ([], [], "length")
     assert wrapper.generate_tokens([], parse()) == wrapper.score_tokens([]) == []
     assert service.requests == []
 
@@ -463,11 +434,8 @@ def test_a_copy_connects_by_itself(serve):
     service = serve()
     wrapper = connect(service, api_key="s3cret")
     check(wrapper.generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
-    for other in (
-        pickle.loads(pickle.dumps(wrapper)),
-        copy.deepcopy(wrapper),
-        wrapper.get_new_version(pad_output=True),
-    ):
+    copies = pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper), wrapper.get_new_version(pad_output=True)
+    for other in copies:
         check(other.generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
 
     assert {headers["Authorization"] for _, _, headers in service.requests} == {"Bearer s3cret"}
@@ -553,18 +521,18 @@ def _dies(service, folder):
     raise ConnectionError
 
 
-FAULTS = {
-    "stale": (lambda service, folder: None, ValueError, "must be those of the tree"),
+PUSHES = {
+    "stale": (lambda service, folder: None, ValueError, "must have the same log-probs"),
     "torn": (_torn, CorruptCheckpointError, "model.safetensors"),
     "dead": (_dies, RemoteError, "push: http.*/collective_rpc must answer"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PUSHES)
 def test_faulty_pushes_to_a_server(pushing, fault):
     """Each raises, and the tree is as it was; a server that lives generates again after the next push."""
     service, wrapper, given, params, push = pushing
-    reload, error, pattern = FAULTS[fault]
+    reload, error, pattern = PUSHES[fault]
     service.reload = lambda folder: reload(service, folder)
     before = params.clone()
     with pytest.raises(error, match=pattern):
