@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def is_given(self, tensor: Tensor) -> bool:
-        """Return whether the memory of a tensor is that of an argument or of a captured tensor."""
+        """Return whether a tensor shares its memory with an argument or a captured tensor."""
         return storage_id(tensor) in self._names
 
     def _proxy(self, tensor: Tensor) -> fx.Proxy:

@@ -37,7 +37,7 @@ class Replay:
 class Apart:
     """The check of a trace that the tensors written at each replay overlap none of these.
 
-    Their lengths are those of the trace, so that places found apart once are apart again.
+    They have the lengths of the trace, so that places found apart once are apart again.
 
     Args:
         refuse: Raises for tensors that overlap.
