@@ -22,6 +22,7 @@ def test_cell(row, column):
     column.check(ROWS[row])
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="other versions may run what 2.13 refuses")
 @pytest.mark.parametrize(("row", "column"), cells(raising=True))
 def test_cell_raises(row, column):
     """A cell that the page says to raise raises its error."""

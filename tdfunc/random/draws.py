@@ -55,6 +55,9 @@ def key_of(given: KeyLike) -> Tensor:
         >>> torch.equal(key_of(3), key(3))
         True
     """
+    if isinstance(given, Tensor) and given.dtype == torch.int64 and given.shape == (2,):
+        return given
+    # After tensors, of which torch 2.14's compiler refuses to ask it.
     if isinstance(given, torch.Generator):
         if not has_values():
             raise UnsupportedError(
@@ -65,8 +68,6 @@ def key_of(given: KeyLike) -> Tensor:
                 "tdfunc.random.fold_in(key, step) is the key of a step.",
             )
         return key(torch.randint(-(2**63), 2**63 - 1, (), generator=given, device=given.device))
-    if isinstance(given, Tensor) and given.dtype == torch.int64 and given.shape == (2,):
-        return given
     if isinstance(given, bool | Tensor) or not hasattr(given, "__index__"):
         raise error(
             TypeError,
