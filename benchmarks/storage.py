@@ -167,22 +167,24 @@ PLACES = (
 )
 ENTRIES = "the header's own digest is checked, and its entries are found, in Python; safe_open is Rust and checks none"
 DISK = "with fsync all wait for the same disk"
+HASH = "xxh3 reads 262 MB in 24 ms, beside the 68 ms in which os.write copies them to the page cache: on one core 1.35x"
+FILES_OF_OTHERS = "tensordict creates 3,000 files, which takes most of its time and does not change with the bytes"
 SUITE = Suite(
     "storage",
     "Checkpoints",
     "Leaves of one size in one file, three levels deep, on the disk that holds the folder for temporary files.",
     file_cases,
     (
-        Row("save 262 MB, checksums included, no fsync", BYTES, 1.25, "at most", (f"save {FEW}, no fsync",)),
-        Row("save 262 MB, checksums included, fsync", BYTES, 1.05, "at most", (f"save {FEW}, fsync",)),
+        Row("save 262 MB, checksums included, no fsync", BYTES, 1.25, "at most", (f"save {FEW}, no fsync",), why=HASH),
+        Row("save 262 MB, checksums included, fsync", BYTES, 1.05, "at most", (f"save {FEW}, fsync",), why=HASH),
         *(
             Row("save 3000 small tensors", rival, reach, "faster", SMALL_SAVES, bound=BYTES, why=DISK)
             for rival, reach in ((FILES, 3), (TORCH, 4))
         ),
-        Row("save 3000 small tensors", OTHER, 20, "faster", (f"save {MANY}, no fsync",)),
+        Row("save 3000 small tensors", OTHER, 20, "faster", (f"save {MANY}, no fsync",), why=FILES_OF_OTHERS),
         Row("load 3000 tensors", LOAD, 6, "faster", (f"load {MANY}",), why=PLACES),
         Row("load 200 tensors", LOAD, 4, "faster", (f"load {FEW}",), why=PLACES),
-        Row("load 3000 tensors, verified", LOAD, 3, "faster", (f"load {MANY}, verified",)),
+        Row("load 3000 tensors, verified", LOAD, 3, "faster", (f"load {MANY}, verified",), why=PLACES),
         Row("load 200 tensors, verified", READ, 1.3, "at most", (f"load {FEW}, verified",)),
         Row(
             "open and read 1 % of 3000 tensors, verified, cold",
