@@ -139,3 +139,15 @@ def test_star_imports_of_llm_have_no_submodules():
 
     exports = {name: getattr(tdfunc.llm, name) for name in exported_names(source, is_package=True)}
     assert names.keys() - {"__builtins__"} == {name for name, x in exports.items() if not isinstance(x, type(ast))}
+
+
+def test_one_version():
+    """The version of the package stands in its metadata, in the citation, and at the head of the changelog."""
+    for path, pattern in {
+        "pyproject.toml": r'^version = "(\S+)"$',
+        "CITATION.cff": r"^version: (\S+)$",
+        "docs/changelog.md": r"^## (\S+)$",
+    }.items():
+        found = re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)
+
+        assert found[1] == tdfunc.__version__, path
