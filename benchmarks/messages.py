@@ -98,7 +98,8 @@ def what(size: str) -> str:
 SUITE = Suite(
     "messages",
     "Messages between processes",
-    "`td.send` to a process that calls `recv` without a tree like it, over gloo; vectors and matrices in turn.",
+    "`td.send` sends a tree over gloo to a process that calls `recv` without a similar tree. The leaves are "
+    "vectors and matrices in turn.",
     message_cases,
     (
         Row(
@@ -107,8 +108,8 @@ SUITE = Suite(
             2,
             "at most",
             (what("4 MB"), what("64 MB")),
-            why="a leaf costs 2 to 3 us besides its bytes, in Python and torch at the two ends (the row of 40 kB has "
-            "little else), and the bytes of 4 MB take about 1 ms",
+            why="besides its bytes, a leaf costs 2 to 3 us of Python and torch at the two ends (almost all of"
+            " the row of 40 kB), and the bytes of 4 MB take about 1 ms",
         ),
         Row("message of 1,000 leaves, below 4 MB", ALLOWED, 1, "at most", (what("40 kB"),)),
         Row("message of 1,000 leaves", EACH, 5, "faster", (what("40 kB"), what("4 MB"))),

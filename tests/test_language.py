@@ -58,7 +58,7 @@ def messages(tree):
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "tdfunc").rglob("*.py"))
 # Sentences that are not mended yet: the numbers only fall.
-LIMITS = {"pages": 117, "docstrings": 349, "messages": 57}
+LIMITS = {"pages": 0, "docstrings": 349, "messages": 57}
 
 
 def pages(path):
