@@ -136,6 +136,17 @@ def test_notebooks_have_their_outputs(path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+def test_notebooks_have_numbers_and_install_first():
+    """Notebooks are numbered without a gap, and the first code of each installs the package where it is missing."""
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    first = [next(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code") for path in notebooks]
+
+    assert [path.name[:2] for path in notebooks] == [f"{number:02}" for number in range(1, len(notebooks) + 1)]
+    assert len(set(first)) == 1
+    assert 'if importlib.util.find_spec("tdfunc") is None:' in first[0]
+    assert '%pip install -q "{source}[notebooks]"' in first[0]
+
+
 def test_notebook_pages_show_code_and_outputs():
     """The page of a notebook has its text, its code, and each kind of output: text, a table and a picture."""
     spec = importlib.util.spec_from_file_location("docs_notebooks", ROOT / "docs/notebooks.py")
