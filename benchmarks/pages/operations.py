@@ -329,13 +329,23 @@ def argument_rows():
         yield f"| `{argument.split('.')[-1]}` | {', '.join(f'`{m}`' for m in methods)} | {ARGUMENTS[argument]} |"
 
 
+def by_remedy(others):
+    """The names of each explanation; methods that write have one, which is their pure call."""
+    grouped = {}
+    for name, text in others.items():
+        pure = text == f"`td = td.{name.removesuffix('_')}(...)`"
+        grouped.setdefault("`td = td.name(...)`, the name without `_`" if pure else text, []).append(name)
+    return grouped
+
+
 def section(title, theirs, ours, table):
-    """A part of the page: the supported names, then a row for each other name."""
+    """A part of the page: the supported names, then a row for each way to replace the others."""
     theirs = list(theirs)
     others = explained(theirs, ours, table)
     same = [name for name in theirs if name not in others]
     rows = [
-        f"| `{name}` | {status(text)} | {text.removeprefix(status(text) + ': ')} |" for name, text in others.items()
+        f"| {', '.join(f'`{name}`' for name in names)} | {status(text)} | {text.removeprefix(status(text) + ': ')} |"
+        for text, names in by_remedy(others).items()
     ]
     counts = {word: sum(status(text) == word for text in others.values()) for word in ("renamed", "absent", "planned")}
     summary = ", ".join([f"{len(same)} with the same name", *(f"{n} {word}" for word, n in counts.items())])
