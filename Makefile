@@ -161,12 +161,13 @@ lint: install
 types: install
 	$(PY) -m pyright --pythonpath $(PY)
 
-# Checks that the notebooks run; `make outputs` runs them and keeps their outputs.
+# Checks that the notebooks run; `make outputs` runs them and the example programs and keeps their outputs.
 notebooks: install
 	$(PY) -m pytest --nbmake notebooks -q
 
 outputs: install
 	$(PY) -m benchmarks.pages.notebooks
+	$(PY) -m benchmarks.pages.gallery
 
 docs: install
 	$(PY) -m mkdocs build --strict

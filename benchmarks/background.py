@@ -46,8 +46,8 @@ def async_cases() -> list[Case]:
 SUITE = Suite(
     "async",
     "Saving in the background",
-    "What the caller waits for, against a copy of the tree. Only the tree uses its leaves: a thread takes the digests "
-    "of those above 64 kB, the others are hashed at once.",
+    "The time is the time that the caller waits. The rival copies the tree. Only the tree uses its leaves: a "
+    "thread computes the checksums of leaves above 64 kB, and the others are hashed at once.",
     async_cases,
     (Row("async save of 262 MB, time the caller is blocked", COPY, 0.1, "at most", (f"submit {FEW}",)),),
     (blocked_ways, copy_to_new_memory),

@@ -277,12 +277,13 @@ def _of(form: str) -> tuple[str, ...]:
 SUITE = Suite(
     "llm",
     "Language models",
-    "A Llama of 4 layers, 256 wide, with a vocabulary of 32,000, in float32 and without gradients; `packed` lets short "
-    "rows share one row of the batch. Generation: 4 prompts of about 256 tokens, responses with their log-probs, "
-    "against `model.generate` with the same options and `output_logits=True`; the modes of the wrapper, which "
-    "reads and gives texts or conversations, against the tokenizer's call, the same, and `batch_decode`. Chat "
-    "templates: 64 conversations of 8 messages, against the tokenizer's own call with the same arguments on lists of "
-    "dicts. A template without `{% generation %}` gives no masks there. The peak of scoring is "
+    "The model is a Llama with 4 layers, width 256 and a vocabulary of 32,000, in float32 and without "
+    "gradients. With `packed`, short sequences share one row of the batch. Generation has 4 prompts of about "
+    "256 tokens and returns responses with log-probs. The rival is `model.generate` with the same options and"
+    " `output_logits=True`. The modes of the wrapper read and return texts or conversations. Their rival is "
+    "the tokenizer's call, `model.generate` and `batch_decode`. Chat templates render 64 conversations of 8 "
+    "messages. Their rival is the tokenizer's own call with the same arguments on lists of dicts, which "
+    "returns no masks for a template without `{% generation %}`. The peak memory of scoring is "
     "[below](#peak-memory).",
     llm_cases,
     (

@@ -69,10 +69,10 @@ CASE = f"{ADAPTERS} adapters, {LENGTH} tokens each"
 SUITE = Suite(
     "lora",
     "Adapters",
-    "A step of Adam, with `donate=True`, on a Llama of width 256 with four layers; adapters of rank 8 on its seven "
-    f"kinds of linear layers: {ADAPTERS} adapters with a learning rate and {LENGTH} tokens each, and one adapter with "
-    f"all {ADAPTERS * LENGTH} tokens. The third way adds each adapter to the weights, which are then as many as the "
-    "adapters.",
+    "A row is one step of Adam with `donate=True` on a Llama with four layers and width 256. The adapters "
+    "have rank 8, on seven kinds of linear layers. The first case has 64 adapters, each with its own learning"
+    " rate and 32 tokens. Its rivals are one adapter with all 2048 tokens, and a step that adds each adapter "
+    "to a copy of the weights.",
     lambda: [Case(CASE, step_ways())],
     (Row("64 adapters in one step, equal total tokens, d = 256", ONE, 1.2, "at most", (CASE,)),),
     (step_ways,),

@@ -58,7 +58,7 @@ def map_cases() -> list[Case]:
 SUITE = Suite(
     "map",
     "Maps over workers",
-    f"A function of images, {CHUNK} rows at a time, by {WORKERS} processes that are there already.",
+    "The function processes images in chunks of 250, in 2 existing processes.",
     map_cases,
     (Row("map with 2 workers", SERIAL, 0.66, "at most", (WHAT,)),),
     (map_ways, preprocess),

@@ -98,7 +98,8 @@ def what(size: str) -> str:
 SUITE = Suite(
     "messages",
     "Messages between processes",
-    "`td.send` to a process that calls `recv` without a tree like it, over gloo; vectors and matrices in turn.",
+    "`td.send` sends a tree over gloo to a process that calls `recv` without a similar tree. The leaves are "
+    "vectors and matrices in turn.",
     message_cases,
     (
         Row(

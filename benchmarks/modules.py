@@ -125,19 +125,19 @@ def module_cases() -> list[Case]:
 SAME = ("swap, 62 parameters and 60 buffers, the same tree", "swap, 122 parameters, the same tree")
 NEW = ("swap, 62 parameters and 60 buffers, a new tree", "swap, 122 parameters, a new tree")
 SERVES = (
-    "a mode sees each call of torch in `make()`, which takes a third more time; drawing by keys and comparing the "
-    "modules take the rest"
+    "a mode intercepts each torch call in `make()`, which takes a third more time; random keys and the "
+    "comparison of the modules take the rest"
 )
-LOOKS = "after each call apply looks whether forward left something behind (slots, hooks, modes, attributes)"
-READS = "a new tree's nodes are read by key, a sixth of the time, and each leaf's shape is compared, a third"
-COMPARES = "keys, kinds and dtypes of all trees are compared, node by node"
-ALIKE = "the classes, hyperparameters, modes and slots of all submodules are compared, in half of the time"
+LOOKS = "after each call, `apply` checks for changes by `forward` (slots, hooks, modes, attributes)"
+READS = "reading the nodes of a new tree takes a sixth of the time, and comparing the shapes takes a third"
+COMPARES = "`stack` compares keys, kinds and dtypes of all trees, node by node"
+ALIKE = "half of the time compares the classes, hyperparameters, modes and slots of all submodules"
 SUITE = Suite(
     "modules",
     "Modules as functions",
-    "The model has the structure of ResNet-18, 4 channels wide: 62 parameters and 60 buffers. Swap: its forward "
-    "returns the input, so what is left is putting the leaves in and taking them out; times are per leaf. The bare "
-    "loop does the same work for one fixed module, with no checks.",
+    "The model has the structure of ResNet-18, 4 channels wide: 62 parameters and 60 buffers. In the rows "
+    "*swap*, `forward` returns its input, so the time is the time to insert the leaves and to remove them, "
+    "per leaf. The bare loop does the same work for one fixed module without checks.",
     module_cases,
     (
         Row("apply, swap alone, the same tree again", CALL, 25, "faster", SAME, why=LOOKS, bound=BARE),

@@ -52,8 +52,8 @@ def module_cases() -> list[Case]:
 SUITE = Suite(
     "nn",
     "Modules on trees",
-    "A tree of one leaf of shape (8, 4), batch size [8]. The function returns its argument, which leaves the time of "
-    "the module, or is a layer without gradients.",
+    "The tree has one leaf of shape (8, 4) and batch size [8]. The function either returns its argument, so "
+    "that only the time of the module remains, or is a layer without gradients.",
     module_cases,
     (
         Row("call a module on a tree", OTHER, 1.6, "faster", WHAT),

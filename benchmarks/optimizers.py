@@ -68,8 +68,9 @@ def optimizer_cases() -> list[Case]:
 SUITE = Suite(
     "optimizers",
     "Optimizer steps",
-    f"One step alone: {MEMBERS} members of 16-64-64-1, each with a learning rate of its own; ours out of place on the "
-    "stack, the loop in place with an optimizer for each member, as `torch.optim` makes it by default.",
+    "A row is one optimizer step without its gradient, for 16 members of 16-64-64-1. Each member has its own "
+    "learning rate. tdfunc updates the stack out of place. The loop updates in place with one optimizer per "
+    "member, with the defaults of `torch.optim`.",
     optimizer_cases,
     # A step of plain SGD is one operation, for which the loop calls little else.
     (

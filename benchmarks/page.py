@@ -1,8 +1,5 @@
-"""The writer of docs/benchmarks.md, a page without a date that nobody edits by hand."""
+"""The writer of docs/benchmarks.md and docs/benchmarks_tables.md, pages without a date that nobody edits by hand."""
 
-import inspect
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from benchmarks.results import Results, describe_machine, version_of
 from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, judge_suite, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
+TABLES = "benchmarks_tables.md"
 PICTURE, WIDTHS = "assets/benchmarks.svg", "assets/widths.svg"
 # A wall-time ratio this far from that of CPU times gets a remark.
 APART = 0.15
@@ -24,6 +22,8 @@ COMPILES_S = 1.0
 _CLOCKS: dict[Clock, str] = {"cpu": "CPU", "wall": "wall"}
 SCALING_SOURCES = (scaling.tree_ways, scaling.swap_way, scaling.growth, scaling.depth)
 COMPILED_SOURCES = (compiled.step_functions, compiled.compile_counts)
+# The tables have a row for each measurement, which search results would be full of.
+_NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -39,32 +39,31 @@ def anchor(text: str) -> str:
 
 
 def render(results: Results) -> str:
-    """Return the page."""
-    parts = [
-        "# Benchmarks",
-        _intro(),
-        f"![Speed-ups of the main rows]({PICTURE}){{ .wide }}",
-        _method(),
-        _machines(results),
-    ]
+    """Return the page of all tables."""
+    parts = [_NOT_SEARCHED, "# Tables of benchmarks", _about_tables(), _machines(results)]
     for suite, measured in results.suites:
-        parts += [f"## {suite.title}", f"{suite.intro}{_slow(suite)} Code: {_links(suite.sources)}."]
-        if suite.name == "widths":
-            parts.append(f"![Speed-up by the width of a member]({WIDTHS}){{ .wide }}")
+        parts += [f"## {suite.title}", f"{suite.intro}{_slow(suite)} {_code(suite.sources)}"]
         parts.append(_cases(measured, suite.clock, compiles=suite.compiles))
         if suite.name == "trees" and results.newer is not None:
             parts += _newer(*results.newer)
     parts += _gpus(results.gpus) + _memory(results.peaks)
     parts += _growth(results.growths, results.depths) + _ensembles(results.cells) + _compiled(results.compiled)
-    parts += _summary(results) + _sources(results)
+    parts += _summary(results)
+    return "\n\n".join(parts) + "\n"
+
+
+def render_summary(results: Results) -> str:
+    """Return the page with the charts and a line for each part."""
+    parts = ["# Benchmarks", _intro(), f"![Speed-ups of common work]({PICTURE}){{ .wide }}"]
+    parts += _widths(results) + _overview(results) + _peaks(results.peaks) + _gpu_state(results.gpus)
+    parts += ["## Method", _method(), _machines(results)]
     return "\n\n".join(parts) + "\n"
 
 
 def write(results: Results, path: Path) -> None:
-    """Write the page and the picture at its head."""
-    path.write_text(render(results))
-    # The sources on the page get the width of its column.
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(path)], check=True)
+    """Write the summary to `path`, the tables beside it, and the charts."""
+    path.write_text(render_summary(results))
+    path.with_name(TABLES).write_text(render(results))
     measured = {suite.name: (cases, suite.clock) for suite, cases in results.suites}
     if results.newer is not None:
         measured["newer"] = (results.newer[1], "cpu")
@@ -75,21 +74,83 @@ def write(results: Results, path: Path) -> None:
         widths.draw(measured["widths"][0], path.parent / WIDTHS)
 
 
+# -- the summary ------------------------------------------------------------------------------------------------
+
+
 def _intro() -> str:
+    return _prose(f"""
+        The chart compares common work in tdfunc with the rival beside each bar, on one CPU core. Blue bars show how
+        many times faster tdfunc is. In orange rows, tdfunc is slower. [Tables of benchmarks]({TABLES}) lists all
+        comparisons, including all rows where tdfunc is slower.
+    """)
+
+
+def _widths(results: Results) -> list[str]:
+    found = [(suite, measured) for suite, measured in results.suites if suite.name == "widths"]
+    if not found:
+        return []
+    ((suite, measured),) = found
+    members = max(widths.MEMBERS)
+    rows = [
+        [model, str(width), shown(value)]
+        for model, lines in widths.speedups(measured).items()
+        for width, value in lines[members].items()
+    ]
+    text = f"The table has the rows with {members} members. [All rows]({TABLES}#{anchor(suite.title)})"
+    parts = [f"## {suite.title}", suite.intro, f"![Speed-up by the width of a member]({WIDTHS}){{ .wide }}"]
+    return [*parts, f"{text} also have other numbers of members.", table(("model", "width", "speed-up"), rows)]
+
+
+def _overview(results: Results) -> list[str]:
+    if not results.suites:
+        return []
+    rows: list[list[str]] = []
+    for suite, measured in results.suites:
+        found = [(m.ratio_to(way, suite.clock), m.what, way) for m in measured for way in m.timings if way != OURS]
+        worst, what, way = min(found)
+        title = f"[{suite.title}]({TABLES}#{anchor(suite.title)})"
+        faster = sum(value >= 1 for value, _, _ in found)
+        rows.append([title, f"{faster} of {len(found)}", f"{shown(worst)}: {what}, against {way}"])
+    text = _prose("""
+        Each part compares several cases with several rivals. Some rivals do less work: a raw dict checks nothing,
+        and `os.write` writes bytes without names. The last column has the comparison with the smallest speed-up.
+    """)
+    return ["## All parts", text, table(("part", "tdfunc is faster", "smallest speed-up"), rows)]
+
+
+def _peaks(peaks: Sequence[Peak]) -> list[str]:
+    shown_peaks = [peak for peak in peaks if peak.what.startswith(("save in the background, 200", "score"))]
+    if not shown_peaks:
+        return []
+    text = _prose(f"""
+        The peak is the largest resident memory beyond the tree or the model. [Peak memory]({TABLES}#peak-memory)
+        has more rows.
+    """)
+    rows = [[f"{peak.what}: {peak.way}", _megabytes(peak.size_bytes)] for peak in shown_peaks]
+    return ["## Memory", text, table(("work", "peak"), rows)]
+
+
+def _gpu_state(found: Sequence[dict[str, Any]]) -> list[str]:
+    if not found:
+        return ["## GPUs", "The benchmarks have not run on a GPU yet. `make gpu` runs the tests and the rows of a GPU."]
+    names = ", ".join(device["device"] for device in found)
+    return ["## GPUs", f"[GPUs]({TABLES}#gpus) has the rows of these devices: {names}."]
+
+
+def _about_tables() -> str:
     return _prose("""
-        The picture shows how many times faster tdfunc does some common work than the way named beside each bar, on one
-        core of a CPU; in orange rows it is slower. All rows, against all rivals, are in the tables below; the
-        targets that the project has set itself, reached or not, are [at the end](#targets).
+        This page lists every comparison of the [benchmarks](benchmarks.md), which describes the method. *2x* means
+        that tdfunc takes half the time. The [targets](#targets) of the project, reached or not, are at the end.
     """)
 
 
 def _method() -> str:
     return _prose("""
-        `make bench` measures and writes this page, `make bench PARTS="training nn"` parts of it. All ways to do
-        one thing run in one process, one after another in rounds of a few milliseconds, on one torch thread
-        with the garbage collector off. A time is the median over the rounds of this thread's CPU time, minus
-        the cost of calling an empty function. The last column gives the speed-up by the other clock where the
-        two differ. *2x* means that tdfunc takes half the time.
+        `make bench` measures all parts and writes these pages. `make bench PARTS="training nn"` measures two parts.
+        All rivals of a case run in one process, in alternating rounds of a few milliseconds, on one torch thread,
+        without garbage collection. A time is the median CPU time of this thread over the rounds, minus the time of
+        an empty call. If the wall time gives another ratio, the last column of the tables has it. *2x* means that
+        tdfunc takes half the time.
     """)
 
 
@@ -101,9 +162,10 @@ def _slow(suite: Suite) -> str:
     if not suite.compiles:
         return ""
     return " " + _prose(f"""
-        A way whose call takes more than {SLOW_S:g} s is timed once, and left out of the rows for more members, which
-        have a bound from the last one measured. Tracing and compiling are not part of the time: the last column has the
-        seconds of the first two calls, ours and then theirs, where either takes more than {COMPILES_S:g} s.
+        If a call takes more than {SLOW_S:g} s, it is timed once, and the rows with more members have a bound
+        instead of a time. The times do not include tracing and compilation. If one of the first two calls takes
+        more than {COMPILES_S:g} s, the last column has the seconds of these calls, first for tdfunc and then for
+        the rival.
     """)
 
 
@@ -135,20 +197,23 @@ def _summary(results: Results) -> list[str]:
     short = [f"- **{v.row.title}**, against {v.row.rival}: {v.sentence}." for v in verdicts if not v.reached]
     count = len(verdicts) - len(short)
     head = (
-        "One value stands for several cases: the least favourable of them, or the geometric mean in the middle rows of "
-        "the tree operations and in those against a raw dict."
+        "One value stands for several cases. It is the least favourable case. For middle rows of tree operations "
+        "and for the rows against a raw dict, it is the geometric mean."
     )
     parts = ["## Targets", f"{count} of {len(verdicts)} rows reach their target. {head}"]
     parts.append(table(("work", "against", "reach", "measured", "reached"), rows))
-    return [*parts, *(["Rows that fall short, with the reason:", "\n".join(short)] if short else [])]
+    return [
+        *parts,
+        *(["These rows miss their target, and some have a known reason:", "\n".join(short)] if short else []),
+    ]
 
 
-def _links(functions: Sequence[Callable[..., Any]]) -> str:
-    return ", ".join(f"[`{_name(fn)}`](#{anchor(_name(fn))})" for fn in functions)
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return f"{fn.__module__}.{fn.__qualname__}"
+def _code(functions: Sequence[Callable[..., Any]]) -> str:
+    """Return a sentence with the files of functions and their names."""
+    by_file: dict[str, list[str]] = {}
+    for fn in dict.fromkeys(functions):
+        by_file.setdefault(fn.__module__.replace(".", "/") + ".py", []).append(f"`{fn.__qualname__}`")
+    return "Code: " + "; ".join(f"{', '.join(names)} in `{file}`" for file, names in by_file.items()) + "."
 
 
 # -- tables -----------------------------------------------------------------------------------------------------
@@ -186,7 +251,7 @@ def _first_calls(m: Measured, rival: str) -> list[str]:
 def _newer(number: str, measured: list[Measured]) -> list[str]:
     text = _prose(f"""
         The targets are ratios to the pinned tensordict, {version_of("tensordict")}. Version {number} has much less
-        overhead in Python; these are the same rows against it, measured in a process of their own, without targets.
+        overhead in Python. These are the same rows against it, measured in a separate process, without targets.
     """)
     return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured), "cpu")]
 
@@ -210,15 +275,17 @@ def _growth(growths: Sequence[Growth], depths: Sequence[Depth]) -> list[str]:
     bent = [g for g in growths if not g.linear]
     verdict = "All grow linearly" if not bent else "All but " + ", ".join(g.what for g in bent) + " grow linearly"
     text = _prose(f"""
-        Time per leaf for flat trees of n leaves of shape (4, 2). {verdict}: the cost of 100 leaves and more fits a
-        power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, which takes nanoseconds for each
-        leaf.) The line is a fit of start + slope n. Swap: a new tree at each call is read, checked and put into the
-        module. Code: {_links(SCALING_SOURCES)}.
+        The times are per leaf, for flat trees of n leaves of shape (4, 2). {verdict}: the cost of 100 leaves and
+        more fits a power of n of at most {scaling.LINEAR}. (`set` copies the dict of one node, which takes
+        nanoseconds per leaf.) The column *line* is a fit of start + slope n. A *swap* reads and checks a new tree
+        and puts it into the module. {_code(SCALING_SOURCES)}
     """)
     parts = ["## Cost against leaves", text]
     parts.append(table(("work", *[f"{n:,}" for n in leaves], "line", "power"), rows))
     if depths:
-        parts.append("1024 leaves: in one node, in 32 nodes side by side, and in a chain of 32 nodes.")
+        parts.append(
+            "The next table has 1024 leaves in one node, in 32 nodes side by side, and in a chain of 32 nodes."
+        )
         rows = [
             [
                 d.what,
@@ -247,12 +314,12 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
         f"{c.model}, {c.members} member{'s' * (c.members > 1)}: auto ({c.chosen}) takes {c.ratio:.2f} of {c.best}"
         for c in over
     )
-    verdict = "All of them reach it." if not over else f"It falls short in {len(over)} of {len(cells)}: {words}."
+    verdict = "All cases reach it." if not over else f"{len(over)} of {len(cells)} cases miss it: {words}."
     text = _prose(f"""
-        `auto` is vmap, or the loop for one member and for what vmap cannot run; its target is
-        {ensembles.WITHIN - 1:.0%} above the better of the two. {verdict} `how="traced"` replays a
-        trace, and only on request; the last column is its gain over `auto`. All in evaluation mode, without gradients,
-        after {ensembles.WARM_UP} calls. Code: {_links((ensembles.prepare_cell,))}.
+        `auto` is vmap, or the loop for one member and for models that vmap cannot run. Its target is
+        {ensembles.WITHIN - 1:.0%} above the better of the two. {verdict} Only `how="traced"` replays a trace, and
+        the last column is its gain over `auto`. All models run in evaluation mode, without gradients, after
+        {ensembles.WARM_UP} calls. {_code((ensembles.prepare_cell,))}
     """)
     head = ("model", "members", *ensembles.WAYS, "auto chose", "auto", "auto / best", "traced, faster than auto")
     return ["## Ways to run an ensemble", text, table(head, rows)]
@@ -260,12 +327,12 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
 
 def _gpus(found: Sequence[dict[str, Any]]) -> list[str]:
     if not found:
-        return ["## GPUs", "Not run yet on a GPU: `make gpu` runs the tests and the rows of one."]
+        return _gpu_state(found)
     text = _prose("""
-        `make gpu` measures these rows: the time between two events of the device, the median over rounds that alternate
-        between the ways. In training steps, *tdfunc* is `tdf.jit(backend="cudagraphs")` with `donate=True`. The
-        compiled step is `vmap(grad(functional_call))` under `mode="reduce-overhead"`; the next one gets clones of its
-        results.
+        `make gpu` measures these rows. A time is the time between two events of the device, the median over
+        alternating rounds. In training steps, *tdfunc* is `tdf.jit(backend="cudagraphs")` with `donate=True`. The
+        compiled step is `vmap(grad(functional_call))` under `mode="reduce-overhead"`; the next step receives clones
+        of its results.
     """)
     parts = ["## GPUs", text]
     for device in found:
@@ -288,11 +355,10 @@ def _memory(peaks: Sequence[Peak]) -> list[str]:
     if not peaks:
         return []
     text = _prose(f"""
-        Resident memory at its peak, minus that of the process with the tree or model before the work. Pages of mapped
-        files count, though they do not belong to the process: the system takes them back when it needs them, and
-        several processes share them. The last column has the bytes on such pages at the end of the work. Loading
-        includes one use of every value, saving in the background ends when the file is there. Code:
-        {_links(memory.SOURCES)}.
+        The peak is the largest resident memory minus the memory before the work, with the tree or the model. Pages
+        of mapped files count, although the system can reclaim them and several processes share them. The last
+        column has the bytes on such pages at the end of the work. Loading includes one use of every value. Saving
+        in the background ends when the file is complete. {_code(memory.SOURCES)}
     """)
     rows = [[f"{p.what}: {p.way}", _megabytes(p.size_bytes), _megabytes(p.mapped_bytes)] for p in peaks]
     return ["## Peak memory", text, table(("work", "peak", "of mapped files"), rows)]
@@ -306,11 +372,10 @@ def _compiled(found: Sequence[Compiled]) -> list[str]:
     if not found:
         return []
     bad = [c.what for c in found if not c.reached]
-    verdict = "Each is one graph, and stays that one." if not bad else "Falls short: " + "; ".join(bad) + "."
+    verdict = "Each function is one graph, also later." if not bad else "More graphs: " + "; ".join(bad) + "."
     text = _prose(f"""
-        The step functions of the demo under `torch.compile(fullgraph=True, backend="aot_eager")`, called
-        {compiled.CALLS} times with new trees and data of the same shapes. {verdict}
-        Code: {_links(COMPILED_SOURCES)}.
+        The step functions of the demo run under `torch.compile(fullgraph=True, backend="aot_eager")`,
+        {compiled.CALLS} times with new trees and data of the same shapes. {verdict} {_code(COMPILED_SOURCES)}
     """)
     rows = [[c.what, str(c.graphs), str(c.graphs_after), str(c.breaks)] for c in found]
     return [
@@ -318,20 +383,3 @@ def _compiled(found: Sequence[Compiled]) -> list[str]:
         text,
         table(("function", "graphs", f"graphs after {compiled.CALLS} calls", "graph breaks"), rows),
     ]
-
-
-def _sources(results: Results) -> list[str]:
-    shown_sources: list[Callable[..., Any]] = [fn for suite, _ in results.suites for fn in suite.sources]
-    if results.growths:
-        shown_sources += SCALING_SOURCES
-    if results.cells:
-        shown_sources.append(ensembles.prepare_cell)
-    if results.compiled:
-        shown_sources += COMPILED_SOURCES
-    if results.peaks:
-        shown_sources += memory.SOURCES
-    parts = ["## Sources", "The functions behind the rows, from `benchmarks/`."]
-    for fn in shown_sources:
-        # `py`, not `python`: these run as parts of their modules, the blocks of a page as pages.
-        parts += [f"### {_name(fn)}", f"```py\n{inspect.getsource(fn).rstrip()}\n```"]
-    return parts

@@ -138,10 +138,12 @@ def judge(row: Row, measured: Sequence[Measured], clock: Clock = "cpu") -> Verdi
     parts: list[str] = []
     if not reached:
         where = "" if row.pooled == "mean" or len(values) == 1 else f" at {_name_of(values, value)}"
-        parts.append(f"falls short: {shown(value)} of {row.reach:g}x{where}")
+        parts.append(f"the target is {row.reach:g}x, and the value is {shown(value)}{where}")
     slow = [what for what, v in values.items() if row.floor is not None and not _reaches(v, row.floor, row.sense)]
     if slow:
-        parts.append(f"slower than {row.rival}: " + ", ".join(f"{what} ({shown(values[what])})" for what in slow))
+        parts.append(
+            f"these cases are slower than {row.rival}: " + ", ".join(f"{what} ({shown(values[what])})" for what in slow)
+        )
     if parts and row.bound:
         shortest = chosen if row.pooled == "mean" else [m for m in chosen if values[m.what] == value]
         bare = [m for m in shortest if row.bound in m.timings]

@@ -121,13 +121,13 @@ def typed_cases() -> list[Case]:
 SUITE = Suite(
     "tensorclass",
     "Typed trees",
-    f"Instances of four fields, each of shape ({BATCH}, 8), batch size [{BATCH}]; a read is one of {READS} in a loop.",
+    "The instances have four fields of shape (32, 8) and batch size [32]. A read is one of 100 reads in a loop.",
     typed_cases,
     (
         Row("construct a TensorClass", CHECKED, 1.5, "at most", ("construct",)),
         Row("construct a TensorClass", OTHER, 4, "faster", ("construct",)),
         Row("read a field", OTHER, 6, "faster", ("read",)),
-        Row("read a field", BARE, 1.4, "at most", ("read",), why="absent fields and non-tensor data are looked for"),
+        Row("read a field", BARE, 1.4, "at most", ("read",), why="a read checks for absent fields and non-tensor data"),
         Row("read a field, tensor_only", DEFAULT, 1, "faster", ("read, tensor_only",)),
         Row("replace, index, stack of a TensorClass", OTHER, 1.8, "faster", ("replace", "index", "stack"), "mean"),
     ),

@@ -47,5 +47,5 @@ def test_rows_of_a_gpu_are_on_the_page(tmp_path):
     assert "Some GPU (80 GB); torch 9." in text
     assert "| step | loop | 10.0 us | 250 us | 25x |  |" in text
     assert "| step | x | 10.0 us |  |  | no |" in text
-    assert "Not run yet on a GPU" not in text
-    assert "Not run yet on a GPU" in page.render(results.Results())
+    assert "have not run on a GPU yet" not in text
+    assert "have not run on a GPU yet" in page.render(results.Results())

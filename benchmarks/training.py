@@ -249,8 +249,8 @@ def rows_against(rival: str, why: str = "") -> list[Row]:
 
 
 DISPATCH = (
-    "for few members a step is many calls of small kernels, and torch takes microseconds for each that a compiled "
-    "program does not; for convolutions and attention the kernels themselves are torch's"
+    "for few members, a step is many calls of small kernels, and each call takes torch some microseconds that"
+    " a compiled program saves; convolutions and attention use torch's kernels"
 )
 KERNELS = "products of matrices, sums and the fused Adam take most of the step, and are the same kernels for both"
 MASKS = (
@@ -266,13 +266,15 @@ REACH = {LOOP: 16, COMPILED: 1.2, EQUINOX: 1.7, JAX: 1.3}
 SUITE = Suite(
     "training",
     "Training steps",
-    "One step of Adam for all members, 32 rows: an MLP, a CNN with BatchNorm on 8x8 images, a transformer encoder of "
-    f"two layers, 32 wide, on 16 tokens; each also with dropout of {DROPOUT}, ours and JAX's by keys. Ours under `jit` "
-    "with `donate=True`, the loop with a `torch.optim.Adam` for each member, `vmap(grad(functional_call))` out of "
-    "place with `torch._foreach_*`, also under `torch.compile`, which fails for BatchNorm. `jax.jit` is a bare "
-    "function of arrays and equinox its modules under `filter_jit`, both with optax and donation, in a process of "
-    "their own on one core whose CPU time counts; rounds alternate with ours. jit: members of 8-32-32-4, 16 rows. "
-    "Dropout alone: 128 x 1024 numbers a member, compiled by inductor.",
+    "A row is one step of Adam for all members, with 32 examples. The models are an MLP, a CNN with BatchNorm"
+    " on 8x8 images, and a transformer encoder with two layers, width 32 and 16 tokens. Each model is also "
+    "measured with dropout of 0.1; tdfunc and JAX use keys. tdfunc runs under `jit` with `donate=True`. The "
+    "loop has one `torch.optim.Adam` per member. `vmap(grad(functional_call))` updates out of place with "
+    "`torch._foreach_*`, also under `torch.compile`, which fails for BatchNorm. `jax.jit` is a bare function "
+    "of arrays, and equinox has its modules under `filter_jit`, both with optax and donation. JAX runs in a "
+    "separate process on one core, its CPU time counts, and its rounds alternate with ours. The rows *jit* "
+    "have members of 8-32-32-4 and 16 examples. The rows of dropout have 128 x 1024 numbers per member; "
+    "inductor compiles the compiled ones.",
     training_cases,
     (
         Row("dropout by keys under vmap", DEFAULT, 1.5, "at most", (DRAWS,)),

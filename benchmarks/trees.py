@@ -139,7 +139,7 @@ MIDDLE = ("index int", "index slice", "index tensor", "index mask", "cat", "resh
 SUITE = Suite(
     "trees",
     "Tree operations",
-    f"Flat trees of 10 and 100 leaves, each of shape ({BATCH}, 8), batch size [{BATCH}].",
+    "The trees are flat, with 10 or 100 leaves of shape (32, 8) and batch size [32].",
     tree_cases,
     (
         Row("construct", OTHER, 4, "faster", _cases("construct"), bound=CHECKED),
@@ -151,7 +151,7 @@ SUITE = Suite(
             "faster",
             _cases("set"),
             bound=RAW,
-            why="the value's shape is checked and a tree is made, which costs the same for any number of leaves",
+            why="`set` checks the shape of the value and makes a tree, which costs the same for any number of leaves",
         ),
         Row(
             "apply",
@@ -160,7 +160,7 @@ SUITE = Suite(
             "faster",
             _cases("apply"),
             bound=RAW,
-            why="the shape of each result is read and compared with the batch size",
+            why="`apply` compares the shape of each result with the batch size",
         ),
         Row(
             "stack",
@@ -169,8 +169,8 @@ SUITE = Suite(
             "faster",
             _cases("stack"),
             bound=RAW,
-            why="keys and dtypes of all trees are compared, since torch would promote in silence, and `torch.stack` "
-            "itself takes microseconds to find out that it was given trees",
+            why="`stack` compares keys and dtypes of all trees, since torch would promote silently, and "
+            "`torch.stack` itself takes microseconds to dispatch to trees",
         ),
         Row(
             "index (int, slice, tensor, mask), cat, reshape, add, tree_map",
@@ -181,7 +181,7 @@ SUITE = Suite(
             "mean",
             1.0,
             bound=RAW,
-            why="on 10 leaves it shows what a call does once: reading the index, finding the function, making the tree",
+            why="on 10 leaves, the work once per call is visible: read the index, find the function, make the tree",
         ),
         Row("all rows that call torch", RAW, 1.3, "at most", _cases("apply", "stack", *MIDDLE), "mean"),
         Row(
@@ -190,7 +190,7 @@ SUITE = Suite(
             1.2,
             "at most",
             _cases("construct"),
-            why="what is left is making the tree: its arguments, six slots, the types of keys and values",
+            why="the remaining time makes the tree: its arguments, six slots, and the types of keys and values",
         ),
     ),
     SOURCES,

@@ -75,10 +75,11 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
 SUITE = Suite(
     "widths",
     "Where stacking ends",
-    "One step of Adam for all members under `jit`, 32 rows, against a loop over modules with a `torch.optim.Adam` for "
-    "each. The width is that of the hidden layers of an MLP, of the first convolution of the CNN (the second is "
-    "twice as wide), and of a token in the transformer. A member that fills a core by itself gains nothing from being "
-    "stacked: the kernels take the time, and they are the same.",
+    "A row is one step of Adam for all members under `jit`, with 32 examples. The rival is a loop over "
+    "modules with one `torch.optim.Adam` per member. The width is the width of the hidden layers of the MLP, "
+    "of the first convolution of the CNN (the second is twice as wide), or of a token in the transformer. If "
+    "one member keeps a core busy by itself, stacking gains nothing: the kernels take the time, and they are "
+    "the same.",
     width_cases,
     (),
     (width_ways,),

@@ -34,7 +34,7 @@ def make_page(notebook: Any, name: str) -> tuple[str, dict[str, bytes]]:
             if "image/png" in data:
                 file = f"{name}-{len(pictures)}.png"
                 pictures[file] = base64.b64decode(data["image/png"])
-                parts.append(f"![What the cell above draws]({file}){{ .output }}")
+                parts.append(f"![The figure of the cell above]({file}){{ .output }}")
             elif "text/html" in data:
                 parts.append(
                     f'<div class="output" markdown="0">\n{data["text/html"]}\n</div>'

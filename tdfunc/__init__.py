@@ -82,7 +82,7 @@ from tdfunc.storage.rng import set_rng_state as set_rng_state
 from tdfunc.storage.safetensors.saved import SavedTree as SavedTree
 from tdfunc.storage.safetensors.saved import open as open
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported when they are first used.
 _LAZY = ("llm", "nn", "sklearn", "spec")

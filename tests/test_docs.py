@@ -136,6 +136,17 @@ def test_notebooks_have_their_outputs(path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+def test_notebooks_have_numbers_and_install_first():
+    """Notebooks are numbered without a gap, and the first code of each installs the package where it is missing."""
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    first = [next(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code") for path in notebooks]
+
+    assert [path.name[:2] for path in notebooks] == [f"{number:02}" for number in range(1, len(notebooks) + 1)]
+    assert len(set(first)) == 1
+    assert 'if importlib.util.find_spec("tdfunc") is None:' in first[0]
+    assert '%pip install -q "{source}[notebooks]"' in first[0]
+
+
 def test_notebook_pages_show_code_and_outputs():
     """The page of a notebook has its text, its code, and each kind of output: text, a table and a picture."""
     spec = importlib.util.spec_from_file_location("docs_notebooks", ROOT / "docs/notebooks.py")
@@ -166,8 +177,8 @@ def test_pictures_are_small():
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 @pytest.mark.parametrize("case", ["MLP, 16 wide", "MLP, 256 wide", "transformer, 32 wide", "transformer, 256 wide"])
 def test_the_numbers_of_the_first_screen_are_measured(page, case):
-    """README and first page name the speed-up of 64 members by their width, as the benchmark page has it."""
-    rows = (ROOT / "docs/benchmarks.md").read_text()
+    """README and first page name the speed-up of 64 members by their width, as the tables of benchmarks have it."""
+    rows = (ROOT / "docs/benchmarks_tables.md").read_text()
     speedup = re.search(rf"^\| {case}, 64 members \| loop of torch.optim \|.*?\| (\d\S*x) \|", rows, re.MULTILINE)[1]
 
     model, width = case.removesuffix(" wide").split(", ")

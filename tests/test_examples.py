@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages import gallery
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
@@ -33,13 +35,25 @@ def test_program_runs(path, tmp_path):
 
 
 def test_the_page_shows_every_program():
-    """The page links to each program, includes its text, and to nothing else."""
-    page = (EXAMPLES / "index.md").read_text()
+    """The page links to each program, includes its text and the end of its output, and no other program."""
+    page = gallery.PAGE.read_text()
 
     for path in PROGRAMS:
         assert f"[{path.name}]({path.name})" in page
         assert f'--8<-- "docs/examples/{path.name}"' in page
-    assert page.count("--8<--") == len(PROGRAMS)
+        assert gallery.block(path.name).search(page)[2].strip(), path.name
+    assert page.count("--8<--") == page.count(" prints: -->") == len(PROGRAMS)
+
+
+def test_outputs_on_the_page_are_replaced():
+    """The block of a program gets the last lines of its output, and a program without a block is an error."""
+    page = "<!-- a.py prints: -->\n\n```` { .text .output .no-copy }\nold\n````\n"
+    new = gallery.replace(page, "a.py", "".join(f"{number}\n" for number in range(20)))
+
+    assert gallery.block("a.py").search(new)[2].splitlines() == ["...", *map(str, range(13, 20))]
+    assert gallery.replace(new, "a.py", "old\n") == page
+    with pytest.raises(ValueError, match="one block for b.py"):
+        gallery.replace(page, "b.py", "")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import tdfunc
 
 ROOT = Path(__file__).parent.parent
-METHODS = ROOT / "docs/api/methods.md"
+METHODS = {*(ROOT / "docs/api").glob("methods*.md")}
 
 
 def listed_symbols(text):
@@ -41,7 +41,7 @@ def read_exports(package):
 
 def test_docs_list_every_public_name_once():
     """Each public name is documented on one page, and the pages name nothing else."""
-    pages = {*(ROOT / "docs/api").rglob("*.md")} - {METHODS}
+    pages = {*(ROOT / "docs/api").rglob("*.md")} - METHODS
     symbols = [symbol for page in pages for symbol in listed_symbols(page.read_text())]
     listed = {"tdfunc": set()}
     for symbol in symbols:
@@ -66,8 +66,9 @@ def test_one_spelling_of_a_size():
 
 
 def test_docs_list_every_method_of_a_tree_once():
-    """The page of methods has each public method and property of `TensorDict` in one of its families."""
-    listed = Counter(symbol.removeprefix("tdfunc.TensorDict.") for symbol in listed_symbols(METHODS.read_text()))
+    """The pages of methods have each public method and property of `TensorDict` in one of its families."""
+    symbols = [symbol for page in METHODS for symbol in listed_symbols(page.read_text())]
+    listed = Counter(symbol.removeprefix("tdfunc.TensorDict.") for symbol in symbols)
     classes = [cls for cls in tdfunc.TensorDict.__mro__ if cls is not object]
 
     names = {name for cls in classes for name in vars(cls) if hasattr(cls, name)}
@@ -139,3 +140,15 @@ def test_star_imports_of_llm_have_no_submodules():
 
     exports = {name: getattr(tdfunc.llm, name) for name in exported_names(source, is_package=True)}
     assert names.keys() - {"__builtins__"} == {name for name, x in exports.items() if not isinstance(x, type(ast))}
+
+
+def test_one_version():
+    """The version of the package stands in its metadata, in the citation, and at the head of the changelog."""
+    for path, pattern in {
+        "pyproject.toml": r'^version = "(\S+)"$',
+        "CITATION.cff": r"^version: (\S+)$",
+        "docs/changelog.md": r"^## (\S+)$",
+    }.items():
+        found = re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)
+
+        assert found[1] == tdfunc.__version__, path

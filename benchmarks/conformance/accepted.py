@@ -61,43 +61,43 @@ class Accepted:
 
 
 EMPTY = "Empty trees and sub-trees stay."
-CHECKED = "Calls are checked, whatever the tree holds."
+CHECKED = "Every call is checked against the batch size."
 NODE = "Names belong to one node."
-NAMES = "Names survive what keeps the dimension."
-WORDS = "Non-tensor data follow every operation."
+NAMES = "Names follow their dimension."
+WORDS = "Every operation includes non-tensor data."
 CAST = "`stack` and `cat` never cast."
-KEYS = "Two trees have the same keys."
-DIMS = "Dimensions that do not exist raise."
-WHERE = "A condition has the dimensions of the batch."
-UNDER = "Nothing lies under a leaf."
+KEYS = "Two trees must have the same keys."
+DIMS = "Dimensions must exist."
+WHERE = "A condition has batch dimensions."
+UNDER = "A leaf has no children."
 EXPAND = "`-1` in `expand` keeps a dimension."
 ZERO = "Batches of size 0."
-OPERATORS = "All operators, with the tree on either side."
-REDUCE = "Reductions over features and nested batches."
+OPERATORS = "All operators accept a tree on either side."
+REDUCE = "Reductions keep nested batches."
 PROMOTE = "Promotion follows torch."
-FEATURES = "Leaves of two trees have the same number of features."
+FEATURES = "Leaves of two trees must have the same number of features."
 NUMBERS = "Numbers are expanded."
-MOVE = "Moving an entry under itself."
-ORDER = "Order of keys."
-FLATTEN = "The batch size after `flatten` and `unflatten`."
+MOVE = "An entry can move under itself."
+ORDER = "Edits keep the order of keys."
+FLATTEN = "`flatten` and `unflatten` return a correct batch size."
 
-PAD = "`pad` alters no value."
-TORCH = "Errors of torch are raised."
+PAD = "`pad` never changes a value."
+TORCH = "torch's errors are raised."
 
 # Not a condition but a check: `explain_kinds` compares with dense and open trees in both libraries instead.
-KINDS = Accepted("Lazy stacks and typed trees compute what dense and open ones do.")
+KINDS = Accepted("Lazy stacks and typed trees give the results of dense ones.")
 
-HELD = "A stack of lazy stacks holds them."
+HELD = "A stack of lazy stacks contains them."
 TUPLE = "A key of a lazy stack is a tuple."
-ONE_SHAPE = "What needs one shape raises."
-NO_TREE = "An index that leaves no tree raises."
-FIELDS = "A typed tree has its fields only."
+ONE_SHAPE = "Operations that need one shape raise an error."
+NO_TREE = "An index must keep at least one tree."
+FIELDS = "A `TensorClass` has only its fields."
 LENGTH = "`len` and `numel` follow torch."
-ROWS = "Rows fit the tree."
-GRAD = "Each leaf requires grad as it would alone."
+ROWS = "Rows must fit the tree."
+GRAD = "`requires_grad` is decided leaf by leaf."
 
-STATE = "State dicts hold any key."
-SOME = "Keys that only some trees have."
+STATE = "State dicts support any key."
+SOME = "Keys of only some trees are kept."
 
 # How a tree with lazy stacks or typed trees may differ from the dense and open one; ragged ones from tensordict's.
 OF_KINDS = (

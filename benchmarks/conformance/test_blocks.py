@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 
 def pairs():
     """The code of each row of the table: (block of tensordict, line to write)."""
-    section = PAGE.read_text().split("## Blocks that undo an operation")[1].split("## ")[0]
+    section = PAGE.read_text().split("### Blocks that undo an operation")[1].split("## ")[0]
     rows = re.findall(r"^\| `(with [^`]+) as t:`.*\| `td = ([^`]+)`", section, re.M)
     assert len(rows) == 9
     return rows

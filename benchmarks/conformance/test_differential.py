@@ -100,7 +100,7 @@ def test_every_difference_is_documented():
     page = PAGE.read_text()
 
     for accepted in ENTRIES:
-        assert f"\n**{accepted.heading}** " in page, accepted.heading
+        assert f"\n- **{accepted.heading}** " in page, accepted.heading
 
 
 # -- laws without a counterpart in tensordict ------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Each change is made alone in a copy of the repository. The test file of the changed file runs, then those of its folder,
 then those of the files that import it. Changes that survive are made all at once for the fast tests, and each of them
 runs the tests that failed. The results go to `mutants.json` in benchmarks/reliability/results after each change, and
-their table to docs/reliability.md.
+their table to docs/reliability_counts.md.
 
 A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was
 written since notices it.

@@ -1,4 +1,4 @@
-"""Writes operations.md, reliability.md, the tables of transforms_table.md and random_quality.md, and the SBOM."""
+"""Writes operations.md, reliability_counts.md, tables of transforms_table.md and random_quality.md, and the SBOM."""
 
 from benchmarks.pages import operations, sbom, transform_table
 from benchmarks.randomness import __main__ as randomness

@@ -179,13 +179,18 @@ TYPED = {
     "from_namedtuple": _TYPED.format("from_namedtuple"), "fromkeys": _TYPED.format("fromkeys"),
 }  # fmt: skip
 
-HEAD = """# Operations
+HEAD = """---
+search:
+  exclude: true
+---
+
+# Operations
 
 <!-- Written by benchmarks/pages/operations.py; edit the tables there. -->
 
-Every public name of tensordict {version}, and the name or line for it here. A name listed as the same does the same,
-except for the [differences](differences.md): an operation that would write returns a new tree instead. *Absent* is on
-purpose; *planned* is not here yet.
+This page lists every public name of tensordict {version} and its replacement in tdfunc. A method with the same name has
+the same effect, except for the [differences](differences.md): an operation that would write returns a new tree.
+*Absent* names are missing on purpose. *Planned* names do not exist yet.
 """
 
 
@@ -253,7 +258,7 @@ ARGUMENTS = {
     "batch_size": "`td.with_batch_size(size)` of the result",
     "clone": "`td.update(other.clone())`", "keys_to_update": "`td.update(other.select(*keys))`",
     "update_batch_size": "the batch size is what the leaves have; `td.with_batch_size(size)`",
-    "pad": "both trees have the same keys", "layout": "leaves are strided, as those of the tree",
+    "pad": "both trees have the same keys", "layout": "leaves are strided, like the leaves of the tree",
     "pin_memory": "`td.pin_memory()` of the result",
     "requires_grad": "`td.apply(lambda x: x.requires_grad_())` of the result",
     "empty_lazy": "`lazy.dense()` first", "as_tensordict": "the result is a tree of the same class",
@@ -275,7 +280,7 @@ ARGUMENTS = {
     "index_with_generator": "chunks are always cut as they are needed",
     "as_tensorclass": "`Class.from_tensordict(td)`", "dest_cls": "`Class.from_tensordict(td)`",
     "convert_tensors": "`td.numpy()`, or `td.tolist(convert_tensors=True)`",
-    "retain_none": "None is no value of a tree", "tolist_first": _ONE_FORM,
+    "retain_none": "None is not a value of a tree", "tolist_first": _ONE_FORM,
     "as_linked_list": _ONE_FORM, "convert_nodes": _ONE_FORM,
 }  # fmt: skip
 
@@ -324,13 +329,23 @@ def argument_rows():
         yield f"| `{argument.split('.')[-1]}` | {', '.join(f'`{m}`' for m in methods)} | {ARGUMENTS[argument]} |"
 
 
+def by_remedy(others):
+    """The names of each explanation; methods that write have one, which is their pure call."""
+    grouped = {}
+    for name, text in others.items():
+        pure = text == f"`td = td.{name.removesuffix('_')}(...)`"
+        grouped.setdefault("`td = td.name(...)`, the name without `_`" if pure else text, []).append(name)
+    return grouped
+
+
 def section(title, theirs, ours, table):
-    """A part of the page: the supported names, then a row for each other name."""
+    """A part of the page: the supported names, then a row for each way to replace the others."""
     theirs = list(theirs)
     others = explained(theirs, ours, table)
     same = [name for name in theirs if name not in others]
     rows = [
-        f"| `{name}` | {status(text)} | {text.removeprefix(status(text) + ': ')} |" for name, text in others.items()
+        f"| {', '.join(f'`{name}`' for name in names)} | {status(text)} | {text.removeprefix(status(text) + ': ')} |"
+        for text, names in by_remedy(others).items()
     ]
     counts = {word: sum(status(text) == word for text in others.values()) for word in ("renamed", "absent", "planned")}
     summary = ", ".join([f"{len(same)} with the same name", *(f"{n} {word}" for word, n in counts.items())])
@@ -356,9 +371,10 @@ def page():
         *section("Lazy stacks", besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),
         *section("Typed trees", filter(typed, public(tensordict.TensorClass)), public(TensorClass), TYPED),
         "## Arguments", "",
-        "Arguments of methods with the same name that are not taken here.", "",
+        "tdfunc does not have these arguments of methods with the same name.", "",
         "| argument | of | instead, or the reason |", "|---|---|---|", *argument_rows(), "",
         "## Only here", "",
-        "Methods and properties of `TensorDict` that tensordict's has not: " + ", ".join(f"`{n}`" for n in more) + ".",
+        "tensordict does not have these methods and properties of `TensorDict`: "
+        + ", ".join(f"`{name}`" for name in more) + ".",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

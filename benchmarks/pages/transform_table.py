@@ -495,13 +495,18 @@ COLUMNS = [
 _UNMAPPED = (
     RuntimeError,
     "must match the existing size",
-    "torch's `vmap` cannot move the dimension of a result that no argument went into (here, a number filled in): "
-    "`torch.vmap(lambda x: torch.ones(3), out_dims=1)` raises, too",
+    "If a result does not depend on an argument (here, a constant), torch's `vmap` cannot move its dimension: "
+    "`torch.vmap(lambda x: torch.ones(3), out_dims=1)` also raises an error",
 )
-_MASK = "the number of rows depends on values: use `where`, or rows by number"
-_MADE = "torch does not tell where it puts the rows of values that the function made: `exclude` them before the end"
-_DATA = "dynamo cannot trace numpy's arrays of objects, which hold a value for each row: `exclude` the data first"
-_TRACED = "a trace has no numbers for an index tensor, which values of rows need: index by slices, or `exclude` them"
+_MASK = "The number of rows depends on values. Use `where` or integer positions"
+_MADE = (
+    "torch does not report the position of rows that the function creates. "
+    "`exclude` the non-tensor data before the function returns"
+)
+_DATA = "dynamo cannot trace numpy's object arrays, which contain one value for each row. `exclude` the data first"
+_TRACED = (
+    "A trace has no values of an index tensor, and non-tensor data needs them. Use slices, or `exclude` the data first"
+)
 _BY_ROWS = "index: tensor, a value for each row"
 # (row, name of the column): the error that is raised, a part of its message, and the reason.
 RAISES = {

@@ -1,4 +1,4 @@
-"""Counts and writes `docs/reliability.md`: `python -m benchmarks.reliability [PART ...]`.
+"""Counts and writes `docs/reliability_counts.md`: `python -m benchmarks.reliability [PART ...]`.
 
 The parts are `kills`, `ranks`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target
 of it); without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.reliability.kills import KINDS
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability_counts.md"
 _RESULTS = Path(__file__).parent / "results"
 _TEXT = Path(__file__).parent / "page.md"
 _TARGETS = {
@@ -180,7 +180,7 @@ def _full() -> str:
 
 def _disturbed() -> str:
     keys = ("calls", "saves", "killed", "failed", "saved", "lost", "not cleaned")
-    head = ["writer", "calls of four saves", "saves", "killed", "raised", "went on", "a file lost", "left behind"]
+    head = ["writer", "calls of four saves", "saves", "killed", "raised", "returned", "a file lost", "left behind"]
     return _table(head, [[kind, *(n[key] for key in keys)] for kind, n in _counted("calls").items()])
 
 

@@ -1,4 +1,4 @@
-"""docs/reliability.md says what was counted, and what was counted is what is promised."""
+"""docs/reliability_counts.md has the counts, and the counts keep the guarantees."""
 
 import json
 
