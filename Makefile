@@ -29,14 +29,16 @@ test: install
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
 
-# The fast tests on another torch, in an environment of its own (several GB): `make test-torch VERSION=2.6.0`.
+# The fast tests on another torch, in an environment of its own (several GB): `make test-torch VERSION=2.14.1`.
 test-torch: $(VENV)/torch-$(VERSION)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/torch-$(VERSION)/bin/python -m pytest -n auto -q -W default
 
+# Without the pins of torch and of what it pins itself.
 $(VENV)/torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)/torch-$(VERSION)
-	sed "s/^torch==.*/torch==$(VERSION)/" constraints.txt > $(VENV)/torch-$(VERSION)/constraints.txt
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/torch-$(VERSION)/bin/python -m pip install -q -c $(VENV)/torch-$(VERSION)/constraints.txt -e ".[dev]"
+	sed -E '/^(torch|sympy|networkx|fsspec|setuptools|triton)==/d' constraints.txt > $(VENV)/torch-$(VERSION)/constraints.txt
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/torch-$(VERSION)/bin/python -m pip install -q \
+		-c $(VENV)/torch-$(VERSION)/constraints.txt torch==$(VERSION) -e ".[dev]"
 	@touch $@
 
 # Losses of language models next to TRL's.
