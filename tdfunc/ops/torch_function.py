@@ -20,7 +20,8 @@ from tdfunc.ops.batch import index, join, rearrange, shape
 from tdfunc.ops.batch.index import gather
 from tdfunc.ops.batch.shape import reshape
 from tdfunc.ops.math import arithmetic, compare
-from tdfunc.ops.math.reduce import extreme, extremes, reduce, truth
+from tdfunc.ops.math.arithmetic import ArithmeticMethods
+from tdfunc.ops.math.reduce import ReduceMethods, extreme, extremes, reduce, truth
 from tdfunc.ops.math.tables import (
     BINARY,
     BINARY_LEAFWISE,
@@ -246,8 +247,12 @@ FUNCTIONS: dict[Any, Handler] = {
     torch.transpose: lambda input, dim0, dim1: shape.transpose(input, dim0, dim1),
     torch.clamp: lambda input, min=None, max=None: arithmetic.clamp(input, min, max),
     torch.lerp: lambda input, end, weight: arithmetic.lerp(input, end, weight),
-    torch.addcmul: lambda input, tensor1, tensor2, *, value=1: input.addcmul(tensor1, tensor2, value=value),
-    torch.addcdiv: lambda input, tensor1, tensor2, *, value=1: input.addcdiv(tensor1, tensor2, value=value),
+    torch.addcmul: lambda input, tensor1, tensor2, *, value=1: ArithmeticMethods.addcmul(
+        input, tensor1, tensor2, value=value
+    ),
+    torch.addcdiv: lambda input, tensor1, tensor2, *, value=1: ArithmeticMethods.addcdiv(
+        input, tensor1, tensor2, value=value
+    ),
     torch.masked_fill: lambda input, mask, value: arithmetic.masked_fill(input, mask, value),
     torch.isclose: _isclose,
     torch.clone: lambda input: cast.clone(input, True),
@@ -262,8 +267,8 @@ FUNCTIONS: dict[Any, Handler] = {
     torch.linalg.vector_norm: lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: reduce(
         x, "norm", dim, keepdim, None, p=ord, dtype=dtype
     ),
-    torch.quantile: lambda input, q, dim=None, keepdim=False, *, interpolation="linear": input.quantile(
-        q, dim, keepdim, interpolation=interpolation
+    torch.quantile: lambda input, q, dim=None, keepdim=False, *, interpolation="linear": ReduceMethods.quantile(
+        input, q, dim, keepdim, interpolation=interpolation
     ),
     torch.std: _deviation("std"),
     torch.var: _deviation("var"),

@@ -95,6 +95,9 @@ def test_shadowed_names():
     assert torch.vmap(lambda t: t + 1)(made).is_shared.shape == (2, 3)
     assert made.__replace__(set=torch.zeros(2, 3)).set.sum() == 0
     assert "is_shared=Tensor(shape=torch.Size([2, 3])" in repr(made)
+    assert torch.addcmul(made, made, made).get.sum() == torch.addcmul(*[made.get] * 3).sum()
+    assert torch.addcdiv(made, made, made + 1).get.sum() == torch.addcdiv(made.get, made.get, made.get + 1).sum()
+    assert torch.quantile(made, 0.5, 1).get.shape == (2,)
     assert torch.utils._pytree.tree_map(lambda x: x + 1, made).get.sum() == 6 * (PUBLIC.index("get") + 1)
 
 
