@@ -12,8 +12,9 @@ from tdfunc.core.keys import dotted, unravel
 from tdfunc.llm.conversations.exact import TokenTemplate, grown_ids
 from tdfunc.llm.conversations.history import History
 from tdfunc.llm.encoding.chat import chat_rows, check_masks
+from tdfunc.llm.encoding.encode import encode_texts
 from tdfunc.llm.encoding.padding import EncodedRow, Layout
-from tdfunc.llm.encoding.text import added_around, text_rows
+from tdfunc.llm.encoding.text import added_around
 from tdfunc.llm.messages.columns import Conversation, conversations_in
 from tdfunc.llm.rows.batch import Row, TokenBatch, check_prompts, flat_list
 from tdfunc.llm.rows.read import TokenKeys, check_batch, missing_field, ragged_values, read_tokens
@@ -123,7 +124,8 @@ class Reader:
         found: dict[int, Row] = {}
         for special in set(whole):
             places = [i for i, is_whole in enumerate(whole) if is_whole == special]
-            rows = text_rows(self.tokenizer, [texts[i] for i in places], add_special_tokens=special)
+            made = encode_texts(self.tokenizer, [texts[i] for i in places], special=special)
+            rows: list[EncodedRow] = [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]
             if self.layout.truncation:
                 first, last = added_around(self.tokenizer) if special else (0, 0)
                 rows = [self.layout.cut(row, first=first, last=last) for row in rows]
