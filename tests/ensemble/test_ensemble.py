@@ -58,6 +58,8 @@ def test_hugging_face_model(how, generator):
     ensemble, tree = ensemble_of(models, how)
     out = ensemble(tree, ids, use_cache=False)
 
+    assert tree["lm_head", "weight"] is tree["transformer", "wte", "weight"]
+
     assert type(out).__name__ == "CausalLMOutputWithCrossAttentions"
     assert_close(out.logits, torch.stack([model(ids).logits for model in models]))
 
