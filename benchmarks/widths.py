@@ -75,11 +75,12 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
 SUITE = Suite(
     "widths",
     "Where stacking ends",
-    "A row is one step of Adam for all members under `jit`, with 32 examples. The rival is a loop over "
-    "modules with one `torch.optim.Adam` per member. The MLP has 16 inputs, two hidden layers of the given width and "
-    "10 outputs. The CNN has two convolutions on images of 8 x 8, the first with the given number of channels, the second "
-    "with twice as many. The transformer has two layers on 16 tokens of the given width. If one member keeps a core "
-    "busy by itself, stacking gains nothing: the kernels take the time, and they are the same.",
+    "A row is one step of Adam for all members under `jit`, with 32 examples. The rival is a loop over modules "
+    "with one `torch.optim.Adam` per member. The MLP has 16 inputs, two hidden layers of the given width and "
+    "10 outputs. The CNN has two convolutions on images of 8 x 8, the first with the given number of channels, "
+    "the second with twice as many. The transformer has two layers on 16 tokens of the given width. If one "
+    "member keeps a core busy by itself, stacking gains nothing: the kernels take the time, and they are the "
+    "same.",
     width_cases,
     (),
     (width_ways,),
