@@ -115,7 +115,7 @@ FUNCTIONS = {
     "LazyStackedTensorDict": "`tdfunc.LazyStack`", "LazyStackedTensorDictStore": _STORE, "TensorDictStore": _STORE,
     "PersistentTensorDict": _FORMAT, "MemoryMappedTensor":
     "absent: leaves on files are plain tensors; `td.memmap(path)`", "TensorDictBase": "`tdfunc.TensorDict`",
-    "TensorDictParams": "planned: parameters as a module; `tdfunc.from_module` returns them as a tree",
+    "TensorDictParams": "absent: parameters as a module; `tdfunc.from_module` returns them as a tree",
     "TensorClassModuleBase": "`tdfunc.nn.TensorClassModuleBase`",
     "TensorClassModuleWrapper": "`tdfunc.nn.TensorClassModuleBase.as_td_module`",
     "as_tensordict_module": "`tdfunc.nn.as_tensordict_module`",
@@ -270,7 +270,7 @@ ARGUMENTS = {
     "isend.return_early": "`td.isend` returns a handle", "tensordicts": "`trees=`", "generator": "`key=`",
     "broadcast.device": "`td.to(device)` of the result", "scatter.device": "`td.to(device)` of the result",
     "_tensorclass_type": "an internal of tensordict",
-    "as_module": "`TensorDictParams` is planned", "memo": "an internal of tensordict",
+    "as_module": "no `TensorDictParams`", "memo": "an internal of tensordict",
     "swap_dest": "an internal of tensordict", "return_swap": "the handle puts back the module's own weights",
     "preserve_module_state": "a block binds leaves as they are, a load makes Parameters",
     "subpath": "`load_memmap(path / key)` loads a folder inside", "allow_pickle": "pickles are never read",
