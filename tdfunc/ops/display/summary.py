@@ -49,6 +49,9 @@ class Summary:
 
     # Sums over all leaves, and (leaves, elements, bytes) by dtype and by kind.
     __slots__ = ("by_dtype", "by_kind", "elements", "leaves", "size_bytes", "table")
+    leaves: int
+    elements: int
+    size_bytes: int
 
     def __init__(self, rows: list[Row], table: Any) -> None:
         self.leaves, self.elements, self.size_bytes = _sum(rows)

@@ -38,7 +38,8 @@ class Ranks:
 
     # Any: torch.distributed may be built without process groups.
     def __init__(self, call: str, group: Any = None, timeout_s: float | None = None) -> None:
-        self.call, self.group = call, group
+        self.call: str = call
+        self.group: Any = group
         self.pg: Any = dist.group.WORLD if group is None else group
         types = [device.type for device in self.pg._device_types]
         # Where tensors must be to be sent: the CPU, if the group has a backend for it.

@@ -101,7 +101,8 @@ class Contents:
                 )
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
-        self._readers, self.closed = 0, False
+        self._readers = 0
+        self.closed: bool = False
         # The names of the leaves in the headers, as `plan` found them.
         self.names: list[str] = []
         self._keys: dict[int, dict[str, int]] = {}
