@@ -29,7 +29,7 @@ test: install
 test-all: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -q -m ""
 
-# The fast tests on another torch, in an environment of its own (several GB): `make test-torch VERSION=2.14.1`.
+# The fast tests on another torch, in a separate environment (several GB): `make test-torch VERSION=2.14.1`.
 test-torch: $(VENV)/torch-$(VERSION)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/torch-$(VERSION)/bin/python -m pytest -n auto -q -W default
 

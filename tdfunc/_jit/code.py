@@ -129,7 +129,9 @@ def _pool(x: Tensor, *args: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _pools_faster(node: fx.Node) -> bool:
-    x: Tensor = node.args[0].meta["val"]  # pyright: ignore
+    # Any: an argument of a node.
+    pooled: Any = node.args[0]
+    x: Tensor = pooled.meta["val"]
     plain = x.dim() == 4 and x.device.type == "cpu" and x.is_contiguous() and x.dtype in _EXACT_DTYPES
     return plain and x.shape[1] >= 8 and 1 << 13 <= x.numel() <= 1 << 22
 

@@ -263,7 +263,7 @@ def _stack_selected(graph: fx.Graph, memory: Memory) -> None:
 
 
 def _list_added(node: fx.Node) -> list[fx.Node]:
-    """Return the terms of a sum of sums, of which nothing else is used; the node alone if it is no sum."""
+    """Return the terms of a sum of sums that have no other use, or the node if it is not a sum."""
     if node.target is not aten.add.Tensor or node.kwargs or not all([isinstance(x, fx.Node) for x in node.args]):
         return [node]
     terms: Any = node.args

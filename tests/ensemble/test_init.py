@@ -155,5 +155,5 @@ def test_another_threads_draws():
 
 
 def test_the_key_without_a_choice_is_0():
-    """An ensemble that is made without a key is that of key 0."""
+    """An ensemble that is made without a key equals the ensemble of key 0."""
     assert_trees_equal(init_ensemble(lambda: nn.Linear(3, 2), 2), init_ensemble(lambda: nn.Linear(3, 2), 2, key=0))
