@@ -1,7 +1,7 @@
 """Random numbers for one call: every draw of a forward comes from a key.
 
 A `TorchFunctionMode` is active for the call alone, so nothing process-wide changes. Draw n of a forward is a function
-of `fold_in(key, n)` by plain tensor operations: the same in a loop, under `vmap` and `grad`, in a replay, when
+of the key and n by plain tensor operations: the same in a loop, under `vmap` and `grad`, in a replay, when
 compiled, and when `torch.utils.checkpoint` runs a part of forward again. A draw by key refuses the arguments that
 torch's function refuses. Draws inside torch take no key; `apply(..., rng=)` notices and refuses them.
 """
@@ -89,9 +89,7 @@ class seeded(TorchFunctionMode):
 
     def draw_mask(self, shape: Size, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return 1 / p with probability p, and 0 elsewhere, from the key of the next draw."""
-        if deferral() is None or device != self.key.device:
-            return splitmix.mask(self.draw_key(device), shape, p, dtype)
-        return splitmix.mask(self.key, shape, p, dtype, fold=self._next())
+        return splitmix.mask(self.key.to(device), shape, p, dtype, number=self._next())
 
     def _next(self) -> int:
         """Return the number of the next draw."""

@@ -8,7 +8,8 @@ Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -34,10 +35,10 @@ _LANE_ROUNDS = [
     for (a, c), (b, d) in zip(_STATE, _GAMMA, strict=True)
 ]
 _ODD_BITS = 0xAAAAAAAAAAAAAAAA
-# Up to so many keys, Python's integers cost less than calls of numpy.
-_FEW = 8
+# Up to so many keys, Python's integers cost less than calls of numpy, whose code a step finds in no cache.
+_FEW = 32
 # Words that stay in the processor's first caches.
-_BLOCK = 8192
+_BLOCK = 16384
 _INDEX = np.arange(1, _BLOCK + 1, dtype=np.uint64)
 # Above it, three threads of torch take less time than numpy's one.
 _MANY = 1 << 16
@@ -76,8 +77,7 @@ def derive(key: Tensor, number: Tensor | int | tuple[int, ...], salt: int) -> Te
         key (2,) and number (*S) give (*S, 2), int64.
     """
     if isinstance(number, int) and _is_read(key) and has_values():
-        state, gamma = key.tolist()
-        return torch.tensor(_derive_integers(state, gamma, number, salt))
+        return _derive_integers(key, [number], salt)
     if _stays_plain():
         return _derive_plain(key, number, salt)
     if isinstance(number, tuple):
@@ -109,17 +109,18 @@ def half_bound(p: float) -> int:
     return (math.ceil(p * 2**24) - 2**23) << 8
 
 
-def mask(key: Tensor, size: tuple[int, ...], p: float, dtype: torch.dtype, *, fold: int | None = None) -> Tensor:
+def mask(key: Tensor, size: tuple[int, ...], p: float, dtype: torch.dtype, *, number: int = 0) -> Tensor:
     """Return 1 / p with probability p, and 0 elsewhere.
 
     A number takes 16 bits, and p is rounded to a multiple of 2^-16, in `1 / p` as well; near 0 and 1 it takes 32 bits.
+    Masks of one key read its words from other places on, which no other draw of the key reads.
 
     Args:
         key: The key.
         size: The shape of the result.
         p: The probability.
         dtype: A floating-point dtype.
-        fold: The number that is folded into the key first.
+        number: Which of the masks of the key.
 
     Shapes:
         key (2,) gives `size`.
@@ -131,9 +132,8 @@ def mask(key: Tensor, size: tuple[int, ...], p: float, dtype: torch.dtype, *, fo
         what = Mask(size, dtype, torch.int32, half_bound(p), 1.0 / (p or 1.0))
     if what.bound == 2**31:
         return torch.full(size, what.kept, dtype=dtype, device=key.device)
-    if _stays_plain():
-        return _mask_plain(key, fold, what)
-    return _run(partial(_mask, what=what), key, fold)
+    jump = signed(SEED * (number + 1))
+    return _mask_plain(key, jump, what) if _stays_plain() else _run(partial(_mask, what=what), key, jump)
 
 
 def shift(word: Tensor, count: int) -> Tensor:
@@ -191,11 +191,9 @@ def _derive(key: Tensor, number: Tensor | int | None, salt: int, counted: tuple[
     def make(reads: list[Tensor]) -> list[Tensor]:
         key, *given = reads
         number: Any = given[0] if given else fixed if counted is None else counted
-        if count <= _FEW and key.numel() == 2 and _is_read(key):
-            state, gamma = key.flatten().tolist()
+        if 0 < count <= _FEW and key.numel() == 2 and _is_read(key):
             column: Any = number.flatten().tolist() if isinstance(number, Tensor) else [number]
-            made = [_derive_integers(state, gamma, n, salt) for n in (column if counted is None else range(count))]
-            return [torch.tensor(made, dtype=torch.int64).view(*size, 2)]
+            return [_derive_integers(key, column if counted is None else range(count), salt).view(*size, 2)]
         key = key.reshape(*key.shape[:-1], *lead, 2) if lead else key
         if not _is_read(key):
             return [_derive_plain(key, number, salt)]
@@ -213,67 +211,63 @@ def _words(key: Tensor, number: None, count: int) -> Tensor:
         key, members = reads[0], reads[0].numel() // 2
         if not _is_read(key) or not _takes_numpy(members * count):
             return [_words_plain(key, count)]
-        out = np.empty((members, count), np.uint64)
-        for _ in _blocks(_unsigned(key).reshape(-1, 2), count, out):
+        out, keys = np.empty((members, count), np.uint64), _unsigned(key).reshape(-1, 2)
+        for _ in _blocks(keys[:, :1], keys[:, 1:], count, out):
             pass
         return [torch.from_numpy(out.view(np.int64)).view(*key.shape[:-1], count)]
 
     return _made(make, Size((*key.shape[:-1], count)), torch.int64, [key])
 
 
-def _mask(key: Tensor, number: int | None, what: Mask) -> Tensor:
+def _mask(key: Tensor, jump: int, what: Mask) -> Tensor:
     """Return the masks (*B, *size) of keys (*B, 2)."""
-    return _made(_Masks((number, what)), Size((*key.shape[:-1], *what.size)), what.dtype, [key])
+    return _made(_Masks((jump, what)), Size((*key.shape[:-1], *what.size)), what.dtype, [key])
 
 
 class _Masks:
-    """The call that makes masks of one key, each by the number that is folded into it."""
+    """The call that makes masks of one key, each from another place in its words on."""
 
-    def __init__(self, *parts: tuple[int | None, Mask]) -> None:
+    def __init__(self, *parts: tuple[int, Mask]) -> None:
         self._parts = parts
         # By kind, the places of its masks among all.
         kinds: dict[Mask, list[int]] = {}
         for i, (_, what) in enumerate(parts):
             kinds.setdefault(what, []).append(i)
-        self._kinds = list(kinds.items())
-        self._numbers = [number for number, _ in parts]
+        self._kinds = [
+            (what, np.dtype(str(what.dtype).removeprefix("torch.")), places, [parts[i][0] for i in places])
+            for what, places in kinds.items()
+            if what.dtype is not torch.bfloat16 and what.kept <= torch.finfo(what.dtype).max
+        ]
         self._most = max([math.prod(what.size) for what in kinds])
-        self._is_read = all([what.dtype is not torch.bfloat16 for what in kinds])
+        self._is_read = len(self._kinds) == len(kinds)
 
     def join(self, other: "_Masks") -> "_Masks":
         """Return the call that makes the masks of both, which costs less than two."""
         return _Masks(*self._parts, *other._parts)
 
     def __call__(self, reads: list[Tensor]) -> list[Tensor]:
-        key, size = reads[0], reads[0].shape[:-1]
+        key = reads[0]
         if not self._is_read or not _is_read(key) or not _takes_numpy(key.numel() // 4 * self._most):
-            return [_mask_plain(key, number, what) for number, what in self._parts]
-        keys = _fold_numpy(_unsigned(key).reshape(-1, 2), self._numbers)
-        if len(self._kinds) == 1:
-            return self._make(keys, self._kinds[0][0], size)
+            return [_mask_plain(key, jump, what) for jump, what in self._parts]
         outs: dict[int, Tensor] = {}
-        for what, places in self._kinds:
-            outs |= zip(places, self._make(keys[places], what, size), strict=True)
+        for what, dtype, places, jumps in self._kinds:
+            made = np.empty((len(places), *key.shape[:-1], *what.size), dtype)
+            begin, step = _jump(key, jumps)
+            _mask_numpy(begin, step, made.reshape(len(begin), math.prod(what.size)), what)
+            outs |= zip(places, map(torch.from_numpy, made), strict=True)
         return [outs[i] for i in range(len(outs))]
 
-    def _make(self, keys: Words, what: Mask, size: Size) -> list[Tensor]:
-        # Memory of torch, which is aligned for the vectors of its kernels.
-        made = torch.empty((len(keys), *size, *what.size), dtype=what.dtype, device="cpu")
-        _mask_numpy(keys.reshape(-1, 2), made.numpy().reshape(keys.size // 2, math.prod(what.size)), what)
-        return list(made.unbind(0))
 
-
-def _fold_numpy(keys: Words, numbers: list[int | None]) -> Words:
-    """Return the keys (K, E, 2) of keys (E, 2), with each of K numbers folded in, or None."""
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers):
-        return np.stack([keys if number is None else _fold_numpy(keys, [number])[0] for number in numbers])
-    if len(keys) * len(known) > _FEW:
-        column = np.array([[number & _WORD] for number in known], np.uint64)
-        return _derive_numpy(keys, column, FOLD, np.empty((len(known), *keys.shape), np.uint64))
-    pairs: list[list[int]] = keys.tolist()
-    made = [[_derive_integers(state, gamma, number, FOLD) for state, gamma in pairs] for number in known]
-    return np.array(made, np.int64).view(np.uint64)
+def _jump(key: Tensor, jumps: list[int]) -> Words:
+    """Return where masks of keys (*B, 2) begin, and the steps of the keys: columns (2, R, 1), in the order of jumps."""
+    if key.numel() * len(jumps) > 2 * _FEW:
+        state, gamma = _unsigned(key).reshape(-1, 2).T
+        begin = np.array([[jump & _WORD] for jump in jumps], np.uint64) * gamma + state
+        return np.stack([begin, np.broadcast_to(gamma, begin.shape)]).reshape(2, -1, 1)
+    words: list[int] = key.flatten().tolist()
+    pairs = [*zip(words[::2], words[1::2], strict=True)]
+    begins = [state + gamma * jump & _WORD for jump in jumps for state, gamma in pairs]
+    return np.array([begins, [gamma & _WORD for _, gamma in pairs] * len(jumps)], np.uint64)[..., None]
 
 
 def _made(make: Callable[[list[Tensor]], list[Tensor]], size: Size, dtype: torch.dtype, reads: list[Tensor]) -> Tensor:
@@ -332,9 +326,9 @@ def _words_plain(key: Tensor, count: int) -> Tensor:
     return _mix(index * key[..., 1:] + key[..., :1])
 
 
-def _mask_plain(key: Tensor, number: int | None, what: Mask) -> Tensor:
-    key = key if number is None else _derive_plain(key, number, FOLD)
-    count = math.prod(what.size)
+def _mask_plain(key: Tensor, jump: int, what: Mask) -> Tensor:
+    (state, gamma), count = key.unbind(-1), math.prod(what.size)
+    key = torch.stack([state + gamma * jump, gamma], -1)
     drawn = _words_plain(key, -(-count // what.in_word)).view(what.bits)[..., :count]
     return (drawn < what.bound).to(what.dtype).mul_(what.kept).reshape(*key.shape[:-1], *what.size)
 
@@ -342,20 +336,21 @@ def _mask_plain(key: Tensor, number: int | None, what: Mask) -> Tensor:
 # -- Python's integers ----------------------------------------------------------------------------------------------
 
 
-def _derive_integers(state: int, gamma: int, number: int, salt: int) -> tuple[int, int]:
-    state, gamma = state & _WORD, gamma & _WORD
-    new_state = _mix_integer(_mix_integer(number * SEED + (gamma ^ salt)) ^ state)
-    word = _mix_integer(number * SPLIT + (state ^ salt)) + gamma & _WORD
-    word = (word ^ word >> 33) * 0xFF51AFD7ED558CCD & _WORD
-    word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
-    new_gamma = (word ^ word >> 33) | 1
-    if (new_gamma ^ (new_gamma >> 1)).bit_count() < 24:
-        new_gamma ^= _ODD_BITS
-    return signed(new_state), signed(new_gamma)
+def _derive_integers(key: Tensor, numbers: Iterable[int], salt: int) -> Tensor:
+    """Return the keys of one key and numbers, in a row."""
+    state, gamma = [word & _WORD for word in key.flatten().tolist()]
+    first, second, words = gamma ^ salt, state ^ salt, array("Q")
+    for number in numbers:
+        new_state = _mix_integer(_mix_integer(number * SEED + first & _WORD) ^ state)
+        word = _mix_integer(number * SPLIT + second & _WORD) + gamma & _WORD
+        word = (word ^ word >> 33) * 0xFF51AFD7ED558CCD & _WORD
+        word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
+        word = (word ^ word >> 33) | 1
+        words.extend((new_state, word ^ _ODD_BITS if (word ^ word >> 1).bit_count() < 24 else word))
+    return torch.frombuffer(words, dtype=torch.int64)
 
 
 def _mix_integer(word: int) -> int:
-    word &= _WORD
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
     return word ^ word >> 31
@@ -392,31 +387,32 @@ def _derive_numpy(keys: Words, numbers: Words, salt: int, out: Words) -> Words:
 
 
 # Any: an array of a floating dtype.
-def _mask_numpy(keys: Words, out: Any, what: Mask) -> None:
-    """Fill the masks (E, count) of keys (E, 2)."""
-    count, parts, kept = math.prod(what.size), what.in_word, out.dtype.type(what.kept)
+def _mask_numpy(begin: Words, step: Words, out: Any, what: Mask) -> None:
+    """Fill the masks (R, count) of columns (R, 1), as `_blocks` reads them."""
+    parts, kept = what.in_word, out.dtype.type(what.kept)
     kind = np.int16 if what.bits is torch.int16 else np.int32
-    for rows, columns, block in _blocks(keys, -(-count // parts)):
+    for rows, columns, block in _blocks(begin, step, -(-out.shape[1] // parts)):
         place = out[rows, parts * columns.start : parts * columns.stop]
-        np.multiply(block.view(kind)[:, : place.shape[1]] < what.bound, kept, out=place)
+        # In two passes, of which the first converts: fewer instructions than their product, which converts in pieces.
+        np.copyto(place, block.view(kind)[:, : place.shape[1]] < what.bound)
+        place *= kept
 
 
-def _blocks(keys: Words, count: int, out: Words | None = None) -> Iterator[tuple[slice, slice, Words]]:
-    """Yield words of keys (E, 2), as many at a time as stay in the cache: which keys, which numbers, and the words.
+def _blocks(begin: Words, step: Words, count: int, out: Words | None = None) -> Iterator[tuple[slice, slice, Words]]:
+    """Yield words hash(begin + i * step) of columns (R, 1), as many as stay in the cache: rows, numbers, the words.
 
     The words are in `out`, or overwritten by the next.
     """
-    at_once, state, gamma = max(1, _BLOCK // max(1, count)), keys[:, :1], keys[:, 1:]
-    size = (2, min(at_once, len(keys)), min(count, _BLOCK))
-    memory = _unsigned(torch.empty(size, dtype=torch.int64, device="cpu"))
-    for begin in range(0, count, _BLOCK):
-        columns = slice(begin, min(begin + _BLOCK, count))
-        index = _INDEX[: columns.stop - begin]
-        for i in range(0, len(keys), at_once):
-            rows = slice(i, min(i + at_once, len(keys)))
+    at_once = max(1, _BLOCK // max(1, count))
+    memory = np.empty((2, min(at_once, len(begin)), min(count, _BLOCK)), np.uint64)
+    for first in range(0, count, _BLOCK):
+        columns = slice(first, min(first + _BLOCK, count))
+        index = _INDEX[: columns.stop - first]
+        for i in range(0, len(begin), at_once):
+            rows = slice(i, min(i + at_once, len(begin)))
             block, shifted = memory[:, : rows.stop - i, : len(index)]
-            block = np.multiply(index, gamma[rows], out=block if out is None else out[rows, columns])
-            block += state[rows] + gamma[rows] * np.uint64(begin) if begin else state[rows]
+            block = np.multiply(index, step[rows], out=block if out is None else out[rows, columns])
+            block += begin[rows] + step[rows] * np.uint64(first) if first else begin[rows]
             yield rows, columns, _mix_numpy(block, shifted, _STATE)
 
 
