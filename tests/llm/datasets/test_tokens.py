@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc.core.errors import ConcurrencyError, MissingKeyError
-from tdfunc.llm import History, PairwiseDataset, PromptData, chatml, load_tokens, read_records
+from tdfunc.llm import History, JinjaTemplate, PairwiseDataset, PromptData, chatml, load_tokens, read_records
 from tdfunc.llm.datasets import tokens as module
-from tests.llm.tokens import make_tokenizer
+from tests.llm.tokens import CHATML, ZEPHYR, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 TEXTS = ["the fox", "", "jumps over the lazy dog", "yes\u2028no", "a"]
@@ -106,6 +106,19 @@ def test_conversations_have_their_masks():
     assert bool((data.batch(range(3)) == expected).all())
     assert bool((data.batch([-1]) == data.batch(torch.tensor([2]))).all())
     assert bool((data[1]["assistant_masks"] == data.batch([1])["assistant_masks"][0]).all())
+
+
+def test_a_cache_belongs_to_the_template_of_another_tokenizer(tmp_path):
+    """A template that changes on its own tokenizer makes other rows."""
+    other, rows = make_tokenizer(), []
+    for source in (CHATML, ZEPHYR):
+        other.chat_template = source
+        data = load_tokens(
+            TOKENIZER, [{"messages": CHAT}], columns="messages", chat_template=JinjaTemplate(other), cache_dir=tmp_path
+        )
+        rows.append(TOKENIZER.decode(data[0]["input_ids"]))
+
+    assert ["<|im_start|>" in row for row in rows] == [True, False]
 
 
 def test_prompts_and_pairs():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdfunc import LazyStack, TensorDict
+from tdfunc import LazyStack, TensorDict, lazy_stack
 from tdfunc.llm import History, JinjaTemplate, chatml, qwen, tokenize_text
 from tdfunc.llm.messages.columns import conversation_in
 from tests.llm.templates.test_templates import FORGED, TOOLS
@@ -66,8 +66,9 @@ def test_shapes_by_rank_and_option():
     """The type of a result depends on the dimensions of the history and the options, never on lengths."""
     tokenizer = make_tokenizer()
     one, two = History.from_chats(CHATS[0]), History.from_chats([CHATS[0], CHATS[0]])
-    nested = History.from_chats([CHATS, CHATS])
-    apply = {name: h.apply_chat_template for name, h in (("one", one), ("two", two), ("nested", nested))}
+    nested, ragged = History.from_chats([CHATS, CHATS]), lazy_stack([History.from_chats(CHATS), two[:1]])
+    histories = {"one": one, "two": two, "nested": nested, "ragged": ragged}
+    apply = {name: history.apply_chat_template for name, history in histories.items()}
     tokens = {"tokenizer": tokenizer, "return_tensors": "pt"}
 
     assert isinstance(apply["one"](tokenizer=tokenizer), str)
@@ -80,6 +81,7 @@ def test_shapes_by_rank_and_option():
     assert apply["two"](return_dict=True, **tokens).batch_size == torch.Size([2])
     assert type(apply["two"](return_dict=True, padding=True, **tokens)) is TensorDict
     assert [len(part) for part in apply["nested"](tokenizer=tokenizer)] == [2, 2]
+    assert [len(part) for part in apply["ragged"](return_dict=True, padding=True, **tokens)] == [2, 1]
 
 
 def test_padding_and_truncation():

@@ -54,15 +54,17 @@ def test_padded_rows_are_rows_alone(name, attention, side):
         torch.testing.assert_close(grads[2].leaves(), short(params).leaves(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_rows_of_pads_are_finite_in_float64(attention):
-    """Left pads give the tokens of a double model no nan: they are those of the row alone."""
-    model, mask = make("llama", attn_implementation=attention).double(), torch.tensor([[False, True, True]])
+def test_rows_of_pads_are_finite_in_other_dtypes(attention, dtype):
+    """Left pads give the tokens of a wide or narrow model no nan: they are those of the row alone."""
+    model, mask = make("llama", attn_implementation=attention).to(dtype), torch.tensor([[False, True, True]])
     ids = torch.tensor([[0, 5, 7]])
 
     with torch.no_grad():
         found = model(ids, use_cache=False, **attention_inputs(model, mask)).logits[0, 1:]
-        torch.testing.assert_close(found, model(ids[:, 1:], use_cache=False).logits[0], rtol=1e-5, atol=1e-6)
+        expected, wide = model(ids[:, 1:], use_cache=False).logits[0], dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=1e-5 if wide else 0.1, atol=1e-6 if wide else 0.02)
 
 
 def test_a_mask_to_add_is_refused():

@@ -109,6 +109,12 @@ def test_all_modes_score_each_row_alone(options):
     check_rows(model, in_text, rows)
     in_tokens = assert_pure(wrapper.get_new_version(input_mode="tokens"), tokens)
     check_rows(model, in_tokens, rows)
+    wrote, valid = batch["input_ids"] % 2 == 0, batch["attention_mask"].bool()
+    masks = Masks(all_attention_mask=valid, all_assistant_mask=wrote, batch_size=[3])
+    masked = wrapper.get_new_version(input_mode="tokens")(tokens.set("masks", masks))
+    assert [each.tolist() for *_, each in rows_in(masked)] == [
+        each[at].tolist() for each, at in zip(wrote, valid, strict=True)
+    ]
     kinds = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
     assert all(isinstance(each[key], kind) for each in (out, in_text, in_tokens) for key, kind in kinds.items())
     assert out["tokens"].padded == ([False] * 3 if options["pad_output"] is False else True)

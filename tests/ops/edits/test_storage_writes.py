@@ -84,6 +84,22 @@ def test_swap_under_a_transformation():
     assert td["b"].tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize(
+    ("write", "error", "message"),
+    [
+        (lambda td: td.set_("n", {"a": torch.ones(2)}), KeyError, "different keys; nothing was written"),
+        (lambda td: td.update_({"n": torch.ones(2)}), ValueError, "'n' is a tree in one tree and a leaf in the other"),
+    ],
+)
+def test_trees_of_other_keys_are_not_written(write, error, message):
+    """A sub-tree is written whole; a leaf in place of a tree is named."""
+    td = TensorDict({"n": {"a": torch.zeros(2), "b": torch.zeros(2)}})
+
+    with pytest.raises(error, match=message):
+        write(td)
+    assert not td["n", "a"].any()
+
+
 def test_windows_are_not_written():
     """The windows of `unfold` share elements, and a write to one, which changes the next, is refused."""
     series = torch.arange(6.0)
