@@ -13,7 +13,6 @@ from tdfunc import optim as optim
 from tdfunc import random as random
 from tdfunc import sweep as sweep
 from tdfunc import weights as weights
-from tdfunc._control import associative_scan as associative_scan
 from tdfunc._control import cond as cond
 from tdfunc._control import map as map
 from tdfunc._control import scan as scan

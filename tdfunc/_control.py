@@ -1,4 +1,4 @@
-"""Control flow over trees: `cond`, `while_loop`, `map`, `scan` and `associative_scan`.
+"""Control flow over trees: `cond`, `while_loop`, `map` and `scan`.
 
 torch's operators of these names take tensors in built-in containers, and only a compiler can capture them. Here trees
 go in and come out. Run eagerly, each is the Python statement that it stands for; under a compiler it is torch's
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor
-from torch._higher_order_ops import associative_scan as _torch_associative_scan
 from torch._higher_order_ops import map as _torch_map
 from torch._higher_order_ops import scan as _torch_scan
 from torch._higher_order_ops import while_loop as _torch_while_loop
@@ -31,7 +30,6 @@ Fn = Callable[..., Any]
 
 # Its annotation is of a function of two arguments, which it does not call with two.
 _run_map: Any = _torch_map
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> Any:
@@ -217,41 +215,6 @@ def scan(
         carry, out = _next_step(combine_fn, carry, row)
         outs.append(out)
     return carry, _stack_rows("scan: all steps must give one structure", outs[::-1] if reverse else outs, dim)
-
-
-def associative_scan(combine_fn: Fn, xs: Any, dim: int = 0, *, reverse: bool = False) -> Any:
-    """Return all partial results of an associative function over the rows of `xs`, in a logarithmic number of steps.
-
-    `combine_fn(a, b)` is called on many pairs of rows at once, under `torch.vmap`. Errors are as in `scan`.
-
-    Args:
-        combine_fn: An associative function of two rows, `f(a, f(b, c)) == f(f(a, b), c)`, that returns a row like them.
-        xs: A tree, a tensor, or a container of these.
-        dim: The dimension of every leaf of `xs`, and of the batch of its trees, that counts the rows.
-        reverse: Combine from the last row to the first.
-
-    Source:
-        `torch._higher_order_ops.associative_scan` with `combine_mode="generic"`.
-
-    Examples:
-        >>> tdf.associative_scan(lambda a, b: a * b, TensorDict({"x": torch.arange(1.0, 5.0)}, [4]))["x"]
-        tensor([ 1.,  2.,  6., 24.])
-    """
-    leaves = torch_pytree.tree_leaves(xs)
-    _check_rows("associative_scan", leaves, dim)
-
-    def combine(a: Any, b: Any) -> Any:
-        leaf = torch_pytree.tree_leaves(a)[0]
-        # Of 2, 4, 5, 8 rows and so on torch combines none at last, where vmap fails at a number: `a * 0.5`. Compiled
-        # code computes no value there.
-        batched = not torch.compiler.is_dynamo_compiling() and _functorch.is_batchedtensor(leaf)
-        if batched and _functorch.get_unwrapped(leaf).shape[_functorch.maybe_get_bdim(leaf)] == 0:
-            return b
-        out = combine_fn(a, b)
-        _check_alike("associative_scan: combine_fn must return a row of the same structure", a, out)
-        return out
-
-    return _torch_associative_scan(combine, xs, dim, reverse=reverse, combine_mode="generic")
 
 
 # -- eager ------------------------------------------------------------------------------------------------------

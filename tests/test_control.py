@@ -83,12 +83,7 @@ def countdown(t):
     return tdf.scan(lambda c, _: (c * 2, c), t, length=3)
 
 
-def running(t):
-    """A cumulative sum."""
-    return tdf.associative_scan(lambda a, b: a + b, t)
-
-
-FUNCTIONS = [double_or_next, add_until, rows, sums, backward_sums, running]
+FUNCTIONS = [double_or_next, add_until, rows, sums, backward_sums]
 
 # -- against Python's statements --------------------------------------------------------------------------------
 
@@ -155,40 +150,6 @@ def test_scan_of_a_length_is_a_for(length, reverse, dim):
     assert_trees_equal(tdf.jit(lambda c: tdf.scan(step, c, length=length))(carry)[0], last)
 
 
-@given(st.integers(1, 9), st.booleans())
-def test_associative_scan_is_a_scan(length, reverse):
-    """Partial results equal those of a step-by-step scan."""
-    t = TensorDict({"x": torch.rand(length, 2) + 0.5, "n": {"y": torch.rand(length)}}, [length])
-    first = t[-1] if reverse else t[0]
-    rest = t[:-1] if reverse else t[1:]
-    parts = [first]
-    for row in reversed(rest.unbind(0)) if reverse else rest.unbind(0):
-        parts.append(parts[-1] * row)
-    expected = torch.stack(parts[::-1] if reverse else parts)
-
-    out = tdf.associative_scan(lambda a, b: a * b, t, reverse=reverse)
-
-    assert_trees_equal(out, expected, rtol=1e-5, atol=1e-6)
-    assert_trees_equal(tdf.associative_scan(lambda a, b: a * b, t.unsqueeze(0), 1, reverse=reverse)[0], out)
-
-
-@given(st.integers(1, 17), st.booleans())
-def test_associative_scan_with_a_number(length, reverse):
-    """A number in the function works where torch combines no rows: of 2, 4, 5, 8 rows and so on."""
-    t = TensorDict({"n": {"y": torch.ones(length, 3)}}, [length])
-    counted = 1.5 * torch.arange(1, length + 1.0) - 0.5
-
-    def fn(tree):
-        return tdf.associative_scan(lambda a, b: a + b + 0.5, tree, reverse=reverse)
-
-    assert torch.equal(fn(t)["n", "y"][:, 0], counted.flip(0) if reverse else counted)
-    assert_trees_equal(torch.vmap(fn)(torch.stack([t, t]))[1], fn(t))
-    assert (
-        torch.func.grad(lambda tree: fn(tree)["n", "y"].sum())(t)["n", "y"][:, 0].sum()
-        == counted.numel() * (counted.numel() + 1) / 2
-    )
-
-
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_operands_are_not_written(fn):
     """A call writes to none of its operands."""
@@ -247,7 +208,6 @@ def test_gradients_are_those_of_the_statement():
         (add_until, lambda t: t * 8),
         (rows, lambda t: t.set("z", t["a"] * 2)),
         (sums, python_sums),
-        (running, lambda t: t.cumsum(0)),
     ]:
         if fn is rows:
             fn = lambda t: tdf.map(lambda row: row.set("z", row["a"] * 2), t)  # noqa: E731
@@ -263,7 +223,7 @@ def test_vmap_of_loops():
     """Members stay apart, and a loop over rows under vmap keeps the batch dimensions."""
     t = torch.stack([tree(), tree() + 1]).exclude("s")
 
-    for fn in (add_until, rows, sums, backward_sums, running):
+    for fn in (add_until, rows, sums, backward_sums):
         out, expected = torch.vmap(fn)(t), [fn(x) for x in t.unbind(0)]
         for actual, *others in zip(*(x if isinstance(x, tuple) else (x,) for x in (out, *expected)), strict=True):
             whole = torch.stack(others)
@@ -272,7 +232,7 @@ def test_vmap_of_loops():
 
 def test_jit():
     """A branch follows the values of each call, and a loop over rows is recorded."""
-    for fn in (double_or_next, rows, sums, backward_sums, running):
+    for fn in (double_or_next, rows, sums, backward_sums):
         step = tdf.jit(fn)
         for t in (tree(), tree() - 100):
             assert_same(step(t), fn(t))
@@ -324,7 +284,7 @@ def test_compile_with_autograd(fn, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fn", [double_or_next, rows, sums, running])
+@pytest.mark.parametrize("fn", [double_or_next, rows, sums])
 def test_compile_of_transforms(fn):
     """A compiled vmap or grad, for which torch's operators have no rules, gives the eager numbers."""
     both = torch.stack([tree(), tree() - 100]).exclude("s").with_names(None)
@@ -535,7 +495,6 @@ def test_results_that_differ_are_named(name):
         "cond: both branches": lambda: tdf.cond(torch.ones((), device="meta"), lambda t: t, change, (T,)),
         "while_loop: body_fn": lambda: tdf.while_loop(lambda t: True, lambda t: (change(t),), (T,)),
         "scan: combine_fn": lambda: tdf.scan(lambda c, row: (change(c), c), T, torch.ones(2)),
-        "associative_scan: combine_fn": lambda: tdf.associative_scan(lambda a, b: change(a), two),
         "map: all rows": lambda: tdf.map(lambda row: next(if_second)(row), two),
         "scan: all steps": lambda: tdf.scan(lambda c, row: (c, next(if_later)(row)), T, two),
     }
@@ -585,7 +544,6 @@ REFUSED = [
     (lambda: tdf.scan(len, T, T, dim=-1), ValueError, r"scan: every leaf[\s\S]*from the front[\s\S]*-1"),
     (lambda: tdf.scan(len, T, T, length=2), ValueError, r"scan: length must be the number of rows[\s\S]*3[\s\S]*2"),
     (lambda: tdf.scan(len, T), ValueError, r"scan: every leaf[\s\S]*NoneType"),
-    (lambda: tdf.associative_scan(max, T, 3), ValueError, r"associative_scan: every leaf[\s\S]*3"),
 ]  # fmt: skip
 
 
