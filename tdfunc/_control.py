@@ -167,9 +167,7 @@ def map(fn: Fn, xs: Any, *args: Any) -> Any:
     return _stack_rows("map: all rows must give one structure", rows, 0)
 
 
-def scan(
-    combine_fn: Fn, init: Any, xs: Any = None, *, length: int | None = None, dim: int = 0, reverse: bool = False
-) -> tuple[Any, Any]:
+def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> tuple[Any, Any]:
     """Carry a value through the rows of `xs`: `carry, out = combine_fn(carry, row)`, one row after another.
 
     Run eagerly, this is a loop; under `torch.compile`, `torch.export` and `make_fx` it is torch's `scan`, whose graph
@@ -179,8 +177,7 @@ def scan(
         combine_fn: A function of the carry and a row that returns the new carry, with the structure, shapes and dtypes
             of the old, and a result.
         init: The first carry: a tree, a tensor, or a container of these.
-        xs: A tree, a tensor, or a container of these, which holds the rows. Without it, every row is None.
-        length: The number of steps, needed without `xs`.
+        xs: A tree, a tensor, or a container of these, which holds the rows; `torch.arange(n)` counts steps.
         dim: The dimension of every leaf of `xs`, and of the batch of its trees, that counts the rows; the results are
             stacked along it.
         reverse: Start with the last row; results stay at the places of their rows.
@@ -189,7 +186,7 @@ def scan(
         The last carry, and the stacked results.
 
     Raises:
-        ValueError: `xs` has no leaves, no rows, leaves of different lengths, or another number of rows than `length`.
+        ValueError: `xs` has no leaves, no rows, or leaves of different lengths.
         TreeStructureError: A step changes the structure of the carry, or two results differ in structure.
         LeafMismatchError: A step changes the shape, dtype or device of a leaf; the message names it.
         BatchSizeError: A step changes the batch size of a tree.
@@ -200,13 +197,8 @@ def scan(
         >>> last["x"], sums["x"]
         (tensor(6.), tensor([0., 1., 3., 6.]))
     """
-    if xs is None and length is not None:
-        counter = torch.zeros((1,) * dim + (length,))
-        return scan(lambda carry, _: combine_fn(carry, None), init, counter, dim=dim, reverse=reverse)
     leaves, spec = torch_pytree.tree_flatten(xs)
     count = _check_rows("scan", leaves, dim)
-    if length not in (None, count):
-        raise error(ValueError, "scan: length must be the number of rows of xs.", expected=count, got=length)
     if _is_captured():
         return _captured_scan(combine_fn, init, leaves, spec, dim, reverse)
     carry, outs = init, []

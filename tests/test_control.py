@@ -78,11 +78,6 @@ def backward_sums(t):
     return tdf.scan(lambda c, row: (c + row, row * c), t[0], t, reverse=True)
 
 
-def countdown(t):
-    """Steps without rows."""
-    return tdf.scan(lambda c, _: (c * 2, c), t, length=3)
-
-
 FUNCTIONS = [double_or_next, add_until, rows, sums, backward_sums]
 
 # -- against Python's statements --------------------------------------------------------------------------------
@@ -134,20 +129,6 @@ def test_scan_is_a_loop(length, reverse, dim):
         carry = carry + row
     assert_trees_equal(last, carry)
     assert_trees_equal(out, torch.stack(results[::-1] if reverse else results, dim))
-
-
-@given(st.integers(1, 4), st.booleans(), st.integers(0, 1))
-def test_scan_of_a_length_is_a_for(length, reverse, dim):
-    """Without rows the carry goes through as many steps; results are stacked along `dim`."""
-    carry = TensorDict({"x": torch.ones(2)}, [2])
-    step = lambda c, row: (c * 2, c if row is None else row)  # noqa: E731
-
-    last, out = tdf.scan(step, carry, length=length, dim=dim, reverse=reverse)
-
-    powers = [carry * 2**i for i in range(length)]
-    assert_trees_equal(last, carry * 2**length)
-    assert_trees_equal(out, torch.stack(powers[::-1] if reverse else powers, dim))
-    assert_trees_equal(tdf.jit(lambda c: tdf.scan(step, c, length=length))(carry)[0], last)
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS)
@@ -250,7 +231,7 @@ def compiled(fn, *, backend="eager", dynamic=None):
     return torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
-@pytest.mark.parametrize("fn", quick([*FUNCTIONS, countdown], double_or_next))
+@pytest.mark.parametrize("fn", quick(FUNCTIONS, double_or_next))
 def test_compile(fn):
     """`torch.compile` makes one graph that gives the same tree for all values."""
     run = compiled(fn)
@@ -542,8 +523,6 @@ REFUSED = [
     (lambda: tdf.map(len, (torch.ones(2), torch.ones(3))), ValueError, r"one length[\s\S]*\[2, 3\]"),
     (lambda: tdf.scan(len, T, T, dim=1), ValueError, r"scan: every leaf[\s\S]*dimension 1"),
     (lambda: tdf.scan(len, T, T, dim=-1), ValueError, r"scan: every leaf[\s\S]*from the front[\s\S]*-1"),
-    (lambda: tdf.scan(len, T, T, length=2), ValueError, r"scan: length must be the number of rows[\s\S]*3[\s\S]*2"),
-    (lambda: tdf.scan(len, T), ValueError, r"scan: every leaf[\s\S]*NoneType"),
 ]  # fmt: skip
 
 
