@@ -50,14 +50,7 @@ PAIRWISE = (
     "hypot", "lcm", "ldexp", "logaddexp", "logaddexp2", "nextafter", "xlogy",
     "complex", "igamma", "igammac", "polar",
 )  # fmt: skip
-# The same of torch.special, which has other names for some functions of torch, and of torch.nn.functional.
-SPECIAL = (
-    "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "digamma", "entr", "erf", "erfc", "erfcx", "erfinv",
-    "exp2", "expit", "expm1", "gammaln", "i0", "i0e", "i1", "i1e", "log1p", "log_ndtr", "logit", "modified_bessel_i0",
-    "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "ndtr", "ndtri", "psi", "round",
-    "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "sinc", "spherical_bessel_j0",
-)  # fmt: skip
-SPECIAL_ALIASES = {"gammainc": "igamma", "gammaincc": "igammac", "xlogy": "xlogy"}
+# The same of torch.nn.functional.
 ACTIVATIONS = (
     "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
     "relu", "relu6", "selu", "silu", "softplus", "softshrink", "softsign", "tanhshrink",
@@ -285,15 +278,11 @@ for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint"):
     FUNCTIONS[getattr(torch, f"{name}_like")] = _like(getattr(torch, f"{name}_like"))
 FUNCTIONS.update({getattr(torch, name): _leafwise(getattr(torch, name)) for name in LEAFWISE})
 FUNCTIONS.update({getattr(F, name): _leafwise(getattr(F, name)) for name in ACTIVATIONS})
-FUNCTIONS.update({getattr(torch.special, name): _leafwise(getattr(torch.special, name)) for name in SPECIAL})
 FUNCTIONS.update({getattr(torch, name): _unary(name) for name in UNARY | UNARY_LEAFWISE})
 FUNCTIONS.update({getattr(torch, name): _binary(name) for name in [*BINARY, *BINARY_LEAFWISE, *PAIRWISE]})
 FUNCTIONS.update({getattr(torch, name): _along(name) for name in ("cumsum", "cumprod", "logcumsumexp")})
 FUNCTIONS.update({getattr(owner, name): _softmax(name) for name in ("softmax", "log_softmax") for owner in (torch, F)})
 FUNCTIONS.update({fn: _loss(fn) for fn in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)})
-FUNCTIONS.update(
-    {getattr(torch.special, name): FUNCTIONS[getattr(torch, same)] for name, same in SPECIAL_ALIASES.items()}
-)
 FUNCTIONS.update({getattr(torch, name): FUNCTIONS[getattr(torch, same)] for name, same in ALIASES.items()})
 FUNCTIONS.update({getattr(torch, name): _reduction(name) for name in REDUCTIONS})
 # An operator with a tensor on one side arrives as the tensor's method. By name, as dynamo has other objects
