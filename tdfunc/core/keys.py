@@ -93,7 +93,7 @@ class _Missing:
         elif nested:
             hint = f"a nested key is a tuple: {(*parent, *parts)!r}."
         else:
-            hint = did_you_mean(key, names) or _further_down(key, parent, node)
+            hint = did_you_mean(key, names)
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
         where = f" under {dotted(parent)!r}" if parent else ""
         self._text = explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
@@ -110,23 +110,6 @@ def did_you_mean(key: str, names: Sequence[str]) -> str | None:
     """Return a hint with up to three names that a key may be a misspelling of, or None."""
     close = difflib.get_close_matches(key, names, n=3)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else None
-
-
-def _further_down(key: str, parent: Path, node: Any) -> str | None:
-    """Return a hint with the nearest paths below a node that end in a key, or None."""
-    found: list[Path] = []
-    level: list[tuple[Path, Any]] = [((), node)]
-    for at, tree in level:
-        for name in tree._keys() if hasattr(tree, "_keys") else ():
-            child = tree._get(name)
-            if at and name == key:
-                found.append((*parent, *at, name))
-            if hasattr(child, "_keys"):
-                level.append(((*at, name), child))
-        # A look at more trees takes too long for a message.
-        if len(found) >= 3 or len(level) > 1000:
-            break
-    return f"did you mean {' or '.join(map(repr, found[:3]))}?" if found else None
 
 
 def _leads(node: Any, path: Path) -> bool:

@@ -62,7 +62,6 @@ TREE = TensorDict({"fc": {"weight": 1, "bias": 1}, "scale": 2.0, "a.b": 1})
         ("scael", "scael", "did you mean 'scale'?"),
         (("fc", "wieght"), "wieght", "did you mean 'weight'?"),
         ("fc.weight", "fc.weight", "a nested key is a tuple: ('fc', 'weight')."),
-        ("bias", "bias", "did you mean ('fc', 'bias')?"),
         (("fcc", "weight"), "fcc", "did you mean 'fc'?"),
     ],
     ids=str,
