@@ -9,11 +9,9 @@ import os
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -194,8 +192,6 @@ MIN_BYTES = 16 << 20
 _MAX_BYTES = 1 << 30
 _SAMPLES = 4
 _WILLNEED = 3
-_PROCESS_MADVISE = 440
-_MAX_RANGES = 1024
 _libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _mincore: Any = getattr(_libc, "mincore", None)
 if _mincore is not None:
@@ -235,19 +231,6 @@ def _is_resident(start: int, step: int, rows: list[int], count: int) -> bool:
 
 
 def _advise(begins: Any, ends: Any) -> None:
-    ranges = np.stack([begins, ends - begins], axis=1).astype(np.uintp)
-    # One call for a thousand rows, where the system allows it. An advice that is refused costs time and nothing else.
-    with suppress(OSError, AttributeError):
-        me = os.pidfd_open(os.getpid())
-        try:
-            while len(ranges) and _advise_many(me, ranges[:_MAX_RANGES]):
-                ranges = ranges[_MAX_RANGES:]
-        finally:
-            os.close(me)
-    for begin, length in ranges.tolist():
-        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(_WILLNEED))
-
-
-def _advise_many(me: int, ranges: Any) -> bool:
-    where, count, advice = ctypes.c_void_p(ranges.ctypes.data), ctypes.c_size_t(len(ranges)), ctypes.c_int(_WILLNEED)
-    return _libc.syscall(ctypes.c_long(_PROCESS_MADVISE), ctypes.c_int(me), where, count, advice, ctypes.c_uint(0)) > 0
+    # An advice that is refused costs time and nothing else.
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(_WILLNEED))

@@ -82,7 +82,6 @@ def test_hints_among_many_keys():
     with pytest.raises(MissingKeyError, match="did you mean 'weight'"):
         tree["weigth"]
     assert str(missing(("k",), [f"name{i}" for i in range(10_000)])).count("\n") == 1
-    assert str(missing(("q",), ["xy"], node=TensorDict({"xy": 1}))).count("\n") == 1
 
 
 def test_hints_are_made_when_they_are_read():
