@@ -25,12 +25,6 @@ from tdfunc.ops.edits.maps import apply
 T = TypeVar("T", bound=TensorCollection)
 
 
-# Dtypes that `index_put` refuses, and dtypes of as many bits in place of them.
-_WRITTEN_AS = {
-    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64, torch.float8_e8m0fnu: torch.uint8,
-}  # fmt: skip
-
-
 class At(Generic[T]):
     """A place in a tree, and the pure ways to change it: `td.at[index]`, `td.at["a", "b"]`, `td.at[filter]`.
 
@@ -243,9 +237,6 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
         flat = old.reshape(count, *features)
         new = new.reshape(taken.numel(), *features).to(old.dtype)
         rows = as_leaf(taken.reshape(-1), flat)
-        bits = _WRITTEN_AS.get(old.dtype) if call != "add" else None
-        if bits is not None:
-            return flat.view(bits).index_put((rows,), new.view(bits)).view(old.dtype).reshape(old.shape)
         return flat.index_put((rows,), new, accumulate=call == "add").reshape(old.shape)
 
     return tree._shape(LeafOp("write_rows", leaf, batch=True, args=(parts, call)), value)

@@ -113,18 +113,3 @@ def test_at_takes_masks_of_bytes(call, mask):
     mask = torch.tensor(mask, dtype=torch.uint8)
 
     assert_trees_equal(getattr(td.at[mask], call)(5), getattr(td.at[mask.bool()], call)(5))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e5m2])
-def test_rows_of_types_that_torch_puts_nowhere_by_index(dtype):
-    """Rows of dtypes without `index_put` are written bit by bit."""
-    leaf, row = torch.tensor([[1, 2], [4, 8], [16, 32]]).to(dtype), torch.tensor([64, 128]).to(dtype)
-    tree = TensorDict({"x": leaf}, [3])
-
-    by_row = tree.at[1].set(TensorDict({"x": row}, []))["x"]
-    by_mask = tree.at[torch.tensor([True, False, True])].apply(lambda x: x.flip(0))["x"]
-
-    assert by_row.dtype is dtype
-    assert by_row.float().tolist() == [[1, 2], [64, 128], [16, 32]]
-    assert by_mask.float().tolist() == [[16, 32], [4, 8], [1, 2]]
-    assert leaf.float().tolist() == [[1, 2], [4, 8], [16, 32]]
