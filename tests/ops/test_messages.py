@@ -145,8 +145,6 @@ EDITS = [
     # A write in place has happened by the time that Python assigns its result.
     (lambda: TD.clone().__setitem__("a", TD["a"]), ImmutableError, r"td = td\.set\('a', value\)$"),
     (lambda: TD.__setitem__("a", TD["a"]), ImmutableError, r"td\.at\['a'\]\.add\(value\).*already written"),
-    (lambda: TD.__enter__(), ImmutableError, "with: a tree is never written to.*with a .*td = flat.unflatten_keys"),
-    (lambda: ragged().__enter__(), ImmutableError, "with: a tree is never written to.*with a LazyStack"),
     # keys
     (lambda: TD["a", "z"], MissingKeyError, "no key 'z' under 'a'.*no keys"),
     (lambda: ("n", "b") in TD.keys(), TypeError, r"\('n', 'b'\) is a nested key.*include_nested=True"),  # noqa: SIM118

@@ -1,12 +1,12 @@
 """Immutable edits: `get`, `set`, `update`, `delete`, `pop`, `untie`; an edit keeps every tie or raises."""
 
 from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, check_one_shape, iter_leaves, per_tree
-from tdfunc.core.errors import ImmutableError, MissingKeyError, TieError, TreeStructureError
+from tdfunc.core.errors import MissingKeyError, TieError, TreeStructureError
 from tdfunc.core.keys import by_head, dotted, unravel
 from tdfunc.core.shapes import starts_with
 from tdfunc.core.ties import by_first_key, group_of, merge, node_at, remap, under
@@ -236,17 +236,6 @@ class EditMethods(TensorCollection):
     """`set`, `update`, `delete`, `pop`, `at` and their kin."""
 
     __slots__ = ()
-
-    # Both, because Python looks for both before it calls the first.
-    def __enter__(self) -> NoReturn:
-        raise ImmutableError(
-            "with: a tree is never written to, so the end of a block has nothing to write back.",
-            got=f"with a {type(self).__name__}",
-            hint='undo it on the result: flat = td.flatten_keys(".").set("a.b", x); td = flat.unflatten_keys(".").',
-        )
-
-    def __exit__(self, *_: object) -> None:
-        """Never reached: `__enter__` raises."""
 
     def set(
         self, key: NestedKey, value: Any, inplace: bool = False, non_blocking: bool = False, *, kind: Kind | None = None
