@@ -290,7 +290,7 @@ def _index_item(item: Any, whole: Any) -> Any:
 
 def _bad_index(item: Any, whole: Any) -> IndexError:
     items: list[Any] = list(whole) if isinstance(whole, (list, tuple)) else [whole]  # pyright: ignore[reportUnknownArgumentType]
-    hint = "a key and an index do not mix: td[key][index], or td[index][key]."
+    hint = "a key and an index do not mix: td[index][key] reads, td.at[key].apply(fn) writes."
     if isinstance(whole, list) and all([isinstance(each, str) for each in items]):
         hint = f"several keys are chosen by td.select({', '.join(map(repr, items))})."
     elif isinstance(whole, tuple) and all([isinstance(each, (str, int)) for each in items]):

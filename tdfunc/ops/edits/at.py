@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,13 @@ class At(Generic[T]):
         # `Any`: reading and writing at a path are methods of the public classes, a layer above.
         self._tree: Any = tree
         self._place = place
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise error(
+            TypeError,
+            f"at[{self._place!r}][...]: one place must be given.",
+            hint="td.at[key].apply(fn) changes a part of an entry, td.at[index].apply(fn) an entry of some rows.",
+        )
 
     def get(self) -> Any:
         """Return the rows, entry or part of the tree there."""
