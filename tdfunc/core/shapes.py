@@ -118,13 +118,6 @@ def int_or_ints(value: Any) -> int | list[int]:
     return [as_int(item) for item in given] if isinstance(given, Iterable) else as_int(given)
 
 
-def as_count(value: Any) -> Any:
-    """Return an int of another library as one of Python's, and any other value, including a bool, as it is."""
-    if isinstance(value, (bool, np.bool_, Tensor)) or not hasattr(value, "__index__"):
-        return value
-    return operator.index(value)
-
-
 def dim_index(dim: int, ndim: int, call: str) -> int:
     """Return a non-negative batch dimension."""
     dim = as_int(dim)

@@ -19,7 +19,7 @@ from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError,
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.shapes import as_count, dim_index, dim_size
+from tdfunc.core.shapes import dim_index, dim_size
 from tdfunc.ops.batch import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
@@ -97,7 +97,7 @@ def _prepare(
         raise error(ValueError, "map: num_workers must be 0 or more.", got=workers)
     if workers is None:
         workers = getattr(executor, "_max_workers", None) or count_cpus()
-    plan = make_plan(size, as_count(options.chunksize), as_count(options.num_chunks), workers)
+    plan = make_plan(size, options.chunksize, options.num_chunks, workers)
     is_here = workers == 0 and is_own
     is_direct = is_here or executor == "threads" or isinstance(executor, ThreadPoolExecutor)
     is_forked = is_own and not is_direct and options.mp_start_method == "fork"
