@@ -183,13 +183,6 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
     return tree._put(changes, kinds or None)
 
 
-# Any: whatever the caller gave.
-def as_mapping(other: Any) -> Mapping[Any, Any] | TensorCollection:
-    """Return a dict or tree as it is, and pairs, as `dict.update` takes them, as a dict."""
-    given = adopt(other)
-    return given if isinstance(given, (TensorCollection, Mapping)) else dict(given)
-
-
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
     return ((key, other._get(key)) for key in other._keys()) if isinstance(other, TensorCollection) else other.items()
 
@@ -198,7 +191,7 @@ def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: 
     """Return the arguments of `replace` as one dict."""
     if isinstance(changes, TensorCollection):
         check_one_shape(changes, "replace")
-    return {**dict(() if changes is None else _entries(as_mapping(changes))), **entries}
+    return {**dict(() if changes is None else _entries(adopt(changes))), **entries}
 
 
 def delete(tree: T, key: NestedKey) -> T:
@@ -287,14 +280,14 @@ class EditMethods(TensorCollection):
 
     def update(
         self,
-        other: Mapping[Any, Any] | TensorCollection | Iterable[tuple[Any, Any]] | None = None,
+        other: Mapping[Any, Any] | TensorCollection | None = None,
         inplace: bool = False,
         **entries: Any,
     ) -> "Self":
         """Return a tree with the entries of a dict or tree written over its own; nested trees merge.
 
         Args:
-            other: A dict whose keys may be nested, pairs of such keys and values, or a tree.
+            other: A dict whose keys may be nested, or a tree.
             inplace: Must be False: a tree is never changed.
             **entries: More entries, by keyword.
 
@@ -302,7 +295,7 @@ class EditMethods(TensorCollection):
             BatchSizeError: A value does not start with the batch size; the message names the path.
             MissingKeyError: A part of a path is a leaf.
             TieError: Two paths of one tied leaf are given different tensors.
-            TypeError: `other` is none of these, or a keyword next to it is an option of tensordict's `update`.
+            TypeError: A keyword next to `other` is an option of tensordict's `update`.
 
         Examples:
             >>> td = TensorDict({"a": torch.zeros(3), "b": {"c": torch.zeros(3)}}, [3])
@@ -312,7 +305,7 @@ class EditMethods(TensorCollection):
         refuse_inplace(inplace, "update(other)")
         if entries and other is not None:
             refuse_options(entries, _UPDATE_OPTIONS, "update")
-        tree = update(self, as_mapping(other)) if other is not None else self
+        tree = update(self, adopt(other)) if other is not None else self
         return update(tree, entries) if entries else tree
 
     def delete(self, key: NestedKey) -> "Self":

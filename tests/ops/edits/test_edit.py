@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import tdfunc as tdf
 from tdfunc import Kind, TensorDict
-from tests.helpers import assert_pure, assert_trees_equal
+from tests.helpers import assert_pure
 
 
 @pytest.fixture
@@ -33,19 +32,6 @@ def test_update_merges(td):
     assert new.kind(("n", "c")) is Kind.BUFFER
     assert td.update() is td
     assert "e" not in td
-
-
-@pytest.mark.parametrize("make", [list, iter, lambda pairs: dict(pairs).items()], ids=["list", "iterator", "items"])
-def test_update_takes_pairs(make):
-    """Pairs are taken as by `dict.update`, and an iterator serves all trees of a stack."""
-    td = TensorDict({"a": torch.zeros(2), "n": {"b": torch.zeros(2)}}, [2])
-    pairs = [(("n", "b"), torch.ones(2)), ("c", 3.0), ("a", torch.ones(2))]
-
-    assert_trees_equal(td.update(make(pairs)), td.update(dict(pairs)))
-    assert_trees_equal(td.replace(make(pairs)), td.replace(dict(pairs)))
-    rows = tdf.lazy_stack([td[0], td[1]])
-    assert_trees_equal(rows.update(make(pairs)).to_tensordict(), rows.update(dict(pairs)).to_tensordict())
-    assert_trees_equal(td.update(iter(())), td)
 
 
 def test_delete_and_pop(td):
