@@ -2,7 +2,7 @@
 
 `python -m tdfunc.demo` compares the ensemble with a single model and its step with a Python loop over the members,
 measures uncertainty about images that are not digits, saves, loads in a fresh process, and writes a report with
-pictures. E counts members, B a batch, N images.
+a picture. E counts members, B a batch, N images.
 """
 
 import importlib.util
@@ -217,14 +217,6 @@ def corrupt(x: Tensor, seed: int) -> Tensor:
     return x.gather(1, noise.argsort(1))
 
 
-def rotate(x: Tensor, degrees: float) -> Tensor:
-    """Return the images (N, 64) rotated about their centre, bilinearly."""
-    angle = torch.tensor(degrees * torch.pi / 180)
-    matrix = torch.tensor([[angle.cos(), -angle.sin(), 0.0], [angle.sin(), angle.cos(), 0.0]])
-    grid = F.affine_grid(matrix.expand(len(x), 2, 3), [len(x), 1, 8, 8], align_corners=False).to(x)
-    return F.grid_sample(x.reshape(-1, 1, 8, 8), grid, align_corners=False).reshape(-1, 64)
-
-
 # -- the parts of the report ------------------------------------------------------------------------------------
 
 
@@ -316,27 +308,6 @@ def out_of_distribution(found: "dict[str, TensorDict]") -> Table:
     return Table("Uncertainty on images that are not digits", header, rows, note)
 
 
-def under_rotation(data: Digits, params: Any) -> Table:
-    """Follow uncertainty and accuracy as the test digits turn."""
-    rows: list[tuple[str, ...]] = []
-    note = ""
-    for angle in range(0, 181, 15):
-        found = uncertainty(predict(params, rotate(data.test_x, angle)), kind="classification")
-        chosen = found["mean"].argmax(-1)
-        right = float((chosen == data.test_t).double().mean())
-        rows.append((str(angle), *[f"{float(found[m].mean()):.3f}" for m in MEASURES], f"{right:.3f}"))
-        if angle == 90:
-            digit = int(chosen.mode().values)
-            note = (
-                f"An ensemble does not notice everything: at 90 degrees {float((chosen == digit).double().mean()):.0%} "
-                f"of digits are taken for a {digit}, with a mean entropy of {float(found['entropy'].mean()):.3f} nats "
-                f"and an accuracy of {right:.0%}. (Digits fill the height of their image, not its width: turned ones "
-                "have ink where in training few others had any.)"
-            )
-    header = ("degrees", "entropy", "expected entropy", "mutual information", "accuracy")
-    return Table("Test digits under rotation (means, nats)", header, rows, note)
-
-
 _FRESH_PROCESS = """
 import sys, torch
 from tdfunc.demo import predict
@@ -366,12 +337,14 @@ def save_and_reload(data: Digits, params: Any, out: Path, checks: list[str]) -> 
     checks.append(f"member {member} is a plain nn.Module again and gives the same logits")
 
 
-# -- plots ------------------------------------------------------------------------------------------------------
+# -- plot -------------------------------------------------------------------------------------------------------
 
 
 def plot_overview(curves: Tensor, speed: Table, found: "dict[str, TensorDict]", path: Path) -> None:
     """Draw training, the time of a step, and uncertainty about images that are not digits, side by side."""
-    figure = _figure(12, 3.4)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.4), dpi=120, layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.15))
     steps = range(CURVE_EVERY, STEPS + 1, CURVE_EVERY)
     for i, member in enumerate(curves[:, :-1].T.tolist()):
@@ -395,51 +368,11 @@ def plot_overview(curves: Tensor, speed: Table, found: "dict[str, TensorDict]", 
     figure.savefig(path)
 
 
-def plot_digits(x: Tensor, t: Tensor, found: "TensorDict", path: Path) -> None:
-    """Draw the images with the lowest and the highest mutual information."""
-    order = found["mutual_information"].argsort().cpu()
-    predicted = found["mean"].argmax(-1)
-    figure = _figure(9, 4.2)
-    rows = figure.subfigures(2, 1)
-    for row, title, chosen in zip(rows, ("most certain", "least certain"), (order[:8], order.flip(0)[:8]), strict=True):
-        row.suptitle(f"{title}: prediction (mutual information in nats)", fontsize=10)
-        for axes, i in zip(row.subplots(1, 8), chosen.tolist(), strict=True):
-            right = bool(predicted[i] == t[i])
-            axes.imshow(x[i].reshape(8, 8).cpu().numpy(), cmap="gray_r", vmin=0, vmax=1)
-            text = f"{int(predicted[i])}" if right else f"{int(predicted[i])}, is {int(t[i])}"
-            text += f"\n({float(found['mutual_information'][i]):.3f})"
-            axes.set_title(text, fontsize=9, color="black" if right else "firebrick")
-            axes.axis("off")
-    figure.savefig(path)
-
-
-def plot_rotation(table: Table, path: Path) -> None:
-    """Draw the table of means under rotation."""
-    figure = _figure(9, 3.6)
-    left, right = figure.subplots(1, 2)
-    angles = [int(row[0]) for row in table.rows]
-    for column, name in enumerate(table.header[1:-1], 1):
-        left.plot(angles, [float(row[column]) for row in table.rows], marker="o", ms=4, label=name)
-    right.plot(angles, [float(row[-1]) for row in table.rows], marker="o", ms=4, color="0.3")
-    for axes, title in ((left, "mean uncertainty (nats)"), (right, "accuracy")):
-        axes.set(xlabel="rotation (degrees)", title=title, xticks=range(0, 181, 30), ylim=(0, None))
-        axes.grid(color="0.9")
-    left.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
-
-
-# Any: matplotlib is optional.
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
 # -- the command ------------------------------------------------------------------------------------------------
 
 
 def run(members: int, seed: int, out: Path, device: str) -> str:
-    """Do the whole job, write the report, the plots and the checkpoint into a folder, and return the report."""
+    """Do the whole job, write the report, the plot and the checkpoint into a folder, and return the report."""
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     checks: list[str] = []
@@ -449,10 +382,8 @@ def run(members: int, seed: int, out: Path, device: str) -> str:
     everything = torch.randint(0, len(data.train_x), (STEPS, 1, BATCH), generator=torch.Generator().manual_seed(seed))
     *_, (model,) = loop_steps(data, everything, seed)
     single, logits = model.eval()(data.test_x).detach(), predict(params, data.test_x)
-    speed, found, rotation = race(data, members, seed, checks), doubts(data, params, seed), under_rotation(data, params)
+    speed, found = race(data, members, seed, checks), doubts(data, params, seed)
     plot_overview(curves, speed, found, out / "overview.svg")
-    plot_digits(data.test_x, data.test_t, found["test digits"], out / "digits.png")
-    plot_rotation(rotation, out / "rotation.svg")
     save_and_reload(data, params, out, checks)
     seconds = time.perf_counter() - started
     parts = [
@@ -460,11 +391,11 @@ def run(members: int, seed: int, out: Path, device: str) -> str:
         f"{members} members, {STEPS} steps, seed {seed}: {seconds:.0f} s without imports. Written by `tdfunc.demo`.",
         _OVERVIEW,
     ]
-    for table in (compare(data, logits, single), speed, out_of_distribution(found), rotation):
+    for table in (compare(data, logits, single), speed, out_of_distribution(found)):
         lines = [table.header, ("---",) * len(table.header), *table.rows]
         parts += [f"## {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines), table.note]
-    parts += ["## Checked", "\n".join(f"- {check}" for check in checks), _PLOTS]
-    report = "\n\n".join(parts)
+    parts += ["## Checked", "\n".join(f"- {check}" for check in checks)]
+    report = "\n\n".join(parts) + "\n"
     (out / "report.md").write_text(report)
     return report
 
@@ -496,16 +427,6 @@ def run_distributed(members: int, seed: int, out: Path, steps: int = STEPS) -> s
 
 
 _OVERVIEW = "![Training curves, speed of a step, and uncertainty about images that are not digits](overview.svg)"
-_PLOTS = """## Plots
-
-The test digits that the members agree on most and least; wrong predictions in red.
-
-![digits](digits.png)
-
-Uncertainty and accuracy as the test digits turn.
-
-![rotation](rotation.svg)
-"""
 
 
 def main() -> None:
@@ -524,7 +445,7 @@ def main() -> None:
         members: int = typer.Option(16, help="Members of the ensemble.", min=2),
         seed: int = typer.Option(0, help="Seeds the split, the members and their data."),
         out: Path = typer.Option(  # noqa: B008
-            Path("demo-output"), help="Folder for the report, the plots and the checkpoint.", file_okay=False
+            Path("demo-output"), help="Folder for the report, the plot and the checkpoint.", file_okay=False
         ),
         device: str = typer.Option("cpu", help="cpu, cuda, ..."),
         distributed: bool = typer.Option(False, help="Spread the members over the processes of torchrun."),
@@ -535,8 +456,8 @@ def main() -> None:
             if os.environ.get("RANK") == "0":
                 Console().print(lines)
             return
-        report = run(members, seed, out, device).replace(f"{_OVERVIEW}\n\n", "").removesuffix(_PLOTS)
-        Console().print(Markdown(f"{report}\n\nReport, plots and checkpoint: {out / 'report.md'}"))
+        report = run(members, seed, out, device).replace(f"{_OVERVIEW}\n\n", "")
+        Console().print(Markdown(f"{report}\n\nReport, plot and checkpoint: {out / 'report.md'}"))
 
     typer.run(command)
 
