@@ -12,7 +12,6 @@ from tdfunc.optim._combine import multi as multi
 from tdfunc.optim._maps import GradientMap as GradientMap
 from tdfunc.optim._maps import adaptive_grad_clip as adaptive_grad_clip
 from tdfunc.optim._maps import add_decayed_weights as add_decayed_weights
-from tdfunc.optim._maps import check_finite as check_finite
 from tdfunc.optim._maps import clip_by_global_norm as clip_by_global_norm
 from tdfunc.optim._maps import clip_by_member_norm as clip_by_member_norm
 from tdfunc.optim._optimizer import Hyper as Hyper

@@ -1,4 +1,4 @@
-"""Functions of gradient trees for `chain`: clipping by norm, weight decay, and a check for nan."""
+"""Functions of gradient trees for `chain`: clipping by norm, and weight decay."""
 
 import math
 from collections.abc import Callable
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import has_values
-from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.core.keys import Filter, FilterLike, dotted
+from tdfunc.core.keys import Filter, FilterLike
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.reading import entries
@@ -211,34 +209,3 @@ def _add_decay(factor: float, where: Filter | None, grads: TensorCollection, lea
         chosen = {path for entry, kept in zip(found, where.mask(found), strict=True) if kept for path in entry.paths}
     rows = zip(list_paths(grads), leaves, params, strict=True)
     return [grad.add(param, alpha=factor) if chosen is None or path in chosen else grad for path, grad, param in rows]
-
-
-def check_finite() -> GradientMap:
-    """Return a map that leaves gradients as they are and raises when one holds nan or an infinity.
-
-    It reads the values, which waits for a GPU and which no trace or transform can do.
-
-    Raises:
-        UnsupportedError: The map is called inside a transform or a trace.
-
-    Examples:
-        >>> opt = tdf.optim.chain(tdf.optim.check_finite(), tdf.optim.sgd(lr=0.1))
-    """
-    return GradientMap("check_finite", _check_values)
-
-
-def _check_values(grads: TensorCollection, leaves: Leaves) -> Leaves:
-    if not has_values():
-        raise UnsupportedError(
-            "check_finite: the values must be there to read.",
-            got="a transform or trace",
-            hint="call it on the gradients outside.",
-        )
-    for path, leaf in zip(list_paths(grads), leaves, strict=True):
-        if not bool(torch.isfinite(leaf).all()):
-            raise error(
-                FloatingPointError,
-                f"check_finite: the gradient of {dotted(path)!r} must be finite.",
-                got=f"{int(leaf.isnan().sum())} nan, {int(leaf.isinf().sum())} inf of {leaf.numel()}",
-            )
-    return leaves
