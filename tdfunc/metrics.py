@@ -24,11 +24,7 @@ _KINDS = {"classification": 2, "regression": 1, "gaussian": 2}
 
 
 def uncertainty(
-    y: Numbers,
-    kind: Literal["classification", "regression", "gaussian"],
-    *,
-    weights: Numbers | None = None,
-    nan: Literal["propagate", "omit"] = "propagate",
+    y: Numbers, kind: Literal["classification", "regression", "gaussian"], *, weights: Numbers | None = None
 ) -> "TensorDict":
     """Return the mean of an ensemble's outputs, its uncertainty, and the disagreement of its members.
 
@@ -62,15 +58,13 @@ def uncertainty(
         y: The outputs of all members, as `Ensemble` returns them: logits, values, or means and log-variances.
         kind: The meaning of the outputs.
         weights: The share of each member, in any scale; a tensor or list.
-        nan: The treatment of an input for which a member's output holds nan. With `"propagate"` its results are nan.
-            With `"omit"` they are the results of the other members, and nan if all members have nan.
 
     Shapes:
         `y` is (E, *B, C) for classification, (E, B, ...) for regression, (E, *B, 2) for gaussian; `weights` is (E,).
         The result has the batch size B.
 
     Raises:
-        ValueError: `kind` or `nan` is unknown, or weights are negative, not finite, or all 0.
+        ValueError: `kind` is unknown, or weights are negative, not finite, or all 0.
         LeafMismatchError: `y` is not floating point or has too few dimensions, or `weights` is not of shape (E,).
 
     Source:
@@ -88,7 +82,6 @@ def uncertainty(
         tensor([0.0000, 0.6000])
     """
     check_choice("uncertainty: kind", kind, _KINDS)
-    check_choice("uncertainty: nan", nan, ("propagate", "omit"))
     y = as_tensor(y)
     check_outputs("uncertainty", y, _KINDS[kind])
     if kind == "gaussian" and y.shape[-1] != 2:
@@ -98,16 +91,7 @@ def uncertainty(
             got=list(y.shape),
         )
     y = widen(y)
-    # The dimensions of one output, which is broken if one of its numbers is.
-    own = {"classification": 1, "regression": max(y.dim() - 2, 0), "gaussian": 1}[kind]
     w = member_weights(y, weights)
-    if nan == "omit":
-        # Members get the weight 0 where their output has a nan, and a harmless output.
-        bad = y.isnan()
-        if own:
-            bad = bad.any(tuple(range(-own, 0)), keepdim=True)
-        w = torch.where(bad, 0, w)
-        y, w = torch.where(bad, 0, y), w / w.sum(0)
     if kind == "classification":
         return _of_classes(y, w)
     if kind == "regression":

@@ -171,23 +171,6 @@ def test_weights_at_the_ends_of_their_dtype(dtype, place, generator):
         assert nll(y, t, weights=weights) == nll(y, t)
 
 
-@pytest.mark.parametrize("kind", ["classification", "regression", "gaussian"])
-def test_nan_omit_leaves_the_member_out(kind, generator):
-    """`nan="omit"` gives the measures of the members that have an output."""
-    y = torch.randn(3, 4, 2, generator=generator)
-    bad = y.clone()
-    bad[1, 2, 0] = torch.nan
-    bad[:, 3] = torch.nan
-
-    u = uncertainty(bad, kind=kind, weights=torch.tensor([1.0, 2.0, 5.0]), nan="omit")
-
-    whole = uncertainty(y, kind=kind, weights=torch.tensor([1.0, 2.0, 5.0]))
-    rest = uncertainty(y[[0, 2]], kind=kind, weights=torch.tensor([1.0, 5.0]))
-    assert_trees_equal(u[:2], whole[:2], rtol=1e-6, atol=1e-6)
-    assert_trees_equal(u[2], rest[2], rtol=1e-5, atol=1e-6)
-    assert all(leaf[3].isnan().all() for leaf in u.values())
-
-
 @given(logits, st.integers(1, 5), st.lists(st.integers(1, 3), max_size=2), st.booleans())
 def test_regression_and_gaussian_by_hand(rng, members, batch, weighted):
     """Mean and variance are those of the mixture of the members, by their weights."""
@@ -325,7 +308,6 @@ T = torch.zeros(4, dtype=torch.int64)
     ("call", "error", "words"),
     [
         (lambda: uncertainty(Y, kind="poisson"), ValueError, ["kind", "'regression'", "'poisson'"]),
-        (lambda: uncertainty(Y, kind="regression", nan="drop"), ValueError, ["nan", "'omit'", "'drop'"]),
         (lambda: uncertainty(Y.long(), kind="classification"), LeafMismatchError, ["floating", "int64"]),
         (lambda: uncertainty(Y[0, 0], kind="classification"), LeafMismatchError, ["2 or more", "[5]"]),
         (lambda: uncertainty(Y[:0], kind="classification"), LeafMismatchError, ["not empty", "[0, 4, 5]"]),
