@@ -70,7 +70,7 @@ def duplicate(
         stand_in: A function that returns the replacement of a tensor in an attribute of this name, or None to copy it.
 
     Raises:
-        UnsupportedError: `copy.deepcopy` refuses an object in the module, such as a file; the message names it.
+        UnsupportedError: `copy.deepcopy` refuses an object in the module, such as a file.
     """
     # The list keeps everything alive, so that ids stay valid.
     found = [item for item in _reachable(module, set(memo)) if id(item[1]) not in memo]
@@ -111,13 +111,11 @@ def duplicate(
             new.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
     # A class's own __deepcopy__ or __reduce__ may raise anything.
     except Exception as err:
-        # The innermost of them, by the name of its attribute.
-        refused = next((name for name, value in reversed(found) if name and not _is_copied(value, memo)), "the module")
         raise UnsupportedError(
             f"functional: {type(module).__name__} cannot be copied.",
             expected="attributes that copy.deepcopy accepts",
-            got=f"{refused!r}, which raises {type(err).__name__}: {err}",
-            hint="give that object's class a __deepcopy__, or make the object inside forward.",
+            got=f"{type(err).__name__}: {err}",
+            hint="give the class of the object a __deepcopy__, or make the object inside forward.",
         ) from err
     return copied
 
@@ -167,14 +165,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (types.ModuleType, weakref.ref)) or hasattr(cls, "__deepcopy__"):
         return False
     return cls.__reduce__ is object.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
-
-
-def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
-    try:
-        copy.deepcopy(value, dict(memo))
-    except Exception:
-        return False
-    return True
 
 
 def _is_filled(cell: types.CellType) -> bool:
