@@ -4,7 +4,6 @@
 makes a tree of what they hold. Nothing is copied.
 """
 
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -87,15 +86,8 @@ def walk(module: nn.Module, call: str, at: Path = ()) -> list[Slot]:
     """Return the slots in the order of `state_dict`; a shared submodule is visited under each of its paths.
 
     Raises:
-        UnsupportedError: A parameter is lazy and has no shape yet, or cannot be replaced; a submodule is a weak proxy.
+        UnsupportedError: A parameter is lazy and has no shape yet, or cannot be replaced.
     """
-    # nn.Module registers a proxy, which looks like its object.
-    if type(module) in weakref.ProxyTypes:
-        raise UnsupportedError(
-            f"{call}: the submodule {dotted(at)!r} is a weak proxy of a module.",
-            expected="modules, each registered under its own path",
-            hint=f"keep weakref.ref(module) in {at[-1]!r}, which nn.Module does not register.",
-        )
     module = unwrap(module, call)
     slots: list[Slot] = []
     hidden = module._non_persistent_buffers_set

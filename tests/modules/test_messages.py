@@ -2,7 +2,6 @@
 
 import random
 import warnings
-import weakref
 
 import numpy as np
 import pytest
@@ -275,8 +274,6 @@ CALLS = {
     "entered twice": (enter_twice, ConcurrencyError, r"entered once.*closed.*call params.to_module"),
     "a numpy view": (lambda: functional(Calls(view=[MLP[0].weight.detach().numpy().T], layer=MLP[0])), LeakError,
                      "numpy array '0' shares the memory of a weight.*'layer.weight'.*inside forward"),
-    "a weak proxy": (lambda: from_module(Calls(parent=weakref.proxy(MLP))), UnsupportedError,
-                     "submodule 'parent' is a weak proxy.*weakref.ref"),
     "a kept weight": (lambda: run(lambda p, b: (p, b), keeping()), LeakError,
                       "used the weight 'weight'.*a reference kept elsewhere.*inside forward"),
 }  # fmt: skip
