@@ -14,7 +14,7 @@ from torch import Size, Tensor, nn
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TieError, UnsupportedError, check_least, error
+from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError, check_least, error
 from tdfunc.core.generators import default_generators, foreign_states
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorStack
@@ -279,18 +279,11 @@ def unstack(tree: T) -> tuple[T, ...]:
         One tree for each member; `member.to_module(m)` makes it a plain module again.
 
     Raises:
-        BatchSizeError: The tree has no batch dimension.
+        IndexError: The tree has no batch dimension.
 
     Examples:
         >>> members = tdf.unstack(tdf.stack_modules([nn.Linear(3, 2) for _ in range(4)]))
         >>> len(members), members[0]["weight"].shape
         (4, torch.Size([2, 3]))
     """
-    if not tree._batch_size:
-        raise BatchSizeError(
-            "unstack: the tree has no members.",
-            expected="batch size [E, ...]",
-            got="[]",
-            hint="tdfunc.stack_modules(modules) or torch.stack(trees) make a stacked tree.",
-        )
     return unbind(tree, 0)

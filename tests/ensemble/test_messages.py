@@ -81,7 +81,7 @@ MESSAGES = [
     (lambda: tdf.stack_modules(LAYER), TypeError, "modules must be a list", "Linear", "init_ensemble"),
     (lambda: tdf.stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)]), tdf.UnsupportedError,
      "stack_modules: '0.weight' of LazyLinear", "example input"),
-    (lambda: tdf.unstack(tdf.from_module(LAYER)), tdf.BatchSizeError, "unstack", "[E, ...]", "[]"),
+    (lambda: tdf.unstack(tdf.from_module(LAYER)), IndexError, "batch dimension 0 does not exist"),
     (lambda: tdf.init_ensemble(nn.ReLU, 0), ValueError, "members must be at least 1", "0"),
     (lambda: tdf.init_ensemble(lambda: LAYER, 3), ValueError, "members 0 and 1 are equal", "differ",
      "make() must build"),
