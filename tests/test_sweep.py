@@ -154,14 +154,6 @@ def test_choices_under_transforms():
     )
 
 
-@pytest.mark.slow
-def test_ranks_under_compile():
-    """torch.compile gives the ranks in one graph."""
-    scores = torch.tensor([3.0, math.nan, 1.0])
-
-    assert torch.compile(sweep.rank, fullgraph=True)(scores).tolist() == [2, 0, 1]
-
-
 @given(members=st.integers(1, 40), rungs=st.integers(1, 4), factor=st.sampled_from([1, 1.5, 2, 3, 10]), mode=MODES)
 def test_halving_trains_the_best_of_each_rung(members, rungs, factor, mode):
     """Each rung gets the members that a loop in Python keeps, and no others; sizes are those of scikit-learn."""

@@ -56,18 +56,6 @@ def test_passes_are_the_loop(model, mode):
     torch.testing.assert_close(halves[0][0], halves[1][0])
 
 
-def test_the_mean_is_that_of_dropout(model):
-    """Its expectation over masks, and no draw where nothing is dropped."""
-    linear = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2))
-    apply, params, _ = tdf.functional(linear)
-    x = torch.randn(4, 3)
-    out = tdf.MCDropout(apply, 20_000)(params, x, rng=0)
-
-    torch.testing.assert_close(out.mean(0), linear.eval()(x).detach(), atol=0.03, rtol=0.0)
-    weight = linear[1].weight.detach()
-    torch.testing.assert_close(out.var(0), x.square() @ weight.square().T, atol=0.05, rtol=0.05)
-
-
 def test_layers_before_dropout_run_once(model):
     """The first product has the rows of the batch, the others those of all passes."""
     apply, params, buffers = tdf.functional(model)
@@ -99,15 +87,3 @@ def test_further_layers_are_switched_on():
 
     assert 0 < (out == 0).sum() < out.numel()
     assert [part.training for part in passes.apply.module.modules()] == [True, False]
-
-
-@pytest.mark.slow
-def test_it_is_jitted(model):
-    """With the key as an argument."""
-    apply, params, buffers = tdf.functional(model)
-    passes, x = tdf.MCDropout(apply, 4), torch.randn(5, 3)
-    run = tdf.jit(lambda params, buffers, x, key: passes(params, x, buffers=buffers, rng=key))
-
-    for seed in (0, 1):
-        expected = passes(params, x, buffers=buffers, rng=seed)
-        torch.testing.assert_close(run(params, buffers, x, random.key(seed)), expected)

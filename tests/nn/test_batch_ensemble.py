@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tdfunc as tdf
 from tdfunc import random
 from tdfunc.nn import BatchEnsembleConv2d, BatchEnsembleLinear, TabM, batch_ensemble
 from tests.models import ResNet
@@ -129,25 +128,6 @@ def test_tabm_is_the_loop():
         head.weight.data, head.bias.data = model.heads.weight[i], model.heads.bias[i]
         plain = nn.Sequential(member_of(model.body[0], i), nn.ReLU(), member_of(model.body[3], i), nn.ReLU(), head)
         torch.testing.assert_close(model(x)[i], plain(x))
-
-
-def test_tabm_trains_jitted():
-    """By the mean of the members' losses, as a pure function; the replay gives the eager numbers."""
-    apply, params, _ = tdf.functional(TabM(2, 1, 4, hidden_layer_sizes=(16,), dropout=0.0))
-    x = torch.randn(64, 2)
-    y, opt = x.prod(1, keepdim=True), tdf.optim.adam(lr=1e-2)
-
-    def loss(params, x, y):
-        return (apply(params, x) - y).square().mean()
-
-    def step(params, state, x, y):
-        return opt.update(params, tdf.grad(loss)(params, x, y), state)
-
-    jitted, first, state = tdf.jit(step), loss(params, x, y), opt.init(params)
-    tdf.assert_close(jitted(params, state, x, y)[0], step(params, state, x, y)[0])
-    for _ in range(200):
-        params, state = jitted(params, state, x, y)
-    assert loss(params, x, y) < first / 4
 
 
 @pytest.mark.parametrize("init", ["normal", "ones"])

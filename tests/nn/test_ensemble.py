@@ -1,11 +1,7 @@
 """`EnsembleModule` trains, moves and saves as a module does, and computes as `Ensemble` does."""
 
 import copy
-import os
 import pickle
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -138,62 +134,6 @@ def test_distributed_data_parallel(apply, tree, process_group):
     model = DistributedDataParallel(EnsembleModule(apply, tree))
     model(torch.randn(5, 3)).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-TRAINING = """
-import sys, torch
-from torch import nn
-import tdfunc as tdf
-from tdfunc.nn import EnsembleModule
-
-def train(model, x, y):
-    opt = torch.optim.Adam(model.parameters(), lr=0.05)
-    for _ in range(4):
-        opt.zero_grad()
-        (model(x) - y).square().mean((1, 2)).sum().backward()
-        opt.step()
-
-def make():
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-x = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-y = x.sum(-1, keepdim=True).sin()
-model = EnsembleModule(tdf.functional(make())[0], tdf.init_ensemble(make, 3))
-"""
-WORKER = """
-rank, address, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-parallel = nn.parallel.DistributedDataParallel(model)
-train(parallel, x[rank], y[rank])
-tdf.save(model.tree.detach(), f"{out}/{rank}.safetensors")
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path):
-    """Gradients are averaged: members are those of one process on the joint batch, and equal on both."""
-    script = tmp_path / "worker.py"
-    script.write_text(TRAINING + WORKER)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(script)]
-    workers = [subprocess.Popen([*command, str(i), address, str(tmp_path)], env=env) for i in range(2)]
-    try:
-        assert [worker.wait(120) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
-    space = {}
-    exec(TRAINING, space)
-    before = space["model"].tree.detach().clone()
-    space["train"](space["model"], space["x"].flatten(0, 1), space["y"].flatten(0, 1))
-
-    trees = [tdf.load(tmp_path / f"{i}.safetensors") for i in range(2)]
-    assert_trees_equal(trees[0], trees[1])
-    assert_trees_equal(trees[0], space["model"].tree.detach(), rtol=1e-9, atol=1e-9)
-    assert not torch.allclose(trees[0]["0", "weight"], before["0", "weight"], atol=0.01)
 
 
 @pytest.mark.slow

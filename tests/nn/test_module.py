@@ -159,29 +159,6 @@ def test_lazy_stacks_run_tree_by_tree():
     assert [y.shape for y in typed.y] == [(1,), (2,)]
 
 
-def test_gradients_and_inference():
-    """Gradients flow to parameters and inputs; inference mode and meta tensors work."""
-    module = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"])
-    td = TensorDict({"x": torch.randn(4, 3, requires_grad=True)}, [4])
-    module(td)["y"].sum().backward()
-
-    assert td["x"].grad is not None
-    assert module.module.weight.grad is not None
-    with torch.inference_mode():
-        assert module(td)["y"].is_inference()
-    assert copy.deepcopy(module).to("meta")(td.to("meta"))["y"].is_meta
-
-
-def test_hooks_and_modes():
-    """Forward hooks see the trees; modes reach the function."""
-    module = TensorDictModule(nn.Dropout(0.5), ["x"], ["y"])
-    td = TensorDict({"x": torch.ones(100)})
-    module.register_forward_pre_hook(lambda _, args: (args[0].set("x", args[0]["x"] * 3),))
-
-    assert module.eval()(td)["y"].mean() == 3
-    assert module.train()(td)["y"].max() == 6
-
-
 def test_the_text_names_function_and_keys():
     """The repr shows the keys, and a function by its own repr."""
     assert "in_keys=['x'], out_keys=[('n', 'y')]" in repr(TensorDictModule(nn.Linear(1, 1), ["x"], [("n", "y")]))

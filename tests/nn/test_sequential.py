@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -98,13 +97,3 @@ def test_an_error_names_the_module():
     with pytest.raises(RuntimeError) as caught:
         seq(TensorDict({"a": torch.zeros(5)}))
     assert caught.value.__notes__ == ["In module 'bad' of the TensorDictSequential."]
-
-
-def test_threads_share_a_module():
-    """A module holds nothing of a call: threads may call it at once."""
-    seq = TensorDictSequential(shift("a", "b"), shift("b", "c")).select_out_keys("c")
-    trees = [TensorDict({"a": torch.full((50,), float(i))}) for i in range(64)]
-    with ThreadPoolExecutor(8) as pool:
-        outs = list(pool.map(seq, trees))
-
-    assert [float(out["c"][0]) for out in outs] == [i + 2.0 for i in range(64)]

@@ -208,23 +208,6 @@ def test_a_learning_rate_is_learned_through_it(name, generator):
     torch.testing.assert_close(live.grad, slope, rtol=1e-6, atol=1e-6)
 
 
-def test_means_of_gradients_make_a_step(generator):
-    """Between steps nothing moves; the step is that of the mean."""
-    params, *grads = [random_tree(generator, torch.float64) for _ in range(5)]
-    opt = optim.accumulate(optim.sgd(1.0), 4)
-    state = opt.init(params)
-    for grad in grads[:3]:
-        new, state = opt.update(params, grad, state)
-        assert_trees_equal(new, params)
-
-    new, state = opt.update(params, grads[3], state)
-
-    mean = (grads[0] + grads[1] + grads[2] + grads[3]) / 4
-    assert_trees_equal(new, params - mean, rtol=1e-12, atol=1e-12)
-    assert state["count"].tolist() == [0, 0, 0]
-    assert not state["sum", "out"].any()
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit, torch.vmap], ids=["eager", "jit", "vmap"])
 def test_steps_of_nan_are_skipped_by_member(wrap):
     """A member with a nan or infinity stays; after too many in a row they are applied."""
