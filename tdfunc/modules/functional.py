@@ -36,28 +36,12 @@ if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 _RESERVED = ("buffers", "rng")
-# Messages of torch for modules that cannot run in a transform, and a hint for each.
-_LOOP = 'use tdfunc.Ensemble(apply, how="loop"), or call apply in a loop over the members.'
-_VALUES = f"a model of transformers takes the mask of tdfunc.llm.attention_inputs(model, mask); else {_LOOP}"
-_ATTENTION = (
-    "fused attention has a first derivative only, and only backward: run it under torch.nn.attention.sdpa_kernel("
-    'SDPBackend.MATH), or give the model attn_implementation="eager".'
-)
-_RECOMPUTE = "if forward calls torch.utils.checkpoint, it may call tdfunc.checkpoint(fn)(*args) instead, anywhere."
 _PAST_KEY = (
     "call these functions, or pass a number that was drawn outside; without rng= generators are drawn from as the "
     'module would, and Ensemble(apply, how="loop") seeds torch\'s default one for each member.'
 )
-_HINTS = {
-    "Batch norm got a batched tensor as input while the running_mean or running_var": "give each member its own "
-    "statistics (vmap over params and buffers, in_dims 0), or use apply.eval().",
-    "Batching rule not implemented for": _LOOP,
-    "calling .item() on a Tensor": _VALUES,
-    "data-dependent control flow": _VALUES,
-    "forward AD with _scaled_dot_product": _ATTENTION,
-    "don't yet support saved tensor hooks": _RECOMPUTE,
-    "it must override the setup_context staticmethod": _RECOMPUTE,
-}
+# Of torch, where members share the statistics that each would write.
+_SHARED_STATISTICS = "Batch norm got a batched tensor as input while the running_mean or running_var"
 
 
 class _Learned(NamedTuple):
@@ -357,11 +341,11 @@ class Apply:
             self._keyed.add(mode.strict)
             return out
         except RuntimeError as err:
+            if _SHARED_STATISTICS not in str(err):
+                raise
+            hint = "give each member its own statistics (vmap over params and buffers, in_dims 0), or use apply.eval()."
             # Of torch's own class: code that falls back to a loop catches RuntimeError.
-            for text, hint in _HINTS.items():
-                if text in str(err):
-                    raise error(type(err), f"apply: {str(err).splitlines()[0]}", hint=hint) from err
-            raise
+            raise error(type(err), f"apply: {str(err).splitlines()[0]}", hint=hint) from err
 
     def _read_back(self, skeleton: Skeleton) -> list[Any]:
         # Read from the module, not from the clones: forward may have registered a new tensor under the name.

@@ -137,11 +137,6 @@ class Calls(nn.Linear):
         return self.fn(super().forward(x))
 
 
-def attend(y):
-    """Attention of one head, from the rows to themselves."""
-    return F.scaled_dot_product_attention(*[y[None, None]] * 3)
-
-
 class Named(nn.Linear):
     """A forward whose arguments are called as those of apply."""
 
@@ -180,10 +175,8 @@ def make_quantized():
 
 
 def over_members(model):
-    """Run two members under vmap, with buffers that they share unless norms average them."""
+    """Run two members under vmap, with buffers that they share."""
     apply, params, buffers = functional(model)
-    if isinstance(model, Norm) and model.norm.momentum is None:
-        return torch.vmap(lambda p, b: apply(p, X, buffers=b))(stack([params, params]), stack([buffers, buffers]))
     return torch.vmap(lambda p: apply(p, X, buffers=buffers))(stack([params, params]))
 
 
@@ -247,11 +240,6 @@ CALLS = {
     "states of members": (members_of_two_states, UnsupportedError,
                           "'_extra_state' of a member.*'scale': 1.0.*'scale': 9.0.*one by one"),
     "norm": (lambda: over_members(Norm()), RuntimeError, "batched tensor.*its own statistics.*apply.eval"),
-    "cumulative norm": (lambda: over_members(Norm(None)), RuntimeError, f"item.*{LOOP}"),
-    "control flow": (lambda: over_members(Calls(lambda y: y if y.sum() > 0 else -y)), RuntimeError, f"control.*{LOOP}"),
-    "attention": (lambda: torch.func.jvp(lambda x: functional(Calls(attend))[0](functional(Calls())[1], x), (X,), (X,)),
-                  RuntimeError, r"forward AD with.*sdpa_kernel\(SDPBackend.MATH\).*attn_implementation"),
-    "LSTM": (lambda: over_members(nn.LSTM(3, 4)), RuntimeError, f"Batching rule not implemented.*{LOOP}"),
     "forward": (lambda: functional(MLP)[0](functional(MLP)[1], X[:, :2]), RuntimeError, "^mat1 and mat2"),
     "probability": (lambda: draw(Calls(lambda y: F.dropout(y, 1.5))), ValueError, "between 0 and 1, but got 1.5"),
     "rng, bool": (lambda: draw(MLP, True), TypeError, "a seed or a torch.Generator.*True"),

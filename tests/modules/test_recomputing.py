@@ -200,10 +200,10 @@ def test_inside_transforms(make):
 
 @pytest.mark.parametrize("make", NAMED.values(), ids=NAMED)
 def test_torch_by_name_inside_transforms(make):
-    """A forward that calls torch's own function by its name raises there, and the message names ours."""
+    """A forward that calls torch's own function by its name raises torch's error there."""
     apply, params, buffers = tdf.functional(make().double())
 
-    with pytest.raises(RuntimeError, match="(?s)apply: .*tdfunc.checkpoint"):
+    with pytest.raises(RuntimeError, match="saved tensor hooks|setup_context"):
         tdf.grad(lambda p: apply(p, X, buffers=buffers))(params)
 
 
