@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import TreeStructureError, UnsupportedError
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.base import TensorDictModuleBase, as_keys, dispatch
@@ -145,13 +144,8 @@ class TensorDictSequential(TensorDictModuleBase):
         self, named: Iterable[tuple[str, Any]], tensordict: Any, interaction_type: InteractionType | str | None
     ) -> Any:
         """Run some of the modules."""
-        for name, module in named:
-            try:
-                tensordict = self._run_one(module, tensordict, interaction_type)
-            except Exception as err:
-                if not is_compiling() and hasattr(err, "add_note"):
-                    err.add_note(f"In module {name!r} of the {type(self).__name__}.")
-                raise
+        for _, module in named:
+            tensordict = self._run_one(module, tensordict, interaction_type)
         return tensordict
 
     def _run_one(self, module: Any, tensordict: Any, interaction_type: InteractionType | str | None) -> Any:

@@ -88,12 +88,3 @@ def test_copies_and_pickles(remake):
 
     for module in (seq, seq.select_out_keys("z"), seq.select_subsequence(out_keys=["y"])):
         assert_trees_equal(remake(module)(td), module(td))
-
-
-def test_an_error_names_the_module():
-    """An error of a part has a note with its place."""
-    seq = TensorDictSequential({"good": shift("a", "b"), "bad": TensorDictModule(nn.Linear(3, 2), ["b"], ["c"])})
-
-    with pytest.raises(RuntimeError) as caught:
-        seq(TensorDict({"a": torch.zeros(5)}))
-    assert caught.value.__notes__ == ["In module 'bad' of the TensorDictSequential."]
