@@ -1,8 +1,5 @@
 """`init_ensemble`: freshly initialised members, each from its own seed."""
 
-import json
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -123,20 +120,6 @@ def test_law_seeds(seed, other):
     assert seed == other or not any(torch.equal(a, b) for a in trees[0] for b in trees[2])
 
 
-@pytest.mark.slow
-def test_equal_across_processes():
-    """Another process makes the same members."""
-    code = (
-        "import json, torch, tdfunc as tdf\n"
-        "tree = tdf.init_ensemble(lambda: torch.nn.Linear(3, 2), 2, key=7)\n"
-        "print(json.dumps(tree['weight'].flatten().tolist()))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    here = init_ensemble(lambda: nn.Linear(3, 2), 2, key=7)["weight"].flatten().tolist()
-
-    assert json.loads(printed) == here
-
-
 def test_a_module_without_numbers():
     """Modules without weights make an ensemble, though their members are equal."""
     assert init_ensemble(nn.ReLU, 5).batch_size == (5,)
@@ -152,8 +135,3 @@ def test_another_threads_draws():
         return nn.Linear(3, 2)
 
     assert init_ensemble(make, 2).batch_size == (2,)
-
-
-def test_the_key_without_a_choice_is_0():
-    """An ensemble that is made without a key equals the ensemble of key 0."""
-    assert_trees_equal(init_ensemble(lambda: nn.Linear(3, 2), 2), init_ensemble(lambda: nn.Linear(3, 2), 2, key=0))
