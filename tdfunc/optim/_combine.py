@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import FilterError, error
+from tdfunc.core.errors import FilterError
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
@@ -157,9 +157,6 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
     Args:
         *members: Any number of maps (`clip_by_global_norm`, ...), then one optimizer.
 
-    Raises:
-        TypeError: The last member is not an optimizer, or one before it is not a map.
-
     Examples:
         >>> opt = tdf.optim.chain(tdf.optim.clip_by_member_norm(1.0), tdf.optim.adamw(lr=1e-3))
         >>> params = TensorDict({"w": torch.ones(4, 3)}, [4])
@@ -167,20 +164,8 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
         >>> state["step"]
         tensor([1, 1, 1, 1])
     """
-    if not members or isinstance(members[-1], GradientMap):
-        raise error(
-            TypeError, "chain: the last member must be an optimizer.", got=_names(members), hint="chain(clip, adam())"
-        )
-    maps = [item for item in members[:-1] if isinstance(item, GradientMap)]
-    if len(maps) < len(members) - 1:
-        raise error(
-            TypeError,
-            "chain: members before the last must be maps of gradients.",
-            expected="clip_by_global_norm(...), ..., then one optimizer",
-            got=_names(members),
-            hint="multi({filter: optimizer, ...}) gives each optimizer its part of the tree.",
-        )
-    return Chain(tuple(maps), members[-1])
+    *maps, last = members
+    return Chain(tuple(maps), last)  # pyright: ignore[reportArgumentType]
 
 
 def masked(optimizer: AbstractOptimizer, where: FilterLike) -> Masked:
@@ -219,7 +204,3 @@ def multi(groups: Mapping[FilterLike, AbstractOptimizer]) -> Multi:
         [('bias',)]
     """
     return Multi({Filter(where): optimizer for where, optimizer in groups.items()})
-
-
-def _names(members: tuple[object, ...]) -> str:
-    return ", ".join(type(item).__name__ for item in members) or "nothing"
