@@ -207,16 +207,7 @@ class _Ensemble(BaseEstimator):
     def _rate(self, name: str) -> float | Tensor:
         """Return an option that may have a value for each member."""
         value = getattr(self, name)
-        if np.ndim(value) == 0:
-            return float(value)
-        if np.shape(value) != (self.n_estimators,):
-            raise error(
-                ValueError,
-                f"{name} must be one number, or one for each member.",
-                expected=f"{self.n_estimators} numbers",
-                got=f"shape {list(np.shape(value))}",
-            )
-        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        return float(value) if np.ndim(value) == 0 else torch.as_tensor(value, dtype=torch.float64, device=self.device)
 
 
 class EnsembleClassifier(ClassifierMixin, _Ensemble):

@@ -303,7 +303,7 @@ def test_a_network_has_the_outputs_that_it_is_made_for(outputs):
 
 MESSAGES = [
     (EnsembleClassifier, {"learning_rate": [0.1, 0.2]},
-     r"learning_rate must be one number, or one for each member.*3 numbers.*\[2\]"),
+     r"lr must have one value for each member.*\[3\].*\[2\]"),
     (EnsembleClassifier, {"n_estimators": 0}, "n_estimators must be at least 1.*0"),
     (EnsembleClassifier, {"batch_size": 0}, "batch_size must be at least 1.*0"),
     (EnsembleClassifier, {"early_stopping": True, "validation_fraction": 1.0},
