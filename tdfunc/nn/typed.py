@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from torch import nn
 
 from tdfunc._tensorclass import TensorClass
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import error
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.base import TensorDictModuleBase, as_key, dispatch
 
@@ -51,16 +51,7 @@ class TensorClassModuleBase(nn.Module, Generic[In, Out]):
             )
 
     def as_td_module(self) -> TensorDictModuleBase:
-        """Return a module that reads the fields of `input_type` from a tree and adds the fields of `output_type`.
-
-        Raises:
-            UnsupportedError: `input_type` or `output_type` is not a `TensorClass`.
-        """
-        for cls in (self.input_type, self.output_type):
-            if not (isinstance(cls, type) and issubclass(cls, TensorClass)):
-                raise UnsupportedError(
-                    f"as_td_module: {type(self).__name__} must take and return a TensorClass.", got=f"{cls}"
-                )
+        """Return a module that reads the fields of `input_type` from a tree and adds the fields of `output_type`."""
         return _OnTrees(self)
 
 

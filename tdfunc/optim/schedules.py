@@ -111,13 +111,7 @@ def warmup_cosine_decay(
     Source:
         `optax.warmup_cosine_decay_schedule`.
     """
-    if decay_steps <= warmup_steps:
-        raise error(
-            ValueError,
-            "warmup_cosine_decay: decay_steps, which include the warm-up, must be above warmup_steps.",
-            expected=f"above {warmup_steps}",
-            got=decay_steps,
-        )
+    check_least("warmup_cosine_decay: decay_steps", decay_steps, warmup_steps + 1)
     decay = cosine_decay(1.0, decay_steps - warmup_steps, exponent=exponent)
 
     def cosine(step: Tensor) -> Any:

@@ -70,7 +70,7 @@ MESSAGES = [
     (lambda: schedule(None, ONE), TypeError, "NoneType"),
     (lambda: optim.schedules.linear(0.0, 1.0, 0), ValueError, "polynomial: transition_steps must be at least 1", "0"),
     (lambda: optim.schedules.cosine_decay(1.0, 0), ValueError, "cosine_decay: decay_steps must be at least 1"),
-    (lambda: optim.schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), ValueError, "include the warm-up", "above 5", "5"),
+    (lambda: optim.schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), ValueError, "decay_steps must be at least 6", "5"),
     (lambda: optim.schedules.join_schedules([optim.schedules.constant(1.0)], [3])(torch.tensor(0)), ValueError,
      "shorter than"),
     (lambda: optim.schedules.join_schedules([optim.schedules.constant(1.0)] * 3, [6, 3]), ValueError, "must ascend",
