@@ -1,6 +1,5 @@
 """`__torch_function__`: torch's own functions on trees."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.nn import functional as F
 
 from tdfunc.core.collection import LeafOp, TensorCollection
-from tdfunc.core.errors import BatchSizeError, ImmutableError, UnsupportedError, error
+from tdfunc.core.errors import BatchSizeError, ImmutableError, UnsupportedError
 from tdfunc.core.shapes import dim_index
 from tdfunc.ops import autograd
 from tdfunc.ops.base import cast
@@ -330,19 +329,7 @@ class DispatchMethods(TensorCollection):
         # Dynamo cannot trace `isdisjoint`.
         if kwargs and any([name in _NUMPY for name in kwargs]):
             kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
-        try:
-            return handler(*args, **(kwargs or {}))
-        except TypeError as err:
-            # The handler was entered, so that the error is its own.
-            if err.__traceback__ is not None and err.__traceback__.tb_next is not None:
-                raise
-            # Python names the function of ours first: `f() got an unexpected keyword argument`.
-            raise error(
-                TypeError,
-                f"{_title(func)}: on trees it takes other arguments.",
-                expected=str(inspect.signature(handler)),
-                got=str(err).partition("() ")[2] or str(err),
-            ) from err
+        return handler(*args, **(kwargs or {}))
 
 
 def _title(func: Any) -> str:

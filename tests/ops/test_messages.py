@@ -305,10 +305,6 @@ OPERATIONS = [
     (lambda: F.l1_loss(FLAT, A), TypeError, "l1_loss: each must be a tree.*Tensor"),
     (lambda: torch.norm(FLAT, "nuc"), UnsupportedError, "torch.norm: p must be a number.*'nuc'.*matrix_norm"),
     (lambda: torch.add(FLAT, FLAT, out=FLAT), ImmutableError, "torch.add: out= would write to a tree"),
-    (
-        lambda: torch.clone(FLAT, memory_format=torch.contiguous_format), TypeError,
-        r"torch.clone: on trees .*\(input\).*got: +got an unexpected.*memory_format",
-    ),
     (lambda: F.dropout(FLAT), UnsupportedError, "torch.nn.functional.dropout is not"),
     (lambda: torch.index_select(FLAT, 1, B), IndexError, "index_select: batch dimension 1"),
     (lambda: torch.select(FLAT, 1, 0), IndexError, "^select: batch dimension 1"),
