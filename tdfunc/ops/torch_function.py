@@ -292,8 +292,6 @@ METHODS: dict[str, Handler] = {name: _binary(name) for name in _NAMED} | {
 }
 METHODS.update({"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swap(_binary("div"))})
 METHODS.update({m: _swap(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()})
-# numpy's names of arguments, which torch's functions take too.
-_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 class DispatchMethods(TensorCollection):
@@ -326,9 +324,6 @@ class DispatchMethods(TensorCollection):
                 f"{_title(func)}: out= would write to a tree.",
                 hint="use the result of the function; td.update_(result) copies values into existing storage.",
             )
-        # Dynamo cannot trace `isdisjoint`.
-        if kwargs and any([name in _NUMPY for name in kwargs]):
-            kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
         return handler(*args, **(kwargs or {}))
 
 

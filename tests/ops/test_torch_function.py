@@ -143,7 +143,6 @@ TRANSFORMED = {
     "zeros": torch.zeros_like,
     "index_select": lambda t: torch.index_select(t, 0, torch.tensor([0, 2])),
     "keyword": lambda t: torch.sum(t, dim=0),
-    "keyword of numpy": lambda t: torch.sum(t, axis=0, keepdims=True),
 }
 
 
@@ -181,13 +180,3 @@ def test_functions_by_position_and_name():
     assert torch.detach(tree)["a"].shape == Size([2, 3])
     assert torch.all(tree) is False
     assert torch.any(tree) is True
-
-
-def test_names_of_numpy():
-    """`axis` and `keepdims` are taken where torch takes them."""
-    td = TensorDict({"a": torch.arange(6.0).reshape(2, 3)}, [2])
-
-    assert torch.cat([td, td], axis=0).batch_size == (4,)
-    assert torch.stack([td, td], axis=1).batch_size == (2, 2)
-    assert torch.unsqueeze(td, axis=0).batch_size == (1, 2)
-    assert torch.sum(td, axis=0, keepdims=True)["a"].tolist() == [[3, 5, 7]]
