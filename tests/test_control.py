@@ -424,20 +424,6 @@ def test_export(fn, strict):
         assert_same(program.module()(other), fn(other))
 
 
-@pytest.mark.parametrize("fn", quick([double_or_next, add_until, rows], double_or_next))
-def test_make_fx(fn):
-    """A graph of `make_fx` holds both branches, and the loop."""
-
-    def flat(a):
-        return pytree.tree_leaves(fn(TensorDict({"a": a, "n": a + 1}, [3])))
-
-    graph = make_fx(flat, tracing_mode="fake")(torch.ones(3, 2))
-
-    for a in (torch.ones(3, 2), -torch.ones(3, 2)):
-        for one, other in zip(graph(a), flat(a), strict=True):
-            assert torch.equal(one, other)
-
-
 def test_meta_and_fake_tensors():
     """Shapes are found without values."""
     t = tree().exclude("s").to("meta")

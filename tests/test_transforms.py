@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Size
 from torch._dynamo.testing import CompileCounter
-from torch.nn.parallel.scatter_gather import scatter
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -289,37 +288,6 @@ def test_compiled_checkpoint(kind, backend):
 
     assert_trees_equal(results[1][0], results[0][0])
     torch.testing.assert_close(*[torch.autograd.grad(number, inputs) for number in sums])
-
-
-def test_reentrant_checkpoint_warns():
-    """The older kind of checkpoint has no gradient where no argument is a tensor that requires grad."""
-    for held in (TensorDict({"a": torch.ones(3, requires_grad=True)}), {"a": torch.ones(3, requires_grad=True)}):
-        with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
-            out = checkpoint(lambda t: t["a"].sum() * 2, held, use_reentrant=True)
-        assert not out.requires_grad
-
-
-def test_reentrant_checkpoint_beside_a_tensor():
-    """Beside a tensor that requires grad, the leaves of a tree have gradients, and results in trees have none."""
-    leaf, x = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
-    tree = TensorDict({"a": leaf})
-
-    checkpoint(lambda t, x: (t["a"] * x * 3).sum(), tree, x, use_reentrant=True).backward()
-    assert leaf.grad.tolist() == [6.0] * 3
-    assert x.grad.tolist() == [3.0] * 3
-    made = checkpoint(lambda x: TensorDict({"y": x * 3}), x, use_reentrant=True)
-    assert not made["y"].requires_grad
-
-
-def test_scatter_replicates():
-    """`DataParallel` gives each device the whole tree, and a chunk where it is cut."""
-    tree = TensorDict({"a": torch.arange(8.0).reshape(4, 2), "s": ["a", "b", "c", "d"]}, [4])
-
-    assert all(part is tree for part in scatter(tree, ["meta", "meta"]))
-    parts = [part.to(device) for part, device in zip(tree.chunk(2), ["cpu", "meta"], strict=True)]
-    assert [part["s"] for part in parts] == [["a", "b"], ["c", "d"]]
-    assert [part["a"].device.type for part in parts] == ["cpu", "meta"]
-    assert_trees_equal(torch.cat([tree.chunk(2)[0], tree.chunk(2)[1]]), tree)
 
 
 WRAPPED = {"plain": {}, "static graph": {"static_graph": True}}

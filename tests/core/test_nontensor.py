@@ -96,18 +96,6 @@ def test_values_of_any_kind():
     assert stack.reshape(5, 1).tolist()[1] == [(3,)]
 
 
-def test_reading():
-    """`td[key]` is the value, or the nested list of values."""
-    td = TensorDict({"one": "x", "each": ["a", "b"], "n": {"deep": "y"}, "number": NonTensorData(3)}, [2])
-
-    assert (td["one"], td["each"], td["n", "deep"], td["number"]) == ("x", ["a", "b"], "y", 3)
-    assert td[0]["each"] == "a"
-    assert td.get("one") == "x"
-    assert dict(td.items())["each"] == ["a", "b"]
-    assert isinstance(torch.stack([td, td])._get("one"), NonTensorStack)
-    assert torch.stack([td, td])["one"] == [["x", "x"]] * 2
-
-
 def test_equality():
     """Trees are equal where their values are."""
     one, two = TensorDict({"s": "a", "l": ["x", "y"]}, [2]), TensorDict({"s": "a", "l": ["x", "z"]}, [2])
@@ -139,25 +127,6 @@ def test_copies(copier, data):
     """A copy keeps the value of an empty batch, and holds one value once."""
     assert copier(data) == data
     assert len(pickle.dumps(data)) < 1000
-
-
-def test_reductions_refuse_to_merge():
-    """A reduction keeps a value for the whole batch and refuses values of rows that it merges."""
-    td = TensorDict({"a": torch.zeros(2, 3), "row": [["a", "b", "c"], ["d", "e", "f"]], "one": "x"}, [2, 3])
-
-    assert td.exclude("row").sum(0)["one"] == "x"
-    with pytest.raises(LeafMismatchError, match=r"'row'(.|\n)*\[3\](.|\n)*\[2, 3\]"):
-        td.sum(0)
-
-
-def test_where_and_rows():
-    """Values follow a condition and rows, as tensors do."""
-    td = TensorDict({"a": torch.zeros(2), "s": ["a", "b"]}, [2])
-    other = TensorDict({"a": torch.ones(2), "s": ["c", "d"]}, [2])
-
-    assert td.where(torch.tensor([True, False]), other)["s"] == ["a", "d"]
-    assert td.at[0].set(other[1])["s"] == ["d", "b"]
-    assert td.gather(0, torch.tensor([1, 1, 0]))["s"] == ["b", "b", "a"]
 
 
 @pytest.mark.parametrize("call", [lambda t: t.sum(), lambda t: t.amax(dim=0), lambda t: t.mean(dim=1)])

@@ -10,11 +10,7 @@ from torch import Size
 import tdfunc as tdf
 from tdfunc import TensorDict
 from tdfunc.core.shapes import (
-    as_names,
-    as_size,
     broadcast,
-    common_prefix,
-    dim_index,
     fill_size,
     fits_into,
     index_names,
@@ -61,20 +57,6 @@ def test_numbers_of_numpy(kind):
         td[np.float32(1)]
 
 
-@pytest.mark.parametrize(
-    ("value", "size"), [(None, ()), (3, (3,)), ([2, 3], (2, 3)), (torch.Size([2]), (2,)), (np.array([1, 2]), (1, 2))]
-)
-def test_as_size(value, size):
-    """None, an int, a sequence and an array are batch sizes."""
-    assert as_size(value) == Size(size)
-
-
-def test_names():
-    """Names that are all None are no names."""
-    assert as_names(["a", None], 2) == ("a", None)
-    assert as_names([None, None], 2) is None
-
-
 @given(SIZES, st.lists(st.integers(-1, 4), max_size=3))
 def test_fill_size_equals_torch(size, shape):
     """A requested shape is filled in as by torch."""
@@ -87,21 +69,6 @@ def test_fill_size_equals_torch(size, shape):
         return
 
     assert fill_size(shape, x.numel(), "reshape") == expected
-
-
-@given(st.integers(-3, 2))
-def test_dimensions_from_the_end(dim):
-    """A negative dimension counts from the end."""
-    assert dim_index(dim, 3, "x") == range(3)[dim]
-
-
-@given(SIZES, SIZES)
-def test_common_prefix_is_the_longest(first, second):
-    """Both sizes start with their common prefix, and with no longer one."""
-    n = len(common_prefix(Size(first), Size(second)))
-
-    assert first[:n] == second[:n]
-    assert first[: n + 1] != second[: n + 1] or n in (len(first), len(second))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from tdfunc import TensorDict, combine
-from tdfunc.core.ties import by_identity, group_of, lift, merge, remap, spanning, under
+from tdfunc.core.ties import merge
 from tdfunc.ops.edits.edit import restore_ties
 
 PATHS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=2).map(tuple)
@@ -31,21 +31,6 @@ def test_merge_is_the_finest_join(first, second):
             near = [set(g) for g in (*first, *second) if set(g) & todo]
             todo = set().union(*near) - reached
         assert reached == set(group)
-
-
-def test_arithmetic():
-    """A group is seen from above and from inside."""
-    ties = ((("a", "w"), ("b", "w"), ("a", "v")),)
-
-    assert under(ties, "a") == ((("w",), ("v",)),)
-    assert under(ties, "b") == ()
-    assert lift(((("w",), ("v",)),), "a") == ((("a", "w"), ("a", "v")),)
-    assert remap(ties, lambda path: ("x", *path))[0][1] == ("x", "b", "w")
-    assert group_of(ties, ("b", "w")) == ties[0]
-    assert group_of(ties, ("c",)) == (("c",),)
-    assert spanning(ties) == [(("b", "w"), ("a", "w"))]
-    one = torch.zeros(1)
-    assert by_identity([(("a",), one), (("b",), one), (("c",), torch.zeros(1))]) == ((("a",), ("b",)),)
 
 
 def tied():

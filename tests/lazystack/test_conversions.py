@@ -118,7 +118,7 @@ def test_typed_edits(chats):
     assert type(new) is type(lazy)
     assert new.score[1].tolist() == [1, 1, 1]
     assert new.role == [["x"], ["y", "z", "w"]]
-    assert new.replace({"score": None}).score is None
+    assert new.replace({"score": None}).score is new.__replace__(score=None).score is None
     assert lazy_stack([chats[0], new[1]]).score[0] is None
     assert lazy_stack([chats[0], new[1]]).score[1] is new[1].score
     with pytest.raises(MissingKeyError, match="Message has no field 'colour'"):

@@ -105,21 +105,6 @@ def test_dense_trees_and_stacks():
             call()
 
 
-def test_ragged_stacks_of_stacks():
-    """A stack of ragged stacks keeps both levels, of equal or unequal numbers of trees."""
-    a, b = lazy_stack(ragged((2, 4))), lazy_stack(ragged((1, 3, 2)))
-    both = lazy_stack([a, b])
-
-    assert both.batch_size == Size([2, -1, -1])
-    assert both[1, 2].batch_size == Size([2])
-    assert [len(x) for x in both["x"][1]] == [1, 3, 2]
-    assert both.flatten(0, 1).batch_size == Size([5, -1])
-    assert [len(x) for x in torch.cat([a, b])["x"]] == [2, 4, 1, 3, 2]
-    assert torch.stack([a, a * 2]).batch_size == Size([2, 2, -1])
-    assert both.numel() == 12
-    assert repr(both).count("LazyStack(") == 2
-
-
 @pytest.mark.parametrize(("first", "second"), [((3,), (4,)), ((3, 3), (4,)), ((3, 3), (4, 4)), ((3, 5), (4,))])
 def test_joins_do_not_depend_on_equal_lengths(first, second):
     """Trees of a stack may have any lengths, also where those of one stack agree."""

@@ -8,8 +8,7 @@ from torch import Size
 
 from tdfunc import TensorDict, TreeStructureError
 from tdfunc._lazystack import LazyStack, lazy_stack
-from tests.helpers import assert_trees_equal
-from tests.lazystack.trees import ragged, settle, uniform
+from tests.lazystack.trees import ragged, uniform
 
 
 @pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 3, 3)], ids=["ragged", "equal"])
@@ -106,32 +105,3 @@ def test_with_batch_size():
     assert lazy.with_batch_size([3, 4])[0].batch_size == Size([4])
     assert lazy.with_batch_size([3]).exclude("s").with_batch_size([3, 4, 2]).batch_size == Size([3, 4, 2])
     assert lazy_stack(ragged()).with_batch_size([3]).batch_size == Size([3])
-
-
-INDICES = [
-    1, -1, slice(1, 3), slice(None, None, 2), (slice(None), 2), (0, 1), (0, 1, 1), (Ellipsis, 0), None, (None, 1),
-    (1, None), (slice(None), None), [2, 0], torch.tensor([2, 0, 2]), torch.tensor([[0, 1], [2, 0]]), torch.tensor(1),
-    [i % 2 == 0 for i in range(3)], (slice(None), torch.tensor([0, 1])), (0, torch.tensor([1, 0])),
-    (slice(None), slice(0, 2), torch.tensor([0, 1])), (torch.tensor([1, 0]), 0), range(2),
-    (1, slice(None), None, torch.tensor([0, 1])),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("index", INDICES, ids=repr)
-def test_index_is_that_of_the_dense_tree(dim, index):
-    """An index takes the elements that it takes of the dense tree, and places dimensions as there."""
-    lazy, dense = lazy_stack(uniform(3, (3, 3)), dim), torch.stack(uniform(3, (3, 3)), dim)
-    result = lazy[index]
-
-    assert_trees_equal(settle(result), dense[index])
-    assert result.batch_size == dense[index].batch_size
-
-
-def test_rows_in_pieces_on_both_sides():
-    """A mask or rows of the trees' dimensions behind the stack pass to each tree."""
-    trees = uniform(3, (4, 2))
-    mask = torch.arange(8).reshape(4, 2) % 3 != 1
-
-    assert_trees_equal(lazy_stack(trees)[:, mask].dense(), torch.stack(trees)[:, mask])
-    assert_trees_equal(lazy_stack(trees, 2)[mask].dense(), torch.stack(trees, 2)[mask])

@@ -3,7 +3,6 @@
 import abc
 import copy
 import inspect
-from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
@@ -49,25 +48,6 @@ def test_signature_and_doc():
             assert (x.shape, note) == ((4, 2), "plain")
         case _:
             pytest.fail("no match")
-
-
-def test_class_variables_and_keyword_only_fields():
-    """A class variable is no field, and a field after `KW_ONLY` is given by name only."""
-
-    class Counted(TensorClass):
-        x: Tensor
-        unit: ClassVar[str] = "m"
-        reshape_count: ClassVar[int]
-        _: KW_ONLY
-        y: Tensor
-
-    assert [f.name for f in Counted.fields()] == ["x", "y"]
-    assert Counted(1, y=2).y == 2
-    assert Counted.unit == "m"
-    with pytest.raises(TypeError, match="'unit'"):
-        Counted(1, y=2, unit="km")
-    with pytest.raises(TypeError, match="positional"):
-        Counted(1, 2)
 
 
 # -- inheritance ------------------------------------------------------------------------------------------------
@@ -206,22 +186,6 @@ def test_abstract_classes():
         Shape(torch.ones(1))
 
 
-def test_subclass_hooks():
-    """Keywords of a base's `__init_subclass__` are not options."""
-    seen = []
-
-    class Base(TensorClass):
-        def __init_subclass__(cls, tag="", **rest):
-            seen.append(tag)
-            super().__init_subclass__(**rest)
-
-    class Sub(Base, tag="here", nocast=True):
-        x: Any
-
-    assert seen == ["here"]
-    assert type(Sub(1).x) is int
-
-
 def test_redefinition():
     """Instances of a class that is defined twice work, and do not join; the message says so."""
 
@@ -343,19 +307,3 @@ def test_repr():
         "    x=Tensor(shape=torch.Size([4, 2]), device=cpu, dtype=torch.float32, is_shared=False),\n    extra=None,\n"
         "    batch_size=torch.Size([4]),\n    device=None,\n    is_shared=False,\n    names=['n'])"
     )
-
-
-def test_unknown_attribute():
-    """A misspelt field, and an AttributeError of a property, raise as such."""
-
-    class Broken(TensorClass):
-        x: Tensor
-
-        @property
-        def bad(self):
-            return self.x.no_such_thing
-
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = Broken(torch.zeros(1)).bad
-    with pytest.raises(AttributeError, match="colour"):
-        _ = foo().colour

@@ -220,13 +220,3 @@ def test_dataclass_protocol():
     assert (replaced.note, replaced.batch_size, replaced.names) == ("new", made.batch_size, ["row"])
     assert made.__replace__(note="new").note == "new"
     assert copy.copy(made) is made
-
-
-def test_dataclass_replace_of_a_lazy_stack():
-    """A lazy stack has `replace`; `dataclasses.replace` needs a constructor of fields, which it has not."""
-    stack = tdf.lazy_stack([foo(), foo()])
-
-    assert type(type(stack)([foo()], dim=0)) is type(stack)
-    assert stack.__replace__(note="new").note == ["new", "new"]
-    with pytest.raises(TypeError, match="'note'"):
-        dataclasses.replace(stack, note="new")

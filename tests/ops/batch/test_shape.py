@@ -168,20 +168,6 @@ def test_0_and_empty():
     assert torch.stack([td, td])["a"].shape == Size([2])
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, -1), (-1, 0), (0, 1), (1, 1), (-2, 0), (0, -2)])
-def test_flatten_of_no_dimensions_is_that_of_torch(start, end):
-    """A tree without batch dimensions takes the dimensions that torch takes for a number."""
-    leaf = torch.tensor(1.0)
-    for tree in (TensorDict({"a": leaf}), TensorDict()):
-        try:
-            wanted = leaf.flatten(start, end).shape
-        except IndexError:
-            with pytest.raises(IndexError):
-                tree.flatten(start, end)
-        else:
-            assert tree.flatten(start, end).batch_size == wanted
-
-
 def test_names_of_nested_trees_follow_their_own_batch():
     """A nested tree with a longer batch keeps its own names."""
     inner = TensorDict({"b": torch.zeros(4, 3, 5)}, [4, 3, 5], names=["p", "q", "r"])

@@ -1,37 +1,11 @@
 """Trees and leaves as text: sizes, counts, kinds, and the repr."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdfunc import Kind, TensorDict
+from tdfunc import Kind
 from tdfunc.ops.display.text import bytes_text, count_text, kind_text, printable
-
-TREE = """TensorDict(
-    fields={
-        a: NonTensorData(data=word, batch_size=torch.Size([2]), device=None),
-        b: TensorDict(
-            fields={
-                c: Tensor(shape=torch.Size([2]), device=cpu, dtype=torch.float32, is_shared=False)},
-            batch_size=torch.Size([2]),
-            device=None,
-            is_shared=False),
-        l: NonTensorStack(['x', 'y'], batch_size=torch.Size([2]), device=None)},
-    batch_size=torch.Size([2]),
-    device=None,
-    is_shared=False,
-    names=['t'])"""
-
-
-def test_repr():
-    """Names, values and nested trees print in one form, inside vmap too."""
-    tree = TensorDict({"b": {"c": torch.zeros(2)}, "a": "word", "l": ["x", "y"]}, [2], names=["t"])
-    seen = []
-    torch.vmap(lambda t: seen.append(repr(t)) or t)(TensorDict({"a": torch.zeros(2)}, [2]))
-
-    assert repr(tree) == TREE
-    assert "batch_size=torch.Size([])" in seen[0]
 
 
 @given(st.integers(0, 10**18))

@@ -252,27 +252,6 @@ def test_values_that_overlap_their_leaf(write):
     assert shift_tree(write) == ([1.0] * 4, [0.0, 0.0, 1.0, 2.0, 3.0])
 
 
-def test_leaves_of_a_lazy_stack_can_be_swapped():
-    """All trees are read before the first write."""
-    stack = lazy_stack([TensorDict({"x": torch.tensor(float(i))}) for i in range(3)])
-    first, second, third = [tree["x"] for tree in stack.unbind(0)]
-
-    stack.set_("x", [second, third, first])
-
-    assert [tree["x"].item() for tree in stack.unbind(0)] == [1.0, 2.0, 0.0]
-
-
-def test_one_memory_under_two_storages():
-    """Tensors made of one numpy array have storages of their own, and their overlap is found by address."""
-    array = np.arange(100_000.0)
-    td = TensorDict({"x": torch.from_numpy(array[1:])})
-
-    td.update_({"x": torch.from_numpy(array[:-1])})
-
-    assert array[0] == 0
-    assert (array[1:] == np.arange(99_999.0)).all()
-
-
 def test_one_file_mapped_twice(tmp_path):
     """Two mappings of one file are at two addresses, and their overlap is found by file."""
     td = TensorDict({"x": torch.arange(100_000.0)}, [100_000]).memmap(tmp_path / "d")

@@ -90,13 +90,6 @@ def test_batch_size_and_names():
     assert wide.with_names(None).names == [None]
 
 
-def test_dicts(td):
-    """A dict is nested and holds plain values."""
-    assert td.to_dict()["s"] == "word"
-    assert td.to_dict()["a"]["x"] is td["a", "x"]
-    assert TensorDict(td.to_dict(), [3]).keys(True) == td.keys(True)
-
-
 def test_state_dict():
     """A tree's state dict is its module's, and dotted keys that clash are kept apart by `flatten=False`."""
     model = TiedLM()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tdfunc import TensorDict
 from tests.helpers import assert_pure, assert_trees_equal
@@ -72,15 +71,3 @@ def test_transforms():
 
     assert_trees_equal(torch.vmap(fn)(tree).with_names(None), alone.with_names(None), atol=1e-6)
     assert_trees_equal(torch.compile(fn, fullgraph=True, backend="eager")(tree), fn(tree))
-
-
-def test_lerp_of_two_trees_is_torchs():
-    """The kernel for all leaves rounds as torch does, and each result requires grad as it would alone."""
-    start = TensorDict({"p": nn.Parameter(torch.randn(5)), "q": torch.randn(5)}, [5])
-    end = TensorDict({"p": torch.randn(5), "q": torch.randn(5)}, [5])
-
-    done = start.lerp(end, 0.3)
-
-    assert torch.equal(done["p"], torch.lerp(start["p"], end["p"], 0.3))
-    assert torch.equal(done["q"], torch.lerp(start["q"], end["q"], 0.3))
-    assert (done["p"].requires_grad, done["q"].requires_grad) == (True, False)

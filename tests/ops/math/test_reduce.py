@@ -115,14 +115,6 @@ def test_a_leaf_without_features(name):
     assert found["n"].batch_size == Size([2, 3, 2])
 
 
-def test_gradient_goes_to_one_of_equal_values():
-    """`max` over a dimension does not spread the gradient, as `amax` does."""
-    leaf = torch.tensor([1.0, 3.0, 3.0])
-    gradient = torch.func.grad(lambda t: t.max(0).values["a"])(TensorDict({"a": leaf}, [3]))
-
-    assert gradient["a"].tolist() == torch.func.grad(lambda x: x.max(0).values)(leaf).tolist()
-
-
 def test_small_masks_are_reduced_together():
     """One mask of many that is not all true is found."""
     masks = {f"k{i}": torch.ones(5, dtype=torch.bool) for i in range(20)}

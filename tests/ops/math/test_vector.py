@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import tdfunc as tdf
 from tdfunc import LeafMismatchError, TensorDict, ravel
-from tests.helpers import TiedLM, assert_pure, assert_trees_equal
+from tests.helpers import assert_pure, assert_trees_equal
 from tests.strategies import trees
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool])
@@ -24,18 +24,6 @@ def test_there_and_back(tree):
     torch.testing.assert_close(vector, torch.cat(leaves) if leaves else torch.zeros(0), rtol=0, atol=0, equal_nan=True)
     assert_trees_equal(unravel(vector), tree)
     assert unravel(vector).ties() == tree.ties()
-
-
-def test_parameters_of_a_module():
-    """It is the vector of `nn.utils.parameters_to_vector`, in the order of pytrees, with a tied weight once."""
-    model = TiedLM()
-    params = tdf.split(tdf.from_module(model))[0]
-    vector, unravel = ravel(params)
-
-    assert vector.numel() == sum(p.numel() for p in model.parameters())
-    torch.testing.assert_close(vector.sum(), nn.utils.parameters_to_vector(model.parameters()).sum())
-    assert vector.requires_grad
-    assert_trees_equal(unravel(vector.detach()), params.detach())
 
 
 def test_under_transforms():
