@@ -28,7 +28,7 @@ def _split_index(stack: Any, parts: Sequence[Any], call: str) -> tuple[Any, tupl
     if many:
         # torch moves the rows of index tensors that are apart to the front, and numbers them together.
         alone = many == [place] or isinstance(here, int) or (isinstance(here, Tensor) and here.dim() == 0)
-        is_one_block = many == list(range(many[0], many[-1] + 1)) and not many[0] < place < many[-1]
+        is_one_block = many == list(range(many[0], many[-1] + 1))
         if any([isinstance(part, bool) for part in parts]) or not (alone or (isinstance(here, slice) and is_one_block)):
             raise no_one_shape(f"{call} with index tensors across the trees", stack)
     rows = [part.dim() for part in before if isinstance(part, Tensor) and part.dim()]

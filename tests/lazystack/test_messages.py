@@ -5,7 +5,7 @@ import torch
 
 import tdfunc as tdf
 from tdfunc import BatchSizeError, LeafMismatchError, MissingKeyError, TensorDict, TreeStructureError, lazy_stack
-from tests.lazystack.trees import Message, ragged, tree
+from tests.lazystack.trees import Message, ragged, tree, uniform
 
 NO_ONE_TENSOR = (
     r"a lazy stack has no one tensor for each leaf(.|\n)*\[3, -1\], trees along dimension 0\n.*pad\(\) first"
@@ -31,6 +31,7 @@ ROWS = [
     (lambda t: t.gather(0, torch.tensor([[0]])), LeafMismatchError, f"gather: {NO_ONE_TENSOR}"),
     (lambda t: t.new_zeros([2]), LeafMismatchError, f"new_zeros: {NO_ONE_TENSOR}"),
     (lambda t: t[[0, 1], [0, 1]], LeafMismatchError, f"index with index tensors across the trees: {NO_ONE_TENSOR}"),
+    (lambda t: lazy_stack(uniform(), 1)[[0, 1], :, [0, 1]], LeafMismatchError, "index tensors across the trees"),
     (lambda t: t.at[0].set_(t[0]), LeafMismatchError, rf"at\[...\].set_: {NO_ONE_TENSOR}"),
     (lambda t: lazy_stack([t, t]).nested(), LeafMismatchError, f"nested: {NO_ONE_TENSOR}"),
     (lambda t: t.split(2, 1), BatchSizeError, r"is ragged, and must have one size.*\n.*-1"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc import NonTensorStack, TensorDict, WorkerPool
+from tdfunc import LeafMismatchError, NonTensorStack, TensorDict, WorkerPool
 from tests.helpers import assert_trees_equal
 from tests.parallel import functions as fns
 from tests.storage.trees import assert_same
@@ -283,6 +283,22 @@ def test_out_is_written_beside_the_rows_that_are_read(data):
         assert torch.equal(memory, torch.arange(48))
     else:
         assert [[row] for row in out["x"].tolist()] == expected
+
+
+def test_out_in_place_with_leaves_that_change_places():
+    """Leaves whose values are swapped chunk by chunk both hold the other's; rows of a stack do not move."""
+    td = TensorDict({"a": torch.zeros(4), "b": torch.ones(4)}, [4])
+    stack = tdf.lazy_stack([TensorDict({"x": torch.zeros(())}) for i in range(4)])
+    both = TensorDict({"in": stack, "x": torch.zeros(4)}, [4])
+
+    td.map(lambda t: TensorDict({"a": t["b"], "b": t["a"]}, t.batch_size), num_workers=0, chunksize=3, out=td)
+
+    assert (td["a"].tolist(), td["b"].tolist()) == ([1.0] * 4, [0.0] * 4)
+    with pytest.raises(LeafMismatchError, match="of out shares memory with the tree"):
+        both[1:].map(fns.same, num_workers=0, out=both[:-1])
+    beside = TensorDict({"a": both["x"][:3], "b": both["x"][1:]}, [3])
+    with pytest.raises(LeafMismatchError, match="leaf 'a' of out shares memory with the tree"):
+        beside.map(fns.same, num_workers=0, out=beside)
 
 
 # -- map_iter ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.strategies import DTYPES, trees
 
 COUNTS = torch.tensor([1, 0, 2])
 PAIRS = torch.tensor([[0, 2]] * 2)
-MASK = torch.tensor([[True, False, True]] * 2)
+MASK = torch.tensor([[True, True, False]] * 2)
 
 
 def ones(x):

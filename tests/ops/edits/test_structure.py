@@ -88,6 +88,7 @@ def test_batch_size_and_names():
     assert grown.with_batch_size([])["n"].batch_size == Size([3, 4])
     assert wide.with_names(["q"]).names == ["q"]
     assert wide.with_names(None).names == [None]
+    assert wide.with_names([None])._names is None
 
 
 def test_state_dict():
