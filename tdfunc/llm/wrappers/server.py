@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tdfunc.core.errors import RemoteError, UnsupportedError, error
+from tdfunc.core.errors import RemoteError, UnsupportedError
 
 if TYPE_CHECKING:
     import httpx2
@@ -36,22 +36,6 @@ class ServerOptions:
     max_retries: int = 5
     backoff_s: float = 0.5
     max_concurrency: int = 64
-
-    def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: A number is out of range.
-        """
-        rules = {
-            "timeout_s": self.timeout_s > 0,
-            "max_retries": self.max_retries >= 0,
-            "backoff_s": 0 <= self.backoff_s < math.inf,
-            "max_concurrency": self.max_concurrency >= 1,
-        }
-        for name, holds in rules.items():
-            if not holds:
-                raise error(ValueError, f"RemoteWrapper: {name} is out of range.", got=getattr(self, name))
 
     def __repr__(self) -> str:
         return f"ServerOptions({self.base_url!r})"

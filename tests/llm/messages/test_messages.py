@@ -113,10 +113,6 @@ BATCHING = [
     (lambda: closed().submit(1), RuntimeError, "Batcher.submit: the batcher is closed"),
 ]  # fmt: skip
 REMOTE = [
-    (lambda: remote(timeout_s=0.0), ValueError, "RemoteWrapper: timeout_s is out of range"),
-    (lambda: remote(max_retries=-1), ValueError, "max_retries is out of range.*-1"),
-    (lambda: remote(backoff_s=float("nan")), ValueError, "backoff_s is out of range.*nan"),
-    (lambda: remote(max_concurrency=0), ValueError, "max_concurrency is out of range"),
     (lambda: remote(base_url="x"), RemoteError, "response 0: x/inference.* must answer.*UnsupportedProtocol"),
     (lambda: remote(generation={"num_beams": 2}), UnsupportedError, "beam search is not.*num_beams=2"),
     (lambda: remote(generation={}), ValueError, "max_new_tokens must be given"),
