@@ -73,16 +73,6 @@ class _Option:
         )
 
 
-# Any: the results of rows.
-def _answers(futures: "list[Future[Any]]") -> list[Any]:
-    """Return the results of futures; if one fails, the others' rows are not waited for."""
-    try:
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
-
-
 def _check_layout(lead: Size, layout: torch.layout | None) -> None:
     """Raise if nested tensors cannot have the batch size.
 
@@ -335,7 +325,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             found = self.score_tokens(ids, training=training, rng=key)
         else:
             group = ("score", torch.is_grad_enabled())
-            found = _answers([self._batcher.submit((group, row, None), group=group) for row in ids])
+            futures = [self._batcher.submit((group, row, None), group=group) for row in ids]
+            found = [future.result() for future in futures]
         device = self._device_of(td, inputs, found)
         return scored_rows(inputs.rows, found, device)
 
@@ -496,8 +487,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         count = options.num_return_sequences
         own = [None] * len(prompts) if keys is None else keys.split(count)
         requests = [(group, prompt, each) for prompt, each in zip(prompts, own, strict=True)]
-        found = _answers([self._batcher.submit(request, group=group) for request in requests])
-        return [response for responses in found for response in responses]
+        futures = [self._batcher.submit(request, group=group) for request in requests]
+        return [response for future in futures for response in future.result()]
 
     # Any: conversations.
     def _replied(self, chats: list[Any], responses: list[Response], texts: list[str], lead: Size) -> ChatHistory:

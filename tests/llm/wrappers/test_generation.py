@@ -343,29 +343,3 @@ def test_one_bad_request_fails_alone():
     for thread in ask(wrapper, 3, results):
         thread.join(30)
     assert [type(results[i]) for i in range(3)] == [TensorDict, ValueError, TensorDict]
-
-
-def test_a_call_that_fails_does_not_wait_for_its_other_rows():
-    """Rows that are queued behind a bad one are not generated for a call that has raised."""
-    asked = []
-
-    class Strict(FakeWrapper):
-        def generate_tokens(self, prompts, options, **rest):
-            asked.extend(prompts)
-            if len(asked) == 1:
-                raise ValueError("the first")
-            time.sleep(0.05)
-            return super().generate_tokens(prompts, options, **rest)
-
-    wrapper = Strict(input_mode="tokens", max_batch_size=1, min_batch_size=1)
-    td = torch.cat([inputs_of("tokens")] * 20)
-    with pytest.raises(ValueError, match="the first"):
-        wrapper(td)
-    wrapper.cleanup_batching(flush=True)
-    assert len(asked) < len(td)
-
-
-def test_a_class_of_wrappers_takes_no_unknown_arguments():
-    """`class W(LLMWrapperBase, x=1)` is refused, as by Python's own classes."""
-    with pytest.raises(TypeError, match="__init_subclass__"):
-        type("Odd", (FakeWrapper,), {}, odd=1)
