@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tdfunc.core.context import is_compiling, is_known, is_recording
+from tdfunc.core.context import is_compiling, is_recording
 from tdfunc.core.errors import error
 from tdfunc.core.types import Path
 from tdfunc.llm.scoring.head import Head
@@ -96,21 +96,7 @@ class CausalLM:
     # Any: the function's arguments and result.
     def run(self, params: Any, fn: Callable[..., Any], *args: Any, buffers: Any = None, rng: Any = None) -> Any:
         """Return `fn(model, *args)` on a private model with these parameters."""
-        try:
-            return self.apply.call(params, (fn, *args), buffers=buffers, rng=rng)
-        except IndexError as err:
-            # Any: transformers is optional.
-            module: Any = self.apply.module
-            ids, size = args[0], len(module.get_input_embeddings().weight)
-            if not is_known(ids) or not bool(((ids < 0) | (ids >= size)).any()):
-                raise
-            raise error(
-                IndexError,
-                f"{self.family}: all tokens must be in the model's vocabulary.",
-                expected=f"ids from 0 to {size - 1}",
-                got=f"ids from {int(ids.min())} to {int(ids.max())}",
-                hint="use a mask to leave out positions, such as labels of -100.",
-            ) from err
+        return self.apply.call(params, (fn, *args), buffers=buffers, rng=rng)
 
 
 def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, TensorDict, TensorDict]":
