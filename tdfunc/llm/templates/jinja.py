@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from os.path import commonprefix
 from typing import Any, final
 
 from tdfunc.core.errors import error
@@ -281,7 +280,7 @@ class JinjaTemplate(AbstractTemplate):
             "parse: no template reads this text, and it has no turns of this tokenizer's template.",
             expected=f"a text of one of {list(TEMPLATES)}, or contents of users and assistants in turn",
             got=repr(text[:200]),
-            hint=f"keep the messages and use from_chats, or pass your own chat_template=. {self._differences()}",
+            hint="keep the messages and use from_chats, or pass your own chat_template=.",
         )
 
     def _gives(self, conversation: Conversation, text: str) -> bool:
@@ -295,16 +294,6 @@ class JinjaTemplate(AbstractTemplate):
             if self._without_bos(made).startswith(text.rstrip()):
                 return True
         return False
-
-    def _differences(self) -> str:
-        """Return the first difference of each template of `TEMPLATES` from this one."""
-        probe, text = next(((p, t) for p, t in zip(_PROBES, self._probe_texts, strict=True) if t is not None), ([], ""))
-        parts: list[str] = []
-        for name, template in TEMPLATES.items():
-            own = self._without_bos(template.texts([Conversation(probe)])[0])
-            at = len(commonprefix([own, text]))
-            parts.append(f"{name} has {own[at : at + 20]!r} for {text[at : at + 20]!r}")
-        return "; ".join(parts)
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
         if getattr(self.tokenizer, "response_template", None) is not None:
