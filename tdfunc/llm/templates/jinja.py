@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, final
 
 from tdfunc.core.errors import error
-from tdfunc.llm.messages.message import Message, read_json, read_message
+from tdfunc.llm.messages.message import Message, read_json
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
     Conversation,
@@ -22,7 +22,6 @@ from tdfunc.llm.templates.base import (
     special_strings,
     text_tokenizer,
     to_json,
-    unparsed,
 )
 from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
 from tdfunc.llm.templates.named import TEMPLATES
@@ -296,13 +295,6 @@ class JinjaTemplate(AbstractTemplate):
         return False
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
-        if getattr(self.tokenizer, "response_template", None) is not None:
-            try:
-                given = self.tokenizer.parse_response(text, prefix=self.header)
-                return {"role": "assistant"} | read_message({"role": "assistant", **given}, "parse_reply")
-            # Another library may raise any error; the reply is kept.
-            except Exception as err:
-                return unparsed(text, f"{type(err).__name__}: {err}")
         return {"role": "assistant", "content": text} if self.alike is None else self.alike.parse_reply(text)
 
 
