@@ -70,10 +70,6 @@ class AbstractEngine(ABC):
     def reset_cache(self) -> bool:
         """Drop the results of earlier weights; return True if they were dropped."""
 
-    def digests(self) -> Mapping[str, str]:
-        """Return the xxh3-128 digests of the engine's leaves by name, for leaves that it can read."""
-        return {}
-
     @abstractmethod
     def limits(self) -> tuple[int, int]:
         """Return the number of ids, and the length of a prompt that fills a part of the cache."""
@@ -151,7 +147,7 @@ def push_tree(
 
     Raises:
         TreeStructureError: Names or shapes differ; nothing was sent.
-        ValueError: The engine and the tree have different log-probs or digests.
+        ValueError: The engine and the tree have different log-probs.
         ConcurrencyError: The engine did not read all leaves, or kept its cache.
     """
     check_choice("push: proof", proof, ("prompt", "full"))
@@ -191,18 +187,7 @@ def push_tree(
         )
     unread = None
     if proof == "full":
-        held = engine.digests()
-        for name in held:
-            if digests.get(name) != held[name]:
-                raise error(
-                    ValueError,
-                    f"push: the engine must hold leaf {name!r} as it was sent.",
-                    expected=digests.get(name),
-                    got=held[name],
-                    hint="push again; until then the engine generates nothing.",
-                )
-        found = _unread(lm, tree, buffers, prompts)
-        unread = {name: rows for name, rows in found.items() if name in leaves and name not in held}
+        unread = {name: rows for name, rows in _unread(lm, tree, buffers, prompts).items() if name in leaves}
     engine.set_label(version)
     return Push(version, digests, difference, unread)
 

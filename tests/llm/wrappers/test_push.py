@@ -102,13 +102,6 @@ def test_unread_experts_are_named():
     engine = FakeEngine(start)
     engine.fault = stale(name, rows)
     assert push(engine, model, proof="full", key=3).unread == unread
-    engine.digests = lambda: {name: "of other weights"}
-    with pytest.raises(ValueError, match=f"hold leaf '{name}'(?s:.*)of other weights"):
-        push(engine, model, proof="full", key=3)
-    engine.fault = None
-    digests = push(engine, model).digests
-    engine.digests = lambda: digests
-    assert push(engine, model, proof="full", key=3).unread == {}
     engine = FakeEngine(start)
     engine.fault = stale(name, next(i for i in range(96) if i not in rows))
     with pytest.raises(ValueError, match="must have the same log-probs"):
