@@ -47,18 +47,11 @@ def load_jsonl(path: "str | os.PathLike[str]") -> History:
 
     Raises:
         ValueError: A line is not JSON; the error names it.
-        TypeError: A line is not a conversation.
+        TypeError: A line is not a conversation; the error has its number among the conversations.
     """
     chats: list[Any] = []
     name = f"load_jsonl {os.fspath(path)}"
-    for number, line, chat in json_lines(path, name):
-        if not isinstance(chat, (list, dict)):
-            raise error(
-                TypeError,
-                f"{name}: line {number} must be a conversation.",
-                expected='{"messages": [...]}',
-                got=line[:100],
-            )
+    for _, _, chat in json_lines(path, name):
         chats.append(chat if isinstance(chat, dict) else {"messages": chat})
     return History.from_chats(chats)
 
