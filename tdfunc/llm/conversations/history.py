@@ -246,13 +246,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             return conversation_of(type(self), messages_of(self))
         return super().reshape(*shape)
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Self":
-        """Return the history with some dimensions as one; all dimensions can be joined even if they are ragged."""
-        n = len(self._batch_size)
-        if self._is_lazy and start_dim % n == 0 and end_dim % n == n - 1:
-            return self.reshape(-1)
-        return super().flatten(start_dim, end_dim)
-
     # -- as plain values ----------------------------------------------------------------------------------------
 
     def tolist(self, *, convert_tensors: bool = False) -> Any:

@@ -150,8 +150,6 @@ def test_shapes_of_ragged_histories():
 
     flat = [message for chat in RAGGED for message in chat]
     assert history.reshape(-1).tolist() == flat
-    assert history.flatten().tolist() == flat
-    assert history.flatten(0, 1).batch_size == torch.Size([3])
     assert history.reshape(2, 1, -1).tolist() == [[RAGGED[0]], [RAGGED[1]]]
     assert history[1].tolist() == RAGGED[1]
     assert history[:, :1].dense().batch_size == torch.Size([2, 1])
