@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, final
 
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import error
 from tdfunc.llm.encoding.encode import decode, encode_marked, encode_texts
 from tdfunc.llm.messages.columns import Conversation, conversation_in, conversation_of, per_conversation
 from tdfunc.llm.messages.message import Message, as_compared
@@ -130,18 +130,9 @@ def append_messages(
 
 def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list[int]:
     """Return the ids of messages that follow a reply, from the text after a placeholder for the reply."""
-    marked = None
-    results = [message for message in new.messages if message["role"] == "tool"]
     follows_call = bool(new.messages) and new.messages[0]["role"] == "tool"
-    # Some templates render one call at most.
-    for count in dict.fromkeys([len(results), 1]) if follows_call else (0,):
-        try:
-            marked = template.marked([*_standing_in(results[:count]), *new.messages], new.tools, prompt=prompt)
-            break
-        except UnsupportedError:
-            if count <= 1:
-                raise
-    assert marked is not None
+    results = [message for message in new.messages if message["role"] == "tool"] if follows_call else []
+    marked = template.marked([*_standing_in(results), *new.messages], new.tools, prompt=prompt)
     if not marked.replies:
         raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
     stop, end = marked.replies[0].stop, template.template.inner_end
