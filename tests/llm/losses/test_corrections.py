@@ -42,24 +42,6 @@ def test_corrections_are_their_formulas(seed, level, low, high):
     assert torch.equal(reject(s.log_probs, s.old, s.mask, **options), kept.bool())
 
 
-def test_weights_correct_the_mean_of_another_distribution():
-    """Over all tokens, weighted by the engine's probabilities, unlimited weights give the trainer's mean."""
-    trainer, engine, values = torch.randn(3, 8, dtype=torch.float64)
-    trainer, engine = trainer.log_softmax(0), engine.log_softmax(0)
-    weights = truncated_is(trainer.unsqueeze(1), engine.unsqueeze(1), torch.ones(8, 1), high=math.inf).squeeze(1)
-
-    torch.testing.assert_close((engine.exp() * weights * values).sum(), (trainer.exp() * values).sum())
-
-
-def test_equal_log_probs_are_left_as_they_are():
-    """An engine without mismatch: weights of 1, nothing rejected."""
-    s = make(0)
-    for level in LEVELS:
-        for weights in (truncated_is, masked_is):
-            assert torch.equal(weights(s.log_probs, s.log_probs, s.mask, level=level), s.mask.double())
-        assert torch.equal(reject(s.log_probs, s.log_probs, s.mask, level=level, low=1, high=1), s.mask)
-
-
 def test_a_rejection_leaves_the_mean_and_a_weight_of_zero_does_not():
     """Of two rows one is far off: the other counts whole, or half."""
     log_probs = torch.tensor([[-1.0], [-1.0]])

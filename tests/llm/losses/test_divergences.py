@@ -1,6 +1,5 @@
 """Estimates of divergences against torch's exact ones."""
 
-import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
@@ -24,24 +23,8 @@ def test_k1_and_k3_have_the_divergence_as_their_mean():
     assert (k3(p, q) >= 0).all()
 
 
-def test_k2_is_close_for_close_distributions():
-    """Its relative bias vanishes with the divergence."""
-    p, q = pair(1e-4)
-    exact = kl_divergence(Categorical(logits=p), Categorical(logits=q))
-
-    torch.testing.assert_close((p.exp() * k2(p, q)).sum(), exact, rtol=1e-3, atol=0)
-
-
 def test_k3_of_nearly_equal_log_probs_keeps_its_digits():
     """exp(d) - 1 - d of a small d is about d**2 / 2, also in float32."""
     d = torch.tensor(1e-3)
 
     torch.testing.assert_close(k3(-d, torch.tensor(0.0)), d**2 / 2 + d**3 / 6, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("estimate", [k1, k2, k3])
-def test_narrow_log_probs_are_computed_in_float32(estimate):
-    """16 bits give the float32 result of the same values."""
-    p, q = (x.bfloat16() for x in pair(1.0))
-
-    assert torch.equal(estimate(p, q), estimate(p.float(), q.float()))

@@ -120,44 +120,6 @@ def test_presets_are_their_formulas(preset, options, core, seed):
     close(found.loss, expected)
 
 
-@pytest.mark.parametrize("preset", [dapo, cispo, reinforce_pp])
-def test_parts_of_a_step_add_up(preset):
-    """Micro-batches that divide by the tokens of all of them: surrogate, penalty and bonus."""
-    s = make(5, rows=6)
-
-    def loss(rows):
-        extra = {"ref_log_probs": s.ref[rows], "kl_coef": 0.2, "entropy": s.entropy[rows], "entropy_coef": 0.1}
-        given = (s.log_probs[rows], s.advantages[rows], s.mask[rows], s.old[rows])
-        return preset(*given, normalize=s.mask.sum(), **extra).loss
-
-    torch.testing.assert_close(loss(slice(0, 2)) + loss(slice(2, 6)), loss(slice(0, 6)))
-
-
-def test_without_older_log_probs_the_gradient_is_that_of_reinforce():
-    """The ratio is 1, and its gradient that of the log-prob."""
-    s = make(0)
-    log_probs = s.log_probs.requires_grad_()
-
-    for loss in (grpo, rloo, reinforce_pp, cispo):
-        grad = torch.autograd.grad(loss(log_probs, s.advantages, s.mask).loss, log_probs)[0]
-        lengths = s.mask.sum(-1, keepdim=True).clamp(min=1)
-        share = {grpo: 1 / (4 * lengths), rloo: 1 / torch.tensor(4.0)}.get(loss, 1 / s.mask.sum())
-        expected = torch.where(s.mask, -s.advantages.unsqueeze(-1) * share, 0)
-        torch.testing.assert_close(grad, expected)
-
-
-def test_a_geometric_ratio_shares_its_gradient_among_tokens():
-    """GSPO's gradient of a token is that of the mean of its row's log-probs."""
-    s = make(3)
-    log_probs = s.log_probs.requires_grad_()
-    grad = torch.autograd.grad(gspo(log_probs, s.advantages, s.mask, s.old, clip=None).loss, log_probs)[0]
-    gap = torch.where(s.mask, s.log_probs.detach() - s.old, 0)
-    lengths = s.mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = (gap.sum(-1, keepdim=True) / lengths).exp()
-
-    torch.testing.assert_close(grad, torch.where(s.mask, -ratio * s.advantages.unsqueeze(-1) / lengths / 4, 0))
-
-
 def test_gradients_flow_through_the_policy_alone():
     """Advantages, older log-probs, references and weights are constants."""
     s = make(1)
