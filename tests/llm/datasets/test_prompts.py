@@ -45,19 +45,6 @@ def test_mask_label_is_a_loop_over_positions(rows, width, seed, dtype):
     assert_trees_equal(out.mask_label(pad_token_id=50), out)
 
 
-def test_mask_label_under_vmap_and_jit_and_of_one_row():
-    """One row without batch, rows under vmap, and a traced call give the rows of the batch."""
-    data = make_prompts(3, 5)
-    expected = data.mask_label(pad_token_id=7)
-
-    def mask(tree):
-        return tree.mask_label(pad_token_id=7)
-
-    assert_trees_equal(torch.stack([mask(row) for row in data.unbind(0)]), expected)
-    assert torch.equal(torch.vmap(lambda row: mask(row).input_ids)(data), expected.input_ids)
-    assert_trees_equal(tdf.jit(mask)(data), expected)
-
-
 @given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=4), st.sampled_from(["left", "right"]))
 def test_a_prompt_ends_before_the_first_response(turns, side):
     """Oracle: lists. Of rows with several turns, none, or an empty prompt, padded at either side."""

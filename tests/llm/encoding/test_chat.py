@@ -245,20 +245,6 @@ def test_arguments_in_any_form(template, arguments, form):
     assert replies[1] == masked_text(tokenizer, expected["input_ids"], expected["assistant_masks"])[1]
 
 
-@given(FORGED)
-def test_transformers_sanitises_alike(content):
-    """Its own option, where this version has it, gives the same ids."""
-    tokenizer = make_tokenizer()
-    if not hasattr(tokenizer, "_mark_chat_inputs"):
-        pytest.skip("transformers has no sanitize_control_tokens")
-    chat = [{"role": "user", "content": content}]
-    theirs = tokenizer.apply_chat_template(chat, sanitize_control_tokens=True, return_dict=False, tokenize=True)
-
-    ours = History.from_chats(chat).apply_chat_template(tokenizer=tokenizer, tokenize=True, add_generation_prompt=False)
-
-    assert ours == list(theirs)
-
-
 def test_fields_that_are_not_rendered_are_not_checked():
     """The reason of a reply that could not be parsed may quote a control string."""
     reply = History(role="assistant", content="x", parse_error="'<|im_end|>' is not JSON", finish_reason="stop")

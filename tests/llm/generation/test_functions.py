@@ -195,17 +195,6 @@ def test_the_tree_has_the_end_of_each_response(seed, count, pad_output):
     assert str(torch.cat([tokens, tokens])[3].is_complete) == str(tokens[0].is_complete)
 
 
-def test_one_prompt_without_a_batch():
-    """A tree of batch size () gives a response of its own."""
-    lm, params, buffers = causal_lm(make("llama"))
-    td = TensorDict({"tokens": Tokens(prompt=torch.tensor([3, 4, 5]))}, [])
-
-    out = generate(lm, params, td, buffers=buffers, max_new_tokens=2)
-    assert out["tokens"].full.shape == (5,)
-    assert out["tokens"].is_complete.shape == ()
-    assert out["log_probs"].behaviour is None
-
-
 TD = padded([3, 2])[0]
 REFUSED = [
     (TD, {"temperature": 1.0}, ValueError, "a random key for each response"),

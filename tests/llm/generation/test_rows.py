@@ -8,8 +8,7 @@ import transformers as hf
 
 from tdfunc import random
 from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens, score_ids
-from tdfunc.llm.generation import probe
-from tdfunc.llm.generation.probe import Way, find_way
+from tdfunc.llm.generation.probe import find_way
 from tests.helpers import quick
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
@@ -108,36 +107,6 @@ def test_families_that_read_pads_are_batched_by_length():
     rows = prompts([9, 3, 9, 1])
     for row, response in zip(rows, generate_tokens(lm, params, rows, parse(), buffers=buffers), strict=True):
         assert torch.equal(response.tokens, hf_greedy(model, row, max_new_tokens=8))
-
-
-def test_the_proof_finds_a_family_without_a_cache():
-    """Without a cache that the model takes, all tokens are read at each step, and the tokens are the same."""
-    lm, params, buffers = causal_lm(make("llama"))
-    rows = prompts([5, 2])
-    expected = generate_tokens(lm, params, rows, parse(), buffers=buffers)
-
-    copy = lm.train(False)
-    probe._FOUND[copy.apply] = Way(padded=False, cached=False)
-    for a, b in zip(generate_tokens(copy, params, rows, parse(), buffers=buffers), expected, strict=True):
-        assert torch.equal(a.tokens, b.tokens)
-        assert torch.allclose(a.log_probs, b.log_probs, atol=1e-5)
-
-
-class Careless(hf.LlamaForCausalLM):
-    """A model that uses its cache rightly only where it is given a mask."""
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
-        """Read tokens; without a mask at wrong positions."""
-        if attention_mask is None and past_key_values is not None:
-            position_ids = torch.zeros_like(input_ids)
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **options)
-
-
-def test_the_proof_covers_rows_without_pads():
-    """A cache that is right for padded rows alone is not used."""
-    lm, params, buffers = causal_lm(Careless(hf.LlamaConfig(**FAMILIES["llama"][1])))
-
-    assert find_way(lm, params, buffers, 20) == (False, False)
 
 
 MAMBA = {

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from tdfunc.llm import (
     score,
     score_ids,
 )
-from tdfunc.llm.scoring.head import Head, chosen_log_probs
+from tdfunc.llm.rows.packing import bins, equal_lengths
 from tdfunc.llm.scoring.ids import logits_of_ids
 from tdfunc.llm.scoring.model import PACKING
 from tests.helpers import examples
@@ -127,35 +126,10 @@ def test_random_rows(lengths, seed, data):
         check_rows(model, found, ids, mask, temperature)
 
 
-class Counted:
-    """An apply that keeps the shapes of the tokens that it was run on."""
-
-    def __init__(self, apply):
-        self.apply, self.shapes = apply, []
-
-    def call(self, params, args, **options):
-        """Run it."""
-        self.shapes.append(tuple(args[1].shape))
-        return self.apply.call(params, args, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "packed", "shapes"),
-    [
-        ("llama", False, [(6, 9)]),
-        ("llama", True, [(3, 9)]),
-        ("bloom", False, [(6, 9)]),
-        ("bloom", True, [(1, 1), (1, 3), (2, 5), (1, 9)]),
-    ],
-)
-def test_the_number_of_runs(name, packed, shapes):
-    """One for all rows, in bins if these are packed; one for each length where a family cannot pack."""
-    lm, params, buffers = causal_lm(make(name))
-    lm = dataclasses.replace(lm.with_options(packed=packed), apply=Counted(lm.apply))
-
-    score_ids(lm, params, *rows([9, 5, 5, 3, 1, 0], 9, seed=15), buffers=buffers)
-
-    assert lm.apply.shapes == shapes
+def test_rows_share_bins_or_lengths():
+    """No bin is longer than the longest row, and rows without tokens are left out."""
+    assert bins([9, 5, 5, 3, 1, 0]) == [[0], [1, 3, 4], [2]]
+    assert equal_lengths([9, 5, 5, 3, 1, 0]) == [[4], [3], [1, 2], [0]]
 
 
 def test_the_page_has_the_table_of_packing():
@@ -226,63 +200,6 @@ def test_gradients(name, tolerance):
     members = torch.vmap(lambda p: score_ids(lm, p, ids, mask, buffers=buffers).log_probs)(stacked)
     single = score_ids(lm, stacked[1], ids, mask, buffers=buffers).log_probs
     torch.testing.assert_close(members[1], single, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_adapters_under_vmap():
-    """Gradients over low-rank adapters, a tree of their own: of all at once, and of each sample, those of a loop."""
-    lm, params, buffers = causal_lm(make("llama").double())
-    ids, mask = rows([7, 5], 8, seed=4)
-    td = TensorDict({"tokens": Tokens(full=ids, batch_size=[2]), "attention_mask": mask}, [2])
-    draw, paths = torch.Generator().manual_seed(0), [path for path in params.paths() if "q_proj" in path]
-
-    def normal(*size):
-        return torch.randn(3, *size, generator=draw, dtype=torch.float64)
-
-    pairs = {
-        path: {"a": normal(2, params[path].shape[1]), "b": normal(params[path].shape[0], 2) / 10} for path in paths
-    }
-    adapters = TensorDict({".".join(path): pair for path, pair in pairs.items()}, [3])
-
-    def loss(adapter, td):
-        whole = params
-        for path in paths:
-            part = adapter[".".join(path)]
-            whole = whole.set(path, params[path] + part["b"] @ part["a"])
-        found = score(lm, whole, td, buffers=buffers)["log_probs"]
-        return -found.full.sum()
-
-    alone = []
-    for adapter in adapters.unbind(0):
-        live = adapter.apply(lambda x: x.clone().requires_grad_())
-        loss(live, td).backward()
-        alone.append(live.apply(lambda x: x.grad))
-
-    found = torch.vmap(torch.func.grad(loss), (0, None))(adapters, td)
-    each = torch.vmap(torch.func.grad(lambda a, row: loss(a, row.unsqueeze(0))), (None, 0))(adapters[0], td)
-    assert len(paths) == 2
-    assert all([float(leaf.abs().max()) > 1e-3 for leaf in found.leaves()])
-    tdf.assert_close(found, torch.stack(alone), rtol=1e-4, atol=1e-4)
-    tdf.assert_close(each.apply(lambda x: x.sum(0), batch_size=[]), alone[0], rtol=1e-4, atol=1e-4)
-
-
-def test_second_derivatives():
-    """The derivative of a gradient is that of whole logits."""
-    lm, params, buffers = causal_lm(make("gpt2", attn_implementation="eager").double())
-    ids, mask = rows([6, 4], 6, seed=4)
-    direction = params.apply(torch.randn_like)
-
-    def along(loss):
-        return torch.func.grad(lambda p: sum((torch.func.grad(loss)(p) * direction).sum().leaves()))(params)
-
-    def total(p):
-        return score_ids(lm.with_options(chunk_size=3), p, ids, mask, buffers=buffers).log_probs.sum()
-
-    def whole(p):
-        found = logits_of_ids(lm, p, ids, mask, buffers=buffers)
-        return (found.log_probs.log_softmax(-1).gather(-1, ids[..., None])[..., 0] * found.mask).sum()
-
-    tdf.assert_close(along(total), along(whole), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.slow
@@ -372,19 +289,6 @@ def test_no_tensor_of_all_logits():
         score_ids(lm.with_options(chunk_size=32), live, ids, mask, buffers=buffers).log_probs.sum().backward()
 
     assert max(sizes) < 8 * 40 * VOCAB
-
-
-def test_the_peak_is_one_chunk_of_logits():
-    """All that the log-probs of chosen tokens allocate at a time, temporary tensors of operations included."""
-    hidden, weight, size = torch.randn(256, 8), torch.randn(1000, 8), 32
-    ids = torch.randint(1000, (256, 1))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        chosen_log_probs(Head(), hidden, (weight, None), ids, chunk_size=size)
-    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
-    live = list(itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
-
-    chunk = size * 1000 * 4
-    assert chunk <= max(live) < 1.2 * chunk
 
 
 # -- trees ------------------------------------------------------------------------------------------------------
