@@ -37,7 +37,7 @@ UNPACKED = ("falcon, alibi", "bloom", "gpt_oss", "lfm2", "qwen3_next", "qwen3_5"
 # Those that are packed well, too, but that nobody needs.
 UNLISTED = ("granite", "cohere")
 MASKED = ("opt", "falcon")
-QUICK = ("llama", "gpt2", "opt", "gemma2, window")
+QUICK = ("llama", "gpt2", "opt", "gemma2, window", "bloom")
 
 
 def rows(lengths, width, seed):
