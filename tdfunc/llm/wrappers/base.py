@@ -73,20 +73,6 @@ class _Option:
         )
 
 
-def _check_layout(lead: Size, layout: torch.layout | None) -> None:
-    """Raise if nested tensors cannot have the batch size.
-
-    Raises:
-        UnsupportedError: The batch size has several dimensions.
-    """
-    if layout is not None and len(lead) > 1:
-        raise UnsupportedError(
-            "layout: nested tensors have one batch dimension.",
-            got=f"batch size {list(lead)}",
-            hint="layout=None returns lazy stacks; td.reshape(-1) has one dimension, num_samples= adds one.",
-        )
-
-
 class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     """A language model as a module of trees: it generates responses, or scores conversations.
 
@@ -300,7 +286,6 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
         """Return the outputs of scoring, by their kinds; the record that was read does not change."""
         lead, mode = td._batch_size, self.input_mode
-        _check_layout(lead, None if self.pad_output else self.layout)
         inputs = self._reader.read(td, "full")
         rows = self._score_rows(td, inputs, training, key)
         padded = self.pad_output or not rows
@@ -449,7 +434,6 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         inputs = self._reader.read(td, "prompt")
         options, count = self._generation, self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
-        _check_layout(lead, None if self.pad_output else self.layout)
         responses = self._draw_rows([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
         prompts = [row for row in inputs.rows for _ in range(count)]
         values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}
