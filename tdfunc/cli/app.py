@@ -10,7 +10,7 @@ import typer
 from tdfunc.cli.average import average_files
 from tdfunc.cli.convert import Part, Target, rewrite
 from tdfunc.cli.diff import diff as run_diff
-from tdfunc.cli.merging.config import find_methods, from_options, read_config
+from tdfunc.cli.merging.config import from_options, read_config
 from tdfunc.cli.merging.run import merge_files
 from tdfunc.cli.numbers import Tolerance
 from tdfunc.cli.output import Table, print_table
@@ -224,7 +224,6 @@ def merge(
     base: Annotated[str | None, typer.Option(help="The model that the others come from.")] = None,
     weight: Annotated[list[float] | None, typer.Option(help="The weight of a model, in their order; repeated.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method: density=0.5.")] = None,
-    methods: Annotated[str | None, typer.Option(help="A mapping with further methods, MODULE:NAME.")] = None,
     seed: Annotated[int, typer.Option(help="The seed of methods that use random numbers.")] = 0,
     dtype: Dtype = None,
     to: To = None,
@@ -232,25 +231,22 @@ def merge(
     force: Force = False,
 ) -> None:
     """Merge models leaf by leaf, with a method and weights or with a configuration file of mergekit."""
-    known = find_methods(methods)
     if (config is None) == (method is None) or (config is not None and bool(paths or base or weight or option)):
         raise typer.BadParameter("--config FILE, or --method NAME with models, must be given.", param_hint="--config")
     if config is not None:
         with open(config, encoding="utf-8") as file:
-            recipe = read_config(file.read(), known)
+            recipe = read_config(file.read())
     else:
-        recipe = from_options(str(method), paths or [], base, weight, option or [], known)
+        recipe = from_options(str(method), paths or [], base, weight, option or [])
     if dtype is not None:
         recipe = replace(recipe, out_dtype=dtype)
     merge_files(recipe, _target(out, to, max_shard_size, force), seed=seed)
 
 
 @app.command("methods")
-def list_methods(
-    methods: Annotated[str | None, typer.Option(help="A mapping with further methods, MODULE:NAME.")] = None,
-) -> None:
+def list_methods() -> None:
     """Show the methods of `merge`: definitions, options and papers."""
-    print_table(Table(HEADER, rows(find_methods(methods))))
+    print_table(Table(HEADER, rows()))
 
 
 def _target(out: str, to: Format | None, max_shard_size: str | None, force: bool) -> Target:

@@ -1,7 +1,7 @@
 """The merging methods by name, and their table.
 
-The mapping cannot be changed. For more methods make a new mapping, `{**METHODS, "mine": mine}`, and give it to the
-functions that take `methods=`. So no import changes the meaning of a name elsewhere.
+The mapping cannot be changed. For more methods make a new mapping, `{**METHODS, "mine": mine}`, and give it to `table`.
+So no import changes the meaning of a name elsewhere.
 """
 
 from collections.abc import Mapping

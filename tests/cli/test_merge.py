@@ -10,7 +10,7 @@ import yaml
 import tdfunc as tdf
 from tests.cli.helpers import run
 from tests.cli.test_main import peak_bytes
-from tests.weights.matrix import METHODS, options_of
+from tests.weights.matrix import options_of
 
 D = 4
 KINDS = ["full_attention", "sliding_attention", "conv"]
@@ -56,9 +56,9 @@ def merge_file(folder, doc, *options):
     return tdf.load(folder / "out")
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("method", tdf.weights.METHODS.values(), ids=tdf.weights.METHODS)
 def test_options_give_the_merge_in_memory(method, tmp_path, models):
-    """Each method, one that was added too, writes the tree that it returns for the models; its checksums fit."""
+    """Each method writes the tree that it returns for the models; its checksums fit."""
     names = list("bc")[: method.most or 2]
     weights = [0.3, 0.6][: len(names)]
     options = options_of(method)
@@ -67,10 +67,8 @@ def test_options_give_the_merge_in_memory(method, tmp_path, models):
     given += [part for w in weights for part in ("--weight", w)]
     given += [] if method.base == "unused" else ["--base", tmp_path / "a"]
 
-    result = run(
-        *("merge", *(tmp_path / name for name in names), "-o", tmp_path / "out", "--method", method.name, *given),
-        *("--methods", "tests.weights.matrix:METHODS", "--seed", 7),
-    )
+    models_given = [tmp_path / name for name in names]
+    result = run("merge", *models_given, "-o", tmp_path / "out", "--method", method.name, *given, "--seed", 7)
 
     assert result.code == 0, result.err
     base = None if method.base == "unused" else models["a"]
@@ -321,7 +319,7 @@ def test_memory_does_not_grow_with_the_models(tmp_path):
 
 
 def test_the_methods_are_listed():
-    """`methods` has a row for each, one that was added too."""
-    shown = run("methods", "--methods", "tests.weights.matrix:METHODS").out
+    """`methods` has a row for each."""
+    shown = run("methods").out
 
-    assert [line.split()[0] for line in shown.splitlines()[1:]] == list(METHODS)
+    assert [line.split()[0] for line in shown.splitlines()[1:]] == list(tdf.weights.METHODS)

@@ -1,8 +1,6 @@
 """A configuration file of mergekit as data: models, layers, a method and parameters."""
 
-import importlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +8,7 @@ from typing import Any, NamedTuple
 from tdfunc.cli.output import safe
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.weights.method import Method
-from tdfunc.weights.methods import METHODS, Methods
+from tdfunc.weights.methods import METHODS
 
 # Any: numbers, bools, texts, lists of them, and lists of {filter, value}.
 Settings = Mapping[str, Any]
@@ -57,7 +55,7 @@ class Config:
         return list(dict.fromkeys(path for path in every if path is not None))
 
 
-def read_config(text: str, methods: Methods) -> Config:
+def read_config(text: str) -> Config:
     """Read the YAML of a configuration.
 
     Raises:
@@ -71,7 +69,7 @@ def read_config(text: str, methods: Methods) -> Config:
     found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise error(ValueError, "merge: the configuration must be a mapping.", got=type(found).__name__)
-    return make_config(found, methods)
+    return make_config(found)
 
 
 def from_options(
@@ -80,7 +78,6 @@ def from_options(
     base: str | None,
     weights: Sequence[float] | None,
     options: Sequence[str],
-    methods: Methods,
 ) -> Config:
     """Return the merge that the options of the command line describe.
 
@@ -88,7 +85,7 @@ def from_options(
         ValueError: The method is unknown, or there are not as many weights as models.
         UnsupportedError: The method does not have an option.
     """
-    method = _method(name, methods)
+    method = _method(name)
     factors = [1.0] * len(paths) if weights is None else list(weights)
     if not paths or len(factors) != len(paths):
         what = "merge: each model must have a --weight."
@@ -105,25 +102,13 @@ def from_options(
     return Config(method, base, {"": [Slice(inputs, base, {})]}, {}, settings)
 
 
-def find_methods(place: str | None) -> Methods:
-    """Return the methods, with the methods of a mapping `MODULE:NAME`, which is imported."""
-    if place is None:
-        return METHODS
-    module, _, name = place.partition(":")
-    sys.path.insert(0, "")
-    try:
-        return {**METHODS, **getattr(importlib.import_module(module), name)}
-    finally:
-        sys.path.remove("")
+def _method(name: Any) -> Method[...]:
+    if name not in METHODS:
+        raise error(ValueError, "merge: the method must be known.", expected=", ".join(METHODS), got=repr(name))
+    return METHODS[name]
 
 
-def _method(name: Any, methods: Methods) -> Method[...]:
-    if name not in methods:
-        raise error(ValueError, "merge: the method must be known.", expected=", ".join(methods), got=repr(name))
-    return methods[name]
-
-
-def make_config(doc: Mapping[str, Any], methods: Methods) -> Config:
+def make_config(doc: Mapping[str, Any]) -> Config:
     """Return the merge that the entries of a configuration describe."""
     known = ("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype")
     entries = _only("the configuration", doc, *known, "tokenizer", "tokenizer_source")
@@ -134,7 +119,7 @@ def make_config(doc: Mapping[str, Any], methods: Methods) -> Config:
             "merge: one of models, slices and modules is required.",
             got=", ".join(kinds) or None,
         )
-    method = _method(entries.get("merge_method"), methods)
+    method = _method(entries.get("merge_method"))
     base = _model(entries["base_model"]) if entries.get("base_model") is not None else None
     modules = entries["modules"] if kinds == ["modules"] else {"": {kinds[0]: entries[kinds[0]]}}
     if not isinstance(modules, dict):
