@@ -160,9 +160,9 @@ def test_the_disk_has_the_contents_before_the_name_and_the_name_at_the_end(name,
 
 
 def test_a_lock_that_is_kept(tmp_path, monkeypatch):
-    """A save that waits too long for another one names the process, and writes nothing."""
+    """A save that waits too long for another one names the folder, and writes nothing."""
     monkeypatch.setattr(commit, "_WAIT_S", 0.05)
-    with commit.locked(str(tmp_path)), pytest.raises(TimeoutError, match=rf"{tmp_path}[\s\S]*process {os.getpid()} \("):
+    with commit.locked(str(tmp_path)), pytest.raises(TimeoutError, match=str(tmp_path)):
         save(OLD, tmp_path, max_shard_size=100)
 
     assert os.listdir(tmp_path) == []

@@ -141,8 +141,7 @@ def locked(folder: str) -> Generator[int, None, None]:
                         TimeoutError,
                         f"save {folder}: another process must end its save first; nothing was written.",
                         expected=f"the lock of the folder within {_WAIT_S:.0f} s",
-                        got=", ".join(_find_users(fd)) or "a process that cannot be seen from here",
-                        hint="end that process if it saves nothing: its lock goes with it.",
+                        hint="`fuser FOLDER` shows the processes; the lock of one goes with it.",
                     ) from None
                 time.sleep(_LOOK_S)
                 continue
@@ -151,17 +150,6 @@ def locked(folder: str) -> Generator[int, None, None]:
                 pass
             break
         yield fd
-
-
-def _find_users(fd: int) -> Generator[str, None, None]:
-    """Yield the processes that have a folder open, as Linux lists them."""
-    own = f"/proc/{os.getpid()}/fd/{fd}"
-    for process in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        with suppress(OSError):
-            links = [f"/proc/{process}/fd/{name}" for name in os.listdir(f"/proc/{process}/fd")]
-            if any(link != own and os.readlink(link) == os.readlink(own) for link in links):
-                with open(f"/proc/{process}/comm") as file:
-                    yield f"process {process} ({file.read().strip()})"
 
 
 def _open_folder(folder: str) -> Descriptor:
