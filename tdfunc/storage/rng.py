@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +12,17 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import TreeStructureError, UnsupportedError, error
 from tdfunc.core.nontensor import NonTensorData
 
-AnyGenerator: TypeAlias = "Generator | np.random.Generator | random.Random"
 _GLOBAL = frozenset(("torch", "cuda", "python", "numpy"))
 
 
-def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
+def get_rng_state(**generators: Generator) -> TensorCollection:
     """Return the state of the global random generators and of others, as a tree that can be saved.
 
-    The global generators are torch's for the CPU and for each CUDA device in use, Python's and numpy's.
+    The global generators are torch's for the CPU and for each CUDA device in use, Python's and numpy's. The state of a
+    generator of numpy, `generator.bit_generator.state`, is a plain object that a tree can contain.
 
     Args:
-        generators: Further generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`.
+        generators: Further generators of torch by name.
 
     Returns:
         A tree with the entries `torch`, `cuda`, `python` and `numpy`, and one for each given generator.
@@ -52,10 +52,10 @@ def get_rng_state(**generators: AnyGenerator) -> TensorCollection:
             "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
         },
     }
-    return TensorCollection._open(found | {name: _read(generator) for name, generator in generators.items()})
+    return TensorCollection._open(found | {name: own.get_state() for name, own in generators.items()})
 
 
-def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
+def set_rng_state(state: TensorCollection, **generators: Generator) -> None:
     """Restore the state of the global generators and of others.
 
     Args:
@@ -83,7 +83,7 @@ def set_rng_state(state: TensorCollection, **generators: AnyGenerator) -> None:
         raise
 
 
-def _write(state: TensorCollection, generators: Mapping[str, AnyGenerator]) -> None:
+def _write(state: TensorCollection, generators: Mapping[str, Generator]) -> None:
     what = "global generators"
     try:
         cuda, numpy = state._data["cuda"]._data, state._data["numpy"]._data
@@ -100,13 +100,8 @@ def _write(state: TensorCollection, generators: Mapping[str, AnyGenerator]) -> N
         random.setstate(_python_state(state._data["python"]))
         np.random.set_state((numpy["kind"].data, numpy["keys"].cpu().numpy(), *numpy["rest"].data))
         for name, generator in generators.items():
-            what, own = f"generator {name}, a {type(generator).__name__}", state._data[name]
-            if isinstance(generator, Generator):
-                generator.set_state(_bytes(own))
-            elif isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = own._data["numpy"].data
-            else:
-                generator.setstate(_python_state(own))
+            what = f"generator {name}"
+            generator.set_state(_bytes(state._data[name]))
     except UnsupportedError:
         raise
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
@@ -115,14 +110,6 @@ def _write(state: TensorCollection, generators: Mapping[str, AnyGenerator]) -> N
             expected="the state that get_rng_state returned for it",
             got=f"{type(err).__name__}: {err}"[:300],
         ) from err
-
-
-def _read(generator: AnyGenerator) -> Any:
-    if isinstance(generator, Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return {"numpy": NonTensorData(_plain(generator.bit_generator.state))}
-    return _describe_python(generator.getstate())
 
 
 def _describe_python(state: tuple[Any, ...]) -> dict[str, Any]:
@@ -142,12 +129,3 @@ def _python_state(state: TensorCollection) -> tuple[int, tuple[int, ...], float 
 def _bytes(state: torch.Tensor) -> torch.Tensor:
     # A copy, because torch keeps the given tensor.
     return state.detach().cpu().clone()
-
-
-def _plain(value: Any) -> Any:
-    """Return a bit generator's state with lists for arrays, which numpy accepts."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return value.item() if isinstance(value, np.generic) else value
