@@ -177,7 +177,6 @@ TREES = {
     "a sub-tree that is not there": tree(node("wt", [0, {"tree": 1}])),
     "a sub-tree in itself": tree(node("wt", [0, {"tree": 0}])),
     "a sub-tree twice": tree(node("wtu", [0, {"tree": 1}, {"tree": 1}]), node()),
-    "a sub-tree that is a value": tree(node("wt", [0, {"tree": 1, "value": 1}]), node()),
     "keys of no list": '{"specs":[["F32",[2]]],"nodes":[{"keys":"w","items":[0]}],"ties":[]}',
     "a cycle": tree(node("w", [0]), node("t", [{"tree": 2}]), node("t", [{"tree": 1}])),
     "a node outside": tree(node("w", [0]), node()),
@@ -210,7 +209,6 @@ TREES = {
     "an unknown flag": tree(node("w", [[0, "?"]])),
     "a device without values": tree(node("w", [0], device="meta")),
     "a number that only a class has": tree(node("w", [0], own=0)),
-    "a text that only a class has": tree(node("w", [0], own="x")),
     "no description": {},
     "nodes of a number": {"specs": [], "nodes": 3, "ties": []},
     "a tie in a tree in itself": tree(

@@ -205,15 +205,16 @@ def test_copy_on_write_by_default(tmp_path):
 
 
 def test_r_plus_writes_reach_the_file(tmp_path):
-    """Writes to leaves that are mapped with `r+` reach the file."""
+    """Writes to leaves that are mapped with `r+` reach the file, and all who have its pages mapped."""
     flat().memmap(tmp_path / "d")
+    private = TensorDict.load_memmap(tmp_path / "d")
 
     TensorDict.load_memmap(tmp_path / "d", mode="r+").at[1].set_(
         {"a": torch.full((2,), 9.0), "n": {"b": 7.0}, "s": "text"}
     )
 
     back = TensorDict.load_memmap(tmp_path / "d")
-    assert back["a"].tolist() == [[0, 1], [9, 9], [4, 5]]
+    assert back["a"].tolist() == private["a"].tolist() == [[0, 1], [9, 9], [4, 5]]
     assert back["n", "b"].tolist() == [1, 7, 1]
 
 
