@@ -98,24 +98,6 @@ def calls_of(folder):
     return calls
 
 
-@pytest.mark.slow
-def test_a_killed_worker_of_a_pool(tmp_path):
-    """Four processes, one of which is killed: all members go on from their last checkpoint."""
-    work, state = Deadly(tmp_path, members=(40,)), torch.get_rng_state()
-    options = {"folder": tmp_path / "run", "block": BLOCK}
-    found = sweep.train_blocks(begin(), work, RUNGS, num_workers=4, **options)
-
-    check(found)
-    assert torch.equal(torch.get_rng_state(), state)
-    calls = calls_of(tmp_path)
-    assert sorted(calls) == list(range(0, MEMBERS, BLOCK))
-    assert all(rungs == sorted(rungs) and set(rungs) == set(range(RUNGS)) for rungs in calls.values())
-    assert calls[32].count(1) > 1
-    # All are trained.
-    assert_same(sweep.train_blocks(begin(), work, RUNGS, **options)[0], found[0])
-    assert calls_of(tmp_path) == calls
-
-
 def _work(rank, folder):
     found = sweep.train_blocks(begin(), Deadly(folder, members=(40, 200)), RUNGS, folder=folder / "run", block=BLOCK)
     check(found)

@@ -170,18 +170,6 @@ def test_safetensors_reads_the_same_bytes(case, tmp_path):
     assert all(same_bytes(value, tree[key].detach()) for key, value in plain.items())
 
 
-@pytest.mark.parametrize("way", [single, shards, handle, manager, memmap])
-def test_stacks_of_a_class_are_of_it(way, tmp_path):
-    """A lazy stack of a user's class is an instance of the class again."""
-    back = way(ragged(), tmp_path)
-
-    for stack in (back["typed"], *back["two"].trees):
-        assert isinstance(stack, Point)
-        assert isinstance(stack, LazyStack)
-        assert [part.note for part in stack.trees] == ["é", "é"]
-    assert type(back["point"]) is Point
-
-
 def test_stacks_without_their_class(tmp_path):
     """With `classes=TensorDict` a stack of typed trees is a stack of plain ones."""
     back = single(ragged(), tmp_path)
