@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
-from tdfunc.storage.disk.progress import progress_bar
 from tdfunc.storage.disk.ranks import find_sharded
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, find, is_remote
@@ -33,7 +31,6 @@ def save(
     *,
     max_shard_size: int | str | None = None,
     fsync: bool = True,
-    progress: bool = False,
 ) -> None:
     """Save a tree to a safetensors file or to a folder of shards.
 
@@ -62,12 +59,10 @@ def save(
             its own shard.
         fsync: Wait until the data is on the disk. Without it, a power failure can undo the save; a crash of the program
             cannot.
-        progress: Show a progress bar. Requires tqdm.
 
     Raises:
         ValueError: `path` has a different suffix, or `max_shard_size` is not a size or `path` not a folder for shards.
-        UnsupportedError: A leaf or value cannot be stored unchanged; the message names it and nothing is written. Also
-            if `progress=True` and tqdm is missing.
+        UnsupportedError: A leaf or value cannot be stored unchanged; the message names it and nothing is written.
         OSError: Writing failed, for example because the disk is full. The old checkpoint is unchanged and no partial
             file remains. Once the new checkpoint is in place, an error is a `RuntimeWarning`.
         TimeoutError: Another process kept the lock of the folder.
@@ -86,7 +81,7 @@ def save(
     if max_bytes is None and not is_remote(target) and find_sharded(tree) is not None:
         save_by_ranks(tree, target, fsync=fsync)
         return
-    save_outline(outline(tree), target, max_bytes, fsync=fsync, progress=progress)
+    save_outline(outline(tree), target, max_bytes, fsync=fsync)
 
 
 def load(
@@ -98,7 +93,6 @@ def load(
     device: "Device | None" = None,
     classes: "Classes" = (),
     verify: bool = True,
-    progress: bool = False,
 ) -> "TensorDict":
     """Load a tree from a safetensors file, from shards with an index, or from a memmap folder.
 
@@ -129,7 +123,6 @@ def load(
             without it. A class that was defined in a script, moved or renamed is found by its qualified name, else by
             its fields, or named: `{"__main__:Batch": Batch}`. `TensorDict` loads all nodes as TensorDicts.
         verify: Read everything once and compare the checksums. Files of other programs have no checksums.
-        progress: Show a progress bar of the verified bytes. Requires tqdm.
 
     Returns:
         The saved tree, in its own class. `Class.load` returns the same with the type of the class.
@@ -145,10 +138,10 @@ def load(
         FileNotFoundError: The file does not exist, or the folder does not contain a checkpoint.
     """
     place = torch.device(device) if device is not None else None
-    return load_choice(find(path), Choice(where, like, dtype, place, classes), verify=verify, progress=progress)
+    return load_choice(find(path), Choice(where, like, dtype, place, classes), verify=verify)
 
 
-def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = False) -> Any:
+def load_choice(name: str, choice: Choice, *, verify: bool) -> Any:
     """Load the chosen part of a file, shards or a memmap folder."""
     files = RemoteFiles(name, fetch=choice.where is None) if is_remote(name) else LocalFiles()
     if is_memmap(name, files):
@@ -156,9 +149,6 @@ def load_choice(name: str, choice: Choice, *, verify: bool, progress: bool = Fal
             return narrow_tree(load_memmap(name, choice.device, classes=choice.classes), choice, name)
     contents = open_contents(name, files, verify=verify)
     try:
-        total = sum(source.size_bytes - source.begin for source in contents.sources)
-        with progress_bar(progress, total, "load") as tick:
-            mapped = not (is_remote(name) and choice.where is not None)
-            return read_tree(contents, replace(choice, tick=tick), mapped=mapped)
+        return read_tree(contents, choice, mapped=not (is_remote(name) and choice.where is not None))
     finally:
         contents.close()

@@ -19,7 +19,6 @@ from tdfunc import (
     LeafMismatchError,
     TensorDict,
     TreeStructureError,
-    UnsupportedError,
     lazy_stack,
     partition,
 )
@@ -180,26 +179,6 @@ def test_memmap_folders(tmp_path):
     assert load(tmp_path / "m", dtype=torch.float16)["a"].dtype == torch.float16
     with pytest.raises(LeafMismatchError, match=r"a: expected \[3\], got \[2, 3\]"):
         load(tmp_path / "m", like={"a": torch.ones(3), "b": {"i": torch.arange(2)}})
-
-
-def test_progress(tmp_path, capsys):
-    """The bars of `save` and `load` come to their end."""
-    tree = TensorDict({"a": torch.ones(1000), "b": torch.ones(30_000)})
-    save(tree, tmp_path / "t.safetensors", progress=True)
-    save(tree, tmp_path / "shards", max_shard_size=5000, progress=True)
-    assert capsys.readouterr().err.count("100%") == 2
-
-    load(tmp_path / "t.safetensors", progress=True)
-    assert "100%" in capsys.readouterr().err
-
-
-def test_progress_without_tqdm(tmp_path, monkeypatch):
-    """A missing package is named, and nothing is written."""
-    monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
-
-    with pytest.raises(UnsupportedError, match=r"progress=True needs tqdm[\s\S]*pip install"):
-        save(TensorDict({"a": torch.ones(1)}), tmp_path / "t.safetensors", progress=True)
-    assert not (tmp_path / "t.safetensors").exists()
 
 
 @pytest.mark.parametrize("stored", [["a"], ["b"], ["a", "b"]])

@@ -39,8 +39,6 @@ class SavePlan(NamedTuple):
 
     files: list[FilePlan]
     names: list[str]
-    # Of the leaves.
-    size_bytes: int
     # Returns the bytes of the index, given the digest of each shard's header.
     render: Callable[[Sequence[str]], bytes] | None = None
 
@@ -62,9 +60,8 @@ def plan_save(
     Raises:
         UnsupportedError: A leaf is without memory to read, or a header is too long; nothing was written.
     """
-    size_bytes = sum([spec.size_bytes for spec in outline.specs])
     if max_bytes is None:
-        return SavePlan([_plan_file(outline, digests, values)], [], size_bytes)
+        return SavePlan([_plan_file(outline, digests, values)], [])
     # A leaf that is larger than a shard gets its own shard.
     groups: list[list[int]] = [[]]
     used = 0
@@ -78,6 +75,7 @@ def plan_save(
     generation, count = secrets.token_hex(4), len(groups)
     names = [f"model-{generation}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     homes = {i: name for name, group in zip(names, groups, strict=True) for i in group}
+    size_bytes = sum([spec.size_bytes for spec in outline.specs])
 
     def index(headers: Sequence[str]) -> bytes:
         shards = dict(zip(names, headers, strict=True))
@@ -94,7 +92,7 @@ def plan_save(
         )
         for group in groups
     ]
-    return SavePlan([_plan_file(part, digests, values) for part in parts], names, size_bytes, index)
+    return SavePlan([_plan_file(part, digests, values) for part in parts], names, index)
 
 
 def _plan_file(outline: Outline, digests: Mapping[str, str] | None, values: Values | None) -> FilePlan:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping
 
 from tdfunc.core.errors import error
-from tdfunc.storage.disk.progress import progress_bar
 from tdfunc.storage.disk.remote import as_name, is_remote
 from tdfunc.storage.safetensors.plan import Values, as_bytes, plan_save
 from tdfunc.storage.safetensors.write import commit
@@ -50,12 +49,9 @@ def save_outline(
     fsync: bool,
     digests: Mapping[str, str] | None = None,
     values: Values | None = None,
-    progress: bool = False,
 ) -> None:
     """Write an outlined tree as one file or as shards of `max_bytes`; a leaf with a digest must still have it.
 
     With `values`, a function that returns the bytes of each leaf, the leaves do not need values.
     """
-    plan = plan_save(out, max_bytes, digests, values)
-    with progress_bar(progress, plan.size_bytes, "save") as tick:
-        commit(plan, target, fsync=fsync, tick=tick)
+    commit(plan_save(out, max_bytes, digests, values), target, fsync=fsync)

@@ -13,7 +13,6 @@ from tdfunc.core.errors import MissingKeyError, UnsupportedError, error
 from tdfunc.core.keys import FilterLike, dotted, unravel
 from tdfunc.core.types import Device, NestedKey, Path
 from tdfunc.ops.base.reading import get_value, has
-from tdfunc.storage.disk.progress import progress_bar
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalBytes, LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.safetensors.contents import Contents, Leaf, open_contents
@@ -165,7 +164,6 @@ class SavedTree:
         dtype: torch.dtype | None = None,
         device: "Device | None" = None,
         classes: "Classes | None" = None,
-        progress: bool = False,
     ) -> "TensorDict":
         """Read the (sub-)tree, or the leaves that a filter chooses, with the options of `tdfunc.load`."""
         place = self._choice.device if device is None else torch.device(device)
@@ -173,13 +171,10 @@ class SavedTree:
         sources = self._contents.sources
         # The whole file is mapped; of parts, no more than they are is read.
         mapped = not self._at and where is None and all(isinstance(source.data, LocalBytes) for source in sources)
-        plan = self._contents.plan
-        total = sum(plan.specs[i].size_bytes for i in plan.leaves_below(self._root)) if progress else 0
-        with progress_bar(progress, total, "load") as tick:
-            choice = Choice(where, like, dtype, place, classes, tick)
-            # Any: the file decides the class of the tree.
-            tree: Any = read_tree(self._contents, choice, root=self._root, mapped=mapped)
-            return tree
+        choice = Choice(where, like, dtype, place, classes)
+        # Any: the file decides the class of the tree.
+        tree: Any = read_tree(self._contents, choice, root=self._root, mapped=mapped)
+        return tree
 
     def spec(self) -> "TensorDict":
         """Return the (sub-)tree on the meta device: everything except the values."""

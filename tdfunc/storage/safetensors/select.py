@@ -1,6 +1,6 @@
 """The part of a checkpoint that is read: leaves that a filter chooses, compared with a spec and cast to a dtype."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,8 +40,6 @@ class Choice:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     classes: Classes = ()
-    # Called with the bytes of each leaf that was read.
-    tick: Callable[[int], object] | None = None
     # Copy leaves without the alignment of torch's memory: sums and products of them may be rounded differently.
     aligned: bool = False
 
@@ -165,7 +163,6 @@ def _read_file(
 ) -> list[Tensor]:
     plan, places, names = contents.plan, contents.places, contents.names
     specs, begins, digests = plan.specs, places.begins, places.digests
-    tick = choice.tick
     # In the order of the file, which the disk reads ahead.
     checked = contents.verify and not all([digests[i] is None for i in mine])
     in_order = sorted(mine, key=begins.__getitem__) if checked or not mapped else ()
@@ -175,8 +172,6 @@ def _read_file(
             leaves[i] = read_leaf(source, specs[i], begins[i], names[i], digests[i])
             if i in parts:
                 leaves[i] = leaves[i][parts[i].box].clone()
-            if tick is not None:
-                tick(specs[i].size_bytes)
         return [leaves[i] for i in mine]
     assert isinstance(source.data, LocalBytes)
     data = map_bytes(source.data.fd, source.path, source.size_bytes, "c").numpy()
@@ -186,8 +181,6 @@ def _read_file(
             begin, digest = begins[i], digests[i]
             if digest is not None:
                 check_bytes(names[i], view[begin : begin + specs[i].size_bytes], digest, parts.get(i))
-            if tick is not None:
-                tick(specs[i].size_bytes)
     if len(mine) == len(specs):
         views = view_leaves(data, specs, begins)
     else:

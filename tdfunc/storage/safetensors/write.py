@@ -35,16 +35,14 @@ SMALL_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 20
 SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
 _START_BYTES = 64
-Tick = Callable[[int], object] | None
 
 
-def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = None) -> str:
+def write_file(fd: int, plan: FilePlan) -> str:
     """Write everything: the data, then the header, which holds its checksums, in front of it.
 
     Args:
         fd: An empty file.
         plan: The places of the leaves.
-        tick: Called with the bytes of each leaf that is written.
 
     Returns:
         The digest of the header.
@@ -60,8 +58,6 @@ def write_file(fd: int, plan: FilePlan, tick: Callable[[int], object] | None = N
     os.lseek(fd, len(plan.head), os.SEEK_SET)
     with torch.no_grad():
         for address, size_bytes, leaf in plan.work:
-            if tick is not None:
-                tick(size_bytes)
             if size_bytes > SMALL_BYTES or plan.values is not None:
                 write_all(fd, view[:used])
                 used = 0
@@ -140,39 +136,39 @@ def pieces(leaf: Tensor) -> Iterator[memoryview]:
             yield from pieces(part.squeeze(0) if rows == 1 else part)
 
 
-def commit(plan: SavePlan, target: str, *, fsync: bool, tick: Tick = None) -> None:
+def commit(plan: SavePlan, target: str, *, fsync: bool) -> None:
     """Write a plan to its place, a file or a folder of shards, which holds the old checkpoint or the new one."""
     if is_remote(target):
-        _upload(plan, target, tick)
+        _upload(plan, target)
     elif plan.render is not None:
-        _commit_shards(plan, target, fsync, tick)
+        _commit_shards(plan, target, fsync)
     elif os.path.basename(target) == SINGLE:
         folder = os.path.dirname(target)
         with locked(folder) as fd:
-            _replace(put_file, plan.files[0], target, fsync, tick)
+            _replace(put_file, plan.files[0], target, fsync)
             _clear(folder, [], fsync, fd, os.path.join(folder, INDEX))
     else:
-        _replace(replace_named, plan.files[0], target, fsync, tick)
+        _replace(replace_named, plan.files[0], target, fsync)
 
 
-def write_into(plan: SavePlan, folder: str, *, fsync: bool, tick: Tick = None) -> None:
+def write_into(plan: SavePlan, folder: str, *, fsync: bool) -> None:
     """Write a plan into a folder without other writers, which the caller makes durable; the index comes last."""
     paths = [os.path.join(folder, name) for name in plan.names or [SINGLE]]
-    digests = [_replace(put_file, file, path, fsync, tick) for file, path in zip(plan.files, paths, strict=True)]
+    digests = [_replace(put_file, file, path, fsync) for file, path in zip(plan.files, paths, strict=True)]
     if plan.render is not None:
         raw = plan.render(digests)
         index = os.path.join(folder, INDEX)
         put_file(index, lambda fd, _: write_all(fd, memoryview(raw)), size_bytes=len(raw), fsync=fsync)
 
 
-def _replace(put: Callable[..., None], file: FilePlan, path: str, fsync: bool, tick: Tick) -> str:
+def _replace(put: Callable[..., None], file: FilePlan, path: str, fsync: bool) -> str:
     """Write one file; return the digest of its header."""
     digests: list[str] = []
-    put(path, lambda fd, _: digests.append(write_file(fd, file, tick)), size_bytes=file.size_bytes, fsync=fsync)
+    put(path, lambda fd, _: digests.append(write_file(fd, file)), size_bytes=file.size_bytes, fsync=fsync)
     return digests[-1]
 
 
-def _commit_shards(plan: SavePlan, folder: str, fsync: bool, tick: Tick) -> None:
+def _commit_shards(plan: SavePlan, folder: str, fsync: bool) -> None:
     """Replace the checkpoint in a folder by shards; other files in it stay."""
     with suppress(FileExistsError), naming("save", folder, "the folder above must exist, and take a new one"):
         os.mkdir(folder)
@@ -185,7 +181,7 @@ def _commit_shards(plan: SavePlan, folder: str, fsync: bool, tick: Tick) -> None
                 has_single = not stat.S_ISDIR(os.lstat(single).st_mode)
             sweep(folder)
             with staged_folder(index) as place:
-                write_into(plan, place, fsync=fsync, tick=tick)
+                write_into(plan, place, fsync=fsync)
                 made = {os.path.join(place, name): os.path.join(folder, name) for name in plan.names}
                 new = os.path.join(place, INDEX)
                 copy_mode(index, new)
@@ -251,7 +247,7 @@ def remove_shards(folder: str, names: Iterable[str], own: Iterable[str], files: 
             files.remove(path)
 
 
-def _upload(plan: SavePlan, target: str, tick: Tick) -> None:
+def _upload(plan: SavePlan, target: str) -> None:
     """Upload all files, the index last; then remove those that readers would prefer or that no index names any more."""
     files = RemoteFiles(target, fetch=False)
     folder, _, name = target.rpartition("/") if plan.render is None else (target, "", "")
@@ -262,7 +258,7 @@ def _upload(plan: SavePlan, target: str, tick: Tick) -> None:
             old = read_index(index, files, verify=False)[1].files
     digests: list[str] = []
     for file, own in zip(plan.files, plan.names or [name], strict=True):
-        files.replace(f"{folder}/{own}", lambda fd, file=file: digests.append(write_file(fd, file, tick)))
+        files.replace(f"{folder}/{own}", lambda fd, file=file: digests.append(write_file(fd, file)))
     if plan.render is not None:
         raw = plan.render(digests)
         files.replace(index, lambda fd: write_all(fd, memoryview(raw)))
