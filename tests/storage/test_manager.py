@@ -393,8 +393,6 @@ def test_a_pending_step(gate, tmp_path):
     assert repr(manager) == f"CheckpointManager('{tmp_path}', 0 steps, 1 pending)"
     with pytest.raises(FileExistsError, match="step 0 exists"):
         manager.save(0, tree_of(0))
-    with pytest.raises(TimeoutError, match=r"0\.01 s(.|\n)*step-0000000000"):
-        manager.wait(timeout_s=0.01)
     gate.set()
     manager.wait()
     assert handle.done()

@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import ConcurrencyError, check_least, error, explain
+from tdfunc.core.errors import ConcurrencyError, check_least, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
@@ -269,18 +269,11 @@ class SaveQueue:
         self._saves: list[PendingSave] = []
         weakref.finalize(self, _show_unseen, self._saves, self._process)
 
-    def submit(self, path: SavedPath, prepare: Callable[[], Write], timeout_s: float | None = None) -> PendingSave:
+    def submit(self, path: SavedPath, prepare: Callable[[], Write]) -> PendingSave:
         """Wait for a place, prepare in this thread, and leave the rest to the background."""
         self.raise_failed()
         places = self._places
-        if not places.acquire(timeout=timeout_s):
-            raise error(
-                TimeoutError,
-                f"save {path}: earlier saves are still running; nothing was submitted.",
-                expected=f"a free place of {self._max_pending} within {timeout_s} s",
-                got=_names(self.pending) or "a save that is being submitted",
-                hint="save less often, or raise max_pending, which costs memory.",
-            )
+        places.acquire()
         try:
             self.raise_failed()
             save = PendingSave(path, prepare(), self)
@@ -296,14 +289,9 @@ class SaveQueue:
             _run(save)
         return save
 
-    def wait(self, timeout_s: float | None) -> None:
+    def wait(self) -> None:
         """Wait until nothing is pending; raise the first error."""
-        pending = self.pending
-        futures.wait(pending, timeout_s)
-        if not all(save.done() for save in pending):
-            raise error(
-                TimeoutError, "wait: saves are still running.", expected=f"{timeout_s} s", got=_names(self.pending)
-            )
+        futures.wait(self.pending)
         self.raise_failed()
 
     def raise_failed(self) -> None:
@@ -357,17 +345,15 @@ class WaitMethods:
     if TYPE_CHECKING:
         _queue: SaveQueue
 
-    def wait(self, *, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Wait until all saves in the background have ended, and raise the error of the first one that failed.
 
-        Args:
-            timeout_s: The largest number of seconds to wait.
+        `concurrent.futures.wait` takes the handles, and a timeout.
 
         Raises:
-            TimeoutError: Saves are still running.
             Exception: A save failed with this error, which no call has raised yet.
         """
-        self._queue.wait(timeout_s)
+        self._queue.wait()
 
     def __enter__(self) -> "Self":
         return self
@@ -376,10 +362,6 @@ class WaitMethods:
         # An error that is on its way goes first; saves that failed are shown as a warning when the queue is gone.
         if kind is None:
             self.wait()
-
-
-def _names(saves: Sequence[PendingSave]) -> str:
-    return ", ".join(str(save._path) for save in saves)
 
 
 def _show_unseen(saves: list[PendingSave], process: int) -> None:
@@ -447,7 +429,6 @@ class AsyncSaver(WaitMethods):
         max_shard_size: int | str | None = None,
         fsync: bool = True,
         copy: bool | None = None,
-        timeout_s: float | None = None,
     ) -> PendingSave:
         """Save a tree like `tdfunc.save`, in the background.
 
@@ -458,8 +439,6 @@ class AsyncSaver(WaitMethods):
             fsync: Wait (in the background) until the file is on the disk.
             copy: The leaves to copy before the call returns: all (True), none (False), or by default the leaves that
                 are likely to be written to (above).
-            timeout_s: The largest number of seconds to wait for a place if `max_pending` saves have not ended; 0 does
-                not wait.
 
         Returns:
             A handle whose `result()` waits for the save and raises its error.
@@ -467,7 +446,6 @@ class AsyncSaver(WaitMethods):
         Raises:
             ValueError: The file name has another suffix, or `max_shard_size` is not a size.
             UnsupportedError: A leaf or value cannot be stored unchanged; the message names it.
-            TimeoutError: No place was free in time. Nothing was submitted.
             Exception: An earlier save failed with this error, which no call has raised yet. Nothing was submitted.
         """
         target, max_bytes = check_target(path, max_shard_size)
@@ -478,7 +456,7 @@ class AsyncSaver(WaitMethods):
         def prepare() -> Write:
             return partial(_save_snapshot, take_snapshot(tree, copy), name, target, max_bytes, fsync)
 
-        return self._queue.submit(name, prepare, timeout_s)
+        return self._queue.submit(name, prepare)
 
     def __repr__(self) -> str:
         return f"AsyncSaver({len(self._queue.pending)} pending)"
