@@ -5,12 +5,10 @@ httpx2 makes the connections and tenacity the retries. The caller interprets req
 
 import math
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -180,9 +178,10 @@ def _refusal(response: "httpx2.Response", where: str) -> RemoteError:
     response.read()
     err = RemoteError(
         f"{where}: {response.request.url} must accept the request.",
-        got=f"{response.status_code} {response.reason_phrase}: {_message(response)}",
+        got=f"{response.status_code} {response.reason_phrase}: {response.text[:500]}",
     )
-    err.status, err.retry_after_s = response.status_code, _seconds(response.headers.get("Retry-After"))
+    seconds = response.headers.get("Retry-After", "")
+    err.status, err.retry_after_s = response.status_code, float(seconds) if seconds.isdecimal() else None
     return err
 
 
@@ -194,27 +193,3 @@ def _failure(event: dict[str, Any], where: str) -> RemoteError:
     code = found.get("code")
     err.status = code if isinstance(code, int) else None
     return err
-
-
-def _message(response: "httpx2.Response") -> str:
-    """Return the explanation in the body of a refusal."""
-    try:
-        found = response.json()
-        found = found.get("error", found.get("detail", found))
-        return str(found.get("message", found) if isinstance(found, dict) else found)
-    except (ValueError, AttributeError):
-        return response.text[:500]
-
-
-def _seconds(header: str | None) -> float | None:
-    """Return the seconds that a Retry-After header, a number or a date, is away; None without one that can be read."""
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
-        except ValueError:
-            return None
-    return max(seconds, 0.0) if math.isfinite(seconds) else None
