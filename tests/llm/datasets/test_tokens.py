@@ -1,9 +1,6 @@
 """Data sets of tokens: rows are those of the tokenizer, batches are pure, and a cache is never stale or half there."""
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -274,31 +271,6 @@ def test_threads_make_one_cache(tmp_path, made):
 
     assert found == [[ids_of(text) for text in TEXTS]] * 4
     assert made == [1]
-
-
-@pytest.mark.slow
-def test_processes_make_one_cache(tmp_path):
-    """Of two processes at once one tokenizes; both read the same rows."""
-    program = """if True:
-        import sys, time
-        from tdfunc.llm import load_tokens
-        from tdfunc.llm.datasets import tokens
-        from tests.llm.tokens import make_tokenizer
-        tokenize = tokens._tokenize
-        def slow(*args):
-            print("made", flush=True)
-            time.sleep(2)
-            return tokenize(*args)
-        tokens._tokenize = slow
-        print(load_tokens(make_tokenizer(), ["the fox", "a"], cache_dir=sys.argv[1]).batch([0])["input_ids"].tolist())
-    """
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    both = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    lines = sorted(line for process in both for line in process.communicate(timeout=120)[0].splitlines())
-
-    assert lines == [str([ids_of("the fox")])] * 2 + ["made"]
-    assert len(caches(tmp_path)) == 1
 
 
 ERRORS = [

@@ -84,28 +84,6 @@ def test_shapes_by_rank_and_option():
     assert [len(part) for part in apply["ragged"](return_dict=True, padding=True, **tokens)] == [2, 1]
 
 
-def test_padding_and_truncation():
-    """Sides, lengths, and a pad token that is not there or is the end of turn."""
-    history, none = History.from_chats(CHATS), make_tokenizer()
-    none.pad_token = None
-    for tokenizer in (make_tokenizer(), make_tokenizer(pad_token="<|im_end|>"), none):
-        rows = history.apply_chat_template(tokenizer=tokenizer, tokenize=True)
-        width = max(map(len, rows))
-        for side in ("left", "right"):
-            tree = history.apply_chat_template(
-                tokenizer=tokenizer, return_dict=True, padding="max_length", max_length=width + 2, padding_side=side
-            )
-            assert tree["input_ids"].shape == (2, width + 2)
-            assert [
-                ids[mask].tolist() for ids, mask in zip(tree["input_ids"], tree["attention_mask"], strict=True)
-            ] == rows
-            assert tree["attention_mask"][:, 0 if side == "right" else -1].all()
-        assert tokenizer.pad_token == (None if tokenizer is none else tokenizer.pad_token)
-        short = {"tokenizer": tokenizer, "tokenize": True, "truncation": True, "max_length": 3}
-        assert history.apply_chat_template(**short) == [row[:3] for row in rows]
-        assert history.apply_chat_template(truncation_side="left", **short) == [row[-3:] for row in rows]
-
-
 @pytest.mark.parametrize("template", [CHATML, GENERATION, chatml, FORGETFUL])
 def test_masks_hold_replies_and_their_ends(template):
     """The user's equal words are not the assistant's, the end of turn is; with and without a generation tag."""

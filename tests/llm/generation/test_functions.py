@@ -18,7 +18,7 @@ from tdfunc.llm import (
     score,
 )
 from tests.llm.generation.test_rows import prompts
-from tests.llm.models import VOCAB, make
+from tests.llm.models import make
 
 
 def padded(lengths, side="left", seed=0):
@@ -175,24 +175,6 @@ def test_ragged_prompts_give_ragged_responses():
     assert torch.equal(torch.stack(list(other["tokens"].response)), expected["tokens"].response)
     other = generate(lm, params, td, pad_output=False, **options)
     assert torch.equal(other[1]["tokens"].full, found[1]["tokens"].full)
-
-
-@settings(max_examples=5, deadline=None)
-@given(seed=st.integers(0, 2**16), count=st.sampled_from([1, 3]), pad_output=st.booleans())
-def test_the_tree_has_the_end_of_each_response(seed, count, pad_output):
-    """`is_complete` is True where the last token is an end."""
-    lm, params, buffers = causal_lm(make("llama"))
-    td, _ = padded([3, 2, 4])
-    ends = tuple(range(0, VOCAB, 4))
-    options = {"max_new_tokens": 4, "temperature": 1.5, "num_return_sequences": count, "eos_token_ids": ends}
-    tokens = generate(lm, params, td, key=seed, buffers=buffers, pad_output=pad_output, **options)["tokens"]
-
-    for row in [row for part in tokens for row in (part if count > 1 else [part])]:
-        # Of padded rows, the tokens up to the first end.
-        found = [int(token) in ends for token in row.response]
-        assert row.is_complete.tolist() is any(found)
-        assert row.is_complete.dtype == torch.bool
-    assert str(torch.cat([tokens, tokens])[3].is_complete) == str(tokens[0].is_complete)
 
 
 TD = padded([3, 2])[0]

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdfunc.llm.losses import dapo
 from tdfunc.llm.losses.corrections import masked_is, reject, truncated_is
 from tests.llm.losses.data import make, tokens
 
@@ -40,18 +39,6 @@ def test_corrections_are_their_formulas(seed, level, low, high):
     torch.testing.assert_close(truncated_is(s.log_probs, s.old, s.mask, **options), cut)
     torch.testing.assert_close(masked_is(s.log_probs, s.old, s.mask, **options), left)
     assert torch.equal(reject(s.log_probs, s.old, s.mask, **options), kept.bool())
-
-
-def test_a_rejection_leaves_the_mean_and_a_weight_of_zero_does_not():
-    """Of two rows one is far off: the other counts whole, or half."""
-    log_probs = torch.tensor([[-1.0], [-1.0]])
-    engine, mask = torch.tensor([[-1.0], [-5.0]]), torch.ones(2, 1)
-    advantages = torch.ones(2)
-    kept = reject(log_probs, engine, mask, low=0.5, high=2)
-    weights = masked_is(log_probs, engine, mask)
-
-    torch.testing.assert_close(dapo(log_probs, advantages, kept).loss, torch.tensor(-1.0))
-    torch.testing.assert_close(dapo(log_probs, advantages, mask, weights=weights).loss, torch.tensor(-0.5))
 
 
 def test_weights_are_constants():

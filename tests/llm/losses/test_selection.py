@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc.llm import AdaptiveKLController, ConstantKLController, topk_rewards
-from tests.helpers import assert_pure, assert_trees_equal
+from tdfunc.llm import AdaptiveKLController, topk_rewards
+from tests.helpers import assert_pure
 
 ROWS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5)), max_size=20)
 
@@ -77,15 +77,6 @@ def test_adaptive_controller_is_the_published_formula(values, n_steps, horizon):
         expected *= 1 + np.clip(kl / 6.0 - 1, -0.2, 0.2) * n_steps / horizon
 
     np.testing.assert_allclose(state["kl_coef"].item(), expected, rtol=1e-12)
-
-
-def test_constant_controller_keeps_its_coefficient():
-    """For any divergence; a number has torch's default dtype."""
-    controller = ConstantKLController(0.3)
-
-    state = controller.update(controller.init(), torch.tensor(1e9), n_steps=3)
-
-    assert_trees_equal(state, tdf.TensorDict({"kl_coef": torch.tensor(0.3)}))
 
 
 def test_members_have_their_own_coefficients_under_vmap_and_jit():

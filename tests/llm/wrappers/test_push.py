@@ -108,11 +108,6 @@ def test_unread_experts_are_named():
         push(engine, model, proof="full", key=3)
 
 
-def test_a_dense_model_is_read_whole(made):
-    """A full proof reads every row of every leaf."""
-    assert push(FakeEngine(made[0]), made[1], proof="full").unread == {}
-
-
 @given(st.integers(2, 60), st.integers(1, 70), st.integers(0, 9))
 def test_prompts_have_each_id_once_behind_another_token(vocabulary, length, seed):
     """A full proof scores each id once; a proof by one prompt has its first prompt, of different ids."""
