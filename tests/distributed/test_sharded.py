@@ -1,7 +1,6 @@
 """Sharded trees as one file: written by all ranks, whole or not at all, and read by slices onto other meshes."""
 
 import os
-import signal
 
 import pytest
 import torch
@@ -176,50 +175,6 @@ def test_one_file_of_many_ranks(tmp_path):
     with tdf.open(file) as f:
         assert f["columns"].equal(LEAVES["columns"][0])
         assert f.slice("deep", 1).equal(LEAVES["deep"][0][1])
-
-
-def _die(rank, folder, victim, after):
-    """Save a second tree over the first; one rank dies after some writes, commits, or rounds."""
-    blocks.BLOCK_BYTES = 64
-    mesh = init_device_mesh("cpu", (3,))
-    trees = [TensorDict({"x": distribute_tensor(torch.full((64, 4), float(i)), mesh, [S0])}) for i in (1, 2)]
-    file = folder / "x.safetensors"
-    tdf.save(trees[0], file)
-    if rank == victim:
-        left = [after]
-
-        def count(real):
-            def call(*args, **kwargs):
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
-
-            return call
-
-        for name in ("pwrite", "replace", "fsync", "lseek"):
-            setattr(os, name, count(getattr(os, name)))
-    try:
-        tdf.save(trees[1], file)
-    except tdf.PeerError:
-        os._exit(3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "after"), [(0, 0), (0, 9), (0, 22), (0, 24), (0, 25), (2, 0), (2, 15), (2, 21)])
-def test_a_killed_rank_leaves_the_old_file_or_the_new(tmp_path, victim, after):
-    """Whenever a rank dies, the file is whole, and the next save removes what is left."""
-    (tmp_path / "group").mkdir()
-    folder = tmp_path / "files"
-    folder.mkdir()
-
-    codes = run_ranks(_die, 3, tmp_path / "group", folder, victim, after, timeout_s=20, join=False)
-
-    assert codes[victim] in (-signal.SIGKILL, 0)
-    found = {float(x) for x in tdf.load(folder / "x.safetensors")["x"].unique()}
-    assert found in ({1.0}, {2.0})
-    tdf.save(TensorDict({"x": torch.ones(1)}), folder / "x.safetensors")
-    assert os.listdir(folder) == ["x.safetensors"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from benchmarks.reliability.calls import (
     MODES,
     Disturbance,
     check,
-    count_calls,
     disturb,
     prepare,
     strays,
@@ -53,14 +52,3 @@ def test_no_save_removes_files_of_others_or_the_tree(kind, foreign, index, saves
         assert strays(kind, folder, foreign) == []
     finally:
         shutil.rmtree(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("kind", WRITERS)
-def test_every_tenth_call_of_a_save(kind, tmp_path):
-    """The same, call after call."""
-    counts = count_calls(kind, tmp_path / "x", every=10)
-
-    assert (counts["lost"], counts["not cleaned"]) == (0, 0)
-    assert min(counts["killed"], counts["failed"], counts["saved"]) > 0

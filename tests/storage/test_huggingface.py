@@ -67,22 +67,6 @@ def test_there_and_back(tied, theirs, ours, tmp_path):
     assert_same(load(folder), edited)
 
 
-def test_like_of_a_model_that_has_no_memory(tmp_path):
-    """A checkpoint is compared with a model on the meta device before memory is spent."""
-    model = make_model(False)
-    model.save_pretrained(tmp_path / "m", max_shard_size="10KB")
-    with torch.device("meta"):
-        empty = transformers.LlamaForCausalLM(model.config)
-    like, _ = tdfunc.split(TensorDict.from_module(empty))
-
-    tree = load(tmp_path / "m", like=like, dtype=torch.float32)
-
-    assert set(tree.paths()) == set(like.paths())
-    with tdfunc.open(tmp_path / "m") as f:
-        assert torch.equal(f["lm_head", "weight"], model.lm_head.weight)
-        assert torch.equal(f.slice(("lm_head", "weight"), slice(3, 5)), model.lm_head.weight[3:5])
-
-
 def make_bert():
     """A tiny BERT, which has buffers of integers that are not persistent."""
     torch.manual_seed(0)

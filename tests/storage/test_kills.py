@@ -50,15 +50,6 @@ def test_a_few_kills(kind, tmp_path):
     assert parts(counts, NO_LOSS) == NO_LOSS
 
 
-@pytest.mark.slow
-def test_many_kills(kind, tmp_path):
-    """The same of as many kills as are needed to meet rare moments."""
-    counts = kill_saves(kind, 100, tmp_path)
-
-    assert parts(counts, NO_LOSS) == NO_LOSS
-    assert counts["during a save"] > 75
-
-
 def test_files_that_may_not_grow(kind, tmp_path):
     """A save that cannot write everything leaves the old tree and nothing else."""
     counts = limited_saves(kind, [1, 40_000], tmp_path)
@@ -94,17 +85,6 @@ def test_a_few_reads_while_others_save(kind, tmp_path):
     assert parts(counts, {"not whole", "writers that failed", "left behind"}) == {
         "not whole": 0, "writers that failed": 0, "left behind": 0,
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_hundreds_of_reads_while_others_save(kind, tmp_path):
-    """Hundreds of reads meet the rare moments between two steps of a save, and see whole trees."""
-    counts = share(kind, 200, tmp_path)
-
-    assert parts(counts, {"not whole", "writers that failed", "left behind"}) == {
-        "not whole": 0, "writers that failed": 0, "left behind": 0,
-    }  # fmt: skip
-    assert counts["trees seen"] > 5
 
 
 def test_forks_while_threads_save(tmp_path):

@@ -12,7 +12,7 @@ from tdfunc.storage.disk import commit
 from tdfunc.storage.manager import manager as manager_module
 from tdfunc.storage.manager import steps as steps_module
 from tests.helpers import run_in_threads
-from tests.storage.scripts import ended, run, tree_of, value_of
+from tests.storage.scripts import tree_of, value_of
 
 # -- interrupted saves ------------------------------------------------------------------------------------------
 
@@ -133,58 +133,3 @@ def test_a_fork_during_a_save_keeps_nobody_waiting(tmp_path, monkeypatch):
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-
-
-# -- resuming ---------------------------------------------------------------------------------------------------
-
-# One interpreter that forks each run. A run that is killed dies in the middle of training and of a save.
-TRAIN = """
-    import os, signal, sys
-    import torch
-    import tdfunc as tdf
-    from torch import nn
-
-    torch.set_num_threads(1)
-
-    def train(folder, die_at):
-        torch.manual_seed(0)
-        apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1)))
-        opt = tdf.optim.adam(lr=1e-2)
-        tree, start = {"params": params, "opt": opt.init(params)}, 0
-
-        manager = tdf.CheckpointManager(folder, keep_last=2, async_save=True, fsync=False)
-        if manager.latest() is not None:
-            tree, start = manager.load(), manager.latest() + 1
-            tdf.set_rng_state(tree["rng"])
-        params, state = tree["params"], tree["opt"]
-
-        for step in range(start, 40):
-            x = torch.randn(32, 8)
-            grads = torch.func.grad(lambda p: (apply(p, x, rng=step) - x.sum(1, keepdim=True)).square().mean())(params)
-            params, state = opt.update(params, grads, state)
-            manager.save(step, {"params": params, "opt": state, "rng": tdf.get_rng_state()})
-            if step == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-        manager.wait()
-        print(start, [leaf.double().sum().item().hex() for leaf in manager.load()["params"].leaves()], flush=True)
-
-    for folder, die_at in (("whole", -1), ("killed", 11), ("killed", 25), ("killed", -1)):
-        child = os.fork()
-        if not child:
-            try:
-                train(f"{sys.argv[1]}/{folder}", die_at)
-            finally:
-                os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        assert status == (signal.SIGKILL if die_at > 0 else 0), status
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_training_resumes_as_if_nothing_had_happened(tmp_path):
-    """A run that was killed twice ends with the same bits as one that was not."""
-    whole, resumed = (line.split(" ", 1) for line in ended(run(TRAIN, tmp_path)).splitlines())
-
-    assert whole[0] == "0"
-    assert 0 < int(resumed[0]) <= 26
-    assert resumed[1] == whole[1]

@@ -418,34 +418,6 @@ def test_gather_of_a_large_leaf(tmp_path):
         cold[torch.tensor([1 << 16])]
 
 
-def _sum_and_copied_bytes(tree, queue):
-    total = int(tree["x"].sum())
-    with open("/proc/self/smaps") as file:
-        lines = file.read().split("\n")
-    copied, mapped = 0, False
-    for line in lines:
-        if "-" in line.split(" ")[0]:
-            mapped = "x.memmap" in line
-        elif mapped and line.startswith("Anonymous:"):
-            copied += int(line.split()[1])
-    queue.put((total, copied, any("x.memmap" in line for line in lines)))
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux's accounting of mapped memory")
-def test_a_forked_worker_reads_the_same_pages(tmp_path):
-    """A forked worker shares the pages of the file and copies none."""
-    tree = TensorDict({"x": torch.ones(1 << 20, dtype=torch.uint8)}, [1 << 20]).memmap(tmp_path / "d")
-    for data in (tree, TensorDict.load_memmap(tmp_path / "d")):
-        context = multiprocessing.get_context("fork")
-        queue = context.SimpleQueue()
-        worker = context.Process(target=_sum_and_copied_bytes, args=(data, queue))
-        worker.start()
-        found = queue.get()
-        worker.join()
-
-        assert found == (1 << 20, 0, True)
-
-
 def test_written_to_its_own_place_a_leaf_keeps_its_file(tmp_path):
     """Leaves that are written to their own place keep their files, with all who have these mapped."""
     tree = flat().memmap(tmp_path / "d")

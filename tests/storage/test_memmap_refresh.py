@@ -1,10 +1,7 @@
 """`memmap_refresh_`: leaves on the files that a folder holds now, all from one writing of it."""
 
-import itertools
-import multiprocessing
 import os
 import shutil
-import time
 
 import pytest
 import torch
@@ -76,32 +73,6 @@ def test_refresh_gives_up(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="memmap_refresh_: the folder was replaced again and again"):
         tree.memmap_refresh_()
     assert values_of(tree) == {0}
-
-
-def _replace_forever(folder):
-    for i in itertools.count():
-        of_value(i).memmap(folder)
-
-
-@pytest.mark.slow
-def test_refresh_beside_a_writer(tmp_path):
-    """A reader of a folder that another process replaces sees one tree after the other."""
-    of_value(0).memmap(tmp_path / "d")
-    tree = TensorDict.load_memmap(tmp_path / "d")
-    # Forked, since an import takes longer than many writes; the tests run torch on one thread.
-    writer = multiprocessing.get_context("fork").Process(target=_replace_forever, args=(tmp_path / "d",))
-    writer.start()
-    seen, end = [], time.monotonic() + 4
-    try:
-        while time.monotonic() < end:
-            tree.memmap_refresh_()
-            seen.append(values_of(tree))
-    finally:
-        writer.kill()
-        writer.join()
-
-    assert {len(values) for values in seen} == {1}
-    assert len({min(values) for values in seen}) > 20
 
 
 def test_refresh_of_leaves_from_several_folders(tmp_path):

@@ -73,14 +73,6 @@ def test_assignment_is_the_best_of_all(n, generator):
     torch.testing.assert_close(total(_assign(profit)), best)
 
 
-def test_assignment_equals_scipy(generator):
-    """The order is that of scipy's solver."""
-    optimize = pytest.importorskip("scipy.optimize")
-    profit = torch.randn(60, 60, generator=generator, dtype=torch.float64)
-
-    assert _assign(profit).tolist() == optimize.linear_sum_assignment(profit.numpy(), maximize=True)[1].tolist()
-
-
 def test_barriers_are_those_of_each_pair():
     """The matrix has the barrier of each pair, as a loop over the points computes it."""
     apply, params, _ = tdf.functional(mlp())
