@@ -43,11 +43,11 @@ $(VENV)/torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 
 # Losses of language models next to TRL's.
 test-trl: $(VENV)/trl/.installed
-	PYTHONPATH=$(VENV)/trl OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/llm/losses/test_trl.py
+	PYTHONPATH=$(VENV)/trl OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow benchmarks/conformance/test_trl.py
 
 # Adapters next to PEFT's: its folders, ours in it, and 64 runs of it.
 test-peft: $(VENV)/peft/.installed
-	PYTHONPATH=$(VENV)/peft OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/lora
+	PYTHONPATH=$(VENV)/peft OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow benchmarks/conformance/test_peft.py
 
 # Runs next to tensordict, `torch.func` and `torch.optim`, and the tests of the programs of benchmarks/; random
 # operations and the page of names next to a newer tensordict, too.

@@ -157,6 +157,12 @@ def test_no_token_changes(name):
     assert check_roll_outs(name, 5) == 0
 
 
+@pytest.mark.slow
+def test_no_token_changes_in_a_thousand_conversations():
+    """0 in 1,000, over 10 templates."""
+    assert [check_roll_outs(name, 100) for name in TEMPLATES] == [0] * 10
+
+
 def test_rendering_again_would_change_tokens():
     """The count above can fail: the renders of the same conversations have other ids."""
     template, draws = make_template("chatml"), random.Random(1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tdfunc import functional
+from tdfunc import LeafMismatchError, functional
 from tdfunc.llm import attention_inputs
 from tests.llm.models import FAMILIES, VOCAB, make
 
