@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -223,3 +224,13 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     # The file has 400 MB, one leaf of it 200 MB.
     for command in commands:
         assert peak_bytes(*command) - base < 100e6, command
+
+
+def test_the_module_is_the_program(monkeypatch, capsys):
+    """`python -m tdfunc` takes the same arguments."""
+    monkeypatch.setattr(sys, "argv", ["tdfunc", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("tdfunc", run_name="__main__")
+
+    assert ended.value.code in (0, None)
+    assert version("tdfunc") in capsys.readouterr().out

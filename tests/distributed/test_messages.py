@@ -25,7 +25,7 @@ from tdfunc import (
 )
 from tdfunc import distributed as td_dist
 from tdfunc.llm import History
-from tdfunc.parallel.block import pack, read_structure
+from tdfunc.parallel.block import find_structure, key_of, pack, read_structure
 from tests.distributed.ranks import run_ranks
 from tests.helpers import TiedLM, assert_pure
 from tests.storage.trees import assert_same, of_dtype, tied_trees, trees
@@ -66,7 +66,9 @@ def test_large_leaves_and_layouts_in_a_block():
     tree = tree.set("c", torch.tensor([1 + 2j, 3j]).conj()).set("f8", of_dtype("float8_e4m3fn", (4,)))
 
     assert_same(through_bytes(tree), tree)
-    assert pack(tree, "send").leaves[0] is big
+    assert torch.vmap(lambda x: x + (pack(tree, "send").leaves[0] is big))(torch.zeros(1)).tolist() == [1.0]
+    sent, _ = pack(tree, "send")
+    assert find_structure(key_of(sent.text)) is read_structure(sent.text)
 
 
 def test_a_block_on_another_device():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -494,3 +495,11 @@ def test_a_captured_parameter_inside_a_transform():
         return (x * w).sin()
 
     torch.testing.assert_close(second(tdf.checkpoint(block)), second(block))
+
+
+def test_make_fx_records_a_condition_inside():
+    """The mode that refuses draws lets operators of torch pass that have functions as arguments."""
+    run = checkpoint(lambda x: tdf.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+    for x in (torch.ones(2), -torch.ones(2)):
+        assert torch.equal(make_fx(run)(torch.ones(2, requires_grad=True))(x), run(x))

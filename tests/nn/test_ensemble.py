@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tdfunc as tdf
 from tdfunc.nn import EnsembleModule
+from tests.distributed.ranks import run_ranks
 from tests.helpers import TiedLM, assert_trees_equal
 
 
@@ -134,6 +135,38 @@ def test_distributed_data_parallel(apply, tree, process_group):
     model = DistributedDataParallel(EnsembleModule(apply, tree))
     model(torch.randn(5, 3)).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def _trained(parallel, *batch):
+    """The members after four steps, as they are or in a data-parallel module."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double() for _ in range(3)]
+    module = EnsembleModule(tdf.functional(parts[0])[0], tdf.stack_modules(parts))
+    model, start = parallel(module), module.tree.detach().clone()
+    opt = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(4):
+        opt.zero_grad()
+        (model(batch[0]) - batch[1]).square().mean((1, 2)).sum().backward()
+        opt.step()
+    return module.tree.detach(), start
+
+
+def _train_rank(rank, x, y, folder):
+    tdf.save(_trained(DistributedDataParallel, x[rank], y[rank])[0], folder / f"{rank}.safetensors")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    """Gradients are averaged: members are those of one process on the joint batch, and equal on both."""
+    x = torch.randn(2, 8, 3, dtype=torch.float64)
+    y = x.sum(-1, keepdim=True).sin()
+    run_ranks(_train_rank, 2, tmp_path, x, y, tmp_path)
+    expected, start = _trained(nn.Identity(), x.flatten(0, 1), y.flatten(0, 1))
+
+    trees = [tdf.load(tmp_path / f"{rank}.safetensors") for rank in range(2)]
+    assert_trees_equal(trees[0], trees[1])
+    assert_trees_equal(trees[0], expected, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(expected["0", "weight"], start["0", "weight"], atol=0.01)
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """Folders of transformers go into trees and back under their names, or are refused."""
 
 import json
+import os
 
 import pytest
 import torch
 
 import tdfunc as tdf
 from tdfunc.llm import load_pretrained, save_pretrained
+from tdfunc.llm.folders.files import write_beside
 from tests.cli.helpers import run
 from tests.helpers import quick
 from tests.llm.models import FAMILIES, VOCAB, make
@@ -128,3 +130,12 @@ def test_a_folder_with_other_leaves_is_refused(change, kind, text, tmp_path):
 
     with pytest.raises(kind, match=text):
         load_pretrained(tmp_path / "source")
+
+
+def test_files_of_a_tokenizer_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    """Each is synchronised, as leaves are."""
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size) or fsync(fd))
+    write_beside(str(tmp_path), {"tokenizer.json": b"{}", "merges.txt": b"a b c"})
+
+    assert {2, 5} <= {*synced}

@@ -76,3 +76,4 @@ def test_clone_and_detach():
     assert not tree.is_shared()
     assert TensorDict({"a": torch.zeros(3).share_memory_()}).is_shared()
     assert not TensorDict().is_shared()
+    assert not any(torch.vmap(lambda x: (x, TensorDict({"a": x}).is_shared()), out_dims=(0, None))(torch.zeros(2))[1:])
