@@ -93,7 +93,8 @@ def split(key: Tensor, num: Shape = 2) -> Tensor:
         >>> first, second = split(key(0))
     """
     _check_key(key, "split")
-    return splitmix.derive(key, tuple(_size(num)), splitmix.SPLIT)
+    size = _size(num)
+    return splitmix.derive(key, torch.arange(math.prod(size), device=key.device).reshape(size), splitmix.SPLIT)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:

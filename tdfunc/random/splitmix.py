@@ -65,12 +65,12 @@ def signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def derive(key: Tensor, number: Tensor | int | tuple[int, ...], salt: int) -> Tensor:
+def derive(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
     """Return the keys of a key and numbers; different salts give different keys.
 
     Args:
         key: The key.
-        number: Numbers, or a shape of numbers that are counted from 0.
+        number: One number, or many.
         salt: The constant that derivations of this kind start from.
 
     Shapes:
@@ -80,8 +80,6 @@ def derive(key: Tensor, number: Tensor | int | tuple[int, ...], salt: int) -> Te
         return _derive_integers(key, [number], salt)
     if _stays_plain():
         return _derive_plain(key, number, salt)
-    if isinstance(number, tuple):
-        return _run(partial(_derive, salt=salt, counted=number), key, None)
     return _run(partial(_derive, salt=salt), key, number)
 
 
@@ -180,25 +178,22 @@ class _Batched(Function):
         return _Batched.apply(key, number, run), 0
 
 
-def _derive(key: Tensor, number: Tensor | int | None, salt: int, counted: tuple[int, ...] | None = None) -> Tensor:
-    """Return the keys (*S, 2) of keys (*A, 2) and numbers (*B), which broadcast; counted numbers come after A."""
+def _derive(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
+    """Return the keys (*S, 2) of keys (*A, 2) and numbers (*B), which broadcast."""
     # The function below must not hold a tensor of a trace.
     tensors, fixed = ([number], 0) if isinstance(number, Tensor) else ([], number)
-    lead = [1] * len(counted or ())
-    size = torch.broadcast_shapes((*key.shape[:-1], *lead), counted or (), *[x.shape for x in tensors])
-    count = math.prod(size)
+    size = torch.broadcast_shapes(key.shape[:-1], *[x.shape for x in tensors])
 
     def make(reads: list[Tensor]) -> list[Tensor]:
-        key, *given = reads
-        number: Any = given[0] if given else fixed if counted is None else counted
-        if 0 < count <= _FEW and key.numel() == 2 and _is_read(key):
-            column: Any = number.flatten().tolist() if isinstance(number, Tensor) else [number]
-            return [_derive_integers(key, column if counted is None else range(count), salt).view(*size, 2)]
-        key = key.reshape(*key.shape[:-1], *lead, 2) if lead else key
+        key, number = reads[0], reads[1] if len(reads) > 1 else fixed
         if not _is_read(key):
             return [_derive_plain(key, number, salt)]
+        if 0 < size.numel() <= _FEW and key.numel() == 2:
+            column = number.flatten().tolist() if isinstance(number, Tensor) else [number]
+            return [_derive_integers(key, column, salt).view(*size, 2)]
         out = torch.empty((*size, 2), dtype=torch.int64, device="cpu")
-        _derive_numpy(_unsigned(key), _words_of(number), salt, _unsigned(out))
+        words = _unsigned(number) if isinstance(number, Tensor) else np.array(number & _WORD, np.uint64)
+        _derive_numpy(_unsigned(key), words, salt, _unsigned(out))
         return [out]
 
     return _made(make, Size((*size, 2)), torch.int64, [key, *tensors])
@@ -260,10 +255,6 @@ class _Masks:
 
 def _jump(key: Tensor, jumps: list[int]) -> Words:
     """Return where masks of keys (*B, 2) begin, and the steps of the keys: columns (2, R, 1), in the order of jumps."""
-    if key.numel() * len(jumps) > 2 * _FEW:
-        state, gamma = _unsigned(key).reshape(-1, 2).T
-        begin = np.array([[jump & _WORD] for jump in jumps], np.uint64) * gamma + state
-        return np.stack([begin, np.broadcast_to(gamma, begin.shape)]).reshape(2, -1, 1)
     words: list[int] = key.flatten().tolist()
     pairs = [*zip(words[::2], words[1::2], strict=True)]
     begins = [state + gamma * jump & _WORD for jump in jumps for state, gamma in pairs]
@@ -292,10 +283,8 @@ def _unsigned(tensor: Tensor) -> Words:
 # -- tensor operations ----------------------------------------------------------------------------------------------
 
 
-def _derive_plain(key: Tensor, number: Tensor | int | tuple[int, ...], salt: int) -> Tensor:
-    if isinstance(number, tuple):
-        number = torch.arange(math.prod(number), device=key.device).reshape(number)
-    elif not isinstance(number, Tensor):
+def _derive_plain(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
+    if not isinstance(number, Tensor):
         number = torch.full((), signed(number), device=key.device)
     (state, gamma), salt = key.unbind(-1), signed(salt)
     new_state = _mix(_mix(number * signed(SEED) + (gamma ^ salt)) ^ state)
@@ -357,12 +346,6 @@ def _mix_integer(word: int) -> int:
 
 
 # -- numpy ----------------------------------------------------------------------------------------------------------
-
-
-def _words_of(number: Any) -> Words:
-    if isinstance(number, tuple):
-        return np.arange(math.prod(number), dtype=np.uint64).reshape(number)
-    return _unsigned(number) if isinstance(number, Tensor) else np.array(number & _WORD, np.uint64)
 
 
 def _derive_numpy(keys: Words, numbers: Words, salt: int, out: Words) -> Words:
