@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from tdfunc import random
-from tdfunc.core.context import deferral, is_compiling, outside, require_values
+from tdfunc.core.context import is_compiling, outside, require_values
 from tdfunc.random import splitmix
 from tdfunc.random.draws import standard_normal, unit
 
@@ -30,8 +30,6 @@ Server: TypeAlias = Callable[..., Any]
 Standard: TypeAlias = Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
 Size: TypeAlias = tuple[int, ...]
 _CHECKPOINT: Any = vars(checkpoint)
-# The keys of as many draws as there were, up to this number, are made together.
-_MOST_KEYS = 16
 # A draw of up to so many numbers is made for several members, and so many numbers at a time.
 _FEW_NUMBERS, _MANY_NUMBERS = 1 << 14, 1 << 20
 
@@ -53,9 +51,6 @@ class seeded(TorchFunctionMode):
         self.key = key
         self.count: int = count
         self.strict = strict
-        # The keys of the draws from number `_start` on.
-        self._keys: Tensor | None = None
-        self._entered = self._start = count
         self._checkpoints = 0 if is_compiling() else len(_checkpoint_frames())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,16 +71,7 @@ class seeded(TorchFunctionMode):
 
     def draw_key(self, device: torch.device) -> Tensor:
         """Return the key of the next draw."""
-        number = self._next()
-        if deferral() is not None:
-            # One operation of a trace.
-            return random.fold_in(self.key, number).to(device)
-        place = number - self._start
-        if self._keys is None or not 0 <= place < len(self._keys):
-            place, self._start = 0, number
-            ahead = min(max(1, number - self._entered), _MOST_KEYS)
-            self._keys = random.fold_in(self.key, torch.arange(number, number + ahead, device=self.key.device))
-        return self._keys[place].to(device)
+        return random.fold_in(self.key, self._next()).to(device)
 
     def draw_mask(self, shape: Size, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return 1 / p with probability p, and 0 elsewhere, from the key of the next draw."""
@@ -220,7 +206,6 @@ def _compiled_checkpoint(mode: seeded, func: Any, /, run: Any, *args: Any, **kwa
         return out, inner.count
 
     out, mode.count = func(counted, *args, **kwargs)
-    mode._keys = None
     return out
 
 
