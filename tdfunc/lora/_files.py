@@ -45,8 +45,8 @@ def load(
 ) -> tuple[Lora, TensorDict]:
     """Load adapters that PEFT or Kohya's scripts saved, as a choice and a tree of adapters.
 
-    PEFT changes the base for adapters of PiSSA and OLoRA. They are loaded relative to the original base, with twice the
-    rank. Every entry of the file must be supported.
+    Every entry of the file must be supported. Adapters for which PEFT changes the base, such as with PiSSA and OLoRA,
+    are an error.
 
     Args:
         path: A folder of PEFT, or a file of Kohya.
@@ -133,14 +133,8 @@ def _as_lora(
     adapters: Sequence[Adapter], whole: Mapping[Path, Tensor], config: Mapping[str, Any], params: TensorCollection
 ) -> Lora:
     found = entries(params)
-    rslora = bool(config.get("use_rslora"))
     ranks = {adapter.paths[0]: adapter.rank for adapter in adapters}
-    alphas = {
-        adapter.paths[0]: adapter.alpha
-        if adapter.alpha is not None
-        else adapter.scale * (math.sqrt(adapter.rank) if rslora else adapter.rank)
-        for adapter in adapters
-    }
+    alphas = {adapter.paths[0]: adapter.alpha for adapter in adapters}
     parts = {tuple(sorted(adapter.parts)) for adapter in adapters}
     if len(parts) > 1:
         raise LeafMismatchError("lora.load: all adapters must have the same parts.", got=sorted(parts))
@@ -149,7 +143,7 @@ def _as_lora(
         _filter(ranks, found) if ranks else Filter(lambda path, leaf: False),
         rank=_by_value(ranks, found),
         alpha=_by_value(alphas, found),
-        rslora=rslora,
+        rslora=bool(config.get("use_rslora")),
         dora="magnitude" in names,
         bias="bias" in names,
         dropout=config.get("lora_dropout", 0.0),

@@ -5,7 +5,6 @@ PEFT stores A as (R, inputs) and B as (outputs, R) for every layer. An embedding
 innermost. The number of `base_layer` in the name distinguishes two parameters of one module.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
-from tdfunc.lora._math import padded, split_matrix
 from tdfunc.lora._targets import Layout, Target
 from tdfunc.ops.base.reading import entries, get, has
 
@@ -36,7 +34,7 @@ _KNOWN = {
     "target_parameters", "r", "lora_alpha", "lora_bias", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora",
     "use_dora", "fan_in_fan_out", "bias", "init_lora_weights",
 }  # fmt: skip
-# Starts that do not change the base. PiSSA and OLoRA change it in a way that the base determines.
+# Starts that do not change the base.
 _PLAIN = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
 
 
@@ -45,8 +43,7 @@ class Adapter(NamedTuple):
 
     paths: tuple[Path, ...]
     parts: dict[str, Tensor]
-    scale: float
-    alpha: float | None
+    alpha: float
 
     @property
     def rank(self) -> int:
@@ -66,14 +63,14 @@ def check_config(config: Mapping[str, Any]) -> None:
         if name not in _KNOWN and value:
             raise UnsupportedError(
                 f"lora.load: the configuration must not have {name!r}.",
-                expected="LoRA, rsLoRA, DoRA, PiSSA or OLoRA",
+                expected="LoRA, rsLoRA or DoRA",
                 got=f"{name}={value!r}"[:100],
             )
     start = str(config.get("init_lora_weights", True)).lower()
-    if start not in _PLAIN | {"pissa", "olora"}:
+    if start not in _PLAIN:
         raise UnsupportedError(
             f"lora.load: the start {start!r} changes the base in a way that the file does not contain.",
-            expected="a start that does not change the base, or 'pissa' or 'olora'",
+            expected="a start that does not change the base",
             got=f"init_lora_weights={start!r}",
             hint="peft writes it as plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
         )
@@ -264,10 +261,7 @@ def _adapter(
             expected=rank,
             got=f"{b.shape[-1]}, in the file",
         )
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     ours = {"A": a.contiguous(), "B": b.contiguous()}
-    if str(config.get("init_lora_weights", True)).lower() in ("pissa", "olora"):
-        ours, alpha = _converted(path, weight, ours, scale, last, config), None
     if magnitude is not None:
         outputs = weight.shape[-1 if last else 0]
         if magnitude.numel() != outputs:
@@ -277,34 +271,12 @@ def _adapter(
         )
     if "lora_B.bias" in parts:
         ours["bias"] = parts["lora_B.bias"]
-    return Adapter((path,), ours, scale, alpha)
+    return Adapter((path,), ours, alpha)
 
 
 def _pattern(given: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of a name, as in PEFT."""
     return next((value for key, value in (given or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
-
-
-def _converted(
-    path: Path, weight: Tensor, parts: dict[str, Tensor], scale: float, last: bool, config: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Return an adapter relative to the base itself, of twice the rank: PEFT subtracts the start from the base."""
-    rank, start = parts["B"].shape[-1], config["init_lora_weights"].lower()
-    if weight.ndim != 2 or (start == "olora" and last):
-        raise UnsupportedError(
-            f"lora.load: the start {start!r} of {dotted(path)!r} cannot be computed again.",
-            expected="the weight of a linear layer",
-            got=f"shape {tuple(weight.shape)}" + (", stored as (inputs, outputs)" if last else ""),
-        )
-    if start == "pissa":
-        a, b = split_matrix(weight.float() / scale, rank)
-    else:
-        q, r = torch.linalg.qr(weight.float())
-        a, b = padded(r[:rank], q[:, :rank], rank)
-    return {
-        "A": torch.cat([parts["A"], a.to(parts["A"].dtype)]),
-        "B": torch.cat([parts["B"], -b.to(parts["B"].dtype)], -1),
-    }
 
 
 def _untied(

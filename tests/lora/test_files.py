@@ -182,8 +182,7 @@ REFUSED = {
     "another method": (linear, GOOD, {"peft_type": "LOHA"}, tdf.UnsupportedError, "LOHA"),
     "an option that is not read": (linear, GOOD, {"use_qalora": True}, tdf.UnsupportedError, "use_qalora"),
     "tokens": (linear, GOOD, {"trainable_token_indices": [1]}, tdf.UnsupportedError, "trainable_token_indices"),
-    "a random start": (linear, GOOD, {"init_lora_weights": "pissa_niter_4"}, tdf.UnsupportedError, "pissa_niter_4"),
-    "corda": (linear, GOOD, {"init_lora_weights": "corda"}, tdf.UnsupportedError, "corda"),
+    "a start in the base": (linear, GOOD, {"init_lora_weights": "pissa"}, tdf.UnsupportedError, "pissa"),
     "one of two tied weights": (tied, under("head", pair(6, 11)), {}, tdf.UnsupportedError, "head.weight are one"),
     "too few magnitudes": (
         linear, GOOD | {"0.lora_magnitude_vector": torch.ones(3)}, {}, tdf.LeafMismatchError, r"4 magnitudes",
