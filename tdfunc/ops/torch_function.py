@@ -137,19 +137,6 @@ def _deviation(name: str) -> Handler:
     return call
 
 
-def _norm(
-    input: TensorCollection, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: None = None, dtype: Any = None
-) -> Any:
-    # Of a leaf as a vector, as which "fro" is the norm of order 2.
-    if p != "fro" and isinstance(p, str):
-        raise UnsupportedError(
-            "torch.norm: p must be a number, since each leaf is a vector.",
-            got=repr(p),
-            hint="td.apply(lambda x: torch.linalg.matrix_norm(x, ...)) takes leaves as matrices.",
-        )
-    return reduce(input, "norm", dim, keepdim, None, p=2 if p in ("fro", None) else p, dtype=dtype)
-
-
 def _along(name: str) -> Handler:
     return lambda input, dim, **kwargs: arithmetic.along(input, name, dim, **kwargs)
 
@@ -255,7 +242,6 @@ FUNCTIONS: dict[Any, Handler] = {
     torch.allclose: lambda input, other, rtol=1e-5, atol=1e-8, equal_nan=False: compare.all_close(
         input, other, rtol, atol, equal_nan
     ),
-    torch.norm: _norm,
     torch.linalg.vector_norm: lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: reduce(
         x, "norm", dim, keepdim, None, p=ord, dtype=dtype
     ),

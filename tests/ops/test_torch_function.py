@@ -98,9 +98,6 @@ def test_same_as_on_a_leaf(name):
 NUMBERS = TREE.exclude("s")
 # name -> (reduction of trees, the same of a leaf, batch size of the result).
 REDUCED = {
-    "norm": (lambda: torch.norm(NUMBERS), Y.norm(), []),
-    "norm 1": (lambda: torch.norm(NUMBERS, 1, 0), Y.norm(1, 0), []),
-    "norm keepdim": (lambda: torch.norm(NUMBERS, p="fro", dim=0, keepdim=True), Y.norm(dim=0, keepdim=True), [1]),
     "vector_norm": (lambda: torch.linalg.vector_norm(NUMBERS, 3, 0), torch.linalg.vector_norm(Y, 3, 0), []),
     "quantile": (lambda: torch.quantile(NUMBERS, 0.25, 0), torch.quantile(Y, 0.25, 0), []),
     "std biased": (lambda: torch.std(NUMBERS, 0, False), torch.std(Y, 0, False), []),
@@ -137,7 +134,6 @@ def test_like_on_another_device():
 
 
 TRANSFORMED = {
-    "norm": lambda t: torch.norm(t, 2, 0),
     "std": lambda t: torch.std(t, 0, False),
     "mse": lambda t: F.mse_loss(t, t + 1),
     "zeros": torch.zeros_like,
