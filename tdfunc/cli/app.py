@@ -95,7 +95,7 @@ def show(
     path: Path,
     tree: Annotated[bool, typer.Option("--tree", help="Show the nesting.")] = False,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Read the values: min, max, mean, std, NaN, inf, zeros.")
+        bool, typer.Option("--stats", help="In place of size and kind: min, max, mean, std, NaN, inf, zeros.")
     ] = False,
     include: Include = None,
     exclude: Exclude = None,
