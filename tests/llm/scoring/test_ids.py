@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from tdfunc.llm import (
     score_ids,
 )
 from tdfunc.llm.rows.packing import bins, equal_lengths
-from tdfunc.llm.scoring.head import Head, chosen_log_probs
 from tdfunc.llm.scoring.ids import logits_of_ids
 from tdfunc.llm.scoring.model import PACKING
 from tests.helpers import examples
@@ -424,16 +422,3 @@ def test_masks_to_add_are_errors():
     for added, pattern in (((~mask).long() * -9, "below 0.*mask == 0"), ((~mask) * -1e9, "torch.float32")):
         with pytest.raises(LeafMismatchError, match="(?s)mask must be.*" + pattern):
             score_ids(lm, params, ids, added, buffers=buffers)
-
-
-def test_the_peak_is_one_chunk_of_logits():
-    """All that the log-probs of chosen tokens allocate at a time, temporary tensors of operations included."""
-    hidden, weight, size = torch.randn(256, 8), torch.randn(1000, 8), 32
-    ids = torch.randint(1000, (256, 1))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        chosen_log_probs(Head(), hidden, (weight, None), ids, chunk_size=size)
-    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
-    live = list(itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
-
-    chunk = size * 1000 * 4
-    assert chunk <= max(live) < 1.2 * chunk

@@ -1,0 +1,40 @@
+"""The head in chunks against whole logits: log-probs, all gradients, and the memory that it takes."""
+
+import itertools
+
+import pytest
+import torch
+
+from tdfunc.llm.scoring.head import Head, chosen_log_probs, log_probs_of
+
+
+@pytest.mark.parametrize("head", [Head(), Head(scale=0.5, softcap=3.0)])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("heat", [1.0, 2.0, "each"])
+def test_gradients_are_those_of_whole_logits(head, has_bias, heat):
+    """In chunks that divide the positions or not: of the states, the weight, the bias and the temperatures."""
+    made = [torch.randn(7, 5), torch.randn(11, 5), torch.randn(11), torch.rand(7) + 0.5]
+    leaves = [leaf.double().requires_grad_() for leaf in made]
+    hidden, weight, bias, each = leaves
+    output, temperature = (weight, bias if has_bias else None), each if heat == "each" else heat
+    ids, slope = torch.randint(11, (7, 2)), torch.randn(7, 2, dtype=torch.float64)
+    expected = log_probs_of(head.logits(hidden, *output), ids, temperature)
+
+    for size in (1, 3, 7):
+        found = chosen_log_probs(head, hidden, output, ids, temperature=temperature, chunk_size=size)
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(x, leaves, slope, True, allow_unused=True) for x in (found, expected)]
+        torch.testing.assert_close(*[[g for g in one if g is not None] for one in grads])
+
+
+def test_the_peak_is_one_chunk_of_logits():
+    """All that the log-probs of chosen tokens allocate at a time, temporary tensors of operations included."""
+    hidden, weight, size = torch.randn(256, 8), torch.randn(1000, 8), 32
+    ids = torch.randint(1000, (256, 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        chosen_log_probs(Head(), hidden, (weight, None), ids, chunk_size=size)
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    live = list(itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+
+    chunk = size * 1000 * 4
+    assert chunk <= max(live) < 1.2 * chunk
