@@ -1,9 +1,9 @@
 """Counts how many small changes the tests notice: `python -m benchmarks.mutants --seed 1 --files 20`.
 
 Each change is made alone in a copy of the repository. The test file of the changed file runs, then those of its folder,
-then those of the files that import it. Changes that survive are made all at once for the fast tests, and each of them
-runs the tests that failed. The results go to `mutants.json` in benchmarks/reliability/results after each change, and
-their table to docs/reliability_counts.md.
+then those of the files that import it. Changes that survive are made all at once for the other tests of CI, the fast
+ones first, and each of them runs the tests that failed. The results go to `mutants.json` in
+benchmarks/reliability/results after each change, and their table to docs/reliability_counts.md.
 
 A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was
 written since notices it.
@@ -28,6 +28,14 @@ from benchmarks.reliability.__main__ import PAGE, commit_of_code, keep, page
 _ROOT = PAGE.parent.parent
 # Exit statuses of pytest for tests that pass, and for no test.
 _PASSED = (0, 5)
+# Of more tests that fail at once, the changes are made in two halves.
+_MANY = 100
+# The other tests of CI.
+_STAGES = {
+    "elsewhere": ("tests",),
+    "slow": ("tests", "-m", "slow"),
+    "conformance": ("benchmarks", "--ignore=benchmarks/pages", "-m", ""),
+}
 
 
 def targets(path: str) -> list[list[str]]:
@@ -123,8 +131,8 @@ def notice(copy: Copy, path: str, one: Change) -> str | None:
     return None
 
 
-def notice_together(copy: Copy, survivors: list[tuple[str, Change]]) -> list[str | None]:
-    """For each survivor "elsewhere" if a fast test notices it, else None; all at once, then each by what failed."""
+def notice_together(copy: Copy, survivors: list[tuple[str, Change]], tests: tuple[str, ...]) -> list[bool]:
+    """Whether one of these tests notices each survivor; all at once, then each by what failed."""
     apart: dict[str, list[Change]] = {}
     for path, one in survivors:
         others = apart.setdefault(path, [])
@@ -133,17 +141,22 @@ def notice_together(copy: Copy, survivors: list[tuple[str, Change]]) -> list[str
     for path, made in apart.items():
         copy.write(path, made)
     limit_s, copy.limit_s = copy.limit_s, 3600
-    failed = copy.run(["tests"], "-n", "2")[1]
+    outcome, failed = copy.run([*tests], "-n", "2")
+    is_broken = outcome != "passed" and not failed
     for path in apart:
         copy.write(path, [])
+    if len(survivors) > 1 and (is_broken or len(failed) > _MANY):
+        # One of them may break every import.
+        copy.limit_s, half = limit_s, len(survivors) // 2
+        return [found for some in (survivors[:half], survivors[half:]) for found in notice_together(copy, some, tests)]
     # On a busy machine, or in a copy of the repository, a test may fail for another reason.
-    failed = sorted({*failed} - {*copy.run(failed)[1]}) if failed else []
-    copy.limit_s = limit_s
-    found: list[str | None] = []
+    failed = sorted({*failed} - {*copy.run(failed, "-m", "")[1]}) if failed else []
+    found: list[bool] = []
     for path, one in survivors:
         copy.write(path, [one])
-        found.append("elsewhere" if failed and copy.run(failed, "-x")[0] != "passed" else None)
+        found.append(is_broken or bool(failed) and copy.run(failed, "-x", "-m", "")[0] != "passed")
         copy.write(path, [])
+    copy.limit_s = limit_s
     return found
 
 
@@ -154,7 +167,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=20)
     parser.add_argument("--each", type=int, default=4, help="changes to a file")
     parser.add_argument("--limit", type=float, default=180, help="seconds for one run of tests")
-    parser.add_argument("--alone", action="store_true", help="do not run all fast tests with the survivors")
+    parser.add_argument("--alone", action="store_true", help="do not run the other tests of CI with the survivors")
     options = parser.parse_args()
     begun, found, broken = time.monotonic(), list[dict[str, Any]](), set[str]()
     survivors: list[tuple[dict[str, Any], tuple[str, Change]]] = []
@@ -178,10 +191,11 @@ def main() -> None:
                 survivors += [(found[-1], (path, one))] if noticed is None else []
                 print(f"{i + 1}/{len(drawn)}", *found[-1].values(), flush=True)
             save()
-        if survivors and not options.alone:
-            noticed_by = notice_together(copy, [pair for _, pair in survivors])
-            for (row, _), noticed in zip(survivors, noticed_by, strict=True):
-                row["noticed"] = noticed
+        for name, tests in _STAGES.items() if not options.alone else ():
+            found_by = notice_together(copy, [pair for _, pair in survivors], tests) if survivors else []
+            for (row, _), noticed in zip(survivors, found_by, strict=True):
+                row["noticed"] = name if noticed else None
+            survivors = [pair for pair in survivors if pair[0]["noticed"] is None]
             save()
 
 
