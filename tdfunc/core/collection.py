@@ -206,11 +206,13 @@ class TensorCollection(Slots):
 
     def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> "Self":
         """Return a tree with some children replaced or added (no checks) and, where the child is None, removed."""
-        data = self._data | changes
-        removed = [key for key, node in changes.items() if node is None]
-        for key in removed:
-            data.pop(key, None)
-        if self._static is None and kinds is None and not any([getattr(n, "_static", None) for n in changes.values()]):
+        data, is_plain = self._data | changes, self._static is None and kinds is None
+        for key, node in changes.items():
+            if node is None:
+                data.pop(key, None)
+            elif getattr(node, "_static", None) is not None:
+                is_plain = False
+        if is_plain:
             return self._make(data, self._batch_size, self._device, self._names, None)
         kept = {k: kind for k, kind in self._kinds.items() if k not in changes or _is_leaf(changes[k])}
         return self._replace(data, kinds=kept | (kinds or {}), ties=self._new_ties(changes))
