@@ -3,7 +3,7 @@
 A tree does not change, so it is its own snapshot, unless the memory of a leaf is written to. Leaves that a module, an
 optimizer or another process may write to are copied. Every other leaf must still have its earlier digest when it is
 written. That digest is taken when the save is submitted. If only the tree refers to the memory, a thread that starts
-then takes the digest. Until it is taken, the leaf's version and a word of every 8 kB must not change.
+then takes the digest. Until it is taken, the leaf's version and a word of every 16 kB must not change.
 """
 
 import os
@@ -53,7 +53,7 @@ _MAX_THREADS = 4
 # More groups than threads, so that a thread that is done early takes another.
 _GROUPS = 16
 # Two pages, and a prime number, so that the words are not all in one column of a matrix.
-_SAMPLE_WORDS = 1021
+_SAMPLE_WORDS = 2039
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _is_private(leaf: Tensor) -> bool:
 
 
 def _sample(leaf: Tensor) -> bytes:
-    """Return a word of every 8 kB of a leaf."""
+    """Return a word of every 16 kB of a leaf."""
     return memory_of(leaf)[: leaf.nbytes & -8].cast("Q")[::_SAMPLE_WORDS].tobytes()
 
 
@@ -393,7 +393,7 @@ class AsyncSaver(WaitMethods):
 
     If only the tree uses the memory (of a result of an optimizer, of `jit`, of a tree operation), a thread that starts
     with the call takes the digest. Until then, for some milliseconds, the version that torch counts and a word of every
-    8 kB detect a change. They do not detect a smaller change that torch does not count (through `.data` or numpy, in a
+    16 kB detect a change. They do not detect a smaller change that torch does not count (through `.data` or numpy, in a
     leaf that was read from the tree in these milliseconds). `copy=True` excludes that.
 
     `result()` of the handle raises an error of the save, or else the next `save` or `wait`. If none of them is called,
