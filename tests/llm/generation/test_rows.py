@@ -9,6 +9,7 @@ import transformers as hf
 from tdfunc import random
 from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens, score_ids
 from tdfunc.llm.generation.probe import find_way
+from tdfunc.llm.rows.batch import Row, padded_records
 from tests.helpers import quick
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
@@ -258,3 +259,13 @@ def test_logits_that_are_not_numbers_are_errors():
     for options, keys in ((parse(), None), (parse(temperature=1.0, top_p=0.5), random.key(0)[None])):
         with pytest.raises(ValueError, match="the logits of row 0 must be numbers"):
             generate_tokens(lm, broken, prompts([3]), options, keys=keys, buffers=buffers)
+
+
+def test_rows_with_and_without_truncation_have_one_support():
+    """A row that nothing truncated has an empty support beside others."""
+    ids, zeros = torch.arange(3), torch.zeros(3)
+    supports = torch.tensor([[1, 2], [2, -1]]), None
+    rows = [Row(ids, 1, zeros, ids > 0, behaviour=zeros[1:], support=each) for each in supports]
+
+    found = padded_records(rows, torch.Size([2]), pad=0).log_probs.support
+    assert found.tolist() == [supports[0].tolist(), [[-1, -1], [-1, -1]]]

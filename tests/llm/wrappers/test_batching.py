@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from concurrent.futures import CancelledError, as_completed, wait
 
@@ -214,17 +213,6 @@ def test_a_bad_request_fails_alone(poisoned):
     assert found == [Poison if number in poisoned else (number + 1) ** 2 for number in range(16)]
     assert sorted(engine.answered) == [number + 1 for number in range(16) if number not in poisoned]
     assert len(engine.batches) <= min(1 + 8 * len(poisoned), 31)
-
-
-def test_an_error_keeps_its_traceback():
-    """It is the error of the request alone, without those of the batches before."""
-    with Batcher(Engine(), min_batch_size=2, timeout_s=math.inf) as batcher:
-        futures = [batcher.submit(-1), batcher.submit(-2)]
-        with pytest.raises(Poison, match="-2") as found:
-            futures[1].result(SOON)
-
-    assert "raise Poison(request)" in "".join(traceback.format_tb(found.value.__traceback__))
-    assert found.value.__context__ is None
 
 
 def test_the_thread_outlives_every_error():

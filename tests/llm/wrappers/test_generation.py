@@ -20,7 +20,6 @@ from tdfunc.llm import (
     TransformersWrapper,
     causal_lm,
     chat_ids,
-    generate,
     qwen,
     score,
 )
@@ -145,19 +144,6 @@ def test_scoring_a_response_gives_its_log_probs(seed, cuts, temperature):
     assert torch.equal(less.full[:, width:], lp.full[:, width:])
 
 
-def test_it_draws_what_generate_draws():
-    """For one key the wrapper and the pure function have the same responses and numbers."""
-    wrapper, td = wrapper_for("tokens", num_samples=2), inputs_of("tokens")
-    lm, params, buffers = causal_lm(wrapper.model)
-    expected = generate(lm, params, td, key=tdf.random.key(3), buffers=buffers, n=2, **SAMPLING)
-    out = wrapper(td, key=3)
-
-    assert torch.equal(out["tokens"].full, expected["tokens"].full)
-    assert not torch.equal(out["tokens"].response, wrapper(td, key=4)["tokens"].response)
-    for name in ("full", "mask", "behaviour"):
-        torch.testing.assert_close(out["log_probs"].get(name), expected["log_probs"].get(name))
-
-
 def test_replies_are_parsed_and_keep_their_ids():
     """Messages have content, thinking and calls; the conversation's ids are those of the prompt and the response."""
     call = '<tool_call>\n{"name": "now", "arguments": {"zone": "utc"}}\n</tool_call>'
@@ -251,15 +237,6 @@ def test_log_probs_are_left_out_on_request(pad_output):
 
     assert set(less.keys()) == {"text", "tokens", "masks"}
     assert_trees_equal(less["tokens"], out["tokens"])
-
-
-def test_no_new_tokens_are_empty_responses():
-    """`max_new_tokens=0` gives responses without tokens."""
-    for pad_output in (True, False):
-        out = wrapper_for(pad_output=pad_output, generate_kwargs={"max_new_tokens": 0})(inputs_of("history"))
-        assert [len(row) for row in out["tokens"].response] == [0, 0]
-        assert out["text"].response == ["", ""]
-        assert [len(row) for row in out["log_probs"].response] == [0, 0]
 
 
 # -- batching -----------------------------------------------------------------------------------------------------

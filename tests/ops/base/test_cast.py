@@ -1,8 +1,11 @@
 """`to`, `clone` and `detach`: devices, dtypes and copies of all leaves, or of each by filter."""
 
+import itertools
+
 import torch
 
 from tdfunc import Kind, TensorDict, from_module, lazy_stack
+from tdfunc.ops.base.cast import keeps_values
 from tests.helpers import TiedLM
 
 
@@ -77,3 +80,11 @@ def test_clone_and_detach():
     assert TensorDict({"a": torch.zeros(3).share_memory_()}).is_shared()
     assert not TensorDict().is_shared()
     assert not any(torch.vmap(lambda x: (x, TensorDict({"a": x}).is_shared()), out_dims=(0, None))(torch.zeros(2))[1:])
+
+
+def test_casts_of_integers_that_keep_values():
+    """A dtype keeps the values of another if torch promotes both to it."""
+    dtypes = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+    for source, target in itertools.product(dtypes, dtypes):
+        assert keeps_values(source, target) == (torch.promote_types(source, target) is target)
