@@ -1,4 +1,4 @@
-"""The writer of docs/benchmarks.md and docs/benchmarks_tables.md, pages without a date that nobody edits by hand."""
+"""The writer of docs/benchmarks.md and of the pages of tables, without a date; nobody edits them by hand."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +10,23 @@ from benchmarks.compiled import Compiled
 from benchmarks.ensembles import Cell
 from benchmarks.memory import Peak
 from benchmarks.results import Results, describe_machine, version_of
-from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, judge_suite, shown, time_shown
+from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, Verdict, judge_suite, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
-TABLES = "benchmarks_tables.md"
+# The pages of tables, none longer than ten screens: the subject and the parts of each.
+PAGES = {
+    "benchmarks_trees.md": ("trees", ("trees", "newer", "tensorclass", "modules", "nn", "scaling")),
+    "benchmarks_families.md": ("families of operations", ("families",)),
+    "benchmarks_training.md": ("training", ("training",)),
+    "benchmarks_ensembles.md": (
+        "ensembles and language models",
+        ("widths", "ensembles", "optimizers", "lora", "llm", "compiled", "gpus"),
+    ),
+    "benchmarks_files.md": ("files and processes", ("storage", "async", "gather", "map", "messages", "memory")),
+    "benchmarks_targets.md": ("targets", ("targets",)),
+    "benchmarks_missed.md": ("missed targets", ("missed",)),
+}
+PAGE_OF = {part: name for name, (_, parts) in PAGES.items() for part in parts}
 PICTURE, WIDTHS = "assets/benchmarks.svg", "assets/widths.svg"
 # A wall-time ratio this far from that of CPU times gets a remark.
 APART = 0.15
@@ -38,18 +51,35 @@ def anchor(text: str) -> str:
     return "-".join(kept.split())
 
 
-def render(results: Results) -> str:
-    """Return the page of all tables."""
-    parts = [_NOT_SEARCHED, "# Tables of benchmarks", _about_tables(), _machines(results)]
-    for suite, measured in results.suites:
-        parts += [f"## {suite.title}", f"{suite.intro}{_slow(suite)} {_code(suite.sources)}"]
-        parts.append(_cases(measured, suite.clock, compiles=suite.compiles))
-        if suite.name == "trees" and results.newer is not None:
-            parts += _newer(*results.newer)
-    parts += _gpus(results.gpus) + _memory(results.peaks)
-    parts += _growth(results.growths, results.depths) + _ensembles(results.cells) + _compiled(results.compiled)
-    parts += _summary(results)
-    return "\n\n".join(parts) + "\n"
+def _address(suite: Suite) -> str:
+    """Return the link to the table of a suite."""
+    return f"{PAGE_OF[suite.name]}#{anchor(suite.title)}"
+
+
+def render(results: Results) -> dict[str, str]:
+    """Return the pages of tables by their names."""
+    found = {
+        suite.name: [
+            f"## {suite.title}",
+            f"{suite.intro}{_slow(suite)} {_code(suite.sources)}",
+            _cases(measured, suite.clock, compiles=suite.compiles),
+        ]
+        for suite, measured in results.suites
+    } | {
+        "newer": _newer(*results.newer) if results.newer is not None else [],
+        "scaling": _growth(results.growths, results.depths),
+        "ensembles": _ensembles(results.cells),
+        "compiled": _compiled(results.compiled),
+        "gpus": _gpus(results.gpus),
+        "memory": _memory(results.peaks),
+        "targets": _targets(results),
+        "missed": _missed(results),
+    }
+    texts: dict[str, str] = {}
+    for name, (subject, parts) in PAGES.items():
+        head = [_NOT_SEARCHED, f"# Tables of benchmarks: {subject}", _about_tables(), _machines(results)]
+        texts[name] = "\n\n".join(head + [text for part in parts for text in found.get(part, [])]) + "\n"
+    return texts
 
 
 def render_summary(results: Results) -> str:
@@ -63,7 +93,8 @@ def render_summary(results: Results) -> str:
 def write(results: Results, path: Path) -> None:
     """Write the summary to `path`, the tables beside it, and the charts."""
     path.write_text(render_summary(results))
-    path.with_name(TABLES).write_text(render(results))
+    for name, text in render(results).items():
+        path.with_name(name).write_text(text)
     measured = {suite.name: (cases, suite.clock) for suite, cases in results.suites}
     if results.newer is not None:
         measured["newer"] = (results.newer[1], "cpu")
@@ -78,10 +109,11 @@ def write(results: Results, path: Path) -> None:
 
 
 def _intro() -> str:
+    *others, last = [f"[{subject}]({name})" for name, (subject, _) in PAGES.items()]
     return _prose(f"""
         The chart compares common work in tdfunc with the rival beside each bar, on one CPU core. Blue bars show how
-        many times faster tdfunc is. In orange rows, tdfunc is slower. [Tables of benchmarks]({TABLES}) lists all
-        comparisons, including all rows where tdfunc is slower.
+        many times faster tdfunc is. In orange rows, tdfunc is slower. The tables list all comparisons, including all
+        rows where tdfunc is slower: {", ".join(others)} and {last}.
     """)
 
 
@@ -96,7 +128,7 @@ def _widths(results: Results) -> list[str]:
         for model, lines in widths.speedups(measured).items()
         for width, value in lines[members].items()
     ]
-    text = f"The table has the rows with {members} members. [All rows]({TABLES}#{anchor(suite.title)})"
+    text = f"The table has the rows with {members} members. [All rows]({_address(suite)})"
     parts = [f"## {suite.title}", suite.intro, f"![Speed-up by the width of a member]({WIDTHS}){{ .wide }}"]
     return [*parts, f"{text} also have other numbers of members.", table(("model", "width", "speed-up"), rows)]
 
@@ -108,7 +140,7 @@ def _overview(results: Results) -> list[str]:
     for suite, measured in results.suites:
         found = [(m.ratio_to(way, suite.clock), m.what, way) for m in measured for way in m.timings if way != OURS]
         worst, what, way = min(found)
-        title = f"[{suite.title}]({TABLES}#{anchor(suite.title)})"
+        title = f"[{suite.title}]({_address(suite)})"
         faster = sum(value >= 1 for value, _, _ in found)
         rows.append([title, f"{faster} of {len(found)}", f"{shown(worst)}: {what}, against {way}"])
     text = _prose("""
@@ -123,8 +155,8 @@ def _peaks(peaks: Sequence[Peak]) -> list[str]:
     if not shown_peaks:
         return []
     text = _prose(f"""
-        The peak is the largest resident memory beyond the tree or the model. [Peak memory]({TABLES}#peak-memory)
-        has more rows.
+        The peak is the largest resident memory beyond the tree or the model. [Peak
+        memory]({PAGE_OF["memory"]}#peak-memory) has more rows.
     """)
     rows = [[f"{peak.what}: {peak.way}", _megabytes(peak.size_bytes)] for peak in shown_peaks]
     return ["## Memory", text, table(("work", "peak"), rows)]
@@ -134,13 +166,13 @@ def _gpu_state(found: Sequence[dict[str, Any]]) -> list[str]:
     if not found:
         return ["## GPUs", "The benchmarks have not run on a GPU yet. `make gpu` runs the tests and the rows of a GPU."]
     names = ", ".join(device["device"] for device in found)
-    return ["## GPUs", f"[GPUs]({TABLES}#gpus) has the rows of these devices: {names}."]
+    return ["## GPUs", f"[GPUs]({PAGE_OF['gpus']}#gpus) has the rows of these devices: {names}."]
 
 
 def _about_tables() -> str:
-    return _prose("""
-        This page lists every comparison of the [benchmarks](benchmarks.md), which describes the method. *2x* means
-        that tdfunc takes half the time. The [targets](#targets) of the project, reached or not, are at the end.
+    return _prose(f"""
+        [Benchmarks](benchmarks.md) describes the method. *2x* means that tdfunc takes half the time. The project has
+        [targets]({PAGE_OF["targets"]}), and [misses]({PAGE_OF["missed"]}) some of them.
     """)
 
 
@@ -182,30 +214,35 @@ def _machines(results: Results) -> str:
 # -- targets ----------------------------------------------------------------------------------------------------
 
 
-def _summary(results: Results) -> list[str]:
-    found = [(suite, judge_suite(suite, measured)) for suite, measured in results.suites]
-    verdicts = [verdict for _, judged in found for verdict in judged]
+def _judged(results: Results) -> list[tuple[Suite, Verdict]]:
+    return [(suite, verdict) for suite, measured in results.suites for verdict in judge_suite(suite, measured)]
+
+
+def _targets(results: Results) -> list[str]:
+    verdicts = _judged(results)
     if not verdicts:
         return []
     rows: list[list[str]] = []
-    for suite, judged in found:
-        for verdict in judged:
-            row = verdict.row
-            aim = f"{row.reach:g}x faster" if row.sense == "faster" else f"at most {row.reach:g}x"
-            title = f"[{row.title}](#{anchor(suite.title)})"
-            rows.append([title, row.rival, aim, shown(verdict.value), "yes" if verdict.reached else "**no**"])
-    short = [f"- **{v.row.title}**, against {v.row.rival}: {v.sentence}." for v in verdicts if not v.reached]
-    count = len(verdicts) - len(short)
+    for suite, verdict in verdicts:
+        row = verdict.row
+        aim = f"{row.reach:g}x faster" if row.sense == "faster" else f"at most {row.reach:g}x"
+        title = f"[{row.title}]({_address(suite)})"
+        rows.append([title, row.rival, aim, shown(verdict.value), "yes" if verdict.reached else "**no**"])
+    count = sum(verdict.reached for _, verdict in verdicts)
     head = (
         "One value stands for several cases. It is the least favourable case. For middle rows of tree operations "
         "and for the rows against a raw dict, it is the geometric mean."
     )
-    parts = ["## Targets", f"{count} of {len(verdicts)} rows reach their target. {head}"]
-    parts.append(table(("work", "against", "reach", "measured", "reached"), rows))
     return [
-        *parts,
-        *(["These rows miss their target, and some have a known reason:", "\n".join(short)] if short else []),
+        f"{count} of {len(verdicts)} rows reach their target. {head}",
+        table(("work", "against", "reach", "measured", "reached"), rows),
     ]
+
+
+def _missed(results: Results) -> list[str]:
+    missed = [v for _, v in _judged(results) if not v.reached]
+    lines = [f"- **{v.row.title}**, against {v.row.rival}: {v.sentence}." for v in missed]
+    return ["These rows miss their target, and some have a known reason:", "\n".join(lines)] if lines else []
 
 
 def _code(functions: Sequence[Callable[..., Any]]) -> str:

@@ -25,6 +25,9 @@ def make_page(notebook: Any, name: str) -> tuple[str, dict[str, bytes]]:
     parts: list[str] = []
     pictures: dict[str, bytes] = {}
     for cell in notebook.cells:
+        # The first cell installs the package, which has its own page.
+        if cell.id == "install":
+            continue
         if cell.cell_type == "markdown":
             parts.append(cell.source)
             continue

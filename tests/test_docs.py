@@ -178,7 +178,7 @@ def test_pictures_are_small():
 @pytest.mark.parametrize("case", ["MLP, 16 wide", "MLP, 256 wide", "transformer, 32 wide", "transformer, 256 wide"])
 def test_the_numbers_of_the_first_screen_are_measured(page, case):
     """README and first page name the speed-up of 64 members by their width, as the tables of benchmarks have it."""
-    rows = (ROOT / "docs/benchmarks_tables.md").read_text()
+    rows = (ROOT / "docs/benchmarks_ensembles.md").read_text()
     speedup = re.search(rf"^\| {case}, 64 members \| loop of torch.optim \|.*?\| (\d\S*x) \|", rows, re.MULTILINE)[1]
 
     model, width = case.removesuffix(" wide").split(", ")

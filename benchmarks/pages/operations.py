@@ -1,4 +1,4 @@
-"""The page docs/operations.md: every public name of tensordict and its counterpart here.
+"""The pages docs/operations*.md: every public name of tensordict and its counterpart here.
 
 Names supported under the same name are found in the classes; the tables below have the line to write for every other
 name, or the reason why there is none. test_operations.py compares the tables with both libraries.
@@ -12,7 +12,7 @@ from tdfunc import LazyStack, TensorClass, TensorDict
 from tdfunc.ops.base.spelling import PURE_CALLS
 from tests.incumbent import Incumbent, tensordict
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 _FORMAT = "absent: a file format of another library; read it there and call `TensorDict.from_dict`"
 _DTYPE = "`td.to(torch.{})`"
@@ -184,13 +184,14 @@ search:
   exclude: true
 ---
 
-# Operations
+# Operations: {subject}
 
 <!-- Written by benchmarks/pages/operations.py; edit the tables there. -->
 
-This page lists every public name of tensordict {version} and its replacement in tdfunc. A method with the same name has
-the same effect, except for the [differences](differences.md): an operation that would write returns a new tree.
-*Absent* names are missing on purpose. *Planned* names do not exist yet.
+The pages of [methods](operations.md), [functions and classes](operations_functions.md) and
+[arguments](operations_arguments.md) list every public name of tensordict {version} and its replacement in tdfunc. A
+method with the same name has the same effect, except for the [differences](differences.md): an operation that would
+write returns a new tree. *Absent* names are missing on purpose. *Planned* names do not exist yet.
 """
 
 
@@ -360,21 +361,27 @@ def section(title, theirs, ours, table):
     return [*lines, "| tensordict | | instead, or the reason |", "|---|---|---|", *rows, ""]
 
 
-def page():
-    """The text of the page."""
+def pages():
+    """The text of each page, by its name in docs/."""
     ours, theirs = public(TensorDict), public(Incumbent)
     more = [name for name in ours if name not in theirs]
-    lines = [
-        HEAD.format(version=tensordict.__version__),
-        *section("Methods and properties of `TensorDict`", theirs, ours, METHODS),
-        *section("Functions and classes", public(tensordict), public(tdfunc), FUNCTIONS),
-        *section("Lazy stacks", besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),
-        *section("Typed trees", filter(typed, public(tensordict.TensorClass)), public(TensorClass), TYPED),
-        "## Arguments", "",
-        "tdfunc does not have these arguments of methods with the same name.", "",
-        "| argument | of | instead, or the reason |", "|---|---|---|", *argument_rows(), "",
-        "## Only here", "",
-        "tensordict does not have these methods and properties of `TensorDict`: "
-        + ", ".join(f"`{name}`" for name in more) + ".",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    bodies = {
+        "operations.md": ("methods", section("Methods and properties of `TensorDict`", theirs, ours, METHODS)),
+        "operations_functions.md": ("functions and classes", [
+            *section("Functions and classes", public(tensordict), public(tdfunc), FUNCTIONS),
+            *section("Lazy stacks", besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),
+            *section("Typed trees", filter(typed, public(tensordict.TensorClass)), public(TensorClass), TYPED),
+        ]),
+        "operations_arguments.md": ("arguments", [
+            "## Arguments", "",
+            "tdfunc does not have these arguments of methods with the same name.", "",
+            "| argument | of | instead, or the reason |", "|---|---|---|", *argument_rows(), "",
+            "## Only here", "",
+            "tensordict does not have these methods and properties of `TensorDict`: "
+            + ", ".join(f"`{name}`" for name in more) + ".", "",
+        ]),
+    }  # fmt: skip
+    return {
+        name: "\n".join([HEAD.format(subject=subject, version=tensordict.__version__), *lines])
+        for name, (subject, lines) in bodies.items()
+    }
