@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tdfunc import NonTensorData, TensorDict
 from tdfunc._jit import jit
+from tdfunc._jit.environment import freeze
 
 SCALE, HELD = 2.0, None
 X = torch.ones(1)
@@ -45,6 +46,12 @@ VALUES = st.recursive(
     ),
     max_leaves=4,
 )
+
+
+def test_numbers_that_compare_equal_have_other_keys():
+    """Zeros by their sign; a number that is not equal to itself has one key."""
+    assert freeze(0.0) != freeze(-0.0)
+    assert freeze(math.nan) == freeze(float("nan"))
 
 
 def make_argument():

@@ -180,7 +180,10 @@ def test_get_dist_chooses_values_before_the_last():
     known = policy(td.set("hidden", torch.zeros(6, 4)), interaction_type="random")
 
     torch.testing.assert_close(policy.get_dist(td).logits, D.Categorical(logits=layers[1](layers[0](td["x"]))).logits)
-    assert not torch.equal(policy.get_dist(known, interaction_type="random").logits, policy[-1].get_dist(known).logits)
+    for whole in (policy, ProbabilisticTensorDictSequential(policy)):
+        found = whole.get_dist(known, interaction_type="random")
+        assert not torch.equal(found.logits, policy[-1].get_dist(known).logits)
+        assert not torch.equal(found.logits, policy.get_dist(known).logits)
 
 
 def test_each_module_has_its_own_default():

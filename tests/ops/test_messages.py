@@ -227,6 +227,7 @@ OPERATIONS = [
     (lambda: ROWS @ FLAT, TypeError, "unsupported operand.*TensorDict"),
     (lambda: FLAT + "word", TypeError, "add: an operand must be a tree, number or tensor.*str$"),
     (lambda: FLAT | {"a": 1}, TypeError, r"bitwise_or.*number or tensor.*dict.*td\.update\(d\)"),
+    (lambda: FLAT.select("a").apply(lambda x: x[0]), BatchSizeError, "apply: the result for 'a'"),
     (lambda: FLAT.apply(lambda x: x[0]), BatchSizeError, r"apply: the result for 'a'.*\[3\].*\[2\]"),
     (lambda: FLAT.apply(torch.add, FLAT.exclude("b")), TreeStructureError, r"apply.*'b'\].*\['a'\]"),
     (lambda: FLAT.lerp(FLAT.expand(2, 3), 0.5), BatchSizeError, r"lerp: .*largest.*\[3\].*\[2, 3\]"),

@@ -148,6 +148,7 @@ MESSAGES = [
     # Maps of gradients.
     (lambda: optim.adaptive_grad_clip(0.1)(make_tree()), TypeError, "adaptive_grad_clip: params must be a tree"),
     (lambda: optim.adaptive_grad_clip(-0.1), ValueError, "clipping", "-0.1"),
+    (lambda: optim.adaptive_grad_clip(0.1, eps=-0.1), ValueError, "eps", "-0.1"),
     (lambda: optim.adaptive_grad_clip(0.1)(ROWS, ROWS), tdf.UnsupportedError, "adaptive_grad_clip", "a lazy stack"),
     (lambda: optim.add_decayed_weights(NAN), ValueError, "weight_decay", "nan"),
     (lambda: optim.add_decayed_weights(0.1, "c*")(make_tree(), make_tree()), tdf.FilterError, "'c*'"),

@@ -229,6 +229,14 @@ def test_steps_of_nan_are_skipped_by_member(wrap):
     assert update(params, torch.zeros_like(bad), state)[1]["consecutive"].tolist() == [0, 0, 0]
 
 
+def test_inactive_members_are_no_steps_of_finite_gradients():
+    """`active` and the check of the gradients choose together."""
+    opt, params = optim.apply_if_finite(optim.sgd(1.0), 2), TensorDict({"w": torch.zeros(2)}, [2])
+    new, _ = opt.update(params, params + 1, opt.init(params), active=torch.tensor([True, False]))
+
+    assert new["w"].tolist() == [-1.0, 0.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_are_a_run_in_float32(dtype, generator):
     """Their float32 parameters are those of a run in float32 by the same gradients, to the last bit."""

@@ -108,6 +108,8 @@ def test_distances_are_those_of_flat_vectors():
         torch.stack([torch.cosine_similarity(flat(members[i]), flat(a), dim=0) for i in range(3)]),
     )
     assert tdf.weights.distance(members, base)[2] == 0
+    a, b = a.bfloat16(), b.bfloat16()
+    assert tdf.weights.distance(a, b) == tdf.weights.distance(a.float(), b.float())
 
 
 def test_layers_are_stacked_in_order():

@@ -61,6 +61,9 @@ def test_depth():
     assert lines[0] == ["0.*", "3 leaves", "float32", "cpu", "parameter", "36", "144 B"]
     assert lines[1] == ["1.*", "5 leaves", "float32, int64", "cpu", "parameter, buffer", "13", "56 B"]
     assert rows(network().summary(depth=9)) == rows(network().summary())
+    dtypes = [torch.int8, torch.int16, torch.int32, torch.int64]
+    many = TensorDict({"n": {str(x): torch.zeros(1, dtype=x) for x in dtypes} | {"word": "a"}}).summary(depth=1)
+    assert rows(many)[0][1:3] == ["4 leaves", "int8, int16, int32, ..."]
 
 
 def test_where():
