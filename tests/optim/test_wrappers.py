@@ -231,10 +231,11 @@ def test_steps_of_nan_are_skipped_by_member(wrap):
 
 def test_inactive_members_are_no_steps_of_finite_gradients():
     """`active` and the check of the gradients choose together."""
-    opt, params = optim.apply_if_finite(optim.sgd(1.0), 2), TensorDict({"w": torch.zeros(2)}, [2])
-    new, _ = opt.update(params, params + 1, opt.init(params), active=torch.tensor([True, False]))
+    opt, params = optim.apply_if_finite(optim.sgd(1.0), 2), TensorDict({"w": torch.zeros(3)}, [3])
+    grads = TensorDict({"w": torch.tensor([1.0, 1.0, math.nan])}, [3])
+    new, _ = opt.update(params, grads, opt.init(params), active=torch.tensor([True, False, True]))
 
-    assert new["w"].tolist() == [-1.0, 0.0]
+    assert new["w"].tolist() == [-1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
