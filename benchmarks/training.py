@@ -254,8 +254,8 @@ DISPATCH = (
 )
 KERNELS = "products of matrices, sums and the fused Adam take most of the step, and are the same kernels for both"
 MASKS = (
-    "the masks alone, in a replay, take 60 us of a step of 110 at 1 member (keys by Python's integers, and some 20 "
-    "calls of numpy) and 320 us of 1250 at 64 members (three rounds of a hash for each 64 bits, and a comparison)"
+    "the masks alone, in a replay, take 40 us beside a step of 110 at 1 member (some 30 calls of numpy, whose code a "
+    "step finds in no cache) and 290 us of 1250 at 64 members (three rounds of a hash for each 64 bits, a comparison)"
 )
 ENDS = (
     "torch 2.13's fused kernel takes one rate, so it runs at rate 1 on zeros, and two more calls multiply and add; the "

@@ -8,6 +8,7 @@ then takes the digest. Until it is taken, the leaf's version and a word of every
 
 import os
 import pathlib
+import time
 import traceback
 import warnings
 import weakref
@@ -150,6 +151,8 @@ def _sample(leaf: Tensor) -> bytes:
 
 
 def _digests_of_private(leaves: Sequence[_Private]) -> dict[str, str]:
+    # The caller goes on first: it waits for the start of this thread, which has the lock of the interpreter then.
+    time.sleep(0)
     found = _digests([(name, leaf) for name, leaf, *_ in leaves])
     changed = [name for name, leaf, version, sample in leaves if leaf._version != version or _sample(leaf) != sample]
     if changed:
