@@ -7,9 +7,10 @@ import torch
 import transformers as hf
 
 from tdfunc import random
-from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens, score_ids
+from tdfunc.llm import GenerationOptions, LogProbs, causal_lm, generate_tokens, score_ids
 from tdfunc.llm.generation.probe import find_way
 from tdfunc.llm.rows.batch import Row, padded_records
+from tdfunc.llm.scoring.trees import keep_draws
 from tests.helpers import quick
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
@@ -269,3 +270,11 @@ def test_rows_with_and_without_truncation_have_one_support():
 
     found = padded_records(rows, torch.Size([2]), pad=0).log_probs.support
     assert found.tolist() == [supports[0].tolist(), [[-1, -1], [-1, -1]]]
+
+
+def test_scores_keep_the_record_of_draws():
+    """Draws that a penalty changed stay so; a support of another layout leaves nothing that is known of them."""
+    new = LogProbs(full=torch.zeros(2, 3), response=torch.zeros(2, 2), batch_size=[2])
+    for support, expected in ((None, [True, False]), (torch.zeros(2, 4, 1), [True, True])):
+        old = LogProbs(adjusted=torch.tensor([True, False]), support=support, batch_size=[2])
+        assert keep_draws(new, old).adjusted.tolist() == expected
