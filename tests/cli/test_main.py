@@ -226,10 +226,13 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 
 def test_the_module_is_the_program(monkeypatch, capsys):
-    """`python -m tdfunc` takes the same arguments."""
+    """`python -m tdfunc` takes the same arguments; the signal of a broken pipe, which it sets, is not this process's."""
+    handlers = []
+    monkeypatch.setattr(signal, "signal", lambda *args: handlers.append(args))
     monkeypatch.setattr(sys, "argv", ["tdfunc", "--version"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("tdfunc", run_name="__main__")
 
     assert ended.value.code in (0, None)
+    assert handlers == [(signal.SIGPIPE, signal.SIG_DFL)]
     assert version("tdfunc") in capsys.readouterr().out
