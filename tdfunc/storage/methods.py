@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.memory import MapMode
@@ -259,11 +259,21 @@ class MemmapMethods(TensorCollection):
 
 
 def _and_own(classes: Classes, cls: type[Any]) -> Classes:
-    """Return the classes for a load: the given ones, and the one whose `load` was called."""
+    """Return the classes for a load: the given ones, the one whose `load` was called, and the classes of its fields."""
     if isinstance(classes, type) or cls is TensorCollection._open:
         return classes
-    own = {f"{cls.__module__}:{cls.__qualname__}": cls}
+    own: dict[str, type[Any]] = {}
+    _add_annotated(cls, own)
     return {**own, **classes} if isinstance(classes, Mapping) else (*classes, *own.values())
+
+
+def _add_annotated(cls: type[Any], known: dict[str, type[Any]]) -> None:
+    """Add a class, and the classes in the annotations of its fields, under their recorded names."""
+    known[f"{cls.__module__}:{cls.__qualname__}"] = cls
+    for hint in getattr(cls, "_hints", {}).values():
+        for each in (hint, *get_args(hint)):
+            if isinstance(each, type) and getattr(each, "_fields", ()) and each not in known.values():
+                _add_annotated(each, known)
 
 
 def _as_own(tree: Any, cls: type[Any]) -> Any:

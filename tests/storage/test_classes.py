@@ -105,6 +105,21 @@ def test_a_class_loads_as_itself(form, written):
         assert type(TensorDict.load_memmap(path, out=tree * 0)) is Renamed
 
 
+@pytest.mark.parametrize("form", ["", ".safetensors"])
+def test_a_class_knows_those_of_its_fields(tmp_path, form):
+    """Classes in annotations count as given, whatever module they were in when they were saved."""
+    Box = define("Box", **X)
+    Page = define("Page", boxes=Box | None, **X)
+    tree = Page(x=torch.ones(2), boxes=Box(torch.zeros(2), batch_size=[2]), batch_size=[2])
+    tree.save(tmp_path / "pages") if not form else tdf.save(tree, tmp_path / f"pages{form}")
+    for cls in (Box, Page):
+        cls.__module__ = "written.later"
+
+    loaded = Page.load(tmp_path / f"pages{form}")
+    assert type(loaded) is Page
+    assert type(loaded.boxes) is Box
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
