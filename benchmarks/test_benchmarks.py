@@ -358,9 +358,8 @@ def test_picture_draws_rows_where_we_are_slower(tmp_path):
 
 def test_page_and_picture_are_written(tmp_path):
     """The picture is at the place that the summary names, the tables are beside it, and every part has a page."""
-    page.write(
-        results.Results(newer=("9.9", [measured("add, 100 leaves", tdfunc=1.0, tensordict=2.0)])), tmp_path / "b.md"
-    )
+    newer = ("9.9", [measured("add, 100 leaves", tdfunc=1.0, tensordict=2.0)])
+    page.write(results.Results(newer=newer), tmp_path / "b.md")
 
     assert f"]({page.PICTURE})" in (tmp_path / "b.md").read_text()
     assert (tmp_path / page.PICTURE).exists()
@@ -390,9 +389,8 @@ def test_measurements_are_read_as_they_were_stored(tmp_path):
         "compiled": [compiles], "memory": [peak],
     }.items():  # fmt: skip
         results.store(part, found, tmp_path)
-    machines = dict.fromkeys(
-        ("compiled", "ensembles", "memory", "newer", "scaling", "trees"), results.describe_machine()
-    )
+    parts = ("compiled", "ensembles", "memory", "newer", "scaling", "trees")
+    machines = dict.fromkeys(parts, results.describe_machine())
 
     assert results.load(SUITES, tmp_path) == results.Results(
         [(suite, cases)], ("9.9", cases), [growth], [depth], [cell], [compiles], [peak], machines
