@@ -598,12 +598,11 @@ def test_families_are_the_same_work():
 
 
 def _first_pieces(pieces):
-    if isinstance(pieces, dict):
-        return {key: parts[0] for key, parts in pieces.items()}
-    return dict(pieces[0].items())
+    return {key: parts[0] for key, parts in pieces.items()} if isinstance(pieces, dict) else dict(pieces[0].items())
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
 def test_every_way_runs_and_rows_find_their_cases(suite, monkeypatch):
     """A benchmark would fail, or a row judge nothing, only at the next long run."""
