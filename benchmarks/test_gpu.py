@@ -41,11 +41,11 @@ def test_rows_of_a_gpu_are_on_the_page(tmp_path):
     """The page has a table of each device that was measured, and else says that none was."""
     rows = [gpu.Row("step", "tdfunc", 10.0, 5), gpu.Row("step", "loop", 250.0, 5), gpu.Row("step", "x", error="no")]
     path = gpu.store(rows, {"device": "Some GPU (80 GB)", "versions": "torch 9"}, tmp_path)
-    text = page.render(results.load([], tmp_path))
+    text = "".join(page.render(results.load([], tmp_path)).values())
 
     assert path.name == "some-gpu-80-gb-.json"
     assert "Some GPU (80 GB); torch 9." in text
     assert "| step | loop | 10.0 us | 250 us | 25x |  |" in text
     assert "| step | x | 10.0 us |  |  | no |" in text
     assert "have not run on a GPU yet" not in text
-    assert "have not run on a GPU yet" in page.render(results.Results())
+    assert "have not run on a GPU yet" in "".join(page.render(results.Results()).values())

@@ -121,7 +121,7 @@ def program(rank, folder, call):
 @pytest.mark.parametrize("call", ["save", "send"])
 def test_a_lost_host(hosts, tmp_path, call, how):
     """In the middle of a call rank 1 is lost: the others name it within the timeout, and the file is the old one."""
-    code = "import sys, pathlib; from tests.distributed.test_hosts import program\n"
+    code = "import sys, pathlib; from benchmarks.reliability.test_hosts import program\n"
     code += "program(int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3])"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code]

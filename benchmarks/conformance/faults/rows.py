@@ -208,7 +208,7 @@ OURS = {
     "test_writing_to_a_row": "test_rows_in_place",
     "test_unflatten_makes_no_empty_keys": "test_flat_keys",
     "test_a_loaded_tree_is_written_to": "test_copy_on_write_by_default",
-    "test_a_flipped_bit": "test_a_damaged_leaf_is_named",
+    "test_a_flipped_bit": "test_every_flipped_bit_is_detected",
     "test_one_file_that_is_cut_short": "test_every_truncation_is_detected",
     "test_loading_runs_no_code": "test_pickles_are_never_read",
     "test_room_for_more_than_the_disk": "test_memmap_like_wants_space",
