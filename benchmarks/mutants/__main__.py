@@ -1,8 +1,8 @@
 """Counts how many small changes the tests notice: `python -m benchmarks.mutants --seed 1 --files 20`.
 
-Each change is made alone in a copy of the repository. The test file of the changed file runs, then those of its folder,
-then those of the files that import it. Changes that survive are made all at once for the other tests of CI, the fast
-ones first, and each of them runs the tests that failed. The results go to `mutants.json` in
+Each change is made alone in a copy of the repository. The test file of the changed file runs, then the tests of its
+folder, then the tests of the files that import it. Changes that survive are made all at once for the other tests of
+CI, the fast ones first, and each change runs the tests that failed. The results go to `mutants.json` in
 benchmarks/reliability/results after each change, and their table to docs/reliability_counts.md.
 
 A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was

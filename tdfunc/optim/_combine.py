@@ -164,8 +164,10 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
         >>> state["step"]
         tensor([1, 1, 1, 1])
     """
-    *maps, last = members
-    return Chain(tuple(maps), last)  # pyright: ignore[reportArgumentType]
+    # Any: maps, and an optimizer.
+    given: Any = members
+    *maps, last = given
+    return Chain(tuple(maps), last)
 
 
 def masked(optimizer: AbstractOptimizer, where: FilterLike) -> Masked:

@@ -151,7 +151,7 @@ def _sample(leaf: Tensor) -> bytes:
 
 
 def _digests_of_private(leaves: Sequence[_Private]) -> dict[str, str]:
-    # The caller goes on first: it waits for the start of this thread, which has the lock of the interpreter then.
+    # The caller continues first: it waits for this thread to start, and this thread has the interpreter's lock.
     time.sleep(0)
     found = _digests([(name, leaf) for name, leaf, *_ in leaves])
     changed = [name for name, leaf, version, sample in leaves if leaf._version != version or _sample(leaf) != sample]

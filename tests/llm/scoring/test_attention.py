@@ -57,7 +57,7 @@ def test_padded_rows_are_rows_alone(name, attention, side):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_rows_of_pads_are_finite_in_other_dtypes(attention, dtype):
-    """Left pads give the tokens of a wide or narrow model no nan: they are those of the row alone."""
+    """Left pads give the tokens of a wide or narrow model no nan, and the logits of the row alone."""
     model, mask = make("llama", attn_implementation=attention).to(dtype), torch.tensor([[False, True, True]])
     ids = torch.tensor([[0, 5, 7]])
 
