@@ -71,7 +71,10 @@ _LOOKS = {
 }  # fmt: skip
 # Of at most so many elements, what needs no argument is made once.
 _KEPT = 4096
-_FILLS = (aten.full.default, aten.ones.default, aten.zeros.default, aten.scalar_tensor.default, aten.arange.start)
+_FILLS = (
+    aten.full.default, aten.ones.default, aten.zeros.default, aten.scalar_tensor.default, aten.arange.default,
+    aten.arange.start,
+)  # fmt: skip
 _EXACT_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 

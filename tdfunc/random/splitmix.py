@@ -28,7 +28,9 @@ _WORD = (1 << 64) - 1
 # Stafford's and Murmur's rounds: shift, and factor.
 _STATE = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)
 _GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
-_SEED, _SPLIT = np.uint64(SEED), np.uint64(SPLIT)
+# Arrays, which numpy reads twice as fast as numbers.
+_SEED, _SPLIT = np.array(SEED, np.uint64), np.array(SPLIT, np.uint64)
+_ROUNDS = [(np.array(a, np.uint64), None if b is None else np.array(b, np.uint64)) for a, b in _STATE]
 # In rows for the state and the gamma.
 _LANE_ROUNDS = [
     (np.array([[a], [b]], np.uint64), None if c is None or d is None else np.array([[c], [d]], np.uint64))
@@ -357,7 +359,7 @@ def _derive_numpy(keys: Words, numbers: Words, salt: int, out: Words) -> Words:
         np.add(numbers * factor, other ^ np.uint64(salt), out=lane)
     flat = lanes.reshape(2, -1)
     shifted = np.empty_like(flat)
-    _mix_numpy(flat, shifted, _STATE)
+    _mix_numpy(flat, shifted, _ROUNDS)
     lanes[0] ^= state
     lanes[1] += gamma
     new_state, new_gamma = _mix_numpy(flat, shifted, _LANE_ROUNDS)
@@ -372,13 +374,13 @@ def _derive_numpy(keys: Words, numbers: Words, salt: int, out: Words) -> Words:
 # Any: an array of a floating dtype.
 def _mask_numpy(begin: Words, step: Words, out: Any, what: Mask) -> None:
     """Fill the masks (R, count) of columns (R, 1), as `_blocks` reads them."""
-    parts, kept = what.in_word, out.dtype.type(what.kept)
-    kind = np.int16 if what.bits is torch.int16 else np.int32
+    parts, kind = what.in_word, np.int16 if what.bits is torch.int16 else np.int32
+    bound, kept = np.array(what.bound, kind), np.array(what.kept, out.dtype)
     for rows, columns, block in _blocks(begin, step, -(-out.shape[1] // parts)):
         place = out[rows, parts * columns.start : parts * columns.stop]
         # In two passes, of which the first converts: fewer instructions than their product, which converts in pieces.
-        np.copyto(place, block.view(kind)[:, : place.shape[1]] < what.bound)
-        place *= kept
+        np.copyto(place, block.view(kind)[:, : place.shape[1]] < bound)
+        np.multiply(place, kept, place)
 
 
 def _blocks(begin: Words, step: Words, count: int, out: Words | None = None) -> Iterator[tuple[slice, slice, Words]]:
@@ -394,16 +396,16 @@ def _blocks(begin: Words, step: Words, count: int, out: Words | None = None) -> 
         for i in range(0, len(begin), at_once):
             rows = slice(i, min(i + at_once, len(begin)))
             block, shifted = memory[:, : rows.stop - i, : len(index)]
-            block = np.multiply(index, step[rows], out=block if out is None else out[rows, columns])
-            block += begin[rows] + step[rows] * np.uint64(first) if first else begin[rows]
-            yield rows, columns, _mix_numpy(block, shifted, _STATE)
+            block = np.multiply(index, step[rows], block if out is None else out[rows, columns])
+            np.add(block, begin[rows] + step[rows] * np.uint64(first) if first else begin[rows], block)
+            yield rows, columns, _mix_numpy(block, shifted, _ROUNDS)
 
 
 # Any: numbers, or a column of two.
 def _mix_numpy(word: Words, shifted: Words, rounds: Sequence[tuple[Any, Any]]) -> Words:
     """Hash words one to one, in their own memory."""
     for count, factor in rounds:
-        word ^= np.right_shift(word, count, out=shifted)
+        np.bitwise_xor(word, np.right_shift(word, count, shifted), word)
         if factor is not None:
-            word *= factor
+            np.multiply(word, factor, word)
     return word
