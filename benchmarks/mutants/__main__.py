@@ -10,15 +10,18 @@ written since notices it.
 """
 
 import argparse
+import json
 import os
+import queue
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,12 @@ class Copy:
             if (_ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(_ROOT / name, self.root / name)
+        env = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        # Any: its streams are there.
+        self._server: Any = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.mutants.server"], cwd=self.root, env=env, text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
 
     def write(self, path: str, made: list[Change]) -> None:
         """Put a file there with changes (or as it is)."""
@@ -102,20 +111,17 @@ class Copy:
 
     def run(self, tests: list[str], *options: str) -> tuple[str, list[str]]:
         """Run tests; return "passed", "failed" or "timeout", and the tests that failed."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", *options, *tests]
-        env = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        with subprocess.Popen(
-            command, cwd=self.root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                out, _ = process.communicate(timeout=self.limit_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-                return "timeout", []
-        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, flags=re.MULTILINE)
-        return "passed" if process.returncode in _PASSED else "failed", failed
+        arguments = ["-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", *options, *tests]
+        print(json.dumps(arguments), file=self._server.stdin)
+        group = json.loads(self._server.stdout.readline())
+        timer = threading.Timer(self.limit_s, os.killpg, (group, signal.SIGKILL))
+        timer.start()
+        status, failed = json.loads(self._server.stdout.readline())
+        is_late = not timer.is_alive()
+        timer.cancel()
+        if is_late:
+            return "timeout", []
+        return "passed" if status in _PASSED else "failed", failed
 
 
 def notice(copy: Copy, path: str, one: Change) -> str | None:
@@ -168,29 +174,44 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=4, help="changes to a file")
     parser.add_argument("--limit", type=float, default=180, help="seconds for one run of tests")
     parser.add_argument("--alone", action="store_true", help="do not run the other tests of CI with the survivors")
+    parser.add_argument("--jobs", type=int, default=2, help="files at once")
     options = parser.parse_args()
     begun, found, broken = time.monotonic(), list[dict[str, Any]](), set[str]()
     survivors: list[tuple[dict[str, Any], tuple[str, Change]]] = []
+    lock, free = threading.Lock(), queue.SimpleQueue[Copy]()
 
     def save() -> None:
         about = {"seed": options.seed, "commit": commit, "minutes": round((time.monotonic() - begun) / 60)}
         keep("mutants", {**about, "not run": sorted(broken), "changes": found})
         PAGE.write_text(page())
 
-    with tempfile.TemporaryDirectory() as folder:
-        copy, commit, checked = Copy(folder, options.limit), commit_of_code(), set[str]()
-        drawn = sample(options.seed, options.files, options.each)
-        for i, (path, one) in enumerate(drawn):
-            if path not in checked and any(copy.run(tests)[0] != "passed" for tests in targets(path)):
+    def try_file(path: str) -> None:
+        """Make the changes of a file."""
+        copy = free.get()
+        try:
+            if any(copy.run(tests)[0] != "passed" for tests in targets(path)):
                 broken.add(path)
-            checked.add(path)
-            if path not in broken:
-                noticed = notice(copy, path, one)
-                about = {"kind": one.kind, "line": one.line, "old": one.old[:200], "new": one.new[:200]}
-                found.append({"file": path, **about, "noticed": noticed, "verdict": None})
-                survivors += [(found[-1], (path, one))] if noticed is None else []
-                print(f"{i + 1}/{len(drawn)}", *found[-1].values(), flush=True)
+            for one in [one for place, one in drawn if place == path and path not in broken]:
+                keep_one(path, one, notice(copy, path, one))
+        finally:
+            free.put(copy)
+
+    def keep_one(path: str, one: Change, noticed: str | None) -> None:
+        about = {"kind": one.kind, "line": one.line, "old": one.old[:200], "new": one.new[:200]}
+        with lock:
+            found.append({"file": path, **about, "noticed": noticed, "verdict": None})
+            survivors.extend([(found[-1], (path, one))] if noticed is None else [])
+            print(f"{len(found)}/{len(drawn)}", *found[-1].values(), flush=True)
             save()
+
+    commit, drawn = commit_of_code(), sample(options.seed, options.files, options.each)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        copies = [Copy(f"{folder}/{i}", options.limit) for i in range(options.jobs)]
+        for copy in copies:
+            free.put(copy)
+        for _ in pool.map(try_file, dict.fromkeys(path for path, _ in drawn)):
+            pass
+        copy = copies[0]
         for name, tests in _STAGES.items() if not options.alone else ():
             found_by = notice_together(copy, [pair for _, pair in survivors], tests) if survivors else []
             for (row, _), noticed in zip(survivors, found_by, strict=True):
