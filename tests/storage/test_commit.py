@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdfunc import CheckpointManager, TensorDict
+from tdfunc import AsyncSaver, CheckpointManager, TensorDict
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk import commit
 from tdfunc.storage.safetensors import write
+from tdfunc.storage.stream import memmap_stream, save_stream
+from tests.storage.trees import assert_same, retie
 
 BIG = TensorDict({"big": torch.ones(3_000_000), "small": torch.ones(3)})
 OLD = TensorDict({"old": torch.zeros(3)})
@@ -89,33 +91,37 @@ def test_leftovers_go_with_the_next_save(tmp_path):
     assert len(left) == 3
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_temporary_name_that_is_deleted_before_it_is_locked(what, tmp_path, monkeypatch):
-    """A save that another one takes for a leftover, in the moment before its lock, takes a new name."""
-    real, deleted = commit.lock, []
+@pytest.mark.parametrize(("place", "moment", "name"), [(commit, "lock", "file"), (os, "mkdir", "memmap")])
+def test_a_temporary_name_that_is_deleted_before_it_is_locked(place, moment, name, tmp_path, monkeypatch):
+    """A save that another one takes for a leftover, in the moment before it is opened or locked, takes a new name."""
+    real, deleted = getattr(place, moment), []
 
-    def late(fd, **how):
-        if not deleted:
-            deleted.extend(name for name in os.listdir(tmp_path) if name.endswith(".tmp"))
-            commit._remove(str(tmp_path / deleted[0]))
-        real(fd, **how)
+    def late(*args, **how):
+        real(*args, **how)
+        left = [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+        if left and not deleted:
+            deleted.append(commit._remove(str(left[0])))
 
-    monkeypatch.setattr(commit, "lock", late)
-    if what == "file":
-        save(BIG, tmp_path / "c.safetensors")
-        back = load(tmp_path / "c.safetensors")
-    else:
-        BIG.memmap(tmp_path / "c")
-        back = load(tmp_path / "c")
+    monkeypatch.setattr(place, moment, late)
+    SAVES[name](BIG, tmp_path)
 
     assert len(deleted) == 1
-    assert (back == BIG).all()
+    assert (load(next(tmp_path.iterdir())) == BIG).all()
 
 
 STEP = "step-0000000000"
+FILE = ["new", "-> c.safetensors", "."]
 ORDERS = {
-    "file": (lambda folder: save(OLD, folder / "c.safetensors"), ["new", "-> c.safetensors", "."]),
-    "memmap": (lambda folder: OLD.memmap(folder / "c", sync=True), ["all of new", "new", "-> c", "."]),
+    "file": (lambda folder: save(OLD, folder / "c.safetensors"), FILE),
+    "background": (lambda folder: AsyncSaver().save(OLD, folder / "c.safetensors").result(), FILE),
+    "stream": (lambda folder: save_stream(OLD, lambda leaf: [leaf], folder / "c.safetensors"), FILE),
+    "streamed memmap": (
+        lambda folder: memmap_stream(TensorDict({}), iter, folder / "c"), ["new/meta.json", "new", "new", "-> c", "."]
+    ),
+    "memmap": (
+        lambda folder: TensorDict({"n": {}}).memmap(folder / "c", sync=True),
+        ["new/meta.json", "new", "new/n/meta.json", "new/n", "new", "-> c", "."],
+    ),
     "shards": (
         lambda folder: save(OLD, folder, max_shard_size=100),
         ["new/new", "-> SHARD", "new/new", "-> INDEX", "-> SHARD", ".", "-> INDEX", "."],
@@ -153,24 +159,16 @@ def test_the_disk_has_the_contents_before_the_name_and_the_name_at_the_end(name,
     monkeypatch.setattr(os, "fsync", record(os.fsync, lambda fd: shown(os.readlink(f"/proc/self/fd/{fd}"))))
     monkeypatch.setattr(os, "replace", record(os.replace, renamed))
     monkeypatch.setattr(os, "rename", record(os.rename, renamed))
-    monkeypatch.setattr(commit, "sync_files", record(commit.sync_files, lambda path: f"all of {shown(path)}"))
+    # Without it, the calls that sync a memmap folder as a whole show.
+    monkeypatch.setattr(commit, "_libc", None)
     ORDERS[name][0](tmp_path)
 
     assert calls == ORDERS[name][1]
 
 
-def test_a_lock_that_is_kept(tmp_path, monkeypatch):
-    """A save that waits too long for another one names the folder, and writes nothing."""
-    monkeypatch.setattr(commit, "_WAIT_S", 0.05)
-    with commit.locked(str(tmp_path)), pytest.raises(TimeoutError, match=str(tmp_path)):
-        save(OLD, tmp_path, max_shard_size=100)
-
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_forks_keep_no_lock(tmp_path, monkeypatch):
-    """A process that was forked during a save does not keep its lock, nor take it from its parent."""
+    """A save that waits too long for another one names the folder, also after a fork, which does not keep the lock."""
     monkeypatch.setattr(commit, "_WAIT_S", 0.05)
     out, into = os.pipe()
     with commit.locked(str(tmp_path)):
@@ -178,25 +176,34 @@ def test_forks_keep_no_lock(tmp_path, monkeypatch):
         if not child:
             os.read(out, 1)
             os._exit(0)
-        with pytest.raises(TimeoutError), commit.locked(str(tmp_path)):
-            pass
+        with pytest.raises(TimeoutError, match=str(tmp_path)):
+            save(OLD, tmp_path, max_shard_size=100)
     with commit.locked(str(tmp_path)):
         os.write(into, b".")
     os.waitpid(child, 0)
     os.close(out)
     os.close(into)
+    assert os.listdir(tmp_path) == []
 
 
-def test_permissions(tmp_path):
-    """A new file follows the umask, and a file that is replaced keeps its mode."""
-    path = tmp_path / "c.safetensors"
-    old = os.umask(0o027)
+@pytest.mark.parametrize(
+    ("name", "place", "modes"),
+    [
+        ("file", "c.safetensors", (0o640, 0o700)),
+        ("shards", "c/model.safetensors.index.json", (0o640, 0o700)),
+        ("memmap", "c", (0o751, 0o700)),
+        ("memmap", "c/old.memmap", (0o640, 0o640)),
+        ("step", f"c/{STEP}", (0o751, 0o700)),
+    ],
+)
+def test_permissions(name, place, modes, tmp_path):
+    """A new file or folder follows the umask, and one that is replaced keeps its mode."""
+    old = os.umask(0o026)
     try:
-        save(OLD, path)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640
-        path.chmod(0o600)
-        save(BIG, path)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        for mode in modes:
+            SAVES[name](OLD + mode, tmp_path)
+            assert stat.S_IMODE((tmp_path / place).stat().st_mode) == mode
+            (tmp_path / place).chmod(0o700)
     finally:
         os.umask(old)
 
@@ -212,58 +219,96 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert (load(tmp_path / "blob.safetensors") == OLD).all()
 
 
-@pytest.mark.parametrize("name", ["x" * 243 + ".safetensors", "имя.safetensors", " .safetensors"], ids=len)
-def test_names(name, tmp_path, monkeypatch):
-    """Names of the greatest length, not of ASCII, relative ones and bytes can be saved."""
-    monkeypatch.chdir(tmp_path)
-    save(OLD, name)
-
-    assert (load(name) == OLD).all()
-    assert os.listdir(tmp_path) == [name]
-    assert (load(os.fsencode(name)) == OLD).all()
-
-
-def test_a_file_system_that_cannot_reserve(tmp_path, monkeypatch):
-    """A file system that takes no reservations can be saved to."""
-    monkeypatch.setattr(commit, "_libc", SimpleNamespace(fallocate64=lambda *_: -1))
-    monkeypatch.setattr("ctypes.get_errno", lambda: errno.EOPNOTSUPP)
-    save(BIG, tmp_path / "c.safetensors")
-
-    assert (load(tmp_path / "c.safetensors") == BIG).all()
-
-
 SAVES = {
     "file": lambda tree, folder: save(tree, folder / "c.safetensors"),
     "shards": lambda tree, folder: save(tree, folder / "c", max_shard_size=100),
-    "memmap": lambda tree, folder: tree.memmap(folder / "c"),
+    "memmap": lambda tree, folder: tree.memmap(folder / "c").memmap(folder / "c"),
     "step": lambda tree, folder: CheckpointManager(folder / "c", keep_last=1).save(0, tree, overwrite=True),
 }
-
-
-@pytest.mark.parametrize("missing", ["locks", "exchange"])
-@pytest.mark.parametrize("name", SAVES)
-def test_file_systems_that_can_do_less(name, missing, tmp_path, monkeypatch):
-    """Without locks, and without a call that swaps two folders, saves still replace what is there and leave nothing."""
-    if missing == "locks":
-        no_locks = SimpleNamespace(LOCK_EX=0, LOCK_SH=0, LOCK_NB=0, LOCK_UN=0, flock=fail(OSError(errno.ENOLCK, "no")))
-        monkeypatch.setattr(commit, "_fcntl", no_locks)
-    else:
-        monkeypatch.setattr(commit, "_libc", None)
-    for tree in (OLD, OLD + 1, OLD + 2):
-        SAVES[name](tree, tmp_path)
-    SAVES[name](OLD.clone(), tmp_path)
-
-    place = next(tmp_path.iterdir())
-    back = load(place / STEP if name == "step" else place)
-    assert (back == OLD).all()
-    assert len(os.listdir(tmp_path)) == 1
-    assert not list(tmp_path.rglob(".tdfunc-*"))
 
 
 def fail(error):
     """A function that raises."""
 
-    def raises(*_):
+    def raises(*_, **__):
         raise error
 
     return raises
+
+
+NO_LOCKS = fail(OSError(errno.ENOLCK, "no"))
+LACKS = {
+    "locks": ("_fcntl", SimpleNamespace(LOCK_EX=0, LOCK_SH=0, LOCK_NB=0, LOCK_UN=0, flock=NO_LOCKS)),
+    "calls of Linux": ("_libc", None),
+    "calls of this file system": (
+        "_libc", SimpleNamespace(fallocate64=lambda *_: -1, renameat2=lambda *_: -1)
+    ),
+    "links": ("os.link", fail(OSError(errno.EPERM, "no"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", LACKS)
+@pytest.mark.parametrize("name", SAVES)
+def test_file_systems_that_can_do_less(name, missing, tmp_path, monkeypatch):
+    """Without a call that not every file system has, saves still replace what is there and leave nothing."""
+    target, lack = LACKS[missing]
+    monkeypatch.setattr(f"tdfunc.storage.disk.commit.{target}", lack)
+    monkeypatch.setattr("ctypes.get_errno", lambda: errno.EOPNOTSUPP)
+    for value in (0, 1, 2, 0):
+        leaf = torch.full((3,), float(value))
+        tree = retie(TensorDict({"old": leaf, "n": {"tied": leaf}}), [[("old",), ("n", "tied")]])
+        SAVES[name](tree, tmp_path)
+
+    place = next(tmp_path.iterdir())
+    assert_same(load(place / STEP if name == "step" else place), tree)
+    assert len(os.listdir(tmp_path)) == 1
+    assert not list(tmp_path.rglob(".tdfunc-*"))
+
+
+@pytest.mark.parametrize(
+    ("before", "save_again", "folder", "place"),
+    [
+        ("step", SAVES["step"], "c", f"c/{STEP}"),
+        ("memmap", lambda tree, folder: tree.memmap(folder / "c", sync=True), "", "c"),
+        ("shards", lambda tree, folder: save(tree, folder / "c" / "model.safetensors"), "c", "c"),
+    ],
+)
+def test_nothing_goes_before_the_disk_has_the_new_names(before, save_again, folder, place, tmp_path, monkeypatch):
+    """If the disk does not take the new names, the save warns, and the old contents stay beside the new ones."""
+    SAVES[before](OLD, tmp_path)
+    count, real = len(os.listdir(tmp_path / folder)), os.fsync
+    monkeypatch.setattr(commit, "_libc", None)
+
+    def refuse(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / folder):
+            raise OSError(errno.EIO, "no")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.warns(RuntimeWarning, match=r"the save is in place, but a power failure may undo it"):
+        save_again(OLD + 1, tmp_path)
+
+    assert (load(tmp_path / place) == OLD + 1).all()
+    assert len(os.listdir(tmp_path / folder)) == count + 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EIO, "no")])
+def test_a_folder_that_cannot_take_its_place(error, tmp_path, monkeypatch):
+    """An old folder gets its name back if the second of two steps fails, and an exchange that fails changes nothing."""
+    SAVES["memmap"](OLD, tmp_path)
+    real, targets = os.rename, []
+
+    def refuse(source, target):
+        targets.append(target)
+        if targets.count(str(tmp_path / "c")) == 2:
+            raise error
+        real(source, target)
+
+    for libc in (None, SimpleNamespace(renameat2=lambda *_: -1), SimpleNamespace(syncfs=lambda _: -1)):
+        monkeypatch.setattr(commit, "_libc", libc)
+        monkeypatch.setattr(os, "rename", refuse)
+        monkeypatch.setattr("ctypes.get_errno", lambda: errno.EIO)
+        with pytest.raises((KeyboardInterrupt, OSError)):
+            BIG.memmap(tmp_path / "c", sync=True)
+        assert (load(tmp_path / "c") == OLD).all()
+        assert os.listdir(tmp_path) == ["c"]

@@ -108,6 +108,8 @@ def test_the_forger_writes_good_files(tmp_path):
     (tmp_path / "f.safetensors").write_bytes(forge(tree(node("w", [0])), [W], DATA))
 
     assert_same(load(tmp_path / "f.safetensors"), TensorDict({"w": torch.tensor([1.0, 2.0])}))
+    (tmp_path / "f.safetensors").write_bytes(forge(stack(node(size=[])), [W], DATA))
+    assert load(tmp_path / "f.safetensors")["s"].batch_size == (2,)
 
 
 def test_our_files_are_those_of_the_forger(tmp_path):
@@ -120,7 +122,14 @@ def test_our_files_are_those_of_the_forger(tmp_path):
 
 DEEP = 100_000
 STACK = {"size": [2], "class": "tdfunc._lazystack.stack:LazyStack", "own": -1}
-TWO = [{"tree": 2}, {"tree": 3}]
+
+
+def stack(second, *, keys="01", first=(), **fields):
+    """The JSON of a tree with a leaf and a lazy stack of two empty trees."""
+    trees = node(keys, [{"tree": 2}, {"tree": 3}], **{**STACK, **fields})
+    return tree(node("ws", [0, {"tree": 1}]), trees, node(size=list(first)), second)
+
+
 TREES = {
     "no nodes": tree(),
     "no tree": "[]",
@@ -199,20 +208,14 @@ TREES = {
     "a tie in a tree in itself": tree(
         node("xa", [{"tie": 0}, {"tree": 1}]), node("bw", [{"tree": 1}, 0]), ties=[[[1, "w"], [0, "x"]]]
     ),
+    "flags of a tree": tree(node("wt", [0, {"tree": 1, "flags": "b"}]), node()),
     "a stack without a tree": tree(node("ws", [0, {"tree": 1}]), node(**STACK)),
-    "a stack out of order": tree(node("ws", [0, {"tree": 1}]), node("02", TWO, **STACK), node(), node()),
+    "a stack out of order": stack(node(size=[]), keys="02"),
     "a stack of values": tree(node("ws", [0, {"tree": 1}]), node("01", [{"value": 1}, {"value": 2}], **STACK)),
-    "a stack of two kinds": tree(node("ws", [0, {"tree": 1}]), node("01", TWO, **STACK), node(), node(size=[2])),
-    "a stack along no dimension": tree(
-        node("ws", [0, {"tree": 1}]), node("01", TWO, **{**STACK, "own": -2}), node(), node()
-    ),
-    "a stack along None": tree(node("ws", [0, {"tree": 1}]), node("01", TWO, **{**STACK, "own": None}), node(), node()),
-    "a stack from the front": tree(
-        node("ws", [0, {"tree": 1}]), node("01", TWO, **{**STACK, "own": 0}), node(), node()
-    ),
-    "a stack of another size": tree(
-        node("ws", [0, {"tree": 1}]), node("01", TWO, **{**STACK, "size": [3]}), node(), node()
-    ),
+    "a stack of two kinds": stack(node(size=[2])),
+    "a stack of larger trees": stack(node(size=[2]), first=[2]),
+    **{f"a stack along {dim}": stack(node(size=[]), own=dim) for dim in (-2, None, 0)},
+    "a stack of another size": stack(node(size=[]), size=[3]),
 }
 WHOLE = {
     "load": load,
@@ -230,6 +233,7 @@ PARTS = {
 LEAVES = [
     "an unknown spec", "negative sizes", "a huge shape", "an unknown dtype", "flags of a number", "flags in a list",
     "an unknown flag", "a gradient for ints", "a Parameter of ints", "no nodes", "no description", "nodes of a number",
+    "a device without values",
 ]  # fmt: skip
 
 
@@ -348,6 +352,7 @@ FILES = {
     "a later version": (
         forge(GOOD, [W], DATA, version="3"), UnsupportedError, r"expected: 1 or 2[\s\S]*got: +'3'[\s\S]*newer"
     ),
+    "metadata of numbers": (forge(GOOD, [W], DATA, extra=',"x":1'), CorruptCheckpointError, "a map of strings"),
     "another algorithm": (OTHER, CorruptCheckpointError, r"xxh3-64[\s\S]*'blake3'[\s\S]*verify=False"),
     "deep paths": (forge(DEEP_PATHS, [W], DATA), CorruptCheckpointError, "names that fit"),
     **{

@@ -3,14 +3,13 @@
 import os
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.reliability import damage, hostile, loads
 from benchmarks.reliability.fuzz import mutate
 from benchmarks.reliability.targets import CHECKS, SEEDS
-from tdfunc import TensorDict, save
+from tdfunc import TensorDict
 from tests.helpers import examples
 
 HARMLESS = {"refused", "equal"}
@@ -52,21 +51,6 @@ def test_damaged_memmap_folders(suffix, how, every, tmp_path):
     counts = damage.damaged_folder(damage.FOLDERS["TensorDict.load_memmap"], suffix, how, tmp_path, every=every)
 
     assert set(counts) <= UNCHECKED
-
-
-def test_renamed_files(tmp_path):
-    """The files of a checkpoint under each other's names are refused."""
-    tree = TensorDict({"a": torch.zeros(8), "b": torch.ones(8)})
-    save(tree, tmp_path / "m", max_shard_size=32)
-    tree.memmap(tmp_path / "d")
-    a, b = sorted((tmp_path / "m").glob("*.safetensors"))
-    a.rename(tmp_path / "x")
-    b.rename(a)
-    (tmp_path / "x").rename(b)
-    (tmp_path / "d" / "a.memmap").rename(tmp_path / "d" / "c.memmap")
-
-    assert isinstance(loads.outcome(loads.load, tmp_path / "m"), str)
-    assert "its file is missing" in loads.outcome(TensorDict.load_memmap, tmp_path / "d")
 
 
 # -- hostile inputs ---------------------------------------------------------------------------------------------

@@ -41,6 +41,27 @@ def test_leftovers_are_removed_unless_somebody_still_writes(tmp_path):
     assert set(os.listdir(tmp_path)) - {os.path.basename(running)} == {"step-0000000000", "step-0000000001"}
 
 
+def test_a_step_whose_writer_was_killed_between_two_renames(tmp_path, monkeypatch):
+    """A step that was moved aside, and that nothing has replaced, is found; the next save gives it its name back."""
+    manager = CheckpointManager(tmp_path)
+    for step in (0, 1, 2):
+        manager.save(step, tree_of(step))
+    new, superseded = (commit._temporary(str(manager.path(step))) for step in (1, 2))
+    os.rename(manager.path(2), commit._twin(superseded))
+
+    def move_aside(path):
+        monkeypatch.undo()
+        os.mkdir(new)
+        os.rename(path, commit._twin(new))
+        return path
+
+    monkeypatch.setattr(commit, "locate", move_aside)
+    assert value_of(manager.load(1)) == 1
+    assert CheckpointManager(tmp_path).steps() == [0, 1]
+    manager.save(3, tree_of(3))
+    assert sorted(os.listdir(tmp_path)) == [manager.path(step).name for step in (0, 1, 3)]
+
+
 # -- several processes ------------------------------------------------------------------------------------------
 
 

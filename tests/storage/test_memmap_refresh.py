@@ -17,7 +17,7 @@ from tests.storage.trees import values_of
 def test_refresh_sees_a_folder_that_was_written_again(tmp_path):
     """After a refresh, leaves and views have the values of the folder that is there now."""
     for mode in ("c", "r+"):
-        flat().memmap(tmp_path / "d")
+        flat().set("none", torch.zeros(3, 0)).memmap(tmp_path / "d")
         tree = TensorDict.load_memmap(tmp_path / "d", mode=mode)
         row = tree[1:2]
         flat().apply(lambda x: x + 1).memmap(tmp_path / "d")

@@ -1,6 +1,7 @@
 """Mistakes in the calls of storage: the class of the error, and the words that its message must have."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ ROWS = {
     ),
     "save: a tensor": (lambda: tdf.save(torch.ones(1), "n.safetensors"), TypeError, "got: +Tensor"),
     "save: int keys": (
-        lambda: tdf.save({0: torch.ones(1)}, "n.safetensors"),
+        lambda: tdf.save({1: torch.ones(1)}, "n.safetensors"),
         TypeError,
-        r"save n\.safe.*\n.*\n.*\[0\]",
+        r"save n\.safe.*\n.*\n.*\[1\]",
     ),
     "saver: a list": (lambda: AsyncSaver().save([1], "n.safetensors"), TypeError, r"save .*n\.safetensors: the value"),
     "save: order": (lambda: tdf.save("x", small_tree()), TypeError, "TensorDict"),
@@ -42,6 +43,7 @@ ROWS = {
     "save: folder above": (lambda: tdf.save(small_tree(), "no/s", max_shard_size=9), OSError, "the folder above must"),
     "load: like": (lambda: tdf.load(FILE, like=3), TypeError, r"must have a shape and dtype\.[\s\S]*int"),
     "load: like's leaf": (lambda: tdf.load(FILE, like={"a": {"b": 3}}), TypeError, r"at 'a\.b'[\s\S]*int"),
+    "load: like's dtype": (lambda: tdf.load(FILE, like={"a": SimpleNamespace(shape=())}), TypeError, r"dtype at 'a'\."),
     "load: like's module": (lambda: tdf.load(FILE, like=nn.Linear(1, 1)), TypeError, r"from_module[\s\S]*Linear"),
     "load: dtype's name": (lambda: tdf.load(FILE, dtype="float32"), ValueError, "a floating dtype"),
     "load: dtype": (lambda: tdf.load(FILE, dtype=torch.int8), ValueError, "floating"),

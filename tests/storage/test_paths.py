@@ -116,8 +116,8 @@ def test_a_memmap_from_a_folder_that_is_gone(two_folders, tmp_path):
 
 
 def test_paths_of_every_kind(two_folders):
-    """Every call takes names of bytes, and with letters that are not text."""
-    for name in (b"bytes", "é中", os.fsdecode(b"\xff")):
+    """Every call takes names of bytes, of the greatest length, and with letters that are not text."""
+    for name in (b"bytes", "é中", os.fsdecode(b"\xff"), " ", "x" * 243):
         file = os.fsdecode(name) + ".safetensors"
         tdfunc.save(tree_of(1), file)
         tree_of(2).memmap(name)
@@ -127,3 +127,4 @@ def test_paths_of_every_kind(two_folders):
         assert value_of(tdfunc.load(file)) == 1
         assert value_of(TensorDict.load_memmap(name)) == 2
         assert value_of(manager.load()) == 3
+    assert len(os.listdir()) == 15

@@ -94,42 +94,31 @@ def test_an_index_that_lost_its_metadata(tmp_path):
     assert load(tmp_path, verify=False)["a"].tolist() == tree["a"].tolist()
 
 
-def test_a_step_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
-    """A load of a step that is replaced meanwhile gives the new one."""
-    manager = CheckpointManager(tmp_path / "run")
-    manager.save(3, TensorDict({"a": torch.zeros(4)}))
-    check, replaced = steps.check_tree, []
+@pytest.mark.parametrize(
+    ("place", "name", "read", "expected"),
+    [
+        (steps, "check_tree", lambda m: m.load(3)["a"].tolist(), [1, 1]),
+        (storage_manager, "read_about", lambda m: (m.metadata(3), m.best()), ({"loss": 1}, 3)),
+    ],
+    ids=["load", "metadata"],
+)
+def test_a_step_that_is_replaced_while_it_is_read(place, name, read, expected, tmp_path, monkeypatch):
+    """A load of a step, or of its metadata, gives the new one if the step is replaced meanwhile."""
+    manager, real = CheckpointManager(tmp_path / "run", metric="loss"), getattr(place, name)
+    manager.save(3, TensorDict({"a": torch.zeros(2)}), metadata={"loss": 0})
 
-    def replace_and_check(folder, about):
-        if not replaced:
-            replaced.append(manager.save(3, TensorDict({"a": torch.ones(4)}), overwrite=True))
-        check(folder, about)
+    def replace_first(*args):
+        monkeypatch.setattr(place, name, real)
+        manager.save(3, TensorDict({"a": torch.ones(2)}), metadata={"loss": 1}, overwrite=True)
+        raise CorruptCheckpointError("half of the one, half of the other")
 
-    monkeypatch.setattr(steps, "check_tree", replace_and_check)
+    monkeypatch.setattr(place, name, replace_first)
 
-    assert (manager.load(3)["a"] == 1).all()
-    assert replaced
-
-
-def test_metadata_of_a_step_that_is_replaced_meanwhile(tmp_path, monkeypatch):
-    """Metadata of a step that is replaced meanwhile are those of the new one."""
-    manager = CheckpointManager(tmp_path, metric="loss")
-    manager.save(3, TensorDict({"a": torch.zeros(4)}), metadata={"loss": 1.0})
-    read_about, replaced = storage_manager.read_about, []
-
-    def replace_first(folder, step):
-        if not replaced:
-            replaced.append(manager.save(3, TensorDict({"a": torch.ones(4)}), metadata={"loss": 2.0}, overwrite=True))
-            raise CorruptCheckpointError("half of the one, half of the other")
-        return read_about(folder, step)
-
-    monkeypatch.setattr(storage_manager, "read_about", replace_first)
-
-    assert manager.metadata(3) == {"loss": 2.0}
-    assert manager.best() == 3
+    assert read(manager) == expected
 
 
-def test_a_folder_that_goes_while_it_is_replaced(tmp_path, monkeypatch):
+@pytest.mark.parametrize("libc", [commit._libc, None], ids=["exchanged", "in two steps"])
+def test_a_folder_that_goes_while_it_is_replaced(libc, tmp_path, monkeypatch):
     """A writer whose step another one removes meanwhile writes it all the same, and leaves nothing else."""
     place, original = tmp_path / "step", os.rename
     place.mkdir()
@@ -139,11 +128,51 @@ def test_a_folder_that_goes_while_it_is_replaced(tmp_path, monkeypatch):
         try:
             original(source, target)
         except OSError:
-            shutil.rmtree(place)
+            shutil.rmtree(place, ignore_errors=True)
             raise
 
+    monkeypatch.setattr(commit, "_libc", libc)
     monkeypatch.setattr(os, "rename", late)
     commit.replace_folder(str(place), lambda folder: Path(folder, "new").touch(), fsync=False)
 
     assert os.listdir(place) == ["new"]
     assert os.listdir(tmp_path) == ["step"]
+
+
+def test_a_folder_that_comes_while_it_is_replaced(tmp_path, monkeypatch):
+    """A folder that another writer puts between the two steps of a writer is replaced too, and nothing else is left."""
+    place, original = tmp_path / "step", os.rename
+    place.mkdir()
+    (place / "old").touch()
+
+    def late(source, target):
+        original(source, target)
+        monkeypatch.setattr(os, "rename", original)
+        place.mkdir()
+        (place / "other").touch()
+
+    monkeypatch.setattr(commit, "_libc", None)
+    monkeypatch.setattr(os, "rename", late)
+    commit.replace_folder(str(place), lambda folder: Path(folder, "new").touch(), fsync=False)
+
+    assert os.listdir(place) == ["new"]
+    assert os.listdir(tmp_path) == ["step"]
+
+
+def test_a_step_that_is_replaced_before_it_is_locked(tmp_path, monkeypatch):
+    """A step that is replaced after it was opened and before it was locked is opened again, and not removed."""
+    manager, real = CheckpointManager(tmp_path), commit.lock
+    values = iter((2, 3))
+
+    def late(fd, **how):
+        monkeypatch.setattr(commit, "lock", real)
+        manager.save(1, TensorDict({"w": torch.tensor(next(values))}), overwrite=True)
+        real(fd, **how)
+
+    manager.save(1, TensorDict({"w": torch.tensor(1)}))
+    monkeypatch.setattr(commit, "lock", late)
+    with steps.reading(str(tmp_path), 1):
+        assert not steps.remove_step(str(tmp_path), 1)
+    monkeypatch.setattr(commit, "lock", late)
+    assert not steps.remove_step(str(tmp_path), 1)
+    assert manager.load(1)["w"] == 3

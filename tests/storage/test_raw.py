@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import init_ensemble
 from tdfunc.storage.disk.raw import raw_bytes, raw_view
 
 # torch counts a dimension of one element as contiguous whatever its stride is.
@@ -41,22 +40,3 @@ def test_what_is_written_to_the_view_is_in_the_tensor():
     raw_view(leaf)[:] = raw_bytes(torch.tensor([7.0]))
 
     assert leaf.item() == 7.0
-
-
-class Strided(nn.Module):
-    """A parameter and a buffer as above."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(1, 5)[:, 0])
-        self.register_buffer("phase", torch.rand(2, dtype=torch.complex64).conj().imag)
-
-
-def test_members_of_an_ensemble():
-    """`init_ensemble` compares the members by their bytes."""
-    tree = init_ensemble(Strided, 2)
-
-    assert tree["weight"].shape == (2, 1)
-    assert tree["phase"].shape == (2, 2)
-    with pytest.raises(ValueError, match="members 0 and 1 are equal"):
-        init_ensemble(lambda: nn.ParameterList([torch.ones(1, 5)[:, 0]]), 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tdfunc
-from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
+from tdfunc import AsyncSaver, CorruptCheckpointError, TensorDict, UnsupportedError
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk import remote
 from tests.storage.trees import assert_same
@@ -39,7 +39,7 @@ def names(system):
 def test_shards(system, tree):
     """Shards come back, and those of the replaced checkpoint go."""
     save(tree, "memory://bucket/m/model.safetensors")
-    save(tree, "memory://bucket/m", max_shard_size=500)
+    save(tree, "memory://bucket/m/", max_shard_size=500)
     assert_same(load("memory://bucket/m"), tree)
     save(tree, "memory://bucket/m", max_shard_size="1GB")
     assert_same(load("memory://bucket/m/"), tree)
@@ -90,6 +90,9 @@ def test_damage(system, tree):
 
     with pytest.raises(CorruptCheckpointError, match=r'load memory://bucket/t\.safetensors: leaf "a\.w" is damaged'):
         load("memory://bucket/t.safetensors", where="a.w")
+    system.pipe_file("/bucket/t.safetensors", bytes(raw[:-100]))
+    with tdfunc.open("memory://bucket/t.safetensors") as f, pytest.raises(CorruptCheckpointError, match="cut short"):
+        f.slice(("a", "w"), 99)
 
 
 def test_what_is_not_there(system, tree):
@@ -103,20 +106,22 @@ def test_what_is_not_there(system, tree):
             read("memory://bucket/no.safetensors")
 
 
-def test_a_failed_upload_changes_nothing(system, tree, monkeypatch):
+@pytest.mark.parametrize("step", ["open", "mv"])
+def test_a_failed_upload_changes_nothing(step, system, tree, monkeypatch):
     """A broken upload leaves the old file and nothing else."""
-    save(tree, "memory://bucket/t.safetensors")
+    path = "memory://bucket/t.safetensors"
+    assert AsyncSaver().save(tree, path).result() == path
     with monkeypatch.context() as patch:
 
         def broken(*_, **__):
             raise OSError("connection lost")
 
-        patch.setattr(type(system), "mv", broken)
+        patch.setattr(type(system), step, broken)
         with pytest.raises(OSError, match="connection lost"):
-            save(tree.delete("b"), "memory://bucket/t.safetensors")
+            save(tree.delete("b"), path)
 
     assert names(system) == ["t.safetensors"]
-    assert_same(load("memory://bucket/t.safetensors"), tree)
+    assert_same(load(path), tree)
 
 
 def test_file_urls(tmp_path, tree):

@@ -122,6 +122,7 @@ EXAMPLES = {
     "dtypes without elements": lambda: wide(0, 4),
     "dtypes, large": lambda: wide(70_000),
     "layouts": lambda: TensorDict(layouts()),
+    "many of 64 kB": lambda: TensorDict({str(i): torch.full((16384,), float(i)) for i in range(18)}),
     "empty": TensorDict,
     "no leaves": lambda: TensorDict({"a": {"b": {}}}, [3]),
     "only text": lambda: TensorDict({"s": "only text"}),

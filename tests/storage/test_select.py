@@ -196,16 +196,13 @@ def test_like_of_a_model_that_ties(stored, tmp_path):
 
 
 def test_like_of_a_model_that_ties_and_is_not_there(tmp_path):
-    """A tied leaf under none of its names, or of another shape, is an error."""
+    """A tied leaf under none of its names is an error."""
     module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     module["b"].weight = module["a"].weight
     safetensors.torch.save_file({"c": torch.ones(1)}, tmp_path / "f.safetensors")
-    safetensors.torch.save_file({"b.weight": torch.ones(3)}, tmp_path / "g.safetensors")
 
     with pytest.raises(TreeStructureError, match=r"3 differences(.|\n)*missing: +a\.weight(.|\n)*missing: +b\.weight"):
         load(tmp_path / "f.safetensors", like=tdfunc.from_module(module))
-    with pytest.raises(LeafMismatchError, match=r"b\.weight: expected \[2, 2\], got \[3\]"):
-        load(tmp_path / "g.safetensors", like=tdfunc.from_module(module))
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])

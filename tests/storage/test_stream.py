@@ -87,14 +87,3 @@ def test_an_error_leaves_what_was_there(how, tmp_path):
 
     assert_same(load(path), old)
     assert sum(1 for _ in tmp_path.iterdir()) == 1
-
-
-def test_remote_file_and_shards(tmp_path):
-    """A save leaf by leaf writes to other machines too."""
-    tree = TensorDict({"a": torch.arange(4.0), "b": torch.ones(2)})
-
-    save_stream(tree, in_pieces, "memory://stream/x.safetensors")
-    save_stream(tree, in_pieces, "memory://stream-shards", max_shard_size=16)
-
-    assert_same(load("memory://stream/x.safetensors"), tree)
-    assert_same(load("memory://stream-shards"), tree)

@@ -61,7 +61,7 @@ class Descriptor:
     def close(self) -> None:
         """Give up the lock and close the descriptor; a second call does nothing."""
         fd, self.fd = self.fd, -1
-        if fd >= 0:
+        if fd != -1:
             if _fcntl is not None:
                 with suppress(OSError):
                     _fcntl.flock(fd, _fcntl.LOCK_UN)
@@ -83,7 +83,7 @@ _descriptors: "weakref.WeakSet[Descriptor]" = weakref.WeakSet()
 def _close_copies() -> None:
     for held in list(_descriptors):
         fd, held.fd = held.fd, -1
-        if fd >= 0:
+        if fd != -1:
             # Not `close`, which would take the lock from the parent.
             os.close(fd)
 
@@ -337,8 +337,7 @@ def make_folder(path: str, *, fsync: bool) -> None:
     """Make a folder and its missing parents."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
-        if path != os.path.dirname(path):
-            make_folder(os.path.dirname(path), fsync=fsync)
+        make_folder(os.path.dirname(path), fsync=fsync)
         with suppress(FileExistsError):
             os.mkdir(path)
         if fsync:
@@ -377,7 +376,7 @@ def _staged(path: str, create: Callable[[str], Descriptor]) -> Generator[tuple[s
         try:
             held = create(temporary)
         except FileNotFoundError:
-            if os.path.isdir(os.path.dirname(path) or "."):
+            if os.path.isdir(os.path.dirname(os.path.abspath(path))):
                 continue
             raise
         # The lock is given up last.

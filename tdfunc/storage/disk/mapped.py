@@ -44,7 +44,6 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
         # Only Linux has the path of an open file; elsewhere every link is refused.
         top, target = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in (root, file.fd))
         if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
-            file.close()
             raise damaged(
                 f"{what} is a link out of the folder.",
                 f"a file inside {top}",
@@ -52,7 +51,6 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
                 hint="put the file there in place of the link.",
             ) from None
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-        file.close()
         raise damaged(f"{what} must be a regular file.", "a file", "a folder, pipe or device")
     return file
 
@@ -95,10 +93,10 @@ def map_descriptor(
 
 
 def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Map a file that `mapped_file` described, possibly in another process, with the same geometry and mode."""
+    """Map a file that is mapped for writing again, as `mapped_file` described it, possibly in another process."""
     if file.path is None:
         raise FileNotFoundError(errno.ENOENT, explain("The memmap must have a folder.", hint="td.memmap(prefix)."))
-    with Descriptor(file.path, READ if file.mode == "c" else READ | os.O_RDWR) as fd:
+    with Descriptor(file.path, READ | os.O_RDWR) as fd:
         found = os.fstat(fd)
         if (found.st_dev, found.st_ino) != file.file_id:
             raise ConcurrencyError(

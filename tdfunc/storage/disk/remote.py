@@ -107,17 +107,16 @@ class LocalBytes:
             raise OSError(err.errno, f"load: {err.strerror}", self.path) from err
 
     def close(self) -> None:
-        """Close the descriptor; a second call does nothing."""
+        """Close the descriptor."""
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
 
     def __reduce__(self) -> NoReturn:
         # A copy would close the file of the original, or another file that has its number by then.
         raise UnsupportedError(f"{self.path}: an open file cannot be copied or pickled.", hint="open it again.")
 
     def __del__(self) -> None:
-        if self.fd >= 0:
+        if self.fd != -1:
             self.close()
             warnings.warn(f"unclosed checkpoint {self.path}", ResourceWarning, source=self, stacklevel=1)
 
@@ -156,7 +155,7 @@ class RemoteBytes:
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fetch a range."""
         end = min(offset + len(view), self.size_bytes)
-        data: bytes = self._system.cat_file(self._path, start=offset, end=end) if end > offset else b""
+        data: bytes = self._system.cat_file(self._path, start=offset, end=end)
         view[: len(data)] = data
         return len(data)
 

@@ -170,8 +170,6 @@ def _begin(work: Callable[[], dict[str, str]]) -> "Future[dict[str, str]]":
         done: Future[dict[str, str]] = Future()
         done.set_result(work())
         return done
-    finally:
-        pool.shutdown(wait=False)
 
 
 def _digests(leaves: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
@@ -333,7 +331,7 @@ def _run(save: PendingSave) -> None:
             while cause is not None:
                 # The frames of a failed save refer to leaves.
                 traceback.clear_frames(cause.__traceback__)
-                cause = cause.__cause__ or cause.__context__
+                cause = cause.__context__
             save.set_exception(err)
         else:
             del write

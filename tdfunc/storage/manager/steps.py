@@ -179,7 +179,6 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
             commit.lock(held.fd, shared=True)
         if commit.is_at(held.fd, place):
             break
-        held.close()
     with held as fd:
         try:
             yield place
@@ -192,13 +191,12 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
 
 
 def _removed(folder: str, step: int, call: str) -> StepRemovedError:
-    steps = list_steps(folder)
-    shown = ", ".join(map(str, steps[-10:])) or "no steps"
+    shown = ", ".join(map(str, list_steps(folder)[-10:])) or "none"
     return error(
         StepRemovedError,
         f"{call} {folder}: step {step} must exist; it was removed, or never saved.",
         expected=step_name(step),
-        got=f"... {shown}" if len(steps) > 10 else shown,
+        got=f"the last are {shown}",
     )
 
 

@@ -51,7 +51,7 @@ def encoded(key: str) -> str:
     """Return the name under which tensordict stores a key, without the suffix of leaves."""
     if key in (".", ".."):
         return "%2E" * len(key)
-    return key.translate(_ENCODED) if key else "%"
+    return key.translate(_ENCODED)
 
 
 def hashed(key: str) -> str:
@@ -101,10 +101,10 @@ def owned_names(meta: dict[str, Any]) -> Owned:
         (files if is_leaf else folders).add(stem_of(key, leaf=is_leaf) + LEAF_SUFFIX * is_leaf)
     if own is None:
         for key, entry in meta.items():
-            if key in RESERVED or type(entry) is not dict:
+            if type(entry) is not dict:
                 continue
             # tensordict also writes names as they are, and several leaves for one nested tensor.
-            for name in {encoded(key), key if is_raw_name(key) else encoded(key)}:
+            for name in {encoded(key), key}:
                 if "type" in entry:
                     folders.add(name)
                     continue

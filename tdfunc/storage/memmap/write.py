@@ -49,7 +49,6 @@ def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, sha
         return task()
     pool = ThreadPoolExecutor(1, thread_name_prefix=f"tdfunc-{call}")
     future: Future[Any] = pool.submit(task)
-    pool.shutdown(wait=False)
     return future
 
 
@@ -306,7 +305,7 @@ def _keep_file(path: str, file: FileLeaf, place: str) -> bool:
     found, leaf = mapped_file(file.leaf), file.leaf
     if found is None or found.mode != "r+" or found.path != place or found.offset or not leaf.is_contiguous():
         return False
-    if found.size_bytes != file.size_bytes or not _link(place, path, copy=False):
+    if not _link(place, path, copy=False):
         return False
     now = os.stat(path)
     if (now.st_dev, now.st_ino) == found.file_id and now.st_size == file.size_bytes:
@@ -397,10 +396,9 @@ def _map_again(top: str, places: list[tuple[Path, Tensor, MappedFile]]) -> list[
             is_whole = leaf.numel() * leaf.element_size() == file.size_bytes
             found = None if now is None else (now.dtype, now.size_bytes, now.shape if is_whole else None)
             if now is None or found != (leaf.dtype, file.size_bytes, leaf.shape if is_whole else None):
-                shape = f", shape {list(leaf.shape)}" if is_whole else ""
                 raise LeafMismatchError(
                     f"memmap_refresh_: leaf {dotted(path)!r} must still be in its file; nothing was changed.",
-                    expected=f"{leaf.dtype}, {file.size_bytes} bytes{shape} in {name}",
+                    expected=f"{leaf.dtype}, {file.size_bytes} bytes in {name}, for shape {list(leaf.shape)}",
                     got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}" if now else "no such leaf",
                     hint="load_memmap opens the folder as it is now.",
                 )

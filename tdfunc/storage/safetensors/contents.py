@@ -24,7 +24,6 @@ from tdfunc.storage.safetensors.header import (
     VERSION,
     Entry,
     as_entry,
-    check_algorithm,
     check_size,
     lay_out,
     parse_entries,
@@ -243,7 +242,6 @@ class Contents:
                 for i, begin in zip(mine, layout.begins, strict=True):
                     begins[i] = source.begin + begin
                 if self.verify:
-                    check_algorithm(header.algorithm)
                     recorded = split_digests(header.metadata["tdfunc.leaves"], len(names))
                     for k, digest in zip(layout.order, recorded, strict=True):
                         digests[mine[k]] = digest
@@ -254,7 +252,6 @@ class Contents:
         entries = self._entries(source)
         known: Sequence[str | None] = [None] * len(entries)
         if header.entries is None and self.verify:
-            check_algorithm(header.algorithm)
             known = split_digests(header.metadata["tdfunc.leaves"], len(entries))
         found = {entry.name: (entry, digest) for entry, digest in zip(entries, known, strict=True)}
         for i, name, spec in zip(mine, names, specs, strict=True):
@@ -278,7 +275,6 @@ class Contents:
             _, depth, i = self.find(path)
             if i is None or i < 0 or depth < len(path):
                 return None
-            check_place(self.plan.place(i))
             return self.leaf(i)
 
     def leaf(self, i: int) -> Leaf:
@@ -333,14 +329,9 @@ class Contents:
             at = self._index_of(number, key)
             item = node["items"][at] if at is not None else None
             if type(item) is dict and depth < len(path) - 1 and "tree" in item:
-                child = item["tree"]
-                if type(child) is not int or child <= number:
-                    raise malformed("each node once, after the node that it is in", repr(child))
-                number = child
+                number = item["tree"]
             elif type(item) not in (int, list) or depth < len(path) - 1:
                 return None
-        if item is None:
-            return None
         # Any: checked next.
         described: list[Any] = [*item, None] if type(item) is list else [item, "", None]
         place, flags, given = described[:3]
@@ -356,7 +347,6 @@ class Contents:
         entry = _same(as_entry(json.loads(name), json.loads(f'{{"dtype":"{text}]}}')), name, spec)
         digest = None
         if self.verify:
-            check_algorithm(source.header.algorithm)
             digests = source.header.metadata["tdfunc.leaves"]
             width = len(digests) // len(self._table(home))
             digest = digests[rank * width : (rank + 1) * width]
@@ -414,7 +404,6 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
         with suppress(FileNotFoundError, IsADirectoryError):
             return open_one(join(path, name), files, verify=verify)
     found = sorted(files.names(path))
-    shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
     what, hint = f"load {path}: the folder must hold a checkpoint.", "load(path) of a file takes any name."
     expected = f"{SINGLE}, {INDEX}, {ADAPTER} or {_META}"
     if _META in found:
@@ -422,7 +411,7 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
     if ".metadata" in found:
         hint = "torch.distributed.checkpoint.load reads its folders, and HuggingFaceStorageWriter consolidates them."
-    raise error(FileNotFoundError, what, expected=expected, got=shown or "nothing", hint=hint)
+    raise error(FileNotFoundError, what, expected=expected, got=", ".join(found[:10]) or "nothing", hint=hint)
 
 
 def is_memmap(path: str, files: Files) -> bool:

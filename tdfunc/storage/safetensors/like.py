@@ -132,7 +132,7 @@ def read_specs(like: Any) -> Found:
         if isinstance(node, TensorCollection):
             # Not by its keys: a lazy stack has only those that its trees share.
             stack.extend(((*at, key), child) for key, child in reversed(node._data.items()))
-        elif isinstance(node, Mapping) or (hasattr(node, "items") and hasattr(node, "keys")):
+        elif hasattr(node, "items"):
             items: list[tuple[Any, Any]] = list(node.items())
             stack.extend(((*at, *unravel(key)), child) for key, child in reversed(items))
         elif not isinstance(node, NonTensorBase) and not getattr(node, "_is_non_tensor", False) and at:

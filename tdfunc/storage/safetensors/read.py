@@ -1,5 +1,6 @@
 """The values of leaves in a file: mapped copy-on-write or read one by one, and compared with the recorded checksums."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, damaged
 from tdfunc.storage.disk.raw import is_wrapped, raw_view
-from tdfunc.storage.disk.remote import Bytes, LocalBytes
+from tdfunc.storage.disk.remote import Bytes
 from tdfunc.storage.safetensors.blocks import Block, Blocks
 from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, is_torch, parse
 from tdfunc.storage.tree.decode import MALFORMED
@@ -40,9 +41,8 @@ class Source(NamedTuple):
         return self.data.size_bytes
 
 
-def open_source(path: str, *, verify: bool, data: Bytes | None = None) -> Source:
-    """Open a safetensors file and read its header; errors name the file. The caller closes `data`."""
-    data = LocalBytes(path) if data is None else data
+def open_source(path: str, *, verify: bool, data: Bytes) -> Source:
+    """Read the header of a safetensors file; errors name the file. The caller closes `data`."""
     try:
         with naming(path):
             size_bytes = data.size_bytes
@@ -150,7 +150,7 @@ def read_leaf(source: Source, spec: Spec, begin: int, name: str, digest: Digest 
 
 def read_rows(source: Source, spec: Spec, begin: int, runs: Sequence[tuple[int, int]]) -> Tensor:
     """Read runs of rows (first, count) of a leaf, one after the other."""
-    row_bytes = spec.size_bytes // spec.size[0] if spec.size[0] else 0
+    row_bytes = math.prod(spec.size[1:]) * spec.dtype.itemsize
     rows = torch.empty((sum(count for _, count in runs), *spec.size[1:]), dtype=spec.dtype, device="cpu")
     view, done = as_view(rows), 0
     for first, count in runs:
@@ -203,7 +203,7 @@ def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any]
         if rows.step < 0:
             raise ValueError("step must be greater than zero")
         if rows.step == 1:
-            return ([(rows.start, len(rows))] if rows else []), (slice(None), *rest)
+            return [(rows.start, len(rows))], (slice(None), *rest)
         return [(row, 1) for row in rows], (slice(None), *rest)
     try:
         picked = torch.as_tensor(first, device="cpu")

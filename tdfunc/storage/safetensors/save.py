@@ -26,7 +26,7 @@ def check_target(path: str | os.PathLike[str], max_shard_size: int | str | None 
                 got="the name of a file",
                 hint="name a folder, or leave out max_shard_size=.",
             )
-        return target.rstrip("/") or target, as_bytes(max_shard_size)
+        return target, as_bytes(max_shard_size)
     suffix = os.path.splitext(target)[1]
     if suffix != _SUFFIX:
         raise error(

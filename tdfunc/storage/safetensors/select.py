@@ -54,7 +54,7 @@ class Choice:
             )
 
 
-def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool = False) -> TensorCollection:
+def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool) -> TensorCollection:
     """Read a tree, or the sub-tree at a node; `mapped` leaves are read when they are first used.
 
     Raises:
@@ -101,8 +101,7 @@ def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[Ten
     with outside_transforms():
         for i in wanted:
             dtype = _dtype_of(plan, i, choice.dtype)
-            leaf = torch.empty(plan.specs[i].size, dtype=dtype, device="meta")
-            leaves[i] = flag_leaf(leaf, plan.flags[i]) if plan.flags[i] else leaf
+            leaves[i] = flag_leaf(torch.empty(plan.specs[i].size, dtype=dtype, device="meta"), plan.flags[i])
     # The tree holds its leaves, so their ids stay theirs.
     return _build(contents, leaves, choice, root), {id(leaf): i for i, leaf in leaves.items()}
 
@@ -133,13 +132,10 @@ def read_leaves(
             leaves, homes = {}, contents.places.homes
             for number, source in enumerate(contents.sources):
                 mine = [i for i in wanted if homes[i] == number]
-                if mine:
-                    read = _read_file(contents, source, mine, choice, mapped=mapped, parts=parts)
-                    leaves.update(zip(mine, read, strict=True))
+                read = _read_file(contents, source, mine, choice, mapped=mapped, parts=parts)
+                leaves.update(zip(mine, read, strict=True))
         for i in wanted if choice.dtype is not None else ():
-            dtype = _dtype_of(plan, i, choice.dtype)
-            if dtype is not leaves[i].dtype:
-                leaves[i] = leaves[i].to(dtype)
+            leaves[i] = leaves[i].to(_dtype_of(plan, i, choice.dtype))
         for i in wanted if not is_fake(device) and (device is not None or any(plan.devices)) else ():
             target = device or plan.place(i)
             if target is not None and target.type != "cpu":
@@ -147,8 +143,7 @@ def read_leaves(
         for i, like in places.items() if not is_fake(device) else ():
             leaves[i] = place_like(leaves[i], like)
         for i in wanted if any(plan.flags) else ():
-            if plan.flags[i]:
-                leaves[i] = flag_leaf(leaves[i], plan.flags[i])
+            leaves[i] = flag_leaf(leaves[i], plan.flags[i])
         return leaves
 
 
@@ -163,28 +158,20 @@ def _read_file(
 ) -> list[Tensor]:
     plan, places, names = contents.plan, contents.places, contents.names
     specs, begins, digests = plan.specs, places.begins, places.digests
-    # In the order of the file, which the disk reads ahead.
-    checked = contents.verify and not all([digests[i] is None for i in mine])
-    in_order = sorted(mine, key=begins.__getitem__) if checked or not mapped else ()
+    # Leaves are read in the order of the file, which the disk reads ahead.
     if not mapped:
         leaves: dict[int, Tensor] = {}
-        for i in in_order:
+        for i in sorted(mine, key=begins.__getitem__):
             leaves[i] = read_leaf(source, specs[i], begins[i], names[i], digests[i])
             if i in parts:
                 leaves[i] = leaves[i][parts[i].box].clone()
         return [leaves[i] for i in mine]
     assert isinstance(source.data, LocalBytes)
     data = map_bytes(source.data.fd, source.path, source.size_bytes, "c").numpy()
-    if checked:
-        view = memoryview(data)
-        for i in in_order:
-            begin, digest = begins[i], digests[i]
-            if digest is not None:
-                check_bytes(names[i], view[begin : begin + specs[i].size_bytes], digest, parts.get(i))
-    if len(mine) == len(specs):
-        views = view_leaves(data, specs, begins)
-    else:
-        views = view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
+    view, recorded = memoryview(data), {i: digest for i in mine if (digest := digests[i]) is not None}
+    for i in sorted(recorded, key=begins.__getitem__):
+        check_bytes(names[i], view[begins[i] : begins[i] + specs[i].size_bytes], recorded[i], parts.get(i))
+    views = view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
     for k, i in enumerate(mine) if parts else ():
         if i in parts:
             # No more than this part is read.

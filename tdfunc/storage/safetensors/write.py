@@ -111,9 +111,8 @@ def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
 
 def changed_error(names: Sequence[str], *, expected: str, got: str) -> ConcurrencyError:
     """Return the error for leaves that were written to while they waited for a save."""
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return ConcurrencyError(
-        f"leaf {names[0]}{more} changed after the save was submitted; nothing was saved.",
+        f"leaf {', '.join(names[:5])} changed after the save was submitted; nothing was saved.",
         expected=expected,
         got=got,
         hint="submit with copy=True, or do not write to the tree until the save is done.",
@@ -250,7 +249,7 @@ def remove_shards(folder: str, names: Iterable[str], own: Iterable[str], files: 
 def _upload(plan: SavePlan, target: str) -> None:
     """Upload all files, the index last; then remove those that readers would prefer or that no index names any more."""
     files = RemoteFiles(target, fetch=False)
-    folder, _, name = target.rpartition("/") if plan.render is None else (target, "", "")
+    folder, _, name = target.rpartition("/") if plan.render is None else (target.rstrip("/"), "", "")
     index, old = f"{folder}/{INDEX}", list[str]()
     if plan.render is not None or name == SINGLE:
         # Shards of other saves may be of one that runs.

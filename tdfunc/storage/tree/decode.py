@@ -7,7 +7,6 @@ Most nodes contain plain tensors and trees, and there may be thousands, so all n
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Set
 from itertools import chain
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -316,9 +315,9 @@ def check_flags(flags: Any, dtype: torch.dtype) -> None:
         raise malformed("a leaf that requires grad to be of a floating dtype", str(dtype))
 
 
-def are_flags(flags: Any, known: Set[str]) -> bool:
+def are_flags(flags: Any, known: frozenset[str]) -> bool:
     """Return whether something is flags out of known ones, with at most one kind."""
-    return type(flags) is str and known >= set(flags) and len(_KINDS & set(flags)) < 2
+    return type(flags) is str and known.issuperset(flags) and len(_KINDS & set(flags)) < 2
 
 
 def kinds_in(flags: str) -> str:

@@ -200,7 +200,7 @@ class _Writer:
             fields["class"] = OBJECT if cls is PlainObject else f"{cls.__module__}:{cls.__qualname__}"
         if tree._static is not None and tree._static.own is not None:
             fields["own"] = tree._static.own
-        if tree._ties != node.ties and set(map(frozenset, tree._ties)) != set(map(frozenset, node.ties)):
+        if set(map(frozenset, tree._ties)) != set(map(frozenset, node.ties)):
             raise TieError(
                 f"{self.call}: the sub-tree at {node.prefix!r} and the tree around it must have the same ties.",
                 expected=repr(node.ties)[:300],
