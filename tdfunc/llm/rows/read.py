@@ -100,7 +100,7 @@ def _read_ragged(
     td: TensorCollection, keys: TokenKeys, places: dict[str, Path], field: str, known: bool, call: str
 ) -> TokenBatch:
     """Return ragged tokens, padded at the right, with the first ragged masks that have their lengths."""
-    holder = get_value(td, places[field if field in places else "prompt"][:-1]) if len(places) > 1 else td
+    holder = get_value(td, next(iter(places.values()))[:-1]) if len(places) > 1 else td
     lead = holder._batch_size
     if -1 in lead:
         raise LeafMismatchError(
