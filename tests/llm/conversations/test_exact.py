@@ -282,11 +282,9 @@ def test_a_reply_that_was_cut_gets_its_end():
     assert not any(row.generated)
 
 
-@pytest.mark.parametrize(
-    ("sampled_end", "end"), [("<|return|>", "<|return|>"), ("<|end|>", "<|end|>"), ("", "<|end|>")]
-)
+@pytest.mark.parametrize("sampled_end", ["<|return|>", "<|end|>", ""])
 @pytest.mark.parametrize("source", [HARMONY, DRAWN])
-def test_a_reply_ends_once(source, sampled_end, end):
+def test_a_reply_ends_once(source, sampled_end):
     """Where a last turn ends in another way than an inner one: with the end that was sampled, else the inner one."""
     template = TokenTemplate(make_tokenizer(source, special=["<|start|>", "<|message|>", "<|end|>", "<|return|>"]))
     start = template.tokenizer("<|start|>user<|message|>a<|end|><|start|>assistant<|message|>b")["input_ids"]
@@ -294,7 +292,7 @@ def test_a_reply_ends_once(source, sampled_end, end):
 
     text = template.tokenizer.decode(append_messages(template, ids, History(role="user", content="c")))
     plain = History.from_chats([{key: each[key] for key in ("role", "content")} for each in CHAT])
-    assert text.endswith(f"b{end}<|start|>user<|message|>c<|end|><|start|>assistant")
+    assert text.endswith(f"b{sampled_end or '<|end|>'}<|start|>user<|message|>c<|end|><|start|>assistant")
     assert masked(plain, template.tokenizer)[1] == ["<|message|>b<|end|>", "<|message|>d<|return|>"]
     assert (template.template.end, template.template.inner_end) == ("<|return|>", "<|end|>")
 
@@ -338,16 +336,14 @@ def test_thinking_inside_a_content_begins_a_row():
     )
 
 
-def test_one_message_is_appended_and_nothing_else_changes():
-    """A single message, several, and none: the header of a reply."""
+def test_headers_are_appended_or_not():
+    """Without messages only the header of a reply."""
     template = make_template("chatml")
     ids = chat_ids(template, History.from_chats(CHAT[:2]))
     text = template.tokenizer.decode(ids)
 
-    one = append_messages(template, ids, History(role="user", content="c"))
     none = append_messages(template, ids, History.from_chats([]))
     quiet = append_messages(template, ids, History(role="user", content="c"), add_generation_prompt=False)
 
-    assert template.tokenizer.decode(one) == text + "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(none) == text + "\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(quiet) == text + "\n<|im_start|>user\nc<|im_end|>\n"

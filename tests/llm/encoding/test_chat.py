@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tdfunc import LazyStack, TensorDict, lazy_stack
 from tdfunc.llm import History, JinjaTemplate, chatml, qwen, tokenize_text
-from tdfunc.llm.messages.columns import conversation_in
 from tests.llm.templates.test_templates import FORGED, TOOLS
 from tests.llm.tokens import (
     CHATML,
@@ -82,8 +81,7 @@ def test_shapes_by_rank_and_option():
     assert isinstance(two(**tokens), LazyStack | list | tuple)
     assert two(padding=True, **tokens).dim() == 2
     assert nested(padding=True, **tokens).shape[:2] == (2, 2)
-    assert one(return_dict=True, **tokens).batch_size == torch.Size([])
-    assert two(return_dict=True, **tokens).batch_size == torch.Size([2])
+    assert [each(return_dict=True, **tokens).batch_size for each in (one, two)] == [(), (2,)]
     padded = two(return_dict=True, padding=True, **tokens)
     assert (type(padded), padded.batch_size) == (TensorDict, torch.Size([2]))
     assert [len(part) for part in nested(tokenizer=tokenizer)] == [2, 2]
@@ -114,25 +112,8 @@ def test_masks_of_jinja_are_those_of_python(chat, prompt, forged):
     assert torch.equal(theirs["assistant_masks"], ours["assistant_masks"])
 
 
-@given(messages(thinking=True))
-def test_sentinels_find_replies_where_prefixes_do_not(chat):
-    """A template that drops thinking from earlier turns: each reply is found from its header to its end."""
-    template = JinjaTemplate(make_tokenizer(FORGETFUL))
-    conversation = conversation_in(History.from_chats(chat))
-    marked = template.marked(conversation)
-
-    assert len(marked.replies) == sum(message["role"] == "assistant" for message in chat)
-    for span in marked.replies:
-        message = chat[span.message]
-        reply = marked.text[span.start : span.stop]
-        assert reply.endswith("<|im_end|>")
-        assert reply.count("<|im_end|>") == 1
-        assert marked.text[: span.start].endswith("<|im_start|>assistant\n")
-        assert (message["content"] or "").strip() in reply
-
-
 def test_templates_may_test_for_an_empty_content():
-    """A call whose content is empty has no line break in front, and an empty thought has no tags."""
+    """A call without a content has no line break in front, an empty thought no tags, an empty reply only its end."""
     jinja = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.reasoning_content or (loop.last and m.role == 'assistant') %}<think>{{ m.reasoning_content }}</think>"
@@ -152,6 +133,7 @@ def test_templates_may_test_for_an_empty_content():
         "!<|im_end|>",
         "<think>hm</think>yes<|im_end|>",
     ]
+    assert masked(History.from_chats([CHATS[0][0], {"role": "assistant"}]), make_tokenizer(ZEPHYR))[1] == ["</s>"]
 
 
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR, chatml])

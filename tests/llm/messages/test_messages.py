@@ -1,7 +1,5 @@
 """The messages of mistakes with conversations and templates. Each row is a call, its error and its message."""
 
-import sys
-
 import pandas
 import pytest
 import torch
@@ -24,7 +22,6 @@ from tests.llm.templates.test_turns import PHI3
 from tests.llm.tokens import make_tokenizer, transformers
 
 TOKENIZER = make_tokenizer()
-# It has no backend in Rust.
 PYTHON = transformers.ByT5Tokenizer()
 ONE = History(role="user", content="a")
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
@@ -163,7 +160,6 @@ DATA = [
     (lambda: tokenize_text(TOKENIZER, ["a"], truncation=True), ValueError, "max_length must be given"),
     (lambda: tokenize_prompts(TOKENIZER, ["a"], []), ValueError, "one response for each prompt"),
     (lambda: read_records("a.csv"), ValueError, r"must end in \.jsonl, \.txt or \.parquet"),
-    (lambda: read_without_pyarrow(), UnsupportedError, "parquet files need pyarrow"),
     (lambda: load_tokens(TOKENIZER, {"text": ["a"]}), TypeError, "an iterable of records"),
     (lambda: load_tokens(TOKENIZER, pandas.DataFrame({"text": ["a"]})), TypeError, "an iterable of records"),
     (lambda: load_tokens(TOKENIZER, [1]), TypeError, "Record 0 must be a dict or a text"),
@@ -198,13 +194,6 @@ def remote(generation=None, **options):
     wrapper.generate_tokens(
         [torch.tensor([1])], GenerationOptions.parse({"max_new_tokens": 2} if generation is None else generation)
     )
-
-
-def read_without_pyarrow():
-    """Read a parquet file where pyarrow is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "pyarrow", None)
-        list(read_records("a.parquet"))
 
 
 def closed():
