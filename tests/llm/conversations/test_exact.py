@@ -219,7 +219,6 @@ def test_one_row_where_a_template_only_appends():
     assert [[row.replies for row in each] for each in rows] == [[(1, 3)], [()]]
     assert rows[0][0].ids == chat_ids(template, history)[0]
     assert find_mismatch(template, history) == [None, None]
-    # Its first prompt is nothing, which this template cannot render.
     assert is_append_only(TokenTemplate(make_tokenizer(DEFAULT)), History.from_chats(CHAT[1:]))
 
 

@@ -69,14 +69,13 @@ def test_results_are_the_tokenizers(chats, prompt):
 
 def test_shapes_by_rank_and_option():
     """The type of a result depends on the dimensions of the history and the options, never on lengths."""
-    tokenizer = make_tokenizer()
     chats = History.from_chats(CHATS)
     same, nested = History.from_chats([CHATS[0]] * 2), History.from_chats([CHATS] * 2)
     histories = chats[0], same, nested, lazy_stack([chats, chats[:1]])
     one, two, nested, ragged = [history.apply_chat_template for history in histories]
-    tokens = {"tokenizer": tokenizer, "return_tensors": "pt"}
+    tokens = {"tokenizer": make_tokenizer(), "return_tensors": "pt"}
 
-    assert isinstance(one(tokenizer=tokenizer), str)
+    assert isinstance(one(**tokens, tokenize=False), str)
     assert one(**tokens).dim() == 1
     assert isinstance(two(**tokens), LazyStack | list | tuple)
     assert two(padding=True, **tokens).dim() == 2
@@ -84,7 +83,7 @@ def test_shapes_by_rank_and_option():
     assert [each(return_dict=True, **tokens).batch_size for each in (one, two)] == [(), (2,)]
     padded = two(return_dict=True, padding=True, **tokens)
     assert (type(padded), padded.batch_size) == (TensorDict, torch.Size([2]))
-    assert [len(part) for part in nested(tokenizer=tokenizer)] == [2, 2]
+    assert [len(part) for part in nested(**tokens, tokenize=False)] == [2, 2]
     assert [len(part) for part in ragged(return_dict=True, padding=True, **tokens)] == [2, 1]
 
 

@@ -172,6 +172,7 @@ def test_parts_of_a_reply():
     inside = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nwait", "tool_calls": [call]}
     assert qwen.render(history[:1].append(inside)) == qwen.render(history)
     assert "hm" not in qwen.render(history[1:])
+    assert llama.parse("<|start_header_id|>ipython<|end_header_id|>\n\n[1]<|eot_id|>").content == ["[1]"]
     assert mistral.parse("</s>").tolist() == [{"role": "assistant", "content": ""}]
 
 
