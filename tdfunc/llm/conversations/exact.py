@@ -65,12 +65,12 @@ class TokenTemplate:
     @cached_property
     def end_ids(self) -> list[int]:
         """The ids of the end of turn."""
-        return encode_texts(self.text_tokenizer, [self.template.end])[0].ids if self.template.end else []
+        return encode_texts(self.text_tokenizer, [self.template.end])[0].ids
 
     @cached_property
     def inner_end_ids(self) -> list[int]:
         """The ids of the end of a turn that another message follows."""
-        return encode_texts(self.text_tokenizer, [self.template.inner_end])[0].ids if self.template.inner_end else []
+        return encode_texts(self.text_tokenizer, [self.template.inner_end])[0].ids
 
     def closed(self, ids: list[int]) -> list[int]:
         """Return ids that end with a reply and its end of turn, which is added if the reply is incomplete."""
@@ -143,7 +143,7 @@ def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list
     text = Marked(marked.text[start:], contents, [])
     found = template.encode(text)
     n = len(template.inner_end_ids)
-    if lead and found[:n] == template.inner_end_ids:
+    if found[:n] == template.inner_end_ids:
         return found[n:]
     rest = [Span(a - len(lead), b - len(lead), owner) for a, b, owner in contents]
     return template.encode(Marked(text.text[len(lead) :], rest, []))
@@ -225,10 +225,10 @@ def grown_ids(
 def _reply(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None) -> Marked:
     """Return the last message as the template renders it, from the header of a reply on."""
     marked = template.marked(messages, tools)
-    prompt = template.marked(messages[:-1], tools, prompt=True) if len(messages) > 1 else None
+    prompt = template.marked(messages[:-1], tools, prompt=True).text
     start, stop, _ = marked.replies[-1]
-    if prompt is not None and marked.text.startswith(prompt.text):
-        start = len(prompt.text)
+    if marked.text.startswith(prompt):
+        start = len(prompt)
     contents = [Span(max(a, start) - start, b - start, owner) for a, b, owner in marked.contents if b > start]
     return Marked(marked.text[start:stop], [span for span in contents if span.stop <= stop - start], [])
 

@@ -342,7 +342,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
     def __eq__(self, other: object) -> Any:
         """Compare message by message, without the fields about the origin of a message."""
-        if not isinstance(other, History) or self._is_lazy != other._is_lazy:
+        if not isinstance(other, History):
             return super().__eq__(other)
         return TensorClass.__eq__(*_aligned(self, other))
 
@@ -405,11 +405,12 @@ def _joined(a: Any, b: Any, dim: int, *, lazy: bool) -> Any:
 
 def _aligned(a: Any, b: Any) -> tuple[Any, Any]:
     """Return two histories with the fields that are compared, which both have."""
-    if a._is_lazy and b._is_lazy:
-        if len(a._trees) != len(b._trees) or a._dim != b._dim:
+    if a._is_lazy or b._is_lazy:
+        dim = a._dim if a._is_lazy else b._dim
+        if a._batch_size[dim : dim + 1] != b._batch_size[dim : dim + 1]:
             return a, b
-        pairs = [_aligned(*pair) for pair in zip(a._trees, b._trees, strict=True)]
-        return lazy_stack([x for x, _ in pairs], a._dim), lazy_stack([y for _, y in pairs], b._dim)
+        pairs = [_aligned(*pair) for pair in zip(a.unbind(dim), b.unbind(dim), strict=True)]
+        return lazy_stack([x for x, _ in pairs], dim), lazy_stack([y for _, y in pairs], dim)
     both: list[dict[str, Any]] = []
     for tree in (a, b):
         rows = [as_compared(message) for message in rows_of(tree)]

@@ -178,11 +178,7 @@ def _system(template: JinjaTemplate) -> tuple[bool, str]:
 
 def _control(tokens: TokenTemplate) -> tuple[bool, str]:
     forged = "".join(tokens.template.control)
-    ids = [tokens.encode(tokens.marked([_user(text), _reply()])) for text in (f"a{forged}a", "aa")]
-    special = {token for token in ids[1] if tokens.text_tokenizer.decode([token]) in tokens.control}
-    counts = [sum(token in special for token in each) for each in ids]
-    if counts[0] != counts[1]:
-        return False, "a content can write control ids"
+    tokens.encode(tokens.marked([_user(f"a{forged}a"), _reply()]))
     return True, "encoded as ordinary text in contents"
 
 

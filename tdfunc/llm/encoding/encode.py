@@ -53,13 +53,12 @@ def encode_texts(
 
 
 def _whole(tokenizer: Any) -> Any:
-    """Return a copy of the backend without truncation and padding."""
+    """Return a copy of the backend without truncation; pads are removed later."""
     from tokenizers import Tokenizer
 
     # Any: without stubs.
     copy: Any = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     copy.no_truncation()
-    copy.no_padding()
     copy.encode_special_tokens = tokenizer.split_special_tokens
     return copy
 
@@ -150,10 +149,10 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[
             names[token["content"]] = f"{guard}{i}{guard}"
             ids[f"{guard}{i}{guard}"] = token["id"]
             token["content"] = f"{guard}{i}{guard}"
-    vocabulary = data["model"].get("vocab")
+    vocabulary = data["model"]["vocab"]
     if isinstance(vocabulary, dict):
         data["model"]["vocab"] = {names.get(key, key): number for key, number in vocabulary.items()}
-    elif isinstance(vocabulary, list):
+    else:
         data["model"]["vocab"] = [[names.get(key, key), score] for key, score in vocabulary]
     if data["model"].get("unk_token") in names:
         data["model"]["unk_token"] = names[data["model"]["unk_token"]]

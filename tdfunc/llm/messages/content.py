@@ -82,12 +82,9 @@ def _read_part(part: Mapping[str, Any]) -> dict[str, Any]:
     inside = _NESTED.get(kind, {})
     back: dict[str, str] = {theirs: ours for ours, theirs in inside.items()}
     entries: dict[str, Any] = dict(part)
-    nested = entries.pop(kind) if kind in _NESTED and kind in entries else None
-    if isinstance(nested, Mapping):
-        inner: Mapping[str, Any] = nested
+    if kind in _NESTED and isinstance(entries.get(kind), Mapping):
+        inner: Mapping[str, Any] = entries.pop(kind)
         entries |= {back.get(key, key): value for key, value in inner.items()}
-    elif nested is not None:
-        entries[kind] = nested
     unknown = sorted(entries.keys() - set(ContentBase._fields))
     if unknown:
         raise error(
@@ -114,10 +111,14 @@ def as_content(value: Any) -> Any:
     return value
 
 
+def texts_of(content: Any) -> list[Any]:
+    """Return the text of each part of a content; None for a part that is something else."""
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    return [part if isinstance(part, str) else part.get("text") for part in content]
+
+
 def text_of(content: Any) -> str | None:
     """Return the text of a content; None if a part is something else than text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [part if isinstance(part, str) else part.get("text") for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    return "".join(texts) if len(texts) == len(parts) else None
+    texts = texts_of(content)
+    return "".join(texts) if all([isinstance(text, str) for text in texts]) else None

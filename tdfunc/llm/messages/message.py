@@ -78,8 +78,9 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     # A call may also be its function alone, as in data sets of Hermes.
-    flat = isinstance(call, Mapping) and "function" not in call
-    function = call if flat else call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(call, Mapping) and "function" not in call:
+        call = {**{key: call[key] for key in ("id",) if key in call}, "function": call}
+    function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise error(
             TypeError,
@@ -89,23 +90,16 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments")
     given: Mapping[str, Any] = call
-    rest = {} if flat else {key: value for key, value in given.items() if key not in ("function", "type")}
-    if flat and "id" in given:
-        rest["id"] = given["id"]
-    kind = "function" if flat else given.get("type", "function")
     return {
-        **rest,
-        "type": kind,
+        **{key: value for key, value in given.items() if key not in ("function", "type")},
+        "type": given.get("type", "function"),
         "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
     }
 
 
 def show_message(message: Message) -> Message:
     """Return the dict of a message as `from_chats` reads it: fields in order, without fields at their defaults."""
-    shown = {name: message[name] for name in FIELDS if name != "tools" and message.get(name) is not None}
-    if shown.get("is_complete") is True:
-        del shown["is_complete"]
-    return shown
+    return {name: message[name] for name in FIELDS if name != "tools" and message.get(name) is not None}
 
 
 def is_message(item: Any) -> bool:

@@ -193,7 +193,7 @@ class TokenBatch:
         tokens = Tokens(**self.parts(self.ids), padded=True, is_complete=ends, batch_size=self.lead)
         values = [row.log_probs for row in rows if row.log_probs is not None]
         scored = [row.scored for row in rows if row.scored is not None]
-        if len(values) < len(rows) or len(scored) < len(rows):
+        if len(values) < len(rows):
             return Records(tokens, masks, None)
         rows, versions = _with_supports(rows), [row.version for row in rows]
         found = self.log_probs(self.place(values, dtype=torch.float32), self.place(scored, dtype=torch.bool))

@@ -100,7 +100,7 @@ def _read_ragged(
     td: TensorCollection, keys: TokenKeys, places: dict[str, Path], field: str, known: bool, call: str
 ) -> TokenBatch:
     """Return ragged tokens, padded at the right, with the first ragged masks that have their lengths."""
-    holder = get_value(td, places[field if field in places else "prompt"][:-1]) if len(places) > 1 else td
+    holder = get_value(td, next(iter(places.values()))[:-1]) if len(places) > 1 else td
     lead = holder._batch_size
     if -1 in lead:
         raise LeafMismatchError(
@@ -139,15 +139,15 @@ def _read_ragged(
 
 def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
     """Return an entry for each element of the batch, None where it is missing; None if the entry is not ragged."""
-    value = get_value(td, path, None)
-    if value is None or (isinstance(value, Tensor) and not value.is_nested):
-        return None
-    *parents, name = path
-    holder = get_value(td, tuple(parents)) if parents else td
-    if not holder._is_lazy:
-        return flat_list(value, len(holder._batch_size))
-    # By the trees: a tuple of values follows the dimension of the stack, which need not be the first.
-    return [get_value(each, name, None) for each in flat_list(holder, len(holder._batch_size))]
+    size = len(td._batch_size)
+    if td._is_lazy:
+        # By the trees: one may lack the entry, and a tuple of values follows the dimension of the stack.
+        found = [get_value(each, path, None) for each in flat_list(td, size)]
+        return found if any([each is not None for each in found]) else None
+    value = get_value(td, path[:1], None)
+    if isinstance(value, TensorCollection) and len(path) > 1:
+        return ragged_values(value, path[1:])
+    return None if value is None or (isinstance(value, Tensor) and not value.is_nested) else flat_list(value, size)
 
 
 def check_batch(batch: TokenBatch, td: TensorCollection, source: NestedKey, call: str) -> None:

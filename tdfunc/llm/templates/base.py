@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation
-from tdfunc.llm.messages.content import text_of
+from tdfunc.llm.messages.content import text_of, texts_of
 from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
 
 
@@ -201,10 +201,9 @@ class AbstractTemplate(ABC):
                     hint="render(h) without reversible= returns the text nevertheless.",
                 )
         if len(given) != len(found):
-            i = min(len(given), len(found))
             raise error(
                 ValueError,
-                f"render: {describe(conversation, min(i, len(given) - 1))} would not parse back.",
+                f"render: {describe(conversation, min(len(found), len(given) - 1))} would not parse back.",
                 expected=f"{len(given)} messages",
                 got=f"{len(found)} messages",
             )
@@ -218,12 +217,12 @@ def describe(conversation: Conversation, i: int) -> str:
 @functools.lru_cache(maxsize=64)
 def _pattern(control: tuple[str, ...]) -> "re.Pattern[str]":
     """Return the pattern of control strings, the longest first where several start at one place."""
-    return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
+    return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
 
 
 def controls_in(text: str, control: tuple[str, ...]) -> "Iterator[re.Match[str]]":
     """Yield the control strings in a text."""
-    return _pattern(control).finditer(text) if control and text else iter(())
+    return _pattern(control).finditer(text)
 
 
 def check_safe(conversations: Sequence[Conversation], control: tuple[str, ...]) -> None:
@@ -233,7 +232,7 @@ def check_safe(conversations: Sequence[Conversation], control: tuple[str, ...]) 
         return
     for each in conversations:
         for i, message in enumerate([*each.messages, {"tools": each.tools}]):
-            texts = [*strings_in(message), text_of(message.get("content")) or ""]
+            texts = [*strings_in(message), _joined(message)]
             match = next((match for text in texts for match in controls_in(text, control)), None)
             if match is not None:
                 where = describe(each, i) if i < len(each.messages) else "the tools"
@@ -248,8 +247,6 @@ def check_safe(conversations: Sequence[Conversation], control: tuple[str, ...]) 
 
 def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
     """Return whether a text of a message or tool has a control string, its parts taken together."""
-    if not control:
-        return False
     messages = conversation.messages
     everything = [value for message in messages for value in message.values()]
     if not conversation.tools and {str}.issuperset(map(type, everything)) and not _has_control(everything, control):
@@ -258,8 +255,13 @@ def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
     texts = [value for value in values if isinstance(value, str)]
     if conversation.tools or len(texts) < len(values):
         texts += strings_in([conversation.tools, *[value for value in values if not isinstance(value, str)]])
-        texts += [text_of(message["content"]) or "" for message in messages if isinstance(message.get("content"), list)]
+        texts += [_joined(message) for message in messages if isinstance(message.get("content"), list)]
     return _has_control(texts, control)
+
+
+def _joined(message: Message) -> str:
+    """Return the texts in a content together: several parts may make a control string."""
+    return "".join([text for text in texts_of(message.get("content")) if isinstance(text, str)])
 
 
 def find_forged(conversations: Sequence[Conversation], control: tuple[str, ...]) -> list[int]:
@@ -349,7 +351,7 @@ def interleave(i: int, *texts: str, is_reply: bool = False) -> list[Piece]:
 def read_until(text: str, start: int, end: str) -> tuple[str, int, Message]:
     """Return the text up to an end, the place behind the end, and `is_complete` for a message without an end."""
     stop = text.find(end, start)
-    if stop < 0:
+    if stop == -1:
         return text[start:], len(text), {"is_complete": False}
     return text[start:stop], stop + len(end), {}
 
@@ -452,9 +454,11 @@ def not_rendered(text: str, at: int, expected: str) -> ValueError:
 
 # Any: transformers is optional.
 def special_strings(tokenizer: Any) -> tuple[str, ...]:
-    """Return the strings with a special id; `added_tokens_decoder` has more of them than `all_special_tokens`."""
-    added = text_tokenizer(tokenizer).added_tokens_decoder.values()
-    return tuple(dict.fromkeys([token.content for token in added if token.special and token.content.strip()]))
+    """Return the strings with a special id; tokenizers in Python do not mark all of them as special."""
+    own = text_tokenizer(tokenizer)
+    special = set(own.all_special_tokens)
+    added = [each.content for each in own.added_tokens_decoder.values() if each.special or each.content in special]
+    return tuple(dict.fromkeys([each for each in added if each.strip()]))
 
 
 def control_strings(tokenizer: Any, template: AbstractTemplate) -> tuple[str, ...]:

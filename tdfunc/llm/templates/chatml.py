@@ -84,7 +84,7 @@ class ChatML(AbstractPieceTemplate):
         for i, message in enumerate(messages):
             role, is_last = message["role"], i == len(messages) - 1
             if role == "tool":
-                lead = "" if i > 0 and messages[i - 1]["role"] == "tool" else f"{_START}user"
+                lead = "" if i and messages[i - 1]["role"] == "tool" else f"{_START}user"
                 found += interleave(i, f"{lead}\n<tool_response>\n", plain_text(conversation, i), "\n</tool_response>")
                 if (is_last and not open_end) or (not is_last and messages[i + 1]["role"] != "tool"):
                     found.append(Piece(f"{_END}\n", i))
@@ -198,7 +198,7 @@ def _read_calls(text: str) -> "list[dict[str, object]]":
             given = json.loads(match[1])
         except ValueError as err:
             raise ValueError(f"tool call {len(calls)}: {err}") from err
-        if not isinstance(given, dict) or not given.keys() <= {"name", "arguments"} or "name" not in given:
+        if not isinstance(given, dict) or not {"name"} <= given.keys() <= {"name", "arguments"}:
             raise ValueError(f"tool call {len(calls)} must be an object with a name and arguments")
         calls.append(make_call(given["name"], given.get("arguments", {})))
         at = match.end()

@@ -29,6 +29,7 @@ _CALL, _NAME, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "
 _OUTPUTS, _OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"
 _OUTPUT, _OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 _ONE_CALL = re.compile(rf"\n?{_CALL}function{_NAME}([^\n]*)\n```json\n(.*?)\n```{_CALL_END}", re.DOTALL)
+_RESULTS = re.compile(f"{_OUTPUT}(.*){_OUTPUT_END}", re.DOTALL)
 _TURN = re.compile(f"{_USER}|{_ASSISTANT}|{_OUTPUTS}|{_END}")
 
 
@@ -104,10 +105,10 @@ class DeepSeek(AbstractPieceTemplate):
                 at = stop
             elif text.startswith(_OUTPUTS, at):
                 body, after, _ = read_until(text, at + len(_OUTPUTS), _OUTPUTS_END)
-                if not body.startswith(_OUTPUT) or not body.endswith(_OUTPUT_END):
+                results = _RESULTS.fullmatch(body)
+                if results is None:
                     raise not_rendered(text, at, f"results in {_OUTPUT} and {_OUTPUT_END}")
-                results = body[len(_OUTPUT) : -len(_OUTPUT_END)].split(_OUTPUT_END + _OUTPUT)
-                messages += [{"role": "tool", "content": result} for result in results]
+                messages += [{"role": "tool", "content": each} for each in results[1].split(_OUTPUT_END + _OUTPUT)]
                 at = after
             elif text.startswith(_ASSISTANT, at) or (messages and messages[-1]["role"] == "tool"):
                 begin = at + len(_ASSISTANT) * text.startswith(_ASSISTANT, at)

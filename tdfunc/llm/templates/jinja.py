@@ -91,11 +91,9 @@ class JinjaTemplate(AbstractTemplate):
         except Exception:
             after = ""
         found = [after.find(each) for each in self.control if each in after]
-        if found:
-            first = min(found)
-            return max([each for each in self.control if after.startswith(each, first)], key=len)
-        eos = self._own.eos_token
-        return eos if eos and eos in after else ""
+        if not found:
+            return ""
+        return max([each for each in self.control if after.startswith(each, min(found))], key=len)
 
     @cached_property
     def inner_end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -103,8 +101,8 @@ class JinjaTemplate(AbstractTemplate):
         start = next((each for each in self.control if self.header.startswith(each)), None)
         if start is None or self._turns is None:
             return self.end
-        before, found, _ = self._turns.to_user.partition(start)
-        return before.strip() if found and before.strip() in self.control else self.end
+        before = self._turns.to_user.partition(start)[0]
+        return before.strip() if before.strip() in self.control else self.end
 
     @cached_property
     def arguments(self) -> str:
@@ -243,7 +241,7 @@ class JinjaTemplate(AbstractTemplate):
         return found
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
-        """Return the spans that the template marks with `{% generation %}`, each with an end of turn."""
+        """Return the spans that the template marks with `{% generation %}`, each with its end of turn."""
         texts, indices = self._render_jinja(
             self._as_dicts([conversation]),
             conversation.tools or None,
@@ -258,8 +256,8 @@ class JinjaTemplate(AbstractTemplate):
                 expected=repr(text[:200]),
                 got=repr(texts[0][:200]),
             )
-        end = self.end
-        stops = [stop + len(end) if end and text.startswith(end, stop) else stop for _, stop in indices[0]]
+        ends = self.end, self.inner_end
+        stops = [stop + max([len(end) * text.startswith(end, stop) for end in ends]) for _, stop in indices[0]]
         return [Span(start, stop) for (start, _), stop in zip(indices[0], stops, strict=True) if stop > start]
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface

@@ -178,7 +178,7 @@ class ReplySearch(NamedTuple):
             headed = None if other is None else self._by_markers(conversation, text, other, alignment, strict=True)
             spans = self._by_prefixes(conversation, text) if headed is None else headed
             if spans is None:
-                other = self.template.texts([alignment.marked], **options)[0] if other is None else other
+                other = self.template.texts([alignment.marked], **options)[0]
                 spans = self._by_markers(conversation, text, other, alignment, strict=False)
                 assert spans is not None
             found.append(spans)
@@ -212,14 +212,14 @@ class ReplySearch(NamedTuple):
             start, stop = contents[own[0]].start, contents[own[-1]].stop
             header = self.template.header
             at = text.rfind(header, before, start) if header else -1
-            if at < 0 and strict:
+            if at == -1 and strict:
                 return None
-            first = at + len(header) if at >= 0 else start
+            first = at + len(header) if at != -1 else start
             # The end of an inner turn is found by further renders, where it is another one.
             end = self.template.end
             end = end if end in text[stop:after] else self.template.inner_end
             ended = text.find(end, stop, after) if end else -1
-            replies.append(Span(first, ended + len(end) if ended >= 0 else stop, i))
+            replies.append(Span(first, ended + len(end) if ended != -1 else stop, i))
         return replies
 
     def _by_prefixes(self, conversation: Conversation, text: str) -> list[Span] | None:
@@ -229,8 +229,6 @@ class ReplySearch(NamedTuple):
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            if i == 0:
-                return None
             is_open = self.open_end and i == len(messages) - 1
             try:
                 prompt = self.template.texts([Conversation(messages[:i], tools)], generation_prompt=True)[0]
@@ -242,5 +240,5 @@ class ReplySearch(NamedTuple):
                 return None
             end = self.template.end
             ended = turn.rfind(end, len(prompt)) if end else -1
-            replies.append(Span(len(prompt), ended + len(end) if ended >= 0 else len(turn), i))
+            replies.append(Span(len(prompt), ended + len(end) if ended != -1 else len(turn), i))
         return replies

@@ -24,7 +24,9 @@ from tdfunc.llm import (
 )
 from tdfunc.llm.messages.columns import conversation_in
 from tdfunc.llm.templates.base import make_call
+from tests.llm.encoding.test_chat import masked
 from tests.llm.templates.test_templates import TOOLS
+from tests.llm.templates.test_turns import DEFAULT
 from tests.llm.tokens import CHATML, FORGETFUL, SPECIAL, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
 
 MARKS = [mark for each in (llama, deepseek, mistral, gemma) for mark in each.control]
@@ -39,6 +41,11 @@ HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+DRAWN = HARMONY.replace(
+    "<|message|>{{ m.content }}",
+    "{% if m.role == 'assistant' %}{% generation %}<|message|>{{ m.content }}{% endgeneration %}"
+    "{% else %}<|message|>{{ m.content }}{% endif %}",
 )
 # A name, the template, whether it has a form for thinking, for tools, and for several calls.
 TEMPLATES = {
@@ -198,6 +205,8 @@ def test_rows_where_thinking_is_dropped():
     prompt = qwen.render(history[:3], add_generation_prompt=True)
     assert decode(rows[1].ids).startswith(prompt)
     assert [len(row.history.tolist()) for row in rows] == [2, 4]
+    assert not is_append_only(template, history[:3])
+    assert [row.replies for row in to_training_rows(template, history[:3])] == [(1,)]
 
 
 def test_one_row_where_a_template_only_appends():
@@ -210,6 +219,7 @@ def test_one_row_where_a_template_only_appends():
     assert [[row.replies for row in each] for each in rows] == [[(1, 3)], [()]]
     assert rows[0][0].ids == chat_ids(template, history)[0]
     assert find_mismatch(template, history) == [None, None]
+    assert is_append_only(TokenTemplate(make_tokenizer(DEFAULT)), History.from_chats(CHAT[1:]))
 
 
 def test_tools_that_move_begin_a_row():
@@ -264,33 +274,45 @@ def test_a_reply_that_was_cut_gets_its_end():
 
     assert template.tokenizer.decode(row.ids) == chatml.render(history)
     assert sum(row.generated) == len(ids)
+    assert find_mismatch(template, history[:2])[1:] == ("", "<|im_end|>\n")
     nothing = History.from_chats([CHAT[0], {"role": "assistant", "content": "", "token_ids": []}, CHAT[2]])
     (row,) = to_training_rows(template, nothing)
     assert template.tokenizer.decode(row.ids) == chatml.render(nothing)
     assert not any(row.generated)
 
 
-@pytest.mark.parametrize(
-    ("sampled_end", "end"), [("<|return|>", "<|return|>"), ("<|end|>", "<|end|>"), ("", "<|end|>")]
-)
-def test_a_reply_ends_once(sampled_end, end):
+@pytest.mark.parametrize("sampled_end", ["<|return|>", "<|end|>", ""])
+@pytest.mark.parametrize("source", [HARMONY, DRAWN])
+def test_a_reply_ends_once(source, sampled_end):
     """Where a last turn ends in another way than an inner one: with the end that was sampled, else the inner one."""
-    template = TokenTemplate(make_tokenizer(HARMONY, special=["<|start|>", "<|message|>", "<|end|>", "<|return|>"]))
+    template = TokenTemplate(make_tokenizer(source, special=["<|start|>", "<|message|>", "<|end|>", "<|return|>"]))
     start = template.tokenizer("<|start|>user<|message|>a<|end|><|start|>assistant<|message|>b")["input_ids"]
     ids = start + template.tokenizer(sampled_end)["input_ids"]
 
     text = template.tokenizer.decode(append_messages(template, ids, History(role="user", content="c")))
     plain = History.from_chats([{key: each[key] for key in ("role", "content")} for each in CHAT])
-    tree = plain.apply_chat_template(
-        tokenizer=template.tokenizer, add_generation_prompt=False, return_assistant_tokens_mask=True
-    )
-    assert text.endswith(f"b{end}<|start|>user<|message|>c<|end|><|start|>assistant")
-    assert template.tokenizer.decode(tree["input_ids"][tree["assistant_masks"]]).count("<|") == 4
+    assert text.endswith(f"b{sampled_end or '<|end|>'}<|start|>user<|message|>c<|end|><|start|>assistant")
+    assert masked(plain, template.tokenizer)[1] == ["<|message|>b<|end|>", "<|message|>d<|return|>"]
     assert (template.template.end, template.template.inner_end) == ("<|return|>", "<|end|>")
+
+
+def test_contents_between_which_nothing_stands():
+    """They are text, also where a template writes neither headers nor ends of inner turns."""
+    plain = TokenTemplate(make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    history = History.from_chats([CHAT[0], {"role": "assistant", "content": "<s>"}])
+    ids = append_messages(plain, chat_ids(plain, history), History(role="user", content="<s><|im_end|>"))
+    last = TokenTemplate(make_tokenizer(HARMONY.replace("'<|end|>'", "''"), special=["<|start|>", "<|return|>"]))
+    longer = append_messages(last, last.tokenizer("b")["input_ids"], History(role="user", content="<|start|>"))
+
+    assert plain.tokenizer.decode(ids) == "a<s><s><|im_end|>"
+    assert not {*ids} & {*plain.tokenizer.convert_tokens_to_ids(SPECIAL)}
+    assert last.tokenizer.decode(longer) == "b<|return|><|start|>user<|message|><|start|><|start|>assistant"
+    assert longer.count(last.tokenizer.convert_tokens_to_ids("<|start|>")) == 2
 
 
 def test_thinking_inside_a_content_begins_a_row():
     """A template that cuts it out, and ends its prompt with the tag, gives a row for each reply."""
+    answer, text = {"role": "assistant", "content": "b"}, "user:a<|im_end|>assistant:<think>b<|im_end|>"
     jinja = (
         "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:<think>{% endif %}"
@@ -306,22 +328,21 @@ def test_thinking_inside_a_content_begins_a_row():
     assert not is_append_only(template, history)
     assert [row.replies for row in rows] == [(1,), (3,)]
     assert [row.ids[-len(own) :] for row, own in zip(rows, ids, strict=True)] == ids
+    assert template.tokenizer.decode(chat_ids(template, History.from_chats([CHAT[0], answer]))) == text
     assert template.tokenizer.decode(rows[1].ids).startswith("user:a<|im_end|>assistant:b<|im_end|>user:c<|im_end|>")
     assert find_mismatch(template, history).position == len(
         template.tokenizer("user:a<|im_end|>assistant:")["input_ids"]
     )
 
 
-def test_one_message_is_appended_and_nothing_else_changes():
-    """A single message, several, and none: the header of a reply."""
+def test_headers_are_appended_or_not():
+    """Without messages only the header of a reply."""
     template = make_template("chatml")
     ids = chat_ids(template, History.from_chats(CHAT[:2]))
     text = template.tokenizer.decode(ids)
 
-    one = append_messages(template, ids, History(role="user", content="c"))
     none = append_messages(template, ids, History.from_chats([]))
     quiet = append_messages(template, ids, History(role="user", content="c"), add_generation_prompt=False)
 
-    assert template.tokenizer.decode(one) == text + "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(none) == text + "\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(quiet) == text + "\n<|im_start|>user\nc<|im_end|>\n"

@@ -49,23 +49,10 @@ def test_extend_is_concatenation_of_lists(a, b):
     assert batch.tolist() == [drop_empty(a), drop_empty(b)]
 
 
-@given(st.lists(messages(), min_size=1, max_size=3))
-def test_append_adds_a_message_to_each(chats):
-    """Each conversation gets its own reply, which may be one text for all."""
-    history = History.from_chats(chats)
-    replies = [f"r{i}" for i in range(len(chats))]
-
-    longer = history.append(History(role="assistant", content=replies, batch_size=[len(chats)]))
-
-    assert isinstance(longer, LazyStack)
-    for chat, reply, new in zip(chats, replies, longer.tolist(), strict=True):
-        assert new == [*drop_empty(chat), {"role": "assistant", "content": reply}]
-    same = history.append(History(role="assistant", content="r", batch_size=[len(chats)]))
-    assert [chat[-1]["content"] for chat in same.tolist()] == ["r"] * len(chats)
-
-
 A, B = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
 REPLY = {"role": "assistant", "tool_calls": [CALL]}
+CUT, FLAT = {**A, "is_complete": False}, {"id": "c1", **CALL["function"]}
+FLATS = {**REPLY, "tool_calls": [CALL, {"type": "function", "function": {"name": "f", "arguments": {}}}]}
 EXAMPLES = {
     "a dict is appended": (lambda: History.from_chats([A]).append({**REPLY, "content": None}), [A, REPLY]),
     "a conversation is": (lambda: History.from_chats([[A]]).append(History.from_chats([B, B]), dim=0), [[A], [B, B]]),
@@ -73,9 +60,14 @@ EXAMPLES = {
     "and one more": (lambda: lazy_stack([History(**A), History(**REPLY)]).append(History(**B)), [A, REPLY, B]),
     "no chats": (lambda: History.from_chats([]), []),
     "no messages": (lambda: History.from_chats([[], [A]]), [[], [A]]),
+    "its own for each": (lambda: History.from_chats([[A], [B, A]]).append(OWN), [[A, A], [B, A, B]]),
     "one for each": (lambda: History.from_chats([[], [A]]).append(History(**B, batch_size=[2])), [[B], [A, B]]),
+    "calls without a type": (lambda: History.from_chats([{**REPLY, "tool_calls": [FLAT, {"name": "f"}]}]), [FLATS]),
+    "empty entries": (lambda: History.from_chats([{**A, "tool_calls": [], "refusal": "", "audio": {}}]), [A]),
+    "a tensor": (lambda: History(**A, is_complete=torch.tensor([True, False]), batch_size=[2]), [A, CUT]),
     "more dimensions": (lambda: History.from_chats([[[A], []], [[B]]]).extend(NESTED), [[[A, B], []], [[B, B]]]),
 }
+OWN = History(role="user", content=["a", "b"], batch_size=[2])
 NESTED = History.from_chats([[[B], []], [[B]]])
 
 
@@ -88,8 +80,9 @@ def test_messages_of(name):
 
 
 def test_dense_histories_stay_dense():
-    """What was one tree is one tree, whether or not fields are in both parts."""
-    history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1])
+    """One tree stays one tree, with its names and device, whether or not fields are in both parts."""
+    dims = {"names": ["chat", "message"], "device": "cpu"}
+    history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1], **dims)
     replies = History(role="assistant", tool_calls=[[CALL], None], content=[None, "b"], batch_size=[2])
 
     longer = history.append(replies)
@@ -100,6 +93,7 @@ def test_dense_histories_stay_dense():
     assert longer.tolist()[0][1] == {"role": "assistant", "tool_calls": [CALL]}
     assert longer.tolist()[1] == [{"role": "user", "content": "b"}, {"role": "assistant", "content": "b"}]
     assert history.extend(history, dim=0).batch_size == torch.Size([4, 1])
+    assert (longer.names, longer.device) == (["chat", "message"], torch.device("cpu"))
 
 
 def test_lists_are_values_of_messages_or_rows():
@@ -123,7 +117,7 @@ def test_content_base_becomes_parts():
     text, image = ContentBase(type="text", text="x"), ContentBase(type="image_url", url="u")
     parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}]
 
-    assert History(role="user", content=text).content == parts[:1]
+    assert History(role="user", content=text).content == History(role="user", content=parts[0]).content == parts[:1]
     assert History(role="user", content=[text, image]).content == parts
     assert History(role="user", content=torch.stack([text, text])).content == parts[:1] * 2
     mixed = History(role="user", content=["plain", [text, image]], batch_size=[2])
@@ -132,35 +126,25 @@ def test_content_base_becomes_parts():
     assert (History.from_chats(mixed.tolist()) == mixed).all()
 
 
-def test_tools_belong_to_the_conversation():
-    """They stay when it grows, and are written by `to_chats`, not with messages."""
-    history = History.from_chats([{"messages": RAGGED[0], "tools": TOOLS}, {"messages": RAGGED[1]}])
-
-    longer = history.append(History(role="assistant", content="r", batch_size=[2]))
-
-    assert longer[0].tools == TOOLS
-    assert longer[1].tools is None
-    assert longer.to_chats()[0]["tools"] == TOOLS
-    assert "tools" not in longer.tolist()[0][0]
-
-
 def test_shapes_of_ragged_histories():
     """Flattening gives all messages in order; other shapes move conversations."""
     history = History.from_chats(RAGGED)
 
     flat = [message for chat in RAGGED for message in chat]
-    assert history.reshape(-1).tolist() == flat
+    assert history.reshape(-1).tolist() == history.reshape([-1]).tolist() == flat
     assert history.reshape(2, 1, -1).tolist() == [[RAGGED[0]], [RAGGED[1]]]
     assert history[1].tolist() == RAGGED[1]
     assert history[:, :1].dense().batch_size == torch.Size([2, 1])
     assert [part.tolist() for part in history.unbind(0)] == RAGGED
+    nested = History.from_text(chatml.render(NESTED), "chatml_format")
+    assert (nested.tolist(), nested.batch_size) == (NESTED.tolist(), NESTED.batch_size)
 
 
 def test_equality_is_of_messages():
     """Ids, completeness and reasons do not count, nor the form of a content or of arguments."""
     plain = History(role="assistant", content="x", tool_calls=[CALL])
     other = plain.replace(token_ids=[1], is_complete=False, finish_reason="length")
-    other = other.replace(content=[{"type": "text", "text": "x"}])
+    other = other.replace(content=["", {"type": "text", "text": "x"}])
     other = other.replace(tool_calls=[{**CALL, "function": {"name": "now", "arguments": {}}}])
 
     assert (plain == other).all()
@@ -168,6 +152,11 @@ def test_equality_is_of_messages():
     assert not (plain == plain.replace(name="n")).all()
     assert (History.from_chats(RAGGED) == History.from_chats(RAGGED)).all()
     assert not (History.from_chats(RAGGED) == History.from_chats([RAGGED[0], [{"role": "user", "content": "c"}]])).all()
+    assert (plain == "x") is False
+    for a, b in ((plain, other), (other, plain)):
+        dense, ragged = a.expand(2, 1), lazy_stack([b.unsqueeze(0)] * 2)
+        assert (dense == ragged).all()
+        assert (ragged == dense).all()
     assert len({plain, plain}) == 1
 
 
@@ -208,13 +197,17 @@ def test_json_lines(tmp_path_factory, chats):
 
 
 def test_json_lines_reads_lists_and_skips_empty_lines(tmp_path):
-    """A line may be the list of messages."""
+    """A line may be the list of messages, or have the tools of the conversation, which stay when it grows."""
     path = tmp_path / "chats.jsonl"
     path.write_text(f"{json.dumps(RAGGED[0])}\n\n{json.dumps({'messages': RAGGED[1]})}\n")
 
     assert load_jsonl(path).tolist() == RAGGED
     path.write_text("")
     assert load_jsonl(path).tolist() == []
+    save_jsonl(History.from_chats([{"messages": RAGGED[0], "tools": TOOLS}, {"messages": RAGGED[1]}]), path)
+    longer = load_jsonl(path).append(History(**A, batch_size=[2]))
+    assert longer.to_chats() == [{"messages": [*RAGGED[0], A], "tools": TOOLS}, [*RAGGED[1], A]]
+    assert longer.tolist() == [[*RAGGED[0], A], [*RAGGED[1], A]]
 
 
 def test_default_spec():
@@ -244,13 +237,3 @@ def test_padding_is_not_a_message():
     assert (padded == padded).all()
     left = history.pad(side="left")
     assert left.tolist() == RAGGED
-
-
-def test_names_and_device_stay():
-    """Appending keeps the names of dimensions and the device."""
-    history = History(role=["user"], content=["a"], batch_size=[1], names=["message"], device="cpu")
-
-    longer = history.append(History(role="user", content="b"))
-
-    assert longer.names == ["message"]
-    assert longer.device == torch.device("cpu")

@@ -7,9 +7,10 @@ import pytest
 from tdfunc.llm import JinjaTemplate, template_report
 from tests.cli.helpers import run
 from tests.llm.conversations.test_exact import HERMES
+from tests.llm.encoding.test_text import make_adding
+from tests.llm.templates.test_turns import DEFAULT
 from tests.llm.tokens import CHATML, FORGETFUL, GENERATION, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
 
-DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are nice.<|im_end|>\n{% endif %}" + CHATML
 OVERDRAWN = "{% generation %}" + CHATML + "{% endgeneration %}"
 NO_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
 BOS = "{{ bos_token }}" + CHATML
@@ -27,7 +28,7 @@ def report(template, **options):
     ("name", "template", "good", "detail"),
     [
         ("append-only", CHATML, True, "prefix"),
-        ("append-only", DEFAULT, True, "prefix"),
+        ("append-only", CHATML + "{% generation %}{% endgeneration %}", True, "prefix"),
         ("append-only with thinking", FORGETFUL, False, "to_training_rows"),
         ("append-only with thinking", HERMES, True, "prefix"),
         ("append-only", LAST_TOOLS, True, "prefix"),
@@ -43,6 +44,7 @@ def report(template, **options):
         ("end of turn", "{{ messages[-1].content }}", False, "no control string"),
         ("assistant masks", CHATML, True, "end of turn"),
         ("assistant masks", GENERATION, True, "end of turn"),
+        ("assistant masks", CHATML.replace("m['content']", "m['content'] | upper"), True, "end of turn"),
         ("assistant masks", "{{ messages[-1].content }}", False, ""),
         ("generation tag", CHATML, None, "none"),
         ("generation tag", GENERATION, True, "around replies"),
@@ -55,13 +57,10 @@ def report(template, **options):
         ("arguments", TEXT_ARGUMENTS, True, "text"),
         ("arguments", CHATML, True, "any"),
         ("system message", CHATML, True, "without a default"),
-        ("system message", DEFAULT, False, "You are nice."),
+        ("system message", DEFAULT, False, "You help."),
         ("system message", NO_SYSTEM, False, "dropped"),
         ("control strings", CHATML, True, "ordinary text"),
         ("control strings", CHATML.replace("m['content']", "m['content'] | upper"), False, "edits"),
-        ("bos", CHATML, True, "not doubled"),
-        ("parsing", CHATML, True, "as ChatML"),
-        ("parsing", ZEPHYR, True, "by its turns"),
         ("parsing", "{% for m in messages %}{{ m.content | upper }}{% endfor %}", None, "no template"),
     ],
 )  # fmt: skip
@@ -75,16 +74,12 @@ def test_findings(name, template, good, detail):
 
 def test_a_doubled_bos_is_found():
     """The tokenizer adds one, and the template writes one."""
-    import tokenizers
-
-    tokenizer = make_tokenizer(BOS, bos_token="<s>")
-    processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
-    )
-    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer = make_adding()
+    tokenizer.chat_template, tokenizer.bos_token = BOS, "<s>"
 
     assert template_report(tokenizer)["bos"].good is False
-    assert template_report(make_tokenizer(BOS, bos_token="<s>"))["bos"].good is True
+    assert template_report(make_tokenizer(BOS, bos_token="<s>"))["bos"][1:] == (True, "not doubled")
+    assert report(CHATML, split_special_tokens=True)["end of turn"][1:] == (False, "'<|im_end|>' is not one token")
 
 
 def test_a_template_that_raises_is_reported():

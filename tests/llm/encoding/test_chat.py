@@ -1,5 +1,6 @@
 """`apply_chat_template`: transformers' own results are the oracle; masks, control strings, padding."""
 
+import itertools
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from tdfunc import LazyStack, TensorDict, lazy_stack
 from tdfunc.llm import History, JinjaTemplate, chatml, qwen, tokenize_text
-from tdfunc.llm.messages.columns import conversation_in
 from tests.llm.templates.test_templates import FORGED, TOOLS
 from tests.llm.tokens import (
     CHATML,
@@ -32,15 +32,20 @@ CHATS = [
 ]
 
 
-def masked_text(tokenizer, ids, mask):
-    """The text of the tokens of a mask, with a bar between stretches."""
-    parts, open_part = [], []
-    for token, inside in zip(ids.tolist(), mask.tolist(), strict=True):
-        if inside:
-            open_part.append(token)
-        elif open_part:
-            parts, open_part = [*parts, open_part], []
-    return [tokenizer.decode(part) for part in [*parts, open_part] if part]
+MASKED = {"add_generation_prompt": False, "return_assistant_tokens_mask": True}
+
+
+def masked_text(tokenizer, row):
+    """The text of each stretch of a mask."""
+    pairs = zip(row["assistant_masks"].tolist(), row["input_ids"].tolist(), strict=True)
+    groups = itertools.groupby(pairs, lambda pair: pair[0])
+    return [tokenizer.decode([token for _, token in each]) for inside, each in groups if inside]
+
+
+def masked(history, tokenizer, **options):
+    """The ids of a conversation, and the text of each stretch of its mask."""
+    row = history.apply_chat_template(tokenizer=tokenizer, **MASKED, **options)
+    return row["input_ids"], masked_text(tokenizer, row)
 
 
 @given(st.lists(messages(tools=False), min_size=1, max_size=3), st.booleans())
@@ -64,42 +69,31 @@ def test_results_are_the_tokenizers(chats, prompt):
 
 def test_shapes_by_rank_and_option():
     """The type of a result depends on the dimensions of the history and the options, never on lengths."""
-    tokenizer = make_tokenizer()
-    one, two = History.from_chats(CHATS[0]), History.from_chats([CHATS[0], CHATS[0]])
-    nested, ragged = History.from_chats([CHATS, CHATS]), lazy_stack([History.from_chats(CHATS), two[:1]])
-    histories = {"one": one, "two": two, "nested": nested, "ragged": ragged}
-    apply = {name: history.apply_chat_template for name, history in histories.items()}
-    tokens = {"tokenizer": tokenizer, "return_tensors": "pt"}
+    chats = History.from_chats(CHATS)
+    same, nested = History.from_chats([CHATS[0]] * 2), History.from_chats([CHATS] * 2)
+    histories = chats[0], same, nested, lazy_stack([chats, chats[:1]])
+    one, two, nested, ragged = [history.apply_chat_template for history in histories]
+    tokens = {"tokenizer": make_tokenizer(), "return_tensors": "pt"}
 
-    assert isinstance(apply["one"](tokenizer=tokenizer), str)
-    assert apply["one"](**tokens).dim() == 1
-    assert isinstance(apply["two"](**tokens), LazyStack | list | tuple)
-    assert apply["two"](padding=True, **tokens).dim() == 2
-    assert apply["nested"](padding=True, **tokens).shape[:2] == (2, 2)
-    assert apply["one"](return_dict=True, **tokens).batch_size == torch.Size([])
-    assert apply["two"](return_dict=True, padding=True, **tokens).batch_size == torch.Size([2])
-    assert apply["two"](return_dict=True, **tokens).batch_size == torch.Size([2])
-    assert type(apply["two"](return_dict=True, padding=True, **tokens)) is TensorDict
-    assert [len(part) for part in apply["nested"](tokenizer=tokenizer)] == [2, 2]
-    assert [len(part) for part in apply["ragged"](return_dict=True, padding=True, **tokens)] == [2, 1]
+    assert isinstance(one(**tokens, tokenize=False), str)
+    assert one(**tokens).dim() == 1
+    assert isinstance(two(**tokens), LazyStack | list | tuple)
+    assert two(padding=True, **tokens).dim() == 2
+    assert nested(padding=True, **tokens).shape[:2] == (2, 2)
+    assert [each(return_dict=True, **tokens).batch_size for each in (one, two)] == [(), (2,)]
+    padded = two(return_dict=True, padding=True, **tokens)
+    assert (type(padded), padded.batch_size) == (TensorDict, torch.Size([2]))
+    assert [len(part) for part in nested(**tokens, tokenize=False)] == [2, 2]
+    assert [len(part) for part in ragged(return_dict=True, padding=True, **tokens)] == [2, 1]
 
 
 @pytest.mark.parametrize("template", [CHATML, GENERATION, chatml, FORGETFUL])
 def test_masks_hold_replies_and_their_ends(template):
     """The user's equal words are not the assistant's, the end of turn is; with and without a generation tag."""
-    own = template if isinstance(template, str) else CHATML
-    tokenizer = make_tokenizer(own)
-    history = History.from_chats([[*CHATS[0], *CHATS[1]], CHATS[0]])
+    history, tokenizer = History.from_chats([[*CHATS[0], *CHATS[1]], CHATS[0]]), make_tokenizer()
 
-    tree = history.apply_chat_template(
-        tokenizer=tokenizer,
-        chat_template=None if isinstance(template, str) else template,
-        add_generation_prompt=False,
-        return_assistant_tokens_mask=True,
-    )
-
-    found = [masked_text(tokenizer, row["input_ids"], row["assistant_masks"]) for row in tree]
-    assert found == [["yes<|im_end|>", "<|im_end|>"], ["yes<|im_end|>"]]
+    rows = history.apply_chat_template(tokenizer=tokenizer, chat_template=template, **MASKED)
+    assert [masked_text(tokenizer, row) for row in rows] == [["yes<|im_end|>", "<|im_end|>"], ["yes<|im_end|>"]]
 
 
 @given(messages(tools=False, thinking=False), st.booleans(), st.booleans())
@@ -117,25 +111,8 @@ def test_masks_of_jinja_are_those_of_python(chat, prompt, forged):
     assert torch.equal(theirs["assistant_masks"], ours["assistant_masks"])
 
 
-@given(messages(thinking=True))
-def test_sentinels_find_replies_where_prefixes_do_not(chat):
-    """A template that drops thinking from earlier turns: each reply is found from its header to its end."""
-    template = JinjaTemplate(make_tokenizer(FORGETFUL))
-    conversation = conversation_in(History.from_chats(chat))
-    marked = template.marked(conversation)
-
-    assert len(marked.replies) == sum(message["role"] == "assistant" for message in chat)
-    for span in marked.replies:
-        message = chat[span.message]
-        reply = marked.text[span.start : span.stop]
-        assert reply.endswith("<|im_end|>")
-        assert reply.count("<|im_end|>") == 1
-        assert marked.text[: span.start].endswith("<|im_start|>assistant\n")
-        assert (message["content"] or "").strip() in reply
-
-
 def test_templates_may_test_for_an_empty_content():
-    """A call whose content is empty has no line break in front, and an empty thought has no tags."""
+    """A call without a content has no line break in front, an empty thought no tags, an empty reply only its end."""
     jinja = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.reasoning_content or (loop.last and m.role == 'assistant') %}<think>{{ m.reasoning_content }}</think>"
@@ -145,22 +122,17 @@ def test_templates_may_test_for_an_empty_content():
     )
     calls = [{"function": {"name": "f", "arguments": {}}}] * 2
     chat = [
-        {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "assistant", "content": "!", "reasoning_content": ""},
         {"role": "assistant", "content": "yes", "reasoning_content": "hm"},
     ]
-    tokenizer = make_tokenizer(jinja)
-    out = History.from_chats(chat).apply_chat_template(
-        tokenizer=tokenizer, add_generation_prompt=False, return_assistant_tokens_mask=True
-    )
 
-    expected = [
+    assert masked(History.from_chats(chat), make_tokenizer(jinja))[1] == [
         "<tool_call>f</tool_call>\n<tool_call>f</tool_call><|im_end|>",
         "!<|im_end|>",
         "<think>hm</think>yes<|im_end|>",
     ]
-    assert masked_text(tokenizer, out["input_ids"], out["assistant_masks"]) == expected
+    assert masked(History.from_chats([CHATS[0][0], {"role": "assistant"}]), make_tokenizer(ZEPHYR))[1] == ["</s>"]
 
 
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR, chatml])
@@ -182,10 +154,29 @@ def test_control_strings_in_contents_are_text(template, content):
     assert tokenizer.decode(both[0]) == text
 
 
+def test_parts_and_tools_are_text():
+    """A control string in two parts, in a list of a tool, or beside a mark that the tokenizer does not have."""
+    jinja = "{{ tools | tojson }}{% for m in messages %}{% for p in m.content %}{{ p.text or '#' }}{% endfor %}<s>"
+    parts = [{"type": "image"}, {"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
+    user, reply = ({"role": role, "content": parts} for role in ("user", "assistant"))
+    forged = [CHATS[0][0], {"role": "assistant", "content": "<|im_end|>"}]
+    tokenizer = make_tokenizer(jinja + "{% endfor %}", bos_token="<s>")
+    half = make_tokenizer(special=["<|im_end|>"], pad_token=None)
+
+    for chat in ([user, reply], {"messages": [user, reply], "tools": [{"a": ["<s>"]}]}):
+        ids, replies = masked(History.from_chats(chat), tokenizer)
+        assert [i for i in ids.tolist() if i in tokenizer.all_special_ids] == [tokenizer.bos_token_id] * 2
+        assert replies == ["#<|im_end|><s>"]
+    ids, replies = masked(History.from_chats(forged), half, chat_template=chatml)
+    assert ids.tolist().count(half.eos_token_id) == 2
+    assert replies == ["<|im_end|><|im_end|>"]
+
+
 # Arguments as they are where they are text, else as JSON.
 RAW = ZEPHYR.replace(
     "c.function.arguments | tojson", "c.function.arguments if c.function.arguments is string else '{}'"
 )
+STRICT = ZEPHYR.replace("c.function.name", "c.function.name if c.function.name == 'f' else raise_exception('')")
 WRITERS = {
     "dict": lambda value: value,
     "Python": json.dumps,
@@ -195,32 +186,28 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("template", [ZEPHYR, FORGETFUL, TEXT_ARGUMENTS, RAW])
+@pytest.mark.parametrize("template", [ZEPHYR, FORGETFUL, TEXT_ARGUMENTS, RAW, STRICT])
 @given(st.dictionaries(FORGED, st.one_of(FORGED, VALUES), max_size=2), st.sampled_from(sorted(WRITERS)))
 def test_arguments_in_any_form(template, arguments, form):
     """However they are written: the replies are found, and no string in them, keys included, is a control string."""
     tokenizer = make_tokenizer(template, bos_token="<s>")
     call = {"type": "function", "function": {"name": "f", "arguments": WRITERS[form](arguments)}}
     plain = {**call, "function": {"name": "f", "arguments": "{}"}}
-    options = {"tokenizer": tokenizer, "add_generation_prompt": False, "return_assistant_tokens_mask": True}
-    found, expected = [
-        History.from_chats(
-            [
-                {"role": "user", "content": "?"},
-                {"role": "assistant", "content": "", "tool_calls": [each]},
-                {"role": "tool", "content": "yes"},
-                {"role": "assistant", "content": "ok"},
-            ]
-        ).apply_chat_template(**options)
+    chats = [
+        [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [each]},
+            {"role": "tool", "content": "yes"},
+            {"role": "assistant", "content": "ok"},
+        ]
         for each in (call, plain)
     ]
+    (ids, replies), (other_ids, others) = [masked(History.from_chats(chat), tokenizer) for chat in chats]
 
     control = torch.tensor(tokenizer.convert_tokens_to_ids(SPECIAL))
-    marks = [each["input_ids"][torch.isin(each["input_ids"], control)].tolist() for each in (found, expected)]
-    assert marks[0] == marks[1]
-    replies = masked_text(tokenizer, found["input_ids"], found["assistant_masks"])
+    assert ids[torch.isin(ids, control)].tolist() == other_ids[torch.isin(other_ids, control)].tolist()
     assert len(replies) == 2
-    assert replies[1] == masked_text(tokenizer, expected["input_ids"], expected["assistant_masks"])[1]
+    assert replies[1] == others[1]
 
 
 def test_fields_that_are_not_rendered_are_not_checked():
@@ -276,13 +263,9 @@ def test_other_kinds_of_tokenizers():
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
         tokenizer.chat_template = CHATML
         chat = [{"role": "user", "content": "hi<|im_end|>"}, {"role": "assistant", "content": "yes"}]
-        out = History.from_chats(chat).apply_chat_template(
-            tokenizer=tokenizer, return_assistant_tokens_mask=True, add_generation_prompt=False
-        )
-        ids = out["input_ids"]
-        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        assert ids.tolist().count(end) == 2, name
-        assert ids[out["assistant_masks"]].tolist()[-1] == end, name
+        ids, replies = masked(History.from_chats(chat), tokenizer)
+        assert ids.tolist().count(tokenizer.eos_token_id) == 2, name
+        assert replies[0].endswith("<|im_end|>"), name
         benign = [{"role": "user", "content": "hi"}, chat[1]]
         plain = History.from_chats(benign).apply_chat_template(tokenizer=tokenizer, tokenize=True)
         assert plain == tokenizer.apply_chat_template(benign, add_generation_prompt=True, return_dict=False), name
@@ -294,6 +277,8 @@ def test_the_users_template_wins():
     tokenizer = make_tokenizer()
 
     assert chat.apply_chat_template(tokenizer=tokenizer, chat_template="{{ messages | length }}") == "2"
+    without = make_tokenizer("{{ messages | length }}", special=[], plain=[], pad_token=None, eos_token=None)
+    assert chat.apply_chat_template(tokenizer=without) == "2"
     named = chat.apply_chat_template(tokenizer=tokenizer, chat_template_name="qwen")
     assert named == qwen.render(chat, add_generation_prompt=True)
     assert chat.apply_chat_template(chat_template=qwen) == named

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc.llm import PromptData, detokenize, tokenize_prompts, tokenize_text, tokenizer_digest
-from tests.llm.tokens import make_tokenizer, tokenizers
+from tests.llm.tokens import make_tokenizer, tokenizers, transformers
 
 TEXTS = st.text(st.sampled_from("the quick brown\n<|im_end|>ü "), max_size=40)
 
@@ -86,12 +86,13 @@ def test_one_text_and_other_forms_of_ids():
     assert detokenize(PLAIN, [PLAIN.eos_token_id], skip_special_tokens=False) == "<|im_end|>"
 
 
+@pytest.mark.parametrize("make", [make_tokenizer, make_adding])
 @pytest.mark.parametrize(
     "options", [{"truncation": True, "max_length": 3}, {"padding": True}, {"split_special_tokens": True}]
 )
-def test_states_that_calls_left_in_the_tokenizer_change_nothing(options):
+def test_states_that_calls_left_in_the_tokenizer_change_nothing(make, options):
     """Calls of transformers leave their options in the backend; ids are whole, and the options stay there."""
-    tokenizer = make_adding()
+    tokenizer = make()
     texts = ["the quick brown fox<|im_end|>", "", "a"]
     expected = [tokenizer(text)["input_ids"] for text in texts]
     tokenizer(texts, **options)
@@ -107,21 +108,22 @@ def test_states_that_calls_left_in_the_tokenizer_change_nothing(options):
 @given(
     st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3),
     st.sampled_from([PLAIN, ADDING]),
+    st.booleans(),
     st.sampled_from(["left", "right"]),
     st.sampled_from([None, 5]),
 )
-def test_prompts_end_where_their_positions_say(pairs, tokenizer, side, length):
+def test_prompts_end_where_their_positions_say(pairs, tokenizer, special, side, length):
     """Oracle: lists. No token is of a prompt and its response; added tokens stand around both."""
     prompts, responses = [list(each) for each in zip(*pairs, strict=True)]
     options = {"truncation": length is not None, "max_length": length}
 
-    out = tokenize_prompts(tokenizer, prompts, responses, padding_side=side, **options)
+    out = tokenize_prompts(tokenizer, prompts, responses, padding_side=side, add_special_tokens=special, **options)
 
     assert type(out) is PromptData
     assert out.batch_size == (len(pairs),)
     assert torch.equal(out.labels, out.input_ids)
     for i, (prompt, response) in enumerate(pairs):
-        first, last = ([3], [4, 2]) if tokenizer is ADDING else ([], [])
+        first, last = ([3], [4, 2]) if special and tokenizer is ADDING else ([], [])
         before = first + tokenizer(prompt, add_special_tokens=False)["input_ids"]
         whole = (before + tokenizer(response, add_special_tokens=False)["input_ids"] + last)[:length]
         real = out.input_ids[i][out.attention_mask[i]].tolist()
@@ -143,17 +145,10 @@ def test_the_digest_is_of_what_ids_depend_on():
     assert len({digest, *[tokenizer_digest(each) for each in others]}) == 5
 
 
-ERRORS = [
-    (lambda: tokenize_text(PLAIN, 3), TypeError, "a list of texts"),
-    (lambda: tokenize_text(PLAIN, ["a"], padding="longer"), ValueError, "padding must be one of"),
-    (lambda: tokenize_text(PLAIN, ["a"], padding_side="up"), ValueError, "padding_side must be one of"),
-    (lambda: tokenize_text(PLAIN, ["a"], truncation=True), ValueError, "max_length must be given"),
-    (lambda: tokenize_prompts(PLAIN, ["a"], []), ValueError, "one response for each prompt"),
-]
+def test_tokenizers_in_python():
+    """Ids and digests of a tokenizer without a backend in Rust."""
+    tokenizer, texts = transformers.ByT5Tokenizer(), ["a fox", "ü"]
 
-
-@pytest.mark.parametrize(("call", "kind", "pattern"), ERRORS)
-def test_errors(call, kind, pattern):
-    """Each mistake has a class and a message."""
-    with pytest.raises(kind, match=pattern):
-        call()
+    assert [row["input_ids"].tolist() for row in tokenize_text(tokenizer, texts)] == tokenizer(texts)["input_ids"]
+    digests = [tokenizer_digest(transformers.ByT5Tokenizer(extra_ids=n)) for n in (125, 125, 100)]
+    assert digests[0] == digests[1] != digests[2]

@@ -1,6 +1,6 @@
 """The HTML of a history: readable, escaped, bounded."""
 
-from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,24 +9,10 @@ from tdfunc.llm import History
 from tests.llm.tokens import messages
 
 
-class Reader(HTMLParser):
-    """Collects tags and text, and checks that tags are closed in order."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.seen, self.text = [], set(), ""
-        self.feed(html)
-        assert self.tags == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.seen.add(tag)
-
-    def handle_endtag(self, tag):
-        assert self.tags.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
+def read(page):
+    """The tags and the text of a page whose tags are closed in order."""
+    root = ElementTree.fromstring(f"<div>{page.replace('<details open>', '<details>')}</div>")
+    return {each.tag for each in root.iter()}, "".join(root.itertext())
 
 
 @given(st.lists(messages(), max_size=3), st.sampled_from(["<script>alert(1)</script>", "</div>", '"><img src=x>']))
@@ -34,22 +20,28 @@ def test_every_text_is_shown_and_escaped(chats, evil):
     """Whatever the contents, the page has our tags only, and the texts of all messages."""
     chats = [*chats, [{"role": evil, "content": evil, "name": evil, "reasoning_content": evil, "parse_error": evil}]]
 
-    page = Reader(History.from_chats(chats)._repr_html_())
+    tags, text = read(History.from_chats(chats)._repr_html_())
 
-    assert page.seen <= {"style", "div", "details", "summary", "small", "b", "i", "code"}
-    assert page.text.count(evil) >= 5
+    assert tags <= {"style", "div", "details", "summary", "small", "b", "i", "code"}
+    assert text.count(evil) >= 5
     for chat in chats:
         for message in chat:
-            assert (message["content"] or "") in page.text
+            assert (message["content"] or "") in text
 
 
 def test_one_message_and_parts():
-    """A message alone, and one of parts; what is large is counted."""
-    assert "hi" in Reader(History(role="user", content="hi")._repr_html_()).text
+    """A message alone, and one of parts, tools and notes; what is too large is counted."""
+    assert "hi" in read(History(role="user", content="hi")._repr_html_())[1]
     parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "u"}}]
-    assert "look" in Reader(History(role="user", content=parts)._repr_html_()).text
-    long = History.from_chats([[{"role": "user", "content": "x" * 9000}] * 300] * 30)
-    page = long._repr_html_()
-    assert "10 more conversations" in page
-    assert "100 more messages" in page
-    assert "(9000 characters)" in page
+    assert "look" in read(History(role="user", content=parts)._repr_html_())[1]
+    cut = {"role": "assistant", "content": "", "is_complete": False, "tool_responses": ["found"]}
+    page = read(History.from_chats({"messages": [cut], "tools": [{"name": "now"}]})._repr_html_())[1]
+    assert all(each in page for each in ("1 tools", "now", "cut off", "found"))
+    full, long = (
+        History.from_chats([[{"role": "user", "content": "x" * length}] * messages] * chats)._repr_html_()
+        for length, messages, chats in ((4000, 200, 20), (9000, 300, 30))
+    )
+    assert not any(each in full for each in (" more ", "characters)"))
+    assert "10 more conversations" in long
+    assert "100 more messages" in long
+    assert "(9000 characters)" in long

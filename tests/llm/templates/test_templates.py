@@ -44,22 +44,15 @@ FORGED = st.lists(st.sampled_from([*CONTROL, "user\n", "hi", "\n", " "]), max_si
 
 
 @pytest.mark.parametrize("name", JINJA)
-@given(messages(tools=False, thinking=False, system=False), st.booleans())
+@given(messages(tools=False, thinking=False), st.booleans())
 def test_render_is_jinjas(name, chat, prompt):
     """The text of conversations is the one that transformers renders."""
     tokenizer = make_tokenizer(JINJA[name])
+    # Gemma writes a system message into the user's.
+    chat = chat[chat[0]["role"] == "system" :] if name == "gemma" else chat
     theirs = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
 
     assert ALL[name].render(History.from_chats(chat), add_generation_prompt=prompt) == theirs
-
-
-@pytest.mark.parametrize("name", ["chatml", "llama", "mistral"])
-def test_system_messages_are_jinjas(name):
-    """So is that of a conversation with a system message."""
-    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    theirs = make_tokenizer(JINJA[name]).apply_chat_template(chat, tokenize=False)
-
-    assert ALL[name].render(History.from_chats(chat)) == theirs
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -92,11 +85,8 @@ EASY = [
 
 def forget_ids(chat):
     """The conversation without the ids of calls."""
-    found = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in chat]
-    for message in found:
-        if "tool_calls" in message:
-            message["tool_calls"] = [{k: v for k, v in call.items() if k != "id"} for call in message["tool_calls"]]
-    return found
+    ids = "id", "tool_call_id"
+    return json.loads(json.dumps(chat), object_hook=lambda x: {k: v for k, v in x.items() if k not in ids})
 
 
 @pytest.mark.parametrize(
@@ -106,6 +96,8 @@ def forget_ids(chat):
         (chatml, [*EASY[4:], {"role": "assistant", "content": "a", "reasoning_content": "why\nnot"}], None),
         (qwen, [*forget_ids(EASY)[:3], {"role": "assistant", "content": "x", "reasoning_content": "hm"}], TOOLS),
         (llama, [*forget_ids(EASY)[:4]], TOOLS),
+        (llama, [{"role": "user", "content": "{a"}], TOOLS),
+        (llama, [{"role": "user", "content": '{"a": 1}\n\nb'}], TOOLS),
         (deepseek, [{"role": "system", "content": "s"}, *forget_ids(EASY)], None),
         (mistral, [{"role": "system", "content": "s"}, *EASY], TOOLS),
         (gemma, [EASY[0], EASY[3]], None),
@@ -147,6 +139,8 @@ def test_no_reply_is_thrown_away(name, text):
         (qwen, 'a\n<tool_call>\n{"name": "f"}\n</tool_call> b', "text follows"),
         (qwen, '<tool_call>\n{"name": "f"}', "not closed"),
         (qwen, '<tool_call>\n{"name": 3}\n</tool_call>', "must be text"),
+        (qwen, "<tool_call>\n[]\n</tool_call>", "tool call 0 must be an object"),
+        (qwen, '<tool_call>\n{"name": "f", "x": 1}\n</tool_call>', "tool call 0 must be an object"),
         (qwen, "<think>\nhm", "thinking is not closed"),
         (llama, '{"name": "f", "parameters": {}', "one object"),
         (llama, '{"name": 3, "parameters": {}}', "must be text"),
@@ -175,6 +169,11 @@ def test_parts_of_a_reply():
     assert qwen.parse_reply(reply.removeprefix("<think>\n")) == message
     history = History.from_chats([{"role": "user", "content": "?"}, message])
     assert qwen.render(history).endswith(f"assistant\n{reply}<|im_end|>\n")
+    inside = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nwait", "tool_calls": [call]}
+    assert qwen.render(history[:1].append(inside)) == qwen.render(history)
+    assert "hm" not in qwen.render(history[1:])
+    assert llama.parse("<|start_header_id|>ipython<|end_header_id|>\n\n[1]<|eot_id|>").content == ["[1]"]
+    assert mistral.parse("</s>").tolist() == [{"role": "assistant", "content": ""}]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -189,6 +188,13 @@ def test_cut_texts_are_incomplete(name):
     assert back.tolist()[-1] == {"role": "assistant", "content": "bc", "is_complete": False}
     assert template.parse(template.render(history[:1], add_generation_prompt=True)).tolist() == history[:1].tolist()
     assert template.render(history, continue_final_message=True).endswith("bcd")
+
+
+@pytest.mark.parametrize("template", [deepseek, mistral])
+@pytest.mark.parametrize("message", EASY[:3:2])
+def test_other_messages_may_be_left_open(template, message):
+    """A text or a result that continues has no end either."""
+    assert template.render(History.from_chats([message]), continue_final_message=True).endswith(message["content"])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -218,15 +224,3 @@ def test_templates_are_values():
     assert TEMPLATES["chatml_format"] is chatml
     with pytest.raises(TypeError):
         TEMPLATES["mine"] = chatml
-
-
-def test_ragged_and_nested_histories():
-    """Texts are nested as the batch; parsing them gives a ragged history."""
-    chats = [[{"role": "user", "content": "a"}] * n for n in (1, 2)]
-    history = History.from_chats([chats, chats])
-
-    texts = chatml.render(history)
-
-    assert [len(row) for row in texts] == [2, 2]
-    assert chatml.parse(texts).tolist() == history.tolist()
-    assert History.from_text(texts, "chatml_format").batch_size == history.batch_size

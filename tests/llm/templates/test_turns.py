@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdfunc.llm import History, TransformersWrapper, template_report
-from tests.llm.models import make
+from tdfunc.llm import History, template_report
 from tests.llm.tokens import CHATML, make_tokenizer, messages
 
 LOOP = "{% for m in messages %}"
@@ -93,33 +92,12 @@ def test_a_text_that_parses_is_rendered_again(name, first, second):
 
 
 def test_cut_texts_are_incomplete():
-    """A reply that is cut off is read as far as it goes."""
+    """A reply that is cut off is read as far as it goes, and a system message is not complete."""
     tokenizer = TOKENIZERS["Llama 4"]
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a fox"}]
     text = History.from_chats(chat).apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False)
 
     cut = {"role": "assistant", "content": "a fo", "is_complete": False}
     assert History.from_text(text[: text.index("x<")], tokenizer=tokenizer).tolist() == [chat[0], cut]
-
-
-def test_what_is_not_found_is_explained():
-    """A template of no turns; no template at all: the name to give."""
-    odd = make_tokenizer(LOOP + "{{ loop.index }}{{ m.role }}{{ m.content | upper }}{% endfor %}")
-    history = History.from_chats([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     with pytest.raises(ValueError, match="no template reads this text"):
-        History.from_text(history.apply_chat_template(tokenizer=odd), tokenizer=odd)
-    two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    phi = make_tokenizer(PHI3, special=["<|user|>", "<|end|>", "<|im_end|>"])
-    with pytest.raises(ValueError, match="contents of users and assistants in turn"):
-        History.from_text(History.from_chats(two).apply_chat_template(tokenizer=phi), tokenizer=phi)
-
-    none = make_tokenizer(None)
-    for call in (
-        lambda: history.apply_chat_template(tokenizer=none),
-        lambda: History.from_text("a", tokenizer=none),
-        lambda: TransformersWrapper(make("llama"), tokenizer=none),
-    ):
-        with pytest.raises(ValueError, match='(?s)has no chat template.*chat_template_name="chatml"'):
-            call()
-    text = history.apply_chat_template(tokenizer=none, chat_template_name="chatml", add_generation_prompt=False)
-    assert (History.from_text(text, "chatml") == history).all()
+        History.from_text("<|header_start|>system<|header_end|>\n\nbe", tokenizer=tokenizer)
