@@ -23,7 +23,7 @@ CASES = [(name, options) for name in ("llama", "gemma2, window", "qwen3_next", "
 
 @pytest.mark.parametrize("case", quick(CASES, CASES[0]), ids=str)
 def test_beams_are_those_of_transformers(case):
-    """In a padded batch, with several responses to a prompt, and with log-probs of a row alone; some have an end."""
+    """In a padded batch, with several responses to a prompt, and with log-probs of a row alone; the first case has both ends."""
     name, options = case
     model = make(name)
     lm, params, buffers = causal_lm(model)
@@ -48,4 +48,4 @@ def test_beams_are_those_of_transformers(case):
             assert torch.allclose(response.log_probs, scores, atol=1e-4)
             assert response.behaviour is None
             reasons.add(response.finish_reason)
-    assert "stop" in reasons
+    assert case != CASES[0] or reasons == {"stop", "length"}
