@@ -10,6 +10,7 @@ from tdfunc.llm import (
     LogProbs,
     Tokens,
     TransformersWrapper,
+    attention_inputs,
     causal_lm,
     compare,
     distribution,
@@ -92,11 +93,14 @@ CHECKS = [
     (UnsupportedError, r"and min-p\.", lambda i, m, r: of(i, parts=True, log_probs=adjusted(m), under="behaviour")),
     (LeafMismatchError, "must have one shape", lambda i, m, r: compare(i.float(), i[:, 1:].float())),
     (LeafMismatchError, "must have one shape", lambda i, m, r: compare(i.float(), i.float(), mask=m[:1])),
+    (LeafMismatchError, "True or 1 at tokens", lambda i, m, r: attention_inputs(SCORER.model, m.float())),
     (LeafMismatchError, "a reward for each row", lambda i, m, r: penalized_rewards(i[:1, 0], i.float(), m)),
 ]
 # Their rows are read, so that no transform can map them; and losses, on tensors of their own.
 KNOWN = [
     (ValueError, LONGER, lambda i, m, r: SCORER(tree(r))),
+    (ValueError, "at least one token", lambda i, m, r: compare(i.float(), i.float(), m & False)),
+    (LeafMismatchError, "below 0.*mask == 0", lambda i, m, r: ids_of(i, (~m).long() * -9)),
     (LeafMismatchError, "must be rows of the batch", lambda i, m, r: SCORER(tree(i, ()))),
     (LeafMismatchError, NARROW, lambda i, m, r: SCORER.get_dist(tree(i, w=m[:, 1:]), mask_key="w")),
     (LeafMismatchError, NARROW, lambda i, m, r: SCORER.get_dist(tree(i, w=m), logits_key="w")),

@@ -50,8 +50,8 @@ def choose(raw_BV: Tensor, scores_BV: Tensor, options: GenerationOptions, unifor
         ids = _draw(found, uniform_B1)
         behaviour = found.gather(-1, ids).squeeze(-1)
         ids = ids.squeeze(-1)
-        raw = behaviour if heated is raw_BV else _chosen(raw_BV, ids) if options.logprobs else None
-        return Choice(ids, raw if options.logprobs else None, behaviour, None)
+        raw = (behaviour if heated is raw_BV else _chosen(raw_BV, ids)) if options.logprobs else None
+        return Choice(ids, raw, behaviour, None)
     support = _left(heated, threshold(heated, options))
     values = torch.where(support < 0, -math.inf, heated.gather(-1, support.clamp(min=0)))
     found = values.log_softmax(-1)

@@ -75,7 +75,7 @@ def chosen_log_probs(
         total = hidden_ND.shape[0]
         size = -(-total // _COMPILED_CHUNKS)
         end = (0, 0, 0, _COMPILED_CHUNKS * size - total)
-        heat = F.pad(heat, end, value=1.0) if isinstance(temperature, Tensor) and heat is not None else heat
+        heat = F.pad(temperature.unsqueeze(-1), end, value=1.0) if isinstance(temperature, Tensor) else heat
         flat = F.pad(hidden_ND, end), weight, bias, F.pad(ids_NK, end), heat
         rows = [slice(i * size, (i + 1) * size) for i in range(_COMPILED_CHUNKS)]
         return torch.cat([_log_probs(head, *_cut(flat, part)) for part in rows])[:total]

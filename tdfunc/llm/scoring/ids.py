@@ -130,17 +130,17 @@ def explain_scoring(lm: CausalLM) -> str:
     """
     if lm.by_length:
         way = "rows of one length at a time, because the positions of this family depend on the longest row."
-    elif lm.packed and lm.packing is None:
-        way = f"rows of one length at a time, because packed rows of {lm.family} are not known to be exact."
-    elif lm.packed:
-        way = f"rows packed into bins no longer than the longest row, separated by {_APART[lm.packing or '']}."
-    else:
+    elif not lm.packed:
         way = "rows compacted to the left, with pads at the right, which no token reads."
+    elif lm.packing is None:
+        way = f"rows of one length at a time, because packed rows of {lm.family} are not known to be exact."
+    else:
+        way = f"rows packed into bins no longer than the longest row, separated by {_APART[lm.packing]}."
     head = "logits of all positions at once, because its head is unknown" if lm.head is None else "logits in chunks"
     return f"{lm.family}: {way} Head: {head}."
 
 
-_APART = {"positions": "positions that begin anew", "mask": "a mask of pairs", "": ""}
+_APART = {"positions": "positions that begin anew", "mask": "a mask of pairs"}
 
 
 def _states(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) -> tuple[Tensor, Any, Any]:

@@ -70,8 +70,8 @@ class CausalLM:
     max_length: int | None
     extendable: bool
     by_length: bool
-    first_length: int = 0
-    eos_ids: tuple[int, ...] = ()
+    first_length: int
+    eos_ids: tuple[int, ...]
     packed: bool = False
     allow_long: bool = False
     chunk_size: int | None = None

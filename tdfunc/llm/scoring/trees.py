@@ -16,7 +16,7 @@ from tdfunc.core.errors import MissingKeyError, UnsupportedError, check_choice
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.llm.rows.batch import TokenBatch, flat_list
-from tdfunc.llm.rows.read import TokenKeys, ragged_values, read_tokens
+from tdfunc.llm.rows.read import TokenKeys, read_tokens
 from tdfunc.llm.rows.records import LogProbs
 from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
 from tdfunc.llm.scoring.model import CausalLM
@@ -80,19 +80,21 @@ def score(
     """
     check_choice("score: under", under, ("raw", "behaviour"))
     batch = _read(td, tokens_key, mask_key, "score")
-    heat = temperature.reshape(-1) if isinstance(temperature, Tensor) and temperature.dim() else temperature
     support = _read_support(td, batch, unravel(log_probs_key)) if under == "behaviour" else None
     wanted = batch.ids.unsqueeze(-1) if at is None else at.reshape(len(batch.ids), *at.shape[-2:])
     chosen = wanted if support is None else torch.cat([wanted, support.clamp(min=0)], -1)
-    each, mask = score_ids(lm, params, batch.ids, batch.mask, buffers=buffers, at=chosen, temperature=heat, rng=rng)
+    options = {"buffers": buffers, "temperature": temperature, "rng": rng}
+    each, mask = score_ids(lm, params, batch.ids, batch.mask, at=chosen, **options)
     full, of_support = each[..., : wanted.shape[-1]], each[..., wanted.shape[-1] :]
-    full = full.squeeze(-1) if at is None else full
     behaviour = full if under == "behaviour" else None
     if support is not None:
-        kept = torch.where(support >= 0, of_support, -torch.inf)
+        kept, is_whole = torch.where(support >= 0, of_support, -torch.inf), (support < 0).all(-1, keepdim=True)
+        is_left = is_whole | (wanted.unsqueeze(-1) == support.unsqueeze(-2)).any(-1)
         # Without truncation the sum over all tokens is 1.
-        total = torch.where((support >= 0).any(-1), kept.logsumexp(-1), 0)
-        behaviour = torch.where(mask, full - (total if at is None else total.unsqueeze(-1)), 0)
+        total = torch.where(is_whole, 0, kept.logsumexp(-1, keepdim=True))
+        behaviour = torch.where(mask.unsqueeze(-1), torch.where(is_left, full - total, -torch.inf), 0)
+    if at is None:
+        full, behaviour = full.squeeze(-1), None if behaviour is None else behaviour.squeeze(-1)
     found = batch.log_probs(full, mask, behaviour)
     return td.set(log_probs_key, keep_draws(found, get_value(td, unravel(log_probs_key), None)))
 
@@ -224,18 +226,19 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
             hint="for sampling with only a temperature, use the `response` of score(temperature=...).",
         )
     lazy = isinstance(record, TensorCollection) and record._is_lazy
-    for each in flat_list(record, len(record._batch_size)) if lazy else [record]:
-        if isinstance(each, TensorCollection) and get_value(each, "adjusted", None) is not None:
-            raise UnsupportedError(
-                'score: under="behaviour" supports only temperature, top-k, top-p and min-p.',
-                got="responses with a penalty or a minimum length, or of an engine that does not report its truncation",
-                hint='use under="raw"; the log_probs of the generation have the `behaviour` that the engine reports.',
-            )
-    support = get_value(td, (*path, "support"), None)
-    if support is None:
+    records = flat_list(record, len(record._batch_size)) if lazy else [record]
+    records = [each for each in records if isinstance(each, TensorCollection)]
+    if any([get_value(each, "adjusted", None) is not None for each in records]):
+        raise UnsupportedError(
+            'score: under="behaviour" supports only temperature, top-k, top-p and min-p.',
+            got="responses with a penalty or a minimum length, or of an engine that does not report its truncation",
+            hint='use under="raw"; the log_probs of the generation have the `behaviour` that the engine reports.',
+        )
+    # By the rows: a stack lacks what one of its rows lacks.
+    parts: list[Any] = [get_value(each, "support", None) for each in records]
+    if all([part is None for part in parts]):
         return None
-    dense = support.reshape(len(batch.ids), *support.shape[-2:]) if isinstance(support, Tensor) else None
-    parts: list[Any] = ragged_values(td, (*path, "support")) or [] if dense is None else list(dense)
+    parts = parts if lazy else list(parts[0].reshape(len(batch.ids), *parts[0].shape[-2:]))
     starts = batch.prompt if isinstance(batch.prompt, list) else [batch.prompt] * len(parts)
     width = max([part.shape[-1] for part in parts if part is not None])
     found = batch.ids.new_full((*batch.ids.shape, width), -1)

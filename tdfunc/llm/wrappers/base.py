@@ -339,16 +339,14 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         return self._batch(rows, inputs, tensordict._batch_size).records(rows).log_probs.full
 
     # Any: backends differ.
-    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
+    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool, key: Any) -> Tensor:
         """Return the logits from which each token is sampled (N, T, V)."""
         raise UnsupportedError(
             f"{type(self).__name__}: the backend returns no logits.",
             hint="use TransformersWrapper with the same weights.",
         )
 
-    def _padded_logits(
-        self, td: Any, training: bool = False, key: Any = None, side: str = "left"
-    ) -> tuple[Tensor, Tensor]:
+    def _padded_logits(self, td: Any, training: bool, key: Any, side: str = "left") -> tuple[Tensor, Tensor]:
         """Return the logits from which tokens are sampled (*B, T, V), and the mask of the tokens (*B, T)."""
         batch = self._padded(td, side)
         found = self._logits(batch.ids, batch.mask, training, key)

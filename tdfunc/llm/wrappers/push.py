@@ -15,7 +15,9 @@ import xxhash
 from torch import Tensor
 
 from tdfunc import random
+from tdfunc.core.collection import iter_leaves
 from tdfunc.core.errors import ConcurrencyError, TreeStructureError, check_choice, error
+from tdfunc.core.keys import dotted
 from tdfunc.llm.scoring.ids import score_ids
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.random.draws import KeyLike
@@ -100,12 +102,6 @@ def proven_label(label: str) -> str:
             hint="push again.",
         )
     return label
-
-
-# Any: a tree.
-def _named(tree: Any) -> dict[str, Tensor]:
-    """Return the leaves of a tree by the names of a state_dict."""
-    return {".".join(key) if isinstance(key, tuple) else key: leaf for key, leaf in tree.items(True, True)}
 
 
 def send_by_folder(weights: Iterator[tuple[str, Tensor]], folder: str | None, reload: Callable[[str], object]) -> None:
@@ -210,8 +206,9 @@ def _leaves_of(tree: Any, own_buffers: Any, module: Any) -> tuple[dict[str, Tens
     shapes = {name: leaf.shape for name, leaf in module.state_dict().items()}
     is_tied = getattr(module.config, "tie_word_embeddings", False)
     tied = list(getattr(module, "_tied_weights_keys", None) or []) if is_tied else []
-    flat, own = _named(tree), {} if own_buffers is None else _named(own_buffers)
+    flat = {dotted(path): leaf for path, leaf in iter_leaves(tree)}
     # A tree may also have the buffers, some of which checkpoints contain.
+    own = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     held = all([name in flat for name in own])
     leaves = {name: leaf for name, leaf in flat.items() if name in shapes or name not in own}
     missing = [name for name in shapes if name not in leaves and name not in tied]
@@ -262,8 +259,9 @@ def _unread(lm: CausalLM, tree: Any, buffers: Any, prompts: Sequence[Tensor]) ->
 
     def watch(name: str, leaf: Tensor) -> None:
         def note(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            read[name] |= (leaf.grad != 0).reshape(len(read[name]), -1).any(1).cpu()
+            # A leaf that was read without a gradient, such as a buffer of positions, has none.
+            if leaf.grad is not None:
+                read[name] |= (leaf.grad != 0).reshape(len(read[name]), -1).any(1).cpu()
             # One gradient exists at a time.
             leaf.grad = None
 

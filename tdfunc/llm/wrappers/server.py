@@ -29,11 +29,11 @@ class ServerOptions:
     """The options of a connection; `RemoteWrapper` describes them."""
 
     base_url: str
-    api_key: str | None = None
-    timeout_s: float = 600.0
-    max_retries: int = 5
-    backoff_s: float = 0.5
-    max_concurrency: int = 64
+    api_key: str | None
+    timeout_s: float
+    max_retries: int
+    backoff_s: float
+    max_concurrency: int
 
     def __repr__(self) -> str:
         return f"ServerOptions({self.base_url!r})"
@@ -106,8 +106,7 @@ class Server:
         backoff = tenacity.wait_random_exponential(self.options.backoff_s, max=_LONGEST_WAIT_S)
 
         def pause(state: tenacity.RetryCallState) -> float:
-            err = state.outcome.exception() if state.outcome is not None else None
-            given = err.retry_after_s if isinstance(err, RemoteError) else None
+            given: float | None = getattr(state.outcome and state.outcome.exception(), "retry_after_s", None)
             return backoff(state) if given is None else given
 
         retrying = tenacity.Retrying(

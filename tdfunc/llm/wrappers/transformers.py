@@ -107,7 +107,7 @@ class TransformersWrapper(LLMWrapperBase):
         lm = self.lm.train() if training else self.lm
         return score_rows(lm, params, [row.to(device) for row in rows], buffers=buffers, rng=rng)
 
-    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool = False, key: Any = None) -> Tensor:
+    def _logits(self, ids_NT: Tensor, mask_NT: Tensor, training: bool, key: Any) -> Tensor:
         params, buffers, device = self._tree()
         lm = self.lm.train() if training else self.lm
         found = logits_of_ids(lm, params, ids_NT.to(device), mask_NT.to(device), buffers=buffers, rng=key)

@@ -79,57 +79,63 @@ def test_without_a_source(tmp_path):
     assert load_pretrained(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "text"),
-    [
-        (lambda tree: tree.delete(("model", "norm")), tdf.TreeStructureError, r"expected: 1 leaf more: model\.norm"),
-        (lambda tree: tree.set(("model", "own"), torch.zeros(1)), tdf.TreeStructureError, r"got:.*model\.own"),
-        (lambda tree: tree.set(("model", "norm", "weight"), torch.zeros(3)), tdf.LeafMismatchError, "expected: .32"),
-        (
-            lambda tree: tree.untie(("lm_head", "weight")).set(("lm_head", "weight"), torch.zeros(VOCAB, 32)),
-            tdf.TieError,
-            "lm_head.weight and model.embed_tokens.weight are tied",
-        ),
-    ],
-)
-def test_a_tree_that_is_not_the_model_is_refused(change, kind, text, tmp_path):
-    """Leaves that lack, that have no place, of another shape, or untied with other values: nothing is written."""
-    model = make("llama", tie_word_embeddings=True)
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_kept_configuration_gets_the_dtype_of_the_tree(name, tmp_path):
+    """It stands under the name of the source, beside the other entries."""
+    model, file = write("llama", tmp_path / "source"), tmp_path / "source" / "config.json"
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key != "dtype"}
+    file.write_text(json.dumps({**config, name: "float32"}))
+    params = tdf.from_module(model).detach().apply(lambda x: x.bfloat16())
 
-    with pytest.raises(kind, match=text):
-        save_pretrained(change(tdf.from_module(model).detach()), tmp_path / "out", model=model)
-
-    assert not (tmp_path / "out").exists()
+    save_pretrained(params, tmp_path / "out", model=model, source=tmp_path / "source")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, name: "bfloat16"}
 
 
-def test_other_names_than_the_source_are_refused(tmp_path):
-    """Names and shapes that the source does not have are refused by name."""
-    write("llama", tmp_path / "llama")
-    model = make("gpt2")
-
-    with pytest.raises(tdf.UnsupportedError, match=r"get the names of .*llama"):
-        save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "llama")
-    with pytest.raises(FileNotFoundError, match="must be a folder"):
-        save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "none")
-    with pytest.raises(tdf.UnsupportedError, match="must be one of transformers"):
-        save_pretrained(tdf.from_module(torch.nn.Linear(2, 2)), tmp_path / "out", model=torch.nn.Linear(2, 2))
+LAYER = ("model", "layers", "0")
 
 
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
         (lambda tree: tree.delete(("model", "norm")), tdf.TreeStructureError, r"expected: 1 leaf more: model\.norm"),
+        (lambda tree: tree.delete((*LAYER, "mlp")), tdf.TreeStructureError, r"3 leaves more: \S+, \S+, \S+weight\n"),
+        (lambda tree: tree.delete((*LAYER, "self_attn")), tdf.TreeStructureError, r"4 leaves more: (\S+, ){3}\.\.\."),
         (lambda tree: tree.set(("model", "own"), torch.zeros(1)), tdf.TreeStructureError, r"got:.*own"),
-        (lambda tree: tree.set(("model", "norm", "weight"), torch.zeros(3)), tdf.LeafMismatchError, r"got:\s+\[3\]"),
+        (lambda tree: tree.set(("model", "norm", "weight"), torch.zeros(3)), tdf.LeafMismatchError, r"32.\s+got: +\[3"),
     ],
 )
-def test_a_folder_with_other_leaves_is_refused(change, kind, text, tmp_path):
-    """What transformers only logs is an error."""
-    write("llama", tmp_path / "source")
-    tdf.save(change(tdf.load(tmp_path / "source")), tmp_path / "source", max_shard_size="20KB")
+def test_other_leaves_are_refused(change, kind, text, tmp_path):
+    """In a tree, of which nothing is written, and in a folder, where transformers only logs them."""
+    model, source = write("llama", tmp_path / "source"), tmp_path / "source"
+    tree = change(tdf.load(source))
 
     with pytest.raises(kind, match=text):
-        load_pretrained(tmp_path / "source")
+        save_pretrained(tree, tmp_path / "out", model=model)
+    assert not (tmp_path / "out").exists()
+    tdf.save(tree, source, max_shard_size="20KB")
+    with pytest.raises(kind, match=text):
+        load_pretrained(source)
+
+
+def test_other_models_are_refused(tmp_path):
+    """Ties that the tree does not have, names and shapes that the source does not have, and heads without weights."""
+    write("llama", tmp_path / "llama")
+    tied, head = make("llama", tie_word_embeddings=True), ("lm_head", "weight")
+    loose = tdf.from_module(tied).detach().untie(head).set(head, torch.zeros(VOCAB, 32))
+    cases = [
+        (make("gpt2"), "llama", tdf.UnsupportedError, "get the names of .*llama"),
+        (make("llama", vocab_size=50), "llama", tdf.UnsupportedError, r"its shape in (?s:.*)97, 32(?s:.*)50, 32"),
+        (make("gpt2"), "none", FileNotFoundError, "must be a folder"),
+        (torch.nn.Linear(2, 2), "llama", tdf.UnsupportedError, "must be one of transformers"),
+    ]
+    for model, source, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / source)
+    with pytest.raises(tdf.TieError, match=r"lm_head.weight and model.embed_tokens.weight are tied"):
+        save_pretrained(loose, tmp_path / "out", model=tied)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(tdf.TreeStructureError, match=r"of LlamaForSequenceClassification(?s:.)*score\.weight"):
+        load_pretrained(tmp_path / "llama", cls=transformers.LlamaForSequenceClassification)
 
 
 def test_files_of_a_tokenizer_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens
+from tests.helpers import quick
 from tests.llm.generation.test_rows import prompts
 from tests.llm.models import make, row_log_probs
 
@@ -17,8 +18,13 @@ OPTIONS = [
 EOS = [1, 5, 6, 20, 47]
 
 
-def check_beams(name, options):
-    """Assert that beams in a padded batch are those of transformers, and their log-probs those of a row alone."""
+CASES = [(name, options) for name in ("llama", "gemma2, window", "qwen3_next", "bloom") for options in OPTIONS]
+
+
+@pytest.mark.parametrize("case", quick(CASES, CASES[0]), ids=str)
+def test_beams_are_those_of_transformers(case):
+    """In a padded batch, with several responses to a prompt, and with log-probs of a row alone; the first case has both ends."""
+    name, options = case
     model = make(name)
     lm, params, buffers = causal_lm(model)
     # More ends, so that beams do end.
@@ -42,17 +48,4 @@ def check_beams(name, options):
             assert torch.allclose(response.log_probs, scores, atol=1e-4)
             assert response.behaviour is None
             reasons.add(response.finish_reason)
-    return reasons
-
-
-def test_beams_are_those_of_transformers():
-    """Several responses, each with a score of its own."""
-    assert check_beams("llama", OPTIONS[0]) == {"stop", "length"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2, window", "qwen3_next", "bloom"])
-def test_beams_of_families(name, options):
-    """The same with penalties and all rules of stopping."""
-    check_beams(name, options)
+    assert case != CASES[0] or reasons == {"stop", "length"}

@@ -9,7 +9,6 @@ import transformers as hf
 from tdfunc import random
 from tdfunc.llm import GenerationOptions, LogProbs, causal_lm, generate_tokens, score_ids
 from tdfunc.llm.generation.probe import find_way
-from tdfunc.llm.rows.batch import Row, padded_records
 from tdfunc.llm.scoring.trees import keep_draws
 from tests.helpers import quick
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
@@ -73,42 +72,39 @@ def test_a_response_depends_on_its_key_and_its_prompt_alone():
         assert torch.equal(a.tokens, b.tokens[:3])
 
 
-def test_the_default_generator_is_not_drawn_from():
-    """Neither sampling nor the proof of padding moves it."""
-    lm, params, buffers = causal_lm(make("gpt2"))
-    state = torch.get_rng_state()
-
-    generate_tokens(lm, params, prompts([2]), parse(temperature=1.0), keys=random.key(0)[None], buffers=buffers)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_samples_of_a_prompt_are_those_of_repeated_prompts():
-    """N responses to each prompt lie next to each other, and are drawn from their own keys."""
+    """N responses to each prompt lie next to each other, and are drawn from their own keys alone."""
     lm, params, buffers = causal_lm(make("llama"))
     rows, keys = prompts([3, 8]), random.split(random.key(2), 6)
-    found = generate_tokens(lm, params, rows, parse(temperature=1.2, n=3), keys=keys, buffers=buffers)
+    state, options = torch.get_rng_state(), {"temperature": 1.2, "repetition_penalty": 1.3}
+    found = generate_tokens(lm, params, rows, parse(**options, n=3), keys=keys, buffers=buffers)
 
     repeated = [row for row in rows for _ in range(3)]
-    expected = generate_tokens(lm, params, repeated, parse(temperature=1.2), keys=keys, buffers=buffers)
+    expected = generate_tokens(lm, params, repeated, parse(**options), keys=keys, buffers=buffers)
+    assert torch.equal(torch.get_rng_state(), state)
     assert [row.tokens.tolist() for row in found] == [row.tokens.tolist() for row in expected]
     assert len({tuple(row.tokens.tolist()) for row in found}) > 2
 
 
-def test_families_that_read_pads_are_batched_by_length():
-    """The proof finds that Mamba reads left pads and attention does not, and rows of Mamba have their own tokens."""
-    torch.manual_seed(0)
-    config = hf.MambaConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=0.3, eos_token_id=1
-    )
-    model = hf.MambaForCausalLM(config).eval()
-    lm, params, buffers = causal_lm(model)
-    assert find_way(lm, params, buffers, 20) == (False, True)
-    llama, *trees = causal_lm(make("llama"))
-    assert find_way(llama, *trees, 20) == (True, True)
+class Bare(hf.LlamaForCausalLM):
+    """A family without a cache and positions, and without a choice of logits."""
 
+    def forward(self, input_ids, attention_mask=None, use_cache=None):
+        return super().forward(input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+
+def test_families_that_read_pads_are_batched_by_length():
+    """The proof finds that Mamba reads left pads and attention does not; each row has its own tokens."""
+    llama, bare = copying.deepcopy(make("llama")), Bare(make("llama").config).eval()
+    bare.load_state_dict(llama.state_dict())
+    llama.counts = torch.nn.Parameter(torch.arange(4).view(2, 2), requires_grad=False)
+    ways = (make("mamba"), "mamba", (False, True)), (llama, "llama", (True, True)), (bare, "llama", (False, False))
     rows = prompts([9, 3, 9, 1])
-    for row, response in zip(rows, generate_tokens(lm, params, rows, parse(), buffers=buffers), strict=True):
-        assert torch.equal(response.tokens, hf_greedy(model, row, max_new_tokens=8))
+    for model, name, way in ways:
+        lm, params, buffers = causal_lm(model)
+        assert find_way(lm, params, buffers, 20) == way
+        for row, response in zip(rows, generate_tokens(lm, params, rows, parse(), buffers=buffers), strict=True):
+            assert torch.equal(response.tokens, hf_greedy(make(name), row, max_new_tokens=8))
 
 
 MAMBA = {
@@ -237,7 +233,7 @@ REFUSED = [
     ({"temperature": 1.0}, {"keys": random.key(0)}, ValueError, r"shape \(2, 2\)"),
     ({"stop_sequences": "x"}, {}, ValueError, "stop sequences must come with a tokenizer"),
     ({}, {"rows": [3, 0]}, ValueError, "row 1 must have tokens"),
-    ({"max_new_tokens": 4096}, {}, ValueError, "row 0 and its response must not be longer"),
+    ({"max_new_tokens": 2046}, {"rows": [2, 3]}, ValueError, "row 1 and its response must not be longer"),
     ({}, {"training": True}, ValueError, "must be in evaluation mode"),
 ]
 
@@ -260,16 +256,6 @@ def test_logits_that_are_not_numbers_are_errors():
     for options, keys in ((parse(), None), (parse(temperature=1.0, top_p=0.5), random.key(0)[None])):
         with pytest.raises(ValueError, match="the logits of row 0 must be numbers"):
             generate_tokens(lm, broken, prompts([3]), options, keys=keys, buffers=buffers)
-
-
-def test_rows_with_and_without_truncation_have_one_support():
-    """A row that nothing truncated has an empty support beside others."""
-    ids, zeros = torch.arange(3), torch.zeros(3)
-    supports = torch.tensor([[1, 2], [2, -1]]), None
-    rows = [Row(ids, 1, zeros, ids > 0, behaviour=zeros[1:], support=each) for each in supports]
-
-    found = padded_records(rows, torch.Size([2]), pad=0).log_probs.support
-    assert found.tolist() == [supports[0].tolist(), [[-1, -1], [-1, -1]]]
 
 
 def test_scores_keep_the_record_of_draws():

@@ -80,23 +80,18 @@ def test_draws_have_the_frequencies_of_the_distribution(cuts):
 
 
 def test_the_ends_of_the_distribution():
-    """The least uniform number draws the first possible token, the greatest the last; a NaN row draws some token."""
+    """The least uniform number draws the first possible token, the greatest the last; equal logits stay together."""
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(2, -1)
     uniforms = torch.tensor([[0.0], [1 - 2.0**-53]], dtype=torch.float64)
 
     assert choose(logits, logits, parse(), uniforms).ids.tolist() == [1, 2]
+    equal = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
+    assert choose(equal, equal, parse(top_k=2), uniforms[:1]).support.tolist() == [[0, 1, 2]]
     broken = torch.full((2, 4), torch.nan)
     for options in (parse(), parse(top_k=2), parse(top_p=0.5), parse(min_p=0.5)):
         choice = choose(broken, broken, options, uniforms)
         assert ((choice.ids >= 0) & (choice.ids < 4)).all()
         assert choice.log_probs.isnan().all()
-
-
-def test_equal_logits_stay_together():
-    """Tokens as probable as the last one that is left are left, too."""
-    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
-
-    assert choose(logits, logits, parse(top_k=2), torch.zeros(1, 1)).support.tolist() == [[0, 1, 2]]
 
 
 @given(st.floats(0.3, 3.0), st.integers(0, 1000))

@@ -91,7 +91,7 @@ def test_leave_one_out_is_its_formula(seed):
 @settings(max_examples=10)
 @given(seed=SEEDS, gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]), width=st.sampled_from([0, 1, 2, 7, 8]))
 def test_returns_are_a_loop_from_the_end(seed, gamma, width):
-    """Masked positions neither reward nor discount."""
+    """Masked positions neither reward nor discount; each member may have its own discount."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(3, width, generator=generator) < 0.6
     values = torch.randn(3, width, generator=generator, dtype=torch.float64).where(mask, torch.nan)
@@ -103,6 +103,8 @@ def test_returns_are_a_loop_from_the_end(seed, gamma, width):
                 expected[b, t] = after = values[b, t].item() + gamma * after
 
     torch.testing.assert_close(mc_returns(values, mask, gamma=gamma), expected)
+    both = torch.tensor([gamma, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(torch.vmap(lambda g: mc_returns(values, mask, gamma=g))(both)[0], expected)
 
 
 def test_returns_of_long_rows_keep_their_digits():
@@ -147,12 +149,3 @@ def test_members_and_narrow_rewards(function):
     assert torch.equal(function(narrow), function(narrow.float()))
     counts = torch.tensor([[0, 1, 1], [2, 0, 0]])
     assert torch.equal(function(counts), function(counts.float()))
-
-
-def test_a_discount_of_each_member():
-    """As a tensor under vmap."""
-    values, gammas = torch.rand(2, 3, 5), torch.tensor([0.5, 1.0])
-    found = torch.vmap(lambda r, g: mc_returns(r, torch.ones_like(r), gamma=g))(values, gammas)
-
-    torch.testing.assert_close(found[0], mc_returns(values[0], torch.ones(3, 5), gamma=0.5))
-    torch.testing.assert_close(found[1], values[1].flip(-1).cumsum(-1).flip(-1))

@@ -48,7 +48,7 @@ MISTAKES = [
     (lambda: grpo(X, ROWS, X, kl_coef=torch.tensor(0.0)), ValueError, "kl_coef must come with ref_log_probs"),
     (lambda: grpo(X, ROWS, X, entropy_coef=0.1), ValueError, "entropy_coef must come with entropy"),
     (lambda: grpo(X, ROWS, X, kl="k4"), ValueError, "kl must be one of 'k1', 'k2', 'k3'.*'k4'"),
-    (lambda: grpo(X, ROWS, X, dual_clip=0.2), ValueError, "dual_clip must be a ratio above 1.*0.2"),
+    (lambda: grpo(X, ROWS, X, dual_clip=1.0), ValueError, "dual_clip must be a ratio above 1.*=1.0"),
     (lambda: cispo(X, ROWS, X, dual_clip=3.0), ValueError, "dual_clip must be .* the clipped surrogate.*'weighted'"),
     (lambda: policy_gradient(X, ROWS, X, surrogate="ppo"), ValueError, "surrogate must be one of .*'ppo'"),
     (lambda: policy_gradient(X, ROWS, X, ratio="row"), ValueError, "level of a ratio must be one of .*'row'"),

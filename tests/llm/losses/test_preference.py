@@ -141,10 +141,9 @@ def test_a_baseline_is_constant_and_never_negative():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_certain_responses_have_finite_odds(dtype):
-    """A response of probability 1, as overfitted models have it, and one of probability 0."""
+    """A response of probability 1, as overfitted models have it, and one of probability 0; in pairs, and in one."""
     log_probs = torch.tensor([[[0.0, 0.0], [-200.0, -200.0]], [[-200.0, -200.0], [0.0, 0.0]]], dtype=dtype)
     log_probs.requires_grad_()
-    loss = orpo(log_probs, torch.ones(2, 2, 2)).loss
-
-    assert loss.isfinite()
-    assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
+    for loss in (orpo(log_probs, torch.ones(2, 2, 2)).loss, orpo(log_probs[0], torch.ones(2, 2)).loss):
+        assert loss.isfinite()
+        assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()

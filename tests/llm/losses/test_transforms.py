@@ -25,14 +25,13 @@ POLICY = {
         weights=s["weights"],
     ),
     "tokens": lambda x, s: losses.policy_gradient(x, s["gains"], s["mask"], s["old"], ratio="geometric"),
-    "grpo": lambda x, s: losses.grpo(x, s["advantages"], s["mask"], s["old"]),
-    "dr_grpo": lambda x, s: losses.dr_grpo(x, s["advantages"], s["mask"], s["old"], max_length=10),
-    "dapo": lambda x, s: losses.dapo(x, s["advantages"], s["mask"], s["old"]),
+    "corrected": lambda x, s: losses.grpo(
+        x, s["gains"], s["mask"], weights=losses.corrections.truncated_is(x, s["old"], s["mask"], level="geometric")
+    ),
     # Limits so wide that some row always has a gradient.
     "gspo": lambda x, s: losses.gspo(x, s["advantages"], s["mask"], s["old"], clip=(0.9, 9.0)),
     "cispo": lambda x, s: losses.cispo(x, s["advantages"], s["mask"], s["old"], max_ratio=1.2),
     "rloo": lambda x, s: losses.rloo(x, s["advantages"], s["mask"], s["old"], clip=(0.9, 99.0)),
-    "reinforce_pp": lambda x, s: losses.reinforce_pp(x, s["gains"], s["mask"], s["old"]),
     "distill_on_policy": lambda x, s: losses.distill_on_policy(x, s["ref"], s["mask"], s["old"]),
 }
 ROWS = {
@@ -52,7 +51,7 @@ PAIRS = {
     "orpo": lambda x, s: losses.orpo(x, s["mask"]),
 }
 ALL = {**ROWS, **PAIRS}
-EACH = quick(ALL, "core", "gspo", "kto", "distill", "orpo")
+EACH = quick(ALL, "core", "corrected", "gspo", "kto", "distill", "orpo")
 
 
 def streams(name, seed, *, members=None, dtype=torch.float64):

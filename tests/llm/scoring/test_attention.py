@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tdfunc import LeafMismatchError, functional
+from tdfunc import functional
 from tdfunc.llm import attention_inputs
 from tests.llm.models import FAMILIES, VOCAB, make
 
@@ -65,9 +65,3 @@ def test_rows_of_pads_are_finite_in_other_dtypes(attention, dtype):
         found = model(ids, use_cache=False, **attention_inputs(model, mask)).logits[0, 1:]
         expected, wide = model(ids[:, 1:], use_cache=False).logits[0], dtype == torch.float64
         torch.testing.assert_close(found, expected, rtol=1e-5 if wide else 0.1, atol=1e-6 if wide else 0.02)
-
-
-def test_a_mask_to_add_is_refused():
-    """It has its numbers already, and would be inverted."""
-    with pytest.raises(LeafMismatchError, match="attention_inputs: the mask must be True or 1 at tokens"):
-        attention_inputs(make("llama"), torch.zeros(1, 3))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc import LeafMismatchError, TensorDict, UnsupportedError
+from tdfunc import TensorDict, UnsupportedError
 from tdfunc.llm import (
     LogProbs,
     Masks,
@@ -164,6 +164,8 @@ def test_the_head_is_that_of_the_family():
     assert lm.head is None
     assert "all positions at once" in explain_scoring(lm)
     check_rows(model, score_ids(lm, params, ids, mask, buffers=buffers), ids, mask)
+    found = logits_of_ids(lm, params, ids[:, mask[0]], buffers=buffers).log_probs
+    torch.testing.assert_close(found[:, 1:], model(ids[:, mask[0]], use_cache=False).logits[:, :-1].detach())
 
 
 # The norms and the softmax of Llama and Gemma compute in float32.
@@ -212,12 +214,13 @@ def test_compiled():
         graphs.append(graph)
         return graph.forward
 
-    run = torch.compile(lambda p, b, i, m: score_ids(lm, p, i, m, buffers=b), fullgraph=True, backend=backend)
+    def score_all(p, b, i, m):
+        return [score_ids(lm, p, i, m, buffers=b, temperature=heat)[0] for heat in (1.0, 2.0, m.sum(1) / 2)]
+
+    run = torch.compile(score_all, fullgraph=True, backend=backend)
     for shape in ((3, 9), (4, 11), (5, 12), (6, 14)):
         ids, mask = rows([3] * shape[0], shape[1], seed=5)
-        torch.testing.assert_close(
-            run(params, buffers, ids, mask).log_probs, score_ids(lm, params, ids, mask, buffers=buffers).log_probs
-        )
+        torch.testing.assert_close(run(params, buffers, ids, mask), score_all(params, buffers, ids, mask))
 
     assert len(graphs) <= 2
 
@@ -322,6 +325,10 @@ def test_score_keeps_the_layout_of_the_tree():
     for row, lp in enumerate(found.full):
         torch.testing.assert_close(lp[1:], row_log_probs(model, ids[row][mask[row]]), rtol=0, atol=1e-5)
         assert torch.equal(found.response[row], lp[1:])
+    heat = torch.tensor([[0.5, 1.0], [2.0, 3.0]])
+    found = score(lm, params, tree, buffers=buffers, temperature=heat)["log_probs"]
+    flat = score_ids(lm, params, ids, buffers=buffers, temperature=heat.view(4))
+    assert torch.equal(found.full.flatten(0, 1), flat.log_probs)
     plain = TensorDict({"tokens": ids}, [4])
     assert score(lm, params, plain, buffers=buffers)["log_probs"].mask.sum() == 4 * 5
 
@@ -353,10 +360,10 @@ def test_ragged_rows_have_their_masks_and_places(dim):
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 0, 3), (0,)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_no_rows_and_no_tokens(shape, packed):
-    """Batches of no rows and rows of no tokens have empty results."""
-    lm, params, buffers = causal_lm(make("llama"))
+@pytest.mark.parametrize(("name", "packed"), [("llama", False), ("llama", True), ("bloom", True)])
+def test_no_rows_and_no_tokens(shape, name, packed):
+    """Batches of no rows and rows of no tokens have empty results, packed and by length too."""
+    lm, params, buffers = causal_lm(make(name))
     ids, lead = torch.zeros(shape, dtype=torch.int64), shape[:-1]
     td = TensorDict({"tokens": Tokens(full=ids, batch_size=lead)}, lead)
     lm, options = lm.with_options(packed=packed), {"buffers": buffers}
@@ -400,25 +407,33 @@ def test_behaviour_is_the_distribution_that_was_drawn_from():
 
     found = score(lm, params, td, buffers=buffers, under="behaviour", temperature=0.7)["log_probs"]
     torch.testing.assert_close(found.behaviour, torch.where(mask[:, 3:], expected, 0))
+    at, options = torch.arange(VOCAB).expand(3, 6, -1), {"under": "behaviour", "temperature": 0.7, "buffers": buffers}
+    every = score(lm, params, td, at=at, **options)["log_probs"].behaviour
+    torch.testing.assert_close(every, torch.where(mask[:, 3:, None], kept.log_softmax(-1), 0))
+    ragged = [
+        TensorDict({"tokens": Tokens(**parts(row[valid], int(valid[:3].sum()))), "log_probs": LogProbs(support=cut)})
+        for row, valid, cut in zip(ids, mask, (support[0], None, support[2]), strict=True)
+    ]
+    some = score(lm, params, tdf.lazy_stack(ragged), **options)["log_probs"].behaviour
+    raw = score(lm, params, td, temperature=0.7, buffers=buffers)["log_probs"].response
+    for one, other in zip(some, (found.behaviour[0], raw[1, mask[1, 3:]], found.behaviour[2]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_ways_of_scoring_are_explained():
-    """Packed rows take a family that keeps them apart, and tokens with values."""
-    lm, params, _ = causal_lm(make("gpt2"))
+    """Packed rows take a family that keeps them apart, and tokens with values; rows of one length only a mask."""
+    lm, params, buffers = causal_lm(make("gpt2"))
     packed = lm.with_options(packed=True)
+    apart = dataclasses.replace(packed, packing=None)
+    ids, mask = rows([6, 4], 6, seed=1)
 
     assert "positions that begin anew" in explain_scoring(packed)
-    assert "rows of one length" in explain_scoring(causal_lm(make("bloom"))[0].with_options(packed=True))
-    with pytest.raises(UnsupportedError, match="cannot be packed"):
-        torch.vmap(lambda ids: score_ids(packed, params, ids).log_probs)(torch.ones(1, 2, 6, dtype=torch.int64))
+    assert "rows of one length at a time, because packed" in explain_scoring(apart)
+    assert "depend on the longest row" in explain_scoring(dataclasses.replace(lm, by_length=True))
+    for known in (None, mask):
+        with pytest.raises(UnsupportedError, match="cannot be packed"):
+            torch.vmap(lambda ids, known=known: score_ids(packed, params, ids, known).log_probs)(ids[None])
+    found = torch.vmap(lambda ids: score_ids(apart, params, ids, mask, buffers=buffers).log_probs)(ids[None])
+    torch.testing.assert_close(found[0], score_ids(lm, params, ids, mask, buffers=buffers).log_probs)
     with pytest.raises(TypeError, match="must be a causal language model"):
         causal_lm(torch.nn.Linear(2, 2))
-
-
-def test_masks_to_add_are_errors():
-    """The message shows the mask of tokens."""
-    lm, params, buffers = causal_lm(make("gpt2"))
-    ids, mask = rows([6, 4], 6, seed=12)
-    for added, pattern in (((~mask).long() * -9, "below 0.*mask == 0"), ((~mask) * -1e9, "torch.float32")):
-        with pytest.raises(LeafMismatchError, match="(?s)mask must be.*" + pattern):
-            score_ids(lm, params, ids, added, buffers=buffers)

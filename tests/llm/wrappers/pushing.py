@@ -1,17 +1,64 @@
-"""An engine that is a model of transformers in this process, and loads that go wrong."""
+"""vLLM's interface over a model of transformers in this process, and engines whose loads go wrong."""
 
 import copy
 import functools
+from types import SimpleNamespace as Values
 
 import torch
+from safetensors.torch import load_file
 
 from tdfunc.llm import causal_lm
-from tdfunc.llm.wrappers.push import AbstractEngine, Probe, push_tree
-from tests.llm.models import row_log_probs
+from tdfunc.llm.wrappers.engine import Engine
+from tdfunc.llm.wrappers.push import push_tree
+from tests.llm.wrappers.serving import log_probs_of, respond
+
+# What `respond` reads of the defaults of `SamplingParams`.
+DEFAULTS = {"stop_token_ids": [], "ignore_eos": False, "top_k": -1}
 
 
-class FakeEngine(AbstractEngine):
-    """A model with a cache of prompts.
+class LLM:
+    """A `vllm.LLM` with a copy of a model, with the cache of `log_probs_of`; it records its requests."""
+
+    def __init__(self, model, core=None, *, mode="raw_logprobs", block=16, longest=48, end=None, resets=1):
+        self.model, self.requests, self.end, labels = copy.deepcopy(model), [], end, ["default"]
+        self.get_weight_version, self.update_weight_version = lambda: labels[-1], labels.append
+        self.reset_prefix_cache = lambda: log_probs_of.cache_clear() or resets
+        config = {"logprobs_mode": mode, "hf_config": model.config, "max_model_len": longest}
+        config = Values(**config, get_vocab_size=lambda: model.config.vocab_size)
+        config = Values(model_config=config, cache_config=Values(block_size=block))
+        self.llm_engine = Values(engine_core=core or type("InprocClient", (), {})(), vllm_config=config)
+
+    def collective_rpc(self, method, kwargs):
+        given = kwargs.get("weights_iterator") or load_file(f"{kwargs['weights_path']}/model.safetensors").items()
+        with torch.no_grad():
+            for name, leaf in given:
+                self.model.state_dict()[name].copy_(leaf)
+
+    def generate(self, rows, params, use_tqdm):
+        assert not use_tqdm
+        return [self.answer(row["prompt_token_ids"], vars(each)) for row, each in zip(rows, params, strict=True)]
+
+    def answer(self, ids, options):
+        """The answer to a request."""
+        self.requests.append(options)
+        tokens, values, reason = respond(self.model, ids, DEFAULTS | options)
+        before, after = log_probs_of(self.model, tuple(ids))
+        likeliest = after.log_softmax(-1).topk(options.get("logprobs", 0))
+        found, known = _entries(tokens, values), [None, *_entries(ids[1:], before)]
+        for entry in _entries(likeliest.indices.tolist(), likeliest.values.tolist()):
+            found[0] |= entry
+        found, known = (found if "logprobs" in options else None), (known if "prompt_logprobs" in options else None)
+        made = Values(token_ids=tokens, finish_reason=self.end or reason, logprobs=found)
+        made.weight_versions = [Values(version=each) for each in ("old", self.get_weight_version())]
+        return Values(outputs=[made], prompt_token_ids=ids, prompt_logprobs=known)
+
+
+def _entries(tokens, values):
+    return [{token: Values(logprob=value)} for token, value in zip(tokens, values, strict=True)]
+
+
+class FakeEngine(Engine):
+    """An engine without the package.
 
     Attributes:
         fault: How the next load or reset goes wrong, or a function that alters the leaves, given the old ones.
@@ -21,13 +68,9 @@ class FakeEngine(AbstractEngine):
     """
 
     def __init__(self, model, *, length=9):
-        self.model, self.cache, self.version = copy.deepcopy(model), {}, "default"
-        self.fault, self.chosen, self.factor, self.loads, self.prompts = None, 0, 1.0, 0, []
-        self.length = length
-
-    def limits(self):
-        """All ids of the model."""
-        return self.model.config.vocab_size, self.length
+        super().__init__(LLM(model, longest=length + 1))
+        self.model, self.prompts = self.llm.model, []
+        self.fault, self.chosen, self.factor, self.loads = None, 0, 1.0, 0
 
     def load(self, weights):
         """Write the weights, but for the fault."""
@@ -51,36 +94,18 @@ class FakeEngine(AbstractEngine):
         elif self.fault == "swapped":
             other = next(each for each in reversed(own) if own[each].shape == own[name].shape)
             given[name], given[other] = given[other], given[name]
-        with torch.no_grad():
-            for each, leaf in given.items():
-                own[each].copy_(leaf)
+        super().load(iter(given.items()))
 
     def reset_cache(self):
         """Drop the cache, but for the fault."""
-        if self.fault == "busy":
-            return False
-        if self.fault != "stale cache":
-            self.cache.clear()
-        return True
+        return self.fault == "stale cache" if self.fault in ("busy", "stale cache") else super().reset_cache()
 
     def probe(self, ids):
-        """Score past the cache, and continue by way of it."""
         self.prompts.append(ids)
-        key = tuple(ids.tolist())
-        if key not in self.cache:
-            with torch.no_grad():
-                self.cache[key] = self.model(ids[None]).logits[0, -1].log_softmax(-1)
-        candidates = self.cache[key].topk(5).indices
-        own = torch.cat([torch.zeros(1), row_log_probs(self.model, ids)])
-        return Probe(own, candidates, self.cache[key][candidates])
+        return super().probe(ids)
 
-    def label(self):
-        """The version."""
-        return self.version
-
-    def set_label(self, label):
-        """Set the version."""
-        self.version = label
+    def run(self, prompts, params):
+        return [self.llm.answer(row.tolist(), each) for row, each in zip(prompts, params, strict=True)]
 
 
 def other_weights(model, seed):
@@ -97,7 +122,7 @@ trees_of = functools.cache(causal_lm)
 def push(engine, model, **options):
     """Push a model's weights."""
     lm, params, buffers = trees_of(model)
-    tree = options.pop("tree", params)
+    tree, buffers = options.pop("tree", params), options.pop("buffers", buffers)
     return push_tree(engine, lm, tree, buffers, **{"version": "1", "tolerance": 1e-4, **options})
 
 

@@ -28,7 +28,7 @@ def log_probs_of(model, ids):
 
 def respond(model, ids, options):
     """The tokens of a response, their raw log-probs, and the reason of its end."""
-    generator = torch.Generator().manual_seed(options.get("seed", 0))
+    generator = torch.Generator().manual_seed(options.get("seed") or 0)
     ends = set(options["stop_token_ids"]) | (set() if options["ignore_eos"] else {EOS})
     tokens, values = [], []
     for _ in range(options["max_tokens"]):
@@ -78,7 +78,6 @@ class Service:
 
     @property
     def paths(self):
-        """The path of each request."""
         return [path for path, _, _ in self.requests]
 
     def read_weights(self, folder):
@@ -138,7 +137,6 @@ class Service:
         return [{"id": "cmpl-a", "choices": [{"index": 0, **part}]} for part in parts]
 
     def spans(self, count, body):
-        """The tokens of each object."""
         return [(i, i + 1) for i in range(count)] if body.get("stream") else [(0, count)]
 
 
@@ -149,10 +147,9 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def log_message(self, *args):
-        """Print nothing."""
+        pass
 
     def do_GET(self):
-        """Answer as to a request without a body."""
         self.do_POST()
 
     def do_POST(self):
@@ -174,7 +171,6 @@ class _Handler(BaseHTTPRequestHandler):
                 service.active -= 1
 
     def reply(self, status, answer, **headers):
-        """Send JSON."""
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", "Content-Length": len(data), **headers}.items():
@@ -183,19 +179,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def begin(self):
-        """Begin a stream."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
 
     def event(self, data):
-        """Send an event of a stream."""
         text = f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
         self.wfile.write(f"{len(text):x}\r\n".encode() + text + b"\r\n")
 
     def end(self):
-        """End a stream."""
         self.wfile.write(b"0\r\n\r\n")
 
 
@@ -245,12 +238,12 @@ def cut(count, *, clean):
     return fault
 
 
-def report(code):
+def report(error):
     """Begin a stream, and report an error in it."""
 
     def fault(handler):
         handler.begin()
-        handler.event({"error": {"message": "lost", "code": code}})
+        handler.event({"error": error})
         handler.event("[DONE]")
         handler.end()
 

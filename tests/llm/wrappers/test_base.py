@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdfunc import TensorDict
-from tdfunc.llm import Tokens
+from tdfunc.llm import Text, Tokens
+from tests.llm.tokens import make_tokenizer
 from tests.llm.wrappers.fake import FakeWrapper
 
 
@@ -37,7 +38,7 @@ def test_padded_outputs_hold_each_row(data, samples, scored):
     kwargs = {"temperature": 1.0}
     tokens = Tokens(prompt=ids, batch_size=lead)
     td = TensorDict({"tokens": tokens, "attention_mask": mask, "x": torch.ones(lead)}, lead)
-    options = {"pad_output": True, "num_samples": samples, "prompt_log_probs": scored}
+    options = {"pad_output": True, "num_samples": samples} | ({"prompt_log_probs": True} if scored else {})
     out = FakeWrapper(input_mode="tokens", generate_kwargs=kwargs, **options)(td, key=0)
 
     size = torch.Size([*lead, *([] if samples is None else [samples])])
@@ -62,6 +63,8 @@ def test_padded_outputs_hold_each_row(data, samples, scored):
         each = {name: lp.get(name).reshape(len(expected), -1) for name in ("behaviour", "response")}
         assert tokens.is_complete.flatten()[k].tolist() is (k % 2 == 0)
         assert each["behaviour"][k].tolist() == [2 * value for value in each["response"][k].tolist()]
+        support = [[token, token + 1] if k else [-1, -1] for token in answer.tolist()]
+        assert len(expected) == 1 or lp.support.reshape(len(expected), -1, 2)[k, : len(answer)].tolist() == support
     versions = lp.version if size else [lp.version]
     assert torch.tensor(versions).flatten().tolist() == list(range(len(expected)))
 
@@ -92,3 +95,12 @@ def test_scores_lie_as_the_tokens(data, layout):
         rows = [row for part in rows for row in part]
     rows = [rows] if not lead else list(rows)
     assert [row.tolist() for row in rows] == [row.tolist() for row in rows_of(lp.full, mask)]
+
+
+def test_results_are_on_the_device_of_the_wrapper_or_of_the_tree():
+    """Texts have none: without either they are on the CPU."""
+    td = TensorDict({"text": Text(full=["a", "b"], batch_size=[2])}, [2])
+    wrapper = FakeWrapper(tokenizer=make_tokenizer(), input_mode="text", generate=False, pad_output=True)
+    outs = wrapper(td), wrapper.get_new_version(device="meta")(td), wrapper(td.to("meta"))
+
+    assert [out["log_probs"].full.device.type for out in outs] == ["cpu", "meta", "meta"]

@@ -11,20 +11,11 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc import TensorDict
-from tdfunc.llm import (
-    ChatHistory,
-    History,
-    Text,
-    Tokens,
-    TokenTemplate,
-    TransformersWrapper,
-    causal_lm,
-    chat_ids,
-    qwen,
-    score,
-)
+from tdfunc.llm import ChatHistory, History, Text, Tokens, TokenTemplate, TransformersWrapper, chat_ids, qwen
 from tdfunc.llm.generation.options import Response
-from tests.helpers import assert_pure, assert_trees_equal
+from tdfunc.llm.rows.batch import Row
+from tdfunc.llm.wrappers.replies import reply_texts
+from tests.helpers import assert_pure
 from tests.llm.models import make
 from tests.llm.tokens import make_tokenizer
 from tests.llm.wrappers.fake import FakeWrapper
@@ -125,7 +116,7 @@ def test_all_modes_draw_one_response(samples):
     temperature=st.sampled_from([0.5, 1.0, 1.5]),
 )
 def test_scoring_a_response_gives_its_log_probs(seed, cuts, temperature):
-    """The scorer has the generator's raw and behaviour log-probs, so that the ratio is 1; `full` exists."""
+    """The scorer has the generator's raw log-probs; `full` exists."""
     kwargs = {"max_new_tokens": 5, "temperature": temperature, **cuts}
     wrapper = wrapper_for("tokens", generate_kwargs=kwargs, prompt_log_probs=True)
     out = wrapper(inputs_of("tokens"), key=seed)
@@ -135,9 +126,6 @@ def test_scoring_a_response_gives_its_log_probs(seed, cuts, temperature):
     assert torch.equal(lp.mask, again.mask)
     torch.testing.assert_close(lp.full, again.full, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(lp.response, again.response, atol=1e-4, rtol=1e-5)
-    lm, params, buffers = causal_lm(wrapper.model)
-    under = score(lm, params, out, buffers=buffers, temperature=temperature, under="behaviour")["log_probs"]
-    torch.testing.assert_close(lp.behaviour, under.behaviour, atol=1e-4, rtol=1e-5)
     less = wrapper.get_new_version(prompt_log_probs=False)(inputs_of("tokens"), key=seed)["log_probs"]
     width = out["tokens"].prompt.shape[1]
     assert not less.mask[:, :width].any()
@@ -147,7 +135,7 @@ def test_scoring_a_response_gives_its_log_probs(seed, cuts, temperature):
 def test_replies_are_parsed_and_keep_their_ids():
     """Messages have content, thinking and calls; the conversation's ids are those of the prompt and the response."""
     call = '<tool_call>\n{"name": "now", "arguments": {"zone": "utc"}}\n</tool_call>'
-    replies = ["<think>\nhm\n</think>\n\nyes<|im_end|>", f"{call}<|im_end|>", "the fox ju", "one stop two"]
+    replies = ["<think>\nhm\n</think>\n\nyes<|im_end|>", f"{call}<|im_end|>", "the fox ju", "one stop , two"]
     reasons = ["stop", "stop", "length", "stop"]
     prompts = History.from_chats([CHATS[0], CHATS[1], CHATS[0], CHATS[1]])
     kwargs = {"max_new_tokens": 99, "stop_sequences": ["stop"]}
@@ -155,7 +143,7 @@ def test_replies_are_parsed_and_keep_their_ids():
     out = wrapper(TensorDict({"history": ChatHistory(prompt=prompts, batch_size=[4])}, [4]))
 
     messages = [chat[0] for chat in out["history"].response.tolist()]
-    assert [each.get("content") or "" for each in messages] == ["yes", "", "the fox ju", "one stop two"]
+    assert [each.get("content") or "" for each in messages] == ["yes", "", "the fox ju", "one stop , two"]
     assert messages[0]["reasoning_content"] == "hm"
     assert messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {"zone": "utc"}}
     assert [each["finish_reason"] for each in messages] == ["stop", "tool_calls", "length", "stop_string"]
@@ -187,11 +175,11 @@ def test_the_ids_of_a_rollout_only_grow():
 
 
 def test_a_reply_that_only_ends_goes_on():
-    """A reply of another special token alone has no content, and keeps its ids in the next turn."""
-    wrapper = speak(["</s>"], ["stop"])
+    """A reply of another special token alone has no content, and keeps its ids in the next turn; texts may lack it."""
+    wrapper = speak(["</s>"], ["stop"], generate_kwargs={"skip_special_tokens": True})
     out = wrapper(TensorDict({"history": ChatHistory(prompt=History.from_chats(CHATS[0]), batch_size=[])}))
 
-    assert out["history"].response.tolist()[0]["content"] == ""
+    assert out["history"].response.tolist()[0]["content"] == out["text"].response == ""
     ids = chat_ids(TokenTemplate(TOKENIZER, qwen), out["history"].full)
     assert ids == out["tokens"].full.tolist()
 
@@ -206,15 +194,9 @@ def test_texts_of_responses_follow_their_prompts():
 
     out = wrapper(TensorDict({"text": Text(prompt="the fox", batch_size=[])}))
     assert (out["text"].response, out["text"].full) == (" ran", "the fox ran")
-
-
-def test_special_tokens_are_left_out_on_request():
-    """`skip_special_tokens` concerns the texts of responses alone."""
-    wrapper = speak(["yes<|im_end|>"], ["stop"], generate_kwargs={"skip_special_tokens": True})
-    out = wrapper(TensorDict({"history": ChatHistory(prompt=PROMPTS[1], batch_size=[])}))
-
-    assert out["text"].response == "yes"
-    assert out["tokens"].response[-1] == TOKENIZER.eos_token_id
+    # A prompt that was cut within a character does not precede the text of both.
+    first, second = torch.tensor(TOKENIZER("ü")["input_ids"]).split(1)
+    assert reply_texts(TOKENIZER, [Row(first)], [Response(second, "stop")]) == ["\ufffd"]
 
 
 def test_a_server_of_texts_gives_texts_alone():
@@ -224,19 +206,9 @@ def test_a_server_of_texts_gives_texts_alone():
 
     assert out["text"].response == ["reply 0", "reply 1"]
     assert out["text"].finish_reason == ["stop", "stop"]
-    assert [chat[0]["content"] for chat in out["history"].response.tolist()] == ["reply 0", "reply 1"]
+    message = {"role": "assistant", "finish_reason": "stop"}
+    assert out["history"].response.tolist() == [[{**message, "content": f"reply {i}"}] for i in range(2)]
     assert set(out.keys()) == {"history", "text"}
-
-
-@pytest.mark.parametrize("pad_output", [True, False])
-def test_log_probs_are_left_out_on_request(pad_output):
-    """With `logprobs=False` there are none, also not those of an earlier call."""
-    wrapper = wrapper_for("text", pad_output=pad_output)
-    out = wrapper(inputs_of("text"), key=0)
-    less = wrapper.get_new_version(generate_kwargs={**SAMPLING, "logprobs": False})(out, key=0)
-
-    assert set(less.keys()) == {"text", "tokens", "masks"}
-    assert_trees_equal(less["tokens"], out["tokens"])
 
 
 # -- batching -----------------------------------------------------------------------------------------------------
@@ -303,7 +275,9 @@ def test_the_queue_can_be_flushed_and_cancelled():
         for thread in threads:
             thread.join(30)
         assert [isinstance(results[i], TensorDict) for i in range(3)] == [flush] * 3
-    assert wrapper.get_new_version(min_batch_size=None).get_batching_state() == {"batching": False}
+    alone = wrapper.get_new_version(min_batch_size=None)
+    assert (alone.get_batching_state(), alone.cleanup_batching()) == ({"batching": False}, [])
+    assert alone.get_new_version(batching=True).get_batching_state()["min_batch_size"] == 1
 
 
 def test_one_bad_request_fails_alone():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tdfunc import ImmutableError, LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
-from tdfunc.llm import GenerationOptions, History, Text, Tokens, TransformersWrapper
+from tdfunc.llm import GenerationOptions, History, RemoteWrapper, Text, Tokens, TransformersWrapper
 from tdfunc.llm.wrappers.sampling import sampling_options
 from tests.llm.models import make
 from tests.llm.tokens import make_tokenizer
@@ -13,11 +13,13 @@ from tests.llm.wrappers.fake import FakeWrapper
 TOKENIZER = make_tokenizer()
 IDS = torch.ones(2, 3, dtype=torch.int64)
 TOKENS = TensorDict({"tokens": Tokens(prompt=IDS, full=IDS, batch_size=[2])}, [2])
-LONG = TensorDict({"tokens": torch.ones(6, dtype=torch.int64)})
 TEXTS = TensorDict({"text": Text(prompt=["a", ""], batch_size=[2])}, [2])
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
+SAID = TensorDict({"history": History.from_chats([[{"role": "assistant", "content": "a"}]])}, [1])
+EMPTY = "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
 SAMPLER = TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})
 SCORER = TransformersWrapper(make("gpt2", n_positions=5), input_mode="tokens", generate=False)
+REMOTE = RemoteWrapper("tiny", base_url="http://none", input_mode="tokens", generate=False)
 HOT = {"temperature": 1.0}
 
 
@@ -37,22 +39,20 @@ CASES = [
     (lambda: made(inplace="empty"), ImmutableError, "tensordict_out="),
     (lambda: FakeWrapper(input_mode="text"), TypeError, "must come with a tokenizer"),
     (lambda: made(no_such=1), TypeError, "no_such"),
-    (lambda: made().get_new_version(no_such=1), TypeError, "no_such"),
-    (lambda: made(generate_kwargs={"no_such": 1}), TypeError, "no_such"),
     (lambda: made(layout=torch.sparse_coo), ValueError, "layout must be"),
     (lambda: made("text", tokenizer_kwargs={"padding": True}), ValueError, "not have 'padding'"),
     (lambda: made("text", tokenizer_kwargs={"no_such": 1}), ValueError, "not have 'no_such'(?s:.)*add_special_tokens"),
     (lambda: made(tokenizer_kwargs={"no_such": 1}), ValueError, "not have 'no_such' for input_mode='tokens'"),
     (lambda: made("text", tokenizer_kwargs={"truncation": True}), ValueError, "max_length must be given"),
     (lambda: made("history", chat_template_name="no such"), ValueError, "does not exist"),
+    (lambda: made("history", chat_template=EMPTY)(SAID), ValueError, "mask of conversation 0 would be empty"),
     (lambda: made(batching=False, max_batch_size=2), ValueError, "must come without batch sizes"),
     (lambda: made(min_batch_size=3, max_batch_size=2), ValueError, "sizes must be in order"),
     (lambda: made(num_samples=2, generate_kwargs={"n": 3, "temperature": 1.0}), ValueError, "num_samples"),
     (lambda: setattr(made(), "pad_output", True), ImmutableError, "get_new_version"),
     (lambda: made().select_out_keys("text"), MissingKeyError, "not an out key"),
     (lambda: made()(TEXTS), MissingKeyError, "tokens.full"),
-    (lambda: made()(TOKENS.set("attention_mask", IDS[:, :2] > 0)), LeafMismatchError, "shape of the tokens"),
-    (lambda: made()(TensorDict({"tokens": IDS[0]}, [3])), LeafMismatchError, "rows of the batch"),
+    (lambda: made("text")(TOKENS), MissingKeyError, "text.full"),
     (lambda: made(layout=torch.jagged)(TOKENS.reshape(2, 1)), LeafMismatchError, "nested: a lazy stack"),
     (lambda: made("text")(TensorDict({"text": IDS}, [2])), LeafMismatchError, "a text for each element"),
     (lambda: made("history")(TensorDict({"history": CHAT}, [1])), LeafMismatchError, "dimension of"),
@@ -64,12 +64,13 @@ CASES = [
     (lambda: sent(max_new_tokens=None), ValueError, "max_new_tokens must be given"),
     (lambda: made()(TOKENS, logits_only=True), UnsupportedError, "returns no logits"),
     (lambda: made().get_dist(TOKENS), UnsupportedError, "returns no logits"),
+    (lambda: SCORER.get_dist(TOKENS.reshape(2, 1), as_nested_tensor=True), UnsupportedError, "one batch dimension"),
+    (lambda: REMOTE(TOKENS, training=True), UnsupportedError, "a server has no dropout"),
     (lambda: made().get_dist(TOKENS, TOKENS), UnsupportedError, "cannot contain a distribution"),
     (lambda: made().get_dist(TOKENS, as_nested_tensor=True, as_padded_tensor=True), ValueError, "padded or nested"),
     (lambda: made().get_dist(TOKENS, padding_side="up"), ValueError, "one of 'left', 'right'"),
     (lambda: made().get_dist(TOKENS.set("x", IDS[:, :2, None]), logits_key="x"), LeafMismatchError, "the logits must"),
     (lambda: TransformersWrapper(torch.nn.Linear(1, 1), input_mode="tokens"), TypeError, "language model of transform"),
-    (lambda: SCORER(LONG), ValueError, "longer than the positions"),
     (lambda: torch.func.grad(lambda x: SAMPLER(TOKENS) and x)(torch.ones(())), UnsupportedError, "inside a transform"),
 ]
 

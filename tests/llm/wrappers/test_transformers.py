@@ -146,6 +146,8 @@ def test_get_dist_and_log_prob_agree_with_the_scores(lengths, seed):
     assert "log_probs" not in wide
     again = wrapper.get_dist(wide, logits_key="logits", mask_key="attention_mask")
     torch.testing.assert_close(again.log_prob(ids), lp.full, atol=1e-5, rtol=1e-5)
+    kinds = [wrapper.get_dist(td, layout=torch.jagged, as_padded_tensor=each).entropy().is_nested for each in (0, 1)]
+    assert kinds == [True, False]
     computed = wrapper.get_dist(td, logits_key="logits", padding_value=0.0)
     assert torch.equal(computed.log_prob(ids), dist.log_prob(ids))
     assert (wrapper.get_dist(td.set("none", lp.mask & False), mask_key="none").log_prob(ids) == 0).all()
@@ -217,33 +219,18 @@ def test_options_of_templates_and_of_truncation():
         assert [row.tolist() for row in cut["tokens"].full] == [row[part].tolist() for row in whole]
 
 
-@pytest.mark.parametrize("mode", ["text", "history"])
-@pytest.mark.parametrize("kwargs", [{}, {"truncation": True, "max_length": 3}])
-def test_settings_of_the_tokenizer_stay(mode, kwargs):
-    """Truncation and padding that the user set in the tokenizer's backend are there after a call."""
-    tokenizer = make_tokenizer()
-    tokenizer.backend_tokenizer.enable_truncation(4)
-    tokenizer.backend_tokenizer.enable_padding(length=7)
-    before = tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding
-    wrapper = TransformersWrapper(
-        model_for(), tokenizer=tokenizer, input_mode=mode, generate=False, tokenizer_kwargs=kwargs
-    )
-    wrapper(chats_td(CHATS[:1]) if mode == "history" else TensorDict({"text": "the quick brown fox jumps"}))
-
-    assert (tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding) == before
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("length", [3, 4, 6, 40])
-def test_texts_are_cut_as_by_tokenize_text(side, length):
-    """A cut text keeps the special tokens around it, as in `tokenize_text` and transformers."""
+@pytest.mark.parametrize("adds", [True, False])
+def test_texts_are_cut_as_by_tokenize_text(side, length, adds):
+    """A cut text keeps the special tokens around it if it has any, as in `tokenize_text` and transformers."""
     tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", truncation_side=side)
     tokenizer.backend_tokenizer.post_processor = pytest.importorskip("tokenizers").processors.TemplateProcessing(
         single="<s> $A </s>",
         special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")],
     )
     text = "the quick brown fox jumps over the lazy dog"
-    kwargs = {"truncation": True, "max_length": length}
+    kwargs = {"truncation": True, "max_length": length, "add_special_tokens": adds}
     wrapper = TransformersWrapper(
         model_for(tokenizer), tokenizer=tokenizer, input_mode="text", generate=False, tokenizer_kwargs=kwargs
     )
@@ -303,7 +290,7 @@ def test_ragged_and_lazy_inputs():
     torch.testing.assert_close(one["log_probs"].full[1:], row_log_probs(wrapper.model, rows[0]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens", "bare text", "bare tokens"])
 def test_rows_of_stacks_along_any_dimension_keep_their_places(mode):
     """In a stack of stacks along the second dimension each element has the scores of its own input."""
     answers = ("b", "cd", "e f", "g")
@@ -312,7 +299,10 @@ def test_rows_of_stacks_along_any_dimension_keep_their_places(mode):
         "history": [ChatHistory(full=History.from_chats(chat)) for chat in chats],
         "text": [Text(full=chat[1]["content"] + "!") for chat in chats],
         "tokens": [Tokens(full=torch.arange(2, 4 + i)) for i in range(4)],
+        "bare text": [chat[1]["content"] + "!" for chat in chats],
+        "bare tokens": [torch.arange(2, 4 + i) for i in range(4)],
     }[mode]
+    mode = mode.removeprefix("bare ")
     trees = [TensorDict({mode: record}) for record in records]
     wrapper = TransformersWrapper(model_for(), tokenizer=TOKENIZER, input_mode=mode, generate=False)
 
@@ -365,11 +355,15 @@ def test_dropout_only_where_it_is_asked_for():
     still = wrapper(td)["log_probs"].full
 
     assert model.training
-    assert torch.equal(still, wrapper.eval()(td)["log_probs"].full)
+    for same in (wrapper.eval()(td)["log_probs"].full, wrapper.log_prob(td)):
+        assert torch.equal(still, same)
+    torch.testing.assert_close(wrapper.get_dist(td).log_prob(td["tokens"].full), still, atol=1e-5, rtol=1e-5)
     first, again, other = (wrapper(td, training=True, key=seed)["log_probs"].full for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
     assert not torch.allclose(first, still)
+    wide = [wrapper(td, logits_only=True, training=mode, key=0)["logits"] for mode in (True, False)]
+    assert not torch.allclose(*wide)
 
 
 # -- modules and versions -----------------------------------------------------------------------------------------
@@ -408,6 +402,7 @@ def test_new_versions_keep_the_rest():
         model_for(), tokenizer=TOKENIZER, input_mode="text", generate_kwargs=kwargs, pad_output=True,
         pad_model_input=False, num_samples=2, log_probs_key=("a", "lp"), tokenizer_kwargs={"add_special_tokens": False},
     )  # fmt: skip
+    assert wrapper.collector is None
     wrapper.register_forward_hook(lambda *args: seen.append(args))
     wrapper.register_collector(collector)
     wrapper = wrapper.select_out_keys("tokens", ("a", "lp"))
@@ -461,7 +456,16 @@ def test_options_have_their_names_in_signatures():
         assert names[0] == "model"
         assert set(names) > {field.name for field in dataclasses.fields(WrapperOptions)}
         assert "options" not in names
-    assert inspect.signature(RemoteWrapper).parameters["timeout_s"].default == 600.0
+        assert cls.generate is vars(LLMWrapperBase)["generate"]
+
+    class Plain(FakeWrapper):
+        def __init__(self, model):
+            super().__init__(model, input_mode="tokens")
+
+    assert list(inspect.signature(Plain).parameters) == ["model"]
+    defaults = {name: each.default for name, each in inspect.signature(RemoteWrapper).parameters.items()}
+    expected = {"timeout_s": 600.0, "max_retries": 5, "backoff_s": 0.5, "max_concurrency": 64, "stream": False}
+    assert defaults | expected == defaults
 
 
 def test_a_model_that_changes_is_prepared_anew():
@@ -491,8 +495,9 @@ def test_a_model_that_changes_is_prepared_anew():
             logits = model(td["tokens"].full).logits.log_softmax(-1)
         expected = logits[:, :-1].gather(-1, td["tokens"].full[:, 1:, None]).squeeze(-1)
         torch.testing.assert_close(wrapper(td)["log_probs"].full[:, 1:], expected, atol=1e-4, rtol=1e-4)
-    model.generation_config.eos_token_id = [7, 8]
-    assert wrapper.lm.eos_ids == (7, 8)
+    for ends, found in (([7, 8], (7, 8)), (None, ()), (5, (5,))):
+        model.generation_config.eos_token_id = ends
+        assert wrapper.lm.eos_ids == found
     with pytest.raises(ImmutableError, match="get_new_version"):
         wrapper.model = other
     new = wrapper.get_new_version(model=other)
@@ -517,17 +522,24 @@ def test_keys_of_the_outputs():
     other = TensorDict({"in": td["mine"]}, [3])
     out = wrapper.get_new_version(input_key="in")(other)
     assert (out["mine"].full == td["mine"].full).all()
+    text = wrapper.get_new_version(input_mode="text", input_key="in", text_key="out")
+    assert text(TensorDict({"in": Text(full=["a"], batch_size=[1])}, [1]))["out"].full == ["a"]
+    assert FakeWrapper(input_mode="tokens", tokens_key=None).in_keys == ["tokens"]
     assert set(wrapper(td, tensordict_out=TensorDict({}, [3])).keys()) == {"mine", "t", "m", "lp"}
     assert set(wrapper.get_new_version(log_probs_key=None)(td).keys()) == {"mine", "t", "m"}
 
 
-def test_the_tokenizer_and_the_model_are_left_alone():
-    """Neither is changed, also where the tokenizer has no pad token."""
+@pytest.mark.parametrize("kwargs", [{}, {"truncation": True, "max_length": 3}])
+def test_the_tokenizer_and_the_model_are_left_alone(kwargs):
+    """Neither is changed: a missing pad token, and settings of truncation and padding stay."""
     tokenizer = make_tokenizer(pad_token=None)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=7)
     model = copy.deepcopy(model_for(tokenizer))
     state = tokenizer.backend_tokenizer.to_str(), tokenizer.init_kwargs.copy(), vars(model.config).copy()
-    wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history", generate=False, pad_output=True)
-    assert_pure(wrapper, chats_td())
+    options = {"tokenizer": tokenizer, "generate": False, "pad_output": True, "tokenizer_kwargs": kwargs}
+    assert_pure(TransformersWrapper(model, input_mode="history", **options), chats_td())
+    TransformersWrapper(model, input_mode="text", **options)(TensorDict({"text": "the quick brown fox jumps"}))
 
     assert tokenizer.pad_token is None
     assert state == (tokenizer.backend_tokenizer.to_str(), tokenizer.init_kwargs, vars(model.config))
