@@ -12,7 +12,7 @@ from tdfunc.cli.numbers import Difference, average, cast, has_values
 from tdfunc.cli.output import progress, safe, shown
 from tdfunc.cli.sources import Source, Stored, described, open_source, plain_values, stored_leaves
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, TreeStructureError, error
+from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import count_text
 
@@ -63,12 +63,10 @@ def _is_averaged(one: Stored) -> bool:
 def _check_same(paths: Sequence[str], rows: Rows) -> None:
     """Raise unless all checkpoints have the same leaves; the message lists all differences."""
     lines: list[str] = []
-    kind: type[TreeStructureError | LeafMismatchError] = LeafMismatchError
     for path, row in zip(paths[1:], rows[1:], strict=True):
         for key in dict.fromkeys([*rows[0], *row]):
             one, other = rows[0].get(key), row.get(key)
             if one is None or other is None:
-                kind = TreeStructureError
                 name = " tied to ".join(map(shown, key))
                 lines.append(f"{'missing' if other is None else 'unexpected'}: {name} in {safe(path)}")
             elif (one.leaf.shape, one.leaf.dtype) != (other.leaf.shape, other.leaf.dtype):
@@ -76,7 +74,7 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
     if lines:
         what = f"average: the leaves must be as in {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
         hint = "--filter and --exclude choose common leaves; cast --dtype makes one dtype."
-        raise kind("\n    ".join([what, *lines]), hint=hint)
+        raise LeafMismatchError("\n    ".join([what, *lines]), hint=hint)
 
 
 def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollection], rows: Rows) -> None:

@@ -57,15 +57,13 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
         target = make_target(target, source)
         tree = chosen_part(source, part)
         origins: dict[int, Tensor] = {}
-        made: dict[int, Tensor] = {}
 
         def retype(leaf: Tensor) -> Tensor:
             if dtype is None or not leaf.is_floating_point() or leaf.dtype == dtype or not has_values(leaf.dtype):
                 return leaf
-            if id(leaf) not in made:
-                new = made[id(leaf)] = without_values(leaf, dtype)
-                origins[id(new)] = leaf
-            return made[id(leaf)]
+            new = without_values(leaf, dtype)
+            origins[id(new)] = leaf
+            return new
 
         tree = tree._map(LeafOp("cast", retype)) if dtype is not None else tree
         lost = Counter[int]()

@@ -96,8 +96,8 @@ class Difference:
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             return
         x, y = wide(a), wide(b)
-        if x.is_complex() or y.is_complex():
-            x, y = x.to(torch.complex128), y.to(torch.complex128)
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        x, y = x.to(dtype), y.to(dtype)
         unequal = ~((x == y) | (x.isnan() & y.isnan()))
         # float64 has not all 64-bit integers.
         is_exact = a.dtype == b.dtype and not a.is_floating_point() and not a.is_complex() and a.element_size() == 8

@@ -156,8 +156,8 @@ class _Builder:
         return self.known[mark]
 
     def _refusal(self, at: Path, expected: str, got: str) -> UnsupportedError:
-        where = repr(dotted(at)) if at else "the root"
-        return UnsupportedError(f"{self.path}: a tree cannot contain the value at {where}.", expected=expected, got=got)
+        what = f"{self.path}: a tree cannot contain the value at {dotted(at)!r}."
+        return UnsupportedError(what, expected=expected, got=got)
 
 
 class _Level(dict[str, Any]):
@@ -165,8 +165,7 @@ class _Level(dict[str, Any]):
 
 
 def _has_tensors(value: Any) -> bool:
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return isinstance(value, Tensor) or any(map(_has_tensors, parts))
+    return isinstance(value, Tensor) or (isinstance(value, Mapping) and any(map(_has_tensors, value.values())))
 
 
 def _is_tree(found: Mapping[Any, Any]) -> bool:

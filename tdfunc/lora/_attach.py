@@ -73,9 +73,6 @@ class LoraApply:
     def __reduce__(self) -> Any:
         return LoraApply, (self._lora, self._base, self._rows)
 
-    def __deepcopy__(self, memo: Any) -> "LoraApply":
-        return self
-
     def __repr__(self) -> str:
         return f"LoraApply({self._base!r}, {len(self._plan.paths)} adapter leaves{', rows' if self._rows else ''})"
 
@@ -145,10 +142,7 @@ class LoraApply:
         return self._inner.run_leaves([leaves[i] for i in self._order], args, kwargs, mode, keep=keep)
 
     def _adapter_leaves(self, adapters: Any) -> list[Any]:
-        lead = EMPTY
-        if self._rows:
-            first = next((leaf for leaf in adapters.leaves()), None)
-            lead = Size(first.shape[:1]) if first is not None else EMPTY
+        lead = next((Size(leaf.shape[:1]) for leaf in adapters.leaves()), EMPTY) if self._rows else EMPTY
         leaves = self._plan.checked(adapters, lead)
         if leaves is None:
             check_leaves("lora", dict.fromkeys(self._plan.paths), adapters)

@@ -240,7 +240,7 @@ def save(
         "target_parameters": short_names(chosen[True], leaves) or None,
         "fan_in_fan_out": any(target.layout is Layout.TRANSPOSED for target in targets),
         "ensure_weight_tying": any(len(target.paths) > 1 for target in targets),
-        "base_model_name_or_path": getattr(getattr(apply.module, "config", None), "_name_or_path", None) or None,
+        "base_model_name_or_path": getattr(getattr(apply.module, "config", None), "_name_or_path", None),
     }
     names, ready["bias"], ready["modules_to_save"] = _whole_modules(whole, chosen[False], base)
     tensors |= {name: given[path].detach() for path, name in names.items()}

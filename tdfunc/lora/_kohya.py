@@ -18,7 +18,6 @@ _PARTS = {
     "lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight", "dora_scale": "lora_magnitude_vector",
     "alpha": "alpha",
 }  # fmt: skip
-_NAME = re.compile(rf"(?P<module>[^.]+)\.(?P<part>{'|'.join(map(re.escape, _PARTS))})")
 
 
 def is_kohya(names: Mapping[str, Any]) -> bool:
@@ -43,18 +42,17 @@ def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[di
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for name, tensor in tensors.items():
-        match = _NAME.fullmatch(name)
+        words, _, last = name.partition(".")
         # The first words name the model: lora_unet, lora_te1.
-        stem = re.sub(r"^lora_[a-z0-9]+_", "", match["module"]) if match is not None else ""
-        found = modules.get(stem) or (modules.get(match["module"]) if match is not None else None)
-        if match is None or found is None or len(found) > 1:
+        found = modules.get(re.sub(r"^lora_[a-z0-9]+_", "", words), [])
+        if last not in _PARTS or len(found) != 1:
             raise UnsupportedError(
                 f"lora.load: the leaf {name!r} must belong to one module of the base.",
                 expected="<model>_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha or .dora_scale",
-                got="no such module" if not found else f"{len(found)} modules of that name",
+                got=f"{len(found)} modules of that name, and the part {last!r}",
                 hint="prefix= takes the leaves of one model out of a file of several: prefix='lora_unet_'.",
             )
-        module, part = ".".join(found[0]), _PARTS[match["part"]]
+        module, part = ".".join(found[0]), _PARTS[last]
         if part == "lora_magnitude_vector" and tensor.shape[0] != outputs["_".join(found[0])]:
             raise UnsupportedError(
                 f"lora.load: the scales {name!r} must belong to the outputs.",

@@ -103,7 +103,7 @@ def read_adapters(
         leaf = _leaf(params, path, "")
         if path in leaves:
             # The table of an embedding is saved beside its adapter.
-            if leaf.shape != whole[path].shape or not torch.equal(leaf, whole.pop(path).to(leaf.dtype)):
+            if not torch.equal(leaf, whole.pop(path).to(leaf.dtype)):
                 raise UnsupportedError(
                     f"lora.load: the adapter of {dotted(path)!r} belongs to another table.",
                     expected=f"the base's values of shape {tuple(leaf.shape)}",
@@ -117,7 +117,7 @@ def read_adapters(
 
 
 def _leaf(params: TensorCollection, path: Path, name: str) -> Tensor:
-    leaf = get(params, path, None) if path else None
+    leaf = get(params, path, None)
     if not isinstance(leaf, Tensor):
         raise LeafMismatchError(
             f"lora.load: the leaf {name or dotted(path)!r} of the file must belong to a leaf of the base.",
@@ -264,11 +264,9 @@ def _adapter(
     ours = {"A": a.contiguous(), "B": b.contiguous()}
     if magnitude is not None:
         outputs = weight.shape[-1 if last else 0]
-        if magnitude.numel() != outputs:
-            raise _misfit(path, weight, magnitude, f"{outputs} magnitudes")
-        ours["magnitude"] = magnitude.reshape(
-            (1, -1) if last else (-1, *[1] * (weight.ndim - 1)) if b.ndim == 2 else (len(weight), -1, 1)
-        )
+        if b.ndim == 3 or magnitude.numel() != outputs:
+            raise _misfit(path, weight, magnitude, f"{outputs} magnitudes, and no experts")
+        ours["magnitude"] = magnitude.reshape((1, -1) if last else (-1, *[1] * (weight.ndim - 1)))
     if "lora_B.bias" in parts:
         ours["bias"] = parts["lora_B.bias"]
     return Adapter((path,), ours, alpha)

@@ -69,7 +69,7 @@ class Target(NamedTuple):
     @property
     def outputs(self) -> int:
         """The number of outputs of the layer."""
-        return self.leaf.shape[-1 if self.layout.has_output_last else -2 if self.layout.is_experts else 0]
+        return self.leaf.shape[-1 if self.layout.has_output_last else 0]
 
 
 def transposed_class() -> type[nn.Module] | None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
@@ -22,21 +21,19 @@ class Result(NamedTuple):
         return json.loads(self.out)
 
 
-def run(*args, encoding="utf-8"):
+def run(*args, stream=io.TextIOWrapper):
     """Run `tdfunc ARGS` in this process, with pipes for its output."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
+    out, err = (stream(io.BytesIO(), encoding="utf-8") for _ in range(2))
     code = None
     with redirect_stdout(out), redirect_stderr(err):
         try:
             cli.main([str(arg) for arg in args])
         except SystemExit as stop:
             code = stop.code
-    texts = []
-    for stream in (out, err):
-        stream.flush()
-        texts.append(stream.buffer.getvalue().decode(encoding))
+    for made in (out, err):
+        made.flush()
     assert code is not None, "main returns only by exiting"
-    return Result(code or 0, *texts)
+    return Result(code or 0, *(made.buffer.getvalue().decode() for made in (out, err)))
 
 
 class Small(nn.Module):
@@ -77,8 +74,3 @@ def read_back(path):
     if path.is_file() and path.suffix == ".pt":
         return torch.load(path, weights_only=True)
     return load(path).state_dict()
-
-
-def child(*args):
-    """The command line of a process of its own."""
-    return [sys.executable, "-m", "tdfunc", *map(str, args)]

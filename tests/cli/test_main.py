@@ -1,6 +1,6 @@
 """The program `tdfunc`: exit codes, errors in words, pipes, completion, and what it must not import."""
 
-import json
+import importlib
 import os
 import re
 import runpy
@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tdfunc import TensorDict, cli, save
+from tdfunc import CheckpointManager, TensorDict, cli, save
 from tdfunc.cli import app
-from tests.cli.helpers import child, run
+from tdfunc.weights import METHODS
+from tests.cli.helpers import run
 
 
 @pytest.fixture
@@ -32,45 +33,29 @@ class Evil:
         return (os.mkdir, ("/tmp/tdfunc-was-here",))
 
 
-def evil(folder):
-    """A file of torch.save with code that runs when it is unpickled."""
-    torch.save({"w": Evil()}, folder / "evil.pt")
-    return folder / "evil.pt"
+def archive(*names):
+    """A function that writes a zip archive of another program."""
+
+    def make(path):
+        with zipfile.ZipFile(path, "w") as made:
+            for name in names:
+                made.writestr(name, "")
+
+    return make
 
 
-def sparse(folder):
-    """A file of torch.save with a tensor that no tree of ours holds."""
-    torch.save({"s": torch.eye(2).to_sparse()}, folder / "sparse.pt")
-    return folder / "sparse.pt"
-
-
-def archive(folder):
-    """A zip archive of another program."""
-    with zipfile.ZipFile(folder / "x.zip", "w") as made:
-        made.writestr("a.txt", "hello")
-    return folder / "x.zip"
-
-
-def program(folder):
-    """A program of torch.jit, which is an archive too."""
-    with zipfile.ZipFile(folder / "p.pt", "w") as made:
-        for name in ("p/constants.pkl", "p/data.pkl", "p/code/x.py"):
-            made.writestr(name, "")
-    return folder / "p.pt"
-
-
-def pipe(folder):
-    """A path that is neither a file nor a folder."""
-    os.mkfifo(folder / "pipe")
-    return folder / "pipe"
-
-
+EVIL = lambda path: torch.save({"w": Evil()}, path)  # noqa: E731
+RUN = lambda path: CheckpointManager(path).save(1, TensorDict({"w": torch.ones(3)}))  # noqa: E731
+TWICE = lambda path: TensorDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}).memmap(path)  # noqa: E731
+MERGE = ["merge", "{p}", "-o", "{tmp}/o", "--method"]
+AVERAGE = ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights"]
+# (what makes the file {f}, arguments, pattern)
 TROUBLE = [
     (None, ["show", "{tmp}/none"], r"none: No such file"),
     (None, ["show", "{tmp}"], r"the folder must hold a checkpoint"),
     (None, ["show", "{p}", "--filter", "x*"], r"the pattern 'x\*' matches no leaf"),
     (None, ["diff", "{p}"], r"Missing argument"),
-    (None, ["diff", "{p}", "{p}", "--tol", "1/2/3"], r"'1/2/3' must be RTOL or RTOL/ATOL"),
+    *((None, ["diff", "{p}", "{p}", "--tol", tol], rf"'{tol}' must be RTOL or") for tol in ("1/2/3", "x", "1/inf")),
     (None, ["convert", "{p}", "{tmp}/x.npz"], r"name must fit the format[\s\S]*--to shards"),
     (None, ["convert", "{p}", "{tmp}/x.pt", "--to", "memmap"], r"got:      .*x\.pt as memmap"),
     (None, ["convert", "{p}", "{tmp}/x", "--to", "safetensors"], r"expected: x\.safetensors"),
@@ -83,24 +68,29 @@ TROUBLE = [
     (None, ["convert", "{p}", "{tmp}", "--to", "memmap", "--force"], r"not part of a memmapped tree"),
     (None, ["cast", "{p}", "-o", "{tmp}/o.safetensors", "--dtype", "int8"], r"floating dtype[\s\S]*'int8'"),
     (None, ["extract", "{p}", "-o", "{tmp}/o.safetensors"], r"must choose\s+leaves"),
-    (None, ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "1"], r"expected: 2 numbers"),
-    (None, ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "1,x"], r"must be numbers"),
-    (None, ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "1,-1"], r"sum other than 0"),
-    (None, ["average", "{p}", "-o", "{tmp}/o.safetensors", "--weights", "inf"], r"a finite number"),
-    (None, ["merge", "{p}", "-o", "{tmp}/o"], r"must\s+be\s+given"),
-    (
-        None,
-        ["merge", "{p}", "-o", "{tmp}/o", "--method", "linear", "--weight=1", "--weight=2"],
-        r"must have a --weight",
-    ),
-    (None, ["merge", "{p}", "-o", "{tmp}/o", "--method", "ties", "--base", "{p}", "--option", "x"], r"NAME=VALUE"),
-    (None, ["merge", "{p}", "-o", "{tmp}/o", "--method", "ties", "--base", "{p}", "--option", "x=1"], r"parameters: x"),
-    (evil, ["show", "{f}"], r"only tensors and plain data[\s\S]*posix\.mkdir"),
-    (evil, ["convert", "{f}", "{tmp}/o.safetensors"], r"only tensors and plain data"),
-    (sparse, ["show", "{f}"], r"contain the value at 's'[\s\S]*sparse_coo"),
-    (archive, ["show", "{f}"], r"x\.zip must be a file of torch\.save[\s\S]*a\.txt"),
-    (program, ["verify", "{f}"], r"p\.pt must be a file of torch\.save[\s\S]*torch\.jit"),
-    (pipe, ["verify", "{f}"], r"pipe must be a file or a folder"),
+    (None, [*AVERAGE, "1"], r"expected: 2 numbers"),
+    (None, [*AVERAGE, "1,x"], r"must be numbers"),
+    (None, [*AVERAGE, "1,-1"], r"sum other than 0"),
+    (None, [*AVERAGE, "1,inf"], r"a finite number"),
+    (None, MERGE[:-1], r"must\s+be\s+given"),
+    (None, ["merge", "-o", "{tmp}/o", "--config", "{p}", "--option", "x=1"], r"must\s+be\s+given"),
+    (None, [*MERGE, "linear", "--weight=1", "--weight=2"], r"must have a --weight"),
+    (None, [*MERGE, "ties", "--base", "{p}", "--option", "x"], r"NAME=VALUE"),
+    (None, [*MERGE, "ties", "--base", "{p}", "--option", "x=1"], r"parameters: x"),
+    (EVIL, ["show", "{f}"], r"only tensors and plain data[\s\S]*posix\.mkdir"),
+    (EVIL, ["convert", "{f}", "{tmp}/o.safetensors"], r"only tensors and plain data"),
+    (lambda f: torch.save({"s": torch.eye(2).to_sparse()}, f), ["show", "{f}"], r"the value at 's'[\s\S]*sparse_coo"),
+    (archive("a.txt"), ["show", "{f}"], r"f must be a file of torch\.save[\s\S]*a\.txt"),
+    (archive("p/constants.pkl", "p/data.pkl"), ["verify", "{f}"], r"f must be a file of torch\.save[\s\S]*torch\.jit"),
+    (os.mkfifo, ["verify", "{f}"], r"f must be a file or a folder"),
+    (os.mkfifo, ["convert", "{p}", "{f}", "--to", "shards", "--force"], r"f must be a folder"),
+    (RUN, ["convert", "{p}", "{f}", "--to", "shards", "--force"], r"f must not belong"),
+    (RUN, ["convert", "{p}", "{f}", "--to", "memmap", "--force"], r"f must not belong"),
+    (RUN, ["convert", "{p}", "{f}/step-0000000001", "--to", "shards", "--force"], r"must not belong"),
+    (RUN, ["convert", "{p}", "{f}/step-0000000001/model.safetensors", "--force"], r"must not belong"),
+    (TWICE, ["convert", "{f}", "{tmp}/x.pt"], r"two paths become the name 'a\.b'"),
+    (None, ["convert", "{p}", "/"], r"tdfunc: /: the name must fit"),
+    (None, ["show", "--", "--debug"], r"--debug: No such file"),
     (None, ["show", "{tmp}/a\nb"], r"a\\nb: No such file"),
 ]
 
@@ -108,10 +98,12 @@ TROUBLE = [
 @pytest.mark.parametrize(("make", "args", "text"), TROUBLE)
 def test_trouble_is_told(make, args, text, tmp_path, path):
     """A mistake is told in a few lines on stderr, with exit code 2, and nothing is written."""
-    made = make(tmp_path) if make is not None else path
-    before = sorted(tmp_path.rglob("*"))
+    files = lambda: {one: one.read_bytes() if one.is_file() else None for one in tmp_path.rglob("*")}  # noqa: E731
+    if make is not None:
+        make(tmp_path / "f")
+    before = files()
 
-    result = run(*[arg.format(p=path, f=made, tmp=tmp_path) for arg in args])
+    result = run(*[arg.format(p=path, f=tmp_path / "f", tmp=tmp_path) for arg in args])
 
     # The box around a usage error is folded.
     shown = re.sub(r"[ │]*\n[ │]*(?! )", "\n", result.err)
@@ -119,7 +111,7 @@ def test_trouble_is_told(make, args, text, tmp_path, path):
     assert result.out == ""
     assert re.search(text, shown), shown
     assert "Traceback" not in result.err
-    assert sorted(tmp_path.rglob("*")) == before
+    assert files() == before
     assert not Path("/tmp/tdfunc-was-here").exists()
 
 
@@ -141,19 +133,20 @@ def test_a_full_disk(path, capsys):
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_interrupted(path, monkeypatch):
-    """Ctrl-C ends a command without a traceback."""
+@pytest.mark.parametrize("name", ["run_show", "app"])
+def test_interrupted(name, path, monkeypatch):
+    """Ctrl-C ends a command without a traceback, also before it has begun."""
 
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(app, "run_show", stop)
+    monkeypatch.setattr(app, name, stop)
 
     assert run("show", path).code == 130
 
 
 def test_version_and_help():
-    """--version is that of the package, and the help lists every command."""
+    """--version is that of the package, the help lists every command, and `methods` every method."""
     shown = run("--help").out
 
     assert run("--version").out == f"tdfunc {version('tdfunc')}\n"
@@ -161,6 +154,7 @@ def test_version_and_help():
         assert name in shown
     for name in ("diff", "verify"):
         assert "Exit code: 0" in run(name, "--help").out
+    assert [line.split()[0] for line in run("methods").out.splitlines()[1:]] == list(METHODS)
 
 
 # -- a process of its own ---------------------------------------------------------------------------------------
@@ -172,20 +166,24 @@ def test_pipes(path):
     many = path.parent / "many.safetensors"
     save(TensorDict({f"{i:0100d}": torch.ones(1) for i in range(2000)}), many)
 
-    with subprocess.Popen(child("show", many), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command, pipe = [sys.executable, "-m", "tdfunc", "show", many], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout.readline().startswith(str(many))
         process.stdout.close()
         assert (process.wait(120), process.stderr.read()) == (-signal.SIGPIPE, "")
 
 
-@pytest.mark.slow
-def test_import_of_tdfunc_needs_no_extra():
-    """`import tdfunc` imports neither typer nor rich."""
-    code = "import tdfunc, tdfunc.cli, sys, json; print(json.dumps([m for m in ('typer', 'rich') if m in sys.modules]))"
+def test_without_its_packages_the_command_names_the_extra(monkeypatch):
+    """`tdfunc.cli` imports neither typer nor rich before it checks that they are installed."""
+    for name in [name for name in sys.modules if name.startswith("tdfunc.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("rich", "typer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    # The new module is put here as well.
+    monkeypatch.setattr("tdfunc.cli", cli)
 
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-
-    assert json.loads(result.stdout) == []
+    with pytest.raises(SystemExit, match=r"needs rich and typer: pip install 'tdfunc\[cli\]'"):
+        importlib.import_module("tdfunc.cli").main([])
 
 
 PEAK = """
@@ -209,6 +207,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     """The memory of a command does not grow with the checkpoint."""
     path = tmp_path / "t.safetensors"
     save(TensorDict({"one": torch.randn(50_000_000), "n": {str(i): torch.randn(5_000_000) for i in range(10)}}), path)
+    models = [path.with_name(name) for name in "ab"]
+    for model in models:
+        save(TensorDict({str(j): torch.randn(250_000) for j in range(160)}), model, max_shard_size="1GB")
     base = peak_bytes("--version")
     commands = [
         ("average", path, path, "-o", tmp_path / "a.safetensors"),
@@ -218,9 +219,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         ("diff", path, tmp_path / "folder", "--values"),
         ("show", path, "--stats"),
         ("verify", path),
+        ("merge", models[1], "--base", models[0], "-o", tmp_path / "m", "--method", "ties"),
     ]
 
-    # The file has 400 MB, one leaf of it 200 MB.
+    # The file has 400 MB, one leaf of it 200 MB; each model has 160 MB.
     for command in commands:
         assert peak_bytes(*command) - base < 100e6, command
 

@@ -8,11 +8,16 @@ import torch
 import yaml
 
 import tdfunc as tdf
+from tdfunc.cli.merging.config import setting
 from tests.cli.helpers import run
-from tests.cli.test_main import peak_bytes
+from tests.lora.layers import llama
 from tests.weights.matrix import options_of
 
 D = 4
+TWO = {"models": [{"model": "a"}, {"model": "b"}]}
+LINEAR = {"merge_method": "linear", "parameters": {"weight": 1}}
+PASS = {"merge_method": "passthrough"}
+SLICE = {"sources": [{"model": "a", "layer_range": [0, 2]}]}
 KINDS = ["full_attention", "sliding_attention", "conv"]
 
 
@@ -89,7 +94,7 @@ def test_values_by_filter_and_depth(tmp_path, models):
                 {"model": "a"},
                 {"model": "b", "parameters": {"weight": [{"filter": "attn", "value": [0, 1, 0.5]}, {"value": 0.25}]}},
             ],
-            "parameters": {"lambda": 2.0, "normalize": False, "int8_mask": True},
+            "parameters": {"lambda": {"value": "2e0"}, "normalize": False, "int8_mask": True},
         },
     )
 
@@ -101,12 +106,29 @@ def test_values_by_filter_and_depth(tmp_path, models):
         torch.testing.assert_close(merged[path], expected)
 
 
+@pytest.mark.parametrize(
+    ("value", "depth", "expected"),
+    [
+        ([0, 1, 0.5], 0.25, 0.5),
+        ([0, 1, "5e-1"], 1.0, 0.5),
+        ([True, False], 0.9, True),
+        ([True, False], 1.0, False),
+        ([{"filter": "mlp", "value": 1}, {"filter": "*", "value": [2, 3]}], 0.5, 2.5),
+        ([{"filter": "mlp", "value": 1}], 0.5, None),
+    ],
+)
+def test_a_setting_depends_on_the_depth_and_the_name(value, depth, expected):
+    """Numbers are interpolated, one of several bools is chosen, and a leaf may have no value."""
+    assert setting(value, "layers.0.attn.w", depth) == expected
+
+
 def test_layers_are_stacked(tmp_path, models):
     """Slices give a deeper model: leaves before the layers are those of the first, others those of the last."""
-    sources = [("a", [0, 2]), ("b", [1, 3]), ("b", [1, 2])]
+    sources = [("a", [0, 2], {}), ("b", [1, 3], {"scale": 3.0}), ("b", [1, 2], {})]
+    source = lambda name, numbers: {"sources": [{"model": name, "layer_range": numbers}]}  # noqa: E731
     doc = {
         "merge_method": "passthrough",
-        "slices": [{"sources": [{"model": name, "layer_range": numbers}]} for name, numbers in sources],
+        "slices": [source(name, numbers) | {"parameters": own} for name, numbers, own in sources],
         "parameters": {"scale": [{"filter": "norm", "value": 2.0}, {"value": 1.0}]},
     }
 
@@ -114,7 +136,7 @@ def test_layers_are_stacked(tmp_path, models):
 
     expected = [("a", 0), ("a", 1), ("b", 1), ("b", 2), ("b", 1)]
     for i, (name, number) in enumerate(expected):
-        tdf.assert_close(merged["layers", str(i)], models[name]["layers", str(number)])
+        tdf.assert_close(merged["layers", str(i)], models[name]["layers", str(number)] * (3 if i in (2, 3) else 1))
     assert torch.equal(merged["embed", "w"], models["a"]["embed", "w"])
     assert torch.equal(merged["norm", "w"], 2 * models["b"]["norm", "w"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -123,10 +145,10 @@ def test_layers_are_stacked(tmp_path, models):
 
 
 def test_slices_merge_unequal_layers(tmp_path, models):
-    """Sources of a slice may begin at different layers; depth runs from 0 to 1 in each slice."""
+    """Sources of a slice may begin at different layers; depth runs from 0 to 1 in each slice, which has a base."""
     source = lambda name, first: {"model": name, "layer_range": [first, first + 2]}  # noqa: E731
-    slices = [{"sources": [source("a", 0), source("b", 1)]}]
-    doc = {"merge_method": "slerp", "base_model": "a", "slices": slices, "parameters": {"t": [0.0, 1.0]}}
+    slices = [{"base_model": "a", "sources": [source("a", 0), source("b", 1)]}]
+    doc = {"merge_method": "slerp", "slices": slices, "parameters": {"t": [0.0, 1.0]}}
 
     merged = merge_file(tmp_path, doc, "--dtype", "float64")
 
@@ -140,25 +162,40 @@ def test_modules_have_their_own_models(tmp_path, models):
     """Modules are parts of the tree, each with its own models."""
     one = lambda name: {"models": [{"model": name}]}  # noqa: E731
     doc = {"merge_method": "passthrough", "modules": {"embed": one("a"), "layers": one("b"), "norm": one("c")}}
+    doc["modules"]["norm"]["parameters"] = {"scale": 2.0}
 
     merged = merge_file(tmp_path, doc)
 
-    for part, name in (("embed", "a"), ("layers", "b"), ("norm", "c")):
-        tdf.assert_close(merged[part], models[name][part])
+    for part, name, scale in (("embed", "a", 1), ("layers", "b", 1), ("norm", "c", 2)):
+        tdf.assert_close(merged[part], models[name][part] * scale)
+
+
+def test_folders_of_transformers_have_the_order_of_their_modules(tmp_path):
+    """Their files are sorted by name: what is after the layers in the module belongs to the last slice."""
+    made = {name: llama() for name in "ab"}
+    for name, model in made.items():
+        model.save_pretrained(tmp_path / name)
+
+    merged = merge_file(tmp_path, PASS | {"slices": [SLICE, {"sources": [{"model": "b", "layer_range": [0, 1]}]}]})
+
+    for name, path in (("a", "model.embed_tokens"), ("b", "lm_head"), ("a", "model.layers.1.mlp.up_proj")):
+        assert torch.equal(merged[(*path.split("."), "weight")], made[name].get_submodule(path).weight)
 
 
 # -- vocabularies ---------------------------------------------------------------------------------------------------
 
 WORDS = {"a": ["?", "x", "y", "z"], "b": ["?", "z", "q"], "c": ["?", "y", "x", "r", "z"]}
+# The embeddings of `a` and `b` have padding, and the last word of `c` has no row.
+ROWS = {"a": 6, "b": 4, "c": 4}
 
 
 @pytest.fixture
 def spoken(tmp_path):
-    """Three models, each with a tokenizer, and with rows of padding in its embedding."""
+    """Three models, each with a tokenizer."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     made = {}
     for seed, (name, words) in enumerate(WORDS.items()):
-        made[name] = write_model(tmp_path / name, seed, words=len(words) + 2)
+        made[name] = write_model(tmp_path / name, seed, words=ROWS[name])
         model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?")
         tokenizer = tokenizers.Tokenizer(model)
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / name)
@@ -184,7 +221,7 @@ def test_vocabularies_are_made_one(source, expected, tmp_path, spoken):
     assert sorted(words, key=words.get) == expected
     assert merged.shape == (8 if len(expected) > 4 else 4, D)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == merged.shape[0]
-    row = lambda name, word: spoken[name]["embed", "w"][WORDS[name].index(word)] if word in WORDS[name] else None  # noqa: E731
+    row = lambda name, word: dict(zip(WORDS[name], spoken[name]["embed", "w"], strict=False)).get(word)  # noqa: E731
     for i, word in enumerate(expected):
         found = [row(name, word) for name in "abc"]
         have = [x for x in found if x is not None]
@@ -194,24 +231,43 @@ def test_vocabularies_are_made_one(source, expected, tmp_path, spoken):
 
 
 def test_lost_tokens_are_told(tmp_path, spoken):
-    """A note names how many tokens of a model the result does not have."""
-    doc = {"merge_method": "linear", "tokenizer_source": "base", "parameters": {"weight": 1}}
-    (tmp_path / "x.yml").write_text(
-        yaml.safe_dump(doc | {"models": [{"model": str(tmp_path / name)} for name in "abc"]})
-    )
+    """Notes name lost tokens and embeddings of another size; a base that is not treated apart is one of the models."""
+    doc = LINEAR | {"base_model": str(tmp_path / "a"), "tokenizer": {"source": "base", "pad_to_multiple_of": 6}}
+    doc["models"] = [{"model": str(tmp_path / name)} for name in "bc"]
+    (tmp_path / "x.yml").write_text(yaml.safe_dump(doc))
 
     result = run("merge", "-c", tmp_path / "x.yml", "-o", tmp_path / "out")
 
     assert f"{tmp_path / 'b'}: 1 token is not in the result" in result.err
-    assert len(spoken) == 3
+    assert "rows of the vocabulary" not in result.err
+    assert "must have a chat template" in run("template", "check", tmp_path / "a").err
+    mean = sum(tree["norm", "w"] for tree in spoken.values()) / 3
+    torch.testing.assert_close(tdf.load(tmp_path / "out")["norm", "w"], mean)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new", "text"),
+    [
+        ("a", "config.json", "vocab_size", "words", "config.json must have a vocab_size"),
+        ("a", "config.json", '"vocab_size": 6', '"vocab_size": 9', "must have the vocabulary as its first dimension"),
+        ("a", "tokenizer.json", '"z": 3', '"z": 7', "numbered without gaps"),
+        ("b", "config.json", "", "", "only one dimension of embed.w"),
+    ],
+)
+def test_a_vocabulary_must_be_clear(name, file, old, new, text, tmp_path, spoken):
+    """A model without its size, without its embedding, with gaps or with a square embedding is refused."""
+    path = tmp_path / name / file
+    path.write_text(path.read_text().replace(old, new))
+    doc = LINEAR | {"models": [{"model": str(tmp_path / name)}], "tokenizer_source": "base"}
+    (tmp_path / "x.yml").write_text(yaml.safe_dump(doc))
+
+    result = run("merge", "-c", tmp_path / "x.yml", "-o", tmp_path / "out")
+
+    assert (result.code, len(spoken)) == (2, 3)
+    assert text in result.err
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
-
-TWO = {"models": [{"model": "a"}, {"model": "b"}]}
-LINEAR = {"merge_method": "linear", "parameters": {"weight": 1}}
-PASS = {"merge_method": "passthrough"}
-SLICE = {"sources": [{"model": "a", "layer_range": [0, 2]}]}
 
 
 @pytest.mark.parametrize(
@@ -221,6 +277,11 @@ SLICE = {"sources": [{"model": "a", "layer_range": [0, 2]}]}
         (TWO | {"merge_method": "none"}, "expected: linear, slerp"),
         (LINEAR, "one of models, slices and modules"),
         (LINEAR | TWO | {"slices": [SLICE]}, "one of models, slices and modules"),
+        (PASS | {"modules": ["a"]}, "modules must be a mapping"),
+        (PASS | {"modules": {"norm": {}}}, "must have models or slices"),
+        (PASS | {"modules": {"norm": {"slices": [SLICE]}}}, "slices require one node of layers"),
+        (LINEAR | {"models": ["a"]}, "models must be a mapping"),
+        (LINEAR | {"models": [{"model": 1}]}, "a model must be a path"),
         (LINEAR | TWO | {"chat_template": "chatml"}, "these entries: chat_template"),
         (LINEAR | TWO | {"tokenizer": {"source": "union", "tokens": {"x": {}}}}, "these entries: tokens"),
         (LINEAR | {"models": [{"model": {"model": "a", "lora": "b"}}]}, "these entries: lora"),
@@ -290,6 +351,7 @@ def test_other_leaves_and_data_must_be_equal(values, text, tmp_path):
 def test_ties_must_be_equal(tmp_path):
     """A tie that one model does not have raises, since a value would be lost; a leaf of the other one is told."""
     tied = tdf.from_module(torch.nn.ModuleDict(dict.fromkeys("ab", torch.nn.Linear(2, 2, bias=False)))).detach()
+    tied = tied.set("count", torch.tensor(3))
     trees = {"tied": tied, "untied": tied.untie(("b", "weight")), "more": tied.set("own", torch.zeros(1))}
     for name, tree in trees.items():
         tdf.save(tree, tmp_path / f"{name}.safetensors")
@@ -303,23 +365,3 @@ def test_ties_must_be_equal(tmp_path):
     assert told.code == 0
     assert "1 leaf not in" in told.err
     tdf.assert_close(tdf.load(place("o")), tied)
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_models(tmp_path):
-    """A merge of two models with 160 MB each holds less than half of one."""
-    for i in range(2):
-        tree = tdf.TensorDict({str(j): torch.randn(250_000) for j in range(160)})
-        tdf.save(tree, tmp_path / str(i), max_shard_size="1GB")
-    base = peak_bytes("--version")
-
-    peak = peak_bytes("merge", tmp_path / "1", "--base", tmp_path / "0", "-o", tmp_path / "o", "--method", "ties")
-
-    assert peak - base < 80e6
-
-
-def test_the_methods_are_listed():
-    """`methods` has a row for each."""
-    shown = run("methods").out
-
-    assert [line.split()[0] for line in shown.splitlines()[1:]] == list(tdf.weights.METHODS)

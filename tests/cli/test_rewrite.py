@@ -3,16 +3,17 @@
 import json
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdfunc import CheckpointManager, Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
+from tdfunc import Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
 from tdfunc.core.collection import TensorCollection
 from tests.cli.helpers import WRITERS, make_tree, read_back, run, write_as
 from tests.helpers import examples
 from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes
+
+INF, NAN = float("inf"), float("nan")
 
 
 def assert_same_state(actual, expected):
@@ -25,7 +26,7 @@ def assert_same_state(actual, expected):
 @pytest.mark.parametrize("source", WRITERS)
 @pytest.mark.parametrize("target", WRITERS)
 def test_convert_every_pair(source, target, tmp_path):
-    """Every format converts to every other one with its values, names and ties."""
+    """Every format converts to every other one with its values, names and ties; their mean is equal, with its kinds."""
     tree = make_tree()
     path = write_as(source, tree, tmp_path)
     out = tmp_path / ("out.pt" if target == "torch" else "out.safetensors" if target == "safetensors" else "out")
@@ -34,16 +35,19 @@ def test_convert_every_pair(source, target, tmp_path):
 
     assert (result.code, result.out) == (0, "")
     assert f"wrote {out} ({target}, 9 leaves" in result.err
+    assert run("average", path, out, path, "-o", tmp_path / "mean.safetensors").code == 0
+    assert [run("diff", path, b, "--values").code for b in (out, tmp_path / "mean.safetensors")] == [0, 0]
     assert_same_state(read_back(out), tree.state_dict())
 
 
 @pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
 @pytest.mark.parametrize("target", ["safetensors", "shards", "memmap"])
 def test_convert_keeps_the_tree(source, target, tmp_path):
-    """Batch sizes, names, non-tensor data, plain objects, kinds, lazy stacks and ties are kept."""
+    """Batch sizes, names, non-tensor data, plain objects, kinds, lazy stacks, ties and NaN are kept, and equal."""
     rows = lazy_stack([TensorDict({"r": torch.ones(2)}), TensorDict({"r": torch.zeros(3)})])
     plain = {"text": "text", "list": NonTensorData([1, None, "x"]), "empty": TensorDict({})}
     more = {"named": TensorDict({"a": torch.ones(2, 3)}, [2], names=["row"]), "tensor": NonTensorData(torch.ones(2))}
+    more["nan"] = torch.tensor([NAN, INF, -0.0])
     more["object"] = NonTensorData({"state": {0: {"m": torch.ones(2)}}, "pair": (1, torch.inf), "tree": make_tree()})
     tree = make_tree().update({"rows": rows, **plain, **more})
     path = write_as(source, tree, tmp_path)
@@ -52,6 +56,7 @@ def test_convert_keeps_the_tree(source, target, tmp_path):
     assert run("convert", path, out, "--to", target).code == 0
 
     assert_same(load(out), load(path))
+    assert [run("diff", path, out, *options).code for options in ([], ["--values"])] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,15 +72,16 @@ def test_convert_every_dtype(dtype, tmp_path):
     assert same_bytes(load(tmp_path / "c.safetensors")["x"], leaf)
 
 
-def test_state_dict_says_what_it_leaves_out(tmp_path):
-    """The entries that a state dict cannot hold are named."""
-    tree = TensorDict({"w": torch.ones(2), "b": torch.ones(1), "note": "text", "t": NonTensorData(torch.ones(1))})
-    tree = tree._replace(tree._data, kinds={"b": Kind.NON_PERSISTENT})
-    save(tree, tmp_path / "t.safetensors")
+@pytest.mark.parametrize(("count", "text"), [(3, "5 entries: b, 0, 1, 2, t\n"), (4, "6 entries: b, 0, 1, 2, 3, ...\n")])
+def test_state_dict_says_what_it_leaves_out(count, text, tmp_path):
+    """The first five entries that a state dict cannot hold are named."""
+    notes = {str(i): "text" for i in range(count)}
+    tree = TensorDict({"w": torch.ones(2), "b": torch.ones(1), **notes, "t": NonTensorData(torch.ones(1))})
+    save(tree._replace(tree._data, kinds={"b": Kind.NON_PERSISTENT}), tmp_path / "t.safetensors")
 
     result = run("convert", tmp_path / "t.safetensors", tmp_path / "t.pt")
 
-    assert "cannot hold 3 entries: b, note, t" in result.err
+    assert f"cannot hold {text}" in result.err
     assert "(torch, 1 leaf, 8 B)" in result.err
     assert list(torch.load(tmp_path / "t.pt", weights_only=True)) == ["w"]
 
@@ -120,13 +126,15 @@ def test_errors_name_the_file(tmp_path):
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_shapes_of_torch_files(legacy, tmp_path):
-    """A bare tensor, a list, a Parameter, a view, and a file of an old torch are read."""
+    """A bare tensor, a list, a Parameter, a view, keys that are no texts, and a file of an old torch are read."""
     base = torch.arange(12.0).reshape(3, 4)
     data = {"list": [base.T, {"a": base[1:]}], "tuple": (1, 2), "p": torch.nn.Parameter(base), "a.b": base, "a": 5}
+    data |= {"none": {}, "plain": {"lr": 1}, "ints": {1: base, "x": base}}
     torch.save(data, tmp_path / "t.pt", _use_new_zipfile_serialization=not legacy)
     torch.save(base, tmp_path / "one.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save(data["ints"], tmp_path / "ints.pt", _use_new_zipfile_serialization=not legacy)
 
-    for name in ("t", "one"):
+    for name in ("t", "one", "ints"):
         assert run("convert", tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors").code == 0
 
     tree = load(tmp_path / "t.safetensors")
@@ -136,6 +144,10 @@ def test_shapes_of_torch_files(legacy, tmp_path):
     assert (tree["tuple"], tree["a"]) == ((1, 2), 5)
     assert torch.equal(tree["a.b"], base)
     assert torch.equal(load(tmp_path / "one.safetensors")["value"], base)
+    assert isinstance(tree["none"], TensorDict)
+    assert tree["plain"] == {"lr": 1}
+    for ints in (tree["ints"], load(tmp_path / "ints.safetensors")["value"]):
+        assert torch.equal(ints[1], base)
 
 
 def test_classes_that_are_not_here_keep_their_names(tmp_path):
@@ -152,23 +164,7 @@ def test_classes_that_are_not_here_keep_their_names(tmp_path):
     assert type(load(tmp_path / "b.safetensors", classes=[typed])["n"]) is typed
 
 
-def test_metadata_that_is_not_kept_is_named(tmp_path):
-    """Strings in the header of another program's file that are not kept are named."""
-    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "f.safetensors", metadata={"who": "me"})
-
-    result = run("convert", tmp_path / "f.safetensors", tmp_path / "g.safetensors")
-
-    assert "the metadata of" in result.err
-    assert "not kept: who" in result.err
-
-
 # -- extract and cast -------------------------------------------------------------------------------------------
-
-
-def norm_and_out(tree):
-    """The leaves of two patterns, less those of a third."""
-    both = partition(tree, Filter("norm.*") | "out*")[0]
-    return partition(both, "*.bias")[1]
 
 
 @pytest.mark.parametrize("source", ["safetensors", "shards", "memmap"])
@@ -176,7 +172,10 @@ def norm_and_out(tree):
     ("options", "where"),
     [
         (["--filter", "norm.*"], lambda tree: partition(tree, "norm.*")[0]),
-        (["-f", "norm.*", "-f", "out*", "-x", "*.bias"], norm_and_out),
+        (
+            ["-f", "norm.*", "-f", "out*", "-x", "*.bias"],
+            lambda tree: partition(partition(tree, Filter("norm.*") | "out*")[0], "*.bias")[1],
+        ),
         (["--exclude", "norm.*"], lambda tree: partition(tree, "norm.*")[1]),
     ],
     ids=["filter", "both", "exclude"],
@@ -223,7 +222,6 @@ def test_cast_is_that_of_load(name, dtype, tmp_path):
     assert_same(load(tmp_path / "out.safetensors"), load(path, dtype=dtype))
 
 
-INF, NAN = float("inf"), float("nan")
 SPECIALS = [1e9, -1e9, INF, -INF, NAN, 464.0, 1.0, 0.0, -3.0]
 
 
@@ -266,79 +264,58 @@ def test_average_oracle(tmp_path_factory, weights, dtype):
     assert load(folder / "o.safetensors")["n"] == 3
 
 
-@pytest.mark.parametrize("format", WRITERS)
-def test_average_of_equals_is_the_same(format, tmp_path):
-    """The average of a checkpoint with itself has its bits, ties and kinds."""
-    path = write_as(format, make_tree(), tmp_path)
-
-    assert run("average", path, path, path, "-o", tmp_path / "out.safetensors").code == 0
-
-    assert run("diff", path, tmp_path / "out.safetensors", "--values").code == 0
+BROKEN, WHOLE, OTHER = [INF, NAN, 1.0, -INF], [1.0, 2.0, 3.0, -0.0], [3.0, 2.0, 3.0, 0.0]
 
 
-def average(*values, weights=None, folder, dtype=torch.float64):
-    """Average checkpoints of one leaf each; return the leaf and the notes."""
-    paths = [folder / str(i) for i in range(len(values))]
-    for path, value in zip(paths, values, strict=True):
+@pytest.mark.parametrize(
+    ("dtype", "weights", "rows", "expected", "said"),
+    [
+        (torch.float64, "0,1", [BROKEN, WHOLE], WHOLE, ""),
+        (torch.complex128, "1,0,1", [WHOLE, BROKEN, OTHER], [2.0, 2.0, 3.0, 0.0], ""),
+        (
+            torch.float16,
+            "2,-1",
+            [[6e4, 1.0, INF], [1.0, 2.0, 1.0]],
+            [INF, 0.0, INF],
+            "w: 1 value out of the range of f",
+        ),
+    ],
+)
+def test_average_of_special_values(dtype, weights, rows, expected, said, tmp_path):
+    """A checkpoint of weight 0 does not count, even with infinities; means out of the range of a dtype are counted."""
+    paths = [tmp_path / str(i) for i in range(len(rows))]
+    for path, row in zip(paths, rows, strict=True):
         # Of all formats the one that also holds complex128.
-        TensorDict({"w": torch.tensor(value, dtype=dtype)}).memmap(path)
-    options = ["--weights", weights] if weights is not None else []
-    result = run("average", *paths, "-o", folder / "o", "--force", *options)
-    assert result.code == 0
-    return load(folder / "o")["w"].tolist(), result.err
+        TensorDict({"w": torch.tensor(row, dtype=dtype)}).memmap(path)
+
+    result = run("average", *paths, "-o", tmp_path / "o", "--weights", weights)
+
+    assert load(tmp_path / "o")["w"].tolist() == expected
+    assert said in result.err
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_average_with_weights_of_zero(dtype, tmp_path):
-    """A checkpoint of weight 0 does not count, infinities in it neither."""
-    broken, whole, other = [INF, NAN, 1.0, -INF], [1.0, 2.0, 3.0, -0.0], [3.0, 2.0, 3.0, 0.0]
-
-    assert average(broken, whole, weights="0,1", folder=tmp_path, dtype=dtype)[0] == whole
-    assert average(whole, broken, other, weights="1,0,1", folder=tmp_path, dtype=dtype)[0] == [2.0, 2.0, 3.0, 0.0]
-
-
-def test_average_of_large_values(tmp_path):
-    """A mean out of the range of its dtype is counted."""
-    values, said = average([6e4, 1.0, INF], [1.0, 2.0, 1.0], weights="2,-1", folder=tmp_path, dtype=torch.float16)
-    assert values == [INF, 0.0, INF]
-    assert "w: 1 value out of the range of float16" in said
-
-
-def test_average_of_a_part(tmp_path):
-    """`--exclude` leaves out entries that two steps do not share, such as counters and states of generators."""
+def test_average_of_what_has_no_mean(tmp_path):
+    """Differences are an error that lists them, or left out, or taken from the first when asked."""
     for i in range(2):
-        tree = TensorDict({"w": torch.full((2,), float(i)), "rng": torch.full((2 + i,), i), "step": torch.tensor(i)})
-        save(tree, tmp_path / f"{i}.safetensors")
-    paths = tmp_path / "0.safetensors", tmp_path / "1.safetensors"
+        leaves = {"w": torch.full((2,), float(i)), "rng": torch.full((2 + i,), i), f"more{i}": torch.ones(2)}
+        values = {"n": torch.tensor(i), "note": f"run {i}", "same": "x", f"own{i}": "x"}
+        save(TensorDict(leaves | values), tmp_path / f"{i}.safetensors")
+    paths, alike = [tmp_path / f"{i}.safetensors" for i in range(2)], ["-x", "rng", "-x", "more*"]
 
-    result = run("average", *paths, "-o", tmp_path / "o.safetensors", "-x", "rng", "-x", "step")
-    refused = run("average", *paths, "-o", tmp_path / "p.safetensors")
+    other = run("average", *paths, "-o", tmp_path / "o.safetensors")
+    refused = run("average", *paths, "-o", tmp_path / "o.safetensors", *alike)
+    part = run("average", *paths, "-o", tmp_path / "p.safetensors", "--filter", "w")
+    taken = run("average", *paths, "-o", tmp_path / "o.safetensors", *alike, "--unequal", "first")
 
-    assert result.code == 0
-    assert load(tmp_path / "o.safetensors").to_dict().keys() == {"w"}
-    assert load(tmp_path / "o.safetensors")["w"].tolist() == [0.5, 0.5]
-    assert refused.code == 2
-    assert f"rng in {paths[1]}: expected int64 [2], got int64 [3]" in refused.err
-
-
-def test_average_of_different_integers(tmp_path):
-    """Counters that differ are an error, or taken from the first when asked."""
-    for i in range(2):
-        save(
-            TensorDict({"w": torch.full((2,), float(i)), "n": torch.tensor(i), "note": f"run {i}"}),
-            tmp_path / f"{i}.safetensors",
-        )
-    paths = tmp_path / "0.safetensors", tmp_path / "1.safetensors"
-
-    refused = run("average", *paths, "-o", tmp_path / "o.safetensors")
-    taken = run("average", *paths, "-o", tmp_path / "o.safetensors", "--unequal", "first")
-
-    assert refused.code == 2
-    assert f"n (int64 []) in {paths[1]}" in refused.err
-    assert f"note in {paths[1]}: 'run 1' instead of 'run 0'" in refused.err
-    assert taken.code == 0
+    assert [result.code for result in (other, refused, part, taken)] == [2, 2, 0, 0]
+    for text in ("rng in {}: expected int64 [2], got int64 [3]", "missing: more0 in {}", "unexpected: more1 in {}"):
+        assert text.format(paths[1]) in other.err
+    for text in ("n (int64 []) in {}", "note in {}: 'run 1' instead of 'run 0'", "own1 in {}: 'x' instead of 'not"):
+        assert text.format(paths[1]) in refused.err
+    assert "same in" not in refused.err
     found = load(tmp_path / "o.safetensors")
     assert (found["w"].tolist(), found["n"].item(), found["note"]) == ([0.5, 0.5], 0, "run 0")
+    assert load(tmp_path / "p.safetensors").to_dict().keys() == {"w"}
 
 
 # -- what is there already --------------------------------------------------------------------------------------
@@ -382,27 +359,6 @@ def test_shards_beside_other_files(tmp_path):
     assert "model.safetensors.index.json exists" in single.err
     assert "contain a memmapped tree" in mixed.err
     assert "not part of a memmapped tree" in over.err
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "says"),
-    [
-        ("run", ["--to", "shards"], "run must not belong"),
-        ("run", ["--to", "memmap"], "run must not belong"),
-        ("run/step-0000000001", ["--to", "shards"], "must not belong"),
-        ("run/step-0000000001/model.safetensors", [], "must not belong"),
-    ],
-)
-def test_the_folder_of_a_run_is_left_alone(target, options, says, tmp_path):
-    """Nothing is written into the folder of a run, or of a step."""
-    CheckpointManager(tmp_path / "run").save(1, TensorDict({"w": torch.ones(3)}))
-    save(TensorDict({"w": torch.zeros(3)}), tmp_path / "t.safetensors")
-
-    result = run("convert", tmp_path / "t.safetensors", tmp_path / target, "--force", *options)
-
-    assert result.code == 2
-    assert says in result.err
-    assert run("verify", tmp_path / "run").code == 0
 
 
 def test_urls(tmp_path):

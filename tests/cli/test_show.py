@@ -1,5 +1,6 @@
 """`tdfunc show`: what is in a checkpoint of any format."""
 
+import io
 import math
 
 import pytest
@@ -34,12 +35,14 @@ def test_json_lists_every_leaf(format, tmp_path):
     assert found["bytes"] == sum(leaf["bytes"] for leaf in leaves.values())
     assert found["format"] == format
     assert found["checksums"] == ("xxh3-64" if format in ("safetensors", "shards") else None)
+    assert (" files, " in run("show", path).out) == (format in ("shards", "memmap"))
 
 
 def test_table(tmp_path):
     """The plain table is whole, without colours, with all columns and the totals."""
     name = "a" * 200
-    tree = TensorDict({name: torch.ones(3), "n": {"i": torch.arange(2)}, "note": "text"})
+    tree = TensorDict({name: torch.ones(3), "n": {"i": torch.arange(2)}, "note": "t" * 61})
+    tree = tree.update({"t": NonTensorData(torch.ones(1)), "u": "u" * 58})
     save(tree._replace(tree._data, kinds={name: Kind.BUFFER}), tmp_path / "t.safetensors")
 
     lines = run("show", tmp_path / "t.safetensors").out.splitlines()
@@ -47,10 +50,30 @@ def test_table(tmp_path):
     assert lines[0].startswith(f"{tmp_path / 't.safetensors'}, safetensors, ")
     assert lines[1].split() == ["path", "dtype", "shape", "size", "kind"]
     assert lines[2].split() == [name, "float32", "[3]", "12", "B", "buffer"]
-    assert lines[3].split() == ["n.i", "int64", "[2]", "16", "B", "tensor"]
-    assert "value 'text'" in lines[4]
-    assert lines[5] == "2 leaves, 5 elements, 28 B (float32 12 B, int64 16 B), 1 non-tensor value"
+    assert lines[3].split() == ["t", "float32", "[1]", "4", "B", "non-tensor"]
+    assert lines[4].split() == ["n.i", "int64", "[2]", "16", "B", "tensor"]
+    assert [line.split(" value ")[1] for line in lines[5:7]] == [f"'{'t' * 59}...", f"'{'u' * 58}'"]
+    assert lines[7] == "3 leaves, 6 elements, 32 B (float32 16 B, int64 16 B), 2 non-tensor values"
     assert "\x1b" not in "".join(lines)
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream of a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_has_a_width_and_a_bar(tmp_path, monkeypatch):
+    """On a terminal the header is bold, lines are folded, and a bar on stderr counts the bytes."""
+    monkeypatch.setenv("TERM", "xterm")
+    save(TensorDict({"a" * 500: torch.ones(3)}), tmp_path / "t.safetensors")
+
+    shown = run("show", tmp_path / "t.safetensors", "--stats", stream=Terminal)
+
+    assert "\x1b[1m" in shown.out
+    assert "a" * 500 not in shown.out
+    assert "12/12 bytes" in shown.err
 
 
 def test_tree_and_filter(tmp_path):
@@ -95,6 +118,7 @@ def test_stats_of_every_dtype(dtype, tmp_path):
     result = run("show", tmp_path / "t.safetensors", "--stats", "--json")
 
     assert result.code == 0
+    assert run("show", tmp_path / "t.safetensors", "--stats").code == 0
     if dtype.startswith("float4"):
         assert "stats" not in result.json["leaves"][0]
     else:
@@ -114,28 +138,34 @@ def test_stats_columns(tmp_path):
     assert lines[2].split() == ["path", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zero"]
     rows = {line.split()[0]: line.split()[3:] for line in lines[3:5]}
     assert rows == {"x": ["0", "3", "1.3333", "1.5275", "20%", "20%", "20%"], "e": ["-", "-", "-", "-", "0", "0", "0"]}
+    tree = run("show", tmp_path / "f.safetensors", "--stats", "--tree").out
+    assert "x  float32 [5] 20 B min 0 max 3 mean 1.3333 std 1.5275 nan 20% inf 20% zero 20%" in tree
+    assert "not kept: who" in run("convert", tmp_path / "f.safetensors", tmp_path / "g.safetensors").err
 
 
 def test_steps_of_a_run(tmp_path):
-    """The folder of a CheckpointManager, and one step of it, are shown."""
-    manager = CheckpointManager(tmp_path / "run")
+    """The folder of a CheckpointManager, and one step of it, are shown, and its metadata are compared."""
+    manager, shown = CheckpointManager(tmp_path / "run"), {}
     for step in (3, 12):
         manager.save(step, TensorDict({"w": torch.full((2,), float(step))}), metadata={"loss": step / 2})
+        shown[step] = run("show", tmp_path / "run")
 
-    whole, one = run("show", tmp_path / "run"), run("show", manager.path(3), "--json")
+    whole, one = shown[12], run("show", manager.path(3), "--json")
 
     assert "step 12, the latest of 3, 12" in whole.out
     assert "loss: 6.0" in whole.out
     assert [line.split() for line in whole.out.splitlines()[2:5]] == [["step", "loss"], ["3", "1.5"], ["12", "6.0"]]
     assert one.json["metadata"] == {"loss": 1.5}
+    assert shown[3].out.splitlines()[2].split() == ["path", "dtype", "shape", "size", "kind"]
+    assert "metadata loss" in run("diff", manager.path(3), manager.path(12)).out
 
 
 def test_hostile_names(tmp_path):
     """Control characters and rich's markup in a key are printed as text."""
     save(TensorDict({"\x1b[31mred\r": torch.ones(1), "[bold]x": torch.ones(1)}), tmp_path / "t.safetensors")
 
-    for option in ("--no", "--tree"):
-        result = run("show", tmp_path / "t.safetensors", *([option] if option == "--tree" else []))
+    for option in ([], ["--tree"]):
+        result = run("show", tmp_path / "t.safetensors", *option)
 
         assert r"\x1b[31mred\r" in result.out
         assert "[bold]x" in result.out

@@ -1,10 +1,15 @@
 """Small modules with every layer that adapters go on, and trained adapters of them."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.pytorch_utils import Conv1D
 
 
@@ -27,6 +32,24 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 3
 
 
+class Routed(nn.Module):
+    """Fused experts; the numbers of a token choose two of them."""
+
+    def __init__(self, cls, implementation="grouped_mm"):
+        super().__init__()
+        size = dict.fromkeys(("hidden_size", "moe_hidden_size", "intermediate_size", "moe_intermediate_size"), 8)
+        more = dict(num_local_experts=4, n_routed_experts=4, swiglu_alpha=1.7, swiglu_limit=7.0, post_norm_eps=1e-5)
+        more |= dict(hidden_act="silu", mlp_hidden_act="relu2", moe_latent_size=None)
+        self.experts = cls(SimpleNamespace(**size, **more, _experts_implementation=implementation))
+        for leaf in self.parameters():
+            nn.init.normal_(leaf, std=0.5)
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)
+        weights, which = tokens[:, :4].softmax(-1).topk(2)
+        return self.experts(tokens, which, weights).view_as(x)
+
+
 def images(*size):
     """Four inputs of a size."""
     return lambda: torch.randn(4, *size)
@@ -39,15 +62,21 @@ def ids(high):
 
 # name -> (module, weights, input)
 MODULES = {
-    "linear": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False)), "*.weight", images(5)),
+    "linear": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1), nn.Linear(1, 3)), "*.weight", images(5)),
     "conv1d": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding=1, padding_mode="circular")), "0.weight", images(4, 9)),
     "conv2d": (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, dilation=2)), "0.weight", images(4, 9, 8)),
     "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, groups=2)), "0.weight", images(4, 5, 5)),
     "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 6, 2)), "0.weight", images(2, 3, 4, 3)),
-    "transposed": (lambda: nn.Sequential(Conv1D(7, 5)), "0.weight", images(3, 5)),
+    "transposed": (lambda: nn.Sequential(Conv1D(7, 5), Conv1D(1, 7)), "*.weight", images(3, 5)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=0)), "0.weight", ids(11)),
     "scaled": (lambda: nn.Sequential(Scaled(11, 6)), "0.weight", ids(11)),
+    "experts": (lambda: Routed(GptOssExperts), "*_proj", images(3, 8)),
+    "experts without a gate": (lambda: Routed(NemotronHExperts, "batched_mm"), "*.down_proj", images(3, 8)),
+    "experts with a norm": (lambda: Routed(MuseSparkExperts, "eager"), "*_proj", images(3, 8)),
+    "tied": (Tied, "*.weight", ids(11)),
 }
+# Modules with layers whose adapters cannot have a bias.
+NO_BIAS = ("embedding", "scaled", "experts", "experts without a gate", "experts with a norm", "tied")
 
 
 def llama(**options):

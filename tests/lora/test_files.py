@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc.lora import Lora
 from tdfunc.lora._peft import short_names
-from tests.lora.layers import MODULES, Tied, experts, trained
+from tests.lora.layers import MODULES, NO_BIAS, Tied, experts, trained
 
 EXPERTS = ("model", "layers", "0", "mlp", "experts")
 
@@ -36,16 +37,19 @@ def under(name, parts):
     return {f"{name}.{part}": leaf for part, leaf in parts.items()}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"dora": True}, {"start": "olora"}, {"rslora": True, "alpha": 3.0}, {"alpha": 0.3}], ids=str
-)
-@pytest.mark.parametrize("name", [*(name for name in MODULES if name not in ("grouped", "scaled")), "tied"])
+OPTIONS = [{}, {"start": "olora"}, {"rslora": True, "alpha": 3.0, "dropout": 0.1}, {"alpha": 0.3}]
+SAVED = [
+    *((name, option) for name in MODULES for option in OPTIONS),
+    *((name, {"dora": True}) for name in MODULES if name not in NO_BIAS or name == "embedding"),
+    *((name, {"bias": True}) for name in MODULES if name not in NO_BIAS),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), [row for row in SAVED if row[0] not in ("grouped", "scaled")], ids=str)
 def test_what_is_saved_loads(name, options, tmp_path):
     """The adapters come back with the choice; a start comes back as plain LoRA of twice the rank."""
-    if name == "tied" and "dora" in options:
-        pytest.skip("DoRA is refused on a tied weight")
-    make, where, inputs = MODULES.get(name) or (Tied, "*.weight", lambda: torch.randint(11, (4, 5)))
-    apply, params, _ = tdf.functional(make())
+    make, where, inputs = MODULES[name]
+    apply, params, _ = tdf.functional(make().eval())
     lora, x = Lora(where, **{"rank": 2, "alpha": 4.0} | options), inputs()
     adapters = trained(lora, params, apply)
 
@@ -56,20 +60,49 @@ def test_what_is_saved_loads(name, options, tmp_path):
         back.attach(apply)((params, same), x), lora.attach(apply)((params, adapters), x), atol=1e-5, rtol=1e-4
     )
     assert (back.rank, back.rslora, back.dora) == (4 if "start" in options else 2, lora.rslora, lora.dora)
+    assert (back.bias, back.dropout) == (lora.bias, lora.dropout)
     if "start" not in options:
         tdf.assert_close(same, adapters)
         assert back.alpha == lora.alpha
 
 
+NOTHING = tdf.Filter(lambda path, leaf: False)
+
+
+@pytest.mark.parametrize(
+    ("where", "whole", "bias", "modules"),
+    [
+        ("0.weight", "1.*", "none", ["1"]),
+        ("0.weight", "*.bias", "all", None),
+        ("0.weight", "0.bias", "lora_only", None),
+        ("0.weight", tdf.Filter("0.bias") | "1.*", "lora_only", ["1"]),
+        (NOTHING, "2.0.*", "none", ["2.0"]),
+    ],
+)
+def test_whole_leaves_are_biases_or_modules_of_peft(where, whole, bias, modules, tmp_path):
+    """They come back, with or without adapters, and a layer with another name that ends alike is not chosen."""
+    apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4))))
+    lora = Lora(where, rank=2, whole=whole)
+    adapters = trained(lora, params, apply)
+
+    tdf.lora.save(tmp_path, lora, adapters, apply)
+    same = tdf.lora.load(tmp_path, params)[1]
+
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["bias"], config["modules_to_save"]) == (bias, modules)
+    tdf.assert_close(same, adapters)
+
+
 def test_numbers_of_a_configuration_are_kept(tmp_path):
     """`lora_alpha` is the number of the file, where the scale times the rank differs from it in the last bit."""
     base = tdf.TensorDict({"a": {"weight": torch.zeros(60, 60)}})
-    tensors = {f"a.{name}": leaf for name, leaf in pair(60, 60, 49).items()}
+    # As for a resized vocabulary, the file has the weight, which is the base's.
+    tensors = under("a", pair(60, 60, 49)) | {"a.weight": torch.zeros(60, 60)}
     folder = folder_of(tmp_path / "a", tensors, r=49, lora_alpha=1, target_modules=["a"])
 
     lora, _ = tdf.lora.load(folder, base)
 
-    assert (lora.alpha, lora.rank) == (1, 49)
+    assert (lora.alpha, lora.rank, lora.whole) == (1, 49, None)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +149,10 @@ def test_experts_are_oriented_by_their_version(version, tmp_path):
 
     change = (lora.merge(params, adapters)[EXPERTS] - params[EXPERTS])["gate_up_proj"]
     torch.testing.assert_close(change, by_expert.mT if version == "0.18.1" else by_expert, atol=1e-5, rtol=1e-4)
-    folder_of(folder, leaves, **only | {"peft_version": None})
-    with pytest.raises(tdf.UnsupportedError, match=r"gate_up_proj.*square(.|\n)*peft_version"):
-        tdf.lora.load(folder, params, apply=apply)
+    for known, options, what in ((None, {"apply": apply}, "peft_version in"), ("0.19.0", {}, "apply=, which")):
+        folder_of(folder, leaves, **only | {"peft_version": known})
+        with pytest.raises(tdf.UnsupportedError, match=rf"gate_up_proj.*square(.|\n)*{what}"):
+            tdf.lora.load(folder, params, **options)
     both = under(f"{name}.base_layer", {"lora_A.weight": a, "lora_B.weight": b}) | under(name, pair(8, 16, 8))
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     lora, adapters = tdf.lora.load(folder_of(folder, both, target_parameters=targets, peft_version=None), params)
@@ -160,43 +194,29 @@ def test_a_file_of_kohya_loads(dora, tmp_path):
     assert lora.dora == dora
 
 
-def tied():
-    """The parameters of a model with a tied head."""
-    return tdf.functional(Tied())[1]
+# The parameters of bases.
+TIED = lambda: tdf.functional(Tied())[1]  # noqa: E731
+LINEAR = lambda: tdf.functional(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))[1]  # noqa: E731
+GROUPED = lambda: tdf.functional(nn.Sequential(nn.Conv2d(4, 4, 1, groups=2)))[1]  # noqa: E731
+EXPERTS_OF_0 = lambda: tdf.TensorDict({"0": {"w": torch.zeros(3, 4, 5)}})  # noqa: E731
+ALIKE = lambda: tdf.TensorDict({"a": {"b": {"weight": ROW}}, "a_b": {"weight": ROW}})  # noqa: E731
+ROW, GOOD, GOOD_1 = torch.ones(2, 3), under("0", pair(3, 4)), under("1", pair(4, 3))
+CHANNELS = under("0", {"lora_A.weight": torch.ones(2, 4, 1, 1), "lora_B.weight": torch.ones(4, 2, 1, 1)})
+MAGNITUDES = {"lora_magnitude_vector": torch.ones(3)}
+DOWN = {"lora_down.weight": ROW, "lora_up.weight": torch.ones(4, 2)}
+OF_0 = under("0", pair(5, 4, 6) | MAGNITUDES)
+MISFIT, UNSUPPORTED, OTHER = tdf.LeafMismatchError, tdf.UnsupportedError, tdf.TreeStructureError
 
 
-def linear():
-    """The parameters of a linear layer called `0`."""
-    return tdf.functional(nn.Sequential(nn.Linear(3, 4)))[1]
+def load_peft(tensors, make=LINEAR, **config):
+    """Load a folder of PEFT."""
+    return tdf.lora.load(folder_of(Path("a"), tensors, **config), make())
 
 
-GOOD = under("0", pair(3, 4))
-# (params, leaves, configuration, error, pattern)
-REFUSED = {
-    "a module that is not there": (linear, under("7", pair(3, 4)), {}, tdf.LeafMismatchError, "'7.lora_A.weight'"),
-    "a leaf that is not there": (linear, GOOD | {"1.weight": torch.ones(3)}, {}, tdf.LeafMismatchError, "'1.weight'"),
-    "a layer of another size": (linear, under("0", pair(3, 5)), {}, tdf.LeafMismatchError, r"'0\.weight'.*fit"),
-    "another rank": (linear, GOOD, {"r": 3}, tdf.LeafMismatchError, r"rank of '0\.weight'"),
-    "A alone": (linear, {"0.lora_A.weight": torch.ones(2, 3)}, {}, tdf.LeafMismatchError, "must have A and B"),
-    "nothing changes": (linear, {name: leaf * 0 for name, leaf in GOOD.items()}, {}, ValueError, "change something"),
-    "another method": (linear, GOOD, {"peft_type": "LOHA"}, tdf.UnsupportedError, "LOHA"),
-    "an option that is not read": (linear, GOOD, {"use_qalora": True}, tdf.UnsupportedError, "use_qalora"),
-    "tokens": (linear, GOOD, {"trainable_token_indices": [1]}, tdf.UnsupportedError, "trainable_token_indices"),
-    "a start in the base": (linear, GOOD, {"init_lora_weights": "pissa"}, tdf.UnsupportedError, "pissa"),
-    "one of two tied weights": (tied, under("head", pair(6, 11)), {}, tdf.UnsupportedError, "head.weight are one"),
-    "too few magnitudes": (
-        linear, GOOD | {"0.lora_magnitude_vector": torch.ones(3)}, {}, tdf.LeafMismatchError, r"4 magnitudes",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_understood_is_refused(case, tmp_path):
-    """By the name of the leaf or of the option; nothing is skipped."""
-    make, tensors, config, kind, pattern = REFUSED[case]
-
-    with pytest.raises(kind, match=pattern):
-        tdf.lora.load(folder_of(tmp_path / "a", tensors, **config), make())
+def load_file(tensors, make=LINEAR):
+    """Load a file, as Kohya's scripts write them."""
+    save_file(tensors, "a.safetensors")
+    return tdf.lora.load("a.safetensors", make())
 
 
 def attach(where, module, **options):
@@ -206,24 +226,23 @@ def attach(where, module, **options):
     return lora.attach(apply), params, lora.init(params, key=0, apply=apply)
 
 
-def run_rows():
+def run_rows(name):
     """Rows of an input that are not those of the adapters."""
-    apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(3, 4)))
-    lora = Lora("0.weight", rank=2)
-    many = torch.stack([lora.init(params, key=i) for i in range(2)])
-    return lora.attach(apply, rows=True)((params, many), torch.ones(5, 3))
+    make, where, inputs = MODULES[name]
+    apply, params, _ = tdf.functional(make())
+    lora = Lora(where, rank=2)
+    many = torch.stack([lora.init(params, key=i, apply=apply) for i in range(5)])
+    return lora.attach(apply, rows=True)((params, many), inputs())
 
 
-def run_attention():
-    """A layer whose weight another module reads."""
-    run, params, adapters = attach("out_proj.weight", nn.MultiheadAttention(4, 2))
-    return run((params, adapters), *[torch.ones(1, 2, 4)] * 3)
+def call(run, params, adapters, *args):
+    """The output of a function with adapters."""
+    return run((params, adapters), *args)
 
 
-def run_other():
-    """Adapters of another choice."""
-    run, params, _ = attach("0.weight", nn.Sequential(nn.Linear(3, 4)))
-    return run((params, Lora("0.weight", rank=3).init(params, key=0)), torch.ones(2, 3))
+def init(where="0.weight", rank=2):
+    """Fresh adapters of linear layers."""
+    return Lora(where, rank=rank).init(LINEAR(), key=0)
 
 
 def save_part(module, where, **options):
@@ -233,58 +252,78 @@ def save_part(module, where, **options):
     tdf.lora.save("unused", lora, trained(lora, params, apply), apply)
 
 
-def merge_bias(module):
-    """A bias for a layer without one."""
-    _, params, adapters = attach("0.weight", module, bias=True)
-    return Lora("0.weight", rank=2, bias=True).merge(params, adapters)
-
-
-NET = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.LSTM(4, 4))
+NET = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ConvTranspose1d(4, 4, 2))
+UNBIASED, CONV = nn.Sequential(nn.Linear(3, 4, bias=False)), nn.Sequential(nn.Conv1d(2, 3, 4))
+TUNED = tdf.TensorDict({"0": {"weight": ROW}})
+HEADS, X = nn.MultiheadAttention(4, 2), [torch.ones(1, 2, 4)] * 3
+NAMED = type("Named", (nn.Linear,), {"forward": lambda self, input, rng=None: input})(3, 4)
+PLAIN, BIAS, WHOLE = (Lora("0.weight", rank=2, **more) for more in ({}, {"bias": True}, {"whole": "1.*"}))
+DORA, PISSA = Lora("0.weight", rank=2, dora=True), Lora("0.weight", rank=2, start="pissa")
 # call -> (error, pattern)
 ERRORS = {
-    "a norm": (lambda: attach("1.weight", NET), tdf.LeafMismatchError, r"'1\.weight' cannot have an adapter"),
-    "a recurrent layer": (lambda: attach("2.weight_ih_l0", NET), tdf.UnsupportedError, "weight_ih_l0.*LSTM"),
+    "a module that is not there": (lambda: load_peft(under("7", pair(3, 4))), MISFIT, "'7.lora_A.weight'"),
+    "a leaf that is not there": (lambda: load_peft(GOOD | {"7.weight": torch.ones(3)}), MISFIT, "'7.weight'"),
+    "a layer of another size": (lambda: load_peft(under("0", pair(3, 5))), MISFIT, r"'0\.weight'.*fit"),
+    "a whole leaf of another size": (lambda: load_peft(GOOD | {"0.bias": torch.ones(5)}), MISFIT, r"'0\.bias' does"),
+    "another table": (lambda: load_peft(GOOD | {"0.weight": torch.ones(4, 3)}), UNSUPPORTED, "another table"),
+    "unequal parts": (lambda: load_peft(GOOD | GOOD_1 | under("1", MAGNITUDES)), MISFIT, "must have the same parts"),
+    "another rank": (lambda: load_peft(GOOD, r=3), MISFIT, r"rank of '0\.weight'"),
+    "A alone": (lambda: load_peft({"0.lora_A.weight": ROW}), MISFIT, "must have A and B"),
+    "nothing changes": (lambda: load_peft({name: leaf * 0 for name, leaf in GOOD.items()}), ValueError, "change som"),
+    "another method": (lambda: load_peft(GOOD, peft_type="LOHA"), UNSUPPORTED, "LOHA"),
+    "an option that is not read": (lambda: load_peft(GOOD, use_qalora=True), UNSUPPORTED, "use_qalora"),
+    "tokens": (lambda: load_peft(GOOD, trainable_token_indices=[1]), UNSUPPORTED, "trainable_token_indices"),
+    "a start in the base": (lambda: load_peft(GOOD, init_lora_weights="pissa"), UNSUPPORTED, "pissa"),
+    "one of two tied weights": (lambda: load_peft(under("head", pair(6, 11)), TIED), UNSUPPORTED, "weight are one"),
+    "too few magnitudes": (lambda: load_peft(GOOD | under("0", MAGNITUDES)), MISFIT, r"4 magnitudes"),
+    "magnitudes of experts": (lambda: load_peft(OF_0, EXPERTS_OF_0, target_parameters=["0.w"]), MISFIT, "no experts"),
+    "channels of all groups": (lambda: load_peft(CHANNELS, GROUPED), UNSUPPORTED, "grouped convolution"),
+    "a norm": (lambda: attach("1.weight", NET), MISFIT, r"'1\.weight' cannot have an adapter"),
+    "another layer": (lambda: attach("2.weight", NET), UNSUPPORTED, r"2\.weight.*ConvTranspose1d"),
+    "a bias of experts": (lambda: attach("*gate_up_proj_bias", MODULES["experts"][0]()), UNSUPPORTED, "up_proj_bias"),
     "no leaf": (lambda: attach("9.weight", NET), tdf.FilterError, "matches no leaf"),
+    "no choice": (lambda: init(NOTHING), tdf.FilterError, "must choose a leaf"),
     "chosen twice": (lambda: attach("0.*", NET, whole="0.*"), tdf.FilterError, "`where` or by `whole`"),
-    "rank 0": (lambda: Lora("0.weight", rank=0).init(linear(), key=0), ValueError, "rank of"),
+    "rank 0": (lambda: init(rank=0), ValueError, "rank of"),
     "a start": (lambda: Lora("0.weight", rank=2, start="svd"), ValueError, "start must be"),
     "a probability": (lambda: Lora("0.weight", rank=2, dropout=1.0), ValueError, "dropout"),
-    "three dimensions": (
-        lambda: Lora("0.weight", rank=2).init(tdf.from_module(nn.Sequential(nn.Conv1d(2, 3, 4))), key=0),
-        tdf.LeafMismatchError, "apply=apply",
-    ),
-    "a bias of an embedding": (lambda: attach("0.weight", nn.Sequential(nn.Embedding(3, 4)), bias=True),
-        tdf.UnsupportedError, "embedding '0.weight' cannot have a bias"),
-    "rows": (run_rows, tdf.LeafMismatchError, "a row for each adapter"),
-    "a weight that is read past its adapter": (run_attention, tdf.LeakError, r"'out_proj\.weight' without its adapter"),
-    "another rank": (run_other, tdf.LeafMismatchError, "0.weight.A"),
-    "no pair": (lambda: attach("0.weight", NET)[0](linear(), torch.ones(2, 3)), TypeError, "must be the parameters"),
-    "unmerge of DoRA": (
-        lambda: Lora("0.weight", rank=2, dora=True).unmerge(linear(), linear()), tdf.UnsupportedError, "DoRA",
-    ),
-    "a bias that is not there": (
-        lambda: merge_bias(nn.Sequential(nn.Linear(3, 4, bias=False))), tdf.LeafMismatchError, "its layer has none",
-    ),
-    "a grouped convolution in PEFT": (
-        lambda: save_part(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), "0.weight"), tdf.UnsupportedError, "grouped",
-    ),
-    "part of a module in PEFT": (
-        lambda: save_part(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), "0.weight", whole="1.weight"),
-        tdf.UnsupportedError, "some leaves",
-    ),
-    "rows of a whole leaf": (
-        lambda: Lora("0.weight", rank=2, whole="1.*").attach(tdf.functional(NET[:2])[0], rows=True),
-        tdf.UnsupportedError, "trained whole",
-    ),
-    "a layer without a name": (lambda: save_part(nn.Linear(3, 4), "weight"), tdf.UnsupportedError, "without a name"),
-    "a pickle": (lambda: tdf.lora.load(".", linear()), FileNotFoundError, "adapter_config.json"),
+    "three dimensions": (lambda: PLAIN.init(tdf.from_module(CONV), key=0), MISFIT, "apply=apply"),
+    "a bias of an embedding": (lambda: attach("embed.weight", Tied(), bias=True), UNSUPPORTED, "cannot have a bias"),
+    "DoRA of tied layers": (lambda: attach("embed.weight", Tied(), dora=True), UNSUPPORTED, "'head.weight', and DoRA"),
+    "rows": (lambda: run_rows("linear"), MISFIT, "a row for each adapter"),
+    "rows of experts": (lambda: run_rows("experts"), MISFIT, "must come row by row"),
+    "a read past the adapter": (lambda: call(*attach("out_proj.weight", HEADS), *X), tdf.LeakError, "out_proj.weight"),
+    "another rank in a run": (lambda: call(*attach("0.weight", NET[:1])[:2], init(rank=3), ROW), MISFIT, "0.weight.A"),
+    "no adapters": (lambda: call(*attach("0.weight", NET[:1])[:2], LINEAR(), ROW), OTHER, "the leaves of this Lora"),
+    "other leaves": (lambda: PLAIN.merge(LINEAR(), init("*.weight")), OTHER, "the leaves of this Lora"),
+    "a merge of another rank": (lambda: PLAIN.merge(LINEAR(), init(rank=3)), MISFIT, "does not fit the base"),
+    "a name in a call": (lambda: call(*attach("weight", NAMED), ROW), UNSUPPORTED, "argument called 'rng'"),
+    "a name in with_buffers": (lambda: attach("weight", NAMED)[0].with_buffers(({}, {}), {}, ROW), UNSUPPORTED, "rng"),
+    "no pair": (lambda: attach("0.weight", NET)[0](LINEAR(), ROW), TypeError, "must be the parameters"),
+    "unmerge of DoRA": (lambda: DORA.unmerge(LINEAR(), LINEAR()), UNSUPPORTED, "DoRA"),
+    "extract of a start": (lambda: PISSA.extract(LINEAR(), LINEAR()), UNSUPPORTED, "must start from nothing"),
+    "extract of another shape": (lambda: PLAIN.extract(LINEAR(), TUNED), MISFIT, "one of both trees"),
+    "a bias that is not there": (lambda: BIAS.merge(*attach("0.weight", UNBIASED, bias=True)[1:]), MISFIT, "has none"),
+    "a grouped convolution in PEFT": (lambda: save_part(MODULES["grouped"][0](), "0.weight"), UNSUPPORTED, "grouped"),
+    "experts in PEFT": (lambda: save_part(MODULES["experts"][0](), "*_proj", dora=True), UNSUPPORTED, "DoRA of fused"),
+    "a tied leaf in PEFT": (lambda: save_part(Tied(), "body.weight", whole="embed.*"), UNSUPPORTED, "tied weight that"),
+    "part of a module in PEFT": (lambda: save_part(NET[:2], "0.weight", whole="1.weight"), UNSUPPORTED, "some leaves"),
+    "rows of a whole leaf": (lambda: WHOLE.attach(tdf.functional(NET[:2])[0], rows=True), UNSUPPORTED, "trained whole"),
+    "a layer without a name": (lambda: save_part(nn.Linear(3, 4), "weight"), UNSUPPORTED, "without a name"),
+    "no tensors": (lambda: tdf.lora.load(".", LINEAR()), FileNotFoundError, r"got: +adapter_config\.json"),
+    "no module of Kohya": (lambda: load_file(under("lora_unet_7", DOWN)), UNSUPPORTED, "0 modules of that name"),
+    "two modules of Kohya": (lambda: load_file(under("lora_te_a_b", DOWN), ALIKE), UNSUPPORTED, "2 modules"),
+    "a part of Kohya": (lambda: load_file(under("lora_te_0", DOWN | {"hada_w1": ROW + 1})), UNSUPPORTED, "'hada_w1'"),
+    "scales of inputs": (lambda: load_file(under("lora_te_0", DOWN | {"dora_scale": X[0]})), UNSUPPORTED, "to the out"),
+    "another file": (lambda: load_file({"x": ROW}), UNSUPPORTED, "PEFT or a file of Kohya"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_messages(case, monkeypatch, tmp_path):
-    """A mistake names the leaf and the way out."""
+    """A mistake names the leaf, the option or the way out; nothing is skipped."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
     call, kind, pattern = ERRORS[case]
 
     with pytest.raises(kind, match=pattern):
@@ -292,16 +331,13 @@ def test_messages(case, monkeypatch, tmp_path):
 
 
 def test_the_function_is_a_value():
-    """It survives pickling, knows its mode, and extract finds what merge put in."""
+    """It survives pickling, and has its mode and its module."""
     run, params, adapters = attach("*.weight", nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)))
-    lora, x = run._lora, torch.randn(5, 3)
-    adapters = adapters.apply(torch.randn_like)
-    merged = lora.merge(params, adapters)
+    x, adapters = torch.randn(5, 3), adapters.apply(torch.randn_like)
 
     again = pickle.loads(pickle.dumps(run.eval()))
 
     torch.testing.assert_close(again((params, adapters), x), run.eval()((params, adapters), x))
     assert (run.training, run.eval().training) == (True, False)
-    tdf.assert_close(lora.merge(params, lora.extract(params, merged)), merged, atol=1e-4, rtol=1e-4)
     drawn = run((params, adapters), x, rng=0)
     torch.testing.assert_close(drawn, run((params, adapters), x, rng=0))

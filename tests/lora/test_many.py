@@ -1,13 +1,11 @@
 """Many adapters of one base in one step equal as many runs of torch's layers."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
-from tests.lora.layers import Largest, llama, logits
 
 K, STEPS, RANK, ALPHA, CLIP = 64, 50, 2, 4.0, 1.0
 
@@ -75,21 +73,3 @@ def test_sixty_four_adapters_equal_sixty_four_runs():
         expected = train_plain(start[i], float(rates[i]), xs[:, i], ts[:, i])
         for leaf, other in zip(adapters[i].leaves(), expected, strict=True):
             torch.testing.assert_close(leaf, other, atol=1e-5, rtol=0)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_a_step_of_a_language_model_has_no_tensor_of_all_weights():
-    """Eight adapters of a Llama, with DoRA: what a step makes is smaller than eight of its matrices."""
-    apply, params, buffers = tdf.functional(llama(hidden_size=64, intermediate_size=64))
-    lora = Lora("*_proj.weight", rank=2, dora=True)
-    run, adapters, ids = lora.attach(apply), many(lora, params)[:8], torch.randint(32, (8, 1, 4))
-
-    def loss(adapters, ids):
-        out = logits(run, (params, adapters), buffers, ids)
-        return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-    with Largest() as largest:
-        grads = torch.vmap(torch.func.grad(loss))(adapters, ids)
-
-    assert largest.size < 8 * 64 * 64
-    tdf.assert_close(grads[3], torch.func.grad(loss)(adapters[3], ids[3]), atol=1e-5, rtol=1e-3)

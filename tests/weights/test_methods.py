@@ -30,11 +30,6 @@ def test_equals_mergekit(place):
     tdf.assert_close(merged, tdf.TensorDict(part(str(place))), atol=1e-6, rtol=1e-6)
 
 
-def test_the_cases_name_every_method():
-    """No method of the package is without an oracle."""
-    assert {case["method"] for case in CASES} == set(tdf.weights.METHODS)
-
-
 @every
 def test_pure_and_like_the_base(method):
     """The result has the structure, dtypes and ties of the base, and nothing that was given is written to."""
@@ -161,6 +156,18 @@ def test_della_takes_any_density_and_columns(density):
     assert merged["w"].mean().item() == pytest.approx(density, abs=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_other_dtypes_are_merged(dtype):
+    """Numbers of 8 bits, complex ones and leaves without any are merged, also without a base."""
+    leaf = torch.tensor([[1.0, 3.0], [3.0, 5.0]]).to(dtype)
+    stacked = tdf.TensorDict({"w": leaf, "none": torch.empty(2, 0, dtype=dtype)}, [2])
+
+    merged = tdf.weights.linear(None, stacked, [1.0, 1.0])
+
+    assert merged["w"].to(torch.complex64).tolist() == [2, 4]
+    assert (merged["none"].shape, merged["none"].dtype) == ((0,), dtype)
+
+
 def test_ties_and_integers_stay():
     """A tied leaf is merged once and stays tied; integers that all models share are kept."""
     module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3), "b": torch.nn.Linear(2, 3), "c": torch.nn.BatchNorm1d(3)})
@@ -173,35 +180,25 @@ def test_ties_and_integers_stay():
     assert merged["c", "num_batches_tracked"].dtype == torch.int64
 
 
-MODEL = tdf.TensorDict({"w": torch.zeros(2)})
+W, T = tdf.weights, tdf.TensorDict
+MODEL = T({"w": torch.zeros(2)})
 TWO = torch.stack([MODEL, MODEL])
+WIDE, COUNTS, ROUND = T({"w": torch.zeros(2, 3)}, [2]), T({"n": torch.tensor([1, 2])}, [2]), torch.eye(3) - 1 / 3
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: tdf.weights.ties(None, TWO, [1, 1]), ValueError, "requires a base"),
-        (lambda: tdf.weights.slerp(MODEL, TWO, [1, 1]), ValueError, "expected: 1"),
-        (lambda: tdf.weights.model_stock(MODEL, TWO[:1], [1]), ValueError, "expected: at least 2"),
-        (lambda: tdf.weights.linear(MODEL, MODEL, [1]), tdf.BatchSizeError, "must be stacked"),
-        (lambda: tdf.weights.linear(MODEL, TWO, [1, 1, 1]), tdf.BatchSizeError, "must have a weight"),
-        (lambda: torch.vmap(lambda w: tdf.weights.linear(MODEL, TWO, w))(torch.ones(4, 3)), tdf.BatchSizeError, "each"),
-        (lambda: tdf.weights.ties(MODEL, TWO.rename_key("w", "v"), [1, 1]), tdf.TreeStructureError, "different keys"),
-        (
-            lambda: tdf.weights.ties(MODEL, tdf.TensorDict({"w": torch.zeros(2, 3)}, [2]), [1, 1]),
-            tdf.LeafMismatchError,
-            "'w' must have the shape",
-        ),
-        (
-            lambda: tdf.weights.linear(None, tdf.TensorDict({"n": torch.tensor([1, 2])}, [2]), [1, 1]),
-            tdf.LeafMismatchError,
-            "'n'.*must be equal",
-        ),
-        (
-            lambda: tdf.weights.multislerp(None, tdf.TensorDict({"w": torch.eye(3) - 1 / 3}, [3]), [1, 1, 1]),
-            ValueError,
-            "cancel out",
-        ),
+        (lambda: W.ties(None, TWO, [1, 1]), ValueError, "requires a base"),
+        (lambda: W.slerp(MODEL, TWO, [1, 1]), ValueError, "expected: 1"),
+        (lambda: W.model_stock(MODEL, TWO[:1], [1]), ValueError, "expected: at least 2"),
+        (lambda: W.linear(MODEL, MODEL, [1]), tdf.BatchSizeError, "must be stacked"),
+        (lambda: W.linear(MODEL, TWO, [1, 1, 1]), tdf.BatchSizeError, "must have a weight"),
+        (lambda: torch.vmap(lambda w: W.linear(MODEL, TWO, w))(torch.ones(4, 3)), tdf.BatchSizeError, "each"),
+        (lambda: W.ties(MODEL, TWO.rename_key("w", "v"), [1, 1]), tdf.TreeStructureError, "different keys"),
+        (lambda: W.ties(MODEL, WIDE, [1, 1]), tdf.LeafMismatchError, "'w' must have the shape"),
+        (lambda: W.linear(None, COUNTS, [1, 1]), tdf.LeafMismatchError, "'n'.*must be equal"),
+        (lambda: W.multislerp(None, T({"w": ROUND}, [3]), [1, 1, 1]), ValueError, "cancel out"),
     ],
 )
 def test_errors_name_what_must_hold(call, kind, text):
@@ -210,13 +207,9 @@ def test_errors_name_what_must_hold(call, kind, text):
         call()
 
 
-def test_the_table_has_a_method_that_was_added():
-    """The table is made of the mapping that it is given."""
+def test_the_table_is_that_of_the_mapping():
+    """docs/merging.md has the table of the package, each of whose methods has an oracle."""
+    assert {case["method"] for case in CASES} == set(tdf.weights.METHODS)
     assert "| `largest` | `b + max w d` |" in tdf.weights.table(METHODS)
-    assert "`largest`" not in tdf.weights.table()
-    assert repr(largest) == "<merging method largest>"
-
-
-def test_the_guide_has_the_table():
-    """The table of docs/merging.md is that of the package."""
     assert tdf.weights.table() in (ROOT / "docs" / "merging.md").read_text()
+    assert repr(largest) == "<merging method largest>"

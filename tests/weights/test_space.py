@@ -11,8 +11,9 @@ from tdfunc.weights.space.matching import _assign
 
 
 def mlp():
-    """Three linear layers with a norm between them."""
-    return nn.Sequential(nn.Linear(4, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+    """A norm, and three linear layers with a norm between them."""
+    layers = nn.Linear(4, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)
+    return nn.Sequential(nn.LayerNorm(4), *layers)
 
 
 def cnn():
@@ -75,9 +76,7 @@ def test_assignment_is_the_best_of_all(n, generator):
 
 def test_barriers_are_those_of_each_pair():
     """The matrix has the barrier of each pair, as a loop over the points computes it."""
-    apply, params, _ = tdf.functional(mlp())
-    members = tdf.init_ensemble(mlp, 3, key=0)
-    members, _ = tdf.split(members)
+    apply, members = tdf.functional(mlp())[0], tdf.split(tdf.init_ensemble(mlp, 3, key=0))[0]
     x, t = torch.randn(20, 4), torch.randn(20, 3)
     loss = lambda p: (20 * apply(p, x) - t).sin().mean()  # noqa: E731
 
@@ -90,12 +89,12 @@ def test_barriers_are_those_of_each_pair():
     torch.testing.assert_close(heights, heights.T)
     assert heights.max() > 0
     assert heights.diag().tolist() == [0, 0, 0]
-    assert params.batch_size == ()
 
 
 def test_distances_are_those_of_flat_vectors():
     """Distances and cosines equal torch's of the concatenated leaves, for models and for stacks."""
     members = tdf.split(tdf.init_ensemble(mlp, 3, key=0))[0]
+    members = members.set("number", torch.randn(3))
     flat = lambda tree: torch.cat([leaf.flatten() for leaf in tree.leaves()])  # noqa: E731
     a, b, base = (members[i] for i in range(3))
 
@@ -126,22 +125,23 @@ def test_layers_are_stacked_in_order():
     assert deep["embed"] is a["embed"]
 
 
-MODEL = tdf.TensorDict({"layers": {"0": {"w": torch.zeros(1)}}})
-TIED = tdf.from_module(nn.ModuleDict(dict.fromkeys("ab", nn.Linear(2, 2))))
+W, T = tdf.weights, tdf.TensorDict
+PAIR = T({"a": torch.zeros(3, 2), "b": torch.zeros(2, 4)})
+MODEL = T({"layers": {"0": {"w": torch.zeros(1)}}})
+TIED = tdf.from_module(nn.ModuleDict({"m": nn.ModuleDict(dict.fromkeys("01", nn.Linear(2, 2)))}))
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: tdf.weights.stack_layers([(MODEL, [1])]), ValueError, "'layers' must have the layer 1"),
-        (lambda: tdf.weights.stack_layers([(MODEL["layers", "0"], [])]), tdf.TreeStructureError, "one node"),
-        (lambda: tdf.weights.channel_groups(TIED), tdf.UnsupportedError, "may be tied"),
-        (lambda: tdf.weights.distance(MODEL, TIED), tdf.TreeStructureError, "different keys"),
-        (lambda: tdf.weights.barriers(lambda p: p, MODEL), tdf.BatchSizeError, "must be stacked"),
+        (lambda: W.stack_layers([(MODEL, [1])]), ValueError, "'layers' must have the layer 1"),
+        (lambda: W.stack_layers([(MODEL["layers", "0"], [])]), tdf.TreeStructureError, "one node"),
+        (lambda: W.stack_layers([(TIED, [0])]), tdf.TieError, "under 'm' may be tied"),
+        (lambda: W.channel_groups(TIED), tdf.UnsupportedError, "may be tied"),
+        (lambda: W.distance(MODEL, TIED), tdf.TreeStructureError, "different keys"),
+        (lambda: W.barriers(lambda p: p, MODEL), tdf.BatchSizeError, "must be stacked"),
         (
-            lambda: tdf.weights.weight_matching(
-                *[tdf.TensorDict({"a": torch.zeros(3, 2), "b": torch.zeros(2, 4)})] * 2, groups=[{("a",): 0, ("b",): 1}]
-            ),
+            lambda: W.weight_matching(PAIR, PAIR, groups=[{("a",): 0, ("b",): 1}]),
             tdf.LeafMismatchError,
             "'b' must be a multiple",
         ),

@@ -15,11 +15,10 @@ Settings = Mapping[str, Any]
 
 
 class Input(NamedTuple):
-    """A model of a slice: its path, its layers from `first` on (None for all), its own parameters."""
+    """A model of a slice: its path, the numbers of its layers (None for all), its own parameters."""
 
     model: str
-    first: int | None
-    last: int | None
+    layers: range | None
     parameters: Settings
 
 
@@ -98,7 +97,7 @@ def from_options(
         except ValueError as err:
             raise error(ValueError, "merge: --option must be NAME=VALUE.", expected="density=0.5", got=text) from err
     _check_parameters(method, [settings])
-    inputs = [Input(path, None, None, {method.weight or "weight": w}) for path, w in zip(paths, factors, strict=True)]
+    inputs = [Input(path, None, {method.weight or "weight": w}) for path, w in zip(paths, factors, strict=True)]
     return Config(method, base, {"": [Slice(inputs, base, {})]}, {}, settings)
 
 
@@ -131,7 +130,7 @@ def make_config(doc: Mapping[str, Any]) -> Config:
             inputs = [_input(one, "models") for one in part["models"]]
             # As mergekit does: a base that the method does not treat apart is one of the models.
             if base is not None and method.base == "unused" and all(each.model != base for each in inputs):
-                inputs.append(Input(base, None, None, {}))
+                inputs.append(Input(base, None, {}))
             slices[path] = [Slice(inputs, base, {})]
         else:
             slices[path] = [_slice(one, base) for one in part.get("slices") or ()]
@@ -165,9 +164,9 @@ def _check_parameters(method: Method[...], every: Sequence[Settings]) -> None:
 def _slice(doc: Any, base: str | None) -> Slice:
     entries = _only("a slice", doc, "sources", "base_model", "parameters")
     inputs = [_input(one, "sources") for one in entries.get("sources") or ()]
-    lengths = {each.last - each.first for each in inputs if each.first is not None and each.last is not None}
-    if len(lengths) != 1 or any(each.first is None for each in inputs):
-        got = [(each.first, each.last) for each in inputs]
+    lengths = {None if each.layers is None else len(each.layers) for each in inputs}
+    if len(lengths) != 1 or None in lengths:
+        got = [each.layers for each in inputs]
         raise error(ValueError, "merge: the sources of a slice must have equally many layers.", got=got)
     own = entries.get("base_model")
     return Slice(inputs, base if own is None else _model(own), entries.get("parameters") or {})
@@ -175,8 +174,9 @@ def _slice(doc: Any, base: str | None) -> Slice:
 
 def _input(doc: Any, where: str) -> Input:
     entries = _only(where, doc, "model", "parameters", *(("layer_range",) if where == "sources" else ()))
-    first, last = entries.get("layer_range") or (None, None)
-    return Input(_model(entries.get("model")), first, last, entries.get("parameters") or {})
+    first, last = entries.get("layer_range") or (None, 0)
+    layers = None if first is None else range(first, last)
+    return Input(_model(entries.get("model")), layers, entries.get("parameters") or {})
 
 
 def _model(doc: Any) -> str:
@@ -212,25 +212,20 @@ def setting(value: Any, name: str, depth: float) -> Any:
         value = [value]
     if not isinstance(value, list):
         return _number(value)
-    if not value:
-        return None
     if any(isinstance(one, dict) for one in value):
         for one in value:
             wanted = _only("a condition", one, "filter", "value").get("filter")
             if wanted in (None, "*") or wanted in name:
                 return setting(one["value"], name, depth)
         return None
-    values = [_number(one) for one in value]
+    values = list(map(_number, value))
     at = depth * (len(values) - 1)
     low = int(at)
-    if any(isinstance(one, bool | str) for one in values):
+    if any(isinstance(one, bool) for one in values):
         return values[low]
     return (1 - (at - low)) * values[low] + (at - low) * values[min(low + 1, len(values) - 1)]
 
 
 def _number(value: Any) -> Any:
     # YAML reads 1e-5 as a text.
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    return float(value) if isinstance(value, str) else value

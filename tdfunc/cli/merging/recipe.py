@@ -93,9 +93,8 @@ def plan(config: Config, models: Models) -> Recipe:
             raise error(ValueError, f"merge: {safe(origin)} must have the module {name!r}.", got=", ".join(tree._data))
         own = [path for path in models.leaves[origin] if path[: len(at)] == at]
         where = find_layers(own)
-        ranges = [range(one.inputs[0].first or 0, one.inputs[0].last or 0) for one in slices]
-        is_sliced = slices[0].inputs[0].first is not None
-        if is_sliced:
+        ranges = [one.inputs[0].layers or range(0) for one in slices]
+        if slices[0].inputs[0].layers is not None:
             if where is None:
                 what = "merge: slices require one node of layers, with the keys 0, 1, 2, ..."
                 raise error(ValueError, what, hint="modules: {path: {slices: ...}} names a part with one.")
@@ -183,16 +182,16 @@ def _row(config: Config, models: Models, path: Path, module: str, place: Place) 
     method, chosen = config.method, place.slice
     shared = (chosen.parameters, config.module_parameters.get(module, {}), config.parameters)
 
-    def leaf(model: str, first: int | None) -> Part:
-        if place.offset is None or first is None:
+    def leaf(model: str, layers: range | None) -> Part:
+        if place.offset is None or layers is None:
             return models.part(model, path)
         rest = path[len(place.where) + 1 :]
-        return models.part(model, (*place.where, str(first + place.offset), *rest))
+        return models.part(model, (*place.where, str(layers[place.offset]), *rest))
 
-    pairs = [(each.parameters, leaf(each.model, each.first)) for each in chosen.inputs]
+    pairs = [(each.parameters, leaf(each.model, each.layers)) for each in chosen.inputs]
     base = next((part for _, part in pairs if part.model == chosen.base), None)
     if chosen.base is not None and base is None:
-        base = leaf(chosen.base, chosen.inputs[0].first)
+        base = leaf(chosen.base, chosen.inputs[0].layers)
     if method.base != "unused":
         pairs = [(own, part) for own, part in pairs if part.model != chosen.base]
     method.check(base is not None, len(pairs))

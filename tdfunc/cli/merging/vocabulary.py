@@ -35,7 +35,7 @@ class Vocabulary:
     def has(self, row: Row) -> bool:
         """Return whether the tokens are the first dimension of a leaf, in every model."""
         shapes = [(part.stored.leaf.shape, self.sizes[part.model]) for part in row.every]
-        is_vocabulary = not row.has_layer and all(len(shape) > 0 and shape[0] == size for shape, size in shapes)
+        is_vocabulary = not row.has_layer and all(shape[:1] == (size,) for shape, size in shapes)
         # If the sizes differ between models, no other dimension is possible.
         if is_vocabulary and len({size for _, size in shapes}) == 1 and shapes[0][1] in shapes[0][0][1:]:
             what = f"merge: only one dimension of {shown(row.path)} must have the size of the vocabulary."
@@ -107,9 +107,8 @@ def _tokenizer(folder: str) -> Any:
 
 def _vocab_size(folder: str) -> int:
     path = os.path.join(folder, "config.json")
-    if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file).get("vocab_size")
-        if isinstance(found, int):
-            return found
-    raise UnsupportedError(f"merge: {safe(path)} must have a vocab_size.", hint="leave tokenizer out.")
+    with open(path, encoding="utf-8") as file:
+        found = json.load(file).get("vocab_size")
+    if not isinstance(found, int):
+        raise UnsupportedError(f"merge: {safe(path)} must have a vocab_size.", hint="leave tokenizer out.")
+    return found

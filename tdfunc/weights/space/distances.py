@@ -71,7 +71,5 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _dot(xs: list[Tensor], ys: list[Tensor], dims: int) -> Tensor:
     """Return the sum of products over all but the first dimensions."""
-    parts = [
-        (x * y).flatten(dims).sum(-1) if max(x.dim(), y.dim()) > dims else x * y for x, y in zip(xs, ys, strict=True)
-    ]
+    parts = [(x * y)[..., None].flatten(dims).sum(-1) for x, y in zip(xs, ys, strict=True)]
     return torch.stack(parts).sum(0)

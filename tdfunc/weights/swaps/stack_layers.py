@@ -57,7 +57,7 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
     taken: list[TensorCollection] = []
     for tree, numbers in parts:
         layers = get(tree, where)
-        if any(path[: len(where)] == where for group in tree._ties for path in group) or layers._ties:
+        if any(path[: len(where)] == where for group in tree._ties for path in group):
             raise TieError(f"stack_layers: no leaf under {dotted(where)!r} may be tied.", hint="untie it first.")
         for number in numbers:
             if str(number) not in layers._data:
