@@ -124,9 +124,10 @@ class TensorDict(TreeMethods, FromMethods):
 
 
 def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
-    if source is not None and type(source) is not dict and not isinstance(source, Mapping):
+    source = {} if source is None else source
+    if not isinstance(source, Mapping):
         raise error(TypeError, "TensorDict: the source must be a mapping or a tree.", got=type(source).__name__)
-    return {**(source or {}), **entries} if entries else {} if source is None else source
+    return {**source, **entries}
 
 
 def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:

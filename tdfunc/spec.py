@@ -159,8 +159,7 @@ class Composite:
         self._specs: dict[str, Spec]
         self._specs, nested = by_head((specs or {}).items())
         for key, inner in nested.items():
-            whole = self._specs.get(key)
-            self._specs[key] = {**(whole._specs if isinstance(whole, Composite) else whole or {}), **inner}
+            self._specs[key] = {**self._specs.get(key, {}), **inner}
         for key, spec in self._specs.items():
             if isinstance(spec, Mapping):
                 self._specs[key] = Composite(spec, self.shape, device)
@@ -221,9 +220,7 @@ class Composite:
         return all([key in keys and spec.is_in(value._get(key)) for key, spec in self._specs.items()])
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Composite) or self.data_cls is not other.data_cls:
-            return False
-        return (self.shape, self.device, self._specs) == (other.shape, other.device, other._specs)
+        return isinstance(other, Composite) and all([getattr(self, k) == getattr(other, k) for k in self.__slots__])
 
     def __hash__(self) -> int:
         return hash((self.shape, tuple(sorted(self._specs))))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 import tdfunc as tdf
-from tdfunc import NonTensorStack, TensorDict, lazy_stack
+from tdfunc import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.llm import History
@@ -48,16 +48,20 @@ def test_sizes_of_any_length():
     assert not spec.is_in(TensorDict({"x": torch.zeros(5, 4), "n": {"y": torch.arange(5)}}, [5]))
     assert not spec.is_in(TensorDict({"x": torch.zeros(5, 3), "n": {"y": torch.zeros(5)}}, [5]))
     assert not spec.is_in(TensorDict({"x": torch.zeros(5, 3)}, [5]))
+    assert not any(Unbounded(2).is_in(torch.zeros(n)) or Unbounded(n).is_in(torch.zeros(2)) for n in (0, 1, 3))
+    assert not NonTensor(2).is_in(torch.zeros(2))
+    assert not NonTensor(2).is_in(NonTensorData("a", [3]))
     assert spec.zero()["n", "y"].shape == torch.Size([1])
     assert spec["n", "y"] == Unbounded(-1, dtype=torch.int64)
 
 
 def test_ragged_trees():
     """A lazy stack is in a spec when each of its trees is in the rest."""
-    ragged = lazy_stack([TensorDict({"x": torch.zeros(n), "s": NonTensorStack(*"ab"[:n])}, [n]) for n in (1, 2)])
+    rows = [{"x": torch.zeros(n), "n": {"y": torch.zeros(n, 3)}, "s": NonTensorStack(*"ab"[:n])} for n in (1, 2)]
+    ragged = lazy_stack([TensorDict(row, [i + 1]) for i, row in enumerate(rows)])
 
     assert Composite({"x": Unbounded((2, -1)), "s": NonTensor((2, -1))}, (2, -1)).is_in(ragged)
-    assert Composite({"x": Unbounded((-1, -1))}, (-1, -1)).is_in(ragged)
+    assert Composite({"x": Unbounded((-1, -1)), ("n", "y"): Unbounded((-1, -1, 3))}, (-1, -1)).is_in(ragged)
     assert not Composite({"x": Unbounded((3, -1))}, (3, -1)).is_in(ragged)
     assert not Composite({"x": Unbounded((-1, -1, -1))}, (-1, -1)).is_in(ragged)
 
@@ -83,9 +87,15 @@ def test_equality_and_hash():
 
     assert one == other
     assert hash(one) == hash(other)
-    assert one != Composite({"x": Unbounded(3)}, 3)
     assert "x" in one
-    assert one.keys() == ["x", "s"]
+    assert one.keys() == Composite({"n": one, ("n", "s"): NonTensor(3)}, 3)["n"].keys() == ["x", "s"]
+    make = lambda: [  # noqa: E731
+        Unbounded(3), Unbounded(3, "cpu"), Unbounded(3, dtype=torch.int8), NonTensor(3), NonTensor(2), one,
+        *[Composite({}, 3, device, data_cls=cls) for device in (None, "cpu") for cls in (None, History)],
+    ]  # fmt: skip
+    assert all((a == b) == (i == j) for i, a in enumerate(make()) for j, b in enumerate(make()))
+    assert len({*make(), *make()}) == len(make())
+    assert repr(make()[1]) == "Unbounded(\n    shape=torch.Size([3]),\n    device=cpu,\n    dtype=None)"
 
 
 def test_like(tmp_path):

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Size, Tensor
 
-from tdfunc._lazystack.ragged import check_alike, same_keys
+from tdfunc._lazystack.ragged import check_alike
 from tdfunc.core.collection import LeafOp, TensorCollection, no_one_shape
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, error
+from tdfunc.core.keys import dotted
+from tdfunc.core.walk import Difference, zip_trees
 from tdfunc.ops.batch import index, join, shape
 from tdfunc.ops.edits import at
 
@@ -82,7 +84,7 @@ def _on_write_rows(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
         numbers = numbers[here] if isinstance(here, slice) else here
         if any([isinstance(number, list) for number in numbers]):
             raise no_one_shape(f"at[...].{call} with an index of several dimensions", stack)
-        if len(value._batch_size) <= dim or value._batch_size[dim] != len(numbers):
+        if value._batch_size[dim : dim + 1] != (len(numbers),):
             raise BatchSizeError(
                 f"at[...].{call}: the rows must have the batch size of the index.",
                 expected=f"{len(numbers)} at dimension {dim}",
@@ -98,9 +100,13 @@ def _written(tree: Any, parts: tuple[Any, ...], rows: Any, call: str) -> Any:
     if call != "set" or not _is_whole(parts) or rows._batch_size == tree._batch_size:
         return at.write_rows(tree, parts, rows, call)
     # A whole tree may give way to one of another length.
-    for key, (old, new) in same_keys([tree, rows], "at[...].set", ()):
-        if isinstance(old, Tensor) and old.dtype is not getattr(new, "dtype", None):
-            raise LeafMismatchError(f"at[...].set: the rows for {key!r} must have its dtype.", expected=str(old.dtype))
+    pairs = zip_trees(tree, rows)
+    if isinstance(pairs, Difference):
+        raise pairs.error("at[...].set")
+    for path, old, new in pairs:
+        if isinstance(old, Tensor) and old.dtype is not new.dtype:
+            where = f"at[...].set: the rows for {dotted(path)!r} must have its dtype."
+            raise LeafMismatchError(where, expected=str(old.dtype), got=str(new.dtype))
     return rows
 
 
@@ -176,7 +182,7 @@ def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
         if dim < end and new[:dim] == old[:dim] and new[end:] == tail:
             if new[dim:end] == (old[dim:merged].numel(),):
                 return nest(stack, trees, (len(trees),), dim)
-            if prod(new[dim:end]) == len(trees) and -1 not in new[dim:end]:
+            if prod(new[dim:end]) == len(trees):
                 return nest(stack, trees, new[dim:end], dim)
         is_nested = all([tree._is_lazy and tree._dim == dim for tree in trees])
         if merged == len(old) or (old[merged] < 0 and not is_nested):

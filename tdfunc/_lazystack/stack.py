@@ -22,11 +22,10 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import _UNDECIDED, register
 from tdfunc.core.shapes import as_names, as_size, common_size, dim_index, normalize_index, stacked_size
 from tdfunc.core.ties import lift, merge
-from tdfunc.core.types import Kind, Names, NestedKey, Node, Ties
-from tdfunc.ops.base.convert import accept
+from tdfunc.core.types import Kind, Names, NestedKey, Node
 from tdfunc.ops.batch import index, join
 from tdfunc.ops.display.text import printable, tree_repr
-from tdfunc.ops.edits.edit import set_
+from tdfunc.ops.edits.edit import set_, update
 from tdfunc.ops.interop import list_of
 
 
@@ -227,7 +226,7 @@ class LazyStack(TreeMethods):
             BatchSizeError: The size at the stack dimension is not the number of trees, or a leaf lacks the dimensions.
         """
         size, dim = as_size(batch_size), self._dim
-        if len(size) <= dim or size[dim] != len(self._data):
+        if size[dim : dim + 1] != (len(self._data),):
             raise BatchSizeError(
                 f"with_batch_size: dimension {dim} must be the number of trees.",
                 expected=len(self._data),
@@ -287,12 +286,7 @@ class LazyStack(TreeMethods):
         return tuple(nodes)
 
     def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> Any:
-        trees = self._trees
-        rows: list[dict[str, Node]] = [{} for _ in trees]
-        for key, node in changes.items():
-            for row, tree, part in zip(rows, trees, self._cut(node), strict=True):
-                row[key] = None if part is None else accept(tree, key, part, key)
-        return self._like([tree._put(row, kinds) for tree, row in zip(trees, rows, strict=True)])
+        return self._each(update, changes)
 
     def _each(self, fn: Callable[..., Any], *values: Any) -> Any:
         rows = zip(*[self._cut(value) for value in values], strict=True) if values else [()] * len(self._data)
@@ -306,22 +300,13 @@ class LazyStack(TreeMethods):
                 raise
         return self._like(done)
 
-    def _replace(
-        self,
-        data: dict[str, Node] | None = None,
-        *,
-        batch_size: Size | None = None,
-        names: Names | None = None,
-        kinds: dict[str, Kind] | None = None,
-        ties: Ties | None = None,
+    # Any: the options of `TensorCollection._replace`.
+    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, data: dict[str, Node], *, batch_size: Size | None = None, **_: Any
     ) -> Any:
-        mine = self._data
-        data = mine if data is None else data
         # A tree that loses all entries stays, as an empty one: the others keep their places.
-        whole = [data[key] if key in data else mine[key]._replace({}, kinds={}, ties=()) for key in mine]
-        if not all([isinstance(tree, TensorCollection) for tree in whole]):
-            return self._make(dict(zip(mine, whole, strict=True)), self._batch_size, self._device, names, self._static)
-        new = self._like(whole)
+        mine: dict[str, Any] = self._data
+        new = self._like([data[k] if k in data else tree._replace({}, kinds={}, ties=()) for k, tree in mine.items()])
         if batch_size is not None and batch_size != new._batch_size and self._cache is not _UNDECIDED:
             raise BatchSizeError(
                 "The batch size of a lazy stack must agree with its trees.",
@@ -361,7 +346,7 @@ class LazyStack(TreeMethods):
         if isinstance(value, LazyStack) and value._dim == dim and len(value._data) == count:
             return value._trees
         size = tuple(value._batch_size if isinstance(value, TensorCollection) else value.shape)
-        if len(size) <= dim or size[dim] != count:
+        if size[dim : dim + 1] != (count,):
             raise BatchSizeError(
                 "The value must have one part for each tree of the lazy stack, along its dimension.",
                 expected=f"{count} at dimension {dim}",

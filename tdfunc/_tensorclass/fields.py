@@ -266,9 +266,7 @@ def _fits(node: Any, alternatives: Iterable[Any]) -> bool | None:
 
     try:
         return any([isinstance(node, each) for each in alternatives])
-    except jaxtyping.AnnotationError as err:
-        if not isinstance(err.__cause__, NameError):
-            raise
+    except jaxtyping.AnnotationError:
         return None
 
 

@@ -227,9 +227,10 @@ class TensorClass(_Typed):
         return new
 
     # Any: the options of `TensorCollection._replace`.
-    def _replace(self, data: dict[str, Node] | None = None, **options: Any) -> "Self":
-        if data is not None:
-            self._check_names(data)
+    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, data: dict[str, Node], **options: Any
+    ) -> "Self":
+        self._check_names(data)
         return super()._replace(data, **options)
 
     @classmethod

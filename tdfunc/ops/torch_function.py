@@ -92,7 +92,7 @@ def _binary(name: str) -> Handler:
     def call(input: Any, other: Any, **kwargs: Any) -> Any:
         if isinstance(input, TensorCollection):
             return binary(input, other, name, kernel, **kwargs)
-        return reversed_binary(other, input, name)
+        return reversed_binary(other, input, name, **kwargs)
 
     return call
 
@@ -175,9 +175,7 @@ def _loss(fn: Handler) -> Handler:
 
 
 def _isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
-    if not isinstance(input, TensorCollection):
-        input, other = other, input
-    return binary(input, other, "isclose", None, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return _binary("isclose")(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
 def _at_index(tree: TensorCollection, dim: int, index: Any, call: str) -> Any:

@@ -17,11 +17,12 @@ def test_set_cuts_values_along_the_stack(dim):
     """A dense value is cut along the dimension of the stack."""
     lazy, dense = lazy_stack(uniform(), dim), torch.stack(uniform(), dim)
     value = torch.randn(*dense.batch_size, 5)
-    new = assert_pure(lambda t: t.set("z", value).set(("n", "w"), value).set("c", 2.5).set("t", "word"), lazy)
+    new = assert_pure(lambda t: t.set("z", value.numpy()).set(("n", "w"), value).set("c", 2.5).set("t", "word"), lazy)
 
     expected = dense.set("z", value).set(("n", "w"), value).set("c", 2.5)
     assert_trees_equal(new.exclude("t", "s").dense(), expected.exclude("s"))
     assert new["t"] == ["word"] * 3
+    assert_alike(TensorDict({"l": lazy, ("l", "z"): value}, dense.batch_size)["l"], lazy.set("z", value))
     assert sorted(lazy.keys()) == ["n", "s", "x"]
 
 
@@ -145,6 +146,9 @@ def test_child_follows_edits_and_values(around):
     assert list(edited["lazy"].keys()) == ["x", "n", "z", "k"]
     assert list(around.rename_key(("lazy", "x"), ("lazy", "q"))["lazy"].keys()) == ["q", "n"]
     assert list(around.rename_key(("lazy", "x"), ("lazy", "n", "q"))["lazy", "n"].keys()) == ["y", "q"]
+    words = TensorDict({"l": lazy_stack(ragged())})
+    assert words.rename_key(("l", "s"), ("l", "n", "t"))["l", "n", "t"] == words["l", "s"]
+    assert_stacks_equal(words.rename_key(("l", "n"), "m")["m"], words["l", "n"])
     assert list(around.flatten_keys()["lazy"].keys()) == ["x", "n.y"]
     assert list(around.delete(("lazy", "x")).select(("lazy", "n"))["lazy"].keys()) == ["n"]
     assert around.at[1].set(around[1] * 0)["lazy", "x"][1].abs().sum() == 0
@@ -159,7 +163,7 @@ def test_changes_at_a_key(depth):
     lazy = lazy_stack([TensorDict({"x": torch.arange(float(n)), "s": f"{n}"}) for n in (2, 3)])
     tree, path = (lazy, "x") if depth == 1 else (TensorDict({"l": lazy}), ("l", "x"))
 
-    assert [x.tolist() for x in tree.at[path].add(3)[path]] == [[3, 4], [3, 4, 5]]
+    assert [x.tolist() for x in tree.at[path].add(torch.tensor(3.0))[path]] == [[3, 4], [3, 4, 5]]
     assert [x.tolist() for x in tree.at[path].mul(torch.tensor([2.0, 5.0]))[path]] == [[0, 2], [0, 5, 10]]
     assert [x.tolist() for x in tree.at[path].set(7)[path]] == [[7, 7], [7, 7, 7]]
     assert [x.tolist() for x in tree.at[path].apply(lambda x: x[:1])[path]] == [[0], [0]]

@@ -146,8 +146,10 @@ def test_trees_of_a_stack_do_not_grow():
     one, three = (lazy_stack([TensorDict({"x": torch.ones(n, 2)}, [n])] * 2) for n in (1, 3))
 
     assert [x.shape for x in (three + one)["x"]] == [(3, 2), (3, 2)]
-    with pytest.raises(BatchSizeError, match=r"add: .*\n.*expected: \[1\]\n.*got: +\[3\]\n.*expand"):
-        one + three
+    for small, large, where in ((one, three, ""), (TensorDict({"l": one}), TensorDict({"l": three}), " at 'l'")):
+        message = rf"add: .*lazy stack{where} does not.*\n.*expected: \[1\]\n.*got: +\[3\]\n.*expand"
+        with pytest.raises(BatchSizeError, match=message):
+            small + large
     assert (one.expand(2, 3) + three).batch_size == Size([2, 3])
 
 

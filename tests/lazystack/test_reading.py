@@ -8,7 +8,7 @@ from torch import Size
 
 from tdfunc import TensorDict, TreeStructureError
 from tdfunc._lazystack import LazyStack, lazy_stack
-from tests.lazystack.trees import ragged, uniform
+from tests.lazystack.trees import ragged, tree, uniform
 
 
 @pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 3, 3)], ids=["ragged", "equal"])
@@ -66,10 +66,10 @@ def test_keys_of_some_trees():
     assert "b: in trees [0]" in repr(lazy)
     assert list(lazy.update({"b": 0.0}).keys()) == ["a", "b"]
     assert list(lazy.select("a").trees[0].keys()) == ["a"]
-    for tree in (lazy, TensorDict({"n": lazy}), lazy_stack([TensorDict({"m": tree}) for tree in lazy.trees])):
+    for each in (lazy, TensorDict({"n": lazy}), lazy_stack([TensorDict({"m": part}) for part in lazy.trees])):
         for call in ("to_dict", "state_dict", "numpy", "to_namedtuple"):
             with pytest.raises(TreeStructureError, match=rf"{call}: the key 'b' is not in all trees(.|\n)*trees \[0\]"):
-                getattr(tree, call)()
+                getattr(each, call)()
     assert [x.tolist() for x in lazy.select("a").to_dict()["a"]] == [[0, 0], [0, 0, 0]]
 
 
@@ -83,17 +83,20 @@ def test_repr():
     assert "names=[None, 't'],\n    stack_dim=0)" in text
     apart = lazy_stack([TensorDict({"x": torch.zeros(2)}), TensorDict({"x": torch.zeros(2, dtype=torch.int64)})])
     assert "x: Tensor(2 x [2], differ, cpu)" in repr(apart)
+    assert "x: Tensor(2 x shapes differ, float32, cpu)" in repr(lazy_stack([apart[0], apart[0].set("x", torch.eye(2))]))
 
 
-def test_names():
-    """A stack has the names that its trees share, and none for its own dimension."""
-    lazy = lazy_stack([t.with_names(["time"]) for t in ragged()])
+def test_names_and_device():
+    """A stack has the names and the device that its trees share, and no name for its own dimension."""
+    lazy, there, anywhere = lazy_stack([t.with_names(["time"]) for t in ragged()]), tree(2).to("cpu"), tree(3)
 
+    assert lazy_stack([there, there]).device == torch.device("cpu")
+    assert lazy_stack([there, anywhere]).device is lazy_stack([anywhere, there]).device is None
     assert lazy.names == [None, "time"]
     assert lazy_stack(ragged()).with_names([None, "t"])[0].names == ["t"]
     assert (lazy.permute(1, 0) * 2)[:, :2].names == ["time", None]
     assert lazy.pad().names == [None, "time"]
-    assert lazy["n"].names == [None, None]
+    assert lazy["n"].names == lazy.with_names(None).names == lazy_stack([lazy[0], tree(2)]).names == [None, None]
     with pytest.raises(ValueError, match="the stack dimension 0 must have no name"):
         lazy.with_names(["batch", "time"])
 

@@ -54,11 +54,6 @@ def tensors_only(trees):
     return [t.exclude("s") for t in trees]
 
 
-def settle(result):
-    """A dense tree for what an operation on a uniform lazy stack gave."""
-    return result.dense() if isinstance(result, LazyStack) else result
-
-
 def assert_stacks_equal(actual, expected):
     """Check that two lazy stacks hold equal trees along one dimension."""
     assert type(actual) is type(expected)

@@ -35,7 +35,7 @@ def test_gradients_of_trees():
     assert torch.equal(found["w"], 2 * w)
     filled = torch.autograd.grad(loss, params, materialize_grads=True, retain_graph=True)
     assert torch.equal(filled["n", "b"], torch.zeros(2))
-    pair = torch.autograd.grad(loss, (params.select("w"), w), retain_graph=True)
+    pair = torch.autograd.grad(loss, (params.select("w"), w), torch.tensor(1.0), retain_graph=True)
     assert torch.equal(pair[0]["w"], pair[1])
     outputs, weights = params * 3, TensorDict({"n": {"b": torch.ones(2)}, "w": torch.arange(3.0)})
     mapped = torch.autograd.grad(outputs, params, weights)
@@ -87,6 +87,7 @@ def test_shared_memory():
 
     assert tree.share_memory_() is tree
     assert leaf.is_shared()
+    assert TensorDict({"s": "x"}).pin_memory()["s"] == "x"
 
 
 def test_bytes_of_sparse_leaves():

@@ -50,7 +50,8 @@ def test_from_any():
     """Dicts, dataclasses and tuples become trees at any depth; trees, sizes and lists stay."""
     expected = TensorDict({"a": A, "inner": {"left": A, "right": {"b": B}}}, [2])
     nested = Pair(A, {"b": B})
-    mixed = TensorDict.from_any((A, {"x": (1, {"y": 2}), "size": Size([3, 4]), "l": [1, 2]}, "text"))
+    loader = DataLoader([1], batch_size=1)
+    mixed = TensorDict.from_any((A, {"x": (1, {"y": 2}), "size": Size([3, 4]), "l": [1, 2], "d": loader}, "text"))
 
     assert_trees_equal(TensorDict.from_any(Plain(A, nested), batch_size=[2]), expected)
     assert_trees_equal(TensorDict.from_dataclass(Plain(A, nested), auto_batch_size=True, batch_dims=1), expected)
@@ -59,6 +60,7 @@ def test_from_any():
     assert type(TensorDict.from_any({"p": Point(A, batch_size=[2])})["p"]) is Point
     assert TensorDict.from_dataclass(Plain(A, (A, A)))["inner", "1"] is A
     assert mixed["0"] is A
+    assert mixed["1", "d"] is loader
     assert (mixed["1", "x", "1", "y"], mixed["2"], mixed["1", "size"].tolist()) == (2, "text", [3, 4])
 
 

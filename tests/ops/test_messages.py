@@ -54,15 +54,11 @@ def ragged():
     return tdf.lazy_stack([TensorDict({"x": torch.arange(n)}, [n]) for n in (1, 2, 3)])
 
 
-def subclass():
-    """Define a class of open trees."""
-    return type(TensorDict)("Mine", (TensorDict,), {})
-
-
 VALUES = [
     (lambda: TensorDict({"n": {"k": np.longdouble(1)}}), LeafMismatchError, "'n.k': numbers must have .*longdouble"),
     (lambda: TensorDict({"k": np.zeros(2, np.clongdouble)}), LeafMismatchError, "'k': numbers .*clongdouble"),
     (lambda: TensorDict({"k": np.zeros(2, "M8[s]")}), LeafMismatchError, "'k': numbers .*datetime64.*NonTensorData"),
+    (lambda: TensorDict({"k": ["a"]}, [0]), BatchSizeError, r"'k': the leading.*\[0\].*\[1\]"),
     (lambda: TensorDict({"k": [A, B]}), LeafMismatchError, r"'k': the tensors of a list .*\[2, 3\] .*\[2\]"),
     (lambda: TensorDict([("a", 1)]), TypeError, "a mapping or a tree.*list"),
     (lambda: TensorDict(torch.ones(2)), TypeError, "the source must be a mapping.*Tensor"),
@@ -70,7 +66,7 @@ VALUES = [
     (lambda: TensorDict({"p": {"q": 1}, ("p", "q"): 2}), MissingKeyError, "'p.q' must be given once"),
     (lambda: TensorDict({"p": {"q": 1}, ("p", "q", "r"): 2}), MissingKeyError, "'p.q' must be given once"),
     (lambda: TensorDict({("p", "q"): 1, "p": A}), MissingKeyError, "'p' must be given once"),
-    (subclass, UnsupportedError, "TensorDict is final, Mine.*TensorClass"),
+    (lambda: type(TensorDict)("Mine", (TensorDict,), {}), UnsupportedError, "TensorDict is final, Mine.*TensorClass"),
     # from and to other containers
     (lambda: TensorDict.from_any(3), TypeError, "a mapping or a tree.*int"),
     (
@@ -167,6 +163,7 @@ EDITS = [
     (lambda: TD.at[0].set(TD[:1]), BatchSizeError, r"at\[...\].set.*\[\].*\[1\]"),
     (lambda: TD.at[0].set(TD[0].set("a", torch.zeros(2))), LeafMismatchError, r"'a'.*\[\].*\[2\]"),
     (lambda: TD.at[0].set(TD[0].to(torch.complex64)), LeafMismatchError, "'a'.*float32.*complex64"),
+    (lambda: TD.at[0].set(np.complex64(1j)), LeafMismatchError, "'a'.*float32.*complex64"),
     (lambda: TD.to(torch.int64).at[0].set(1.5), LeafMismatchError, "'a'.*int64.*float32"),
     (lambda: BYTES.at[0].set(300), LeafMismatchError, "'a' do not fit.*uint8.*int64"),
     (lambda: TD.at[[0, 0]].mul(2), ValueError, r"at\[...\].mul: the index must contain each row only once.*\[0, 0\]"),
@@ -197,12 +194,14 @@ WRITES = [
     (lambda t: t.set_("z", 1), MissingKeyError, "no key 'z'"),
     (lambda t: t.set_(("a", "z"), 1), MissingKeyError, "no key 'z' under 'a'"),
     (lambda t: t.set_("s", 1), LeafMismatchError, "'s': only tensors.*NonTensorData"),
-    (lambda t: t.set_("e", 1), LeafMismatchError, r"'e': the leaf is expanded.*\[3, 2\]"),
+    (lambda t: t.set_("e", 1), LeafMismatchError, r"'e': the leaf is expanded.*\[3, 2\] with strides \[1, 1\]"),
+    (lambda t: t.update_({"e": A.T[:, :1]}), LeafMismatchError, "'e': the leaf is expanded or overlaps itself"),
     (lambda t: t.set_("a", 2**70), LeafMismatchError, "set_ 'a': numbers must have a dtype of torch"),
     (lambda t: t.set_("i", 300), LeafMismatchError, "uint8 can hold.*int64"),
     (lambda t: t.set_("i", torch.ones(3)), LeafMismatchError, "uint8 can hold.*float32"),
     (lambda t: t.set_("a", torch.ones(3, device="meta")), LeafMismatchError, "'a': the value must have data; nothing"),
     (lambda t: t.update_({"a": ROWS, "i": torch.ones(3)}), LeafMismatchError, "'i'.*uint8 can hold.*float32"),
+    (lambda t: t.update_(3), TypeError, "a mapping or a tree.*int"),
     (lambda t: t.update_({"a": ROWS, "z": 1}), MissingKeyError, "nothing was written.*'z'"),
     (lambda t: t.copy_({"a": ROWS}), MissingKeyError, r"nothing was written.*\['a'\]"),
     (lambda t: t.update_({"n": {"b": A.T[:, :1]}, "a": ROWS}), LeafMismatchError, r"'n.b'.*\[3, 2\].*\[3, 1\]"),
@@ -262,6 +261,8 @@ OPERATIONS = [
     (lambda: WIDE.squeeze(2), IndexError, "squeeze: batch dimension 2"),
     (lambda: WIDE.expand(3), RuntimeError, r"at least 2 dimensions that fits batch size \[2, 3\].*\[3\]"),
     (lambda: WIDE.expand(2, 4), RuntimeError, r"\[2, 3\].*\[2, 4\]"),
+    (lambda: WIDE.expand(-1, 2, 3), RuntimeError, r"new dimensions come first.*\[-1, 2, 3\]"),
+    (lambda: WIDE[:1].expand(-2, 3), RuntimeError, r"\[1, 3\].*\[-2, 3\]"),
     (lambda: WIDE.split([1, 2]), ValueError, r"2.*\[1, 2\] \(sum 3\)"),
     (lambda: WIDE.split(1, 2), IndexError, "split: batch dimension 2"),
     (lambda: WIDE.unbind(2), IndexError, "unbind: batch dimension 2"),
@@ -306,6 +307,8 @@ OPERATIONS = [
     (lambda: F.l1_loss(FLAT, A), TypeError, "l1_loss: each must be a tree.*Tensor"),
     (lambda: torch.add(FLAT, FLAT, out=FLAT), ImmutableError, "torch.add: out= would write to a tree"),
     (lambda: F.dropout(FLAT), UnsupportedError, "torch.nn.functional.dropout is not"),
+    (lambda: torch.hstack([FLAT]), UnsupportedError, r"torch.hstack is not.*\(lambda x, y: torch.hstack\(\(x, y\)"),
+    (lambda: torch.special.bessel_j0(FLAT), UnsupportedError, "torch.special.bessel_j0 is not"),
     (lambda: torch.index_select(FLAT, 1, B), IndexError, "index_select: batch dimension 1"),
     (lambda: torch.select(FLAT, 1, 0), IndexError, "^select: batch dimension 1"),
 ]  # fmt: skip
@@ -321,12 +324,13 @@ def test_a_mistake_is_explained(call, error, message):
 @pytest.mark.parametrize(("write", "error", "message"), WRITES)
 def test_a_refused_write_writes_nothing(write, error, message):
     """A value that does not fit is found before the first leaf is written."""
-    tree = TD.clone().update({"s": "x", "e": torch.zeros(1, 2).expand(3, 2), "i": torch.zeros(3, dtype=torch.uint8)})
+    tree = TD.clone().update({"s": "x", "e": torch.zeros(4).unfold(0, 2, 1), "i": torch.zeros(3, dtype=torch.uint8)})
     with pytest.raises(error, match=f"(?s){message}"):
         write(tree)
 
     assert tree["a"].tolist() == [0, 1, 2]
     assert not tree["n", "b"].any()
+    assert not tree["e"].any()
 
 
 # -- one mistake in many calls ------------------------------------------------------------------------------------
@@ -362,12 +366,8 @@ def test_a_value_that_does_not_fit(value, error, message):
 @pytest.mark.parametrize(
     ("call", "make", "names"),
     [
-        ("TensorDict", lambda *source, **entries: TensorDict(*source, **entries), ("lock", "non_blocking")),
-        (
-            "TensorDict",
-            lambda *source, **entries: TensorDict(*map(TensorDict, source), **entries),
-            ("auto_batch_size",),
-        ),
+        ("TensorDict", TensorDict, ("lock", "non_blocking")),
+        ("TensorDict", lambda *trees, **entries: TensorDict(*map(TensorDict, trees), **entries), ("auto_batch_size",)),
         ("update", lambda *source, **entries: TensorDict({"a": 0.0}).update(*source, **entries), _UPDATE_OPTIONS),
     ],
 )
@@ -382,11 +382,6 @@ def test_options_of_tensordict_are_no_entries(call, make, names):
 
 
 # -- joins --------------------------------------------------------------------------------------------------------
-
-
-def of_kind(kind):
-    """The tree with a kind for leaf a."""
-    return WIDE.set("a", WIDE["a"], kind=kind)
 
 
 SHORT = (
@@ -405,7 +400,7 @@ JOINS = [
     (SHORT, LeafMismatchError, r"'n.b'.*4, 1\].*4, 5\]"),
     ([WIDE, WIDE.set("n", COUNTS)], TreeStructureError, r"'n' is a tree in.*\['b'\].*int64"),
     ([WIDE, WIDE.set("s", COUNTS)], TreeStructureError, "'s' is non-.*data=x.*int64"),
-    ([of_kind(Kind.BUFFER), of_kind(Kind.PARAMETER)], LeafMismatchError, "'a'.*BUF.*PARAM"),
+    ([WIDE.set("a", COUNTS, kind=kind) for kind in (Kind.BUFFER, Kind.PARAMETER)], LeafMismatchError, "'a'.*BUF.*PAR"),
 ]
 
 

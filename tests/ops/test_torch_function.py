@@ -66,7 +66,7 @@ def test_activations(name):
 
 
 Y = X.flip(0).nan_to_num()
-TREE, OTHER = tree_of(Y), tree_of(Y + 1)
+TREE, OTHER, ONE = tree_of(Y), tree_of(Y + 1), torch.tensor(1.0)
 # name -> (call of torch on trees, the same on a leaf).
 SAME = {
     "logcumsumexp": (lambda: torch.logcumsumexp(TREE, 0), torch.logcumsumexp(Y, 0)),
@@ -74,6 +74,10 @@ SAME = {
     "F.softmax": (lambda: F.softmax(TREE, dim=-1), torch.softmax(Y, 0)),
     "F.relu": (lambda: F.relu(TREE), torch.relu(Y)),
     "isclose": (lambda: torch.isclose(TREE, OTHER, 0, 1.5), torch.isclose(Y, Y + 1, 0, 1.5)),
+    "isclose to the tree": (lambda: torch.isclose(ONE, TREE, 1.0, 0.0), torch.isclose(ONE, Y, 1.0, 0.0)),
+    "number first": (lambda: torch.float_power(2, TREE), torch.float_power(2, Y)),
+    "option, tensor first": (lambda: torch.sub(ONE, TREE, alpha=3), torch.sub(ONE, Y, alpha=3)),
+    "round": (lambda: torch.round(TREE, decimals=1), torch.round(Y, decimals=1)),
     "isclose number": (lambda: torch.isclose(TREE, torch.tensor(0.0)), torch.isclose(Y, torch.tensor(0.0))),
     "max of two": (lambda: torch.max(TREE, OTHER), torch.max(Y, Y + 1)),
     "min of two": (lambda: torch.min(TREE, other=OTHER), torch.min(Y, Y + 1)),
@@ -100,6 +104,8 @@ NUMBERS = TREE.exclude("s")
 REDUCED = {
     "vector_norm": (lambda: torch.linalg.vector_norm(NUMBERS, 3, 0), torch.linalg.vector_norm(Y, 3, 0), []),
     "quantile": (lambda: torch.quantile(NUMBERS, 0.25, 0), torch.quantile(Y, 0.25, 0), []),
+    "max": (lambda: torch.max(NUMBERS, 0).values, torch.max(Y, 0).values, []),
+    "max without positions": (lambda: NUMBERS.max(0, return_indices=False), torch.max(Y, 0).values, []),
     "std biased": (lambda: torch.std(NUMBERS, 0, False), torch.std(Y, 0, False), []),
     "std biased, of all": (lambda: torch.std(NUMBERS, False), torch.std(Y, False), []),
     "std kept": (lambda: torch.std(NUMBERS, 0, True, True), torch.std(Y, 0, True, True), [1]),
@@ -139,6 +145,8 @@ TRANSFORMED = {
     "zeros": torch.zeros_like,
     "index_select": lambda t: torch.index_select(t, 0, torch.tensor([0, 2])),
     "keyword": lambda t: torch.sum(t, dim=0),
+    # Dynamo calls `Tensor.__rsub__`.
+    "tensor on the right": lambda t: t - torch.arange(3.0),
 }
 
 

@@ -251,7 +251,7 @@ class Counting(TensorClass):
 
     def __post_init__(self):
         self.calls.append(self)
-        return self.replace(total=self.x.sum(-1))
+        return super().__post_init__().replace(total=self.x.sum(-1))
 
 
 def test_post_init_runs_in_the_constructor_only():

@@ -178,6 +178,7 @@ def test_nested_tensors():
         Foo.from_tensordict(TensorDict({"x": nested}, [2])),
     ):
         assert each.x is nested
+    assert [x.tolist() for x in (made + made).x.unbind()] == [[2, 2], [2, 2, 2]]
     with pytest.raises(tdf.BatchSizeError, match=r"(?s)'Foo.x'.*\[3\].*\[2, -1\]"):
         Foo(nested, batch_size=[3])
 

@@ -4,7 +4,7 @@ import enum
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, Protocol
 
 import hypothesis
 import numpy as np
@@ -118,12 +118,17 @@ def test_values_that_are_nodes():
     assert Default(["a", "b", "c"], batch_size=[3])[1].value == "b"
 
 
+class Named(Protocol):
+    name: str
+
+
 class Chat(TensorClass["nocast"]):
     role: str
     content: "str | Colour" = ""
     kind: Literal["a", "b"] = "a"
     calls: list[dict] | None = None
     parts: Sequence[str] | None = None
+    named: Named | None = None
 
 
 @pytest.mark.parametrize("name", ["role", "content", "kind"])
@@ -141,9 +146,9 @@ def test_lists_of_rows_with_nocast(name, size):
 def test_lists_that_are_values():
     """A list in a field that may hold one stays a value, and so does any list of an instance without a batch."""
     calls, parts = [{"name": "f"}, {}], ["a", "b"]
-    made = Chat("user", calls=calls, parts=parts, batch_size=[2])
+    made = Chat("user", calls=calls, parts=parts, named=parts, batch_size=[2])
 
-    assert (made[1].calls, made[1].parts) == (calls, parts)
+    assert (made[1].calls, made[1].parts, made[1].named) == (calls, parts, parts)
     assert Chat(["system", "user"]).role == ["system", "user"]
     assert NoCast([1, 2], batch_size=[2])[0].value == [1, 2]
 
@@ -359,6 +364,8 @@ class Defaults(TensorClass):
     made: Tensor = field(default_factory=lambda: torch.zeros(2))
     fixed: str = field(default="fixed", init=False)
     late: str = field(default="late", kw_only=True)
+    stamp: str = field(default_factory=lambda: "now", init=False)
+    blank: Tensor | None = field(init=False)
 
 
 def test_defaults():
@@ -366,6 +373,7 @@ def test_defaults():
     one, two = (Defaults(torch.ones(2), batch_size=[2]) for _ in range(2))
 
     assert (one.note, one.entries, one.fixed, one.late) == ("plain", ["a", "b"], "fixed", "late")
+    assert (one.stamp, one.blank) == ("now", None)
     assert one.made is not two.made
     assert Defaults(torch.ones(2), "given", late="l").late == "l"
     with pytest.raises(TypeError, match="'fixed'"):

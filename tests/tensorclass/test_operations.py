@@ -89,6 +89,7 @@ def test_shadowed_names():
 
     assert made.reshape.sum() == 6 * PUBLIC.index("reshape")
     assert type(stacked) is cls
+    assert TensorDict({"m": made}, [2, 3]).tolist(convert_tensors=True)[1][2]["m"]["get"] == PUBLIC.index("get")
     assert torch.equal(stacked.keys, made.keys)
     assert torch.reshape(made, (6,)).replace.shape == (6,)
     assert (made * 2 + made).sum.sum() == 18 * PUBLIC.index("sum")

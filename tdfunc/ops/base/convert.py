@@ -113,10 +113,8 @@ def resize(tree: T, size: Size, where: str = "") -> T:
         path = f"{where}.{key}" if where else key
         if isinstance(node, TensorCollection):
             data[key] = node if node._batch_size[: len(size)] == size else resize(node, size, path)
-        elif isinstance(node, (Tensor, NonTensorBase)):
-            data[key] = convert(node, size, None, path)
         else:
-            data[key] = node
+            data[key] = convert(node, size, None, path)
     names = tree._names and as_names([*tree._names[: len(size)], *[None] * (len(size) - len(tree._names))], len(size))
     return tree._replace(data, batch_size=size, names=names)
 

@@ -21,14 +21,6 @@ T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float, complex)
 _requires_grad = operator.attrgetter("requires_grad")
 
-# Python's own operators, which have torch's promotion rules for a number on the left.
-_REVERSED: dict[str, Callable[[Any, Any], Any]] = {
-    "sub": operator.sub,
-    "div": operator.truediv,
-    "pow": operator.pow,
-    "floor_divide": operator.floordiv,
-    "remainder": operator.mod,
-}
 # torch.maximum takes no number; the foreach kernel does, and computes this.
 _WITH_NUMBER: dict[str, Callable[..., Any]] = {"maximum": torch.clamp_min, "minimum": torch.clamp_max}
 
@@ -61,9 +53,9 @@ def _run(tree: T, name: str, leaves: list[Tensor], *args: Any) -> T | None:
         return None
 
 
-def unary(tree: T, name: str, foreach: str | None, *args: Any, **kwargs: Any) -> T:
+def unary(tree: T, name: str, foreach: str | None, **kwargs: Any) -> T:
     """Apply `torch.<name>` to every leaf."""
-    if foreach is not None and not args and not kwargs:
+    if foreach is not None and not kwargs:
         done = foreach_leaves(tree, foreach)
         if done is not None:
             return done
@@ -72,11 +64,10 @@ def unary(tree: T, name: str, foreach: str | None, *args: Any, **kwargs: Any) ->
         if columns is not None and all(map(Tensor.is_floating_point, columns[0])):
             # x - x is NaN where x is not finite: faster than `torch.isfinite`.
             with torch.no_grad():
-                zeros = _run(tree, "_foreach_sub", columns[0], columns[0])
-                if zeros is not None:
-                    return zeros._map(LeafOp("isfinite", lambda x: x == x))
+                zeros = refill(tree, iter(torch._foreach_sub(*columns, *columns)))  # pyright: ignore[reportPrivateImportUsage]
+            return zeros._map(LeafOp(name, lambda x: x == x))
     fn = getattr(torch, name)
-    return tree._map(LeafOp(name, (lambda x: fn(x, *args, **kwargs)) if args or kwargs else fn))
+    return tree._map(LeafOp(name, (lambda x: fn(x, **kwargs)) if kwargs else fn))
 
 
 def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -> T:
@@ -205,16 +196,12 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
     return differ
 
 
-def reversed_binary(tree: T, other: Any, name: str) -> T:
+def reversed_binary(tree: T, other: Any, name: str, **kwargs: Any) -> T:
     """Apply `torch.<name>(other, leaf)`, for operators with the tree on the right."""
-    number = _as_number(other)
+    fn, number = getattr(torch, name), _as_number(other)
     if number is not None:
-        if name not in _REVERSED:
-            return binary(tree, number, name, None)
-        left = _REVERSED[name]
-        return tree._map(LeafOp(name, lambda x: left(number, x)))
-    fn = getattr(torch, name)
-    return tree._map(over_batch_op(tree, name, lambda x, y: fn(y, x), _as_tensor(other, name)))
+        return tree._map(LeafOp(name, lambda x: fn(number, x, **kwargs)))
+    return tree._map(over_batch_op(tree, name, lambda x, y: fn(y, x, **kwargs), _as_tensor(other, name)))
 
 
 def is_operand(other: Any) -> bool:

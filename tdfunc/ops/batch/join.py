@@ -194,8 +194,7 @@ def _joined(op: LeafOp, node: Any) -> tuple[Any, ...]:
     if isinstance(node, NonTensorBase):
         dtype, shape = None, node.shape
     else:
-        # torch itself compares nested tensors.
-        dtype, shape = node.dtype, None if node.is_nested else shape_of(node)
+        dtype, shape = node.dtype, shape_of(node)
     dim = op.args[0] if op.name == "cat" else len(shape or ())
     return dtype, shape and shape[:dim] + shape[dim + 1 :]
 

@@ -100,8 +100,7 @@ def repeat_interleave(tree: T, repeats: "int | Tensor", dim: int | None, output_
     rows = torch.repeat_interleave(torch.arange(total, device=counts.device), counts, output_size=output_size)
 
     def leaf(x: Tensor) -> Tensor:
-        times = repeats if isinstance(repeats, int) else counts.to(x.device)
-        return torch.repeat_interleave(x, times, dim, output_size=output_size)
+        return torch.repeat_interleave(x, counts.to(x.device), dim, output_size=output_size)
 
     return _take(tree, dim, rows, leaf)
 

@@ -174,12 +174,10 @@ def expand(tree: T, shape: tuple[int, ...]) -> T:
     """Expand batch dimensions of size 1, and add new ones in front, without copying."""
     old, n = tree._batch_size, len(tree._batch_size)
     lead = len(shape) - n
-    full = tuple(old[i - lead] if s == -1 and i >= lead else s for i, s in enumerate(shape))
-    if (
-        lead < 0
-        or any(s < 0 and (i < lead or s != old[i - lead]) for i, s in enumerate(full))
-        or any(size not in (1, new) for size, new in zip(old, full[lead:], strict=True))
-    ):
+    # None for a dimension that is new; -1 for a ragged one, which stays.
+    before = (*[None] * lead, *old)
+    full = tuple([s if size is None or s != -1 else size for s, size in zip(shape, before, strict=False)])
+    if lead < 0 or any([s != size and (s < 0 or size not in (1, None)) for s, size in zip(full, before, strict=True)]):
         raise error(
             RuntimeError,
             "expand: only sizes of 1 can grow, and new dimensions come first.",
@@ -280,7 +278,7 @@ class ShapeMethods(TensorCollection):
             RuntimeError: The strides of a leaf do not allow a view; use `reshape`.
         """
         if len(shape) == 1 and isinstance(shape[0], torch.dtype):
-            return self._map(LeafOp("view", lambda x: x.view(shape[0]) if isinstance(x, Tensor) else x))
+            return self._map(LeafOp("view", lambda x: x.view(shape[0])))
         return reshape(self, _ints(shape), "view")
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Self":

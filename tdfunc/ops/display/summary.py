@@ -72,7 +72,7 @@ class Summary:
         return self.table
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        return self.table._repr_mimebundle_(include or (), exclude or ())
+        return self.table._repr_mimebundle_(include, exclude)
 
 
 def _group(rows: list[Row], field: str) -> dict[str, tuple[int, int, int]]:
@@ -151,10 +151,10 @@ def _rows(tree: TensorCollection, at: Path, tied: dict[Path, list[Path]], seen: 
                 yield Row(path, "", "", "", f"tied to {others[0]}" if others else "seen above")
                 continue
             facts = facts_of(node)
-            amounts = facts if len(new) == 1 and new[0] is node else facts_of(tuple(new))
+            amounts = facts if new[0] is node else facts_of(tuple(new))
             kind = kind_text(tree._kinds.get(key)) or ("tensor" if facts.type == "Tensor" else facts.type)
             shape = ", ".join([facts.shape, *facts.notes])
-            totals = (len(new) if facts.dtype else 0, amounts.elements or 0, amounts.size_bytes or 0)
+            totals = (len(new), amounts.elements or 0, amounts.size_bytes or 0)
             yield Row(path, shape, facts.dtype, facts.device, kind, totals)
 
 

@@ -293,8 +293,7 @@ def as_leaf(made: Tensor, leaf: Any) -> Tensor:
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
-    if not rows._is_lazy:
-        check_one_shape(value, call)
+    check_one_shape(value, call)
     mine, theirs = dict(iter_items(rows, True, True)), dict(iter_items(value, True, True))
     if mine.keys() != theirs.keys():
         storage_writes.check_kinds(call, rows, value)

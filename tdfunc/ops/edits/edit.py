@@ -11,6 +11,7 @@ from tdfunc.core.keys import by_head, dotted, unravel
 from tdfunc.core.shapes import starts_with
 from tdfunc.core.ties import by_first_key, group_of, merge, node_at, remap, under
 from tdfunc.core.types import Kind, NestedKey, Node, Path, Ties
+from tdfunc.core.walk import describe
 from tdfunc.ops.base.cast import to
 from tdfunc.ops.base.convert import accept, adopt
 from tdfunc.ops.base.reading import UNSET, get, get_value, has, refuse_inplace, refuse_options
@@ -94,14 +95,10 @@ def _record_ties(tree: T, ties: Ties) -> T:
                 raise TieError(
                     f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
                     expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
-                    got=f"{_summary(first)} and {_summary(node_at(tree, path))}",
+                    got=f"{describe(first)} and {describe(node_at(tree, path))}",
                     hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
                 )
     return restore_ties(tree, ties)
-
-
-def _summary(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)} at {id(leaf):#x}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def restore_ties(tree: T, ties: Ties) -> T:
@@ -211,9 +208,7 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
         if () in inner:
             changes[key] = None
         elif isinstance(child := tree._get(key), TensorCollection):
-            new = delete_paths(child, inner)
-            if new is not child:
-                changes[key] = new
+            changes[key] = delete_paths(child, inner)
     return tree._put(changes) if changes else tree
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, check_one_shape, has_leaf, iter_leaves, per_tree
+from tdfunc.core.collection import LeafOp, TensorCollection, check_one_shape, has_leaf, iter_leaves, per_tree
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import (
     BatchSizeError,
@@ -201,10 +201,8 @@ def _cut(tree: TensorCollection, other: Any, call: str, at: Path) -> TensorColle
     for key, node in tree._data.items():
         twin = other._data.get(key)
         if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
-            beside = _cut(node, twin, call, (*at, key))
-            if beside is not twin:
-                changes[key] = beside
-    return other._replace({**other._data, **changes}) if changes else other
+            changes[key] = _cut(node, twin, call, (*at, key))
+    return other._replace({**other._data, **changes})
 
 
 def _cut_mapping(tree: TensorCollection, other: Mapping[Any, Any], call: str, at: Path) -> dict[Any, Any]:
@@ -287,15 +285,13 @@ def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBa
 def share(tree: TensorCollection) -> None:
     """Move the storage of every leaf to shared memory."""
     for path, leaf in iter_leaves(tree):
-        if isinstance(leaf, Tensor):
-            check_reaches_file(leaf, f"share_memory_ {dotted(path)!r}")
-            # As of torch 2.13 sharing a DTensor ends the process: it has no storage.
-            if type(leaf) not in PLAIN and hasattr(leaf, "to_local"):
-                raise UnsupportedError(
-                    f"share_memory_: {dotted(path)!r} is spread over processes.",
-                    got=f"a {type(leaf).__name__}",
-                    hint="td.apply(lambda x: x.to_local()) has the part of this one, x.full_tensor() all.",
-                )
+        check_reaches_file(leaf, f"share_memory_ {dotted(path)!r}")
+        # As of torch 2.13 sharing a DTensor ends the process: it has no storage.
+        if hasattr(leaf, "to_local"):
+            raise UnsupportedError(
+                f"share_memory_: {dotted(path)!r} is spread over processes.",
+                got=f"a {type(leaf).__name__}",
+                hint="td.apply(lambda x: x.to_local()) has the part of this one, x.full_tensor() all.",
+            )
     for _, leaf in iter_leaves(tree):
-        if isinstance(leaf, Tensor):
-            leaf.share_memory_()
+        leaf.share_memory_()

@@ -174,9 +174,10 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
         moved = _rename_here(bare, source, target[-1])
     else:
         node, kind = get(bare, source), kind_of(tree, source)
-        if isinstance(node, tuple) and source[0] != target[0]:
-            # The key of a lazy stack: its trees have a tensor each.
-            raise no_one_shape(f"rename_key of {dotted(source)!r}", get(bare, source[:-1]))
+        above: Any = get(bare, source[:-1]) if source[1:] else bare
+        if above._is_lazy and source[0] != target[0] and not isinstance(node, TensorCollection):
+            # The key of a lazy stack: its trees have a tensor or value each.
+            raise no_one_shape(f"rename_key of {dotted(source)!r}", above)
         moved = set_(delete_paths(bare, [source]), target, node, kind)
     return restore_ties(moved, ties)
 

@@ -52,8 +52,7 @@ def map_operands(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[
         ]
         return fn(x, *found)
 
-    op = over_batch_op(tree, name, leaf, *tensors) if tensors else LeafOp(name, leaf)
-    return tree._map(op, *trees)
+    return tree._map(over_batch_op(tree, name, leaf, *tensors), *trees)
 
 
 def clamp(tree: T, low: Any, high: Any) -> T:

@@ -64,7 +64,7 @@ def _compare(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> N
     elif isinstance(actual, NonTensorBase):
         if not bool(actual.equal(expected).all()) or actual.shape != expected.shape:
             raise _differ(at, "values", expected.tolist(), actual.tolist())
-    elif isinstance(actual, Tensor):
+    else:
         torch.testing.assert_close(
             actual, expected, **options, msg=lambda text: f"assert_close: {dotted(at)!r} differs.\n{text}"
         )

@@ -140,9 +140,9 @@ def _method(name: str, keepdim: bool, options: dict[str, Any], dims: tuple[int, 
     return methodcaller(name, given, keepdim=keepdim, **options) if options else methodcaller(name, given, keepdim)
 
 
-def _prod(x: Tensor, dim: tuple[int, ...] | None = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+def _prod(x: Tensor, dim: tuple[int, ...], keepdim: bool = False, **kwargs: Any) -> Tensor:
     # torch.prod takes one dimension or all; all at once rounds once.
-    if dim is None or len(dim) == x.dim():
+    if len(dim) == x.dim():
         out = torch.prod(x, **kwargs)
         return out.reshape([1] * x.dim()) if keepdim else out
     for d in sorted(dim, reverse=True):
@@ -150,28 +150,21 @@ def _prod(x: Tensor, dim: tuple[int, ...] | None = None, keepdim: bool = False, 
     return x
 
 
-def _norm(x: Tensor, dim: Any = None, keepdim: bool = False, *, p: float, dtype: torch.dtype | None) -> Tensor:
+def _norm(x: Tensor, dim: tuple[int, ...], keepdim: bool = False, *, p: float, dtype: torch.dtype | None) -> Tensor:
     return torch.linalg.vector_norm(x, p, dim, keepdim, dtype=dtype)
 
 
-def _quantile(x: Tensor, dim: tuple[int, ...] | None = None, keepdim: bool = False, *, q: Any, how: str) -> Tensor:
+def _quantile(x: Tensor, dim: tuple[int, ...], keepdim: bool = False, *, q: Any, how: str) -> Tensor:
     # torch.quantile takes one dimension or all.
-    if dim is None or len(dim) == 1:
-        return torch.quantile(x, q, dim if dim is None else dim[0], keepdim, interpolation=how)
+    if len(dim) == 1:
+        return torch.quantile(x, q, dim[0], keepdim, interpolation=how)
     last = x.movedim(dim, tuple(range(-len(dim), 0))).flatten(-len(dim))
     out = torch.quantile(last, q, -1, interpolation=how)
     return out.reshape(reduced_size(x.shape, dim, True)) if keepdim else out
 
 
 # Spelled otherwise in torch, or with other arguments.
-_OWN: dict[str, Callable[..., Tensor]] = {
-    "logsumexp": lambda x, dim=None, keepdim=False: torch.logsumexp(
-        x, tuple(range(x.dim())) if dim is None else dim, keepdim
-    ),
-    "norm": _norm,
-    "prod": _prod,
-    "quantile": _quantile,
-}
+_OWN: dict[str, Callable[..., Tensor]] = {"norm": _norm, "prod": _prod, "quantile": _quantile}
 
 
 def extremes(tree: T, name: str, dim: Any, keepdim: bool) -> T:

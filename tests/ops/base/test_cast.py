@@ -53,6 +53,7 @@ def test_to_moves_each_leaf():
     assert apart["a"] is tree["a"]
     assert apart["s"] == "text"
     assert tree.to({"*": "cpu"}) is tree
+    assert tree.to({"*": torch.float64}).device == torch.device("cpu")
 
 
 def test_to_in_a_lazy_stack():
@@ -88,3 +89,4 @@ def test_casts_of_integers_that_keep_values():
 
     for source, target in itertools.product(dtypes, dtypes):
         assert keeps_values(source, target) == (torch.promote_types(source, target) is target)
+    assert [keeps_values(source, torch.uint16) for source in dtypes[:3]] == [True, False, False]

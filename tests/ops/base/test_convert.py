@@ -44,11 +44,18 @@ def test_values_that_stay_values(td):
     """A string or another object is one value for all rows, and a list of them has one for each."""
     thing = object()
     new = td.update(
-        {"s": "x", "o": thing, "l": ["a", "b", "c"], "arr": np.array(["p", "q", "r"]), "w": NonTensorData(3)}
+        {
+            "s": "x",
+            "o": thing,
+            "l": ["a", "b", "c"],
+            "arr": np.array(["p", "q", "r"]),
+            "m": [1, "x", None],
+            "w": NonTensorData(3),
+        }
     )
 
     assert (new["s"], new["o"], new["w"]) == ("x", thing, 3)
-    assert new["l"] == ["a", "b", "c"]
+    assert (new["l"], new["m"]) == (["a", "b", "c"], [1, "x", None])
     assert isinstance(new._get("arr"), NonTensorStack)
     assert new[1]["arr"] == "q"
     times = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")
@@ -115,7 +122,7 @@ def test_constructor():
     assert TensorDict(tree, [3, 2]).names == ["t", None]
     assert TensorDict(tree, []).names == []
     assert list(TensorDict(tree, b=torch.zeros(3)).keys()) == ["a", "b"]
-    assert list(TensorDict(a=1, b=2).keys()) == ["a", "b"]
+    assert list(TensorDict(a=1, b=2).keys()) == list(TensorDict({"a": 1}, b=2).keys()) == ["a", "b"]
     assert TensorDict.fromkeys(["a", ("n", "b")], 0)["n", "b"] == 0
     assert TensorDict({}, 3).batch_size == Size([3])
 

@@ -55,3 +55,5 @@ def test_is_finite_records_nothing_and_leaves_integers_alone():
     assert done["w"].tolist() == [True, False, False]
     assert not done["w"].requires_grad
     assert done["n"].tolist() == [True, True, True]
+    mapped = torch.vmap(lambda t: t.isfinite())(TensorDict({"w": weight.detach()}, [3]))
+    assert mapped["w"].tolist() == [True, False, False]

@@ -57,5 +57,6 @@ def test_reading(td):
     assert td.get(("b", "z"), 5) == 5
     assert td["a", ("x",)] is td["a"]["x"]
     assert dict(td.items(True, True))["s"] == "word"
+    assert [key for key, _ in td.items(sort=True)] == ["a", "b", "e", "s"]
     assert not td.is_empty()
     assert TensorDict({"a": {}}).is_empty()

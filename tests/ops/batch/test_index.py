@@ -67,11 +67,3 @@ def test_positions_that_have_no_values_are_not_read():
 
     assert tree[torch.zeros(4, dtype=torch.long, device="meta")].batch_size == Size([4, 3])
     assert seen == [Size([2, 3])] * 2
-
-
-def test_masks_of_numpy():
-    """`masked_select` takes arrays and lists of bools, as indexing does."""
-    td = TensorDict({"a": torch.arange(3)}, [3])
-
-    for mask in (np.array([True, False, True]), np.array([True, False, True])[::-1], [True, False, True]):
-        assert td.masked_select(mask)["a"].tolist() == [0, 2]

@@ -44,6 +44,7 @@ CASES = {
     "squeeze nothing": (lambda t: t.squeeze(), lambda x: x, ["r", "c"]),
     "squeeze": (lambda t: t[:1, :1].squeeze((0, 1)), lambda x: x[0, 0], []),
     "expand": (lambda t: t.expand(4, 2, -1), lambda x: x.expand(4, *x.shape), [None, "r", "c"]),
+    "expand none": (lambda t: t[:, :1].expand(-1, 0), lambda x: x[:, :0], ["r", "c"]),
     "expand_as": (lambda t: t.expand_as(torch.zeros(4, 2, 3)), lambda x: x.expand(4, *x.shape), [None, "r", "c"]),
     "split": (lambda t: t.split(2, 1)[1], lambda x: x[:, 2:], ["r", "c"]),
     "split sizes": (lambda t: t.split([0, 3], -1)[0], lambda x: x[:, :0], ["r", "c"]),
@@ -53,6 +54,8 @@ CASES = {
     "slice": (lambda t: t[..., 1:], lambda x: x[:, 1:], ["r", "c"]),
     "mask": (lambda t: t[MASK], lambda x: x[MASK], [None]),
     "masked_select": (lambda t: t.masked_select(torch.tensor([False, True])), lambda x: x[1:], ["r", "c"]),
+    "masked_select an array": (lambda t: t.masked_select(np.array([True, False])[::-1]), lambda x: x[1:], ["r", "c"]),
+    "masked_select a list": (lambda t: t.masked_select([False, True]), lambda x: x[1:], ["r", "c"]),
     "rows from the end": (lambda t: t[torch.tensor([-1, 0])], lambda x: x[[1, 0]], ["r", "c"]),
     "tensors": (lambda t: t[torch.tensor([[0, 1]]), 2], lambda x: x[torch.tensor([[0, 1]]), 2], [None, None]),
     "tensors apart": (lambda t: t[None, [1, 0], None, [1, 0]], lambda x: x[None, [1, 0], None, [1, 0]], [None] * 3),
@@ -69,6 +72,9 @@ CASES = {
     "repeat often": (lambda t: t.repeat(20, 1), lambda x: x.repeat(20, 1, *ones(x)), ["r", "c"]),
     "repeat never": (lambda t: t.repeat([0, 1]), lambda x: x[:0], ["r", "c"]),
     "repeat_interleave": (lambda t: t.repeat_interleave(2, -1), lambda x: x.repeat_interleave(2, 1), ["r", "c"]),
+    "repeat_interleave to a size": (
+        lambda t: t.repeat_interleave(2, 1, output_size=6), lambda x: x.repeat_interleave(2, 1), ["r", "c"],
+    ),
     "repeat_interleave flat": (
         lambda t: t.repeat_interleave(2), lambda x: x.flatten(0, 1).repeat_interleave(2, 0), [None],
     ),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tdfunc as tdf
 from tdfunc import Kind, NonTensorData, TensorClass, TensorDict, lazy_stack
@@ -22,6 +23,8 @@ ALLOWED = {
     "div", "style", "details", "summary", "table", "colgroup", "col", "thead", "tbody", "tr", "th", "td", "b", "small",
     "code", "span",
 }  # fmt: skip
+
+RAGGED = [torch.zeros(2, 3), torch.ones(4, 3)]
 
 
 class Page(HTMLParser):
@@ -59,6 +62,12 @@ class Page(HTMLParser):
     def words(self):
         """All text except the style."""
         return " ".join([*self.headings, *(cell for row in self.rows for cell in row)])
+
+
+class Odd(Tensor):
+    """A tensor whose class raises."""
+
+    layout = property(lambda self: 1 / 0)
 
 
 def row(tree, key="x"):
@@ -135,6 +144,7 @@ def test_numbers_against_numpy(values):
     [
         (lambda: torch.arange(6).reshape(2, 3), ["[2, 3]", "int64", "cpu", "48 B", "0 .. 5, mean 2.5"]),
         (lambda: torch.tensor([True, False, True, True]), ["[4]", "bool", "cpu", "4 B", "False .. True, mean 0.75"]),
+        (lambda: torch.tensor([10**9 - 1, 10**9]), ["[2]", "int64", "cpu", "16 B", "999,999,999 .. 1e+09, mean 1e+09"]),
         (lambda: torch.tensor(3.5), ["[]", "float32", "cpu", "4 B", "3.5"]),
         (lambda: torch.zeros(0, 3), ["[0, 3]", "float32", "cpu", "0 B", "empty"]),
         (lambda: torch.ones(3, dtype=torch.bfloat16), ["[3]", "bfloat16", "cpu", "6 B", "all 1"]),
@@ -146,6 +156,8 @@ def test_numbers_against_numpy(values):
         (lambda: torch.empty(3, device="meta"), ["[3]", "float32", "meta", "12 B", ""]),
         (lambda: torch.eye(3).to_sparse(), ["[3, 3]", "float32", "cpu", "60 B", ""]),
         (lambda: torch.eye(3).to_sparse_csr(), ["[3, 3]", "float32", "cpu", "68 B", ""]),
+        (lambda: torch.nested.nested_tensor(RAGGED), ["[2, -1, 3]", "float32", "cpu", "72 B", ""]),
+        (lambda: torch.nested.nested_tensor(RAGGED, layout=torch.jagged), ["[2, -1, 3]", "float32", "cpu", "72 B", ""]),
         (lambda: nn.UninitializedParameter(), ["not initialised", "float32", "cpu", "", ""]),
     ],
 )
@@ -164,22 +176,13 @@ def test_leaves(leaf, cells):
         (lambda: torch.eye(3).to_sparse(), "sparse coo"),
         (lambda: NonTensorData("a"), "str"),
         (lambda: None, "NoneType"),
+        (lambda: torch.zeros(2).as_subclass(Odd), "Odd"),
         (lambda: (torch.zeros(1), 2), "tuple"),
     ],
 )
 def test_notes(leaf, note):
     """Next to its key a leaf has its class, layout and `requires grad`, where these are not the usual ones."""
     assert row(raw(x=leaf()))[0] == f"x {note}"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_nested_tensors():
-    """A ragged dimension is -1, of either layout."""
-    parts = [torch.zeros(2, 3), torch.ones(4, 3)]
-
-    for layout in (torch.strided, torch.jagged):
-        shown = row(raw(x=torch.nested.nested_tensor(parts, layout=layout)))
-        assert shown[1:] == ["[2, -1, 3]", "float32", "cpu", "72 B", ""]
 
 
 def test_under_transforms():
@@ -193,6 +196,8 @@ def test_under_transforms():
         seen.append(row(tree * 2))
     with torch.device("meta"):
         seen.append(row(raw(x=torch.zeros(1, device="cpu").expand(100_000))))
+    make_fx(lambda x: seen.append(row(raw(x=x))) or x, tracing_mode="symbolic")(torch.zeros(5, 3))
+    assert seen.pop()[2:] == ["float32", "cpu", "", ""]
     with FakeTensorMode():
         seen.append(row(TensorDict({"x": torch.zeros(3)})))
 
@@ -223,11 +228,11 @@ def test_classes_of_trees():
         image: Tensor
         source: str = "camera"
 
-    typed = Page(Sample(torch.zeros(4, 2), batch_size=[4])._repr_html_())
+    typed = Page(Sample(torch.zeros(4, 2), batch_size=[4], device="cpu")._repr_html_())
     stack = lazy_stack([TensorDict({"x": torch.arange(n), "in": {"y": torch.zeros(n, 2)}}, [n]) for n in (2, 3)])
     ragged = Page(stack._repr_html_())
 
-    assert typed.headings == ["Sample batch [4] · 1 leaf, 32 B"]
+    assert typed.headings == ["Sample batch [4] · cpu · 1 leaf, 32 B"]
     assert [cells[:2] for cells in typed.rows[1:]] == [["image", "[4, 2]"], ["source str", "'camera'"]]
     assert ragged.headings[0] == "LazyStack batch [2, -1] · stacked along dimension 0 · 4 leaves, 80 B"
     cells = {row[0]: row[1:] for row in ragged.rows}
@@ -269,6 +274,11 @@ def test_many_entries():
         page = Page(text)
         assert "100,000 leaves, 400 kB" in page.headings[0]
         assert more in page.words
+    part = Page(
+        TensorDict({f"a{i}": {f"b{j}": torch.zeros(()) for j in range(1000)} for i in range(302)})._repr_html_()
+    )
+    assert part.headings[0].startswith("TensorDict batch [] · at least 299,7")
+    assert part.headings[-1] == "a99 batch []"
 
 
 def test_sub_trees_share_the_rows():

@@ -64,6 +64,8 @@ def test_depth():
     dtypes = [torch.int8, torch.int16, torch.int32, torch.int64]
     many = TensorDict({"n": {str(x): torch.zeros(1, dtype=x) for x in dtypes} | {"word": "a"}}).summary(depth=1)
     assert rows(many)[0][1:3] == ["4 leaves", "int8, int16, int32, ..."]
+    three = TensorDict({"n": {str(x): torch.zeros(1, dtype=x) for x in dtypes[:3]}}).summary(depth=1)
+    assert rows(three)[0][2] == "int8, int16, int32"
 
 
 def test_where():
@@ -106,6 +108,7 @@ def test_many_rows():
     found = TensorDict({f"k{i}": torch.zeros(()) for i in range(3000)}).summary()
 
     assert len(rows(found)) == 1001
+    assert rows(TensorDict({f"k{i}": torch.zeros(()) for i in range(1000)}).summary())[-1][0] == "k999"
     assert rows(found)[-1][0] == "... 2,000 more; depth= folds them"
     assert found.leaves == 3000
 

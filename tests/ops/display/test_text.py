@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdfunc import Kind
-from tdfunc.ops.display.text import bytes_text, count_text, kind_text, printable
+from tdfunc import Kind, NonTensorStack
+from tdfunc.ops.display.text import bytes_text, count_text, kind_text, printable, value_text
 
 
 @given(st.integers(0, 10**18))
@@ -24,4 +24,8 @@ def test_words():
     assert [kind_text(kind) for kind in (None, *Kind)] == [
         "", "parameter", "buffer", "buffer, not saved", "extra state"
     ]  # fmt: skip
+    sizes = {999: "999 B", 1000: "1.00 kB", 999_499: "999 kB", 999_500: "1.00 MB", 9995 * 10**14: "1000 PB"}
+    assert {size: bytes_text(size) for size in sizes} == sizes
+    assert value_text(NonTensorStack(*"abcdef")) == "[6] values: 'a', 'b', 'c', 'd', 'e', 'f'"
+    assert printable("a" * 120) == "a" * 120
     assert printable("a" * 300) == "a" * 60 + "..." + "a" * 30 + " (300 characters)"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tdfunc import Filter, TensorDict
+from tdfunc import Filter, NonTensorData, TensorDict
 from tests.helpers import assert_pure, assert_trees_equal
 from tests.random_index import random_index
 from tests.strategies import KEYS, trees
@@ -58,6 +58,14 @@ def test_paths(td):
     assert td.at["a"].set_(torch.ones(3)) is td
     assert td.at["n"].set({"b": torch.ones(3, 2)})["n", "b"].sum() == 6
     assert td.at["n"].set(2)["n", "b"].sum() == 12
+
+
+def test_words(td):
+    """Rows of non-tensor data are replaced by values."""
+    td = td.set("s", ["p", "q", "r"])
+
+    assert td.at[1].set(td[0].set("s", NonTensorData([2])))["s"] == ["p", [2], "r"]
+    assert td.at[1:].set(td[:2])["s"] == ["p", "p", "q"]
 
 
 @given(trees(size=(2,), dtypes=st.just(torch.float32)), KEYS)

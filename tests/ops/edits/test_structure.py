@@ -40,30 +40,22 @@ def test_flat_keys(td):
     assert list(TensorDict({"a..b": 1, ".c": 1, "d.": 1}).unflatten_keys().keys()) == ["a..b", ".c", "d."]
 
 
-@pytest.mark.parametrize("keys", [["a", "a.b"], ["a.b", "a"], ["a.b.c", "a.b"]])
-def test_flat_keys_that_clash(keys):
-    """A key that would be both a leaf and a tree is refused."""
-    with pytest.raises(MissingKeyError, match="unflatten_keys: two keys become the entry 'a"):
-        TensorDict(dict.fromkeys(keys, 1)).unflatten_keys(".")
-
-
 def test_flat_keys_beside_a_tree():
-    """Split keys go into a tree that is there."""
-    new = TensorDict({"a": {"x": 1}, "a.y": 2, "a.n.z": 3}).unflatten_keys(".")
+    """Split keys, and trees under them, go into a tree that is there."""
+    new = TensorDict({"a": {"x": 1}, "a.y": 2, "a.n.z": 3, "a.n": {"e": {}}}).unflatten_keys(".")
 
-    assert set(new.keys(True, True)) == {("a", "x"), ("a", "y"), ("a", "n", "z")}
-    for key in ("a.x", "a.x.y"):
-        with pytest.raises(MissingKeyError, match="two keys become the entry 'a', or one"):
-            TensorDict({"a": {"x": 1}, key: 2}).unflatten_keys(".")
+    assert list(new.keys(True)) == ["a", ("a", "x"), ("a", "y"), ("a", "n"), ("a", "n", "e"), ("a", "n", "z")]
 
 
-@pytest.mark.parametrize("inner", [{}, {"e": {}}, {"y": 2}])
-def test_a_tree_takes_the_place_of_no_leaf(inner):
-    """A tree under a flat key, even one without leaves, replaces no leaf."""
-    for entries in ({"a": {"x": 1}, "a.x": inner}, {"a.x": inner, "a": {"x": 1}}, {"a": {"x": "red"}, "a.x": inner}):
-        with pytest.raises(MissingKeyError, match="two keys become the entry 'a', or one"):
+@pytest.mark.parametrize("inner", [2, {}, {"e": {}}, {"y": 2}])
+def test_flat_keys_that_clash(inner):
+    """A key that would be both a leaf and a tree, even one without leaves, is refused."""
+    wholes = [{"a": {"x": 1}, "a.x": inner}, {"a.x": inner, "a": {"x": 1}}, {"a": {"x": "red"}, "a.x": inner}]
+    for entries in (*wholes, {"a": 1, "a.x": inner}, {"a.x": inner, "a": 1}, {"a": {"x": 1}, "a.x.y": inner}):
+        with pytest.raises(MissingKeyError, match="unflatten_keys: two keys become the entry 'a', or one"):
             TensorDict(entries).unflatten_keys(".")
-    assert TensorDict({"a": {"x": {"z": 1}}, "a.x": inner}).unflatten_keys(".")["a", "x", "z"] == 1
+    with pytest.raises(MissingKeyError, match="unflatten_keys: two keys become the entry 'a.x', or one"):
+        TensorDict({"a.x.y": 1, "a.x": 1}).unflatten_keys(".")
 
 
 def test_rename(td):
@@ -73,6 +65,7 @@ def test_rename(td):
     assert list(td.rename_key(("a", "x"), ("a", "z"))["a"].keys()) == ["y", "z"]
     assert td.rename_key("b", ("n", "m"))["n", "m"] is td["b"]
     assert td.rename_key("a", "a") is td
+    assert TensorDict.from_module(TiedLM()).rename_key(("norm", "weight"), ("out", "weight")).ties() == []
     assert td.set("b", 0.0, kind=Kind.BUFFER).rename_key("b", ("n", "m")).kind(("n", "m")) is Kind.BUFFER
     assert td.set("b", 0.0, kind=Kind.BUFFER).rename_key("b", "c").kind("c") is Kind.BUFFER
 

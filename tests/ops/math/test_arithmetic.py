@@ -34,6 +34,7 @@ OPERANDS = {
     "addcmul": (lambda: td.addcmul(other, ROWS, value=2), A.addcmul(B, WIDE, value=2)),
     "torch.addcdiv": (lambda: torch.addcdiv(td, other, ROWS, value=2), A.addcdiv(B, WIDE, value=2)),
     "lerp by rows": (lambda: torch.lerp(td, other, ROWS), A.lerp(B, WIDE)),
+    "lerp to rows": (lambda: td.lerp(ROWS, 0.25), A.lerp(WIDE.expand_as(A), 0.25)),
     "lerp by a tree to rows": (lambda: td.lerp(ROWS, other), A.lerp(WIDE.expand_as(A), B)),
     "fmod": (lambda: td.fmod(other), A.fmod(B)),
     "atan2": (lambda: td.atan2(ROWS), A.atan2(WIDE)),

@@ -74,6 +74,7 @@ def test_other_differences():
         assert_close(ONE, ONE, equal_nan=False)
     assert not torch.allclose(ragged(1.0), ragged(2.0))
     assert not torch.equal(ONE, ONE.exclude("s"))
+    assert not torch.equal(ragged(1.0), lazy_stack([ragged(1.0)[0].set("k", 1.0), ragged(1.0)[1]]))
     assert not torch.equal(ONE, ONE)
 
 
@@ -87,6 +88,7 @@ def test_tree_equal(found):
     assert not tree_equal(tree, other, equal_nan=True)
     assert not tree_equal((tree, 1), (tree, 1.0), equal_nan=True)
     assert not tree_equal((tree, 1), [tree, 1], equal_nan=True)
+    assert not tree_equal((tree, torch.tensor(1)), (tree, 1), equal_nan=True)
 
 
 def test_tolerances():

@@ -76,7 +76,10 @@ def test_whole_leaves_and_features(name):
         assert on_tree(name, tree) is bool(getattr(torch, name)(leaf))
         return
     whole = on_leaf(name, leaf.flatten(), (0,))
-    assert_leaf(on_tree(name, tree), "a", whole[0] if isinstance(whole, tuple) else whole)
+    whole, kept = whole[0] if isinstance(whole, tuple) else whole, on_tree(name, tree, keepdim=True)
+    assert_leaf(on_tree(name, tree), "a", whole)
+    assert_leaf(kept, "a", whole.reshape(1, 1, 1))
+    assert (kept.batch_size, kept["n"].batch_size) == ((1,), (1, 1))
 
 
 @pytest.mark.parametrize("name", [name for name in BOTH if name not in ("all", "any", "argmax", "argmin")])
