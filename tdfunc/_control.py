@@ -252,13 +252,12 @@ def _stack_rows(rule: str, rows: Sequence[Any], dim: int) -> Any:
     for row in rows[1:]:
         _check_alike(rule, rows[0], row)
     flat = [torch_pytree.tree_leaves(row) for row in rows]
-    first, spec = torch_pytree.tree_flatten(rows[0])
     # As torch does, results with fewer dimensions are stacked in front.
     stacked = [
         torch.stack(leaves, dim if dim <= leaves[0].dim() else 0) if isinstance(leaves[0], Tensor) else leaves[0]
         for leaves in zip(*flat, strict=True)
     ]
-    return torch_pytree.tree_unflatten(stacked if first else [], spec)
+    return torch_pytree.tree_unflatten(stacked, torch_pytree.tree_structure(rows[0]))
 
 
 # -- checks -----------------------------------------------------------------------------------------------------

@@ -156,6 +156,7 @@ def test_every_kind_of_node_comes_back():
     assert_same(mapped, operands[:1] + operands[2:3])
     assert len(tdf.map(lambda t: t * 2, torch.stack([tied(), tied()])).leaves()) == 1
     assert tdf.map(lambda t: t * 2, lazy)["x"][1].tolist() == [[2, 2], [2, 2]]
+    assert tdf.map(lambda x: ("s", {}), torch.ones(2)) == ("s", {})
 
 
 # -- under transformations --------------------------------------------------------------------------------------
@@ -170,6 +171,8 @@ def test_cond_under_vmap_selects():
     assert_trees_equal(out, torch.stack([double_or_next(t[0]), double_or_next(t[1])]).with_names(None))
 
 
+# torch's own, for constants of what it linearizes.
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning")
 def test_gradients_are_those_of_the_statement():
     """Gradients, alone or for each member, are those of the Python code."""
     t = TensorDict({"a": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}, [3])
@@ -198,6 +201,7 @@ def test_gradients_are_those_of_the_statement():
         assert_trees_equal(grads, torch.stack([torch.func.grad(loss(plain))(x) for x in both.unbind(0)]), rtol=1e-5)
         _, tangent = torch.func.jvp(loss(fn), (t,), (torch.ones_like(t),))
         torch.testing.assert_close(tangent, torch.func.jvp(loss(plain), (t,), (torch.ones_like(t),))[1])
+    assert_trees_equal(torch.func.linearize(double_or_next, t)[1](t), t * 2)
 
 
 def test_vmap_of_loops():
@@ -231,20 +235,14 @@ def compiled(fn, *, backend="eager", dynamic=None):
     return torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fn", quick(FUNCTIONS, double_or_next))
-def test_compile(fn):
-    """`torch.compile` makes one graph that gives the same tree for all values."""
-    run = compiled(fn)
+def test_compile(fn, dynamic):
+    """`torch.compile` makes one graph that gives the same tree for all values, also of symbolic sizes."""
+    run = compiled(fn, dynamic=dynamic)
 
     for t in (tree(), tree() - 100):
         assert_same(run(t), fn(t))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fn", FUNCTIONS)
-def test_compile_dynamic(fn):
-    """Symbolic sizes stay symbols, inside a body and out of it."""
-    assert_same(compiled(fn, dynamic=True)(tree()), fn(tree()))
 
 
 @pytest.mark.slow
@@ -318,6 +316,9 @@ WORDS = {
     "map": lambda t: tdf.map(lambda row: row.set("q", "z") * 2, t),
     "map, unsqueeze": lambda t: tdf.map(lambda row: row.unsqueeze(1), t),
     "scan": lambda t: tdf.scan(lambda c, row: (c, row.set("q", "z")[1:]), t[0], t)[1],
+    "scan of one row": lambda t: tdf.scan(lambda c, row: (c + row, row.set("q", "z")), t[0], t[:1])[1],
+    "scan of columns": lambda t: tdf.scan(lambda c, row: (c, row.set("q", "z")), 1, t, dim=1, reverse=True)[1],
+    "numbers": lambda t: tdf.scan(lambda c, row: (c, TensorDict({"n": {"m": row["a"].sum()}})), 1, t, dim=1)[1],
 }
 
 
@@ -424,11 +425,20 @@ def test_export(fn, strict):
         assert_same(program.module()(other), fn(other))
 
 
+def test_symbolic_sizes():
+    """A condition on a symbolic size stays a condition."""
+    total = lambda x: tdf.cond(x.shape[0] > 3, torch.sum, torch.prod, (x,))  # noqa: E731
+    graph = make_fx(total, tracing_mode="symbolic")(torch.full((5,), 2.0))
+
+    assert [graph(torch.full((n,), 2.0)).item() for n in (3, 4)] == [8, 8]
+
+
 def test_meta_and_fake_tensors():
     """Shapes are found without values."""
     t = tree().exclude("s").to("meta")
 
     assert double_or_next(t)["a"].shape == Size([3, 2])
+    assert tdf.cond(torch.ones((), device="meta"), lambda: ("s", 1), lambda: ("s", 1)) == ("s", 1)
     assert rows(t)["z"].shape == Size([3, 2])
     with pytest.raises(UnsupportedError, match="the number of steps is not known"):
         tdf.while_loop(lambda t: t["a"].sum() < 1, lambda t: (t,), (t,))
@@ -519,13 +529,3 @@ def test_refused(i):
 
     with pytest.raises(error, match=message):
         call()
-
-
-def test_star_import_leaves_map():
-    """`from tdfunc import *` leaves Python's `map` in place."""
-    names = {}
-    exec("from tdfunc import *", names)
-
-    assert "map" not in names
-    assert names["scan"] is tdf.scan
-    assert {"TensorDict", "cond", "optim", "save"} <= names.keys()

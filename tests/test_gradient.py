@@ -11,7 +11,8 @@ from torch import nn
 import tdfunc as tdf
 from tests.helpers import TiedLM, assert_trees_equal, examples
 
-FILTERS = ["*", "0.*", "*.weight", tdf.Filter("*.bias") | "2.weight", tdf.Filter(lambda path, leaf: leaf.dim() == 2)]
+FILTERS = ["*", "0.*", "*.weight", tdf.Filter("*.bias") | "2.weight", lambda path, leaf: leaf.dim() == 2,
+           tdf.Kind.PARAMETER, torch.float64, re.compile("0.*")]  # fmt: skip
 
 
 def make():
@@ -41,18 +42,6 @@ def test_a_filter_is_a_partition(where, seed):
     assert_trees_equal(grads, reference(loss, params, where))
     assert_trees_equal(again, grads)
     assert torch.equal(value, loss(params))
-
-
-@pytest.mark.parametrize(
-    "where", [tdf.Kind.PARAMETER, torch.float64, re.compile("0.*"), lambda path, leaf: leaf.dim() == 2]
-)
-def test_whatever_a_filter_is_made_of(where):
-    """A kind, a dtype, a regex and a predicate choose leaves as in `partition`."""
-    tree = tdf.from_module(make()).detach()
-    tree = tree.delete(("1", "num_batches_tracked"))
-
-    grads = tdf.grad(lambda tree: sum(leaf.square().sum() for leaf in tree.leaves()), where)(tree)
-    assert_trees_equal(grads, tdf.partition(tree, where)[0] * 2)
 
 
 def test_buffers_and_integers_have_no_gradient():

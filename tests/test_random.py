@@ -23,7 +23,7 @@ DRAWS = {
     "normal": lambda k: random.normal(k, (3, 5), dtype=torch.float64),
     "truncated_normal": lambda k: random.truncated_normal(k, -1.0, 2.0, (3, 5)),
     "bernoulli": lambda k: random.bernoulli(k, 0.3, (3, 5)),
-    "bernoulli of a tensor": lambda k: random.bernoulli(k, torch.full((3, 5), 0.3)),
+    "bernoulli of a tensor": lambda k: random.bernoulli(k, torch.full((3, 1), 0.3), (3, 5)),
     "randint": lambda k: random.randint(k, (3, 5), -4, 9),
     "exponential": lambda k: random.exponential(k, (3, 5)),
     "gumbel": lambda k: random.gumbel(k, (3, 5), dtype=torch.bfloat16),
@@ -226,6 +226,7 @@ def test_bernoulli_of_a_number_and_of_a_tensor_agree():
 
     for p in (0.0, 2.0**-24, 0.25, 0.5, 1 - 2.0**-24, 1.0):
         assert torch.equal(random.bernoulli(key, p, 4001), random.bernoulli(key, torch.full((4001,), p))), p
+    assert random.bernoulli(key, 1.0).tolist() is random.bernoulli(key, torch.tensor(1.0)).tolist() is True
     assert random.bernoulli(key, 1.0, 100_000).all()
     assert not random.bernoulli(key, 0.0, 100_000).any()
 
@@ -237,7 +238,8 @@ def test_randint_is_the_upper_half_of_a_product(low, span, seed):
     key = random.key(seed)
 
     expected = [low + (word * (high - low) >> 64) for word in unsigned(random.bits(key, 5))]
-    assert random.randint(key, 5, low, high).tolist() == expected
+    for least in (low, torch.tensor(low)):
+        assert random.randint(key, 5, least, high).tolist() == expected
 
 
 def test_randint_of_all_integers():

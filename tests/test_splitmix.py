@@ -125,8 +125,9 @@ def test_masks_of_one_key_are_filled_together(members, sizes, dtype):
     calls = [node for node in traced.graph(keys).graph.nodes if "deferred" in node.name]
 
     assert len(calls) == (1 if len(keys) * sum(map(math.prod, sizes)) <= 1 << 16 else 3)
-    for got, *rows in zip(traced(keys), *map(draw, keys), strict=True):
+    for got, run, *rows in zip(traced(keys), traced.graph(keys)(keys), *map(draw, keys), strict=True):
         assert torch.equal(got, torch.stack(rows))
+        assert torch.equal(run, got)
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.9995])

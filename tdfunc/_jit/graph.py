@@ -6,7 +6,7 @@ Each pass keeps the results, and the tensors that the graph writes, the same to 
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import map_aggregate
 
 from tdfunc._jit.memory import Memory, writes_of
@@ -141,9 +141,7 @@ def _find_copied(node: fx.Node, ones: set[fx.Node], memory: Memory) -> fx.Node |
 
 
 def _same_layout(a: fx.Node, b: fx.Node) -> bool:
-    x, y = a.meta.get("val"), b.meta.get("val")
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return False
+    x, y = a.meta["val"], b.meta["val"]
     return (
         x.shape == y.shape
         and x.stride() == y.stride()

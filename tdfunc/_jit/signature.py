@@ -48,7 +48,7 @@ class Contexts:
         self._known.clear()
         self.epoch = object()
 
-    def number(self, cls: type, context: Any) -> int:
+    def number(self, cls: type, context: Context) -> int:
         """Return one number for equal static data: class, batch size, device, names, kinds, ties and key order."""
         found = self._known.get(id(context))
         if found is not None and found[0] is context:
@@ -56,13 +56,10 @@ class Contexts:
         if len(self._known) >= _MAX_CONTEXTS:
             self.clear()
         # All that a context holds: its own == leaves most of it out.
-        parts: tuple[Any, ...] = (_hashable(context),)
-        if isinstance(context, Context):
-            static = context.static or Static()
-            own = (tuple(static.kinds.items()), static.ties, _hashable(static.own))
-            size = context.batch_size, context.device, context.names
-            parts = (context.keys, context.order, context.ties, *size, own, context.grafts)
-        key = (cls, *parts)
+        static = context.static or Static()
+        own = (tuple(static.kinds.items()), static.ties, _hashable(static.own))
+        size = context.batch_size, context.device, context.names
+        key = (cls, context.keys, context.order, context.ties, *size, own, context.grafts)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers.setdefault(key, next(self._next))

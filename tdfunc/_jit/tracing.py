@@ -388,10 +388,6 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     except (ValueUsed, ShapeUnknown) as err:
         raise _data_error(err) from err
-    except RuntimeError as err:
-        if "get value out of a tracing tensor" in str(err):
-            raise _data_error(err) from err
-        raise
 
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))

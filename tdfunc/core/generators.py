@@ -45,8 +45,7 @@ def _frozen(state: Any) -> Any:
         return state.tobytes()
     if isinstance(state, dict):
         state = tuple(state.items())
-    # The longer one is that of Python's generator, which holds numbers only.
-    return tuple(map(_frozen, state)) if isinstance(state, tuple) and len(state) < 9 else state
+    return tuple(map(_frozen, state)) if isinstance(state, tuple) else state
 
 
 class Witness(TorchDispatchMode):

@@ -36,8 +36,6 @@ def unravel(key: NestedKey) -> Path:
             path.append(part if type(part) is str else str.__str__(part))
         else:
             raise _bad_key(key, part)
-    if not path:
-        raise _bad_key(key, key)
     return tuple(path)
 
 
@@ -87,7 +85,7 @@ class _Missing:
         names, key, parent = list(known), path[-1], path[:-1]
         parts = tuple(key.split("."))
         # A file has no node to look into, only the names of one level.
-        nested = len(parts) > 1 and (parts[0] in names if node is None else _leads(node, parts))
+        nested = parts[0] in names if node is None else _leads(node, parts)
         if node is not None and not hasattr(node, "_keys"):
             hint = f"{dotted(parent)!r} is a leaf, and a leaf has no children."
         elif nested:

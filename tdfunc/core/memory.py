@@ -184,7 +184,7 @@ class Places:
         space, begin, end = extent
         runs = self._merged.get(space, ())
         at = bisect_left(runs, (end, 0)) - 1
-        return runs[at] if at >= 0 and begin < runs[at][1] and begin < end else None
+        return runs[at] if at >= 0 and begin < runs[at][1] else None
 
 
 # Smaller leaves are read whole by the system's own read-ahead.
@@ -212,8 +212,9 @@ def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
     if _is_resident(start, step, rows[:: -(-count // _SAMPLES)].tolist(), leaf.shape[0]):
         return
     index = rows.numpy()
-    span = leaf.element_size() * _count_steps(leaf[0]) if leaf.shape[0] else 0
-    if span * count <= _MAX_BYTES and index.min() >= 0 and index.max() < leaf.shape[0]:
+    span = leaf.element_size() * _count_steps(leaf[0])
+    # A row that does not exist is refused by the gather.
+    if span * count <= _MAX_BYTES:
         begins = start + index * step
         _advise(begins - begins % _PAGE, begins + span)
 

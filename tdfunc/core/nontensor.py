@@ -88,7 +88,7 @@ class NonTensorBase:
 
     def where(self, condition: torch.Tensor, other: Any) -> Any:
         # The same on both sides: the condition may be a tensor without values (inside vmap, or a compiler).
-        if self is other or self == other:
+        if self == other:
             return self
         return NonTensorStack._wrap(np.where(as_array(condition), self._array, other._array))
 
@@ -374,7 +374,7 @@ def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
 
 
 class StaticValues(NamedTuple):
-    """Non-tensor values as pytree context: compared by value, hashed by their repr when they cannot be."""
+    """Non-tensor values as pytree context, compared by value."""
 
     node: NonTensorBase
 
@@ -385,12 +385,8 @@ class StaticValues(NamedTuple):
         return not self == other
 
     def __hash__(self) -> int:
-        values = [self.node.data] if isinstance(self.node, NonTensorData) else self.node._array.ravel().tolist()
-        try:
-            return hash(tuple(values))
-        except TypeError:
-            # Equal lists and dicts may print differently ({1.0} and {1}), so only the number of values is hashed.
-            return hash(len(values))
+        # The values may be lists or dicts, and the batch of one broadcast value is not compared.
+        return hash(type(self.node))
 
 
 def same_value(a: Any, b: Any) -> bool:

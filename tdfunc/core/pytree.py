@@ -164,7 +164,7 @@ def rebuilt_size(
     if any([not isinstance(child, TensorCollection) or child._cache is _UNDECIDED for child in children]):
         return None, context.device
     # The place of the stack counts from the end, so that dimensions may come and go in front.
-    own: Any = context.static and context.static.own
+    own: Any = context.static.own  # pyright: ignore[reportOptionalMemberAccess]
     size = common_size([child._batch_size for child in children])
     _check_vmap(children, context, len(context.batch_size) + own, len(size) + 1)
     device = children[0]._device
@@ -180,8 +180,8 @@ def _check_vmap(children: tuple[Any, ...], context: Context, dim: int, ndim: int
         taken = None if ndim == len(context.batch_size) or dim >= len(context.batch_size) - 1 else dim
     elif ndim < len(context.batch_size) and (level := _functorch.maybe_current_level()) != context.level:
         leaves = [leaf for child in children for _, leaf in iter_leaves(child)]
-        mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
-        dims = [_functorch.maybe_get_bdim(x) for x in mapped if _functorch.maybe_get_level(x) == level]
+        mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.maybe_get_level(x) == level]
+        dims = [_functorch.maybe_get_bdim(x) for x in mapped]
         taken = next((each for each in dims if each >= dim), None)
     if taken is not None:
         raise BatchSizeError(

@@ -346,10 +346,7 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
     layout = _read_layout(index)
     for item, dim in layout.ints:
         _check_int(item, dim, size)
-    # A ragged dimension stays one.
-    result = [
-        1 if dim is None else slice_length(item, size[dim]) if size[dim] >= 0 else -1 for item, dim in layout.kept
-    ]
+    result = [1 if dim is None else slice_length(item, size[dim]) for item, dim in layout.kept]
     if layout.advanced:
         shapes = [Size((int(item),)) if dim is None else item.shape for item, dim in layout.advanced]
         shape = broadcast(*shapes)
@@ -385,7 +382,7 @@ def index_names(index: tuple[Any, ...], names: Names) -> Names | None:
 
 
 def _check_int(item: Any, dim: int, size: Size) -> None:
-    if isinstance(item, int) and size[dim] >= 0 and not -size[dim] <= item < size[dim]:
+    if isinstance(item, int) and not -size[dim] <= item < size[dim]:
         raise error(
             IndexError,
             f"index: {item} is out of range for batch dimension {dim}.",

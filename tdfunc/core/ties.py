@@ -22,7 +22,7 @@ class Graft(NamedTuple):
 
 def under(ties: Ties, key: str) -> Ties:
     """Return the groups inside one child, relative to it."""
-    return remap(ties, lambda path: path[1:] if path[0] == key and len(path) > 1 else None)
+    return remap(ties, lambda path: path[1:] if path[0] == key else None)
 
 
 def lift(ties: Ties, key: str) -> Ties:

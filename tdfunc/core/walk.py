@@ -37,7 +37,7 @@ def _extend(tree: TensorCollection, leaves: list[Any]) -> None:
     for child in flatten(tree)[0]:
         if isinstance(child, TensorCollection):
             _extend(child, leaves)
-        elif isinstance(child, Tensor) or type(child) not in torch_pytree.SUPPORTED_NODES:
+        elif type(child) not in torch_pytree.SUPPORTED_NODES:
             leaves.append(child)
 
 
@@ -61,7 +61,7 @@ def _rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
     for child in old:
         if isinstance(child, TensorCollection):
             new = _rebuild(child, leaves)
-        elif isinstance(child, Tensor) or type(child) not in torch_pytree.SUPPORTED_NODES:
+        elif type(child) not in torch_pytree.SUPPORTED_NODES:
             new = next(leaves)
         else:
             new = child

@@ -82,6 +82,7 @@ def test_hints_among_many_keys():
     with pytest.raises(MissingKeyError, match="did you mean 'weight'"):
         tree["weigth"]
     assert str(missing(("k",), [f"name{i}" for i in range(10_000)])).count("\n") == 1
+    assert ["..." in str(missing(("k",), ["name"] * count)) for count in (20, 21)] == [False, True]
 
 
 def test_hints_are_made_when_they_are_read():
@@ -113,20 +114,15 @@ def entries(**leaves):
         ("a.w" | Filter("b.w"), [True, False, True]),
         ("*.w" & ~Filter("a.*"), [False, False, True]),
         (Filter(Filter("a.w")), [True, False, False]),
+        (Kind.BUFFER, [False, True, False]),
     ],
 )
 def test_filter(spec, chosen):
-    """A filter chooses the leaves that its glob, regex, dtype, predicate or combination names."""
+    """A filter chooses the leaves that its glob, regex, dtype, kind, predicate or combination names."""
     found = entries(a_w=torch.zeros(()), a_b=torch.zeros(1, dtype=torch.int64), b_w=torch.zeros(()))
+    found[1] = found[1]._replace(kind=Kind.BUFFER)
 
     assert Filter(spec).mask(found) == chosen
-
-
-def test_filter_by_kind():
-    """A kind chooses the leaves that have it."""
-    found = [Entry((("a",),), 0, Kind.BUFFER), Entry((("b",),), 0, None)]
-
-    assert Filter(Kind.BUFFER).mask(found) == [True, False]
 
 
 def test_filter_sees_every_tied_path():
@@ -138,12 +134,13 @@ def test_filter_sees_every_tied_path():
 
 
 def test_of_type():
-    """`of_type` chooses the leaves of submodules of a type, and no others."""
-    params = TensorDict.from_module(nn.Sequential(nn.LayerNorm(3), TinyMLP()))
-    norms, rest = params.partition(of_type(nn.Sequential(nn.LayerNorm(3), TinyMLP()), nn.LayerNorm))
+    """`of_type` chooses the leaves of a module and of submodules of a type, and no others."""
+    model = nn.Sequential(nn.LayerNorm(3), TinyMLP())
+    norms, rest = TensorDict.from_module(model).partition(of_type(model, nn.LayerNorm))
 
     assert [dotted(path) for path in norms.paths()] == ["0.weight", "0.bias"]
     assert len(rest.paths()) == 4
+    assert len(TensorDict.from_module(model[0]).partition(of_type(model[0], nn.LayerNorm))[0].paths()) == 2
 
 
 class Field(str, enum.Enum):  # noqa: UP042 (its str() is not its value, unlike that of a StrEnum)

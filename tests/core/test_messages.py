@@ -17,6 +17,8 @@ from tdfunc import (
     NonTensorStack,
     TensorDict,
     TieError,
+    TreeStructureError,
+    lazy_stack,
     of_type,
 )
 from tdfunc.core.shapes import as_names, as_size, check_lead, dim_index
@@ -24,6 +26,7 @@ from tests.core.test_ties import tied
 
 TREE = TensorDict({"layer": {"weight": torch.zeros(2, 3), "bias": torch.zeros(2, 3)}, "x": torch.zeros(2, 3)}, [2, 3])
 STACK = NonTensorStack("a", "b")
+ONE, ROWS = TensorDict({"s": STACK, "x": 0.0}), TensorDict({"s": STACK, "x": torch.zeros(2)}, [2])
 VALUES = [
     TensorDict({"n": {"s": NonTensorStack("a", "b", "c", "d").reshape(shape)}}, [2]) for shape in [(2, 2), (2, 2, 1)]
 ]
@@ -69,7 +72,7 @@ INDICES = [
 ]
 SIZES = [
     (lambda: TensorDict({}, [0, 0])[..., [[-1]]], IndexError, r"an empty batch .*shape \[1, 1\], batch size \[0, 0\]"),
-    (lambda: TREE[::-1], ValueError, r"positive.*slice\(None, None, -1\)"),
+    *[(lambda n=n: TREE[::n], ValueError, rf"positive.*slice\(None, None, {n}\)") for n in (-1, 0)],
     (lambda: as_size([1.5]), TypeError, "'float'"),
     (lambda: as_size([2, -1]), ValueError, r"0 or more.*\[2, -1\]"),
     *[
@@ -95,11 +98,22 @@ NON_TENSOR = [
     (lambda: torch.stack([STACK, STACK[:1]]), RuntimeError, r"stack: .*must have one shape.*\[2\].*\[1\]"),
     (lambda: torch.cat([STACK, STACK[None]]), RuntimeError, r"cat: .*must have one shape.*\[2\].*\[1, 2\]"),
     (lambda: torch.cat([STACK, STACK], 1), IndexError, "cat: .*dimension 1 does not"),
+    (lambda: torch.sin(STACK), TypeError, "'torch.sin'.*returned NotImplemented"),
+    (lambda: torch.vmap(lambda t: torch.stack([ONE, t]))(ROWS), BatchSizeError, "stack: .*laid out along.*in_dims=0"),
     (lambda: torch.stack(VALUES), LeafMismatchError, r"stack: leaf 'n.s' differs.*\[2, 2\].*\[2, 2, 1\]"),
     *[
         (lambda data=data: setattr(data, "_array", 2), ImmutableError, r"\._array = value")
         for data in (NonTensorData(1), STACK)
     ],
+]
+# A key that only some trees have is not a key of the stack.
+PARTIAL = [lazy_stack([TensorDict(entries), TensorDict()]) for entries in ({}, {"a": 1.0}, {"a": {"b": 1.0}})]
+LAZY = [
+    *[
+        (lambda a=a, b=b: PARTIAL[a].apply(torch.add, PARTIAL[b]), TreeStructureError, f"different keys.*{expected}")
+        for a, b, expected in [(0, 1, r"\[\].*\['a'\]"), (1, 0, r"\['a'\].*\[\]"), (2, 1, r"\['b'\].*leaf of type Ten")]
+    ],
+    (lambda: PARTIAL[0].apply(torch.neg, batch_size=[2]), LeafMismatchError, "apply: a lazy stack has no one tensor"),
 ]
 TIED = tied()
 TIES = [
@@ -114,7 +128,7 @@ TIES = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), KEYS + FILTERS + INDICES + SIZES + NON_TENSOR + TIES)
+@pytest.mark.parametrize(("call", "error", "message"), KEYS + FILTERS + INDICES + SIZES + NON_TENSOR + LAZY + TIES)
 def test_mistakes(call, error, message):
     """A mistake raises an error that names the key, path, dimension or value, and what must hold."""
     with pytest.raises(error, match=f"(?s){message}"):

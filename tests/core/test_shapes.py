@@ -52,7 +52,7 @@ def test_numbers_of_numpy(kind):
         assert torch.equal(td[np.array([1, 0, 1], dtype=kind)]["a"], x[[1, 0, 1]])
 
     assert torch.equal(td.at[kind(1)].set(0)["a"], torch.tensor([[0, 1, 2], [0, 0, 0]]))
-    assert td[np.bool_(True)].batch_size == Size((1, 2, 3))
+    assert td[np.bool_(True)].batch_size == td[torch.tensor(True)].batch_size == Size((1, 2, 3))
     with pytest.raises(IndexError, match=r"must be an index(.|\n)*float32"):
         td[np.float32(1)]
 
@@ -80,28 +80,21 @@ def test_shape_of_leaves_that_torch_gives_no_shape():
     assert shape_of(torch.nested.nested_tensor([])) == Size([0])
     assert shape_of(torch.nn.UninitializedParameter()) is None
     assert shape_of(torch.ones(2, 3)) == Size([2, 3])
-
-
-@given(st.lists(st.integers(0, 3), max_size=4), st.lists(st.integers(0, 3), max_size=4))
-def test_what_fits_into_a_size_is_what_torch_broadcasts_to_it(shape, size):
-    """A shape fits into the sizes that torch broadcasts it to."""
-    try:
-        expected = torch.broadcast_shapes(shape, size) == Size(size)
-    except RuntimeError:
-        expected = False
-
-    assert fits_into(Size(shape), Size(size)) == expected
+    with pytest.raises(tdf.BatchSizeError):
+        TensorDict({}, [3]).set("x", ragged)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=3))
 def test_shapes_broadcast_as_in_torch(shapes):
-    """Shapes broadcast as in torch."""
+    """Shapes broadcast as in torch, and a shape fits into the sizes that it broadcasts to."""
+    shapes = list(map(Size, shapes))
     try:
         expected = torch.broadcast_shapes(*shapes)
     except RuntimeError:
         expected = None
 
-    assert broadcast(*map(Size, shapes)) == expected
+    assert broadcast(*shapes) == expected
+    assert all(fits_into(a, b) == (broadcast(a, b) == b) for a in shapes for b in shapes)
 
 
 TD = TensorDict({"a": torch.arange(8.0).reshape(4, 2)}, [4])
@@ -109,7 +102,7 @@ TD = TensorDict({"a": torch.arange(8.0).reshape(4, 2)}, [4])
 
 @pytest.mark.parametrize("number", [np.int64, torch.tensor])
 def test_ints_of_other_libraries(number):
-    """An int of numpy or torch is a dimension, a size or a number of parts."""
+    """An int of numpy or torch is a dimension, a size or a number of parts; sizes and padding may be arrays."""
     zero, two = number(0), number(2)
 
     assert [len(part) for part in TD.chunk(two)] == [2, 2]
@@ -118,12 +111,7 @@ def test_ints_of_other_libraries(number):
     assert torch.equal(TD.flip(zero)["a"], TD["a"].flip(0))
     assert TD.sum(zero).batch_size == ()
     assert TD.unsqueeze(zero).squeeze(zero).batch_size == (4,)
-    assert TD[:2].reshape(two).batch_size == (2,)
-
-
-def test_sizes_of_other_libraries():
-    """Sizes and padding may be arrays or tensors."""
-    assert TensorDict({}, np.int64(2)).batch_size == (2,)
+    assert TD[:2].reshape(two).batch_size == TensorDict({}, np.int64(2)).batch_size == (2,)
     assert [len(part) for part in torch.chunk(TD, np.int64(2))] == [2, 2]
     assert [len(part) for part in TD.split(torch.tensor([1, 3]))] == [1, 3]
     assert TD.expand(np.array([3, 4])).batch_size == (3, 4)

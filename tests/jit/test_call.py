@@ -33,6 +33,7 @@ def make_params(generator, members=4):
 
 
 member_grads = torch.vmap(torch.func.grad(member_loss), in_dims=(0, None, None))
+INDUCTOR = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")]
 
 
 # -- results of a replay ----------------------------------------------------------------------------------------
@@ -106,43 +107,34 @@ def test_generators_are_drawn_from():
     """A generator that the function is given, or closes over, moves at every replay."""
     closed, given = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
     first, second = jit(lambda x: x + torch.rand(2, generator=closed)), jit(lambda x, g: x + torch.rand(2, generator=g))
+    default = torch.manual_seed(0)
+    third = jit(lambda x: x + torch.rand(2, generator=default))
     expected = torch.rand(4, generator=torch.Generator().manual_seed(0)).reshape(2, 2)
 
     for row in expected:
         assert torch.equal(first(torch.zeros(2)), row)
         assert torch.equal(second(torch.zeros(2), given), row)
-
-
-def test_arguments_are_let_go():
-    """A trace keeps none of the first call's tensors alive."""
-    fn = jit(lambda t: t.apply(lambda x: x * 2))
-    first = TensorDict({"a": torch.ones(3)})
-    alive = weakref.ref(first["a"])
-    fn(first)
-    del first
-    gc.collect()
-
-    assert alive() is None
+        assert torch.equal(third(torch.zeros(2)), row)
 
 
 @pytest.mark.parametrize("shapes", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_records_of_many_shapes_take_bounded_memory(shapes):
-    """The last records stay, and neither graphs, fake tensors nor arguments of the others."""
-    fn = jit(lambda x: x * 2, cache_size=4)
-    first = torch.ones(shapes + 1)
-    alive = weakref.ref(first)
+    """The last record stays, and neither its arguments nor graphs and fake tensors of the others."""
+    fn = jit(lambda t: t.apply(lambda x: x * 2), cache_size=1)
+    first = TensorDict({"a": torch.ones(shapes + 1)})
+    alive = weakref.ref(first["a"])
     fn(first)
     del first
-
-    counts = []
+    gc.collect()
+    kept, counts = alive(), []
     for n in range(1, shapes + 1):
-        fn(torch.ones(n))
+        fn(TensorDict({"a": torch.ones(n)}))
         if n in (shapes // 2, shapes):
             gc.collect()
             counts.append(sum([issubclass(type(item), (torch.Tensor, fx.GraphModule)) for item in gc.get_objects()]))
 
-    assert alive() is None
-    assert fn.cache_info().currsize == 4
+    assert kept is None
+    assert fn.cache_info().currsize == 1
     assert counts[1] <= counts[0]
 
 
@@ -187,14 +179,6 @@ def test_side_effects_happen_once():
     assert len(calls) == count == fn.cache_info().misses == 2
 
 
-def test_constants_are_fresh():
-    """A literal tensor is made at every call: writing to one result leaves the next as it is."""
-    fn = jit(lambda x: torch.tensor([1.0, 2.0]))
-    fn(torch.ones(1)).add_(5)
-
-    assert fn(torch.ones(1)).tolist() == [1, 2]
-
-
 def test_grad_without_graph():
     """Under no_grad an argument may require grad: it comes back as itself, its detached twin as another."""
     w = nn.Parameter(torch.ones(3))
@@ -205,17 +189,6 @@ def test_grad_without_graph():
     assert not out.requires_grad
     assert same is w
     assert not detached.requires_grad
-
-
-def test_backward_inside(generator):
-    """`torch.autograd.grad` inside the function is recorded."""
-
-    def fn(x):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(x.pow(3).sum(), x)[0]
-
-    x = torch.randn(3, generator=generator)
-    torch.testing.assert_close(jit(fn)(x), 3 * x.square())
 
 
 # torch's own, of the fast path.
@@ -245,15 +218,6 @@ def test_cache_is_bounded():
 
 
 # -- inside other things ----------------------------------------------------------------------------------------
-
-
-def test_errors_of_the_function_come_through():
-    """A mistake in the user's code raises torch's error and leaves no trace behind."""
-    fn = jit(lambda x, y: x @ y)
-
-    with pytest.raises(RuntimeError, match="reduction dim"):
-        fn(torch.ones(2, 3), torch.ones(2, 3))
-    assert fn(torch.ones(2, 3), torch.ones(3, 2)).shape == (2, 2)
 
 
 def test_inside_transforms_and_traces():
@@ -286,7 +250,9 @@ def test_threads_share_a_trace():
     assert fn.cache_info().currsize == 3
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+# torch 2.13 warns about itself when inductor is imported.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_backends(backend, generator):
     """A backend of torch.compile gets a graph that it can run, and gives the same numbers."""
     torch._dynamo.reset()
@@ -303,7 +269,7 @@ def test_backends(backend, generator):
         got, expected = compiled(*got, x, t), plain(*expected, x, t)
 
     for mine, theirs in zip(got, expected, strict=True):
-        assert_trees_equal(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert_trees_equal(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_backend_gets_the_record(generator):
@@ -335,20 +301,6 @@ def test_backends_cast_once(generator):
         found = jit(fn, backend="aot_eager")(x, w)
 
     assert torch.equal(found, x @ w)
-
-
-@pytest.mark.slow
-# torch 2.13 warns about itself when inductor is imported.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
-def test_inductor(generator):
-    """`backend="inductor"` compiles a training step."""
-    x, t = torch.randn(5, 3, generator=generator), torch.randn(5, 2, generator=generator)
-    params = make_params(generator)
-
-    assert_trees_equal(
-        jit(member_grads, backend="inductor")(params, x, t), member_grads(params, x, t), rtol=1e-4, atol=1e-5
-    )
 
 
 class Scaling(nn.Module):

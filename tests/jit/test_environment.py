@@ -48,10 +48,16 @@ VALUES = st.recursive(
 )
 
 
-def test_numbers_that_compare_equal_have_other_keys():
-    """Zeros by their sign; a number that is not equal to itself has one key."""
-    assert freeze(0.0) != freeze(-0.0)
-    assert freeze(math.nan) == freeze(float("nan"))
+def nested(depth):
+    """Lists in lists."""
+    return functools.reduce(lambda inner, _: [inner], range(depth), 0)
+
+
+@pytest.mark.parametrize(("make", "most"), [(np.zeros, 1000), (lambda n: [0] * n, 1000), (nested, 9)])
+def test_large_values_count_as_objects(make, most):
+    """Arrays and containers of many items, or nested deep, have one key only if they are one object."""
+    assert freeze(make(most)) == freeze(make(most))
+    assert freeze(make(most + 1)) != freeze(make(most + 1))
 
 
 def make_argument():
@@ -153,12 +159,12 @@ def test_globals_of_helpers_are_in_the_key(wrap, monkeypatch):
     assert traced.cache_info().misses == 3
 
 
-def test_globals_that_appear_are_in_the_key(monkeypatch):
-    """A global that is defined later, or that hides a builtin, is read from then on."""
+def test_variables_that_appear_are_in_the_key(monkeypatch):
+    """A variable that is assigned later, or a global that hides a builtin, is read from then on."""
 
     def late(x):
         try:
-            return x * LATER
+            return x * LATER + local
         except NameError:
             return x * abs(-2.0)
 
@@ -167,7 +173,8 @@ def test_globals_that_appear_are_in_the_key(monkeypatch):
     monkeypatch.setitem(globals(), "abs", lambda value: 9.0)
     assert traced(X).item() == 9
     monkeypatch.setitem(globals(), "LATER", 3.0)
-    assert traced(X).item() == 3
+    local = 1.0
+    assert traced(X).item() == 4
 
 
 def test_through_vmap_and_grad_closures():
@@ -204,7 +211,7 @@ def test_partials_and_methods():
     assert jit(functools.partial(lambda a, x: x + a, 3))(x).item() == 4
     assert jit(Model(3))(x).item() == 3
     assert jit(Model(3).double)(x).item() == 6
-    assert [Model(3).decorated(x).item(), Model(4).decorated(x).item()] == [4, 5]
+    assert [Model(3).decorated(x).item(), Model.decorated(Model(4), x).item()] == [4, 5]
 
 
 @pytest.mark.parametrize("hold", [lambda m: m, lambda m: [m], lambda m: {"a": (m,)}, lambda m: frozenset([m])])

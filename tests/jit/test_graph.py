@@ -53,7 +53,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "expanded": lambda a, b: a[:1].expand(3),
     "add_": lambda a, b: a.add_(1),
     "mul_": lambda a, b: a.mul_(b),
-    "out": lambda a, b: torch.add(a, 1, out=b),
+    "out": lambda a, b: torch.sin(a, out=b),
     "row_": write_row,
     "copy_": lambda a, b: a[1:].copy_(b[:2]) and None,
     "spread_": lambda a, b: a.as_strided_((3,), (0,)) and None,
@@ -64,6 +64,9 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "cholesky": lambda a, b: torch.linalg.cholesky(torch.diag(a))[0],
     "solve": lambda a, b: torch.linalg.solve(torch.diag(a), b),
     "one_hot": lambda a, b: F.one_hot(a.long(), 3).sum(0) + a,
+    "backward": lambda a, b: torch.autograd.grad((x := a.detach().requires_grad_()).pow(3).sum(), x)[0],
+    "mapped classes": lambda a, b: torch.vmap(lambda x: F.one_hot(x.long() % 3, 3))(a)[0] + a,
+    "total": lambda a, b: a.sum(0, True).view(1, 1)[0].expand(3),
     "complex": lambda a, b: (a * complex(-1, -0.0)).sqrt().imag,
     "select": lambda a, b: a[b.long() % 3],
     "capture": lambda a, b: a + CAPTURED,
@@ -286,14 +289,14 @@ def test_gradients_of_all_selected_are_theirs(count, generator):
 
 def test_constants_of_a_replay_are_new_where_they_leave_it():
     """A constant that is returned or written to is new at each replay; one that is only read may be kept."""
-    fn = jit(lambda x: (torch.zeros(3), torch.ones(3).add_(x), x + torch.arange(3)))
+    fn = jit(lambda x: (torch.zeros(3), torch.ones(3).add_(x), x + torch.arange(3), torch.tensor([1.0])))
     fn(torch.zeros(3))
 
     first = fn(torch.ones(3))
     for out in first:
         out.fill_(7)
 
-    assert [out.tolist() for out in fn(torch.ones(3))] == [[0, 0, 0], [2, 2, 2], [1, 2, 3]]
+    assert [out.tolist() for out in fn(torch.ones(3))] == [[0, 0, 0], [2, 2, 2], [1, 2, 3], [1]]
 
 
 def test_a_copy_that_is_read_by_the_write_to_its_source_stays():

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from tdfunc import NonTensorData, TensorDict
 from tdfunc._jit import jit
+from tdfunc._jit.signature import Contexts
+from tdfunc.core.pytree import flatten
 from tests.helpers import TiedLM, assert_trees_equal
 
 
@@ -228,6 +230,15 @@ def test_a_tree_that_was_called_with_is_described_as_a_new_one(seed):
                 assert kept.cache_info() == other.cache_info(), name
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_numbers_of_structures_take_bounded_memory():
+    """After many structures all are forgotten, and none of their numbers is given again."""
+    contexts = Contexts()
+    kept = [flatten(TensorDict({str(i): torch.ones(1)}))[1] for i in range(4097)]
+
+    assert len({contexts.number(TensorDict, context) for context in (*kept, kept[0])}) == 4098
+    assert len(contexts._known) == 2
 
 
 def test_a_tree_is_described_anew_for_each_function():

@@ -1,0 +1,47 @@
+"""Rebuilding trees around other leaves, and what a structure keeps as text."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tdfunc import TensorDict, lazy_stack
+from tests.core.test_ties import tied
+
+TREE = TensorDict({"x": torch.zeros(2), "y": torch.ones(2)}, [2], names=["row"], device="cpu")
+
+
+def test_the_device_is_that_of_all_leaves():
+    """A rebuilt tree or lazy stack has a device only if all its leaves are still there."""
+    leaves, spec = pytree.tree_flatten(lazy_stack([TREE, TREE]))
+    moved = [x.to("meta") for x in leaves]
+
+    assert pytree.tree_map(lambda x: x[:1].to("meta"), TREE).device is None
+    found = [pytree.tree_unflatten([*moved[:n], *leaves[n:]], spec).device for n in (0, 2)]
+    assert found == [TREE.device, None]
+
+
+@pytest.mark.parametrize("change", [torch.neg, lambda _: nn.UninitializedParameter(), lambda _: None])
+def test_what_leaves_without_a_shape_keep(change):
+    """Batch size, names and keys stay, also by way of text, if leaves are of the same shape or of none."""
+    leaves, spec = pytree.tree_flatten(TREE)
+
+    for each in (spec, pytree.treespec_loads(pytree.treespec_dumps(spec))):
+        tree = pytree.tree_unflatten(map(change, leaves), each)
+        assert (tree.batch_size, tree.names, list(tree.keys())) == ((2,), ["row"], ["x", "y"])
+        assert each.context.device == TREE.device
+
+
+def test_a_number_in_place_of_a_tree():
+    """A map may put a number in place of a sub-tree: tied paths into it, and those that read from it, go."""
+    is_leaf = lambda node: isinstance(node, TensorDict) and "b" in node  # noqa: E731
+    tree = pytree.tree_map(lambda node: 0 if is_leaf(node) else node, tied(), is_leaf=is_leaf)
+
+    assert (list(tree.keys()), tree["out"]) == (["emb", "out"], 0)
+
+
+def test_kinds_of_dropped_leaves_go():
+    """A leaf under the key of one that a map has dropped has no kind."""
+    tree = TensorDict.from_module(nn.Linear(2, 3)).apply(lambda x: x if x.dim() == 2 else None)
+
+    assert tree.set("bias", torch.zeros(3)).kind("bias") is None
