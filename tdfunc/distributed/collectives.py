@@ -141,10 +141,10 @@ def scatter(
     def make() -> bytes:
         wanted = None if like is None else [*pack(like, "scatter").structure.found.items()]
         if is_source:
-            if trees is None or len(trees) != ranks.size:
-                got = "None" if trees is None else f"{len(trees)} trees"
+            packed.extend([pack(tree, "scatter") for tree in trees or ()])
+            if len(packed) != ranks.size:
+                got = f"{len(packed)} trees"
                 raise error(ValueError, "scatter: each rank must get a tree.", expected=f"{ranks.size} trees", got=got)
-            packed.extend([pack(tree, "scatter") for tree in trees])
         sizes = [(p.structure.block.size_bytes, len(p.structure.text)) for p in packed]
         found = [[*p.structure.found.items()] for p in packed]
         return json.dumps([wanted, sizes, found]).encode()

@@ -290,7 +290,7 @@ class _Outside(TorchFunctionMode):
                     "gives a tensor from outside to a transform of its own", inner
                 )
         elif self._again:
-            if any([node._sequence_nr() < self._start for node, _ in _edges([tensor])]):
+            if _edges([tensor]):
                 self.unserved = self.unserved or _unserved("reads another tensor when it runs again", tensor)
         elif has_gradient or _functorch.is_functorch_wrapped_tensor(tensor):
             self.found[id(tensor)] = _Found(tensor, _version(tensor), None if has_gradient else tensor.clone())

@@ -144,7 +144,7 @@ def from_module(module: nn.Module) -> "TensorDict":
         level.data[slot.path[-1]] = leaf
         level.kinds[slot.path[-1]] = slot.kind
     ties = by_identity([(slot.path, leaf) for slot, leaf in pairs])
-    return restore_ties(root.freeze(), ties) if ties else root.freeze()
+    return restore_ties(root.freeze(), ties)
 
 
 class _Level:

@@ -28,8 +28,6 @@ from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
 from tdfunc.modules.unsharded import unsharded
 from tdfunc.ops.base.foreach import can_foreach
-from tdfunc.ops.base.reading import entries
-from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
@@ -66,18 +64,18 @@ class Apply:
         # The weights that the first call is watched for.
         self._originals = originals
         self._recomputes = is_recomputing(template)
+        # The code that puts leaves into the slots of skeletons, by those slots.
+        self._fillers: dict[Hashable, Straight] = {}
         # Dynamo and make_fx cannot trace a deep copy: one skeleton is ready, and compiled regions have their own.
         self._pool = deque([self._new_skeleton()])
         self._traced = self._new_skeleton()
-        # The code that puts leaves into the slots of skeletons, by those slots.
-        self._fillers: dict[Hashable, Straight] = {}
         # None until a watched call.
         self._learned: _Learned | None = None
         # Whether a call under a key was watched for other draws: from all generators (True), from foreign ones.
         self._keyed: set[bool] = set()
 
     def _new_skeleton(self) -> Skeleton:
-        return Skeleton(self._template, self._spec.order, self._spec.first)
+        return Skeleton(self._template, self._spec.order, self._spec.first, self._fillers)
 
     def __reduce__(self) -> Any:
         return Apply, (self._template, self._spec, self._reserved)
@@ -277,7 +275,7 @@ class Apply:
             if compiling:
                 skeleton.bind_traced(bound)
             else:
-                skeleton.bind(bound, self._fillers)
+                skeleton.bind(bound)
             for path, value in states.items():
                 # Forward may write to it; the tree keeps its own.
                 skeleton.owners[path].set_extra_state(copying.deepcopy(value))
@@ -309,7 +307,7 @@ class Apply:
                 self._pool.append(skeleton)
             else:
                 # A function that forward returned, and a graph that runs it again, have the weights of this call.
-                skeleton.bind(bound, self._fillers)
+                skeleton.bind(bound)
                 # Where a part runs again it writes its buffers again.
                 new = _clones(new)
         return out, new, after
@@ -434,6 +432,6 @@ def functional(
     if states:
         copies = {path: NonTensorData(copying.deepcopy(values[0])) for path, values in states.items()}
         tree = replace(tree, copies)
-    params, rest = split(tree) if entries(tree) else (keep_leaves(tree, set()), tree)
+    params, rest = split(tree)
     spec = Spec(type(module).__name__, params, rest, tree)
     return Apply(make_template(module), spec, reserved, weak_weights(module)), params, rest

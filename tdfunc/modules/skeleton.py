@@ -10,6 +10,7 @@ new copy.
 """
 
 import copy
+import copyreg
 import functools
 import gc
 import sys
@@ -154,9 +155,7 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def _slots_of(value: Any) -> list[str]:
-    slots = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
-    names = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    return copyreg._slotnames(type(value))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_plain(value: Any) -> bool:
@@ -255,7 +254,9 @@ class Skeleton:
         "renormed", "targets",
     )  # fmt: skip
 
-    def __init__(self, template: nn.Module, order: dict[Path, int], first: dict[Path, Path]) -> None:
+    def __init__(
+        self, template: nn.Module, order: dict[Path, int], first: dict[Path, Path], fillers: dict[Hashable, Straight]
+    ) -> None:
         memo: dict[int, Any] = {}
         self.module: nn.Module = duplicate(template, memo)
         walked = walk(self.module, "functional")
@@ -273,7 +274,10 @@ class Skeleton:
         # None where the leaves fill the slots as they come, without ties.
         places = [i for _, _, i in self.targets]
         self._places = None if places == list(range(len(order))) else places
-        self._filler: Straight | None = None
+        numbers = {id(store): number for number, store in enumerate(self._stores)}
+        slots = tuple([(numbers[id(store)], name) for store, name, _ in self.targets])
+        # The code that earlier skeletons of these slots made.
+        self._filler: Straight = fillers.setdefault(slots, make_filler(slots))
         modules = [unwrap(m, "functional") for m in self.module.modules()]
         # Embeddings with max_norm write the rows that they look up; norms in evaluation mode write nothing.
         tables = {id(m._parameters) for m in modules if is_renormed(m)}
@@ -354,20 +358,11 @@ class Skeleton:
         for _, child in _children_of(value):
             self._note(child, left)
 
-    def bind(self, leaves: list[Any], fillers: dict[Hashable, Straight]) -> None:
-        """Put the leaves into their slots.
-
-        Args:
-            leaves: The leaves in plan order.
-            fillers: Code made for the slots of earlier skeletons.
-        """
+    def bind(self, leaves: list[Any]) -> None:
+        """Put the leaves, in plan order, into their slots."""
         if not self._count:
             self._count = sum(map(sys.getrefcount, self._parts))
             self._marks = self._read_constants()
-        if self._filler is None:
-            numbers = {id(store): number for number, store in enumerate(self._stores)}
-            slots = tuple([(numbers[id(store)], name) for store, name, _ in self.targets])
-            self._filler = fillers.get(slots) or fillers.setdefault(slots, make_filler(slots))
         self._filler.run(self._stores, leaves if self._places is None else [leaves[i] for i in self._places])
 
     def bind_traced(self, leaves: list[Any]) -> None:
@@ -400,12 +395,9 @@ class Skeleton:
         Returns:
             Whether the skeleton can run another call.
         """
-        if self._filler is None:
-            self._empty()
-        else:
-            self._filler.run(self._stores, self._poison)
-            for table, name in self._vacant:
-                table[name] = None
+        self._filler.run(self._stores, self._poison)
+        for table, name in self._vacant:
+            table[name] = None
         _restore(self._custom)
         if (
             # One number for all tables: removed entries are put back above, so that additions cannot hide.

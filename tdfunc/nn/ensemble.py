@@ -96,7 +96,7 @@ class EnsembleModule(nn.Module):
         if not self.training:
             return self._ensemble(self.tree, *args, in_dims=in_dims, rng=rng, **kwargs)
         if rng is None:
-            rng = int(torch.randint(0, 1 << 62, ()))
+            rng = int(torch.randint(1 << 62, ()))
         params, buffers = split(self.tree)
         out, new = self._ensemble.with_buffers(params, buffers, *args, in_dims=in_dims, rng=rng, **kwargs)
         with torch.no_grad():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import dotted
@@ -62,7 +62,8 @@ def reset_tree(module: nn.Module, parameters: T) -> T:
     memo: dict[int, Any] = {}
     for slot in walk(module, "reset_parameters_recursive"):
         if slot.store is not None and id(slot.value) not in memo:
-            memo[id(slot.value)] = _hollow(slot.value)
+            empty = torch.empty_like(slot.value, device="meta")
+            memo[id(slot.value)] = nn.Parameter(empty, requires_grad=slot.value.requires_grad)
     private = duplicate(module, memo)
     tree: Any = parameters
     fresh = tree.apply(lambda leaf: leaf.detach().clone())
@@ -73,8 +74,3 @@ def reset_tree(module: nn.Module, parameters: T) -> T:
     return tree.named_apply(
         lambda path, leaf: found[path].detach().requires_grad_(leaf.requires_grad), nested_keys=True
     )
-
-
-def _hollow(value: Tensor) -> Tensor:
-    empty = torch.empty_like(value, device="meta")
-    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty

@@ -114,8 +114,7 @@ class Job(NamedTuple):
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            if torch.get_num_threads() != self.threads:
-                torch.set_num_threads(self.threads)
+            torch.set_num_threads(self.threads)
             torch.set_default_dtype(self.modes.dtype)
         with torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
             result = self.fn(chunk, **options)

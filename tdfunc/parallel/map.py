@@ -59,7 +59,7 @@ class _Work(NamedTuple):
     plan: Plan
     job: Job
     options: Options
-    # How many workers there are, at most one for each chunk; 0 where the function runs in this thread.
+    # How many workers there are, at most one for each chunk; 0 where this thread runs the function, or nothing does.
     workers: int
     # True if chunks reach the function as they are, not as parcels.
     is_direct: bool
@@ -120,7 +120,7 @@ def _prepare(
     if not is_direct and not is_forked:
         parcel = to_parcel(job, "function", fn=fn, by_value=getattr(executor, "_by_value", False))
     order = random.permutation(random.fold_in(key, 1), torch.arange(size, device="cpu")) if shuffle else None
-    count = 0 if is_here else min(workers, plan.chunks) if plan.chunks else 1
+    count = 0 if is_here else min(workers, plan.chunks)
     job = job._replace(fn=fn)
     return _Work(tree, plan, job, options, count, is_direct, parcel, order)
 

@@ -4,6 +4,7 @@ A parcel never takes a descriptor for each leaf.
 """
 
 import io
+import mmap
 import os
 import pickle
 import sys
@@ -26,7 +27,6 @@ from tdfunc.storage.tree.specs import FOLDER_CODES, spec_for
 
 # Stands for the next leaf of the block.
 _LEAF = pickle.PickleBuffer(bytearray())
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _HINTS = {
     "function": "define it at the top of a module; or mp_start_method='fork', where the system has it, "
     "or executor='threads'.",
@@ -92,8 +92,6 @@ def to_parcel(
     except _Refused as err:
         name = _name_of(err.tensor, value)
         raise UnsupportedError(f"map: {name} {err.why}", got=err.got, hint=err.hint) from None
-    except UnsupportedError:
-        raise
     except (pickle.PicklingError, AttributeError, TypeError) as err:
         raise UnsupportedError(
             f"map: the {what} cannot be sent to another process.",
@@ -178,8 +176,8 @@ def is_changed(x: Tensor) -> bool:
     # A version counter would miss writes of fused optimizers. The kernel keeps 64 bits for each page: present (63),
     # swapped out (62), still a page of the file (61). A page that was written to no longer belongs to the file.
     span = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)]) + 1
-    begin = x.data_ptr() // _PAGE
-    end = (x.data_ptr() + span * x.element_size() - 1) // _PAGE + 1
+    begin = x.data_ptr() // mmap.PAGESIZE
+    end = (x.data_ptr() + span * x.element_size() - 1) // mmap.PAGESIZE + 1
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(8 * begin)

@@ -88,10 +88,9 @@ def _begin(threads: int, job: "Job | Parcel | None") -> None:
     torch.set_num_threads(threads)
 
     def end_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            connection.wait([parent.sentinel])
-            os._exit(1)
+        parent: Any = multiprocessing.parent_process()
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
     # A parent that is killed cannot end its workers, which would wait for tasks for ever.
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -144,11 +143,11 @@ def _import_module(name: str, file: str) -> None:
     try:
         importlib.import_module(name)
     except ImportError:
-        spec = spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            return
+        # None for a file that is not Python, which raises AttributeError.
+        spec: Any = spec_from_file_location(name, file)
+        module = module_from_spec(spec)
         # Pickle looks a dotted name up through the first of its packages.
         first = name.partition(".")[0]
         sys.modules.setdefault(first, ModuleType(first))
-        module = sys.modules[name] = module_from_spec(spec)
+        sys.modules[name] = module
         spec.loader.exec_module(module)

@@ -59,7 +59,8 @@ def _members(rank, folder):
             tdf.assert_close(one.apply(lambda leaf: leaf.full_tensor()), other)
     local = to_local(spread[0])
     assert local.batch_size == ([2, 2, 2, 1][rank],)
-    assert torch.equal(from_local(local, line)["norm", "bias"].full_tensor(), params["norm", "bias"])
+    again = from_local(to_local(shard(params, grid)), grid)
+    assert torch.equal(again["norm", "bias"].full_tensor(), params["norm", "bias"])
 
     # Members over one dimension, parts of the batch over the other.
     evaluate = apply.eval()

@@ -67,24 +67,26 @@ def test_large_leaves_and_layouts_in_a_block():
 
     assert_same(through_bytes(tree), tree)
     assert torch.vmap(lambda x: x + (pack(tree, "send").leaves[0] is big))(torch.zeros(1)).tolist() == [1.0]
-    sent, _ = pack(tree, "send")
-    assert find_structure(key_of(sent.text)) is read_structure(sent.text)
+    texts = [pack(TensorDict({str(i): big}), "send").structure.text for i in range(33)]
+    read = [read_structure(text) for text in texts]
+    assert [find_structure(key_of(text)) for text in texts] == [None, *read[1:]]
 
 
 def test_a_block_on_another_device():
     """Leaves are cut from a block where it is, and a recorded device of its kind is this rank's; here it is meta."""
-    tree = TensorDict({"a": torch.ones(2, 3), "n": {"i": torch.arange(4)}}, device="cpu")
+    n, empty = (TensorDict(leaves, device="cpu") for leaves in ({"i": torch.arange(4)}, {}))
+    tree = TensorDict({"a": torch.ones(2, 3), "n": n, "other": empty})
     sent, leaves = pack(tree, "send")
     wire = torch.empty(sent.block.size_bytes, dtype=torch.uint8, device="meta")
     sent.block.fill(leaves, wire)
     got = read_structure(sent.text)
     plan = copy(got.plan)
-    plan.devices = [torch.device("meta:3") for _ in plan.devices]
+    plan.devices = [None, torch.device("meta:3"), torch.device("cpu")]
     got = got._replace(plan=plan)
 
     found = got.build(got.block.cut(wire))
 
-    assert found.device == found["n"].device == torch.device("meta")
+    assert (found.device, found["n"].device, found["other"].device) == (None, torch.device("meta"), torch.device("cpu"))
     assert [(leaf.device.type, leaf.dtype, leaf.shape) for leaf in found.leaves()] == [
         ("meta", torch.float32, (2, 3)),
         ("meta", torch.int64, (4,)),
@@ -109,6 +111,8 @@ def example_trees():
         "chats": History.from_chats(chats),
         "ragged": History.from_chats([chats[0], chats[1][:1]]),
         "dtypes": TensorDict({name: of_dtype(name, (3,)) for name in ("bool", "int16", "bfloat16", "float8_e5m2")}),
+        # A description that does not fit into a frame.
+        "many": TensorDict({f"leaf {i}": torch.full((2,), i) for i in range(200)}),
         "empty": TensorDict({}, [3]),
         "no values": TensorDict({"x": torch.empty(0, 3)}),
     }
@@ -127,19 +131,9 @@ def _talk(rank):
             assert_same(got, tree)
             assert type(got) is type(tree)
             assert all(not leaf.any() for leaf in zeros[name].leaves())
-    _as_documented(rank)
     _keep_order(rank)
     _write_into(rank, sent, zeros)
     dist.barrier()
-
-
-def _as_documented(rank):
-    """The example of tensordict's page, in which both ranks make the same tree."""
-    data = TensorDict({"a": torch.zeros(()), ("b", "c"): torch.ones(())}, [])
-    if rank == 1:
-        (data + 1).isend(dst=0).wait()
-    elif rank == 0:
-        assert_same(data.irecv(src=1).wait(), data + 1)
 
 
 def _keep_order(rank):
@@ -180,7 +174,8 @@ def _gather(rank):
 
     def tree_of(rank):
         leaves = {"a": torch.arange(3.0) * (rank + 1), "n": {"i": torch.tensor([rank, -rank])}, "who": f"rank {rank}"}
-        return TensorDict(leaves, [])
+        # Ranks agree in any order of keys.
+        return TensorDict(dict(sorted(leaves.items(), reverse=rank == 1)), [])
 
     mine, all_ = tree_of(rank), [tree_of(i) for i in range(3)]
     with pytest.MonkeyPatch.context() as patch:
@@ -210,7 +205,8 @@ def _gather(rank):
     if rank:
         assert [int(tree["n", "i"][0]) for tree in mine.all_gather(group=pair)] == [1, 2]
         assert mine.all_reduce(group=pair)["a"].tolist() == [0.0, 5.0, 10.0]
-        assert_same(mine.broadcast(1, group=pair), all_[1])
+        assert_same(mine.broadcast(2, group=pair), all_[2])
+        assert_same(td_dist.scatter(all_[1:] if rank == 2 else None, 2, group=pair), all_[rank])
     dist.barrier()
 
 
@@ -220,10 +216,15 @@ ODD = TensorDict({"n": {"i": torch.zeros(2, dtype=torch.int16)}})
 MISMATCHES = {
     "shape": (lambda r: [A, B, A][r].all_reduce(), LeafMismatchError, r"rank 1 .*shape: *a: expected \[3\], got \[4\]"),
     "dtype": (lambda r: [A, A, A.to(torch.int64)][r].all_gather(), LeafMismatchError, "rank 2 .*dtype: *a: .*int64"),
+    "gather": (lambda r: [A, B, A][r].gather_to(0), LeafMismatchError, "rank 1 .*shape: *a:"),
+    "gather, function": (lambda r: td_dist.gather([A, B, A][r], 0), LeafMismatchError, "rank 1 .*shape: *a:"),
+    "all_gather, function": (lambda r: td_dist.all_gather([A, B, A][r]), LeafMismatchError, "rank 1 .*shape: *a:"),
     "keys": (lambda r: [A, A, ODD][r].broadcast(0), TreeStructureError, "missing: *a .*unexpected: *n.i"),
     "reduction": (lambda r: ODD.all_reduce(), UnsupportedError, "'n.i' cannot be reduced.*int16.*cast it"),
     "no tree": (lambda r: td_dist.broadcast(None, 1), TypeError, "must give"),
+    "a tree on two ranks": (lambda r: td_dist.broadcast([A, B, None][r], 0), LeafMismatchError, "rank 1 .*shape: *a:"),
     "trees": (lambda r: td_dist.scatter([A] if r == 0 else None, 0), ValueError, "3 trees.*1 trees"),
+    "no trees": (lambda r: td_dist.scatter(None, 0), ValueError, "3 trees.*0 trees"),
     "like": (lambda r: (B if r == 2 else A).scatter(0, [A, A, A]), LeafMismatchError, "tree of rank 2"),
     "leaf": (lambda r: A.set("f", NonTensorData([len, 1][r != 1])).all_reduce(), UnsupportedError, "leaf .f.*len"),
     "mean": (lambda r: TensorDict({"i": 1}).all_reduce("avg"), UnsupportedError, "'i' cannot be reduced.*by 'avg'"),
@@ -249,17 +250,18 @@ def _differ(rank):
             call(rank)
         # Nothing is left over that a later call would take.
         assert int(TensorDict({"x": 1}).all_reduce()["x"]) == 3
-    calls = [lambda: A.recv(1), lambda: B.send(0)]
+    calls = [lambda: A.irecv(1).wait(), lambda: B.isend(0).wait()]
     if rank < 2:
         with pytest.raises(LeafMismatchError, match=r"rank 0|this rank(?s:.)*shape: *a: expected \[3\], got \[4\]"):
             calls[rank]()
     expanded = TensorDict({"a": torch.zeros(1).expand(3)})
-    calls = [lambda: A.send(1), lambda: expanded.recv_(0)]
+    calls = [lambda: td_dist.send(A, 1), lambda: expanded.recv_(0)]
     if rank < 2:
         # Both ranks raise, and the next message arrives.
         with pytest.raises(LeafMismatchError, match="recv_ 'a': the leaf is expanded"):
             calls[rank]()
-        assert int(TensorDict({"x": 1}).send(1) is None if rank == 0 else td_dist.recv(0)["x"]) == 1
+        one = TensorDict({"x": 1})
+        assert int(td_dist.isend(one, 1).wait() is None if rank == 0 else td_dist.irecv(0).wait()["x"]) == 1
     dist.barrier()
 
 
@@ -274,12 +276,14 @@ def test_messages_collectives_and_mismatches(tmp_path):
     run_ranks(_all, 3, tmp_path)
 
 
-def _lose(rank):
-    """Rank 2 dies, then rank 1 is silent: the others say which, and soon."""
+def _lose(rank, name):
+    """Rank 2 dies when the ranks have agreed, then rank 1 is silent: the others say which, and soon."""
     A.all_reduce()
     if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        setattr(dist, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     started = time.monotonic()
+    with pytest.raises(PeerError, match=f"{name}: each rank of the group must answer rank {rank}"):
+        getattr(A, name)()
     with pytest.raises(PeerError, match="all_reduce: rank 2 must answer rank 0"):
         A.all_reduce(timeout_s=10)
     if rank == 0:
@@ -293,6 +297,7 @@ def _lose(rank):
 
 
 @pytest.mark.slow
-def test_lost_ranks_are_named(tmp_path):
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
+def test_lost_ranks_are_named(tmp_path, name):
     """A rank that was killed, or that does not answer in time, is named by all others; nothing hangs."""
-    assert run_ranks(_lose, 3, tmp_path, join=False) == [0, 0, -signal.SIGKILL]
+    assert run_ranks(_lose, 3, tmp_path, name, join=False) == [0, 0, -signal.SIGKILL]

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -43,17 +44,11 @@ def test_law_a_tree_goes_round(name):
     assert [n for n, _ in other.named_parameters()] == [n for n, _ in model.named_parameters()]
 
 
-def test_parameters_go_in_as_themselves():
-    """An optimizer made on the tree's Parameters trains the module."""
+def test_leaves_go_in_as_parameters():
+    """Parameters go in themselves, a plain leaf as one without history, with its storage and the slot's flag."""
     source, model = make_mlp(), make_mlp()
     from_module(source).to_module(model)
-
     assert all(a is b for a, b in zip(source.parameters(), model.parameters(), strict=True))
-
-
-def test_other_leaves_become_parameters_that_share_storage():
-    """A plain leaf goes in as a Parameter without history, with its storage and the slot's `requires_grad`."""
-    model = make_mlp()
     model[0].weight.requires_grad_(False)
     tree = from_module(model).apply(lambda p: p * 2.0)
     tree.to_module(model)
@@ -68,11 +63,11 @@ def test_integer_parameters_and_buffers_go_in_as_they_are():
     model = nn.Module()
     model.ids = nn.Parameter(torch.arange(3), requires_grad=False)
     model.register_buffer("mean", torch.zeros(3))
-    TensorDict({"ids": torch.tensor([4, 5, 6]), "mean": nn.Parameter(torch.ones(3))}).to_module(model)
+    for mean in (torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3), requires_grad=False)):
+        TensorDict({"ids": torch.tensor([4, 5, 6]), "mean": mean}).to_module(model)
 
-    assert model.ids.tolist() == [4, 5, 6]
-    assert type(model.mean) is torch.Tensor
-    assert not model.mean.requires_grad
+        assert model.ids.tolist() == [4, 5, 6]
+        assert (type(model.mean), model.mean.requires_grad) == (torch.Tensor, False)
 
 
 @pytest.mark.parametrize("make", [Tied, Shared])
@@ -116,13 +111,18 @@ def test_parts_bind():
     assert model.norm.running_mean is mean
 
 
-def test_a_state_dict_without_non_persistent_buffers_fits():
-    """A checkpoint, which never has them, loads strictly."""
-    model = make_mlp()
+def test_a_state_dict_fits():
+    """A checkpoint loads strictly: without non-persistent buffers and absent children, a tensor as extra state."""
+    model = WithState()
+    model.state = torch.tensor(5.0)
     model.register_buffer("cache", torch.ones(2), persistent=False)
-    TensorDict(model.state_dict()).unflatten_keys(".").to_module(model)
+    model.register_module("absent", None)
+    saved = TensorDict(model.state_dict()).unflatten_keys(".")
+    model.state = torch.tensor(1.0)
+    saved.to_module(model)
 
     assert torch.equal(model.cache, torch.ones(2))
+    assert model.state == 5.0
 
 
 class Fragile(WithState):
@@ -308,19 +308,21 @@ def test_a_second_thread_is_refused():
     """A thread cannot load into a module, or a part of it, that another thread holds in a block."""
     model = make_mlp()
     tree, errors = zeros_of(model), []
+    early = tree.apply(torch.ones_like).to_module(model)
 
-    def enter(pair):
+    def enter(call):
         try:
-            pair[1].to_module(pair[0])
+            call()
         except ConcurrencyError as err:
             errors.append(str(err))
 
     with tree.to_module(model):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        run_in_threads(enter, [(model, tree), (model[0], tree["0"])])
-    run_in_threads(enter, [(free, tree) for free in (model, *copies)])
+        run_in_threads(enter, [partial(tree.to_module, model), partial(tree["0"].to_module, model[0]), early.__enter__])
+        assert not any(p.any() for p in model.parameters())
+    run_in_threads(enter, [partial(tree.to_module, free) for free in (model, *copies)])
 
-    assert len(errors) == 2
+    assert len(errors) == 3
     assert all("another thread is inside a block on" in e and "apply(params, x) is thread-safe" in e for e in errors)
 
 

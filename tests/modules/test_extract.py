@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tdfunc import Kind, combine, from_module, split
+from tdfunc import Kind, from_module, split
 from tests.models import CASES, ResNet, Shared, Tied, WithState, make_case
 
 
@@ -52,19 +52,17 @@ def test_only_leaves_have_paths():
     """An absent bias, a ReLU and the wrapper of torch.compile leave no node."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), torch.compile(nn.Linear(3, 2), backend="eager"))
     model.register_buffer("absent", None)
+    model.register_module("gone", None)
 
     assert list(from_module(model).keys(True, True)) == [("0", "weight"), ("2", "weight"), ("2", "bias")]
+    assert list(from_module(nn.ModuleDict({"_orig_mod": model[0], "a": model[0]})).keys()) == ["_orig_mod", "a"]
     assert list(from_module(torch.compile(model[0], backend="eager")).keys()) == ["weight"]
     assert list(from_module(nn.ReLU()).keys()) == []
 
 
-def test_split_and_combine_are_inverse():
-    """Parameters and buffers are split by kind, and put together again."""
-    tree = from_module(ResNet())
-    params, buffers = split(tree)
+def test_a_split_is_by_kind():
+    """Parameters are those of the module, and the rest its buffers and leaves of no kind."""
+    params, buffers = split(from_module(ResNet()).set("a", torch.zeros(1)))
 
     assert {".".join(path) for path in params.keys(True, True)} == {n for n, _ in ResNet().named_parameters()}
-    assert {".".join(path) for path in buffers.keys(True, True)} == {n for n, _ in ResNet().named_buffers()}
-    whole = combine(params, buffers)
-    assert set(whole.keys(True, True)) == set(tree.keys(True, True))
-    assert all(whole[path] is tree[path] for path in tree.keys(True, True))
+    assert {".".join(path) for path in buffers.keys(True, True)} == {n for n, _ in ResNet().named_buffers()} | {"a"}

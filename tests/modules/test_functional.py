@@ -164,6 +164,7 @@ def test_extra_state_comes_from_the_tree_and_back():
     torch.testing.assert_close(apply(params, X), out)
     assert (new["_extra_state"], newer["_extra_state"]) == ({"scale": 2.0}, {"scale": 3.0})
     assert buffers["_extra_state"] == {"scale": 1.0}
+    torch.testing.assert_close(apply(params.set("note", "text"), X, buffers=buffers), out)
     assert Ensemble(apply)(stack_modules([WithState(), WithState()]), X).shape == (2, 5, 2)
 
 
@@ -213,8 +214,11 @@ def test_copies_of_a_tied_weight():
     expected = apply(params, ids)
     assert torch.equal(apply(tree(weight, weight), ids), expected)
     assert torch.equal(apply(tree(weight, weight.clone()), ids), expected)
-    with pytest.raises(TieError, match="tensors that differ"):
-        apply(tree(weight, weight + 1), ids)
+    views = tree(weight, weight.detach())
+    torch.testing.assert_close(torch.func.grad(lambda x: apply(views, ids).sum() * x)(torch.ones(())), expected.sum())
+    for other in (weight + 1, weight.double()):
+        with pytest.raises(TieError, match="tensors that differ"):
+            apply(tree(weight, other), ids)
     with pytest.raises(TieError, match="whose gradients would be split"):
         apply(tree(weight.clone().requires_grad_(), weight.clone().requires_grad_()), ids)
     with pytest.raises(TieError):
@@ -301,6 +305,7 @@ def test_precision():
 def test_inference(training):
     """Inference tensors run, inside and outside of inference mode, and none stays in a skeleton that trains later."""
     model = ResNet().train(training)
+    model.constant = torch.ones(2)
     apply, params, buffers = functional(model)
     x = torch.randn(2, 3, 6, 6)
     with torch.inference_mode():

@@ -25,6 +25,7 @@ from tdfunc import (
     stack,
 )
 from tests.models import Norm, Tied, WithState, make_mlp, zeros_of
+from tests.modules.test_functional import Named
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 MLP, NORM = make_mlp(), Norm()
@@ -55,7 +56,7 @@ TIED = {"emb": {"weight": torch.zeros(5, 4)}, "out": {"weight": torch.ones(5, 4)
 SPLIT = {name: {"weight": torch.zeros(5, 4, requires_grad=True)} for name in ("emb", "out")}
 LOADS = [
     (MLP, lambda t: t.set(WEIGHT, torch.zeros(7, 5)), LeafMismatchError,
-     r"'3.weight' does not fit Linear.weight.*shape \(2, 4\), torch.float32.*shape \(7, 5\)"),
+     r"'3.weight' does not fit Linear.weight.*shape \(2, 4\), torch.float32.*shape \(7, 5\).*another architecture"),
     (MLP, lambda t: t.set(WEIGHT, torch.zeros(4, 2)), LeafMismatchError, r"\(2, 4\).*\(4, 2\).*transpose the leaf"),
     (MLP, lambda t: t.set(WEIGHT, t[WEIGHT].double()), LeafMismatchError, "float32.*float64.*cast the tree"),
     (MLP, lambda t: stack([t, t]), LeafMismatchError, r"'0.weight'.*\(2, 4, 3\).*stacked: bind one member"),
@@ -103,6 +104,10 @@ TREES = [
     (MLP, lambda p, b: (p.set(("0", "weight"), torch.zeros(3)), b), LeafMismatchError, r"\(4, 3\).*\(3,\).*expand"),
     (MLP, lambda p, b: (tree_map(lambda _: 1, p), b), LeafMismatchError, r"'0.weight'.*shape \(4, 3\).*int"),
     (MLP, lambda p, b: (p.delete(("0", "bias")), b), TreeStructureError, "Sequential: '0.bias' is missing.*3 of them"),
+    (nn.Sequential(*[nn.Linear(3, 3) for _ in range(5)]), lambda p, b: (TensorDict(), b), TreeStructureError,
+     r"10 leaves, also \['0.weight', .*'4.bias'\]\n"),
+    (nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)]), lambda p, b: (TensorDict(), b), TreeStructureError,
+     r"'4.bias'\] and 2 more"),
     (MLP, lambda p, b: (p.set(("0", "nope"), torch.zeros(1)), b), TreeStructureError,
      r"'0.nope' is not one of its leaves.*4 leaves.*unknown leaves \['0.nope'\]"),
     (MLP, lambda p, b: (p.flatten_keys("."), b), TreeStructureError, r"'0.weight' is missing.*tree.unflatten_keys\("),
@@ -135,13 +140,6 @@ class Calls(nn.Linear):
 
     def forward(self, x):
         return self.fn(super().forward(x))
-
-
-class Named(nn.Linear):
-    """A forward whose arguments are called as those of apply."""
-
-    def forward(self, x, buffers=1.0, rng=0.0):
-        return super().forward(x) * buffers + rng
 
 
 class Forgets(nn.Linear):
@@ -205,10 +203,10 @@ def call_in_cached():
         run(lambda p, b: (p, b), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
 
 
-def members_of_two_states():
+def members_of_two_states(*states):
     """Run members whose extra state differs."""
     models = [WithState(), WithState()]
-    models[1].state = {"scale": 9.0}
+    models[0].state, models[1].state = states
     tdf.Ensemble(functional(models[0])[0])(torch.stack([from_module(model) for model in models]), X)
 
 
@@ -229,16 +227,17 @@ CALLS = {
     "its own copy": (lambda: functional(Copied(lambda m: m)), UnsupportedError,
                      r"is not independent of it.*\['weight', 'bias'\].*memo"),
     "another copy": (lambda: functional(Copied(lambda m: nn.Linear(3, 4))), UnsupportedError, "is not independent"),
-    "reserved names": (lambda: functional(Named(3, 4)), UnsupportedError, "called 'buffers'.*call_only=True"),
-    "reserved names, apply": (lambda: functional(Named(3, 4), call_only=True)[0](None, X), UnsupportedError,
+    "reserved names": (lambda: functional(Named()), UnsupportedError, "called 'buffers'.*call_only=True"),
+    "reserved names, apply": (lambda: functional(Named(), call_only=True)[0](None, X), UnsupportedError,
                               r"'buffers' and 'rng'.*apply.call\("),
-    "reserved names, with_buffers": (lambda: functional(Named(3, 4), call_only=True)[0].with_buffers(None, None),
+    "reserved names, with_buffers": (lambda: functional(Named(), call_only=True)[0].with_buffers(None, None),
                                      UnsupportedError, "called 'rng'"),
     "cached": (call_in_cached, UnsupportedError, r"parametrize.cached\(\).*leave the"),
     "a buffer gone": (lambda: functional(Forgets())[0].with_buffers(combine(*functional(Forgets())[1:]), None, X),
                       UnsupportedError, "Forgets left no tensor in the buffer 'scale'"),
-    "states of members": (members_of_two_states, UnsupportedError,
+    "states of members": (lambda: members_of_two_states({"scale": 1.0}, {"scale": 9.0}), UnsupportedError,
                           "'_extra_state' of a member.*'scale': 1.0.*'scale': 9.0.*one by one"),
+    "tensors as states": (lambda: members_of_two_states(X, X + 1), UnsupportedError, "'_extra_state' of a member"),
     "norm": (lambda: over_members(Norm()), RuntimeError, "batched tensor.*its own statistics.*apply.eval"),
     "forward": (lambda: functional(MLP)[0](functional(MLP)[1], X[:, :2]), RuntimeError, "^mat1 and mat2"),
     "probability": (lambda: draw(Calls(lambda y: F.dropout(y, 1.5))), ValueError, "between 0 and 1, but got 1.5"),

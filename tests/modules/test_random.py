@@ -24,13 +24,11 @@ MHA = nn.MultiheadAttention(5, 5, dropout=0.5)
 
 DRAWS = {
     "F.dropout": lambda: F.dropout(ONES),
-    "F.dropout inplace": lambda: F.dropout(ONES.clone(), inplace=True),
     "F.dropout1d": lambda: F.dropout1d(ONES),
     "F.dropout2d": lambda: F.dropout2d(IMAGE),
     "F.dropout3d": lambda: F.dropout3d(IMAGE),
     "F.alpha_dropout": lambda: F.alpha_dropout(ONES, training=True),
     "F.feature_alpha_dropout": lambda: F.feature_alpha_dropout(IMAGE, training=True),
-    "nn.Dropout": lambda: nn.Dropout(0.5)(ONES),
     "torch.rand": lambda: torch.rand(3, 2),
     "torch.randn": lambda: torch.randn((4,), requires_grad=True),
     "torch.randint": lambda: torch.randint(3, 9, (20,)),
@@ -106,6 +104,7 @@ SAMPLES = {
     "multinomial without": lambda: torch.multinomial(torch.tensor([[1.0, 2.0, 7.0]]).expand(N, 3), 2)[:, 1].float(),
     "normal": lambda: torch.normal(BIG, 2.0),
     "rand_like": lambda: torch.rand_like(BIG),
+    "randint": lambda: torch.randint(5, (N,)).float(),
     "randint_like": lambda: torch.randint_like(BIG, 2, 7),
     "geometric_": lambda: torch.empty(N).geometric_(0.2),
     "random_": lambda: torch.empty(N).random_(3, 9),
@@ -140,11 +139,14 @@ def test_distributions_are_torchs(name):
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("drop", [F.dropout, F.dropout1d, F.alpha_dropout])
 def test_dropout_at_its_ends(drop, p):
-    """Dropping nothing or everything gives finite numbers; evaluation mode drops nothing."""
+    """Dropping nothing or everything, also in place, gives finite numbers; evaluation mode drops nothing."""
     with seeded(random.key(0)):
         out = drop(ONES, p, training=True)
         assert torch.equal(drop(ONES, p, training=False), ONES)
+    with seeded(random.key(0)):
+        assert drop(given := ONES.clone(), p, True, True) is given
 
+    assert torch.equal(given, out)
     assert out.isfinite().all()
     assert p != 0.0 or torch.equal(out, ONES)
     assert p != 1.0 or not out.any()
@@ -190,6 +192,8 @@ def test_devices_are_followed():
             assert draw(3, device="meta").is_meta
         for like in (torch.rand_like, torch.randn_like, lambda x, device: torch.randint_like(x, 9, device=device)):
             assert like(ONES, device="meta").is_meta
+    apply, params, _ = functional(ends(lambda x: torch.rand(3, device="meta")))
+    assert tdf.Ensemble(apply, "loop")(torch.stack([params] * 3), X, rng=0).is_meta
 
 
 NAN, INF = math.nan, math.inf
@@ -235,6 +239,8 @@ REFUSALS = {
     "alpha_dropout": (lambda d, p: F.alpha_dropout(torch.ones(3, dtype=d), p, True), CHANCES, FLOATS),
     "attention": (lambda d, p: F.scaled_dot_product_attention(*torch.ones(3, 6, 5), dropout_p=p), CHANCES[:3]),
     "rand, out": (lambda d, dtype: torch.rand(3, dtype=dtype, out=torch.ones(0, dtype=d)), OUT),
+    "rand, full": (lambda d: torch.no_grad()(torch.rand)(3, out=nn.Parameter(torch.ones(3, dtype=d))), [()], FLOATS),
+    "kaiming_": (lambda d, *a: nn.init.kaiming_uniform_(torch.ones(a, dtype=d)), [(0, 2), (2, 0), (3,)], FLOATS),
     "randint, out": (lambda d, dtype: torch.randint(1, (3,), dtype=dtype, out=torch.ones(0, dtype=d)), OUT),
     "randperm, out": (lambda d, dtype: torch.randperm(2, dtype=dtype, out=torch.ones(5, dtype=d)[:0]), OUT),
     "bernoulli, out": (lambda d: torch.bernoulli(ONES, out=torch.ones(0, dtype=d)), [()], DTYPES[:-1]),
@@ -243,7 +249,7 @@ REFUSALS = {
 
 
 # Torch's own, of integers that a float does not hold, of outputs that it resizes, and of dropped real parts.
-@pytest.mark.filterwarnings("ignore:.* out of bounds", "ignore:An output with one", "ignore:Casting complex")
+@pytest.mark.filterwarnings("ignore:.* out of bounds", "ignore:An output with one", "ignore:Casting|Initializing")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_served_draw_refuses_what_torchs_own_refuses(name):
     """On extreme and invalid arguments a served function raises if torch's does, else gives its shape and dtype."""
@@ -298,6 +304,11 @@ LAWS = {
     "cauchy_": (lambda x: x.cauchy_(1, 2), stats.cauchy(1, 2)),
     "log_normal_": (lambda x: x.log_normal_(0.5, 3.0), stats.lognorm(3.0, scale=math.exp(0.5))),
     "randn_like": (torch.randn_like, stats.norm()),
+    "uniform_()": (torch.Tensor.uniform_, stats.uniform()),
+    "normal_()": (torch.Tensor.normal_, stats.norm()),
+    "exponential_()": (torch.Tensor.exponential_, stats.expon()),
+    "cauchy_()": (torch.Tensor.cauchy_, stats.cauchy()),
+    "log_normal_()": (torch.Tensor.log_normal_, stats.lognorm(2.0, scale=math.e)),
     "gumbel": (lambda x: random.gumbel(new_key(), x.shape, dtype=x.dtype), stats.gumbel_r()),
 }
 
@@ -357,17 +368,6 @@ FORWARDS = {
 }
 
 
-class Ends(nn.Module):
-    """A linear layer, and a function after it."""
-
-    def __init__(self, fn):
-        super().__init__()
-        self.linear, self.fn = nn.Linear(3, 4), fn
-
-    def forward(self, x):
-        return self.fn(self.linear(x))
-
-
 class Calls(nn.Module):
     """A function as a module."""
 
@@ -379,9 +379,14 @@ class Calls(nn.Module):
         return self.fn(*args)
 
 
+def ends(fn):
+    """A linear layer, and a function after it."""
+    return nn.Sequential(nn.Linear(3, 4), Calls(fn))
+
+
 def make_member(name):
     """The output of one member by parameters, data and a key; and the parameters of three."""
-    apply, params, _ = functional(Ends(FORWARDS[name]).double())
+    apply, params, _ = functional(ends(FORWARDS[name]).double())
     return lambda params, x, key: apply(params, x, rng=key), torch.stack([params, params, params * 2.0])
 
 
@@ -470,10 +475,10 @@ def test_a_compiled_or_exported_draw_is_the_same(name):
 
 def test_a_transform_inside_forward():
     """Draws inside a gradient that forward takes, and after it."""
-    forward = Ends(lambda y: F.dropout(torch.func.grad(lambda z: (F.dropout(z) ** 2).sum())(y)) + torch.rand(4))
+    forward = ends(lambda y: F.dropout(torch.func.grad(lambda z: (F.dropout(z) ** 2).sum())(y)) + torch.rand(4))
     apply, params, _ = functional(forward)
     with seeded(random.key(0)):
-        expected = forward.linear(X)
+        expected = forward[0](X)
         masks = [F.dropout(torch.ones_like(expected)) for _ in range(2)]
         expected = 2 * expected * masks[0] ** 2 * masks[1] + torch.rand(4)
 

@@ -1,7 +1,6 @@
 """Private copies: what is copied, shared and poisoned; what a forward writes and what is left of it."""
 
 import copy
-import dataclasses
 import functools
 import gc
 import itertools
@@ -9,6 +8,7 @@ import pickle
 import threading
 import weakref
 from collections import OrderedDict, deque
+from datetime import date
 
 import numpy as np
 import pytest
@@ -60,6 +60,9 @@ class Closures(Layer):
         self.layers = [self.linear]
         self.child = Layer(lambda child, x: child.boxed[0].linear(x), boxed=[self])
         self.compiled = torch.compile(nn.Linear(3, 3), backend="eager")
+        if self.linear.bias is None:
+            unassigned = self.linear
+        self.child.open = lambda x: self.linear(x) if x is not None else unassigned(x)
         self.register_forward_hook(lambda module, args, out: out + self.linear.weight.sum())
         self.linear.register_forward_pre_hook(lambda module, args: (args[0] * module.bias.sum(),))
 
@@ -68,7 +71,7 @@ class Closures(Layer):
 
     def forward(self, x):
         y = self.closure(x) + self.bound(x) + self.partial(x) + self.nested["a"][0](x) + self.default(x)
-        return self.compiled((y + self.layers[0](x) + self.child(x)).detach())
+        return self.compiled((y + self.layers[0](x) + self.child(x) + self.child.open(x)).detach())
 
 
 class Lists(nn.Module):
@@ -350,11 +353,14 @@ def test_a_call_that_raises_leaves_nothing_behind():
     apply(params, X, buffers=buffers)
 
 
-@dataclasses.dataclass(slots=True)
 class Slotted:
-    """State in a slot."""
+    """State in one slot, which is private."""
 
-    n: float = 0.0
+    __slots__ = "__n"
+
+    def step(self):
+        self.__n = getattr(self, "_Slotted__n", 0.0) + 1.0
+        return self.__n
 
 
 class Reduced:
@@ -383,7 +389,7 @@ STATES = {
     "an attribute": (lambda: 0.0, lambda m: bump(m, "state")),
     "a layer of torch": (lambda: nn.LayerNorm(3), lambda m: bump(m.state, "eps")),
     "a layer in a list": (lambda: [nn.LayerNorm(3)], lambda m: bump(m.state[0], "eps")),
-    "slots": (Slotted, lambda m: bump(m.state, "n")),
+    "slots": (Slotted, lambda m: m.state.step()),
     "__reduce__": (Reduced, lambda m: bump(m.state, "n")),
     "a numpy array": (lambda: np.zeros(1), lambda m: add(m.state)),
     "a bytearray": (lambda: bytearray(1), lambda m: add(m.state)),
@@ -445,7 +451,7 @@ def test_a_cache_outside_of_the_module():
 def test_skeletons_are_used_again():
     """One skeleton runs all calls of a module whose changes show, also while graphs of earlier calls are alive."""
     model = Layer(lambda self, x: self.rnn(self.linear(x)[None] * self.scale)[0], scale=torch.ones(3), kept={"a": [1]})
-    model.rnn, model.box, model.table = nn.LSTM(3, 3), Holder([object()]), np.ones(3)
+    model.rnn, model.box, model.table = nn.LSTM(3, 3), Holder([object(), date(2026, 1, 1)]), np.ones(3)
     apply, params, _ = functional(model)
     skeleton, live = apply._pool[0], params.apply(lambda p: p.requires_grad_())
     graphs = [apply(live, X) for _ in range(3)]
@@ -488,14 +494,15 @@ def test_the_module_may_change_and_go():
 
 def test_a_returned_constant_is_the_callers():
     """A caller who writes to a constant that forward returned does not change the next call."""
-    run = lambda self, x: (x * self.scale * self.config["k"], self.scale, self.config)  # noqa: E731
-    apply, params, _ = functional(Layer(run, scale=torch.ones(3), config={"k": 1.0}))
-    for _ in range(3):
-        out, scale, config = apply(params, X)
-        scale.mul_(10)
-        config.update(k=10.0)
+    run = lambda self, x: (x * self.scale * self.config["k"], self.scale, *self.read(self))  # noqa: E731
+    for read in (lambda self: (), lambda self: (self.config,)):
+        apply, params, _ = functional(Layer(run, scale=torch.ones(3), config={"k": 1.0}, read=read))
+        for _ in range(3):
+            out, scale, *configs = apply(params, X)
+            scale.mul_(10)
+            [config.update(k=10.0) for config in configs]
 
-        assert torch.equal(out, X)
+            assert torch.equal(out, X)
 
 
 @pytest.mark.slow

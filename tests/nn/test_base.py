@@ -121,5 +121,6 @@ def test_dispatch_on_other_attributes():
             return tensordict.set("b", tensordict["a"] + 1)
 
     assert Other()(torch.zeros(())) == 1
-    assert not TensorDictModuleBase.is_tdmodule_compatible(Other())
+    others = (Other(), type("Reads", (), {"in_keys": []}), type("Writes", (), {"out_keys": []}))
+    assert not any(TensorDictModuleBase.is_tdmodule_compatible(m) for m in others)
     assert all(TensorDictModuleBase.is_tdmodule_compatible(m) for m in (Split(), TensorDictSequential()))

@@ -130,13 +130,6 @@ def test_modes_of_layers_are_those_of_apply():
     assert together.tree["1", "num_batches_tracked"].tolist() == [1, 1]
 
 
-def test_distributed_data_parallel(apply, tree, process_group):
-    """Its gradients are reduced as those of any module."""
-    model = DistributedDataParallel(EnsembleModule(apply, tree))
-    model(torch.randn(5, 3)).square().sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def _trained(parallel, *batch):
     """The members after four steps, as they are or in a data-parallel module."""
     torch.manual_seed(0)

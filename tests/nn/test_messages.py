@@ -9,7 +9,9 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.nn import (
+    BatchEnsembleConv2d,
     BatchEnsembleLinear,
+    EnsembleLinear,
     EnsembleModule,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -62,6 +64,7 @@ MESSAGES = [
     (lambda: returns(1, 2, 3)(TD), tdf.TreeStructureError, r"got: +3"),
     (lambda: returns()(TD), tdf.TreeStructureError, r"got: +0"),
     (lambda: returns({"y": 1})(TD), tdf.TreeStructureError, r"got: +1: \['dict'\]"),
+    (lambda: returns(tdf.TensorDict({"y": 1}))(TD), tdf.TreeStructureError, r"got: +1: \['TensorDict'\]"),
     (lambda: returns(TD["a"], None)(TD), TypeError, "'z': None cannot be a value"),
     (lambda: returns(TD["a"], torch.zeros(2))(TD), tdf.BatchSizeError, r"'z'.*\[3\].*\[2\]"),
     (lambda: TensorDictModule(torch.exp, ["x"], ["y"])(Field(torch.ones(3))), tdf.MissingKeyError, "no field 'y'"),
@@ -92,6 +95,7 @@ MESSAGES = [
      "'best' is not a valid InteractionType"),
     (lambda: NORMAL(tdf.TensorDict(PARAMS), interaction_type="median"), tdf.UnsupportedError,
      "Normal has no median.*'median'"),
+    (lambda: type("Odd", (TensorClassModuleBase,), {"input_type": None}, wrong=1), TypeError, "keyword arg"),
     (lambda: define(), TypeError, r"Bare must name the classes.*TensorClassModuleBase\[In, Out\]"),
     (lambda: dispatch(lambda self, td: td), TypeError, r"called 'tensordict'.*\(self, td\)"),
     (
@@ -105,12 +109,14 @@ MESSAGES = [
     # Ensembles, whose trees must have members.
     (lambda: EnsembleModule(APPLY, TREE, shared="*"), tdf.BatchSizeError, "leaves no leaf to the members"),
     (lambda: EnsembleModule(APPLY, TREE[0]), tdf.BatchSizeError, r"params must be a stacked tree.*\[\]"),
-    (lambda: EnsembleModule(APPLY, TREE.set("s", "text")), tdf.UnsupportedError,
-     "leaf 's' must be a tensor.*NonTensorData"),
+    (lambda: EnsembleModule(APPLY, TREE.set(("n", "s"), "text")), tdf.UnsupportedError,
+     "leaf 'n.s' must be a tensor.*NonTensorData"),
     (lambda: BatchEnsembleLinear(3, 2, 4)(torch.zeros(5, 3)), tdf.LeafMismatchError,
      r"BatchEnsembleLinear.*4 or 1 entries.*\[5, 3\]"),
+    (lambda: BatchEnsembleConv2d(3, 2, 3, 4)(torch.zeros(4, 3, 5, 5)), tdf.LeafMismatchError, "Conv2d.*5 or more dim"),
+    (lambda: EnsembleLinear(3, 2, 4)(torch.zeros(5, 3)), tdf.LeafMismatchError, "EnsembleLinear.*4 or 1 entries"),
     (lambda: BatchEnsembleLinear(3, 2, 0), ValueError, "members must be at least 1.*0"),
-    (lambda: BatchEnsembleLinear(3, 2, 4, init="x"), ValueError, "how scales begin.*'signs'.*'x'"),
+    (lambda: BatchEnsembleLinear(3, 2, 4, init=("x", "ones")), ValueError, "how scales begin.*'signs'.*'x'"),
     (lambda: batch_ensemble(nn.ReLU(), 4, 0), tdf.UnsupportedError, "nn.Linear or nn.Conv2d.*ReLU"),
     (lambda: batch_ensemble(nn.TransformerEncoderLayer(8, 2), 4, 0), tdf.UnsupportedError,
      "run by their forward.*fast"),

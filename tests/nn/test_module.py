@@ -11,7 +11,7 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc import NonTensorData, TensorClass, TensorDict
 from tdfunc.nn import TensorDictModule, TensorDictSequential, as_tensordict_module
-from tests.helpers import assert_pure, assert_trees_equal
+from tests.helpers import assert_pure
 
 
 class Batch(TensorClass):
@@ -143,20 +143,13 @@ def test_typed_trees():
     assert torch.equal(nested["b"].y, -batch.x)
 
 
-def test_lazy_stacks_run_tree_by_tree():
-    """Each tree of a lazy stack is run alone, and equals its own call."""
-    rows = [TensorDict({"x": torch.randn(n, 3), "s": str(n)}, [n]) for n in (1, 4)]
-    module = TensorDictModule(nn.Linear(3, 2), ["x"], [("n", "y")])
-    out = module(tdf.lazy_stack(rows))
+def test_a_lazy_stack_of_typed_trees():
+    """Each tree of a lazy stack is run alone."""
+    rows = [Batch(torch.ones(n), batch_size=[n]) for n in (1, 2)]
+    out = TensorDictModule(torch.neg, ["x"], ["y"])(tdf.lazy_stack(rows))
 
-    assert isinstance(out, tdf.LazyStack)
-    for tree, row in zip(out.trees, rows, strict=True):
-        assert_trees_equal(tree, module(row))
-    typed = TensorDictModule(torch.neg, ["x"], ["y"])(
-        tdf.lazy_stack([Batch(torch.ones(n), batch_size=[n]) for n in (1, 2)])
-    )
-    assert isinstance(typed, Batch)
-    assert [y.shape for y in typed.y] == [(1,), (2,)]
+    assert isinstance(out, Batch)
+    assert [y.shape for y in out.y] == [(1,), (2,)]
 
 
 def test_the_text_names_function_and_keys():
@@ -165,6 +158,28 @@ def test_the_text_names_function_and_keys():
     assert "Linear(in_features=1" in repr(TensorDictModule(nn.Linear(1, 1), ["x"], ["y"]))
     assert "module=<built-in method exp" in repr(TensorDictModule(torch.exp, ["x"], ["y"]))
     assert repr(increment).startswith("TensorDictModule(module=<function increment")
+
+
+def test_a_training_loop_of_trees():
+    """The model and the loss read trees and return trees; torch's optimizer learns."""
+    inputs = torch.randn(20, 8, 3)
+    dataset = TensorDict({"x": inputs, "y": inputs @ torch.tensor([[1.0], [-2.0], [0.5]])}, [20, 8])
+    model = TensorDictModule(nn.Linear(3, 1), in_keys=["x"], out_keys=["prediction"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+
+    def loss_module(data):
+        return nn.functional.mse_loss(data["prediction"], data["y"])
+
+    losses = []
+    for data in dataset:
+        data = model(data)
+        loss = loss_module(data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    assert losses[-1] < 0.05 * losses[0]
 
 
 # -- decorated functions ----------------------------------------------------------------------------------------

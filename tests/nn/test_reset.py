@@ -7,6 +7,7 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc.nn import TensorDictModule, TensorDictSequential
 from tests.helpers import assert_pure, assert_trees_equal
+from tests.models import WithState
 
 
 def make():
@@ -61,7 +62,8 @@ def test_a_part_of_the_parameters():
 
 def test_dtypes_kinds_gradients_and_ties_stay():
     """The new tree has the structure of the given one."""
-    module = TensorDictModule(nn.ModuleList([nn.Linear(3, 3, bias=False) for _ in range(2)]).double(), [], [])
+    layers = [nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), WithState()]
+    module = TensorDictModule(nn.ModuleList(layers).double(), [], [])
     module.module[1].weight = module.module[0].weight
     tree = tdf.from_module(module)
     new = module.reset_parameters_recursive(tree)
@@ -103,10 +105,11 @@ def test_parameters_that_keep_their_values_are_named():
     module = TensorDictModule(nn.Sequential(nn.Linear(2, 2), Scale()), ["x"], ["y"])
     tree = tdf.from_module(module).clone()
 
-    with pytest.warns(UserWarning, match="'module.1.scale' keep their values"):
+    with pytest.warns(UserWarning, match="'module.1.scale' keep their values") as caught:
         module.reset_parameters_recursive()
-    with pytest.warns(UserWarning, match="'module.1.scale' keep their values"):
+    with pytest.warns(UserWarning, match="'module.1.scale' keep their values") as later:
         new = module.reset_parameters_recursive(tree)
+    assert {warning.filename for warning in (*caught, *later)} == {__file__}
     assert torch.equal(new["module", "1", "scale"], tree["module", "1", "scale"])
     module.reset_parameters_recursive(tree.delete(("module", "1")))
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import tdfunc as tdf
-from tdfunc import TensorClass, TensorDict
+from tdfunc import TensorDict
 from tdfunc.nn import (
     EnsembleModule,
     ProbabilisticTensorDictModule,
@@ -19,13 +20,6 @@ from tdfunc.nn import (
     TensorDictSequential,
 )
 from tests.helpers import assert_trees_equal, quick
-
-
-class Batch(TensorClass):
-    """Input and output fields."""
-
-    x: torch.Tensor
-    y: torch.Tensor | None = None
 
 
 class Join(nn.Module):
@@ -90,6 +84,16 @@ def test_functional(module):
     assert torch.equal(apply(params, td["x"])[-1], module(td["x"])[-1])
 
 
+def test_lazy_stacks_copies_and_pickles(module):
+    """Each tree of a lazy stack is run alone, and a copy of the module computes the same."""
+    rows = [tree((n,)) for n in (1, 4)]
+    for same in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        out = same(tdf.lazy_stack(rows))
+
+        for one, row in zip(out.trees, rows, strict=True):
+            assert_trees_equal(one, module(row))
+
+
 @pytest.mark.parametrize("how", ["vmap", "loop", "auto"])
 def test_members(module, how):
     """Over members: the loop of the modules, with the batch of the members first."""
@@ -129,16 +133,6 @@ def test_jit(module):
     for _ in range(3):
         td = tree()
         tdf.assert_close(step(params, td), module(td))
-
-
-def test_typed_trees_are_mapped():
-    """An instance comes out of vmap as one."""
-    module = TensorDictModule(nn.Linear(3, 2), ["x"], ["y"])
-    batch = Batch(torch.randn(4, 5, 3), batch_size=[4, 5])
-    out = torch.vmap(module)(batch)
-
-    assert isinstance(out, Batch)
-    torch.testing.assert_close(out.y, module(batch).y)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """`TensorClassModuleBase`: typed modules, alone and among modules of trees."""
 
+from typing import AnyStr, Generic
+
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +32,8 @@ class Answer(TensorClass):
     inner: Inner
 
 
-class Layer(TensorClassModuleBase[Question, Answer]):
-    """A layer of typed trees."""
+class Layer(TensorClassModuleBase[Question, Answer], Generic[AnyStr]):
+    """A layer of typed trees, which is generic itself."""
 
     def __init__(self):
         super().__init__()

@@ -4,9 +4,11 @@
 # ruff: noqa: D103
 
 import os
+import random
 import signal
 import time
 
+import numpy as np
 import torch
 
 from tdfunc import TensorClass, TensorDict
@@ -79,7 +81,7 @@ def unpicklable(rows):
 
 
 def draw(rows):
-    return rows.set("noise", torch.rand(rows.batch_size))
+    return rows.set("noise", torch.rand(rows.batch_size) + np.random.rand() + random.random())
 
 
 def draw_from(rows, generator):
@@ -108,7 +110,7 @@ def requiring(rows):
 
 
 def parameter(rows):
-    return rows.set("x", torch.nn.Parameter(rows["x"].clone()))
+    return rows.update({"x": torch.nn.Parameter(rows["x"].clone()), "free": torch.zeros(4, requires_grad=True)})
 
 
 def fail_or_sleep(rows):

@@ -1,5 +1,6 @@
 """`map` over trees on disk: leaves cross by the names of their files, and results are written where they are made."""
 
+import os
 import shutil
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_mapped_tree_crosses_by_name(pool, tmp_path):
 
     assert out[:, 0].tolist() == [2.0 * n, 2.0 * n]
     assert (out[:, 1] < 4_000_000).all(), "a chunk has 24 MB"
-    assert to_parcel(td[1:3]).block == b""
+    assert to_parcel((td[1:3], td["x"][0, :1])).block == b""
     assert_trees_equal(td.map(fns.double, executor=pool, chunksize=3), fns.double(td))
 
 
@@ -101,15 +102,17 @@ def test_a_writable_mapping_is_the_file_in_workers_too(pool, tmp_path):
 def test_a_file_that_a_worker_does_not_find(tmp_path):
     """A worker on another machine, or one that comes late, does not map another file of that name."""
     td = TensorDict({"x": torch.zeros(100)}, [100]).memmap(tmp_path / "d")
-    parcel = to_parcel(td)
-    shutil.rmtree(tmp_path / "d")
+    parcel, file = to_parcel(td), next((tmp_path / "d").glob("*.memmap"))
+    kept = shutil.move(file, tmp_path)
 
     with pytest.raises(WorkerError, match=r"a worker must find \S*x.memmap(.|\n)*got:(.|\n)*No such file"):
         from_parcel(parcel)
-    TensorDict({"x": torch.zeros(100)}, [100]).memmap(tmp_path / "d")
-    file = next((tmp_path / "d").glob("*.memmap"))
-    file.write_bytes(b"short")
-    with pytest.raises(WorkerError, match=r"must be the file(.|\n)*expected: inode \d+, 400 bytes(.|\n)*inode \d+, 5"):
+    shutil.copy(kept, file)
+    with pytest.raises(WorkerError, match=r"must be the file(.|\n)*expected: inode \d+, 400 bytes"):
+        from_parcel(parcel)
+    os.replace(kept, file)
+    os.truncate(file, 399)
+    with pytest.raises(WorkerError, match=r"must be the file(.|\n)*inode \d+, 399"):
         from_parcel(parcel)
 
 

@@ -1,10 +1,13 @@
 """`map` and `map_iter`: equal to the function on the whole, wherever the chunks run."""
 
+import itertools
 import multiprocessing
+import os
 import sys
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,10 +17,15 @@ from hypothesis import strategies as st
 
 import tdfunc as tdf
 from tdfunc import LeafMismatchError, NonTensorStack, TensorDict, WorkerPool
+from tdfunc.parallel.parcel import from_parcel, to_parcel
 from tests.helpers import assert_trees_equal
 from tests.parallel import functions as fns
 from tests.storage.trees import assert_same
 from tests.strategies import trees
+
+
+class Sub(torch.Tensor):
+    """A class of the caller's own."""
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +169,14 @@ def test_lost_writes_are_warned_of(kind, pool, standard):
 
 
 def test_gradients_flow_through_threads():
-    """Threads share memory, so a loss on the result reaches the leaves."""
+    """Threads share memory, so a loss reaches the leaves; a thread pool of the caller is not shut down."""
     x = torch.arange(6.0, requires_grad=True)
+    with ThreadPoolExecutor(2) as executor:
+        # The signature of the function cannot be read.
+        TensorDict({"x": x}, [6]).map(torch.neg, executor=executor)["x"].sum().backward()
+        assert executor.submit(len, "ab").result() == 2
 
-    TensorDict({"x": x}, [6]).map(fns.double, executor="threads", num_workers=2)["x"].sum().backward()
-
-    assert x.grad.tolist() == [2.0] * 6
+    assert x.grad.tolist() == [-1.0] * 6
 
 
 def test_parameters_expanded_and_meta_leaves_come_back(pool):
@@ -179,6 +189,7 @@ def test_parameters_expanded_and_meta_leaves_come_back(pool):
 
     assert type(back["x"]) is torch.nn.Parameter
     assert back["x"].requires_grad
+    assert (type(back["free"]), back["free"].requires_grad) == (torch.Tensor, True)
     assert back["wide"].stride() == (0, 0)
     assert back["m"].device.type == "meta"
 
@@ -195,6 +206,25 @@ def test_tensors_of_the_function_are_copied(pool, standard):
 
 def _write(weight, part):
     weight.add_(1)
+
+
+@pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.eye(3).as_subclass(Sub)])
+def test_tensors_that_pickle_copies(x):
+    """Other layouts and subclasses cross by their own pickling."""
+    back = from_parcel(to_parcel((x, torch.ones(2))))[0]
+
+    assert (type(back), back.layout) == (type(x), x.layout)
+    assert torch.equal(back.to_dense(), x.to_dense())
+
+
+def test_workers_have_the_threads_of_the_call(pool, standard):
+    """Each chunk runs with the threads of the call, in any pool; by default a pool has a worker for each processor."""
+    for executor, count in itertools.product((pool, standard), (1, 2)):
+        found = rows(2).map(fns.threads, executor=executor, worker_threads=count)["threads"]
+        assert found.unique().tolist() == [count]
+    with WorkerPool() as default:
+        assert default._max_workers == len(os.sched_getaffinity(0))
+        assert default.submit(torch.get_num_threads).result() == 1
 
 
 @EXECUTORS
@@ -313,6 +343,8 @@ def test_map_iter_yields_any_result_in_order(executor):
     assert seen == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
     assert list(rows().map_iter(fns.text, 0, workers, chunksize=5, executor=executor)) == ["text", "text"]
     assert list(rows().map_iter(fns.nothing, 0, workers, chunksize=5, executor=executor)) == [None, None]
+    for count, lengths in ((0, [10]), (3, [4, 3, 3])):
+        assert [len(part) for part in rows().map_iter(fns.same, num_workers=count, executor="threads")] == lengths
 
 
 def test_map_iter_is_lazy():
@@ -355,13 +387,6 @@ def test_exceptions_of_the_function(executor):
         assert "in fail_at_five" in str(caught.value.__cause__)
 
 
-def test_threads_of_the_caller_are_used():
-    """A thread pool of the caller is not shut down."""
-    with ThreadPoolExecutor(2) as executor:
-        assert_trees_equal(rows().map(fns.double, executor=executor, chunksize=3), fns.double(rows()))
-        assert executor.submit(len, "ab").result() == 2
-
-
 def test_progress_is_shown(capfd):
     """`pbar=True` counts chunks."""
     rows().map(fns.same, num_workers=0, chunksize=5, pbar=True)
@@ -369,16 +394,15 @@ def test_progress_is_shown(capfd):
     assert "2/2" in capfd.readouterr().err
 
 
-def test_a_function_of_a_file_off_the_path(tmp_path):
+def test_a_function_of_a_file_off_the_path(tmp_path, monkeypatch):
     """A worker imports a module that was loaded from a file by its location, as pytest imports test files."""
     file = tmp_path / "off_the_path.py"
     file.write_text("def add_one(rows):\n    return rows + 1\n")
-    spec = spec_from_file_location("off_the_path", file)
-    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec = spec_from_file_location("folder_of_tests.off_the_path", file)
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "folder_of_tests", ModuleType("folder_of_tests"))
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     td = TensorDict({"x": torch.arange(4.0)}, [4])
 
-    try:
-        assert td.map(module.add_one, num_workers=1)["x"].tolist() == [1, 2, 3, 4]
-    finally:
-        del sys.modules[spec.name]
+    assert td.map(module.add_one, num_workers=1)["x"].tolist() == [1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """The errors of `map`, by call, class and pattern."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -49,6 +50,10 @@ CASES = {
         lambda p: torch.vmap(lambda x: TensorDict({"x": x}, [3]).map(fns.same, executor=p)["x"])(torch.ones(2, 3)),
         UnsupportedError, "outside of vmap",
     ),
+    "vmap of the function": (
+        lambda p: torch.vmap(lambda x: TD.map(partial(fns.same, x), executor=p, key=0))(torch.ones(2)),
+        UnsupportedError, "a tensor has no values inside.*outside of vmap",
+    ),
     "text": (lambda p: TD.map(fns.text, executor=p, num_chunks=2), UnsupportedError, r"chunk 0 \(rows 0:5\).*str"),
     "other class": (
         lambda p: TD.map(fns.other_class, executor=p, chunksize=2), LeafMismatchError,
@@ -64,6 +69,7 @@ CASES = {
     "unreadable": (lambda p: TD.map(fns.fail_unreadably, executor=p), WorkerError, "Unreadable: 1 and 2"),
     "exit": (lambda p: TD.map(fns.leave, executor=p), WorkerError, "SystemExit: 3"),
     "out, nothing": (lambda p: TD.map(fns.nothing, executor=p, out=TD.clone()), UnsupportedError, "got: .*NoneType"),
+    "out, no dimension": (lambda p: TD.map(fns.same, out=TD.with_batch_size([])), LeafMismatchError, r"size \[\]"),
     "out, rows": (lambda p: TD.map(fns.same, executor=p, out=TD[:3].clone()), LeafMismatchError, r"got: .*size \[3\]"),
     "out, empty": (lambda p: TD.map(fns.same, executor=p, out=TensorDict({}, [10])), LeafMismatchError, "have leaves"),
     "out, keys": (

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def cluster():
 
 SCRIPT = """
     import os, sys
-    import ray, torch
+    import torch
     import tdfunc as tdf
 
     class Point(tdf.TensorClass):
@@ -51,8 +52,6 @@ SCRIPT = """
         raise Strange("of the script")
 
     if __name__ == "__main__":
-        env = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=env)
         executor = tdf.RayExecutor()
         points = Point(torch.arange(6.0), batch_size=[6])
         made = points.map(other, executor=executor, chunksize=4)
@@ -97,24 +96,39 @@ def test_map_on_ray(cluster, tmp_path):
     assert_trees_equal(TensorDict.load_memmap(tmp_path / "out"), fns.double(td))
 
 
-def test_an_error_on_ray(cluster):
-    """An error names its chunk, and the caller does not wait for the chunks that it cancelled."""
+def test_errors_and_deaths_on_ray(cluster):
+    """An error or a worker that dies names its chunk, nobody waits for cancelled chunks, and the cluster goes on."""
     td = TensorDict({"x": torch.arange(40)}, [40])
 
     with pytest.raises(ValueError, match="five") as caught:
         td.map(fns.fail_at_five, executor=cluster, chunksize=2)
-
     assert getattr(caught.value, "__notes__", ["(rows 4:6)."])[-1].endswith("(rows 4:6).")
-
-
-def test_a_death_on_ray(cluster):
-    """A worker of the cluster that dies is an error with the chunks that were running; the cluster goes on."""
-    td = TensorDict({"x": torch.arange(10)}, [10])
-
     with pytest.raises(WorkerError, match=r"a result of .*chunk 2 \(rows 4:6\)(.|\n)*got:.*died unexpectedly"):
         td.map(fns.kill_at_five, executor=cluster, chunksize=2)
 
     assert_trees_equal(td.map(fns.double, executor=cluster, chunksize=3), fns.double(td))
+
+
+def sleep(seconds):
+    """Sleep in steps, between which Ray interrupts a task."""
+    for _ in range(10 * seconds):
+        time.sleep(0.1)
+    return seconds
+
+
+def test_a_closed_executor(cluster):
+    """It waits for its tasks, or cancels them, and takes no more."""
+    with RayExecutor() as executor:
+        task = executor.submit(sleep, 1)
+    other = RayExecutor()
+    tasks = [other.submit(sleep, 100) for _ in range(3)]
+    other.shutdown(cancel_futures=True)
+
+    assert task.done()
+    assert task.result() == 1
+    assert all(task.cancelled() for task in tasks)
+    with pytest.raises(RuntimeError, match="submit after shutdown"):
+        other.submit(sleep, 1)
 
 
 def test_a_death_on_ray_is_retried(cluster, tmp_path):
@@ -127,6 +141,9 @@ def test_a_death_on_ray_is_retried(cluster, tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         return rows.set("noise", torch.rand(rows.shape))
 
+    with pytest.raises(WorkerError, match="a worker died"):
+        td.map(kill_once, executor=cluster, chunksize=2)
+    died.unlink()
     got = td.map(kill_once, executor=RayExecutor(max_retries=1), chunksize=2, key=0)
 
     assert died.exists()
