@@ -312,6 +312,8 @@ def test_compile_in_one_graph(how, members, generator):
     for scale in (1.0, 2.0, 3.0):
         assert_close(compiled(tree * scale, x), ensemble(tree * scale, x))
     assert counter.frame_count == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(compiled(tree, x), ensemble(tree, x))
 
 
 @pytest.mark.parametrize("how", WAYS)
