@@ -2,4 +2,5 @@
 
 from tdfunc.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

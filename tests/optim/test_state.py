@@ -6,7 +6,7 @@ import torch
 
 from tdfunc import TensorDict
 from tdfunc._jit import jit
-from tdfunc.optim import adam, chain, clip_by_global_norm, sgd
+from tdfunc.optim import adam, chain, clip_by_global_norm, lookahead, sgd
 from tests.helpers import TiedLM
 from tests.optim.table import each_optimizer, make_optimizer, random_tree
 
@@ -71,4 +71,5 @@ def test_optimizers_show_their_hyperparameters():
     words = "adam(lr=<a function>, beta1=0.5, beta2=tensor of shape [3], eps=1e-08, weight_decay=0.0001)"
 
     assert repr(opt) == words
+    assert repr(lookahead(sgd(0.1))) == "Lookahead(optimizer=sgd(lr=0.1, weight_decay=0), every=6, slow_step_size=0.5)"
     assert repr(chain(clip_by_global_norm(1.0), opt)) == f"Chain(maps=(clip_by_global_norm,), last={words})"
