@@ -379,7 +379,7 @@ def _tree(data: dict[str, Tensor], size: torch.Size) -> Any:
 def _pairs(call: str, score: Numbers, other: Numbers, *, bools: bool) -> tuple[Tensor, Tensor]:
     score = as_tensor(score)
     other = as_tensor(other, score.device)
-    fits = score.dim() > 0 and other.shape in (score.shape, score.shape[-1:]) and score.shape[-1] > 0
+    fits = any(score.shape[-1:]) and other.shape in (score.shape, score.shape[-1:])
     if not fits or (bools and other.is_floating_point()):
         raise LeafMismatchError(
             f"{call}: both arguments must have an entry for each example.",

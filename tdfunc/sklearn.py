@@ -149,7 +149,7 @@ class _Ensemble(BaseEstimator):
         """Return the examples to train on, and those that tell when to stop."""
         count = len(rows.x)
         held = max(round(self.validation_fraction * count), 1)
-        if not 0 < self.validation_fraction < 1 or held >= count:
+        if self.validation_fraction <= 0 or held >= count:
             raise error(
                 ValueError,
                 "early_stopping: both parts must have an example; set validation_fraction, or leave it out.",
@@ -157,7 +157,7 @@ class _Ensemble(BaseEstimator):
             )
         order = random.permutation(key, count)
         train, test = rows.take(order[held:]), rows.take(order[:held])
-        if not bool(train.w.sum() > 0) or not bool(test.w.sum() > 0):
+        if not (train.w.any() and test.w.any()):
             raise error(ValueError, "early_stopping: both parts must have an example with a weight above 0.")
         return train, test
 
@@ -167,7 +167,7 @@ class _Ensemble(BaseEstimator):
         rate, decay = self._rate("learning_rate"), self._rate("weight_decay")
         optimizer = optim.adamw(lr=rate, weight_decay=decay)
         step = _step(apply.train(), optimizer, losses)
-        measure = None if held is None else jit(_measure(apply.eval(), losses))
+        measure = None if held is None else partial(jit(_measure(apply.eval(), losses)), rows=tuple(held))
         own = torch.arange(count, device=device).expand(members, count)
         if self.bootstrap:
             own = sweep.bootstrap(random.fold_in(key, 0), count, members)
@@ -192,9 +192,9 @@ class _Ensemble(BaseEstimator):
                 batch = batch._replace(w=batch.w * counts[i])
                 params, buffers, state = step(params, buffers, state, tuple(batch), keys_of(epoch_key, i + 1), active)
             self.n_iter_ = epoch
-            if held is None or measure is None:
+            if measure is None:
                 continue
-            stopping = patience.update(measure(params, buffers, tuple(held)), stopping)
+            stopping = patience.update(measure(params, buffers), stopping)
             active = stopping["active"]
             self.params_ = sweep.keep_best(self.params_, params, stopping["improved"])
             self.buffers_ = sweep.keep_best(self.buffers_, buffers, stopping["improved"])

@@ -233,7 +233,7 @@ def rank(scores: Tensor, *, mode: Mode = "min") -> Tensor:
         >>> rank(torch.tensor([3.0, float("nan"), 1.0]))
         tensor([2, 0, 1])
     """
-    order = scores.argsort(descending=_sign(mode) < 0, stable=True)
+    order = scores.argsort(descending=_sign(mode) == -1, stable=True)
     return order[scores[order].isnan().argsort(stable=True)]
 
 

@@ -148,8 +148,9 @@ def test_members_have_intervals_of_their_own():
 
     for i in range(3):
         threshold = cal.conformal_threshold(cal.regression_scores(y[i], t, scale=scale), 0.1)
-        expected = cal.regression_intervals(y[i], threshold, scale=scale)
-        torch.testing.assert_close((low[i], high[i]), expected)
+        for own in (threshold, threshold.item()):
+            expected = cal.regression_intervals(y[i], own, scale=scale)
+            torch.testing.assert_close((low[i], high[i]), expected, rtol=0, atol=0)
         covered = (low[i] <= t + 1e-12) & (t - 1e-12 <= high[i])
         assert covered.sum() == 46
 
@@ -179,6 +180,8 @@ def test_adaptive_ece_is_its_definition(seed, size, bins):
     expected = sum(len(i) / size * abs(right[i].mean() - confidence[i].mean()) for i in parts)
 
     assert metrics.adaptive_ece(y, t, bins=bins).item() == pytest.approx(expected)
+    assert all(measure(y, t) == measure(y, t, bins=15) for measure in (metrics.ece, metrics.adaptive_ece))
+    assert metrics.reliability_curve(y, t).batch_size == (15,)
 
 
 def test_nan_is_not_hidden():
@@ -237,7 +240,8 @@ MESSAGES = [
     (lambda: metrics.auroc(torch.zeros(3), torch.ones(2).bool()), tdf.LeafMismatchError, r"auroc.*\[3\].*\[2\]"),
     (lambda: metrics.adaptive_ece(torch.zeros(3, 2), torch.full((3,), 9)), ValueError,
      "labels must name classes.*0 <= t < 2"),
-    (lambda: metrics.aurc(torch.zeros(2, 3), torch.ones(2)), tdf.LeafMismatchError, r"risk_coverage.*\[2, 3\].*\[2\]"),
+    (lambda: metrics.aurc(0.5, 1.0), tdf.LeafMismatchError, r"risk_coverage.*\[\].*\[\]"),
+    (lambda: metrics.aurc(torch.zeros(2, 0), torch.ones(0)), tdf.LeafMismatchError, r"risk_coverage.*\[2, 0\].*\[0\]"),
     (lambda: metrics.auroc(torch.zeros(3), torch.ones(3)), tdf.LeafMismatchError, "auroc.*bools.*float32"),
     (lambda: cal.regression_scores(torch.zeros(2, 3), torch.zeros(2)), tdf.LeafMismatchError,
      r"regression_scores.*\[3\], for \[2, 3\].*\[2\]"),

@@ -144,6 +144,11 @@ def test_options_train(options):
     assert not np.allclose(model.predict_proba(X), model.set_params(random_state=1).fit(X, Y).predict_proba(X))
 
 
+def test_both_estimators_have_the_same_options():
+    """With the same defaults, except for the loss."""
+    assert EnsembleRegressor().get_params() == {"loss": "squared_error", **EnsembleClassifier().get_params()}
+
+
 def test_fit_draws_from_its_own_seed_alone():
     """The default generator of torch is where it was, whatever the network draws when it is made."""
     before = torch.get_rng_state()
@@ -306,10 +311,10 @@ MESSAGES = [
      r"lr must have one value for each member.*\[3\].*\[2\]"),
     (EnsembleClassifier, {"n_estimators": 0}, "n_estimators must be at least 1.*0"),
     (EnsembleClassifier, {"batch_size": 0}, "batch_size must be at least 1.*0"),
-    (EnsembleClassifier, {"early_stopping": True, "validation_fraction": 1.0},
-     "both parts must have an example.*n_samples = 150"),
-    (EnsembleClassifier, {"early_stopping": True, "validation_fraction": 0.01},
-     "both parts must have an example with a weight"),
+    *[(EnsembleClassifier, {"early_stopping": True, "validation_fraction": share},
+       "both parts must have an example; .*n_samples = 150") for share in (0.0, 0.999, 1.0)],
+    *[(EnsembleClassifier, {"early_stopping": True, "validation_fraction": share},
+       "both parts must have an example with a weight") for share in (0.01, 0.99)],
     (EnsembleRegressor, {"loss": "x"}, "loss must be one of 'squared_error', 'gaussian'.*'x'"),
 ]  # fmt: skip
 

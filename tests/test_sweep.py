@@ -62,6 +62,7 @@ def test_spaces_have_their_distribution():
     assert stats.kstest(tree["a"].log().numpy(), stats.uniform(math.log(1e-3), math.log(1e5)).cdf).pvalue > 1e-4
     assert stats.kstest(tree["b"].numpy(), stats.uniform(-1, 4).cdf).pvalue > 1e-4
     assert abs(np.corrcoef(tree["a"].log(), tree["b"])[0, 1]) < 0.03
+    assert sweep.uniform(2.0, 2.0)(random.key(0), 3).tolist() == [2.0] * 3
 
 
 @given(examples=st.integers(2, 30), folds=st.integers(2, 30), seed=st.none() | st.integers(0, 99))
@@ -233,7 +234,7 @@ def test_keep_best_takes_rows():
 
 
 TREE = tdf.TensorDict({"w": torch.zeros(3)}, [3])
-KEY = random.key(0)
+KEY, STOPPING = random.key(0), sweep.EarlyStopping(1)
 MESSAGES = [
     (lambda: sweep.grid(lr=[0.1], act=["relu", "tanh"]), TypeError, "grid: the values of 'act' must be num.*'relu'"),
     (lambda: sweep.grid(decay=[None, 0.1]), TypeError, "grid: the values of 'decay' must be numbers.*None"),
@@ -244,6 +245,7 @@ MESSAGES = [
     (lambda: sweep.elites(TREE, torch.tensor(0.0), 1), tdf.BatchSizeError, r"for each score.*\[3\].*shape \[\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "members must be.*1 to 3.*4"),
     (lambda: sweep.best(TREE, torch.full((3,), math.nan)), ValueError, "^sweep: one of the scores.*3 times nan"),
+    (lambda: STOPPING.update(torch.zeros(2), STOPPING.init(3)), tdf.BatchSizeError, r"metric must have.*\[3\].*\[2\]"),
     (lambda: sweep.EarlyStopping(0), ValueError, "patience must be at least 1.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(3)), 0), ValueError, "rungs must be at.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, r["w"]), 2, factor=0), ValueError, "factor must be.*0"),

@@ -14,7 +14,6 @@ from marshal import dumps
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 from torch import Size, Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.nn.utils.prune import BasePruningMethod
@@ -42,7 +41,6 @@ _SETS = (set, frozenset)
 _STATELESS = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
 # Reading a member of an enum takes longer than a lookup.
 _PARAMETER, _BUFFER, _NON_PERSISTENT = Kind.PARAMETER, Kind.BUFFER, Kind.NON_PERSISTENT
-_MAX_DEPTH = 50
 
 
 class _Missing:
@@ -94,7 +92,8 @@ class Outline:
         if not _are_plain(list(map(own.__getitem__, names))):
             dumped = [name for name in names if _are_plain([own[name]])]
         self._others = [name for name in names if name not in dumped] if dumped is not names else []
-        self._get: Callable[[dict[str, Any]], Any] = itemgetter(*dumped) if dumped else lambda _: None
+        # "training" is always among them.
+        self._get: Callable[[dict[str, Any]], Any] = itemgetter(*dumped)
         # Equal bytes mean equal types, signs of zeros and order of keys. Later versions of the format depend on
         # reference counts.
         self._dump = dumps(self._get(own), 2)
@@ -230,25 +229,16 @@ class Pair:
             return a == b
         if isinstance(a, _STATELESS):
             return True
-        if isinstance(a, Tensor):
-            if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-                return False
-            try:
-                return a.is_meta or np.array_equal(raw_bytes(a), raw_bytes(b))
-            # Sparse and nested tensors have no rows of bytes.
-            except (RuntimeError, TypeError, NotImplementedError):
-                return False
         if (id(a), id(b)) in around:
             return True
         try:
             mine, theirs = _parts(a), _parts(b)
-        # A class's own reduction may raise anything; an object without one has parts that cannot be read.
+        # A class's own reduction may raise anything; an object without one, and a sparse tensor, cannot be read.
         except Exception:
             return False
-        if len(mine) != len(theirs) or len(around) > _MAX_DEPTH:
-            return False
         around |= {(id(a), id(b))}
-        return all([self.is_alike(x, y, around) for x, y in zip(mine, theirs, strict=True)])
+        pairs = zip(mine, theirs, strict=True)
+        return len(mine) == len(theirs) and all([self.is_alike(x, y, around) for x, y in pairs])
 
     def _find(self, member: int, value: Any) -> str | None:
         """Return the first path under which a module or tensor is registered in a member."""
@@ -262,12 +252,11 @@ class Pair:
 def _are_plain(values: Iterable[Any]) -> bool:
     """Return whether `marshal` writes everything about values: numbers, text, and built-in containers of these."""
     kinds = set(map(type, values))
-    if kinds <= _ATOMS:
-        return True
     if not kinds <= _ATOMS | _CONTAINERS:
         return False
     rows = [value for value in values if type(value) in _CONTAINERS]
-    return _are_plain([item for row in rows for item in ((*row, *row.values()) if type(row) is dict else row)])
+    items = [item for row in rows for item in ((*row, *row.values()) if type(row) is dict else row)]
+    return not rows or _are_plain(items)
 
 
 def _recomputed(hook: object) -> str | None:
@@ -286,6 +275,8 @@ def _parts(value: Any) -> list[Any]:
         return [*value, *value.values()]
     if kind is weakref.ref:
         return [value()]
+    if isinstance(value, Tensor):
+        return [value.shape, value.dtype, value.device, b"" if value.is_meta else raw_bytes(value).tobytes()]
     if kind is types.FunctionType:
         # Code objects are alike only if they are one: equal code may read other globals.
         cells = map(contents, value.__closure__ or ())

@@ -194,8 +194,6 @@ def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | 
     """
     if in_dims is None:
         return (None,) * len(_data(args, {}))
-    if isinstance(in_dims, list):
-        in_dims = tuple(in_dims)
     flat, spec = tree_flatten(args)
     dims = _broadcast_to_and_flatten(in_dims, spec)
     if dims is None:
@@ -255,7 +253,7 @@ def stack_outputs(outputs: Sequence[Any]) -> Any:
     flats, specs = zip(*[tree_flatten(out) for out in outputs], strict=True)
     check_output(flats[0])
     for i, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
-        if spec != specs[0] or len(flat) != len(flats[0]):
+        if spec != specs[0]:
             raise _unlike(i, "outputs of another structure than", specs[0], spec)
         for x, y in zip(flats[0], flat, strict=True):
             if isinstance(x, Tensor) or x is y:

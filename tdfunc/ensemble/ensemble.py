@@ -285,13 +285,12 @@ class Ensemble:
         first = kind not in self._tried
         before = foreign_states() if first else None
         data = call.counted()
-        written = None if data is None else versions(data)
+        written = versions(data or [])
         try:
             result = self._vmap(call.with_copies() if first and data is None else call)
         # A forward may raise anything when it is given batched tensors; the loop decides who is at fault.
         except Exception as err:
-            if data is not None and written is not None:
-                check_unwritten(data, written, err)
+            check_unwritten(data or [], written, err)
             return None, str(err).strip().split("\n")[0] or type(err).__name__
         if first:
             if foreign_states() != before:

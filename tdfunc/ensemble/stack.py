@@ -233,7 +233,7 @@ def _write_member(leaves: list[Any], values: list[Any], i: int) -> bytes:
     for leaf, value in zip(leaves, values, strict=True):
         if isinstance(value, ExtraState):
             leaf[i] = value.value
-        elif value.numel():
+        else:
             rows.append((leaf[i], value))
     if rows:
         targets, sources = zip(*rows, strict=True)
@@ -242,7 +242,7 @@ def _write_member(leaves: list[Any], values: list[Any], i: int) -> bytes:
     digest = xxhash.xxh3_128()
     for row, _ in rows:
         if not row.is_meta:
-            digest.update(memory_of(row if row.is_cpu else row.cpu()))
+            digest.update(memory_of(row.cpu()))
     return digest.digest()
 
 

@@ -90,15 +90,15 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
     return _make("clip_by_member_norm", max_norm, members=True)
 
 
-def _make(name: str, max_norm: float | Tensor, *, members: bool) -> GradientMap:
-    if isinstance(max_norm, Tensor) or max_norm != math.inf:
+def _make(name: str, max_norm: float, *, members: bool) -> GradientMap:
+    if max_norm != math.inf:
         check_hyper(name, "max_norm", max_norm, 0.0)
     return GradientMap(name, partial(_clip, max_norm, members))
 
 
-def _clip(max_norm: float | Tensor, members: bool, grads: TensorCollection, leaves: Leaves) -> Leaves:
+def _clip(max_norm: float, members: bool, grads: TensorCollection, leaves: Leaves) -> Leaves:
     # To an infinite norm an infinite gradient would have no ratio.
-    if not leaves or (not isinstance(max_norm, Tensor) and max_norm == math.inf):
+    if not leaves or max_norm == math.inf:
         return leaves
     size = grads._batch_size if members else ()
     if members:

@@ -143,6 +143,8 @@ class Run:
         self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
     ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
         """Step with functions that every transform supports."""
+        if not params:
+            return params, slots, scalars
         numbers: Values = {name: value.double() for name, value in scalars.items()}
         work = _promote(Work(params, grads, slots, numbers, self.count.double() + 1, self.count.dim()))
         values = read_values(self.rule.name, self.hyper, self.count, self.tensors, self.count.shape)
@@ -288,8 +290,7 @@ def _fused_by_rate(fused: Callable[[Work, Any], bool], work: Work, values: Value
         lists = [[*leaves, row] for leaves, row in zip(lists, rows, strict=True)]
     new, *slots, grads = lists
     whole = replace(work, params=new, grads=grads, slots=dict(zip(work.slots, slots, strict=True)))
-    if not fused(whole, {**values, "lr": 1.0, "weight_decay": 0.0}):
-        return False
+    fused(whole, {**values, "lr": 1.0, "weight_decay": 0.0})
     if odd:
         written = ends[: -len(odd) - 1]
         torch._foreach_copy_(written, joined.split([x.numel() for x in ends])[: len(written)])  # pyright: ignore[reportPrivateImportUsage]
@@ -313,8 +314,7 @@ def _fused_by_member(fused: Callable[[Work, Any], bool], work: Work, values: Val
         params, grads, *slots = map(list, leaves)
         own = dict(zip(numbers, row, strict=True))
         member = Work(params, grads, dict(zip(work.slots, slots, strict=True)), {}, own.pop(""), 0)
-        if not fused(member, own):
-            return False
+        fused(member, own)
     return True
 
 
@@ -379,7 +379,7 @@ def read_values(
 def _are_laid_out(param: Tensor, *slots: Tensor) -> bool:
     if param.is_contiguous():
         return all(slot.is_contiguous() for slot in slots)
-    dense = param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last)
+    dense = param.is_contiguous(memory_format=torch.channels_last)
     return dense and all(slot.stride() == param.stride() for slot in slots)
 
 

@@ -77,17 +77,18 @@ PRIVATE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "way"), [pair for pair in product([Centred, Doubled, leaky], PRIVATE) if pair != (Doubled, "vmap")]
-)
-def test_writes_that_no_other_member_sees(make, way):
+CASES = [case for case in product([Centred, Doubled, leaky], PRIVATE, ["loop"]) if case[:2] != (Doubled, "vmap")]
+
+
+@pytest.mark.parametrize(("make", "way", "how"), [*CASES, (Doubled, "inference", "auto"), (Doubled, "keyword", "auto")])
+def test_writes_that_no_other_member_sees(make, way, how):
     """Forward may write to data that only one member gets."""
     models = [make() for _ in range(3)]
     x = -torch.ones(1, 2)
     with torch.no_grad():
         expected = torch.stack([model(x.clone()) for model in models])
 
-    out = PRIVATE[way](Ensemble(functional(models[0])[0], "loop"), stack_modules(models), x)
+    out = PRIVATE[way](Ensemble(functional(models[0])[0], how), stack_modules(models), x)
 
     assert_close(out.detach(), expected)
 

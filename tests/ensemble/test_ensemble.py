@@ -194,7 +194,7 @@ OUTPUTS = {
 def test_outputs(fn, how):
     """Containers, trees, None and plain values come back with the tensors of all members stacked."""
     models = [Returns(fn) for _ in range(3)]
-    ensemble, tree = ensemble_of(models, how)
+    ensemble, tree = ensemble_of(models, how, chunk_size=2)
     x = torch.ones(5, 3)
     flat, specs = zip(*[tree_flatten(model(x)) for model in models], strict=True)
     expected = [torch.stack(xs) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*flat, strict=True)]
@@ -269,8 +269,9 @@ def test_buffers_inside_params_or_beside_them(generator):
     x = torch.randn(5, 3, generator=generator)
     whole, new = ensemble.with_buffers(tree, None, x)
 
-    with pytest.warns(UserWarning, match=r"(?s)wrote the buffers .*running_mean.*with_buffers"):
+    with pytest.warns(UserWarning, match=r"(?s)wrote the buffers .*running_mean.*with_buffers") as caught:
         assert_close(whole, ensemble(params, x, buffers=buffers))
+    assert caught[0].filename == __file__
     # Once.
     ensemble(params, x, buffers=buffers)
     tdf.Ensemble(ensemble.apply.eval())(params, x, buffers=buffers)
@@ -311,6 +312,8 @@ def test_compile_in_one_graph(how, members, generator):
     for scale in (1.0, 2.0, 3.0):
         assert_close(compiled(tree * scale, x), ensemble(tree * scale, x))
     assert counter.frame_count == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(compiled(tree, x), ensemble(tree, x))
 
 
 @pytest.mark.parametrize("how", WAYS)

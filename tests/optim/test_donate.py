@@ -10,7 +10,6 @@ from tests.helpers import assert_trees_equal
 
 SHARED = {
     "one object": lambda x: {"w": x, "v": x},
-    "equal views": lambda x: {"w": x[:], "v": x[:]},
     "overlapping views": lambda x: {"w": x[:5], "v": x[3:]},
     "one inside the other": lambda x: {"a": x, "w": x[:2], "v": x[4:]},
     "interleaved": lambda x: {"w": x[::2], "v": x[1::2]},
@@ -51,13 +50,12 @@ def test_shared_memory_is_copied(make, opt, wrap):
     assert_trees_equal(state, expected_state)
 
 
-def test_leaves_side_by_side_are_overwritten():
-    """Weights packed into one buffer stay in it."""
-    buffer = torch.zeros(8)
+def test_memory_that_does_not_overlap_is_overwritten():
+    """Weights packed into one buffer stay in it, also where gradients share memory with each other."""
+    buffer, shared, opt = torch.zeros(8), torch.ones(4), sgd(lr=0.5)
     params = TensorDict({"w": buffer[:4], "v": buffer[4:]})
-    opt = sgd(lr=0.5)
 
-    got, _ = opt.update(params, ones_like(params), opt.init(params), donate=True)
+    got, _ = opt.update(params, TensorDict({"w": shared, "v": shared[:]}), opt.init(params), donate=True)
 
     assert got["w"] is params["w"]
     assert buffer.tolist() == [-0.5] * 8
@@ -83,18 +81,6 @@ def test_state_that_shares_memory_is_copied(opt, change, wrap):
     assert_trees_equal(got[0], expected[0])
     assert_trees_equal(got[1], expected[1])
     assert not ZEROS["w"].any()
-
-
-def test_gradients_that_share_memory_are_no_hindrance():
-    """Gradients that share memory with each other only are read, and the weights are overwritten."""
-    params = TensorDict({"w": torch.zeros(4), "v": torch.zeros(4)})
-    shared = torch.ones(4)
-    opt = sgd(lr=0.5)
-
-    got, _ = opt.update(params, TensorDict({"w": shared, "v": shared[:]}), opt.init(params), donate=True)
-
-    assert got["w"] is params["w"]
-    assert got["v"].tolist() == [-0.5] * 4
 
 
 def test_gradients_that_are_the_weights_are_kept():
@@ -132,3 +118,17 @@ def test_a_replay_refuses_memory_that_its_trace_did_not_share(opt):
 
     with pytest.raises(UnsupportedError, match=r"'w' and 'v' share memory[\s\S]*\[\[2\], \[2\]\]"):
         update(shared, ones_like(shared), state)
+
+
+def test_a_replay_refuses_gradients_in_the_memory_of_weights():
+    """A trace of gradients that lie apart refuses ones that a step would overwrite, and takes those side by side."""
+    x, opt = torch.ones(8), sgd(lr=0.1)
+    params = TensorDict({"w": x[2:4], "v": x[4:6]})
+    update = jit(lambda p, start, s: opt.update(p, p.set("w", start).set("v", start), s, donate=True))
+    state = opt.init(params)
+    for start in (torch.ones(2), x[:2], x[6:]):
+        update(params, start, state)
+
+    for start in range(1, 6):
+        with pytest.raises(UnsupportedError, match=r"'gradient of [wv]'.* share memory"):
+            update(params, x[start : start + 2], state)

@@ -22,6 +22,7 @@ SCHEDULES = {
     "no warmup": schedules.warmup_cosine_decay(0.0, 1.0, 0, 14, end_value=0.1, exponent=2.0),
     "exponential_decay": schedules.exponential_decay(1.0, 5, 0.5, transition_begin=2, end_value=0.2),
     "staircase": schedules.exponential_decay(1.0, 3, 0.5, transition_begin=1, staircase=True),
+    "no growth": schedules.exponential_decay(1.0, 3, 1.0, end_value=0.2),
     "growth": schedules.exponential_decay(1.0, 3, 2.0, end_value=4.0),
     "piecewise_constant": schedules.piecewise_constant(2.0, {4: 0.5, 9: 0.1}),
     "join_schedules": schedules.join_schedules(
@@ -38,6 +39,7 @@ OPTAX = {
     "no warmup": [1.0, 0.814358, 0.436275, 0.17211, 0.102207, 0.1],
     "exponential_decay": [1.0, 0.870551, 0.574349, 0.378929, 0.25, 0.2],
     "staircase": [1.0, 1.0, 0.5, 0.25, 0.125, 0.0625],
+    "no growth": [0.2, 0.2, 0.2, 0.2, 0.2, 0.2],
     "growth": [1.0, 2.0, 4.0, 4.0, 4.0, 4.0],
     "piecewise_constant": [2.0, 2.0, 1.0, 0.1, 0.1, 0.1],
     "join_schedules": [0.0, 0.6, 0.933013, 0.25, 0.05, 0.05],
@@ -125,17 +127,20 @@ def test_values_are_those_of_long_runs(schedule, step, expected):
     metrics=st.lists(st.floats(0.125, 4, width=16) | st.just(math.nan), max_size=25),
     patience=st.integers(0, 3),
     cooldown=st.integers(0, 2),
+    threshold=st.sampled_from([0.0, 0.01]),
     mode=st.sampled_from(["min", "max"]),
 )
-def test_reduce_on_plateau_is_that_of_torch(metrics, patience, cooldown, mode):
+def test_reduce_on_plateau_is_that_of_torch(metrics, patience, cooldown, threshold, mode):
     """The scale follows the learning rate of `ReduceLROnPlateau`, for each member."""
     opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     other = lr_scheduler.ReduceLROnPlateau(
-        opt, mode, factor=0.5, patience=patience, cooldown=cooldown, min_lr=0.1, threshold=0.01, eps=0.0
+        opt, mode, factor=0.5, patience=patience, cooldown=cooldown, min_lr=0.1, threshold=threshold, eps=0.0
     )
-    plateau = schedules.ReduceOnPlateau(0.5, patience, cooldown=cooldown, min_scale=0.1, threshold=0.01, mode=mode)
+    plateau = schedules.ReduceOnPlateau(0.5, patience, cooldown=cooldown, min_scale=0.1, threshold=threshold, mode=mode)
     state = plateau.init((2,))
     for metric in metrics:
         other.step(metric)
         state = plateau.update(torch.tensor([metric, 1.0]), state)
         assert state["scale"][0].item() == pytest.approx(opt.param_groups[0]["lr"])
+    usual = vars(lr_scheduler.ReduceLROnPlateau(opt))
+    assert all(usual.get(name, value) == value for name, value in vars(schedules.ReduceOnPlateau()).items())

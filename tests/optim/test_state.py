@@ -6,25 +6,14 @@ import torch
 
 from tdfunc import TensorDict
 from tdfunc._jit import jit
-from tdfunc.optim import adam, adamw, chain, clip_by_global_norm, sgd
-from tests.helpers import TiedLM, assert_trees_equal
+from tdfunc.optim import adam, chain, clip_by_global_norm, lookahead, sgd
+from tests.helpers import TiedLM
+from tests.optim.table import each_optimizer, make_optimizer, random_tree
 
 
 def make_tree(fill=1.0, members=3):
     """Return a tree of one number."""
     return TensorDict({"a": {"w": torch.full((members, 2, 2), fill)}, "b": torch.full((members, 4), fill)}, [members])
-
-
-def test_state_rows_are_members_states():
-    """Row i of the state is the state of member i; rows stack to the state."""
-    opt = adamw(lr=torch.tensor([0.1, 0.2, 0.3]))
-    params, state = opt.update(make_tree(), make_tree(), opt.init(make_tree()))
-
-    rows = torch.stack([state[i] for i in range(3)])
-
-    assert_trees_equal(rows, state)
-    again = [opt.update(params, make_tree(), s)[0] for s in (rows, state)]
-    assert_trees_equal(*again)
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array, list, tuple])
@@ -44,10 +33,8 @@ def test_hyperparameters_live_in_the_state(make):
 
 def test_shapes_of_hyperparameters():
     """A tensor of no dimensions is the value of all members; a tree without a batch size may have one for each."""
-    opt, params = (
-        adam(lr=torch.tensor(0.1), weight_decay=torch.tensor([0.0, 0.1, 0.2])),
-        TensorDict({"w": torch.ones(3, 2)}),
-    )
+    opt = adam(lr=torch.tensor(0.1), weight_decay=torch.tensor([0.0, 0.1, 0.2]))
+    params = TensorDict({"w": torch.ones(3, 2)})
     rates = sgd(lr=torch.tensor([0.0, 0.5, 1.0]))
 
     assert opt.init(make_tree())["lr"].shape == (3,)
@@ -68,7 +55,14 @@ def test_tied_leaves_step_once():
     assert len(torch.utils._pytree.tree_leaves(state["exp_avg"])) == len(torch.utils._pytree.tree_leaves(params))
 
 
-RATES = torch.tensor([1.0, 2.0, 3.0])
+@each_optimizer
+def test_states_are_made_where_the_parameters_are(name, generator):
+    """All tensors of a state are on the device of the parameters, and after a step."""
+    opt, params = make_optimizer(name), random_tree(generator, name=name).to("meta")
+    state = opt.init(params)
+
+    trees = [state, *opt.update(params, params, state)]
+    assert all(leaf.is_meta for leaf in torch.utils._pytree.tree_leaves(trees))
 
 
 def test_optimizers_show_their_hyperparameters():
@@ -77,4 +71,5 @@ def test_optimizers_show_their_hyperparameters():
     words = "adam(lr=<a function>, beta1=0.5, beta2=tensor of shape [3], eps=1e-08, weight_decay=0.0001)"
 
     assert repr(opt) == words
+    assert repr(lookahead(sgd(0.1))) == "Lookahead(optimizer=sgd(lr=0.1, weight_decay=0), every=6, slow_step_size=0.5)"
     assert repr(chain(clip_by_global_norm(1.0), opt)) == f"Chain(maps=(clip_by_global_norm,), last={words})"

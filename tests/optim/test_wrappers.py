@@ -1,6 +1,7 @@
 """Optimizers around others, and maps of gradients: optax 0.2.8, plain loops, members, transforms and files."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ OPTAX = {
         [0.89790623, -1.90787358, 0.33965236, -0.98007172, 1.87167069, 1.50383579, 0.11017484, -0.67967782],
     ),
     "lookahead": (
-        optim.lookahead(optim.sgd(0.1), 3, 0.5), 8,
+        optim.lookahead(optim.sgd(0.1), 3), 8,
         [0.83524101, -1.90072179, 0.27559335, -0.97475081, 1.97190439, 1.59436097, 0.1157744, -0.60639189],
         [0.98102138, -1.95082045, 0.46132359, -1.02128598, 1.95435677, 1.43157202, 0.26158482, -0.75965618],
     ),
@@ -170,6 +171,18 @@ def test_members_jit_and_vmap_equal_the_loop(name, dtype, generator):
         for trained, rows in ((stacked, state), (mapped, mapped_state)):
             assert_trees_equal(trained[i], alone, **close)
             assert_trees_equal(opt.eval_params(trained, rows)[i], opt.eval_params(alone, own), **close)
+
+
+@each_wrapper
+def test_donated_parameters_are_overwritten(name, generator):
+    """They are trained in place, except where the step is added to an average."""
+    opt = WRAPPERS[name]()
+    given, *grads = [random_tree(generator) for _ in range(4)]
+    before = given.clone()
+
+    train(partial(opt.update, donate=True), opt.init(given), given, grads)
+
+    assert torch.equal(given["out"], before["out"]) is (name == "schedule_free")
 
 
 @each_wrapper

@@ -64,8 +64,7 @@ def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     numbers = [work.step ** values["beta2_decay"], rate, values["eps2"], values["d"], values.get("eps1", 0.0)]
     lists = [slots["row_var"], slots["col_var"], slots["variance"], sizes]
     rows = ops.each(partial(_step_leaf, dims=dims), params, grads, *lists, *numbers)
-    if rows:
-        work.params, slots["row_var"], slots["col_var"], slots["variance"] = map(list, zip(*rows, strict=True))
+    work.params, slots["row_var"], slots["col_var"], slots["variance"] = map(list, zip(*rows, strict=True))
 
 
 # Any: floats, or tensors spread over the leaf.

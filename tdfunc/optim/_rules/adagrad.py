@@ -54,10 +54,10 @@ def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
 # Any: every value is a float here.
 def _fused(work: Work, values: Any, *, maximize: bool) -> bool:
     # torch has this kernel for the CPU alone.
-    kernel = getattr(torch, "_fused_adagrad_", None)
-    if kernel is None or work.params[0].device.type != "cpu":
+    if work.params[0].device.type != "cpu":
         return False
     steps = [torch.as_tensor(work.step, dtype=torch.float32)] * len(work.params)
     options = {name: value for name, value in values.items() if name != "initial_accumulator_value"}
-    kernel(work.params, work.grads, work.slots["sum"], steps, **options, maximize=maximize)
+    lists = work.params, work.grads, work.slots["sum"], steps
+    torch._fused_adagrad_(*lists, **options, maximize=maximize)  # pyright: ignore[reportPrivateImportUsage]
     return True

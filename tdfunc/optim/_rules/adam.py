@@ -117,9 +117,7 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: b
 # Any: every value is a float here.
 def _fused(work: Work, values: Any, *, decoupled: bool, amsgrad: bool, maximize: bool) -> bool:
     # The operator under torch.optim.adam.adam(fused=True), which would add 1 to a step tensor for each leaf.
-    kernel = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_", None)
-    if kernel is None:
-        return False
+    kernel = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_")
     largest = work.slots["max_exp_avg_sq"] if amsgrad else []
     steps = [torch.as_tensor(work.step, dtype=torch.float32, device=work.params[0].device)] * len(work.params)
     kernel(

@@ -44,8 +44,7 @@ def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     names = ("eta_minus", "eta_plus", "step_size_min", "step_size_max")
     slots, limits = work.slots, [values[name] for name in names]
     rows = ops.each(_step_leaf, work.params, grads, slots["prev"], slots["step_size"], *limits)
-    if rows:
-        work.params, slots["prev"], slots["step_size"] = map(list, zip(*rows, strict=True))
+    work.params, slots["prev"], slots["step_size"] = map(list, zip(*rows, strict=True))
 
 
 # Any: a float, or a tensor that is spread over the leaf.

@@ -84,12 +84,11 @@ def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: b
 
 # Any: every value is a float here.
 def _fused(work: Work, values: Any, *, nesterov: bool, maximize: bool) -> bool:
-    kernel = getattr(torch, "_fused_sgd_", None)
     dampened = values["dampening"] != 0.0
-    if kernel is None or (dampened and isinstance(work.step, Tensor)):
+    if dampened and isinstance(work.step, Tensor):
         return False
     # The buffers begin as zeros, so that the first step is special only if the others are dampened.
-    kernel(
+    torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
         work.params, work.grads, work.slots["momentum_buffer"], **values,
         nesterov=nesterov, maximize=maximize, is_first_step=dampened and work.step == 1,
     )  # fmt: skip

@@ -51,8 +51,7 @@ def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     numbers = [-rate, 1 - beta1, 1 - beta2, values["eps"]]
     step = partial(_step_leaf, maximize=maximize)
     rows = ops.each(step, work.params, work.grads, slots["exp_avg"], slots["exp_avg_sq"], *numbers)
-    if rows:
-        work.params, slots["exp_avg"], slots["exp_avg_sq"] = map(list, zip(*rows, strict=True))
+    work.params, slots["exp_avg"], slots["exp_avg_sq"] = map(list, zip(*rows, strict=True))
 
 
 # Any: floats, or tensors spread over the leaf.
