@@ -155,7 +155,7 @@ class RemoteBytes:
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fetch a range."""
         end = min(offset + len(view), self.size_bytes)
-        data: bytes = self._system.cat_file(self._path, start=offset, end=end)
+        data: bytes = self._system.cat_file(self._path, start=offset, end=end) if end > offset else b""
         view[: len(data)] = data
         return len(data)
 
