@@ -159,7 +159,7 @@ def test_the_disk_has_the_contents_before_the_name_and_the_name_at_the_end(name,
     monkeypatch.setattr(os, "fsync", record(os.fsync, lambda fd: shown(os.readlink(f"/proc/self/fd/{fd}"))))
     monkeypatch.setattr(os, "replace", record(os.replace, renamed))
     monkeypatch.setattr(os, "rename", record(os.rename, renamed))
-    # Without it, the calls that sync a memmap folder as a whole show.
+    # Without the call that syncs a memmap folder as a whole, each file is synced.
     monkeypatch.setattr(commit, "_libc", None)
     ORDERS[name][0](tmp_path)
 

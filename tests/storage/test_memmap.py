@@ -409,7 +409,7 @@ def test_written_to_its_own_place_a_leaf_keeps_its_file(tmp_path):
     private.memmap(tmp_path / "d")
     assert TensorDict.load_memmap(tmp_path / "d")["a"].sum() == 0
     assert tree["a"][0].tolist() == [7, 7]
-    # Not the file that another writer put there, and not the whole file of some rows.
+    # The leaf keeps neither the file that another writer put there nor, for some rows, the whole file.
     tree.memmap(tmp_path / "d")[:1].memmap(tmp_path / "d")
     assert TensorDict.load_memmap(tmp_path / "d")["a"].tolist() == [[7, 7]]
 
