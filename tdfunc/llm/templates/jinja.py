@@ -98,8 +98,10 @@ class JinjaTemplate(AbstractTemplate):
     @cached_property
     def inner_end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The control string between a reply and the next turn, if it differs from `end`."""
+        if self._turns is None:
+            return self.end
         start = next((each for each in self.control if self.header.startswith(each)), None)
-        if start is None or self._turns is None:
+        if start is None:
             return self.end
         before = self._turns.to_user.partition(start)[0]
         return before.strip() if before.strip() in self.control else self.end

@@ -87,7 +87,7 @@ def test_shapes_by_rank_and_option():
     assert [len(part) for part in ragged(return_dict=True, padding=True, **tokens)] == [2, 1]
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION, chatml, FORGETFUL])
+@pytest.mark.parametrize("template", [CHATML, GENERATION, "{{ messages[1].x }}" + GENERATION, chatml, FORGETFUL])
 def test_masks_hold_replies_and_their_ends(template):
     """The user's equal words are not the assistant's, the end of turn is; with and without a generation tag."""
     history, tokenizer = History.from_chats([[*CHATS[0], *CHATS[1]], CHATS[0]]), make_tokenizer()
