@@ -81,7 +81,7 @@ def test_without_a_source(tmp_path):
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 def test_a_kept_configuration_gets_the_dtype_of_the_tree(name, tmp_path):
-    """It stands under the name of the source, beside the other entries."""
+    """It has the name that the source uses; the other entries stay."""
     model, file = write("llama", tmp_path / "source"), tmp_path / "source" / "config.json"
     config = {key: value for key, value in json.loads(file.read_text()).items() if key != "dtype"}
     file.write_text(json.dumps({**config, name: "float32"}))

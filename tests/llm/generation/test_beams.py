@@ -23,7 +23,7 @@ CASES = [(name, options) for name in ("llama", "gemma2, window", "qwen3_next", "
 
 @pytest.mark.parametrize("case", quick(CASES, CASES[0]), ids=str)
 def test_beams_are_those_of_transformers(case):
-    """In a padded batch, with several responses to a prompt, and with log-probs of a row alone; the first case has both ends."""
+    """In a padded batch, with several responses to a prompt, and with log-probs of a row alone; both ends occur."""
     name, options = case
     model = make(name)
     lm, params, buffers = causal_lm(model)

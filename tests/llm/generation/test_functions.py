@@ -199,7 +199,7 @@ SAMPLERS = [{"temperature": 1.0, "n": 2}, {"temperature": 0.5}, {"temperature": 
 
 @pytest.mark.parametrize("options", [*SAMPLERS, {}, {"num_beams": 2}, {"max_tokens": 0}], ids=str)
 def test_log_probs_are_left_out_on_request(options):
-    """The tokens are the same; there are no log-probs, also not those of an earlier call."""
+    """The tokens are the same, and the log-probs of an earlier call are removed."""
     lm, params, buffers = causal_lm(make("gpt2"))
     td = padded([4, 2])[0].set("log_probs", LogProbs(batch_size=[2]))
     options = {"key": 0, "buffers": buffers, "max_new_tokens": 3, **options}

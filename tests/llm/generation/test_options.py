@@ -8,7 +8,6 @@ from tdfunc.llm.generation.options import GenerationOptions
 # options -> the attributes that differ from the defaults
 ACCEPTED = [
     (None, {}),
-    ({"temperature": None}, {}),
     ({"temperature": 0.7}, {"temperature": 0.7}),
     ({"do_sample": True}, {"temperature": 1.0}),
     ({"do_sample": True, "temperature": 0.3}, {"temperature": 0.3}),

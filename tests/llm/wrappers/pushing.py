@@ -21,6 +21,7 @@ class LLM:
 
     def __init__(self, model, core=None, *, mode="raw_logprobs", block=16, longest=48, end=None, resets=1):
         self.model, self.requests, self.end, labels = copy.deepcopy(model), [], end, ["default"]
+        self.way = "weights_iterator" if core is None else "weights_path"
         self.get_weight_version, self.update_weight_version = lambda: labels[-1], labels.append
         self.reset_prefix_cache = lambda: log_probs_of.cache_clear() or resets
         config = {"logprobs_mode": mode, "hf_config": model.config, "max_model_len": longest}
@@ -29,6 +30,7 @@ class LLM:
         self.llm_engine = Values(engine_core=core or type("InprocClient", (), {})(), vllm_config=config)
 
     def collective_rpc(self, method, kwargs):
+        assert [*kwargs] == [self.way]
         given = kwargs.get("weights_iterator") or load_file(f"{kwargs['weights_path']}/model.safetensors").items()
         with torch.no_grad():
             for name, leaf in given:
