@@ -79,7 +79,7 @@ class NonTensorBase:
 
     def equal(self, other: Any) -> torch.Tensor:
         """Return the tensor of bools of `self == other`, value by value, where both have one shape."""
-        if not isinstance(other, NonTensorBase) or self.shape != other.shape:
+        if self.shape != other.shape:
             return torch.zeros(self.shape, dtype=torch.bool)
         if isinstance(self, NonTensorData) and isinstance(other, NonTensorData):
             return torch.tensor(same_value(self.data, other.data)).expand(self.shape)

@@ -117,3 +117,5 @@ def test_one_leaf():
     assert (grads["out", "w"] == 2).all()
     torch.testing.assert_close(tree.sum(reduce=True), tree["emb", "w"].sum() + tree["x"].sum())
     assert list(tree.state_dict()) == ["emb.w", "out.w", "out.b", "x"]
+    three = restore_ties(tree.set(("out", "v"), tree["emb", "w"]), ((("emb", "w"), ("out", "w"), ("out", "v")),))
+    assert (three * 2)["out"].ties() == three["out"].ties() == [["w", "v"]]

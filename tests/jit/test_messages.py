@@ -161,7 +161,6 @@ NESTED = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
 TRAINED = TensorDict({"w": nn.Parameter(torch.ones(3))})
 UNKEYED = [slice(1), object.__new__(type("L", (), {"__hash__": None}))]
 LARGE = TensorDict({"a": torch.zeros(1)}).set("n", NonTensorData(np.zeros(1001)))
-VALUES = ("value of a tensor", LINE, "torch.where")
 REFUSED = [
     (lambda x: x.add_(1), (X,), ImmutableError, "argument 0", LINE),
     (lambda t: t["a", "w"].mul_(2), (TREE,), ImmutableError, "argument 0['a']['w']", LINE),
@@ -169,9 +168,7 @@ REFUSED = [
     (lambda t, x: torch.add(x, 1, out=t["a", "w"]), (TREE, X), ImmutableError, "argument 0['a']['w']", LINE),
     (lambda x: nn.functional.batch_norm(torch.ones(4, 3), x, torch.ones(3), training=True), (X,), ImmutableError,
      "argument 0", LINE),
-    (lambda x: x * x[0].item(), (X,), UnsupportedError, *VALUES),
-    (lambda x: [float(x[0])], (X,), UnsupportedError, *VALUES),
-    (lambda x: x.tolist(), (X,), UnsupportedError, *VALUES),
+    (lambda x: x.tolist(), (X,), UnsupportedError, "value of a tensor", LINE, "torch.where"),
     (lambda t: t["w"] * 2, (TRAINED,), UnsupportedError, "argument 0['w'] requires grad", "torch.func.grad", "no_grad"),
     (lambda o: X, (UNKEYED,), UnsupportedError, "argument 0[1]", "hashable", "L"),
     (lambda t: t["a"], (LARGE,), UnsupportedError, "argument 0's non-tensor data", "hashable", "ndarray"),
