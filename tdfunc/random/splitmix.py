@@ -101,7 +101,8 @@ def half_words(key: Tensor, size: tuple[int, ...]) -> Tensor:
         keys (*B, 2) give (*B, *size), int32.
     """
     count = math.prod(size)
-    return words(key, (count + 1) // 2).view(torch.int32)[..., :count].reshape((*key.shape[:-1], *size))
+    # torch cannot view zero words as another dtype.
+    return words(key, max(1, (count + 1) // 2)).view(torch.int32)[..., :count].reshape((*key.shape[:-1], *size))
 
 
 def half_bound(p: float) -> int:

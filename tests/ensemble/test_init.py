@@ -52,7 +52,7 @@ MAKERS = {
     "state": WithState,
     # Members without numbers are equal.
     "nothing": nn.ReLU,
-    "empty": lambda: Drawn(torch.empty(0)),
+    "empty": lambda: Drawn(torch.rand(0)),
     "meta": lambda: nn.Linear(3, 2, device="meta"),
 }
 
