@@ -169,12 +169,11 @@ def _write_into(rank, sent, zeros):
 
 
 def _gather(rank):
-    """Collectives equal what each process computes from the trees of all ranks."""
+    """Collectives equal what each process computes from the trees of all ranks, in any order of keys."""
     pair = dist.new_group([1, 2])
 
     def tree_of(rank):
         leaves = {"a": torch.arange(3.0) * (rank + 1), "n": {"i": torch.tensor([rank, -rank])}, "who": f"rank {rank}"}
-        # Ranks agree in any order of keys.
         return TensorDict(dict(sorted(leaves.items(), reverse=rank == 1)), [])
 
     mine, all_ = tree_of(rank), [tree_of(i) for i in range(3)]

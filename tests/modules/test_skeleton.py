@@ -389,6 +389,8 @@ STATES = {
     "an attribute": (lambda: 0.0, lambda m: bump(m, "state")),
     "a layer of torch": (lambda: nn.LayerNorm(3), lambda m: bump(m.state, "eps")),
     "a layer in a list": (lambda: [nn.LayerNorm(3)], lambda m: bump(m.state[0], "eps")),
+    "a list in a tuple": (lambda: ([],), lambda m: (m.state[0].append(0), len(m.state[0]))[1]),
+    "an object": (lambda: Holder(0.0), lambda m: bump(m.state, "value")),
     "slots": (Slotted, lambda m: m.state.step()),
     "__reduce__": (Reduced, lambda m: bump(m.state, "n")),
     "a numpy array": (lambda: np.zeros(1), lambda m: add(m.state)),
@@ -452,6 +454,7 @@ def test_skeletons_are_used_again():
     """One skeleton runs all calls of a module whose changes show, also while graphs of earlier calls are alive."""
     model = Layer(lambda self, x: self.rnn(self.linear(x)[None] * self.scale)[0], scale=torch.ones(3), kept={"a": [1]})
     model.rnn, model.box, model.table = nn.LSTM(3, 3), Holder([object(), date(2026, 1, 1)]), np.ones(3)
+    model.kept["itself"] = model.kept
     apply, params, _ = functional(model)
     skeleton, live = apply._pool[0], params.apply(lambda p: p.requires_grad_())
     graphs = [apply(live, X) for _ in range(3)]
@@ -494,13 +497,13 @@ def test_the_module_may_change_and_go():
 
 def test_a_returned_constant_is_the_callers():
     """A caller who writes to a constant that forward returned does not change the next call."""
-    run = lambda self, x: (x * self.scale * self.config["k"], self.scale, *self.read(self))  # noqa: E731
-    for read in (lambda self: (), lambda self: (self.config,)):
+    run = lambda self, x: (x * self.scale * self.config["k"], self.read(self))  # noqa: E731
+    pairs = [(lambda m: m.scale, lambda x: x.mul_(10)), (lambda m: m.config, lambda config: config.update(k=10.0))]
+    for read, write in pairs:
         apply, params, _ = functional(Layer(run, scale=torch.ones(3), config={"k": 1.0}, read=read))
         for _ in range(3):
-            out, scale, *configs = apply(params, X)
-            scale.mul_(10)
-            [config.update(k=10.0) for config in configs]
+            out, constant = apply(params, X)
+            write(constant)
 
             assert torch.equal(out, X)
 

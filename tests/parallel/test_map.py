@@ -172,7 +172,6 @@ def test_gradients_flow_through_threads():
     """Threads share memory, so a loss reaches the leaves; a thread pool of the caller is not shut down."""
     x = torch.arange(6.0, requires_grad=True)
     with ThreadPoolExecutor(2) as executor:
-        # The signature of the function cannot be read.
         TensorDict({"x": x}, [6]).map(torch.neg, executor=executor)["x"].sum().backward()
         assert executor.submit(len, "ab").result() == 2
 
