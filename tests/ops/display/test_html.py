@@ -277,7 +277,7 @@ def test_many_entries():
     part = Page(
         TensorDict({f"a{i}": {f"b{j}": torch.zeros(()) for j in range(1000)} for i in range(302)})._repr_html_()
     )
-    assert part.headings[0].startswith("TensorDict batch [] · at least 299,7")
+    assert part.headings[0].startswith("TensorDict batch [] · at least 299,699 leaves")
     assert part.headings[-1] == "a99 batch []"
 
 
