@@ -11,20 +11,23 @@ class _Task(Future[Any]):
 
     def __init__(self, ray: Any, task: Any) -> None:
         super().__init__()
-        self._ray, self._task = ray, task
+        self._ray, self._task, self._is_ended = ray, task, False
         task.future().add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Make Ray leave out or interrupt the task; return whether it is cancelled already."""
+        """Make Ray leave out the task, or end its process; return whether it is cancelled already."""
         if self._task is not None:
-            self._ray.cancel(self._task)
+            self._is_ended = True
+            # An exception there could stop an import, and later tasks of the process would find half of a module.
+            self._ray.cancel(self._task, force=True)
         return self.cancelled()
 
     def _settle(self, inner: "Future[Any]") -> None:
         # Kept until now: Ray drops a task that nobody refers to.
         self._task = None
         errors, err = self._ray.exceptions, inner.exception()
-        if isinstance(err, errors.TaskCancelledError):
+        is_ended = self._is_ended and isinstance(err, errors.WorkerCrashedError)
+        if is_ended or isinstance(err, errors.TaskCancelledError):
             super().cancel()
         if not self.set_running_or_notify_cancel():
             return
@@ -40,8 +43,8 @@ class RayExecutor(Executor):
     """Runs each call as a task of a Ray cluster, and starts a cluster here if none is connected.
 
     Use it as `td.map(fn, executor=RayExecutor())`. It requires the package ray. Functions need not be importable,
-    because Ray sends their code. A cancelled future is done when Ray has left its task out, or has interrupted it at
-    its next line of Python. If a process dies, its future raises `BrokenExecutor`, and the executor continues.
+    because Ray sends their code. A cancelled future is done when Ray has left its task out, or has ended its process.
+    If a process dies, its future raises `BrokenExecutor`, and the executor continues.
 
     Args:
         **options: The options of the tasks, as for `ray.remote`: `num_cpus`, `num_gpus`, `memory`, `max_retries`,

@@ -390,6 +390,18 @@ def test_pickles_are_never_read(name, tmp_path):
 # -- a folder is replaced as a whole ----------------------------------------------------------------------------
 
 
+def test_writing_again_leaves_loaded_trees_as_they_are(tmp_path):
+    """A tree keeps its values when its folder is written again."""
+    TensorDict({"a": torch.zeros(1000), "old": torch.zeros(1)}).memmap(tmp_path / "d")
+    tree = TensorDict.load_memmap(tmp_path / "d")
+
+    TensorDict({"a": torch.ones(1000)}).memmap(tmp_path / "d")
+
+    assert tree["a"].sum() == 0
+    assert os.listdir(tmp_path) == ["d"]
+    assert sorted(os.listdir(tmp_path / "d")) == ["a.memmap", "meta.json"]
+
+
 def test_other_files_are_not_deleted(tmp_path):
     """A folder with other files is not replaced."""
     (tmp_path / "d" / "inner").mkdir(parents=True)
