@@ -114,6 +114,6 @@ def generate(
     else:
         records = ragged_records(rows, lead, None)
     for place, value in zip((tokens_key, masks_key, log_probs_key), records, strict=True):
-        # Log-probs that are left out would be those of other tokens.
+        # The log-probs of an earlier call are of other tokens.
         out = out.exclude(place) if value is None else out.set(place, value)
     return out
