@@ -245,7 +245,7 @@ def test_finds_what_only_a_sequence_shows(monkeypatch):
     def stack(trees, dim):
         made = right(trees, dim)
         # Equal to the stack, but a later clone or reshape finds names.
-        return made if made._names is None else made._replace(batch_size=made._batch_size, names=None)
+        return made if made._names is None else made._replace(made._data, batch_size=made._batch_size, names=None)
 
     monkeypatch.setattr(join, "stack", stack)
 

@@ -22,7 +22,7 @@ _QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 def run(arguments: list[str]) -> tuple[int, list[str]]:
-    """Run pytest in a process of its own group; return its exit status and the tests that failed."""
+    """Run pytest in a process with its own group; return its exit status and the tests that failed."""
     with tempfile.TemporaryFile("w+") as out:
         child = os.fork()
         if not child:

@@ -301,9 +301,7 @@ class LazyStack(TreeMethods):
         return self._like(done)
 
     # Any: the options of `TensorCollection._replace`.
-    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, data: dict[str, Node], *, batch_size: Size | None = None, **_: Any
-    ) -> Any:
+    def _replace(self, data: dict[str, Node], *, batch_size: Size | None = None, **_: Any) -> Any:
         # A tree that loses all entries stays, as an empty one: the others keep their places.
         mine: dict[str, Any] = self._data
         new = self._like([data[k] if k in data else tree._replace({}, kinds={}, ties=()) for k, tree in mine.items()])

@@ -227,9 +227,7 @@ class TensorClass(_Typed):
         return new
 
     # Any: the options of `TensorCollection._replace`.
-    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, data: dict[str, Node], **options: Any
-    ) -> "Self":
+    def _replace(self, data: dict[str, Node], **options: Any) -> "Self":
         self._check_names(data)
         return super()._replace(data, **options)
 

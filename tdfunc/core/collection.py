@@ -154,7 +154,7 @@ class TensorCollection(Slots):
 
     def _replace(
         self,
-        data: dict[str, Node] | None = None,
+        data: dict[str, Node],
         *,
         batch_size: Size | None = None,
         names: Names | None = None,
@@ -170,7 +170,7 @@ class TensorCollection(Slots):
                 static = None
         if batch_size is None:
             batch_size, names = self._batch_size, self._names
-        return self._make(self._data if data is None else data, batch_size, self._device, names, static)
+        return self._make(data, batch_size, self._device, names, static)
 
     @property
     def _ties(self) -> Ties:

@@ -164,7 +164,8 @@ def rebuilt_size(
     if any([not isinstance(child, TensorCollection) or child._cache is _UNDECIDED for child in children]):
         return None, context.device
     # The place of the stack counts from the end, so that dimensions may come and go in front.
-    own: Any = context.static.own  # pyright: ignore[reportOptionalMemberAccess]
+    assert context.static is not None
+    own: Any = context.static.own
     size = common_size([child._batch_size for child in children])
     _check_vmap(children, context, len(context.batch_size) + own, len(size) + 1)
     device = children[0]._device

@@ -155,6 +155,7 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def _slots_of(value: Any) -> list[str]:
+    # As `copy` finds them, where the names of private slots are mangled.
     return copyreg._slotnames(type(value))  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -59,7 +59,7 @@ def test_chosen_leaves_are_compared(tmp_path):
     ],
 )
 def test_every_difference_is_found(change, what, path, tmp_path):
-    """Only this difference is found, its path is printed, and `--no-metadata` leaves out all but those of leaves."""
+    """Only this difference is found, its path is printed, and `--no-metadata` shows the differences of leaves."""
     tree, options = TensorDict(BASE), ([], ["--json"], ["--no-metadata"])
 
     plain, found, leaves = [compare(tmp_path, tree, change(tree), "--values", *more) for more in options]

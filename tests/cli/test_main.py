@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def archive(*names):
     return make
 
 
-EVIL = lambda path: torch.save({"w": Evil()}, path)  # noqa: E731
+EVIL = partial(torch.save, {"w": Evil()})
 RUN = lambda path: CheckpointManager(path).save(1, TensorDict({"w": torch.ones(3)}))  # noqa: E731
 TWICE = lambda path: TensorDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}).memmap(path)  # noqa: E731
 MERGE = ["merge", "{p}", "-o", "{tmp}/o", "--method"]
@@ -146,7 +147,7 @@ def test_interrupted(name, path, monkeypatch):
 
 
 def test_version_and_help():
-    """--version is that of the package, the help lists every command, and `methods` every method."""
+    """--version is the version of the package, the help lists every command, and `methods` every method."""
     shown = run("--help").out
 
     assert run("--version").out == f"tdfunc {version('tdfunc')}\n"

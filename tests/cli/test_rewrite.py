@@ -126,7 +126,7 @@ def test_errors_name_the_file(tmp_path):
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_shapes_of_torch_files(legacy, tmp_path):
-    """A bare tensor, a list, a Parameter, a view, keys that are no texts, and a file of an old torch are read."""
+    """A bare tensor, a list, a Parameter, a view, keys that are not texts, and a file of an old torch are read."""
     base = torch.arange(12.0).reshape(3, 4)
     data = {"list": [base.T, {"a": base[1:]}], "tuple": (1, 2), "p": torch.nn.Parameter(base), "a.b": base, "a": 5}
     data |= {"none": {}, "plain": {"lr": 1}, "ints": {1: base, "x": base}}

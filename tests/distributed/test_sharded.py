@@ -39,7 +39,7 @@ def spread(mesh, which):
     leaves = {name: distribute_tensor(row[0], mesh, row[which], src_data_rank=None) for name, row in LEAVES.items()}
     leaves["rows"] = nn.Parameter(leaves["rows"])
     tree = TensorDict({**leaves, "n": {"tied": leaves["grid"], "plain": torch.arange(3)}, "note": "text"})
-    return tree._replace(ties=((("grid",), ("n", "tied")),))
+    return tree._replace(tree._data, ties=((("grid",), ("n", "tied")),))
 
 
 def whole():
@@ -47,7 +47,7 @@ def whole():
     leaves = {name: row[0] for name, row in LEAVES.items()}
     leaves["rows"] = nn.Parameter(leaves["rows"])
     tree = TensorDict({**leaves, "n": {"tied": leaves["grid"], "plain": torch.arange(3)}, "note": "text"})
-    return tree._replace(ties=((("grid",), ("n", "tied")),))
+    return tree._replace(tree._data, ties=((("grid",), ("n", "tied")),))
 
 
 def assert_same_parts(actual, expected):

@@ -61,7 +61,7 @@ def test_only_leaves_have_paths():
 
 
 def test_a_split_is_by_kind():
-    """Parameters are those of the module, and the rest its buffers and leaves of no kind."""
+    """The parameters of the module come first; the rest has its buffers and the leaves without a kind."""
     params, buffers = split(from_module(ResNet()).set("a", torch.zeros(1)))
 
     assert {".".join(path) for path in params.keys(True, True)} == {n for n, _ in ResNet().named_parameters()}

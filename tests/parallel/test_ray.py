@@ -97,7 +97,7 @@ def test_map_on_ray(cluster, tmp_path):
 
 
 def test_errors_and_deaths_on_ray(cluster):
-    """An error or a worker that dies names its chunk, nobody waits for cancelled chunks, and the cluster goes on."""
+    """An error or a worker that dies names its chunk, nobody waits for cancelled chunks, and the cluster continues."""
     td = TensorDict({"x": torch.arange(40)}, [40])
 
     with pytest.raises(ValueError, match="five") as caught:

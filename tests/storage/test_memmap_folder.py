@@ -363,7 +363,7 @@ def test_ties_that_a_part_does_not_know(tmp_path):
     """A part whose ties differ from those of the whole is refused."""
     shared = torch.ones(2)
     tree = TensorDict({"n": {"a": shared, "b": shared}})
-    inner = tree["n"]._replace(ties=((("a",), ("b",)),))
+    inner = tree["n"]._replace(tree["n"]._data, ties=((("a",), ("b",)),))
     tree = tree._replace({"n": inner}, ties=((("n", "a"), ("n", "b")),))
     tree.memmap(tmp_path / "d")
     write(tmp_path / "d" / "n", document(0, 0))

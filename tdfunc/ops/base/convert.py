@@ -181,7 +181,7 @@ def adopt(source: Any) -> Any:
     values = {key: value for key, value in source.to_dict().items() if value is not None}
     size = Size(source.batch_size)
     tree = build(TensorCollection._open, values | nodes, size, source.device)
-    return tree._replace(batch_size=size, names=as_names(source.names, len(size)))
+    return tree._replace(tree._data, batch_size=size, names=as_names(source.names, len(size)))
 
 
 def build(cls: type[T], source: Mapping[Any, Any], size: Size, device: torch.device | None, where: str = "") -> T:

@@ -64,8 +64,9 @@ def unary(tree: T, name: str, foreach: str | None, **kwargs: Any) -> T:
         if columns is not None and all(map(Tensor.is_floating_point, columns[0])):
             # x - x is NaN where x is not finite: faster than `torch.isfinite`.
             with torch.no_grad():
-                zeros = refill(tree, iter(torch._foreach_sub(*columns, *columns)))  # pyright: ignore[reportPrivateImportUsage]
-            return zeros._map(LeafOp(name, lambda x: x == x))
+                zeros = _run(tree, "_foreach_sub", columns[0], columns[0])
+            if zeros is not None:
+                return zeros._map(LeafOp(name, lambda x: x == x))
     fn = getattr(torch, name)
     return tree._map(LeafOp(name, (lambda x: fn(x, **kwargs)) if kwargs else fn))
 
@@ -196,11 +197,12 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
     return differ
 
 
-def reversed_binary(tree: T, other: Any, name: str, **kwargs: Any) -> T:
-    """Apply `torch.<name>(other, leaf)`, for operators with the tree on the right."""
+def reversed_binary(tree: T, other: Any, name: str, method: str | None = None, **kwargs: Any) -> T:
+    """Apply `torch.<name>(other, leaf)`, or to a number the operator's method, which rounds quotients differently."""
     fn, number = getattr(torch, name), _as_number(other)
     if number is not None:
-        return tree._map(LeafOp(name, lambda x: fn(number, x, **kwargs)))
+        leaf = operator.methodcaller(method, number) if method is not None else lambda x: fn(number, x, **kwargs)
+        return tree._map(LeafOp(name, leaf))
     return tree._map(over_batch_op(tree, name, lambda x, y: fn(y, x, **kwargs), _as_tensor(other, name)))
 
 

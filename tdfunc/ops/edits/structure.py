@@ -120,7 +120,7 @@ def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     paths = {key: path if all(path) else (key,) for key, path in parts.items()}
     new = _nest([(path, tree._get(key), tree._kinds.get(key)) for key, path in paths.items()], tree, ())
     ties = remap(tree._ties, lambda path: (*paths[path[0]], *path[1:]))
-    return restore_ties(new._replace(names=tree._names, batch_size=tree._batch_size), ties)
+    return restore_ties(new._replace(new._data, names=tree._names, batch_size=tree._batch_size), ties)
 
 
 def _nest(entries: Iterable[tuple[Path, Node, Kind | None]], like: TensorCollection, at: Path) -> Any:
@@ -149,7 +149,7 @@ def _nest(entries: Iterable[tuple[Path, Node, Kind | None]], like: TensorCollect
             new = update(node, new)
         data[key] = new
     made = TensorCollection._open._make(data, like._batch_size, like._device)
-    return made._replace(kinds=kinds) if kinds else made
+    return made._replace(data, kinds=kinds) if kinds else made
 
 
 @per_tree()

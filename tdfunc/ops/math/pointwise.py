@@ -319,19 +319,19 @@ class PointwiseMethods(TensorCollection):
     __invert__ = bitwise_not
 
     def __rsub__(self, other: Any) -> "Self":
-        return reversed_binary(self, other, "sub")
+        return reversed_binary(self, other, "sub", "__rsub__")
 
     def __rtruediv__(self, other: Any) -> "Self":
-        return reversed_binary(self, other, "div")
+        return reversed_binary(self, other, "div", "__rtruediv__")
 
     def __rpow__(self, other: Any) -> "Self":
-        return reversed_binary(self, other, "pow")
+        return reversed_binary(self, other, "pow", "__rpow__")
 
     def __rfloordiv__(self, other: Any) -> "Self":
-        return reversed_binary(self, other, "floor_divide")
+        return reversed_binary(self, other, "floor_divide", "__rfloordiv__")
 
     def __rmod__(self, other: Any) -> "Self":
-        return reversed_binary(self, other, "remainder")
+        return reversed_binary(self, other, "remainder", "__rmod__")
 
 
 class DtypeMethods(TensorCollection):

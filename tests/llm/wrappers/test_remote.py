@@ -209,7 +209,7 @@ def test_control_strings_of_a_user_stay_text(serve):
 
 @pytest.mark.parametrize(("tries", "statuses"), [(3, (408, 429, 500, 503)), (1, (400, 401, 422))])
 def test_a_status_that_may_pass_is_retried(serve, tries, statuses):
-    """The response is that of the next attempt; another refusal is an error at once, with the server's explanation."""
+    """The next attempt gives the response; another refusal is an error at once, with the server's explanation."""
     service = serve()
     wrapper = connect(service)
     for status in statuses:

@@ -1,5 +1,7 @@
 """Operands that meet, and kernels over all leaves: each leaf is as it would be alone."""
 
+import operator
+
 import pytest
 import torch
 from torch import Size, nn
@@ -55,5 +57,14 @@ def test_is_finite_records_nothing_and_leaves_integers_alone():
     assert done["w"].tolist() == [True, False, False]
     assert not done["w"].requires_grad
     assert done["n"].tolist() == [True, True, True]
+    assert TensorDict({"w": torch.ones(2).to(torch.float8_e5m2)}).isfinite()["w"].tolist() == [True, True]
     mapped = torch.vmap(lambda t: t.isfinite())(TensorDict({"w": weight.detach()}, [3]))
     assert mapped["w"].tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("fn", [operator.truediv, torch.div, operator.pow, torch.pow, operator.mod, torch.remainder])
+def test_a_number_on_the_left_rounds_as_for_a_leaf(fn):
+    """Operators of torch and its functions round quotients differently, in trees as well."""
+    x = torch.rand(100) + 0.5
+
+    assert torch.equal(fn(2.5, TensorDict({"x": x}))["x"], fn(2.5, x))

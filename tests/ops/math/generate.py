@@ -82,7 +82,8 @@ def source() -> str:
     parts.append("".join([f"    {method} = {name}\n" for method, name in aliases.items()]))
     for method, name in tables.REVERSED.items():
         parts.append(
-            f'    def {method}(self, other: Any) -> "Self":\n        return reversed_binary(self, other, "{name}")\n'
+            f'    def {method}(self, other: Any) -> "Self":\n'
+            f'        return reversed_binary(self, other, "{name}", "{method}")\n'
         )
     parts.append(CAST_HEAD)
     for method, name in tables.CASTS.items():
