@@ -304,6 +304,8 @@ SUITE = Suite(
                 f"generate {NEW_TOKENS} tokens, {name}"
                 for name in ("greedy", "sampled", "sampled with top_k 50", "sampled with top_p 0.9")
             ),
+            why="for top_p, both sort 32,000 logits for each token, which takes more than the model (*greedy* has no "
+            "sort); a run on a faster processor gave 1.02x",
         ),
         Row(
             "text and history modes",

@@ -8,6 +8,7 @@ from benchmarks import compiled, ensembles, memory, scaling, widths
 from benchmarks.chart import draw, speedups
 from benchmarks.compiled import Compiled
 from benchmarks.ensembles import Cell
+from benchmarks.measure import geometric_mean
 from benchmarks.memory import Peak
 from benchmarks.results import Results, describe_machine, version_of
 from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, Verdict, judge_suite, shown, time_shown
@@ -86,7 +87,7 @@ def render_summary(results: Results) -> str:
     """Return the page with the charts and a line for each part."""
     parts = ["# Benchmarks", _intro(), f"![Speed-ups of common work]({PICTURE}){{ .wide }}"]
     parts += _widths(results) + _overview(results) + _peaks(results.peaks) + _gpu_state(results.gpus)
-    parts += ["## Method", _method(), _machines(results)]
+    parts += _against(results) + ["## Method", _method(), _machines(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -174,6 +175,21 @@ def _about_tables() -> str:
         [Benchmarks](benchmarks.md) describes the method. *2x* means that tdfunc takes half the time. The project has
         [targets]({PAGE_OF["targets"]}), and [misses]({PAGE_OF["missed"]}) some of them.
     """)
+
+
+def _against(results: Results) -> list[str]:
+    if results.against is None:
+        return []
+    commit, rows = results.against
+    ratios = {what: before / now for what, before, now in rows}
+    slower = [f"{what} ({shown(ratio)})" for what, ratio in ratios.items() if ratio < 0.95]
+    text = _prose(f"""
+        `python -m benchmarks.against FOLDER trees training` runs two versions on the same core in alternating rounds.
+        It tells a slower version from a slower machine. Against version {commit}, the {len(ratios)} cases of trees,
+        modules and training steps are {shown(geometric_mean(ratios.values()))} as fast in the mean, from
+        {shown(min(ratios.values()))} to {shown(max(ratios.values()))}.
+    """)
+    return ["## Against another version", text + (f" Below 0.95x: {', '.join(slower)}." if slower else "")]
 
 
 def _method() -> str:

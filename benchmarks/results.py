@@ -29,6 +29,8 @@ class Results(NamedTuple):
     compiled: Sequence[Compiled] = ()
     peaks: Sequence[Peak] = ()
     machines: dict[str, dict[str, str]] = {}
+    # Another version's commit; the case, its microseconds there and here.
+    against: tuple[str, Sequence[tuple[str, float, float]]] | None = None
     # What `benchmarks.gpu` has stored, a dict for each device.
     gpus: Sequence[dict[str, Any]] = ()
 
@@ -58,6 +60,7 @@ def load(suites: Sequence[Suite], folder: Path = FOLDER) -> Results:
         [Compiled(*row) for row in found.get("compiled", ())],
         [Peak(*row) for row in found.get("memory", ())],
         {part: content["machine"] for part, content in kept.items()},
+        found.get("against"),
         tuple([content for content in every.values() if "found" not in content]),
     )
 

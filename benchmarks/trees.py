@@ -136,13 +136,15 @@ def _cases(*names: str) -> tuple[str, ...]:
 
 
 MIDDLE = ("index int", "index slice", "index tensor", "index mask", "cat", "reshape", "add", "tree_map")
+ONCE = "on 10 leaves, the work once per call is visible: read the arguments, find the function, make the tree"
+MAKES = "the remaining time makes the tree: its arguments, six slots, and the types of keys and values"
 SUITE = Suite(
     "trees",
     "Tree operations",
     "The trees are flat, with 10 or 100 leaves of shape (32, 8) and batch size [32].",
     tree_cases,
     (
-        Row("construct", OTHER, 4, "faster", _cases("construct"), bound=CHECKED),
+        Row("construct", OTHER, 4, "faster", _cases("construct"), bound=CHECKED, why=MAKES),
         Row("get", OTHER, 6, "faster", _cases("get")),
         Row(
             "set",
@@ -181,17 +183,10 @@ SUITE = Suite(
             "mean",
             1.0,
             bound=RAW,
-            why="on 10 leaves, the work once per call is visible: read the index, find the function, make the tree",
+            why=ONCE,
         ),
         Row("all rows that call torch", RAW, 1.3, "at most", _cases("apply", "stack", *MIDDLE), "mean"),
-        Row(
-            "construct",
-            CHECKED,
-            1.2,
-            "at most",
-            _cases("construct"),
-            why="the remaining time makes the tree: its arguments, six slots, and the types of keys and values",
-        ),
+        Row("construct", CHECKED, 1.2, "at most", _cases("construct"), why=MAKES),
     ),
     SOURCES,
 )

@@ -9,7 +9,7 @@ from tdfunc import ConcurrencyError, TensorDict, TreeStructureError, Unsupported
 from tdfunc.llm import Tokens, causal_lm, compare, vLLMWrapper
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.wrappers.engine import Engine
-from tests.engines.tiny import check_equal, make_model, make_tokenizer
+from tests.engines.tiny import CLOSE, check_equal, make_model, make_tokenizer
 
 LENGTHS = [1, 7, 20, 150]
 FOUR = GenerationOptions.parse({"max_new_tokens": 4})
@@ -59,7 +59,7 @@ def test_greedy_is_that_of_transformers(wrapper, model):
     for seed in (1, 2):
         other = make_model(seed)
         done = wrapper.push(causal_lm(other)[1], version=seed)
-        assert done.difference < 1e-4
+        assert done.difference < CLOSE
         assert wrapper.version == str(seed)
         check_equal(wrapper, other, prompts(), eos_token_ids=1)
         assert {each.version for each in wrapper.generate_tokens(prompts(), FOUR)} == {str(seed)}
@@ -91,7 +91,7 @@ def test_results_are_trees(wrapper, model):
 
     full, valid = out["tokens"].full, out["masks"].all_attention_mask
     own = tdf.llm.score_ids(lm, params, full, valid, buffers=buffers)
-    torch.testing.assert_close(out["log_probs"].full, own.log_probs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(out["log_probs"].full, own.log_probs, rtol=0, atol=CLOSE)
     assert torch.equal(out["log_probs"].mask, own.mask)
     assert compare(own.log_probs, out["log_probs"].full, own.mask)["ratio"] <= 1.0001
 
@@ -112,7 +112,7 @@ def test_draws_follow_the_key(wrapper):
     (made,) = wrapper.generate_tokens(rows[:1], colder, keys=keys[:1])
     assert made.behaviour is None
     torch.testing.assert_close(
-        wrapper.score_tokens([torch.cat([rows[0], made.tokens])])[0][1:], made.log_probs, rtol=0, atol=1e-4
+        wrapper.score_tokens([torch.cat([rows[0], made.tokens])])[0][1:], made.log_probs, rtol=0, atol=CLOSE
     )
 
 

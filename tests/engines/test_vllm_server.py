@@ -18,7 +18,7 @@ from tdfunc import ConcurrencyError, CorruptCheckpointError, RemoteError
 from tdfunc.llm import RemoteWrapper, causal_lm
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.wrappers import remote
-from tests.engines.tiny import check_equal, make_model, make_tokenizer
+from tests.engines.tiny import CLOSE, check_equal, make_model, make_tokenizer
 
 OPTIONS = GenerationOptions.parse({"max_new_tokens": 16})
 
@@ -118,9 +118,7 @@ def trainer(address, tmp_path, monkeypatch):
 def test_pushes_into_a_server(trainer):
     """Two pushes, proven by one prompt and by every id: each time the server is the model that was pushed."""
     for seed, proof in ((5, "prompt"), (6, "full")):
-        other = make_model(seed)
-        done = trainer.push(other, version=seed, proof=proof)
-        assert done.difference < 1e-4
+        done = trainer.push(other := make_model(seed), version=seed, proof=proof, tolerance=CLOSE)
         assert done.unread == (None if proof == "prompt" else {})
         check_equal(trainer.wrapper, other, rows())
 

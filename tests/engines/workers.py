@@ -6,7 +6,7 @@ import torch
 from vllm import LLM
 
 from tdfunc.llm import GenerationOptions, causal_lm, vLLMWrapper
-from tests.engines.tiny import make_model, make_tokenizer
+from tests.engines.tiny import CLOSE, make_model, make_tokenizer
 
 
 def main(folder):
@@ -23,7 +23,7 @@ def main(folder):
         own = other.generate(row[None], max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:]
 
         assert not wrapper.engine._in_process
-        assert done.difference < 1e-4
+        assert done.difference < CLOSE
         assert (made.tokens.tolist(), made.version) == (own.tolist(), str(seed))
 
 
