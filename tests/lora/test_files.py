@@ -171,21 +171,19 @@ def test_a_file_of_kohya_loads(dora, tmp_path):
 
     params = tdf.from_module(Net())
     down, up = torch.randn(2, 3, 3, 3), torch.randn(5, 2, 1, 1)
-    file = under("lora_unet_to_q", {"lora_down.weight": torch.ones(4, 4), "lora_up.weight": torch.ones(6, 4)})
+    file = under("lora_unet_to_q", {"lora_down.weight": torch.ones(3, 4), "lora_up.weight": torch.ones(6, 3)})
     file |= under("lora_unet_mid_block_0", {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(1.0)})
     other = under("lora_te1_to_q", {"lora_down.weight": torch.ones(4, 9)})
     if dora:
-        file |= {
-            "lora_unet_to_q.dora_scale": torch.ones(6, 1),
-            "lora_unet_mid_block_0.dora_scale": torch.ones(5, 1, 1, 1),
-        }
+        file |= under("lora_unet_to_q", {"dora_scale": torch.ones(6, 1)})
+        file |= under("lora_unet_mid_block_0", {"dora_scale": torch.ones(5, 1, 1, 1)})
     save_file(file | other, tmp_path / "a.safetensors")
 
     lora, adapters = tdf.lora.load(tmp_path / "a.safetensors", params, prefix="lora_unet_")
 
     merged = lora.merge(params, adapters)
     expected = params["mid_block", "0", "weight"] + torch.einsum("or,rikl->oikl", up[..., 0, 0], down) / 2
-    linear = params["to_q", "weight"] + 4
+    linear = params["to_q", "weight"] + 3
     if dora:
         expected = expected / expected.flatten(1).norm(dim=1)[:, None, None, None]
         linear = linear / linear.norm(dim=1, keepdim=True)

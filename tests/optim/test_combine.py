@@ -69,7 +69,7 @@ def test_parts_are_trained_by_their_optimizers(wrap, params, data):
     chosen = data.draw(st.sets(st.sampled_from(paths))) if paths else set()
     where = Filter(lambda path, leaf: path in chosen)
     grads = params.apply(lambda x: x * 0.5 + 1)
-    one, other = optim.sgd(lr=0.5, momentum=0.9), optim.adam(lr=0.1)
+    one, other = optim.ema(optim.sgd(lr=0.5, momentum=0.9), 0.5, debias=False), optim.adam(lr=0.1)
     some, both = optim.masked(one, where), optim.multi({where: one, "*": other})
     parts, parts_of_grads = params.partition(where), grads.partition(where)
 
@@ -83,6 +83,7 @@ def test_parts_are_trained_by_their_optimizers(wrap, params, data):
     ]
     equal(flat(new), flat(first) | flat(parts[1]))
     equal(flat(whole), flat(first) | flat(second))
+    equal(flat(both.eval_params(whole, states)), flat(one.eval_params(first, slots)) | flat(second))
     for got, expected in ((state, slots), (states["0"], slots), (states["1"], other_slots)):
         equal(flat(got), flat(expected))
     for tree in (new, whole):

@@ -23,8 +23,8 @@ def test_empty(td):
     """An empty tree keeps the batch size, device and names."""
     assert_trees_equal(td.empty(), TensorDict({}, [2], names=["rows"]))
     assert_trees_equal(td.empty(recurse=True), TensorDict({"n": {}}, [2], names=["rows"]))
-    other = td.to("cpu").empty(True, batch_size=[5, 2], device=None, names=["u", "v"])
-    assert_trees_equal(other, TensorDict({"n": {}}, [5, 2], names=["u", "v"]))
+    other = td.set(("n", "m", "x"), A).to("cpu").empty(True, batch_size=[5, 2], device=None, names=["u", "v"])
+    assert_trees_equal(other, TensorDict({"n": {"m": {}}}, [5, 2], names=["u", "v"]))
     assert td.to("cpu").empty().device == torch.device("cpu")
     assert type(Point(A, batch_size=[2]).empty()) is TensorDict
 
