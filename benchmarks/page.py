@@ -189,7 +189,11 @@ def _against(results: Results) -> list[str]:
         modules and training steps are {shown(geometric_mean(ratios.values()))} as fast in the mean, from
         {shown(min(ratios.values()))} to {shown(max(ratios.values()))}.
     """)
-    return ["## Against another version", text + (f" Below 0.95x: {', '.join(slower)}." if slower else "")]
+    if slower:
+        text += (
+            f" Below 0.95x in this run: {', '.join(slower)}; these cases read or allocate megabytes, and differ by run."
+        )
+    return ["## Against another version", text]
 
 
 def _method() -> str:
