@@ -62,6 +62,11 @@ class Version:
         print(calls, file=self._process.stdin)
         return self.read()
 
+    def close(self) -> None:
+        """End the process."""
+        with self._process as process:
+            process.kill()
+
     def go_on(self) -> Any:
         """The next case."""
         print(file=self._process.stdin)
@@ -80,6 +85,8 @@ def compare(folder: Path, part: str) -> list[tuple[str, float, float]]:
             calls = min(calls for _, calls in cases)
             times.setdefault(cases[0][0], []).extend([one.run(calls) for one in versions] for _ in range(ROUNDS))
             cases = [one.go_on() for one in versions]
+        for one in versions:
+            one.close()
     found: list[tuple[str, float, float]] = []
     for what, rounds in times.items():
         before, now = map(median, zip(*rounds, strict=True))

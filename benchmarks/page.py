@@ -190,9 +190,7 @@ def _against(results: Results) -> list[str]:
         {shown(min(ratios.values()))} to {shown(max(ratios.values()))}.
     """)
     if slower:
-        text += (
-            f" Below 0.95x in this run: {', '.join(slower)}; these cases read or allocate megabytes, and differ by run."
-        )
+        text += f" Below 0.95x: {', '.join(slower)}. These cases move megabytes, and their ratios differ by run."
     return ["## Against another version", text]
 
 
