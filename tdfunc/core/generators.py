@@ -45,7 +45,7 @@ def _frozen(state: Any) -> Any:
         return state.tobytes()
     if isinstance(state, dict):
         state = tuple(state.items())
-    # The longer one is that of Python's generator, which holds numbers only: 625 calls would take a tenth of a member.
+    # The state of Python's generator holds 625 numbers, which need no call each.
     return tuple(map(_frozen, state)) if isinstance(state, tuple) and len(state) < 9 else state
 
 
