@@ -155,8 +155,9 @@ def test_another_versions_fields_are_refused(tmp_path, inside, place, form):
 
 
 def test_fields_that_are_none(tmp_path):
-    """A field that was emptied before the save is None."""
+    """A field that was emptied before the save is None, also of a tree that is part of a value."""
     tree = Batch(torch.ones(2), torch.zeros(2), batch_size=[2]).replace(y=None)
     tdf.save(tree, tmp_path / "emptied.safetensors")
 
     assert_same(tdf.load(tmp_path / "emptied.safetensors", classes=[Batch]), tree)
+    assert_same(TensorDict({"o": tdf.NonTensorData([tree])}).memmap()["o"][0], tree)

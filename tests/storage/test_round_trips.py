@@ -102,7 +102,7 @@ def layouts():
         "strided": torch.randn(40, 50).t(),
         "sliced": torch.randn(100, 7)[::3, 1:5],
         "expanded": torch.randn(1, 3).expand(1000, 3),
-        "expanded, large": torch.randn(1, 1, 700).expand(3, 600, 700),
+        "expanded, large": torch.randn(1, 1, 700).expand(1, 1600, 700),
         "one long row": torch.randn(2, 1_300_000).t()[:1_200_000].t(),
         "large": torch.randn(1_300_001),
         "conj": torch.randn(5, dtype=torch.complex64).conj(),
