@@ -252,6 +252,7 @@ BLOCKS = {
     "negative": (f'[[[0],[1],"{D0}"],[[-1],[1],"{D1}"]]', "blocks inside leaf"),
     "a bool": (f'[[[0],[1],"{D0}"],[[true],[1],"{D1}"]]', "blocks inside leaf"),
     "two dimensions": (f'[[[0,0],[1,2],"{D0}"]]', "blocks inside leaf"),
+    "another table": (f'[[[0],[1],"{D0}"], [[1],[1],"{D1}"]]', "the table of leaf"),
     "values": (f'[[[0],[1],"{D0}"],[[1],[1],"{D0}"]]', r"from \[1\] to \[2\] is damaged"),
 }
 

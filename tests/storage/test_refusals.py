@@ -132,13 +132,13 @@ def test_values_that_no_format_holds(case, refused):
 
 def test_values_nested_too_deep(refused, tmp_path):
     """A value that is nested over 200 deep, or a cycle, is refused; 200 levels are kept."""
-    cycle = []
+    cycle, deep = [], "x"
     cycle.append(cycle)
-    refused(nested("bad", NonTensorData(cycle)), match=r'leaf "n\.bad"[\s\S]*200 deep')
-
-    deep = "x"
     for _ in range(199):
         deep = [deep]
+    for value in (cycle, [[deep]]):
+        refused(nested("bad", NonTensorData(value)), match=r'leaf "n\.bad"[\s\S]*200 deep')
+
     save(TensorDict({"ok": NonTensorData(deep)}), tmp_path / "t.safetensors")
     assert load(tmp_path / "t.safetensors")["ok"] == deep
 

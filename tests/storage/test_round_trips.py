@@ -98,7 +98,7 @@ def layouts():
     torch.manual_seed(0)
     complex_ = torch.randn(800, 800, dtype=torch.complex64)
     return {
-        "0-d": torch.tensor(3.5),
+        "0-d, one byte": torch.tensor(True),
         "strided": torch.randn(40, 50).t(),
         "sliced": torch.randn(100, 7)[::3, 1:5],
         "expanded": torch.randn(1, 3).expand(1000, 3),
