@@ -61,10 +61,7 @@ def test_given_classes(case, form, written):
     """A class that is not here is found among those given: by its qualified name, then by the fields."""
     given, expected = GIVEN[case]
 
-    alone, inside = (
-        tdf.load(written / f"alone{form}", classes=given),
-        tdf.load(written / f"inside{form}", classes=given),
-    )
+    alone, inside = (tdf.load(written / f"{name}{form}", classes=given) for name in ("alone", "inside"))
 
     assert type(alone) is type(inside["in", "b"]) is expected
     assert alone.batch_size == (2,)

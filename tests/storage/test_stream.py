@@ -67,10 +67,7 @@ def test_each_leaf_has_one_turn_without_the_others(tmp_path):
 @pytest.mark.parametrize("how", ["file", "shards", "memmap"])
 def test_an_error_leaves_what_was_there(how, tmp_path):
     """An error of a source half way leaves the old checkpoint and nothing else."""
-    old, new = (
-        TensorDict({"a": torch.ones(3), "b": torch.ones(3)}),
-        TensorDict({"a": torch.zeros(3), "b": torch.zeros(3)}),
-    )
+    old, new = (TensorDict({"a": make(3), "b": make(3)}) for make in (torch.ones, torch.zeros))
     writers = {
         "file": (tmp_path / "t.safetensors", lambda t, v, p: save_stream(t, v, p)),
         "shards": (tmp_path / "shards", lambda t, v, p: save_stream(t, v, p, max_shard_size=12)),
