@@ -74,7 +74,7 @@ def test_a_class_loads_as_itself(form, written):
     path, tree = written / f"alone{form}", Renamed(torch.zeros(2), torch.ones(2), batch_size=[2])
 
     assert type(Renamed.load(path)) is Renamed
-    assert type(Renamed.load(path, classes={"__main__:Batch": Renamed})) is Renamed
+    assert {type(Renamed.load(path, classes=one)) for one in (TensorDict, {"__main__:Batch": Renamed})} == {Renamed}
     assert Wider.load(path).z is None
     assert tree.load_(path).x.tolist() == [1, 1]
     assert TensorDict({"in": {"b": tree * 0}}).load_(written / f"inside{form}")["in", "b"].x.tolist() == [1, 1]

@@ -472,7 +472,7 @@ def test_tensordict_s_folder_is_replaced(tmp_path):
     """A folder that tensordict wrote is replaced, pickles included."""
     theirs = Incumbent({"a": torch.zeros(1), "n": {"b": torch.zeros(2)}, "s": "x", "a b": torch.zeros(2)})
     theirs.set("nested", torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]))
-    theirs.set("lazy", Incumbent.lazy_stack([Incumbent({"a": torch.zeros(n)}) for n in (1, 2)]))
+    theirs.set("lazy", Incumbent.lazy_stack([Theirs(x=torch.zeros(n), s="x", batch_size=[n]) for n in (1, 2)]))
     theirs.set("object", IncumbentNonTensor[0](complex(1, 2)))
     theirs.set("objects", IncumbentNonTensor[1](IncumbentNonTensor[0](1j), IncumbentNonTensor[0]("x")))
     theirs.memmap(tmp_path / "d")
