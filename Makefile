@@ -61,9 +61,9 @@ conformance: install $(VENV)/tensordict-newer/tensordict
 reliability: install
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.reliability $(PARTS)
 
-# Small changes to the code, and whether a test notices each: half an hour for the files of a seed.
-mutants: install
-	OMP_NUM_THREADS=1 $(PY) -m benchmarks.mutants --seed $(or $(SEED),1) --files $(or $(FILES),16) --each 3
+# Small changes to the code, and whether a test notices each: an hour for 400 changes.
+mutants: install $(VENV)/.installed-mutants
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.mutants --seed $(or $(SEED),1) --files $(or $(FILES),100) --each 4
 
 # Streams of random keys in dieharder, counted: half an hour. `make randomness STREAMS="one_key weyl"` counts some.
 randomness: install

@@ -1,9 +1,10 @@
 """Counts how many small changes the tests notice: `python -m benchmarks.mutants --seed 1 --files 20`.
 
-Each change is made alone in a copy of the repository. The test file of the changed file runs, then the tests of its
-folder, then the tests of the files that import it. Changes that survive are made all at once for the other tests of
-CI, the fast ones first, and each change runs the tests that failed. The results go to `mutants.json` in
-benchmarks/reliability/results after each change, and their table to docs/reliability_counts.md.
+Each change is made alone in a copy of the repository. The fast tests that run the changed lines run with it, in a
+process that has imported all (`swap.py`). For code that runs at import or in another process, the test file of the
+changed file runs, then the tests of its folder, then the tests of the files that import it. Changes that survive are
+made all at once for the other tests of CI, the fast ones first, and each change runs the tests that failed. The results
+go to `mutants.json` in benchmarks/reliability/results after each step, and their table to docs/reliability_counts.md.
 
 A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was
 written since notices it.
@@ -124,6 +125,18 @@ class Copy:
         return "passed" if status in _PASSED else "failed", failed
 
 
+def swap(root: Path, drawn: list[tuple[str, Change]], jobs: int) -> list[str]:
+    """For each change "noticed", "passed" or "not run", by the fast tests that run its lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        listed, out = Path(folder, "changes.json"), Path(folder, "out.jsonl")
+        listed.write_text(json.dumps([[path, *change] for path, change in drawn]))
+        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "benchmarks.mutants.swap", listed, out, "--jobs", str(jobs)]
+        subprocess.run(command, cwd=root, env=env, check=True)
+        outcomes = dict(map(json.loads, out.read_text().splitlines()))
+        return [outcomes[place] for place in range(len(drawn))]
+
+
 def notice(copy: Copy, path: str, one: Change) -> str | None:
     """The tests that notice a change: "own", "folder", "users", or None."""
     copy.write(path, [one])
@@ -178,6 +191,7 @@ def main() -> None:
     options = parser.parse_args()
     begun, found, broken = time.monotonic(), list[dict[str, Any]](), set[str]()
     survivors: list[tuple[dict[str, Any], tuple[str, Change]]] = []
+    at_import: list[tuple[str, Change]] = []
     lock, free = threading.Lock(), queue.SimpleQueue[Copy]()
 
     def save() -> None:
@@ -191,7 +205,7 @@ def main() -> None:
         try:
             if any(copy.run(tests)[0] != "passed" for tests in targets(path)):
                 broken.add(path)
-            for one in [one for place, one in drawn if place == path and path not in broken]:
+            for one in [one for place, one in at_import if place == path and path not in broken]:
                 keep_one(path, one, notice(copy, path, one))
         finally:
             free.put(copy)
@@ -202,15 +216,20 @@ def main() -> None:
             found.append({"file": path, **about, "noticed": noticed, "verdict": None})
             survivors.extend([(found[-1], (path, one))] if noticed is None else [])
             print(f"{len(found)}/{len(drawn)}", *found[-1].values(), flush=True)
-            save()
 
     commit, drawn = commit_of_code(), sample(options.seed, options.files, options.each)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         copies = [Copy(f"{folder}/{i}", options.limit) for i in range(options.jobs)]
         for copy in copies:
             free.put(copy)
-        for _ in pool.map(try_file, dict.fromkeys(path for path, _ in drawn)):
+        for (path, one), outcome in zip(drawn, swap(copies[0].root, drawn, options.jobs), strict=True):
+            if outcome == "not run":
+                at_import.append((path, one))
+            else:
+                keep_one(path, one, "lines" if outcome == "noticed" else None)
+        for _ in pool.map(try_file, dict.fromkeys(path for path, _ in at_import)):
             pass
+        save()
         copy = copies[0]
         for name, tests in _STAGES.items() if not options.alone else ():
             found_by = notice_together(copy, [pair for _, pair in survivors], tests) if survivors else []
