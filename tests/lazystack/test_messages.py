@@ -18,6 +18,7 @@ ROWS = [
     (lambda t: lazy_stack([tree(2), tree(2)[0]]), BatchSizeError, r"one number of batch dimensions.*\n.*\[2\]\n.*\[\]"),
     (lambda t: lazy_stack([tree(2)], 2), IndexError, "dimension 2 does not exist"),
     (lambda t: torch.cat([t, t.set("x", {"a": 1.0})]), TreeStructureError, "'x' must be of one.*\n.*a tensor\n.*tree"),
+    (lambda t: lazy_stack([t[0], t[0].set("x", {"a": 1.0})]), TreeStructureError, "'x' must .*\n.*a tensor\n.*tree"),
     (lambda t: torch.stack([t, t.permute(1, 0)]), TreeStructureError, "must hold their trees along one dimension"),
     (lambda t: torch.stack([t, t.pad()]), TreeStructureError, "LazyStack\n.*TensorDict\n.*dense"),
     # One tensor for each leaf is needed.
@@ -25,13 +26,12 @@ ROWS = [
     (lambda t: tree(3).update(t), LeafMismatchError, f"update: {NO_ONE_TENSOR}"),
     (lambda t: TensorDict({"l": t}, [3]).rename_key(("l", "x"), "x"), LeafMismatchError, NO_ONE_TENSOR),
     (lambda t: TensorDict({"l": t}, [3]).rename_key(("l", "s"), ("n", "s")), LeafMismatchError, NO_ONE_TENSOR),
-    (lambda t: t.sum(), LeafMismatchError, f"sum: {NO_ONE_TENSOR}"),
-    (lambda t: t.mean(1), LeafMismatchError, f"mean: {NO_ONE_TENSOR}"),
-    (lambda t: t.cumsum(0), LeafMismatchError, f"cumsum: {NO_ONE_TENSOR}"),
-    (lambda t: t.reshape(-1), LeafMismatchError, f"reshape: {NO_ONE_TENSOR}"),
+    *[
+        (lambda t, name=name, args=args: getattr(t, name)(*args), LeafMismatchError, f"{name}: {NO_ONE_TENSOR}")
+        for name, *args in [("sum",), ("mean", 1), ("cumsum", 0), ("reshape", -1), ("new_zeros", [2])]
+    ],
     (lambda t: lazy_stack([tree(0), tree(0)]).reshape(3, 0), IndexError, "must keep one tree at least"),
     (lambda t: t.gather(0, torch.tensor([[0]])), LeafMismatchError, f"gather: {NO_ONE_TENSOR}"),
-    (lambda t: t.new_zeros([2]), LeafMismatchError, f"new_zeros: {NO_ONE_TENSOR}"),
     (lambda t: t[[0, 1], [0, 1]], LeafMismatchError, f"index with index tensors across the trees: {NO_ONE_TENSOR}"),
     (lambda t: lazy_stack(uniform(), 1)[[0, 1], :, [0, 1]], LeafMismatchError, "index tensors across the trees"),
     (lambda t: t.at[0].set_(t[0]), LeafMismatchError, rf"at\[...\].set_: {NO_ONE_TENSOR}"),
@@ -60,6 +60,7 @@ ROWS = [
     (lambda t: t.pad(1.5), LeafMismatchError, "must fit leaf 'n.y'.*\n.*int64\n.*1.5"),
     (lambda t: t.pad({"q": 1}), MissingKeyError, "pad: no key 'q'"),
     (lambda t: lazy_stack([t[0], t[1].double()]).pad(), LeafMismatchError, "'x' of .*lengths only.*\n.*32\n.*float64"),
+    (lambda t: lazy_stack([t[0], t[1].double()]).nested(), LeafMismatchError, "nested: .*'x' of .*\n.*32\n.*float64"),
     (lambda t: lazy_stack([t[0], tree(4, width=3)]).nested(), LeafMismatchError, r"'x' of(.|\n)*\[4, 3\]\n.*strided"),
     (lambda t: t.dense(), LeafMismatchError, r"stack: the batch sizes differ.\n.*\[2\]\n.*\[4\]\n.*pad"),
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[0]]).dense(), TreeStructureError, r"different keys.*\n.*'q'"),

@@ -73,6 +73,7 @@ def test_options_are_inherited():
     assert Sub(1).numel == 2
     assert isinstance(Off(1).x, Tensor)
     assert type(Other(1).x) is int
+    assert type(type(TensorClass)("Both", (Base, Inner), {})(y=torch.ones(2), x=1).x) is int
     assert tensorclass(nocast=True)(Other) is Other
     assert tensorclass(Base) is Base
 

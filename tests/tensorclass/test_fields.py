@@ -175,7 +175,7 @@ def test_device_and_names(cls):
     """Values move to the device, and dimensions have the names that are given."""
     made = cls(torch.zeros(2, 3), batch_size=[2, 3], device="meta", names=["a", None])
 
-    assert made.value.device == made.device == torch.device("meta")
+    assert made.value.device == made.set("value", torch.ones(2, 3)).value.device == made.device == torch.device("meta")
     assert made.names == ["a", None]
 
 

@@ -87,7 +87,7 @@ def test_device():
     """A value is moved to the device of the tree, at any depth."""
     td = TensorDict({"a": torch.zeros(3)}, [3], device="meta")
 
-    assert td.set("b", torch.zeros(3))["b"].device.type == "meta"
+    assert [x.device.type for x in td.set("b", torch.zeros(3)).leaves()] == ["meta", "meta"]
     assert td.set(("n", "b"), 1.0)["n"].device.type == "meta"
     assert td.update(TensorDict({"c": torch.zeros(3)}, [3]))["c"].device.type == "meta"
     assert TensorDict({"d": TensorDict({"e": torch.zeros(3)})}, [3], device="meta")["d", "e"].device.type == "meta"
@@ -122,8 +122,8 @@ def test_constructor():
     assert TensorDict(tree, [3, 2]).names == ["t", None]
     assert TensorDict(tree, []).names == []
     assert list(TensorDict(tree, b=torch.zeros(3)).keys()) == ["a", "b"]
-    assert list(TensorDict(a=1, b=2).keys()) == list(TensorDict({"a": 1}, b=2).keys()) == ["a", "b"]
-    assert TensorDict.fromkeys(["a", ("n", "b")], 0)["n", "b"] == 0
+    assert list(TensorDict(a=1, b=2).keys()) == list(TensorDict({"a": tree["a"]}, b=2).keys()) == ["a", "b"]
+    assert [TensorDict.fromkeys(["a", ("n", "b")], *value)["n", "b"] for value in ((), (2,))] == [0, 2]
     assert TensorDict({}, 3).batch_size == Size([3])
 
 

@@ -62,10 +62,10 @@ def test_paths(td):
 
 def test_words(td):
     """Rows of non-tensor data are replaced by values."""
-    td = td.set("s", ["p", "q", "r"])
+    td = td.update({"s": ["p", "q", "r"], "t": "all"})
 
     assert td.at[1].set(td[0].set("s", NonTensorData([2])))["s"] == ["p", [2], "r"]
-    assert td.at[1:].set(td[:2])["s"] == ["p", "p", "q"]
+    assert [td.at[1:].set(td[:2])[key] for key in "st"] == [["p", "p", "q"], "all"]
 
 
 @given(trees(size=(2,), dtypes=st.just(torch.float32)), KEYS)

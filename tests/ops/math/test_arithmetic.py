@@ -10,7 +10,7 @@ A = torch.tensor([[[1.0, -2.0], [3.0, 0.5], [-4.0, 2.0]], [[0.0, 5.0], [1.0, 1.0
 B = A.flip(2) * 2 + 1
 ROWS = torch.tensor([[0.5, 1.0, 2.0], [1.5, -1.0, 0.25]])
 MASK = ROWS > 0.5
-NAN = A.masked_fill(A == 1, torch.nan).masked_fill(A == 5, torch.inf)
+NAN = A.masked_fill(A == 1, torch.nan).masked_fill(A == 5, torch.inf).masked_fill(A == -4, -torch.inf)
 
 
 def tree_of(leaf):
@@ -31,7 +31,9 @@ OPERANDS = {
     "clamp rows and tree": (lambda: td.clamp(ROWS, other), A.clamp(WIDE, B)),
     "clamp number and tree": (lambda: td.clamp(-1, other), A.clamp(min=-1).clamp(max=B)),
     "lerp": (lambda: td.lerp(other, 0.25), A.lerp(B, 0.25)),
-    "addcmul": (lambda: td.addcmul(other, ROWS, value=2), A.addcmul(B, WIDE, value=2)),
+    "addcmul": (lambda: td.addcmul(other, ROWS), A.addcmul(B, WIDE)),
+    "addcdiv": (lambda: td.addcdiv(other, ROWS), A.addcdiv(B, WIDE)),
+    "torch.addcmul": (lambda: torch.addcmul(td, other, ROWS, value=2), A.addcmul(B, WIDE, value=2)),
     "torch.addcdiv": (lambda: torch.addcdiv(td, other, ROWS, value=2), A.addcdiv(B, WIDE, value=2)),
     "lerp by rows": (lambda: torch.lerp(td, other, ROWS), A.lerp(B, WIDE)),
     "lerp to rows": (lambda: td.lerp(ROWS, 0.25), A.lerp(WIDE.expand_as(A), 0.25)),
@@ -39,10 +41,9 @@ OPERANDS = {
     "fmod": (lambda: td.fmod(other), A.fmod(B)),
     "atan2": (lambda: td.atan2(ROWS), A.atan2(WIDE)),
     "masked_fill": (lambda: td.masked_fill(MASK, 7), A.masked_fill(MASK[..., None], 7)),
-    "torch.masked_fill": (
-        lambda: torch.masked_fill(td, MASK[:, :1], 7), A.masked_fill(MASK[:, :1, None], 7),
-    ),
-    "nan_to_num": (lambda: tree_of(NAN).nan_to_num(9, posinf=8), NAN.nan_to_num(9, 8)),
+    "torch.masked_fill": (lambda: torch.masked_fill(td, MASK[:, :1], 7), A.masked_fill(MASK[:, :1, None], 7)),
+    "nan_to_num": (lambda: tree_of(NAN).nan_to_num(9, posinf=8, neginf=-7), NAN.nan_to_num(9, 8, -7)),
+    "nan_to_num by default": (lambda: tree_of(NAN).nan_to_num(), NAN.nan_to_num()),
     "softmax": (lambda: td.softmax(-1), A.softmax(1)),
     "torch.softmax": (lambda: torch.softmax(td, 0, dtype=torch.float64), A.softmax(0, torch.float64)),
     "cumsum": (lambda: td.cumsum(-1), A.cumsum(1)),

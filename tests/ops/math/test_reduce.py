@@ -28,9 +28,9 @@ def on_leaf(name, x, dims, keepdim=False):
     return tuple(part.reshape(sizes) for part in out) if isinstance(out, tuple) else out.reshape(sizes)
 
 
-def on_tree(name, tree, dim=None, keepdim=False, **options):
+def on_tree(name, tree, dim=None, **options):
     """Call the method of a tree."""
-    return getattr(tree, name)(*[0.3] * (name == "quantile"), dim=dim, keepdim=keepdim, **options)
+    return getattr(tree, name)(*[0.3] * (name == "quantile"), dim=dim, **options)
 
 
 def assert_leaf(found, path, expected):
@@ -49,8 +49,8 @@ def test_batch_dimensions(name, dim, keepdim):
     if isinstance(dim, tuple) and name in ("max", "min", "argmax", "argmin"):
         return
     dims = {0: (0,), -1: (1,)}.get(dim, dim)
-    found = assert_pure(lambda t: on_tree(name, t, dim, keepdim), TREE)
-    flat = on_tree(name, TREE.exclude("n"), dim, keepdim)
+    found = assert_pure(lambda t: on_tree(name, t, dim, keepdim=keepdim), TREE)
+    flat = on_tree(name, TREE.exclude("n"), dim, keepdim=keepdim)
 
     expected = on_leaf(name, A, dims, keepdim)
     for tree, path in ((found, "a"), (found, ("n", "b")), (flat, "a")):
