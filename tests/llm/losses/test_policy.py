@@ -111,11 +111,10 @@ PRESETS = [
 def test_presets_are_their_formulas(preset, options, core, seed):
     """Each name of the literature, with its defaults, a penalty and weights."""
     s = make(seed)
-    expected, _ = by_hand(s, **core, weights=s.weights, kl_coef=0.2)
+    both = {"weights": s.weights, "kl_coef": 0.2}
+    expected, _ = by_hand(s, **core, **both)
 
-    found = preset(
-        s.log_probs, s.advantages, s.mask, s.old, **options, weights=s.weights, ref_log_probs=s.ref, kl_coef=0.2
-    )
+    found = preset(s.log_probs, s.advantages, s.mask, s.old, ref_log_probs=s.ref, **options, **both)
 
     close(found.loss, expected)
 
