@@ -54,7 +54,7 @@ def test_causes(seed):
 
     assert len(compare(a, a + 1e-5)["worst"]) == 5
     assert compare(a, a + 1e-5)["cause"] == "none"
-    assert {compare(a, a.roll(shift, -1))["cause"] for shift in (1, -1)} == {"shift by one"}
+    assert {compare(a, inside * a.roll(shift, -1), inside)["cause"] for shift in (1, -1)} == {"shift by one"}
     assert compare(a, log_probs(logits.bfloat16(), ids))["cause"] == "dtype"
     assert {compare(a, log_probs(logits / heat, ids))["cause"] for heat in (0.5, 1.7)} == {"temperature"}
     assert compare(a, log_probs(kept, ids).nan_to_num(), inside)["cause"] == "truncation"
