@@ -63,9 +63,10 @@ def test_distill_is_its_formula(seed, beta, tail, normalize):
             p, q = (over(x[b, t].exp().tolist(), kept, tail) for x in (student, teacher))
             parts[-1].append(s.weights[b, t].item() * jensen_shannon(p, q, beta))
 
-    options = {"beta": beta, "tail": tail, "normalize": normalize, "weights": s.weights}
-    found = distill(student.gather(-1, ids), teacher.gather(-1, ids), s.mask, **options)
+    streams, options = (student.gather(-1, ids), teacher.gather(-1, ids), s.mask), {"beta": beta, "tail": tail}
+    found = distill(*streams, **options, normalize=normalize, weights=s.weights)
     close(found.loss, float(combine(parts, normalize)))
+    close(found.metrics["divergence"], distill(*streams, **options).loss.item())
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
