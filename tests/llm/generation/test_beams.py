@@ -16,8 +16,6 @@ OPTIONS = [
     {"num_beams": 2, "repetition_penalty": 1.5, "min_new_tokens": 4},
 ]
 EOS = [1, 5, 6, 20, 47]
-
-
 CASES = [(name, options) for name in ("llama", "gemma2, window", "qwen3_next", "bloom") for options in OPTIONS]
 
 
@@ -31,8 +29,7 @@ def test_beams_are_those_of_transformers(case):
     options = {"max_new_tokens": 7, "eos_token_ids": EOS, **options}
     parsed, rows = GenerationOptions.parse(options), prompts([9, 3, 9, 1], seed=4)
     found = generate_tokens(lm, params, rows, parsed, buffers=buffers)
-    count = parsed.num_return_sequences
-    reasons = set()
+    count, reasons = parsed.num_return_sequences, set()
     options = {("eos_token_id" if name == "eos_token_ids" else name): value for name, value in options.items()}
     for i, row in enumerate(rows):
         kwargs = {"attention_mask": torch.ones_like(row[None]), "do_sample": False, "pad_token_id": 96}

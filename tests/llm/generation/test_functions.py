@@ -182,7 +182,7 @@ TD = padded([3, 2])[0]
 REFUSED = [
     (TD, {"options": GenerationOptions(max_new_tokens=2)}, TypeError, "options must come alone"),
     (TensorDict({}, [2]), {}, MissingKeyError, "prompt"),
-    (TD.set("attention_mask", torch.zeros(2, 3, dtype=torch.bool)), {}, ValueError, "row 0 must have tokens"),
+    (TD.set("attention_mask", torch.arange(6).view(2, 3) < 3).reshape(1, 2), {}, ValueError, "prompt of row 0, 1 must"),
 ]
 
 

@@ -42,17 +42,18 @@ def test_greedy_responses_are_those_of_transformers(name):
     model = make(name)
     lm, params, buffers = causal_lm(model)
     # Rows of different lengths have pads, rows of one length have none.
-    rows = prompts([9, 3, 9, 1, 6, 5, 5], seed=1)
-    found = [generate_tokens(lm, params, part, parse(), buffers=buffers) for part in (rows[:5], rows[5:])]
+    rows, penalty = prompts([9, 3, 9, 1, 6, 5, 5], seed=1), {"repetition_penalty": 1.3}
 
-    for row, response in zip(rows, [*found[0], *found[1]], strict=True):
-        expected = hf_greedy(model, row, max_new_tokens=8)
-        assert torch.equal(response.tokens, expected)
-        assert response.finish_reason == ("stop" if int(expected[-1]) in lm.eos_ids else "length")
-        scores = row_log_probs(model, torch.cat([row, expected]))[len(row) - 1 :]
-        # Gated delta nets amplify rounding.
-        assert torch.allclose(response.log_probs, scores, atol=5e-4)
-        assert response[3:6] == (None, None, None)
+    for part, options in ((rows[:5], penalty), (rows[5:], {})):
+        found = generate_tokens(lm, params, part, parse(**options), buffers=buffers)
+        for row, response in zip(part, found, strict=True):
+            expected = hf_greedy(model, row, max_new_tokens=8, **options)
+            assert torch.equal(response.tokens, expected)
+            assert response.finish_reason == ("stop" if int(expected[-1]) in lm.eos_ids else "length")
+            scores = row_log_probs(model, torch.cat([row, expected]))[len(row) - 1 :]
+            # Gated delta nets amplify rounding.
+            assert torch.allclose(response.log_probs, scores, atol=5e-4)
+            assert response[3:6] == (None, None, None)
 
 
 def test_a_response_depends_on_its_key_and_its_prompt_alone():
@@ -234,7 +235,7 @@ REFUSED = [
     ({"stop_sequences": "x"}, {}, ValueError, "stop sequences must come with a tokenizer"),
     ({}, {"rows": [3, 0]}, ValueError, "row 1 must have tokens"),
     ({"max_new_tokens": 2046}, {"rows": [2, 3]}, ValueError, "row 1 and its response must not be longer"),
-    ({}, {"training": True}, ValueError, "must be in evaluation mode"),
+    ({}, {"train": []}, ValueError, "must be in evaluation mode"),
 ]
 
 
@@ -242,7 +243,7 @@ REFUSED = [
 def test_wrong_calls_are_errors(options, call, kind, pattern):
     """Each before any work, with the row or the option."""
     lm, params, buffers = causal_lm(make("llama"))
-    lm = lm.train(call.get("training", False))
+    lm = lm.train(*call.get("train", [False]))
     with pytest.raises(kind, match=pattern):
         generate_tokens(
             lm, params, prompts(call.get("rows", [3, 2])), parse(**options), keys=call.get("keys"), buffers=buffers

@@ -8,7 +8,7 @@ NAN = float("nan")
 
 
 def make(seed, *, rows=4, width=5, lead=(), dtype=torch.float64):
-    """Streams (*lead, rows, width) with a random mask, whose last row is empty, and poison where it is False."""
+    """Streams with a random mask, of one token in the second row and none in the last; poison where it is False."""
     generator = torch.Generator().manual_seed(seed)
     size = (*lead, rows, width)
 
@@ -16,8 +16,7 @@ def make(seed, *, rows=4, width=5, lead=(), dtype=torch.float64):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     mask = torch.rand(size, generator=generator) < 0.7
-    mask[..., -1, :] = False
-    mask[..., 0, 0] = True
+    mask[..., :2, 0], mask[..., 1, 1:], mask[..., -1, :] = True, False, False
     poison = torch.tensor([NAN, -torch.inf, torch.inf])[torch.randint(3, size, generator=generator)].double()
 
     def stream(values):

@@ -63,11 +63,8 @@ def test_normalized_rewards_are_their_formulas(seed, eps):
     flat = sum(groups, [])
     centred = [[v - statistics.fmean(group) for v in group] for group in groups]
 
-    scales = {
-        "group": [deviation(group) + eps for group in groups],
-        "batch": [deviation(flat) + eps] * 5,
-        None: [1] * 5,
-    }
+    scales = {"batch": [deviation(flat) + eps] * 5, None: [1] * 5}
+    scales["group"] = [deviation(group) + eps for group in groups]
     for scale, divisors in scales.items():
         expected = [[v / d for v in group] for group, d in zip(centred, divisors, strict=True)]
         check(group_normalized(values, mask, scale=scale, eps=eps), mask, expected)

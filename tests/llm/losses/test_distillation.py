@@ -63,9 +63,10 @@ def test_distill_is_its_formula(seed, beta, tail, normalize):
             p, q = (over(x[b, t].exp().tolist(), kept, tail) for x in (student, teacher))
             parts[-1].append(s.weights[b, t].item() * jensen_shannon(p, q, beta))
 
-    options = {"beta": beta, "tail": tail, "normalize": normalize, "weights": s.weights}
-    found = distill(student.gather(-1, ids), teacher.gather(-1, ids), s.mask, **options)
+    streams, options = (student.gather(-1, ids), teacher.gather(-1, ids), s.mask), {"beta": beta, "tail": tail}
+    found = distill(*streams, **options, normalize=normalize, weights=s.weights)
     close(found.loss, float(combine(parts, normalize)))
+    close(found.metrics["divergence"], distill(*streams, **options).loss.item())
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
@@ -103,8 +104,7 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_divergence():
     teacher, older = torch.randn(2, VOCAB, dtype=torch.float64).log_softmax(-1)
     log_p = logits.log_softmax(-1)
     exact = torch.autograd.grad((log_p.exp() * (log_p - teacher)).sum(), logits, retain_graph=True)[0]
+    streams = log_p.unsqueeze(1), teacher.unsqueeze(1), torch.ones(VOCAB, 1)
     for drawn_from, old in ((log_p.detach(), None), (older, older.unsqueeze(1))):
-        loss = distill_on_policy(
-            log_p.unsqueeze(1), teacher.unsqueeze(1), torch.ones(VOCAB, 1), old, weights=drawn_from.exp(), normalize=1.0
-        ).loss
+        loss = distill_on_policy(*streams, old, weights=drawn_from.exp(), normalize=1.0).loss
         torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], exact)

@@ -11,6 +11,9 @@ from tdfunc.llm.losses import dpo, ipo, kto, kto_baseline, orpo, simpo
 from tests.llm.losses.data import average, make, tokens
 from tests.llm.losses.test_policy import SEEDS, close
 
+BETAS = st.fixed_dictionaries({}, optional={"beta": st.floats(0.05, 2)})
+OPTIONS = st.fixed_dictionaries({}, optional={"beta": st.floats(0.05, 2), "average": st.booleans()})
+
 
 def log_sigmoid(x):
     """The log of 1 / (1 + exp(-x))."""
@@ -64,28 +67,30 @@ def pairs(seed):
 
 
 @settings(max_examples=8)
-@given(seed=SEEDS, beta=st.floats(0.05, 2), smoothing=st.sampled_from([0.0, 0.1]), mean=st.booleans())
-def test_dpo_and_ipo_are_their_formulas(seed, beta, smoothing, mean):
+@given(seed=SEEDS, options=OPTIONS, smooth=st.sampled_from([{}, {"label_smoothing": 0.1}]))
+def test_dpo_and_ipo_are_their_formulas(seed, options, smooth):
     """With and without label smoothing and lengths."""
-    s = pairs(seed)
+    s, beta, smoothing = pairs(seed), options.get("beta", 0.1), smooth.get("label_smoothing", 0.0)
 
     def sigmoid(chosen, rejected):
         gap = beta * (chosen - rejected)
         return -(1 - smoothing) * log_sigmoid(gap) - smoothing * log_sigmoid(-gap)
 
-    expected = by_hand(s, sigmoid, reference=True, mean=mean, scale=beta)
-    check(dpo(s.log_probs, s.ref, s.mask, beta=beta, label_smoothing=smoothing, average=mean), *expected)
+    expected = by_hand(s, sigmoid, reference=True, mean=options.get("average", False), scale=beta)
+    check(dpo(s.log_probs, s.ref, s.mask, **options, **smooth), *expected)
+    mean = options.get("average", True)
     expected = by_hand(s, lambda c, r: (c - r - 1 / (2 * beta)) ** 2, reference=True, mean=mean, scale=beta)
-    check(ipo(s.log_probs, s.ref, s.mask, beta=beta, average=mean), *expected)
+    check(ipo(s.log_probs, s.ref, s.mask, **options), *expected)
 
 
 @settings(max_examples=8)
-@given(seed=SEEDS, beta=st.floats(0.05, 2), gamma=st.floats(0, 2))
-def test_simpo_and_orpo_are_their_formulas(seed, beta, gamma):
+@given(seed=SEEDS, betas=BETAS, gammas=st.sampled_from([{}, {"gamma": 0.3}]))
+def test_simpo_and_orpo_are_their_formulas(seed, betas, gammas):
     """Losses without a reference, of mean log-probs."""
-    s = pairs(seed)
+    s, beta, gamma = pairs(seed), betas.get("beta", 2.0), gammas.get("gamma", 1.0)
     expected = by_hand(s, lambda c, r: -log_sigmoid(beta * (c - r) - gamma), reference=False, mean=True, scale=beta)
-    check(simpo(s.log_probs, s.mask, beta=beta, gamma=gamma), *expected)
+    check(simpo(s.log_probs, s.mask, **betas, **gammas), *expected)
+    beta = betas.get("beta", 0.1)
 
     def odds(mean):
         return math.log(math.exp(mean) / (1 - math.exp(mean)))
@@ -93,7 +98,7 @@ def test_simpo_and_orpo_are_their_formulas(seed, beta, gamma):
     options = {"reference": False, "mean": True, "scale": beta}
     loss, metrics = by_hand(s, lambda c, r: -beta * log_sigmoid(odds(c) - odds(r)), **options)
     chosen = [s.log_probs[b, 0, t].item() for b, row in enumerate(tokens(s.mask[:, 0])) for t in row]
-    found = orpo(s.log_probs, s.mask, beta=beta)
+    found = orpo(s.log_probs, s.mask, **betas)
     check(found, loss - average(chosen), metrics)
     close(found.metrics["nll"], -average(chosen))
     ratios, _ = by_hand(s, lambda c, r: odds(c) - odds(r), **options)
@@ -101,10 +106,11 @@ def test_simpo_and_orpo_are_their_formulas(seed, beta, gamma):
 
 
 @settings(max_examples=8)
-@given(seed=SEEDS, beta=st.floats(0.05, 2))
-def test_kto_is_its_formula(seed, beta):
+@given(seed=SEEDS, betas=BETAS, weights=st.sampled_from([{}, {"desirable_weight": 2.0, "undesirable_weight": 0.5}]))
+def test_kto_is_its_formula(seed, betas, weights):
     """Rows with labels, weights, and a baseline from other rows."""
-    s, others = make(seed), make(seed + 1)
+    s, others, beta = make(seed), make(seed + 1), betas.get("beta", 0.1)
+    factors = weights.get("undesirable_weight", 1.0), weights.get("desirable_weight", 1.0)
     above, below = (row_values(x, others.mask, mean=False) for x in (others.log_probs, others.ref))
     gaps = [x - y for x, y in zip(above, below, strict=True)]
     baseline = kto_baseline(others.log_probs, others.ref, others.mask)
@@ -115,10 +121,9 @@ def test_kto_is_its_formula(seed, beta):
     for b, wanted in enumerate(s.desirable.tolist()):
         gap = own[b] - ref[b]
         x = beta * (gap - z if wanted else z - gap)
-        losses.append((2.0 if wanted else 0.5) * (1 - 1 / (1 + math.exp(-x))) if s.mask[b].any() else 0.0)
+        losses.append(factors[wanted] * (1 - 1 / (1 + math.exp(-x))) if s.mask[b].any() else 0.0)
 
-    options = {"baseline": baseline, "beta": beta, "desirable_weight": 2.0, "undesirable_weight": 0.5}
-    found = kto(s.log_probs, s.ref, s.mask, s.desirable, **options)
+    found = kto(s.log_probs, s.ref, s.mask, s.desirable, baseline=baseline, **betas, **weights)
 
     close(found.loss, average(losses))
     for kind, wanted in (("chosen", True), ("rejected", False)):

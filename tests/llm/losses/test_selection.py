@@ -55,14 +55,14 @@ def test_topk_rewards_of_parts_are_those_of_the_whole(rows, cut, group_size):
 
 
 def test_several_rewards_of_a_row_count_by_their_mean():
-    """Also integers; chosen rows are indices of any tree."""
-    rewards = torch.tensor([[0, 9], [5, 5], [1, 1]]).unsqueeze(-1)
-    td = tdf.TensorDict({"prompt": ["p"] * 3, "reward": rewards}, [3])
+    """Also integers; chosen rows are indices of any tree, and so are pending ones, in ascending order."""
+    rewards = torch.tensor([[0, 9], [0, 0], [5, 5], [0, 0], [0, 0], [1, 1]]).unsqueeze(-1)
+    td = tdf.TensorDict({"prompt": list("pqprqp"), "reward": rewards}, [6])
 
     found = topk_rewards(td["prompt"], td["reward"], group_size=3, k=2)
 
     assert td[found.chosen]["reward"].squeeze(-1).tolist() == [[5, 5]]
-    assert found.pending.tolist() == []
+    assert found.pending.tolist() == [1, 3, 4]
 
 
 @given(st.lists(st.floats(0, 50), max_size=5), st.integers(1, 64), st.integers(50, 5000))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tdfunc.llm.losses import minor_sft, sft
 from tests.llm.losses.data import average, combine, make, tokens
 from tests.llm.losses.test_policy import SEEDS, close
-from tests.llm.losses.test_preference import log_sigmoid
+from tests.llm.losses.test_preference import OPTIONS, log_sigmoid
 
 
 @settings(max_examples=8)
@@ -20,22 +20,22 @@ def test_sft_is_its_formula(seed, normalize, weighted):
 
     found = sft(s.log_probs, s.mask, weights=s.weights if weighted else None, normalize=normalize)
     close(found.loss, combine(parts, normalize))
-    close(
-        found.metrics["nll"], average([-s.log_probs[b, t].item() for b, row in enumerate(tokens(s.mask)) for t in row])
-    )
+    close(found.metrics["nll"], sft(s.log_probs, s.mask).loss.item())
     rows = s.advantages.abs()
     spread = rows.unsqueeze(-1).expand(s.mask.shape)
     assert torch.equal(sft(s.log_probs, s.mask, weights=rows).loss, sft(s.log_probs, s.mask, weights=spread).loss)
 
 
 @settings(max_examples=8)
-@given(seed=SEEDS, beta=st.floats(0.05, 2), mean=st.booleans())
-def test_minor_sft_is_its_formula(seed, beta, mean):
+@given(seed=SEEDS, options=OPTIONS)
+def test_minor_sft_is_its_formula(seed, options):
     """Rows that are far above the reference hardly learn."""
-    s = make(seed)
+    s, beta, mean = make(seed), options.get("beta", 0.1), options.get("average", True)
     losses = []
     for b, row in enumerate(tokens(s.mask)):
         gap = sum(s.log_probs[b, t].item() - s.ref[b, t].item() for t in row)
         losses.append(-log_sigmoid(beta * (gap / len(row) if mean else gap)) if row else 0.0)
 
-    close(minor_sft(s.log_probs, s.ref, s.mask, beta=beta, average=mean).loss, average(losses))
+    loss, metrics = minor_sft(s.log_probs, s.ref, s.mask, **options)
+    close(loss, average(losses))
+    close(metrics["nll"], sft(s.log_probs, s.mask).loss.item())

@@ -14,8 +14,7 @@ from tdfunc.llm.scoring.head import Head, chosen_log_probs, log_probs_of
 def test_gradients_are_those_of_whole_logits(head, has_bias, heat):
     """In chunks that divide the positions or not: of the states, the weight, the bias and the temperatures."""
     made = [torch.randn(7, 5), torch.randn(11, 5), torch.randn(11), torch.rand(7) + 0.5]
-    leaves = [leaf.double().requires_grad_() for leaf in made]
-    hidden, weight, bias, each = leaves
+    hidden, weight, bias, each = leaves = [leaf.double().requires_grad_() for leaf in made]
     output, temperature = (weight, bias if has_bias else None), each if heat == "each" else heat
     ids, slope = torch.randint(11, (7, 2)), torch.randn(7, 2, dtype=torch.float64)
     expected = log_probs_of(head.logits(hidden, *output), ids, temperature)
