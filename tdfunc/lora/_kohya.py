@@ -65,5 +65,5 @@ def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[di
             renamed[f"{module}.{part}"] = tensor
             if part == "lora_A.weight":
                 ranks[re.escape(module)] = tensor.shape[0]
-    config = {"peft_type": "LORA", "r": 0, "rank_pattern": ranks, "alpha_pattern": ranks | alphas}
+    config = {"peft_type": "LORA", "rank_pattern": ranks, "alpha_pattern": ranks | alphas}
     return renamed, config | {"use_dora": any("magnitude" in name for name in renamed)}

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tdfunc import random
 from tdfunc.nn import BatchEnsembleConv2d, BatchEnsembleLinear, EnsembleLinear, TabM, batch_ensemble
+from tests.lora.layers import Largest, Tied
 from tests.models import ResNet
 
 
@@ -33,19 +33,6 @@ def member_of(layer, i):
         if bias:
             plain.bias.copy_(layer.bias[i])
     return plain
-
-
-class Largest(TorchDispatchMode):
-    """Sees the size of the largest tensor that is made."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.size = max(self.size, x.numel())
-        return out
 
 
 @given(
@@ -178,22 +165,11 @@ def test_a_converted_model_shares_its_parameters():
 
 def test_tied_weights_stay_shared():
     """A linear layer tied to an embedding keeps the tie."""
+    many = batch_ensemble(Tied(), 3, 0)
 
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.emb = nn.Embedding(5, 4)
-            self.out = nn.Linear(4, 5, bias=False)
-            self.out.weight = self.emb.weight
-
-        def forward(self, ids):
-            return self.out(self.emb(ids))
-
-    model = Tied()
-    many = batch_ensemble(model, 3, 0)
-    assert many.members.out.weight is many.members.emb.weight
-    assert many.members.out.weight.shape == (5, 4)
-    assert many(torch.arange(5)).shape == (3, 5, 5)
+    assert many.members.head.weight is many.members.embed.weight
+    assert many.members.head.weight.shape == (11, 6)
+    assert many(torch.arange(5)).shape == (3, 5, 11)
 
 
 class Reader(nn.Module):

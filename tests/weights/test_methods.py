@@ -134,26 +134,53 @@ def test_random_methods_keep_the_expectation(method):
 
 
 def test_della_keeps_larger_numbers_more_often():
-    """The probability rises by rank, from density - epsilon to density + epsilon."""
-    base = tdf.TensorDict({"w": torch.zeros(5)})
-    stacked = tdf.TensorDict({"w": torch.tensor([[1.0, -2.0, 3.0, -4.0, 5.0]])}, [1])
+    """The probability rises by rank from density - epsilon to density + epsilon; one number has the middle rank."""
+    base = tdf.TensorDict({"w": torch.zeros(5), "rows": torch.zeros(2, 1)})
+    stacked = tdf.TensorDict({"w": torch.tensor([[1.0, -2.0, 3.0, -4.0, 5.0]]), "rows": torch.ones(1, 2, 1)}, [1])
     keys = tdf.random.split(tdf.random.key(0), 20_000)
-    run = lambda key: tdf.weights.della_linear(base, stacked, torch.ones(1), density=0.5, epsilon=0.2, key=key)["w"]  # noqa: E731
+    run = lambda key: tdf.weights.della_linear(base, stacked, torch.ones(1), density=0.5, epsilon=0.2, key=key)  # noqa: E731
 
-    kept = (torch.vmap(run)(keys) != 0).float().mean(0)
+    kept = torch.vmap(run)(keys).apply(lambda x: (x != 0).float().mean(0), batch_size=[])
 
-    torch.testing.assert_close(kept, torch.tensor([0.3, 0.4, 0.5, 0.6, 0.7]), atol=0.02, rtol=0)
+    torch.testing.assert_close(kept["w"], torch.tensor([0.3, 0.4, 0.5, 0.6, 0.7]), atol=0.02, rtol=0)
+    torch.testing.assert_close(kept["rows"], torch.full((2, 1), 0.5), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.1, 0.9, 1.0])
-def test_della_takes_any_density_and_columns(density):
-    """Leaves [n, 1] and densities near 0 and 1 are merged, where mergekit raises."""
-    base = tdf.TensorDict({"w": torch.zeros(200, 1)})
-    stacked = tdf.TensorDict({"w": torch.ones(1, 200, 1)}, [1])
+# Merges at the limits of their conditions: (method, base, models, weights, options, result).
+LIMITS = [
+    ("slerp", [1.0, 0.0], [[-2.0, 0.0]], [0.25], {}, [0.25, 0.0]),
+    # The cosine is 0.9995, the last one with an arc.
+    ("slerp", [1.0, 0.0], [[569.0, 18.0]], [0.5], {}, [570 / 1.99975, 18 / 1.99975]),
+    ("nuslerp", [0.0, 0.0], [[1.0, 0.0], [0.0, 1.0]], [1.0, -1.0], {}, [0.5**0.5, 0.5**0.5]),
+    ("nuslerp", [0.0, 0.0], [[1.0, 0.0], [3.0, 0.0]], [1.0, 1.0], {}, [2.0, 0.0]),
+    ("multislerp", [0.0, 0.0], [[1.0, 0.0], [0.0, 1.0]], [1.0, 1.0], {"normalize_weights": False}, [2**0.5, 2**0.5]),
+    ("multislerp", [0.0, 0.0], [[1.0, 0.0], [-3.0, 0.0]], [1.0, 1.0], {}, [-1.0, 0.0]),
+    ("karcher", [0.0, 0.0], [[0.0, 0.0], [0.0, 3.0], [0.0, -3.0]], [1.0, 1.0, 1.0], {}, [0.0, 2.0]),
+    ("karcher", [0.0, 0.0], [[0.0, 1e-6], [1.0, 0.0], [0.0, 1.0]], [1, 3, 1], {"max_iter": 1}, [0.739104, 0.306147]),
+    # The square of the norm of this direction is above 1 in float32.
+    ("karcher", [0.0, 0.0], [[1.0, 4.0]], [1.0], {}, [1.0, 4.0]),
+    ("model_stock", [1.0, 1.0], [[1.0, 2.0], [1.0, 0.0]], [3.0, 1.0], {}, [1.0, 1.0]),
+    ("task_arithmetic", [0.0], [[3.0], [1.0]], [1.0, -1.0], {"normalize": True}, [2.0]),
+    ("ties", [0.0], [[1.0], [-1.0]], [1.0, 1.0], {}, [1.0]),
+    ("ties", [0.0, 0.0, 0.0], [[1.0, 2.0, 3.0]], [1.0], {"density": 0.01}, [0.0, 0.0, 3.0]),
+    ("breadcrumbs", [0.0, 0.0], [[1.0, 2.0]], [1.0], {"gamma": 0.5}, [1.0, 2.0]),
+    ("dare_linear", [5.0, 6.0], [[1.0, 1.0]], [1.0], {"density": 0.0, "key": 0}, [5.0, 6.0]),
+    ("della_linear", [5.0, 6.0], [[1.0, 1.0]], [1.0], {"density": 0.0, "key": 0}, [5.0, 6.0]),
+    ("sce", [0.0], [[1e-4], [3e-4]], [1.0, 1.0], {}, [2e-4]),
+    ("ram", [0.0, 0.0], [[1.0, 2.0], [0.0, 4.0]], [1.0, 1.0], {"epsilon": 1.0}, [0.0, 3.0]),
+    ("ramplus_tl", [0.0, 0.0, 0.0], [[1.0, 2.0, 4.0], [0.0, 2.0, 0.0]], [1.0, 1.0], {"epsilon": 1.0}, [0.0, 2.0, 4.08]),
+    ("arcee_fusion", [0.0, 0.0], [[1.0, -1.0]], [1.0], {}, [1.0, -1.0]),
+]
 
-    merged = tdf.weights.della_linear(base, stacked, [1.0], density=density, rescale=False, key=0)
 
-    assert merged["w"].mean().item() == pytest.approx(density, abs=0.1)
+@pytest.mark.parametrize(("name", "base", "models", "weights", "options", "expected"), LIMITS)
+def test_values_at_the_limits(name, base, models, weights, options, expected):
+    """Vectors that cancel out, weights whose sum is 0 and numbers at a threshold have the documented result."""
+    models = tdf.TensorDict({"w": torch.tensor(models)}, [len(models)])
+
+    merged = METHODS[name](tdf.TensorDict({"w": torch.tensor(base)}), models, weights, **options)
+
+    torch.testing.assert_close(merged["w"], torch.tensor(expected), atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])

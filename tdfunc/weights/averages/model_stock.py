@@ -29,7 +29,7 @@ def model_stock(base: Tensor, stacked: Tensor, weights: Tensor, *, filter_wise: 
     shape = base.shape if filter_wise and base.dim() else (-1,)
     own, x = base.reshape(shape), stacked.reshape(count, *shape)
     u, _ = units(x - own, 1e-6)
-    pairs = torch.einsum("k...n,j...n->...kj", u, u).clamp(-1, 1).triu(1)
+    pairs = torch.einsum("k...n,j...n->...kj", u, u).triu(1)
     cos = pairs.sum((-2, -1)).unsqueeze(-1) / (count * (count - 1) / 2)
     below = 1 + (count - 1) * cos
     is_singular = below.abs() < 1e-6

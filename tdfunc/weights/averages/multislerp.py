@@ -39,8 +39,6 @@ def multislerp(
     is_lost = length < eps
     if stacked.shape[0] > 2 and has_values() and bool(is_lost) and bool((norms > eps).any()):
         raise error(ValueError, "multislerp: the directions must not cancel out.", hint="choose other weights.")
-    tangent = ((u - (u * mean).sum(-1, keepdim=True) * mean) * w).sum(0)
-    angle = torch.linalg.vector_norm(tangent) + eps
-    merged = (mean * torch.cos(angle) + tangent * (torch.sin(angle) / angle)) * (norms * w).sum()
-    merged = torch.where(is_lost, (x * w).sum(0), merged).reshape(stacked.shape[1:])
+    # The logarithms at the direction of the sum add up to 0, whose exponential is that direction.
+    merged = torch.where(is_lost, (x * w).sum(0), mean * (norms * w).sum()).reshape(stacked.shape[1:])
     return merged if base is None else base + merged

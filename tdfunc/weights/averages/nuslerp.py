@@ -38,7 +38,7 @@ def nuslerp(
     is_zero = total.abs() < 1e-6
     t = torch.where(is_zero, 0.5, weights[1] / torch.where(is_zero, 1, total))
     u, _ = units(x, 1e-7)
-    cos = (u[0] * u[1]).sum(-1, keepdim=True).clamp(-1, 1)
+    cos = (u[0] * u[1]).sum(-1, keepdim=True)
     merged = arc(t, x[0], x[1], cos, 1 - cos.square() <= 1e-16)
     if row_wise and not flatten:
         merged = merged.transpose(0, -1)

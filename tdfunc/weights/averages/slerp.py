@@ -31,5 +31,5 @@ def slerp(base: Tensor, stacked: Tensor, weights: Tensor) -> Tensor:
         tensor([0.7071, 0.7071])
     """
     a, b = base.reshape(-1), stacked.reshape(-1)
-    cos = (units(a, 1e-8)[0] * units(b, 1e-8)[0]).sum().clamp(-1, 1)
+    cos = (units(a, 1e-8)[0] * units(b, 1e-8)[0]).sum()
     return arc(weights[0], a, b, cos, cos.abs() > 0.9995).reshape(base.shape)
