@@ -62,6 +62,7 @@ def report(template, **options):
         ("control strings", CHATML, True, "ordinary text"),
         ("control strings", CHATML.replace("m['content']", "m['content'] | upper"), False, "edits"),
         ("parsing", "{% for m in messages %}{{ m.content | upper }}{% endfor %}", None, "no template"),
+        ("parsing", CHATML.replace("m['role']", "loop.index"), None, "no template"),
     ],
 )  # fmt: skip
 def test_findings(name, template, good, detail):

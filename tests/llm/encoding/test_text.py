@@ -75,13 +75,13 @@ def test_texts_come_back(nested, padded):
 
 def test_one_text_and_other_forms_of_ids():
     """A text has no batch; ids may be tensors with masks, lists, and lists of tensors."""
-    tree = tokenize_text(PLAIN, "the fox")
+    tree = tokenize_text(PLAIN, "the fox .")
     ids = tree["input_ids"]
 
     assert tree.batch_size == ()
-    assert detokenize(PLAIN, tree) == detokenize(PLAIN, ids) == detokenize(PLAIN, ids.tolist()) == "the fox"
-    assert detokenize(PLAIN, [ids, ids[:0]]) == ["the fox", ""]
-    assert detokenize(PLAIN, torch.stack([ids, ids]), torch.stack([ids > 0, ids < 0])) == ["the fox", ""]
+    assert detokenize(PLAIN, tree) == detokenize(PLAIN, ids) == detokenize(PLAIN, ids.tolist()) == "the fox ."
+    assert detokenize(PLAIN, [ids, ids[:0]]) == ["the fox .", ""]
+    assert detokenize(PLAIN, torch.stack([ids, ids]), torch.stack([ids > 0, ids < 0])) == ["the fox .", ""]
     assert detokenize(PLAIN, [PLAIN.eos_token_id]) == ""
     assert detokenize(PLAIN, [PLAIN.eos_token_id], skip_special_tokens=False) == "<|im_end|>"
 

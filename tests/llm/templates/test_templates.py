@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc import UnsupportedError
-from tdfunc.llm import TEMPLATES, ChatML, History, chatml, deepseek, gemma, llama, mistral, qwen
+from tdfunc.llm import TEMPLATES, ChatML, History, JinjaTemplate, chatml, deepseek, gemma, llama, mistral, qwen
 from tdfunc.llm.messages.columns import conversation_in
 from tdfunc.llm.messages.message import as_compared
 from tdfunc.llm.templates.base import make_call
@@ -166,7 +166,8 @@ def test_parts_of_a_reply():
     message = qwen.parse_reply(reply)
 
     assert message == {"role": "assistant", "content": "wait", "reasoning_content": "hm", "tool_calls": [call]}
-    assert qwen.parse_reply(reply.removeprefix("<think>\n")) == message
+    for template in (qwen, JinjaTemplate(make_tokenizer())):
+        assert template.parse_reply(reply.removeprefix("<think>\n")) == message
     history = History.from_chats([{"role": "user", "content": "?"}, message])
     assert qwen.render(history).endswith(f"assistant\n{reply}<|im_end|>\n")
     inside = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nwait", "tool_calls": [call]}

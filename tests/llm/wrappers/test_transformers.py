@@ -497,7 +497,7 @@ def test_a_model_that_changes_is_prepared_anew():
         torch.testing.assert_close(wrapper(td)["log_probs"].full[:, 1:], expected, atol=1e-4, rtol=1e-4)
     for ends, found in (([7, 8], (7, 8)), (None, ()), (5, (5,))):
         model.generation_config.eos_token_id = ends
-        assert wrapper.lm.eos_ids == found
+        assert (wrapper.lm.eos_ids, wrapper.lm.apply is wrapper.lm.apply) == (found, True)
     with pytest.raises(ImmutableError, match="get_new_version"):
         wrapper.model = other
     new = wrapper.get_new_version(model=other)
