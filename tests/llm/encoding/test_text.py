@@ -53,8 +53,7 @@ def test_padded_texts_are_those_of_transformers(texts, tokenizer, side, cut_side
     options |= {"padding_side": side, "truncation_side": cut_side}
     out = tokenize_text(tokenizer, texts, add_special_tokens=special, **options)
 
-    assert out.batch_size == (len(texts),)
-    assert out["attention_mask"].dtype == torch.bool
+    assert (out.batch_size, out["attention_mask"].dtype) == ((len(texts),), torch.bool)
     assert torch.equal(out["input_ids"], expected["input_ids"].long())
     assert torch.equal(out["attention_mask"], expected["attention_mask"].bool())
     assert state_of(tokenizer) == before

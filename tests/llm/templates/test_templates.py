@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tdfunc import UnsupportedError
@@ -29,6 +29,7 @@ DEEPSEEK = (
     "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}<｜end▁of▁sentence｜>"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
+DEEPSEEK_CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\n```<｜tool▁call▁end｜>"
 MISTRAL = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
     "{% elif m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]"
@@ -146,6 +147,7 @@ def test_no_reply_is_thrown_away(name, text):
         (llama, '{"name": 3, "parameters": {}}', "must be text"),
         (deepseek, "<｜tool▁calls▁begin｜>x", "not closed"),
         (deepseek, "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", "tool call 0"),
+        (deepseek, DEEPSEEK_CALL + "<｜tool▁calls▁end｜>", "tool call 0: Expecting"),
         (mistral, "a[TOOL_CALLS][{", "list of objects"),
         (mistral, '[TOOL_CALLS][{"name": "f"}]', "a call has a name"),
     ],
@@ -200,6 +202,7 @@ def test_other_messages_may_be_left_open(template, message):
 
 @pytest.mark.parametrize("name", ALL)
 @given(st.one_of(messages(), messages(tools=False, thinking=False, system=False)))
+@example([EASY[0], {**EASY[1], "tool_calls": [make_call("now", {"zone": "ü"})]}])
 def test_reply_spans_are_what_follows_the_prompt(name, chat):
     """A reply is the text behind the render of the messages before it, up to its end of turn."""
     template = ALL[name]
