@@ -149,7 +149,8 @@ def test_equality_is_of_messages():
 
     assert (plain == other).all()
     assert (History(role="a") == History(role="a", content="")).all()
-    assert not (plain == plain.replace(name="n")).all()
+    named = plain.replace(name="n")
+    assert not any([(plain == named).all(), (named == plain).all()])
     assert (History.from_chats(RAGGED) == History.from_chats(RAGGED)).all()
     assert not (History.from_chats(RAGGED) == History.from_chats([RAGGED[0], [{"role": "user", "content": "c"}]])).all()
     assert (plain == "x") is False

@@ -62,6 +62,7 @@ def report(template, **options):
         ("control strings", CHATML, True, "ordinary text"),
         ("control strings", CHATML.replace("m['content']", "m['content'] | upper"), False, "edits"),
         ("parsing", "{% for m in messages %}{{ m.content | upper }}{% endfor %}", None, "no template"),
+        ("parsing", CHATML.replace("m['role']", "loop.index"), None, "no template"),
     ],
 )  # fmt: skip
 def test_findings(name, template, good, detail):
@@ -77,7 +78,7 @@ def test_a_doubled_bos_is_found():
     tokenizer = make_adding()
     tokenizer.chat_template, tokenizer.bos_token = BOS, "<s>"
 
-    assert template_report(tokenizer)["bos"].good is False
+    assert template_report(tokenizer)["bos"][1:] == (False, "doubled by tokenizer(text): pass add_special_tokens=False")
     assert template_report(make_tokenizer(BOS, bos_token="<s>"))["bos"][1:] == (True, "not doubled")
     assert report(CHATML, split_special_tokens=True)["end of turn"][1:] == (False, "'<|im_end|>' is not one token")
 

@@ -15,6 +15,7 @@ from tdfunc.llm import History, JinjaTemplate, PairwiseDataset, PromptData, chat
 from tdfunc.llm.datasets import tokens as module
 from tdfunc.llm.datasets.prompts import tokenize_prompts
 from tests.helpers import assert_trees_equal
+from tests.llm.encoding.test_chat import MASKED
 from tests.llm.tokens import CHATML, ZEPHYR, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -91,13 +92,7 @@ def test_conversations_have_their_masks():
     tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
     chats = [{"messages": CHAT, "tools": tools}, {"messages": [*CHAT, *CHAT], "tools": None}, {"messages": CHAT[:1]}]
     history = History.from_chats([{k: v for k, v in chat.items() if v} for chat in chats])
-    expected = history.apply_chat_template(
-        tokenizer=TOKENIZER,
-        chat_template=chatml,
-        add_generation_prompt=False,
-        return_assistant_tokens_mask=True,
-        padding=True,
-    )
+    expected = history.apply_chat_template(tokenizer=TOKENIZER, chat_template=chatml, padding=True, **MASKED)
 
     data = load_tokens(TOKENIZER, chats, columns="messages", chat_template=chatml)
 
@@ -110,7 +105,7 @@ def test_prompts_and_pairs():
     """Columns of a prompt with a response make the trees of prompts and pairs; long rows are cut."""
     records = [
         {"prompt": "the fox ", "chosen": "jumps", "rejected": "is lazy and brown"},
-        {"prompt": "dog", "chosen": "", "rejected": "x"},
+        {"prompt": "dog", "chosen": "", "rejected": "x" * 600},
     ]
     data = load_tokens(TOKENIZER, records, columns=("prompt", "chosen"))
     expected = tokenize_prompts(TOKENIZER, *[[each[name] for each in records] for name in ("prompt", "chosen")])
@@ -123,6 +118,8 @@ def test_prompts_and_pairs():
         expected = [(ids_of(record["prompt"]) + ids_of(record[name]))[:6] for record in records]
         assert rows_of({"input_ids": side.input_ids, "attention_mask": side.attention_mask}) == expected
         assert side.rewards is None
+    mask = PairwiseDataset.from_dataset(TOKENIZER, records).rejected_data.attention_mask
+    assert (mask.shape[1], mask[:, -1].tolist()) == (550, [True, True])
     whole = PairwiseDataset.from_dataset(TOKENIZER, records, prompt=None, max_length=None)
     assert whole.rejected_data.attention_mask.sum(1).tolist() == [len(ids_of(each["rejected"])) for each in records]
     assert [type(batch) for batch in pairs.split(1)] == [PairwiseDataset] * 2
@@ -136,8 +133,7 @@ def test_columns_by_name_stay_together():
     batch = data.batch([1, 0])
 
     assert batch.batch_size == (2,)
-    assert rows_of(batch["x"]) == [[], ids_of("the")]
-    assert rows_of(batch["y"]) == [ids_of("dog"), ids_of("fox jumps")]
+    assert [rows_of(batch[name]) for name in "xy"] == [[[], ids_of("the")], [ids_of("dog"), ids_of("fox jumps")]]
     assert data[0]["y"]["input_ids"].tolist() == ids_of("fox jumps")
     assert data.lengths["x"].tolist() == [len(ids_of("the")), 0]
 

@@ -53,8 +53,7 @@ def test_padded_texts_are_those_of_transformers(texts, tokenizer, side, cut_side
     options |= {"padding_side": side, "truncation_side": cut_side}
     out = tokenize_text(tokenizer, texts, add_special_tokens=special, **options)
 
-    assert out.batch_size == (len(texts),)
-    assert out["attention_mask"].dtype == torch.bool
+    assert (out.batch_size, out["attention_mask"].dtype) == ((len(texts),), torch.bool)
     assert torch.equal(out["input_ids"], expected["input_ids"].long())
     assert torch.equal(out["attention_mask"], expected["attention_mask"].bool())
     assert state_of(tokenizer) == before
@@ -75,13 +74,13 @@ def test_texts_come_back(nested, padded):
 
 def test_one_text_and_other_forms_of_ids():
     """A text has no batch; ids may be tensors with masks, lists, and lists of tensors."""
-    tree = tokenize_text(PLAIN, "the fox")
+    tree = tokenize_text(PLAIN, "the fox .")
     ids = tree["input_ids"]
 
     assert tree.batch_size == ()
-    assert detokenize(PLAIN, tree) == detokenize(PLAIN, ids) == detokenize(PLAIN, ids.tolist()) == "the fox"
-    assert detokenize(PLAIN, [ids, ids[:0]]) == ["the fox", ""]
-    assert detokenize(PLAIN, torch.stack([ids, ids]), torch.stack([ids > 0, ids < 0])) == ["the fox", ""]
+    assert detokenize(PLAIN, tree) == detokenize(PLAIN, ids) == detokenize(PLAIN, ids.tolist()) == "the fox ."
+    assert detokenize(PLAIN, [ids, ids[:0]]) == ["the fox .", ""]
+    assert detokenize(PLAIN, torch.stack([ids, ids]), torch.stack([ids > 0, ids < 0])) == ["the fox .", ""]
     assert detokenize(PLAIN, [PLAIN.eos_token_id]) == ""
     assert detokenize(PLAIN, [PLAIN.eos_token_id], skip_special_tokens=False) == "<|im_end|>"
 

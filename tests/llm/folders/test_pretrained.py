@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tdfunc as tdf
-from tdfunc.llm import load_pretrained, save_pretrained
+from tdfunc.llm import History, load_pretrained, save_jsonl, save_pretrained
 from tdfunc.llm.folders.files import write_beside
 from tests.cli.helpers import run
 from tests.helpers import quick
@@ -138,10 +138,13 @@ def test_other_models_are_refused(tmp_path):
         load_pretrained(tmp_path / "llama", cls=transformers.LlamaForSequenceClassification)
 
 
-def test_files_of_a_tokenizer_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
-    """Each is synchronised, as leaves are."""
+def test_other_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    """Files of a tokenizer and conversations are synchronised, as leaves are."""
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size) or fsync(fd))
     write_beside(str(tmp_path), {"tokenizer.json": b"{}", "merges.txt": b"a b c"})
 
-    assert {2, 5} <= {*synced}
+    save_jsonl(History.from_chats([{"role": "user", "content": "ü"}]), tmp_path / "a.jsonl")
+    line = '{"messages": [{"role": "user", "content": "ü"}]}\n'.encode()
+    assert {2, 5, len(line)} <= {*synced}
+    assert (tmp_path / "a.jsonl").read_bytes() == line

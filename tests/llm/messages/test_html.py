@@ -35,13 +35,11 @@ def test_one_message_and_parts():
     parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "u"}}]
     assert "look" in read(History(role="user", content=parts)._repr_html_())[1]
     cut = {"role": "assistant", "content": "", "is_complete": False, "tool_responses": ["found"]}
-    page = read(History.from_chats({"messages": [cut], "tools": [{"name": "now"}]})._repr_html_())[1]
-    assert all(each in page for each in ("1 tools", "now", "cut off", "found"))
+    page = read(History.from_chats({"messages": [cut], "tools": [{"name": "nöw"}]})._repr_html_())[1]
+    assert all(each in page for each in ("1 tools", "nöw", "cut off", "found"))
     full, long = (
         History.from_chats([[{"role": "user", "content": "x" * length}] * messages] * chats)._repr_html_()
         for length, messages, chats in ((4000, 200, 20), (9000, 300, 30))
     )
     assert not any(each in full for each in (" more ", "characters)"))
-    assert "10 more conversations" in long
-    assert "100 more messages" in long
-    assert "(9000 characters)" in long
+    assert all(each in long for each in ("10 more conversations", "100 more messages", "(9000 characters)"))

@@ -94,6 +94,7 @@ TEMPLATES = [
     (lambda: gemma.render(chat(("system", "s", {}), user()), reversible=True), ValueError, "message 0.*'role'"),
     (lambda: gemma.render(chat(user(), user())), UnsupportedError, r"message 1 \(user\).*take turns"),
     (lambda: gemma.render(chat(user(), tools=[{}])), UnsupportedError, "gemma.*tools"),
+    (lambda: gemma.render(chat(("system", "s", {"tool_calls": [CALL]}), user())), UnsupportedError, "0.*_calls"),
     (lambda: gemma.render(chat(("system", "s", {}))), UnsupportedError, "gemma: a system message"),
     (lambda: llama.render(chat(user(" a ")), reversible=True), ValueError, "message 0.*'content'.*' a '.*'a'"),
     (lambda: llama.render(chat(("system", "", {})), reversible=True), ValueError, "message 0 .*1 messages.*0 messages"),
@@ -108,6 +109,7 @@ TEMPLATES = [
     (lambda: deepseek.parse("<｜tool▁outputs▁begin｜>x<｜tool▁outputs▁end｜>"), ValueError, "results in"),
     (lambda: deepseek.parse("<｜end▁of▁sentence｜>"), ValueError, "character 0 .*<｜User｜> or"),
     (lambda: mistral.render(chat(reply(), tools=[{}])), UnsupportedError, "mistral: the tools"),
+    (lambda: mistral.render(chat(user(tool_calls=[CALL]))), UnsupportedError, r"message 0 \(user\).*'tool_calls'"),
     (lambda: mistral.render(chat(("critic", "s", {}))), UnsupportedError, "role 'critic'"),
     (lambda: mistral.parse("[AVAILABLE_TOOLS]{}[/AVAILABLE_TOOLS]"), ValueError, "tools must be a list"),
     (lambda: mistral.parse("[TOOL_RESULTS]x[/TOOL_RESULTS]"), ValueError, "character 0 .*an id"),
@@ -159,6 +161,7 @@ DATA = [
     (lambda: tokenize_text(TOKENIZER, ["a"], padding_side="up"), ValueError, "padding_side must be one of"),
     (lambda: tokenize_text(TOKENIZER, ["a"], truncation=True), ValueError, "max_length must be given"),
     (lambda: tokenize_prompts(TOKENIZER, ["a"], []), ValueError, "one response for each prompt"),
+    (lambda: tokenize_prompts(TOKENIZER, ["a"], ["b"], truncation=True), ValueError, "max_length must be given"),
     (lambda: read_records("a.csv"), ValueError, r"must end in \.jsonl, \.txt or \.parquet"),
     (lambda: load_tokens(TOKENIZER, {"text": ["a"]}), TypeError, "an iterable of records"),
     (lambda: load_tokens(TOKENIZER, pandas.DataFrame({"text": ["a"]})), TypeError, "an iterable of records"),
@@ -167,6 +170,7 @@ DATA = [
     (lambda: load_tokens(TOKENIZER, [{"text": "b"}, {"text": [{}]}]), TypeError, "Record 1: 'text' must be a text"),
     (lambda: load_tokens(TOKENIZER, [{"m": []}, {"m": "b"}], columns="m"), TypeError, "must be a list of messages"),
     (lambda: load_tokens(TOKENIZER, [{"m": [{}]}], columns="m"), TypeError, "Record 0, message 0: a message must be"),
+    (lambda: load_tokens(TOKENIZER, [{"text": chat(reply()).tolist()}], chat_template=NOTHING), ValueError, "be empty"),
     (lambda: load_tokens(TOKENIZER, ["a"]).batch([1]), IndexError, "The row must exist"),
     (lambda: load_tokens(TOKENIZER, ["a"])[-2], IndexError, "The row must exist"),
     (lambda: load_tokens(TOKENIZER, ["a"]).batch([0], padding=False), ValueError, "rows must be padded"),
@@ -183,17 +187,13 @@ BATCHING = [
 ]  # fmt: skip
 REMOTE = [
     (lambda: remote(base_url="x"), RemoteError, "response 0: x/inference.* must answer.*UnsupportedProtocol"),
-    (lambda: remote(generation={"num_beams": 2}), UnsupportedError, "beam search is not.*num_beams=2"),
-    (lambda: remote(generation={}), ValueError, "max_new_tokens must be given"),
 ]
 
 
-def remote(generation=None, **options):
+def remote(**options):
     """Generate by a server that is never reached."""
-    wrapper = RemoteWrapper("m", **{"base_url": "http://x", "input_mode": "tokens", **options})
-    wrapper.generate_tokens(
-        [torch.tensor([1])], GenerationOptions.parse({"max_new_tokens": 2} if generation is None else generation)
-    )
+    wrapper = RemoteWrapper("m", input_mode="tokens", **options)
+    wrapper.generate_tokens([torch.tensor([1])], GenerationOptions.parse({"max_new_tokens": 2}))
 
 
 def closed():

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tdfunc import UnsupportedError
-from tdfunc.llm import TEMPLATES, ChatML, History, chatml, deepseek, gemma, llama, mistral, qwen
+from tdfunc.llm import TEMPLATES, ChatML, History, JinjaTemplate, chatml, deepseek, gemma, llama, mistral, qwen
 from tdfunc.llm.messages.columns import conversation_in
 from tdfunc.llm.messages.message import as_compared
 from tdfunc.llm.templates.base import make_call
@@ -29,6 +29,7 @@ DEEPSEEK = (
     "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}<｜end▁of▁sentence｜>"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
+DEEPSEEK_CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\n```<｜tool▁call▁end｜>"
 MISTRAL = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
     "{% elif m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]"
@@ -146,6 +147,7 @@ def test_no_reply_is_thrown_away(name, text):
         (llama, '{"name": 3, "parameters": {}}', "must be text"),
         (deepseek, "<｜tool▁calls▁begin｜>x", "not closed"),
         (deepseek, "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", "tool call 0"),
+        (deepseek, DEEPSEEK_CALL + "<｜tool▁calls▁end｜>", "tool call 0: Expecting"),
         (mistral, "a[TOOL_CALLS][{", "list of objects"),
         (mistral, '[TOOL_CALLS][{"name": "f"}]', "a call has a name"),
     ],
@@ -166,7 +168,8 @@ def test_parts_of_a_reply():
     message = qwen.parse_reply(reply)
 
     assert message == {"role": "assistant", "content": "wait", "reasoning_content": "hm", "tool_calls": [call]}
-    assert qwen.parse_reply(reply.removeprefix("<think>\n")) == message
+    for template in (qwen, JinjaTemplate(make_tokenizer())):
+        assert template.parse_reply(reply.removeprefix("<think>\n")) == message
     history = History.from_chats([{"role": "user", "content": "?"}, message])
     assert qwen.render(history).endswith(f"assistant\n{reply}<|im_end|>\n")
     inside = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nwait", "tool_calls": [call]}
@@ -199,6 +202,7 @@ def test_other_messages_may_be_left_open(template, message):
 
 @pytest.mark.parametrize("name", ALL)
 @given(st.one_of(messages(), messages(tools=False, thinking=False, system=False)))
+@example([EASY[0], {**EASY[1], "tool_calls": [make_call("now", {"zone": "ü"})]}])
 def test_reply_spans_are_what_follows_the_prompt(name, chat):
     """A reply is the text behind the render of the messages before it, up to its end of turn."""
     template = ALL[name]

@@ -100,4 +100,4 @@ def test_cut_texts_are_incomplete():
     cut = {"role": "assistant", "content": "a fo", "is_complete": False}
     assert History.from_text(text[: text.index("x<")], tokenizer=tokenizer).tolist() == [chat[0], cut]
     with pytest.raises(ValueError, match="no template reads this text"):
-        History.from_text("<|header_start|>system<|header_end|>\n\nbe", tokenizer=tokenizer)
+        History.from_text("<|begin_of_text|><|header_start|>system<|header_end|>\n\nbe", tokenizer=tokenizer)

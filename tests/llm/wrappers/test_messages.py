@@ -5,7 +5,6 @@ import torch
 
 from tdfunc import ImmutableError, LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
 from tdfunc.llm import GenerationOptions, History, RemoteWrapper, Text, Tokens, TransformersWrapper
-from tdfunc.llm.wrappers.sampling import sampling_options
 from tests.llm.models import make
 from tests.llm.tokens import make_tokenizer
 from tests.llm.wrappers.fake import FakeWrapper
@@ -29,8 +28,8 @@ def made(mode="tokens", **options):
 
 
 def sent(**options):
-    """What an engine outside of this package would be told."""
-    return sampling_options("x", GenerationOptions.parse({"max_new_tokens": 2} | options))
+    """Nothing, for no prompts, but the options are read first."""
+    return REMOTE.generate_tokens([], GenerationOptions.parse({"max_new_tokens": 2} | options))
 
 
 CASES = [
@@ -59,8 +58,8 @@ CASES = [
     (lambda: made("text", generate=True)(TEXTS), ValueError, "row 1 must have tokens"),
     (lambda: made(generate=True)(TOKENS, training=True), ValueError, "generate=False"),
     (lambda: made(generate=True, generate_kwargs=HOT)(TOKENS), ValueError, "sampling must have a random key"),
-    (lambda: sent(num_beams=2), UnsupportedError, "x: beam search is not supported"),
-    (lambda: sent(temperature=1.0, top_p=0.9, min_p=0.1), UnsupportedError, "x: top_p with min_p is not supported"),
+    (lambda: sent(num_beams=2), UnsupportedError, "RemoteWrapper: beam search is not(?s:.)*num_beams=2"),
+    (lambda: sent(temperature=1.0, top_p=0.9, min_p=0.1), UnsupportedError, "RemoteWrapper: top_p with min_p is not"),
     (lambda: sent(max_new_tokens=None), ValueError, "max_new_tokens must be given"),
     (lambda: made()(TOKENS, logits_only=True), UnsupportedError, "returns no logits"),
     (lambda: made().get_dist(TOKENS), UnsupportedError, "returns no logits"),

@@ -366,9 +366,12 @@ def test_an_answer_that_does_not_fit_raises(serve):
         service.alter = lambda answer, change=change: altered(answer, **change)
         with pytest.raises(RemoteError, match=pattern):
             wrapper.generate_tokens(PROMPTS[:1], parse())
-    # JSON has no infinities; servers send -9999.
-    service.alter = lambda answer: altered(answer, logprobs={"token_logprobs": [None, -9999.0, -2.0]})
+    # JSON has no infinities; servers send -9999. Tokens may be named by their texts.
+    entries = {"token_logprobs": [None, -9999.0, -2.0], "tokens": ["a", "b", "c"]}
+    service.alter = lambda answer: altered(answer, logprobs=entries)
     assert wrapper.score_tokens(PROMPTS[:1])[0].tolist() == [0.0, -math.inf, -2.0]
+    service.alter = lambda answer: altered(answer, token_ids=[0] * 6)
+    assert wrapper.generate_tokens(PROMPTS[:1], parse())[0].tokens.tolist() == [0] * 6
     content = [{"token": "token_id:0", "logprob": -1.0}] * 3
     service.alter = lambda answer: altered(answer, logprobs={"content": content})
     with pytest.raises(RemoteError, match="of token 0 in the place of 9"):

@@ -421,8 +421,7 @@ def test_new_versions_keep_the_rest():
     assert new.get_new_version(generate=True)._generation == wrapper._generation
     gone = weakref.ref(collector)
     del collector
-    assert gone() is None
-    assert new.collector is None
+    assert gone() is new.collector is None
 
 
 def test_a_tree_takes_the_place_of_the_parameters():
@@ -497,7 +496,7 @@ def test_a_model_that_changes_is_prepared_anew():
         torch.testing.assert_close(wrapper(td)["log_probs"].full[:, 1:], expected, atol=1e-4, rtol=1e-4)
     for ends, found in (([7, 8], (7, 8)), (None, ()), (5, (5,))):
         model.generation_config.eos_token_id = ends
-        assert wrapper.lm.eos_ids == found
+        assert (wrapper.lm.eos_ids, wrapper.lm.apply is wrapper.lm.apply) == (found, True)
     with pytest.raises(ImmutableError, match="get_new_version"):
         wrapper.model = other
     new = wrapper.get_new_version(model=other)
@@ -516,8 +515,7 @@ def test_keys_of_the_outputs():
         text_key=None, tokens_key=("t", "ids"), masks_key="m", log_probs_key="lp",
     )  # fmt: skip
 
-    assert wrapper.in_keys == ["mine"]
-    assert wrapper.out_keys == ["mine", ("t", "ids"), "m", "lp"]
+    assert (wrapper.in_keys, wrapper.out_keys) == (["mine"], ["mine", ("t", "ids"), "m", "lp"])
     assert set(wrapper(td).keys()) == {"mine", "t", "m", "lp"}
     other = TensorDict({"in": td["mine"]}, [3])
     out = wrapper.get_new_version(input_key="in")(other)
