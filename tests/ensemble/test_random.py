@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, stack_modules
 from tdfunc.core.generators import default_generators
-from tdfunc.ensemble._draws import run_seeded
+from tdfunc.ensemble._draws import run_seeded, watch
 from tests.ensemble.models import Attention, Returns, ensemble_of, line
 from tests.helpers import examples, run_in_threads
 
@@ -149,6 +149,14 @@ def test_another_threads_draws_are_not_the_members():
     assert ensemble(tree, torch.ones(5, 3)).shape == (2, 5, 2)
     with pytest.raises(UnsupportedError, match="no rng was given"):
         Ensemble(functional(models[0])[0], "loop")(stack_modules(models), torch.ones(5, 3))
+
+
+def test_draws_of_one_of_several_generators_are_seen():
+    """A draw from one device's default generator counts, although the others stay."""
+    generators = [torch.Generator(), torch.default_generator]
+
+    assert watch(generators, lambda: torch.rand(1))[1] is True
+    assert watch(generators, lambda: torch.ones(1)) == (1, False)
 
 
 def draw_in_a_thread(y):

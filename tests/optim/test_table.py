@@ -41,10 +41,10 @@ def tolerance(name):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(
     ("steps", "dtype"),
-    [(3, torch.float64), *[pytest.param(200, t, marks=pytest.mark.slow) for t in (torch.float32, torch.float64)]],
+    [(6, torch.float64), *[pytest.param(200, t, marks=pytest.mark.slow) for t in (torch.float32, torch.float64)]],
 )
 def test_steps_are_those_of_torch(name, steps, dtype, generator):
-    """A run of one tree is that of torch.optim, to the last bit where the operations are the same."""
+    """A run of one tree and its state are those of torch.optim, to the last bit where the operations are the same."""
     make, cls, options = RULES[name]
     params = random_tree(generator, dtype, (), name=name)
     grads = [random_tree(generator, dtype, (), name=name) for _ in range(steps)]
@@ -52,14 +52,17 @@ def test_steps_are_those_of_torch(name, steps, dtype, generator):
     # In which torch keeps numbers in the state.
     torch.set_default_dtype(dtype)
     try:
-        trained, _ = train(opt.update, opt.init(params), params, grads)
-        expected = train_torch(cls, options, params, grads, fused=True)
+        trained, state = train(opt.update, opt.init(params), params, grads)
+        expected, slots = train_torch(cls, options, params, grads, fused=True)
     finally:
         torch.set_default_dtype(torch.float32)
 
     single = {"rtol": 1e-4, "atol": 1e-4}
     bounds = {} if is_exact(name) else single if dtype is torch.float32 else LOOSE
     assert_leaves(trained, expected, **bounds)
+    for path, other in slots.items():
+        found = {key: state[key][path] for key in opt.rule.slots if key in other}
+        torch.testing.assert_close(found, {key: other[key] for key in found}, **(bounds or {"rtol": 0, "atol": 0}))
 
 
 @each_rule
@@ -78,7 +81,7 @@ def test_members_are_those_of_torch(name, steps, generator):
     mapped, _ = train(torch.vmap(one.update), starts, params, grads)
 
     for i, rate in enumerate(RATES):
-        alone = train_torch(cls, {**options, "lr": rate}, params[i], [grad[i] for grad in grads], fused=False)
+        alone, _ = train_torch(cls, {**options, "lr": rate}, params[i], [grad[i] for grad in grads], fused=False)
         for trained in (stacked, mapped):
             assert_leaves(trained[i], alone, **tolerance(name))
 
@@ -108,6 +111,8 @@ def test_inactive_members_stay(name, generator):
     opt = make_optimizer(name)
     params, state = train(partial(assert_pure, opt.update), assert_pure(opt.init, params), params, grads)
     active, broken = torch.tensor([True, False, True]), last.at[1].set(float("inf"))
+    # Such weights in 16 bits would round off the parts that masters keep.
+    params = params.at[1].mul(2.0**20)
     both, both_after = opt.update(params, last, state)
 
     for update in (opt.update, tdf.jit(opt.update), partial(opt.update, donate=True)):
@@ -210,7 +215,7 @@ def test_a_nan_stays_in_its_member(name, generator):
 
     sound, _ = train(opt.update, opt.init(params), params, [grads, grads])
     assert_trees_equal(trained[::2], sound[::2])
-    alone = train_torch(cls, options, params[1], [broken[1], grads[1]], fused=False)
+    alone, _ = train_torch(cls, options, params[1], [broken[1], grads[1]], fused=False)
     for path in PATHS:
         torch.testing.assert_close(trained[1][path], alone[path], equal_nan=True, rtol=1e-5, atol=1e-5)
 
@@ -309,17 +314,3 @@ def test_adagrad_begins_with_its_members_sums():
 
     assert state["sum", "w"][:, 0].tolist() == [0.0, 1.0, 2.0]
     assert len(state["sum"]) == MEMBERS
-
-
-def test_the_average_of_asgd_is_torchs_to_the_last_bit():
-    """Before `t0` the average is the parameter itself, and after it torch's."""
-    w, opt = torch.nn.Parameter(torch.randn(50)), asgd(lr=0.1, t0=3.0)
-    params, theirs = TensorDict({"w": w.detach().clone()}), torch.optim.ASGD([w], 0.1, t0=3.0)
-    state = opt.init(params)
-    for _ in range(8):
-        w.grad = torch.randn(50)
-        params, state = opt.update(params, TensorDict({"w": w.grad}), state)
-        theirs.step()
-
-        assert torch.equal(params["w"], w)
-        assert torch.equal(state["ax", "w"], theirs.state[w]["ax"])
