@@ -204,7 +204,7 @@ def test_a_learning_rate_is_learned_through_it(name, generator):
     make = {
         "accumulate": lambda lr: optim.accumulate(optim.sgd(lr), 3),
         "apply_if_finite": lambda lr: optim.apply_if_finite(optim.sgd(lr), 2),
-        "lookahead": lambda lr: optim.lookahead(optim.sgd(lr), 2),
+        "lookahead": lambda lr: optim.lookahead(optim.sgd(lambda step: lr), 2),
         "schedule_free": lambda lr: optim.schedule_free(optim.sgd(lambda step: lr * (step > 1))),
     }.get(name, lambda lr: optim.ema(optim.masters(optim.sgd(lr)), 0.9))
 
