@@ -47,23 +47,24 @@ def leaky():
 
 
 @pytest.mark.parametrize(
-    ("make", "how", "chunk_size"),
+    ("make", "how", "chunk_size", "in_dims"),
     [
-        (Centred, "loop", None),
-        (Centred, "auto", None),
-        (Doubled, "auto", None),
-        (leaky, "loop", None),
-        (leaky, "vmap", 2),
-        (leaky, "auto", 2),
+        (Centred, "loop", None, None),
+        (Centred, "auto", None, None),
+        (Doubled, "auto", None, None),
+        (Doubled, "auto", None, 0),
+        (leaky, "loop", None, None),
+        (leaky, "vmap", 2, None),
+        (leaky, "auto", 2, None),
     ],
 )
-def test_writes_to_shared_arguments_are_refused(make, how, chunk_size):
+def test_writes_to_shared_arguments_are_refused(make, how, chunk_size, in_dims):
     """An argument that forward writes, in one member or in a vmap that fails, is refused."""
     models = [make() for _ in range(3)]
     ensemble = Ensemble(functional(models[0])[0], how, chunk_size=chunk_size)
 
-    with pytest.raises(UnsupportedError, match=r"writes to its argument.*\n.*only reads\n.*shape \[1, 2\]\n.*inplace"):
-        ensemble(stack_modules(models), -torch.ones(1, 2))
+    with pytest.raises(UnsupportedError, match=r"writes to its argument.*\n.*only reads\n.*shape \[3, 2\]\n.*inplace"):
+        ensemble(stack_modules(models), -torch.ones(3, 2), in_dims=in_dims)
 
 
 PRIVATE = {
