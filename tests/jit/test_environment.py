@@ -191,7 +191,8 @@ def test_through_vmap_and_grad_closures():
 
 
 def test_partials_and_methods():
-    """`functools.partial`, methods and callable objects are traced."""
+    """`functools.partial`, methods and callable objects are traced; closures of methods and names of keywords count."""
+    factor = 2
 
     class Model:
         def __init__(self, scale):
@@ -201,17 +202,18 @@ def test_partials_and_methods():
             return x * self.scale
 
         def double(self, x):
-            return self(x) * 2
+            return self(x) * factor
 
         @jit
         def decorated(self, x):
             return x + self.scale
 
-    x = torch.ones(1)
-    assert jit(functools.partial(lambda a, x: x + a, 3))(x).item() == 4
-    assert jit(Model(3))(x).item() == 3
-    assert jit(Model(3).double)(x).item() == 6
-    assert [Model(3).decorated(x).item(), Model.decorated(Model(4), x).item()] == [4, 5]
+    double, keywords = jit(Model(3).double), jit(lambda x, **kw: x * kw.get("a", 1) + kw.get("b", 0))
+    assert [fn(X).item() for fn in (jit(functools.partial(lambda a, x: x + a, 3)), jit(Model(3)), double)] == [4, 3, 6]
+    assert [Model(3).decorated(X).item(), Model.decorated(Model(4), X).item()] == [4, 5]
+    assert [keywords(X, a=3).item(), keywords(X, b=3).item()] == [3, 4]
+    factor = 3
+    assert double(X).item() == 9
 
 
 @pytest.mark.parametrize("hold", [lambda m: m, lambda m: [m], lambda m: {"a": (m,)}, lambda m: frozenset([m])])

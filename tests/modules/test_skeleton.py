@@ -52,7 +52,8 @@ class Closures(Layer):
 
     def __init__(self):
         super().__init__()
-        self.closure = lambda x: self.linear(x)
+        self.closure = lambda x: self.linear(x) * self.closure.scale
+        self.closure.scale = 2.0
         self.bound = self.go
         self.partial = functools.partial(self.go, scale=2.0)
         self.nested = {"a": [lambda x: self.bound(x)]}
@@ -79,11 +80,11 @@ class Lists(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.list = nn.ParameterList([torch.ones(3), torch.ones(3) * 2])
+        self.list, self.empty = nn.ParameterList([torch.ones(3), torch.ones(3) * 2, torch.ones(0)]), torch.ones(0)
         self.dict = nn.ParameterDict({"a": torch.ones(3) * 3})
 
     def forward(self, x):
-        return x * self.list[0] + self.list[1] + self.dict["a"]
+        return x * self.list[0] + self.list[1] + self.dict["a"] + self.empty.sum()
 
 
 def make_recurrent(kind):
@@ -239,7 +240,6 @@ def test_metadata_of_poison_is_free():
     assert list(module.state_dict()) == [name for name, _ in module.named_parameters()] == ["0.weight", "0.bias"]
     assert "Linear(in_features=3" in repr(module)
     again = pickle.loads(pickle.dumps(module))
-    assert isinstance(again[0].weight, Poison)
     assert again[0].weight.path == ("0", "weight")
     assert copy.deepcopy(module)[0].weight is weight
 
@@ -262,13 +262,11 @@ class Scribbler(nn.Module):
     def forward(self, x):
         traces = [self.memo, self.log, self.seen, self.queue, self.deep["a"][0].value, self.last, self.reserved]
         assert not any(traces)
-        assert self.count.sum() == 0
+        assert (self.count.sum(), self.rope.sum(), self.removed) == (0, 3, 1)
         assert not hasattr(self, "late")
         assert not hasattr(self.linear, "child_trace")
         assert not self.linear._forward_hooks
         assert self.bn.training
-        assert self.removed == 1
-        assert self.rope.sum() == 3
         assert self.other is not self.linear
         w = self.linear.weight
         self.memo["w"], self.last, self.reserved = w, w, torch.ones(3)

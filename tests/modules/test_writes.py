@@ -38,6 +38,7 @@ MODELS = {
     "embedding": lambda: nn.Embedding(4, 3, max_norm=0.1),
     "bag": lambda: nn.EmbeddingBag(4, 3, max_norm=0.1),
     "clamp": lambda: Writes(clamp),
+    "equal values": lambda: Writes(torch.no_grad()(lambda w: w.mul_(1.0))),
     "mul": lambda: Writes(torch.no_grad()(lambda w: w.mul_(2.0))),
     "data": lambda: Writes(lambda w: setattr(w, "data", w.data * 2)),
     "data in place": lambda: Writes(lambda w: w.data.clamp_(max=0.5)),
