@@ -230,6 +230,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 def test_the_module_is_the_program(monkeypatch, capsys):
     """`python -m tdfunc` takes the same arguments; the test keeps its own signal of a broken pipe."""
+    runpy.run_module("tdfunc.__main__")
     handlers = []
     monkeypatch.setattr(signal, "signal", lambda *args: handlers.append(args))
     monkeypatch.setattr(sys, "argv", ["tdfunc", "--version"])
