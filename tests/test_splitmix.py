@@ -15,6 +15,7 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 # Around the counts at which another way is chosen.
 SIZES = st.sampled_from([0, 1, 3, 8, 9, 31, 16_384, 16_385, 40_001])
 SALTS = st.sampled_from([splitmix.SEED, splitmix.SPLIT, splitmix.FOLD])
+# The tensor operations of a derivation.
 plain = splitmix._derive_plain
 
 
@@ -50,7 +51,6 @@ def test_numbers_are_mapped_as_keys_are():
     keys, numbers = random.split(random.key(0), 4), torch.arange(12).reshape(3, 4)
     both = torch.vmap(lambda k, n: splitmix.derive(k, n, splitmix.FOLD), (0, 1))
     alone = torch.vmap(lambda n: splitmix.derive(keys[0], n, splitmix.FOLD), 1)
-
     expected = torch.stack([plain(k, n, splitmix.FOLD) for k, n in zip(keys, numbers.T, strict=True)])
     recorded = tdf.jit(lambda k, n: torch.vmap(lambda n: splitmix.derive(k, n, splitmix.FOLD), 1)(n))
 

@@ -122,8 +122,8 @@ def test_constructor():
     assert TensorDict(tree, [3, 2]).names == ["t", None]
     assert TensorDict(tree, []).names == []
     assert list(TensorDict(tree, b=torch.zeros(3)).keys()) == ["a", "b"]
-    assert list(TensorDict(a=1, b=2).keys()) == list(TensorDict({"a": 1}, b=2).keys()) == ["a", "b"]
-    assert TensorDict.fromkeys(["a", ("n", "b")], 0)["n", "b"] == 0
+    assert list(TensorDict(a=1, b=2).keys()) == list(TensorDict({"a": torch.ones(2)}, b=2).keys()) == ["a", "b"]
+    assert [TensorDict.fromkeys(["a", ("n", "b")], *given)["n", "b"].item() for given in ((), (3,))] == [0, 3]
     assert TensorDict({}, 3).batch_size == Size([3])
 
 
