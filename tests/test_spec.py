@@ -60,10 +60,11 @@ def test_ragged_trees():
     rows = [{"x": torch.zeros(n), "n": {"y": torch.zeros(n, 3)}, "s": NonTensorStack(*"ab"[:n])} for n in (1, 2)]
     ragged = lazy_stack([TensorDict(row, [i + 1]) for i, row in enumerate(rows)])
 
-    assert Composite({"x": Unbounded((2, -1)), "s": NonTensor((2, -1))}, (2, -1)).is_in(ragged)
+    assert Composite({"x": Unbounded((2, -1), "cpu", torch.float32), "s": NonTensor((2, -1))}, (2, -1)).is_in(ragged)
     assert Composite({"x": Unbounded((-1, -1)), ("n", "y"): Unbounded((-1, -1, 3))}, (-1, -1)).is_in(ragged)
-    for wrong in (Unbounded((3, -1)), Unbounded((-1, -1, -1)), Unbounded((2, -1), dtype=torch.int64)):
-        assert not Composite({"x": wrong}, wrong.shape[:2]).is_in(ragged)
+    for x in (Unbounded((3, -1)), Unbounded((2, -1), dtype=torch.int64), Unbounded((2, -1), "meta")):
+        assert not Composite({"x": x}, x.shape).is_in(ragged)
+    assert not Composite({"x": Unbounded((-1, -1, -1))}, (-1, -1)).is_in(ragged)
 
 
 def test_devices_and_classes():

@@ -15,11 +15,8 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 # Around the counts at which another way is chosen.
 SIZES = st.sampled_from([0, 1, 3, 8, 9, 31, 16_384, 16_385, 40_001])
 SALTS = st.sampled_from([splitmix.SEED, splitmix.SPLIT, splitmix.FOLD])
-
-
-def plain(key, number, salt):
-    """The tensor operations of a derivation."""
-    return splitmix._derive_plain(key, number, salt)
+# The tensor operations of a derivation.
+plain = splitmix._derive_plain
 
 
 @given(seed=SEEDS, numbers=st.lists(SEEDS, max_size=12), salt=SALTS)
@@ -54,15 +51,11 @@ def test_numbers_are_mapped_as_keys_are():
     keys, numbers = random.split(random.key(0), 4), torch.arange(12).reshape(3, 4)
     both = torch.vmap(lambda k, n: splitmix.derive(k, n, splitmix.FOLD), (0, 1))
     alone = torch.vmap(lambda n: splitmix.derive(keys[0], n, splitmix.FOLD), 1)
+    expected = torch.stack([plain(k, n, splitmix.FOLD) for k, n in zip(keys, numbers.T, strict=True)])
+    recorded = tdf.jit(lambda k, n: torch.vmap(lambda n: splitmix.derive(k, n, splitmix.FOLD), 1)(n))
 
-    for run in (both, tdf.jit(both)):
-        assert torch.equal(
-            run(keys, numbers), torch.stack([plain(k, n, splitmix.FOLD) for k, n in zip(keys, numbers.T, strict=True)])
-        )
-    assert torch.equal(
-        tdf.jit(lambda k, n: torch.vmap(lambda n: splitmix.derive(k, n, splitmix.FOLD), 1)(n))(keys[0], numbers),
-        alone(numbers),
-    )
+    assert all(torch.equal(run(keys, numbers), expected) for run in (both, tdf.jit(both)))
+    assert torch.equal(recorded(keys[0], numbers), alone(numbers))
 
 
 @given(seed=SEEDS, size=SIZES, members=st.sampled_from([1, 3]))
@@ -89,7 +82,6 @@ def test_masks_agree(seed, size, p, dtype, number):
     """Masks hold 1 / p or 0; one key, mapped keys and a trace give the same."""
     keys = random.split(random.key(seed), 3)
     draw = torch.vmap(lambda k: splitmix.mask(k, (size, 1), p, dtype, number=number))
-
     expected = torch.stack([splitmix.mask(k, (size, 1), p, dtype, number=number) for k in keys])
 
     assert expected.dtype is dtype

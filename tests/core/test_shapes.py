@@ -9,15 +9,7 @@ from torch import Size
 
 import tdfunc as tdf
 from tdfunc import TensorDict
-from tdfunc.core.shapes import (
-    broadcast,
-    fill_size,
-    fits_into,
-    index_names,
-    index_size,
-    normalize_index,
-    shape_of,
-)
+from tdfunc.core.shapes import broadcast, fill_size, fits_into, index_names, index_size, normalize_index, shape_of
 from tests.random_index import random_index
 from tests.strategies import SIZES
 

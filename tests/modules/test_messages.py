@@ -285,3 +285,14 @@ def test_evaluation_mode_draws_nothing():
     model = nn.Sequential(nn.Linear(3, 4), nn.RReLU(), nn.LSTM(4, 4, 2, dropout=0.5)).eval()
 
     assert torch.equal(draw(model)[0], model(X)[0])
+
+
+def test_a_seed_set_in_forward_is_a_draw(monkeypatch):
+    """A default generator that moves without an operation is refused, unless another thread can have moved it."""
+    model = Calls(lambda y: (torch.manual_seed(torch.initial_seed() + 1), y)[1])
+
+    monkeypatch.setattr("threading.active_count", lambda: 2)
+    assert torch.equal(draw(model)[0], model(X)[0])
+    assert_raises(lambda: draw(Calls(lambda y: torch.poisson(y.exp()))), UnsupportedError, "aten.poisson")
+    monkeypatch.setattr("threading.active_count", lambda: 1)
+    assert_raises(lambda: draw(model), UnsupportedError, "torch's default generator by an operation")
