@@ -163,13 +163,14 @@ LIMITS = [
     ("task_arithmetic", [0.0], [[3.0], [1.0]], [1.0, -1.0], {"normalize": True}, [2.0]),
     ("ties", [0.0], [[1.0], [-1.0]], [1.0, 1.0], {}, [1.0]),
     ("ties", [0.0, 0.0, 0.0], [[1.0, 2.0, 3.0]], [1.0], {"density": 0.01}, [0.0, 0.0, 3.0]),
-    ("breadcrumbs", [0.0, 0.0], [[1.0, 2.0]], [1.0], {"gamma": 0.5}, [1.0, 2.0]),
+    ("breadcrumbs", [0.0, 0], [[1.0, 2]] * 2, [1, 1], {"density": [1, 0.5], "gamma": 0.5, "rescale": True}, [4.0, 2]),
     ("dare_linear", [5.0, 6.0], [[1.0, 1.0]], [1.0], {"density": 0.0, "key": 0}, [5.0, 6.0]),
     ("della_linear", [5.0, 6.0], [[1.0, 1.0]], [1.0], {"density": 0.0, "key": 0}, [5.0, 6.0]),
     ("sce", [0.0], [[1e-4], [3e-4]], [1.0, 1.0], {}, [2e-4]),
     ("ram", [0.0, 0.0], [[1.0, 2.0], [0.0, 4.0]], [1.0, 1.0], {"epsilon": 1.0}, [0.0, 3.0]),
     ("ramplus_tl", [0.0, 0.0, 0.0], [[1.0, 2.0, 4.0], [0.0, 2.0, 0.0]], [1.0, 1.0], {"epsilon": 1.0}, [0.0, 2.0, 4.08]),
-    ("arcee_fusion", [0.0, 0.0], [[1.0, -1.0]], [1.0], {}, [1.0, -1.0]),
+    # The smaller probability of each row is 0 in float32.
+    ("arcee_fusion", [0.0, 200.0], [[200.0, 0.0]], [1.0], {}, [200.0, 0.0]),
 ]
 
 
@@ -237,6 +238,7 @@ def test_errors_name_what_must_hold(call, kind, text):
 def test_the_table_is_that_of_the_mapping():
     """docs/merging.md has the table of the package, each of whose methods has an oracle."""
     assert {case["method"] for case in CASES} == set(tdf.weights.METHODS)
+    assert largest.__doc__.startswith("Take the largest step")
     assert "| `largest` | `b + max w d` |" in tdf.weights.table(METHODS)
     assert tdf.weights.table() in (ROOT / "docs" / "merging.md").read_text()
     assert repr(largest) == "<merging method largest>"
