@@ -29,7 +29,7 @@ def make(seed, *, rows=4, width=5, lead=(), dtype=torch.float64):
         old=stream(base + 0.3 * normal(*size)),
         ref=stream(base + 0.5 * normal(*size)),
         advantages=normal(*lead, rows).to(dtype),
-        gains=stream(normal(*size)),
+        gains=stream((2 * normal(*size)).round() / 2),
         weights=stream(normal(*size).abs()),
         entropy=stream(normal(*size).abs()),
         desirable=torch.rand((*lead, rows), generator=generator) < 0.5,
