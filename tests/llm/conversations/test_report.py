@@ -90,7 +90,10 @@ def test_a_template_that_raises_is_reported():
     assert not any(each.good for each in made.checks if each.name != "arguments")
     assert "no" in made["append-only"].detail
     assert str(made).count("\n") == len(made.checks) - 1
-    assert JinjaTemplate(make_tokenizer("{{ raise_exception('no') }}")).alike is None
+    no = "{{ raise_exception('no') }}"
+    assert JinjaTemplate(make_tokenizer(no)).alike is None
+    refusing = "{% if messages[0].role == 'system' %}" + no + "{% endif %}" + CHATML
+    assert JinjaTemplate(make_tokenizer(refusing)).alike == JinjaTemplate(make_tokenizer(CHATML)).alike is not None
 
 
 def test_the_command(tmp_path):

@@ -28,7 +28,7 @@ def make(seed, *, rows=4, width=5, lead=(), dtype=torch.float64):
         log_probs=stream(base),
         old=stream(base + 0.3 * normal(*size)),
         ref=stream(base + 0.5 * normal(*size)),
-        advantages=normal(*lead, rows).to(dtype),
+        advantages=((2 * normal(*lead, rows)).round() / 2).to(dtype),
         gains=stream((2 * normal(*size)).round() / 2),
         weights=stream(normal(*size).abs()),
         entropy=stream(normal(*size).abs()),
