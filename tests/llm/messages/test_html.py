@@ -41,6 +41,5 @@ def test_one_message_and_parts():
         History.from_chats([[{"role": "user", "content": "x" * length}] * messages] * chats)._repr_html_()
         for length, messages, chats in ((4000, 200, 20), (9000, 300, 30))
     )
-    assert "conversation 19, 200 messages" in full
     assert not any(each in full for each in (" more ", "characters)"))
-    assert all(each in long for each in ("10 more conversations", "100 more messages", "(9000 characters)"))
+    assert all(each in long for each in ("10 more conversations", "19, 300 messages", "100 more messages", "(9000 ch"))
