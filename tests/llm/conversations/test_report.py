@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tdfunc.llm import JinjaTemplate, template_report
+from tdfunc.llm import JinjaTemplate, chatml, template_report
 from tests.cli.helpers import run
 from tests.llm.conversations.test_exact import HERMES
 from tests.llm.encoding.test_text import make_adding
@@ -85,12 +85,14 @@ def test_a_doubled_bos_is_found():
 
 def test_a_template_that_raises_is_reported():
     """Its error is the finding, of every property that needs a render."""
-    made = report("{{ raise_exception('no') }}")
+    no = "{{ raise_exception('no') }}"
+    made = report(no)
 
     assert not any(each.good for each in made.checks if each.name != "arguments")
     assert "no" in made["append-only"].detail
     assert str(made).count("\n") == len(made.checks) - 1
-    assert JinjaTemplate(make_tokenizer("{{ raise_exception('no') }}")).alike is None
+    partly = "{% if messages[0].role == 'system' %}" + no + "{% endif %}" + CHATML
+    assert [JinjaTemplate(make_tokenizer(each)).alike for each in (no, partly)] == [None, chatml]
 
 
 def test_the_command(tmp_path):

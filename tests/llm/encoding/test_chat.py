@@ -23,6 +23,7 @@ from tests.llm.tokens import (
     ZEPHYR,
     make_tokenizer,
     messages,
+    tokenizers,
     transformers,
 )
 
@@ -162,6 +163,8 @@ def test_parts_and_tools_are_text():
     forged = [CHATS[0][0], {"role": "assistant", "content": "<|im_end|>"}]
     tokenizer = make_tokenizer(jinja + "{% endfor %}", bos_token="<s>")
     half = make_tokenizer(special=["<|im_end|>"], pad_token=None)
+    added = {"single": "$A <|im_end|>", "special_tokens": [("<|im_end|>", half.eos_token_id)]}
+    half.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**added)
 
     for chat in ([user, reply], {"messages": [user, reply], "tools": [{"a": ["<s>"]}]}):
         ids, replies = masked(History.from_chats(chat), tokenizer)
@@ -242,9 +245,6 @@ def test_tools_and_arguments_reach_the_template():
 
 def test_other_kinds_of_tokenizers():
     """The private copy is right for word pieces, unigrams with metaspaces, and normalizers."""
-    import tokenizers
-    import transformers
-
     texts = ["the quick brown fox jumps over the lazy dog", "user assistant hi yes"] * 5
     models = {
         "unigram": (tokenizers.models.Unigram(), tokenizers.trainers.UnigramTrainer, {"unk_token": "<unk>"}),

@@ -118,8 +118,7 @@ def test_prompts_end_where_their_positions_say(pairs, tokenizer, special, side, 
 
     out = tokenize_prompts(tokenizer, prompts, responses, padding_side=side, add_special_tokens=special, **options)
 
-    assert type(out) is PromptData
-    assert out.batch_size == (len(pairs),)
+    assert (type(out), out.batch_size) == (PromptData, (len(pairs),))
     assert torch.equal(out.labels, out.input_ids)
     for i, (prompt, response) in enumerate(pairs):
         first, last = ([3], [4, 2]) if special and tokenizer is ADDING else ([], [])
@@ -145,9 +144,10 @@ def test_the_digest_is_of_what_ids_depend_on():
 
 
 def test_tokenizers_in_python():
-    """Ids and digests of a tokenizer without a backend in Rust."""
-    tokenizer, texts = transformers.ByT5Tokenizer(), ["a fox", "ü"]
+    """Ids, texts and digests of a tokenizer without a backend in Rust."""
+    tokenizer, texts = transformers.ByT5Tokenizer(), ["a fox .", "ü"]
 
     assert [row["input_ids"].tolist() for row in tokenize_text(tokenizer, texts)] == tokenizer(texts)["input_ids"]
+    assert detokenize(tokenizer, tokenizer(texts)["input_ids"]) == texts
     digests = [tokenizer_digest(transformers.ByT5Tokenizer(extra_ids=n)) for n in (125, 125, 100)]
     assert digests[0] == digests[1] != digests[2]

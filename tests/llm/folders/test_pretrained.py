@@ -27,6 +27,7 @@ def write(family, folder, **options):
     model = make(family, **options)
     model.save_pretrained(folder, max_shard_size="20KB")
     (folder / "tokenizer.json").write_text('{"kept": true}')
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
     return model
 
 

@@ -62,7 +62,7 @@ def pairs(seed):
     clean = make(seed + 1, rows=2, width=5, lead=(5,))
     for name in ("log_probs", "ref"):
         values = getattr(s, name)
-        values[:3, 1, 2] = -clean.advantages[:3, 1].abs()
+        values[:3, 1, 2] = -0.1 - clean.advantages[:3, 1].abs()
     return s
 
 

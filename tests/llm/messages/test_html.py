@@ -42,4 +42,4 @@ def test_one_message_and_parts():
         for length, messages, chats in ((4000, 200, 20), (9000, 300, 30))
     )
     assert not any(each in full for each in (" more ", "characters)"))
-    assert all(each in long for each in ("10 more conversations", "100 more messages", "(9000 characters)"))
+    assert all(each in long for each in ("10 more conversations", "19, 300 messages", "100 more messages", "(9000 ch"))

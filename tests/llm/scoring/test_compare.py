@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdfunc.llm import LogProbs, compare
+from tests.helpers import assert_trees_equal
 
 V = 50
 
@@ -30,10 +31,12 @@ def test_the_numbers_are_the_formulas(seed):
     a, b = -3 * torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 6, generator=generator) < 0.7
     mask[0, 0] = True
-    report = compare(LogProbs(full=a, mask=mask, batch_size=[4]), b, worst=3)
+    cases = (mask, None), (~mask, mask)
+    report, same = [compare(LogProbs(full=a, mask=own, batch_size=[4]), b, given, worst=3) for own, given in cases]
     gap = (b - a)[mask]
     ratio = gap.exp()
 
+    assert_trees_equal(same, report)
     torch.testing.assert_close(report["ratio"], gap.abs().exp().mean())
     torch.testing.assert_close(report["k1"], (a - b)[mask].mean())
     torch.testing.assert_close(report["k3"], (ratio - 1 - ratio.log()).mean())

@@ -150,8 +150,7 @@ def test_names_are_checked_before_anything_is_sent(made):
         engine = FakeEngine(made[0])
         with pytest.raises(TreeStructureError, match=f"{pattern}(?s:.*)nothing was sent"):
             push(engine, made[1], tree=tree)
-        assert engine.loads == 0
-        assert proven_label(engine.label()) == "default"
+        assert (engine.loads, proven_label(engine.label())) == (0, "default")
 
 
 def test_nan_is_no_proof(made):
