@@ -55,6 +55,9 @@ ROWS = [
     (lambda t: t.at[:, [0, 1]].mul(2), BatchSizeError, r"at\[...\]: .*ragged"),
     (lambda t: t.at[:2].set(t), BatchSizeError, r"must have the batch size.*\n.*2 at dimension 0\n.*\[3, -1\]"),
     (lambda t: t.with_batch_size([2]), BatchSizeError, r"dimension 0 must be the number of trees.*\n.*3\n.*\[2\]"),
+    (lambda t: t + lazy_stack([t[0].set("q", 1.0), t[1], t[2]]), TreeStructureError, "add.*different keys(.|\n)*'q'"),
+    (lambda t: tdf.assert_close(t, lazy_stack([t[0].set("q", 1), t[1], t[2]])), TreeStructureError, "(?s)close.*'q'"),
+    (lambda t: lazy_stack([lazy_stack([t[0].set("q", 1.0), t[1]])]).to_dict(), TreeStructureError, "'q' is not in all"),
     # One tree of all.
     (lambda t: t.pad(side="middle"), ValueError, "must be one of 'right', 'left'.*\n.*'middle'"),
     (lambda t: t.pad(1.5), LeafMismatchError, "must fit leaf 'n.y'.*\n.*int64\n.*1.5"),

@@ -49,16 +49,15 @@ def test_a_module_and_its_training_step():
 
 
 def test_nothing_runs_twice_or_is_drawn():
-    """Captured tensors count by their shape, and the generator stays; an argument keeps its device, except meta."""
+    """Captured tensors count by their shape, and the generator stays; an argument keeps its class, and leaves meta."""
     state, w = torch.get_rng_state(), torch.randn(3, 2)
     torch.set_rng_state(state)
 
     spec = eval_shape(lambda x: torch.rand(4, 3) @ w + x, torch.ones(2, dtype=torch.float64))
     assert (spec.shape, spec.dtype, spec.requires_grad) == ((4, 2), torch.float64, False)
     assert torch.equal(torch.get_rng_state(), state)
-    assert eval_shape(lambda x: x.device.type, torch.ones(2, device="meta")) == "cpu"
-    with torch.device("meta"):
-        assert eval_shape(lambda x: x.device.type, torch.ones(2, device="cpu")) == "cpu"
+    w, m = nn.Parameter(w), torch.ones(2, device="meta")
+    assert eval_shape(lambda w, m: (isinstance(w, nn.Parameter), m.device.type), w, m) == (True, "cpu")
 
 
 def test_a_file_is_compared_with_it(tmp_path):

@@ -172,15 +172,13 @@ def test_functions_by_position_and_name():
     assert torch.split(tree, split_size_or_sections=1, dim=0)[1]["a"].shape == Size([1, 3])
     assert torch.chunk(tree, 2)[0].batch_size == Size([1])
     assert torch.reshape(tree, (1, 2)).batch_size == torch.unflatten(tree, 0, (1, 2)).batch_size == Size([1, 2])
-    assert torch.permute(tree.unsqueeze(0), (1, 0)).batch_size == Size([2, 1])
-    assert torch.transpose(tree.unsqueeze(0), 0, 1).batch_size == Size([2, 1])
+    row = tree.unsqueeze(0)
+    assert torch.permute(row, (1, 0)).batch_size == torch.transpose(row, 0, 1).batch_size == Size([2, 1])
     assert torch.squeeze(torch.unsqueeze(tree, 0)).batch_size == torch.flatten(tree).batch_size == Size([2])
     assert torch.broadcast_to(tree, (5, 2)).batch_size == Size([5, 2])
     assert torch.masked_select(tree, torch.tensor([True, False])).batch_size == Size([1])
     assert torch.concatenate([tree, tree]).batch_size == torch.concat([tree, tree], 0).batch_size == Size([4])
     assert torch.unbind(tree)[0].batch_size == Size([])
-    assert torch.rand_like(tree)["a"].shape == Size([2, 3])
     assert torch.clone(tree)["a"] is not tree["a"]
-    assert torch.detach(tree)["a"].shape == Size([2, 3])
-    assert torch.all(tree) is False
-    assert torch.any(tree) is True
+    assert torch.rand_like(tree)["a"].shape == torch.detach(tree)["a"].shape == Size([2, 3])
+    assert [repr(fn(tree)) for fn in (torch.all, torch.any)] == ["False", "True"]

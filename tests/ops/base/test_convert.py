@@ -47,7 +47,7 @@ def test_values_that_stay_values(td):
         {
             "s": "x",
             "o": thing,
-            "l": ["a", "b", "c"],
+            "l": [["a"], ["b", "c"], "d"],
             "arr": np.array(["p", "q", "r"]),
             "m": [1, "x", None],
             "w": NonTensorData(3),
@@ -55,7 +55,7 @@ def test_values_that_stay_values(td):
     )
 
     assert (new["s"], new["o"], new["w"]) == ("x", thing, 3)
-    assert (new["l"], new["m"]) == (["a", "b", "c"], [1, "x", None])
+    assert (new["l"], new["m"]) == ([["a"], ["b", "c"], "d"], [1, "x", None])
     assert isinstance(new._get("arr"), NonTensorStack)
     assert new[1]["arr"] == "q"
     times = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")

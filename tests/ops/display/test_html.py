@@ -228,11 +228,11 @@ def test_classes_of_trees():
         image: Tensor
         source: str = "camera"
 
-    typed = Page(Sample(torch.zeros(4, 2), batch_size=[4], device="cpu")._repr_html_())
+    typed = Page(Sample(torch.zeros(4, 2), batch_size=[4], device="cpu", names=["t"])._repr_html_())
     stack = lazy_stack([TensorDict({"x": torch.arange(n), "in": {"y": torch.zeros(n, 2)}}, [n]) for n in (2, 3)])
     ragged = Page(stack._repr_html_())
 
-    assert typed.headings == ["Sample batch [4] · cpu · 1 leaf, 32 B"]
+    assert typed.headings == ["Sample batch [4] · names ['t'] · cpu · 1 leaf, 32 B"]
     assert [cells[:2] for cells in typed.rows[1:]] == [["image", "[4, 2]"], ["source str", "'camera'"]]
     assert ragged.headings[0] == "LazyStack batch [2, -1] · stacked along dimension 0 · 4 leaves, 80 B"
     cells = {row[0]: row[1:] for row in ragged.rows}

@@ -1,11 +1,12 @@
 """Trees and leaves as text: sizes, counts, kinds, and the repr."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdfunc import Kind, NonTensorStack
-from tdfunc.ops.display.text import bytes_text, count_text, kind_text, printable, value_text
+from tdfunc import Kind, NonTensorStack, TensorDict
+from tdfunc.ops.display.text import bytes_text, count_text, kind_text, printable, totals, value_text
 
 
 @given(st.integers(0, 10**18))
@@ -27,5 +28,7 @@ def test_words():
     sizes = {999: "999 B", 1000: "1.00 kB", 999_499: "999 kB", 999_500: "1.00 MB", 9995 * 10**14: "1000 PB"}
     assert {size: bytes_text(size) for size in sizes} == sizes
     assert value_text(NonTensorStack(*"abcdef")) == "[6] values: 'a', 'b', 'c', 'd', 'e', 'f'"
+    tree = TensorDict({"a": torch.zeros(2), "b": torch.zeros(3)})
+    assert [totals(tree, limit) for limit in (2, 1)] == [(2, 20, True), (2, 20, False)]
     assert printable("a" * 120) == "a" * 120
     assert printable("a" * 300) == "a" * 60 + "..." + "a" * 30 + " (300 characters)"

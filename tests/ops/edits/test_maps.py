@@ -13,13 +13,14 @@ def test_apply():
     other = TensorDict({"a": torch.full((3, 2), 4.0)}, [3])
 
     assert assert_pure(lambda t: t.apply(lambda x: x + 1), tree)["a"].unique().tolist() == [2]
-    assert tree.apply(lambda x: x).names == tree.apply(lambda x: x, device="cpu").names == ["t"]
-    assert tree.apply(lambda x: x)["s"] == "x"
+    plain, placed = tree.apply(lambda x: x), tree.apply(lambda x: x, device="cpu")
+    assert (plain["s"], plain.names, placed.names, str(placed.device)) == ("x", ["t"], ["t"], "cpu")
     assert list(tree.apply(lambda x: x if x.is_floating_point() else None).keys(True)) == ["a", "n", "s"]
     assert "n" not in tree.apply(lambda x: x if x.is_floating_point() else None, filter_empty=True)
     assert tree.exclude("n", "s").apply(torch.add, other)["a"].unique().tolist() == [5]
     assert tree.apply(lambda x, y: x if y is None else y, other, default=None)["a"].unique().tolist() == [4]
-    assert tree.apply(torch.add, other.set(("n", "b"), 7), default=None)["n", "b"].tolist() == [7, 7, 7]
+    filled = tree.apply(torch.add, TensorDict({"n": {"b": 7}}, [3]), default=2)
+    assert [leaf.unique().tolist() for leaf in filled.leaves()] == [[3], [7]]
     flat = tree.apply(lambda x: x.sum(), batch_size=[], names=None, device="cpu")
     assert (flat.batch_size, flat["n"].batch_size, flat.device) == ((), (), torch.device("cpu"))
     assert tree.apply(lambda x: x[:, None], batch_size=[3, 1], names=["t", "u"]).names == ["t", "u"]

@@ -24,15 +24,13 @@ WIDE = ROWS[..., None]
 
 OPERANDS = {
     "clamp": (lambda: td.clamp(-1, 2.5), A.clamp(-1, 2.5)),
-    "clamp min": (lambda: td.clamp(0.5), A.clamp(0.5)),
-    "clamp max": (lambda: torch.clamp(td, max=0.5), A.clamp(max=0.5)),
+    "clamp min, clamp max": (lambda: torch.clamp(td.clamp(0.5), max=1.5), A.clamp(0.5).clamp(max=1.5)),
     "clamp between trees": (lambda: td.clamp(other, other + 1), A.clamp(B, B + 1)),
     "clamp between rows": (lambda: td.clamp(ROWS, ROWS + 1), A.clamp(WIDE, WIDE + 1)),
     "clamp rows and tree": (lambda: td.clamp(ROWS, other), A.clamp(WIDE, B)),
     "clamp number and tree": (lambda: td.clamp(-1, other), A.clamp(min=-1).clamp(max=B)),
     "lerp": (lambda: td.lerp(other, 0.25), A.lerp(B, 0.25)),
-    "addcmul": (lambda: td.addcmul(other, ROWS), A.addcmul(B, WIDE)),
-    "addcdiv": (lambda: td.addcdiv(other, ROWS), A.addcdiv(B, WIDE)),
+    "addcmul, addcdiv": (lambda: td.addcmul(other, ROWS).addcdiv(other, ROWS), A.addcmul(B, WIDE).addcdiv(B, WIDE)),
     "torch.addcmul": (lambda: torch.addcmul(td, other, ROWS, value=2), A.addcmul(B, WIDE, value=2)),
     "torch.addcdiv": (lambda: torch.addcdiv(td, other, ROWS, value=2), A.addcdiv(B, WIDE, value=2)),
     "lerp by rows": (lambda: torch.lerp(td, other, ROWS), A.lerp(B, WIDE)),
