@@ -318,6 +318,8 @@ HEADERS = {
     "deep": "[" * DEEP,
     "long number": '{"a":{"dtype":"U8","shape":[' + "9" * 5000 + '],"data_offsets":[0,8]}}',
     "three offsets": '{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,4,8]}}',
+    "another field": '{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8],"b":0}}',
+    "fields in a list": '{"a":["U8",[8],[0,8]]}',
     "an empty name": '{"":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
 }
 

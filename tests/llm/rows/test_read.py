@@ -24,3 +24,13 @@ def test_masks_of_ragged_records():
     assert found == [[[1, 2, 3], [1, 2, 3, 4, 5]], [[1, 2], [1, 2]], [[2, 3], [1, 2, 3, 4, 5]]]
     assert [row.assistant.tolist() for row in whole] == [row.assistant.tolist() for row in rows]
     assert [row.assistant for row in [*prompts, *some]] == [None] * 4
+
+
+def test_a_prompt_has_the_first_part_of_the_mask():
+    """A mask of prompts and responses serves the prompts, if they have none."""
+    full = torch.arange(10).reshape(2, 5)
+    td = TensorDict({"tokens": {"full": full, "prompt": full[:, :2]}, "masks": {"all_attention_mask": full % 3 > 0}})
+
+    assert torch.equal(
+        read_tokens(td, TokenKeys("tokens", "mask", "masks"), "prompt", "score").mask, full[:, :2] % 3 > 0
+    )

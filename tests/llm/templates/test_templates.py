@@ -10,7 +10,7 @@ from tdfunc import UnsupportedError
 from tdfunc.llm import TEMPLATES, ChatML, History, JinjaTemplate, chatml, deepseek, gemma, llama, mistral, qwen
 from tdfunc.llm.messages.columns import conversation_in
 from tdfunc.llm.messages.message import as_compared
-from tdfunc.llm.templates.base import make_call
+from tdfunc.llm.templates.base import Conversation, make_call
 from tests.llm.tokens import CHATML, calls, make_tokenizer, messages
 
 ALL = {"chatml": chatml, "qwen": qwen, "llama": llama, "deepseek": deepseek, "mistral": mistral, "gemma": gemma}
@@ -112,6 +112,16 @@ def test_ordinary_conversations_are_reversible(template, chat, tools):
 
     assert [as_compared(m) for m in back.tolist()] == [as_compared(m) for m in chat]
     assert back[:1].tools == tools
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_content_is_marked(name):
+    """The spans hold the text of each message, which stays text though it has a control string."""
+    roles = ["system", "user", "assistant"]
+    marked = ALL[name].marked(Conversation([{"role": role, "content": role.upper()} for role in roles]))
+
+    found = [marked.text[span.start : span.stop] for span in marked.contents]
+    assert [text for text in found if text not in roles] == ["SYSTEM", "USER", "ASSISTANT"]
 
 
 @pytest.mark.parametrize("name", ALL)
