@@ -77,6 +77,7 @@ def test_other_differences():
     assert not any(torch.equal(plain, other) for other in (plain.exclude("s"), plain.set("s", ["p", "r"])))
     assert not torch.equal(ragged(1.0), lazy_stack([ragged(1.0)[0].set("k", 1.0), ragged(1.0)[1]]))
     assert not torch.equal(ONE, ONE)
+    assert not torch.equal(TensorDict({"x": torch.ones(2, 3)}, [2]), TensorDict({"x": torch.ones(2, 3)}, [2, 3]))
 
 
 @given(pairs())
