@@ -7,7 +7,7 @@ made all at once for the other tests of CI, the fast ones first, and each change
 go to `mutants.json` in benchmarks/reliability/results after each step, and their table to docs/reliability_counts.md.
 
 A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was
-written since notices it.
+written since notices it, and "open" if no test notices it yet.
 """
 
 import argparse
@@ -196,7 +196,7 @@ def main() -> None:
 
     def save() -> None:
         about = {"seed": options.seed, "commit": commit, "minutes": round((time.monotonic() - begun) / 60)}
-        keep("mutants", {**about, "not run": sorted(broken), "changes": found})
+        keep("mutants", {**about, "alone": options.alone, "not run": sorted(broken), "changes": found})
         PAGE.write_text(page())
 
     def try_file(path: str) -> None:

@@ -234,7 +234,7 @@ def _pushes() -> str:
 
 def _sample() -> str:
     counted = _counted("mutants")
-    return f"seed {counted['seed']}, commit {counted['commit']}"
+    return f"seed {counted['seed']}, commit {counted['commit']}{', fast tests only' if counted['alone'] else ''}"
 
 
 def _mutants() -> str:
@@ -244,9 +244,9 @@ def _mutants() -> str:
         folder = row["file"].removeprefix("tdfunc/").rpartition("/")[0].partition("/")[0] or "top"
         outcome = "noticed" if row["noticed"] is not None else row["verdict"] or "undecided"
         folders.setdefault(folder, []).append(outcome)
-    head = ["folder", "changes", "noticed", "no difference", "noticed by a test written since", "undecided"]
+    head = ["folder", "changes", "noticed", "no difference", "noticed by a test written since", "open", "undecided"]
     all_of = {**dict(sorted(folders.items())), "all": [outcome for some in folders.values() for outcome in some]}
-    keys = ("noticed", "equivalent", "test", "undecided")
+    keys = ("noticed", "equivalent", "test", "open", "undecided")
     return _table(head, [[name, len(some), *map(some.count, keys)] for name, some in all_of.items()])
 
 
