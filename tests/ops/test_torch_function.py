@@ -144,7 +144,7 @@ TRANSFORMED = {
     "mse": lambda t: F.mse_loss(t, t + 1),
     "zeros": torch.zeros_like,
     "index_select": lambda t: torch.index_select(t, 0, torch.tensor([0, 2])),
-    "keyword": lambda t: torch.sum(t, dim=0),
+    "keyword": lambda t: torch.sum(TensorDict({"x": t["x"]}, t.batch_size), dim=0),
     # Dynamo calls `Tensor.__rsub__`.
     "tensor on the right": lambda t: t - torch.arange(3.0),
 }
