@@ -43,7 +43,7 @@ def tolerance(name):
     [(6, torch.float64), *[pytest.param(200, t, marks=pytest.mark.slow) for t in (torch.float32, torch.float64)]],
 )
 def test_steps_are_those_of_torch(name, steps, dtype, generator):
-    """A run of one tree and its state are those of torch.optim, to the last bit where the operations are the same."""
+    """The trained tree and its state equal the results of torch.optim, to the last bit where the operations agree."""
     make, cls, options = RULES[name]
     params = random_tree(generator, dtype, (), name=name)
     grads = [random_tree(generator, dtype, (), name=name) for _ in range(steps)]
