@@ -46,7 +46,7 @@ def test_convert_keeps_the_tree(source, target, tmp_path):
     """Batch sizes, names, non-tensor data, plain objects, kinds, lazy stacks, ties and NaN are kept, and equal."""
     rows = lazy_stack([TensorDict({"r": torch.ones(2)}), TensorDict({"r": torch.zeros(3)})])
     plain = {"text": "text", "list": NonTensorData([1, None, "x"]), "empty": TensorDict({})}
-    more = {"named": TensorDict({"a": torch.ones(2, 3)}, [2], names=["row"]), "tensor": NonTensorData(torch.ones(2))}
+    more = {"named": TensorDict({"a": torch.ones(2, 3)}, [2], names=["row"]), "a.b": NonTensorData(torch.ones(2))}
     more["nan"] = torch.tensor([NAN, INF, -0.0])
     more["object"] = NonTensorData({"state": {0: {"m": torch.ones(2)}}, "pair": (1, torch.inf), "tree": make_tree()})
     tree = make_tree().update({"rows": rows, **plain, **more})

@@ -49,9 +49,7 @@ def test_every_damaged_leaf_is_named(tmp_path):
     result = run("verify", path)
 
     assert result.code == 1
-    assert 'leaf "a" is damaged' in result.out
-    assert 'leaf "c" is damaged' in result.out
-    assert 'leaf "b"' not in result.out
+    assert [f'leaf "{key}"' in result.out for key in "abc"] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,8 @@ def test_files_of_others_have_no_checksums(tmp_path):
 
     assert [run("verify", tmp_path / name).code for name in ("f.safetensors", "old.pt")] == [3, 3]
     (tmp_path / "f.safetensors").write_bytes((tmp_path / "f.safetensors").read_bytes()[:-1])
-    assert run("verify", tmp_path / "f.safetensors").code == 1
+    found = run("verify", tmp_path / "f.safetensors", "--json").json
+    assert (found["code"], found["checkpoints"][0]["leaves"]) == (1, 0)
 
 
 def test_all_steps_of_a_run(tmp_path):

@@ -11,6 +11,7 @@ from tdfunc.llm import TEMPLATES, ChatML, History, JinjaTemplate, chatml, deepse
 from tdfunc.llm.messages.columns import conversation_in
 from tdfunc.llm.messages.message import as_compared
 from tdfunc.llm.templates.base import Conversation, make_call
+from tdfunc.llm.templates.llama import _TOOLS as LLAMA_TOOLS
 from tests.llm.tokens import CHATML, calls, make_tokenizer, messages
 
 ALL = {"chatml": chatml, "qwen": qwen, "llama": llama, "deepseek": deepseek, "mistral": mistral, "gemma": gemma}
@@ -96,7 +97,7 @@ def forget_ids(chat):
         (chatml, [{"role": "system", "content": "s"}, *forget_ids(EASY)], TOOLS),
         (chatml, [*EASY[4:], {"role": "assistant", "content": "a", "reasoning_content": "why\nnot"}], None),
         (qwen, [*forget_ids(EASY)[:3], {"role": "assistant", "content": "x", "reasoning_content": "hm"}], TOOLS),
-        (llama, [*forget_ids(EASY)[:4]], TOOLS),
+        (llama, [*forget_ids(EASY)[:4], {"role": "user", "content": f"{LLAMA_TOOLS}x"}], TOOLS),
         (llama, [{"role": "user", "content": "{a"}], TOOLS),
         (llama, [{"role": "user", "content": '{"a": 1}\n\nb'}], TOOLS),
         (deepseek, [{"role": "system", "content": "s"}, *forget_ids(EASY)], None),
