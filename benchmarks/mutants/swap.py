@@ -154,18 +154,21 @@ def _functions() -> _Functions:
 
 
 def _swaps(path: str, change: Change, functions: _Functions) -> _Swaps:
-    """The functions that a change affects, with their new code; none for code that runs at import."""
+    """The functions that a change affects, with their new code; none for code that runs at import.
+
+    Python refuses code with another number of free variables for a function, and there are none for such a change.
+    """
     file, source = os.path.abspath(path), Path(path).read_text()
     before, after = (compile(text, file, "exec") for text in (source, apply(source, [change])))
     differ = [(old, new) for old, new in _pairs(before, after) if old != new]
     if not differ or not differ[-1][0].co_flags & inspect.CO_OPTIMIZED:
         return []
+    if any(len(old.co_freevars) != len(new.co_freevars) for old, new in differ):
+        return []
     return [
         (function, new)
         for old, new in differ
         for function in functions.get((file, old.co_qualname, old.co_firstlineno), ())
-        # Python refuses code with another number of free variables.
-        if len(old.co_freevars) == len(new.co_freevars)
     ]
 
 

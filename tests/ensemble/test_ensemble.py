@@ -264,19 +264,19 @@ def test_tree_arguments(how):
 
 def test_buffers_inside_params_or_beside_them(generator):
     """The whole tree of stack_modules and params with buffers= give the same."""
-    ensemble, tree = ensemble_of([nn.BatchNorm1d(3) for _ in range(3)])
+    ensemble, tree = ensemble_of([nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval()) for _ in range(3)])
     params, buffers = tdf.split(tree)
     x = torch.randn(5, 3, generator=generator)
     whole, new = ensemble.with_buffers(tree, None, x)
 
-    with pytest.warns(UserWarning, match=r"(?s)wrote the buffers .*running_mean.*with_buffers") as caught:
+    with pytest.warns(UserWarning, match=r"(?s)wrote the buffers \['0\.[^1]*\],.*with_buffers") as caught:
         assert_close(whole, ensemble(params, x, buffers=buffers))
     assert caught[0].filename == __file__
     # Once.
     ensemble(params, x, buffers=buffers)
     tdf.Ensemble(ensemble.apply.eval())(params, x, buffers=buffers)
     assert_trees_equal(tdf.split(new)[1], ensemble.with_buffers(params, buffers, x)[1])
-    assert torch.equal(new["weight"], tree["weight"])
+    assert torch.equal(new["0", "weight"], tree["0", "weight"])
 
 
 # -- transforms -------------------------------------------------------------------------------------------------

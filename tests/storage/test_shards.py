@@ -98,6 +98,7 @@ def test_the_index_is_as_documented(tmp_path):
         ("7.8KiB", 10),
         ("1GB", 1),
         (1, 10),
+        ("1B", 10),
         ("4000B", 10),
     ],
     ids=str,

@@ -323,10 +323,10 @@ def test_the_limit_of_concurrency_holds_for_all_threads(serve):
             check(responses)
     assert service.most_active == 3
     service.requests.clear()
-    service.faults = [refuse(400)]
+    service.faults = [lambda handler: answer(handler, pause_s=0.2), refuse(400)]
     with pytest.raises(RemoteError, match="refused 400"):
-        connect(service, max_concurrency=1).generate_tokens(PROMPTS * 2, parse())
-    assert len(service.requests) <= 2
+        connect(service, max_concurrency=2, stream=True).generate_tokens(PROMPTS * 5, parse())
+    assert len(service.requests) <= 4
 
 
 ALTERED = [

@@ -37,7 +37,7 @@ def test_new(name):
 
     assert (found.batch_size, found["n"].batch_size, found["s"]) == ((4, 1), (4, 1, 3), "x")
     assert (found["a"].shape, found["n", "b"].dtype) == ((4, 1, 3), torch.float64)
-    assert found.device == found["n"].device == torch.device("cpu")
+    assert found.device == found["n"].device == getattr(found, name)(3).device == torch.device("cpu")
     assert getattr(tree, name)()["a"].shape == getattr(tree, name)([])["a"].shape == (3,)
     assert name == "new_empty" or torch.equal(found["a"], getattr(A, name)(4, 1, 3, dtype=torch.float64))
 
