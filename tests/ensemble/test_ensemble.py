@@ -266,8 +266,7 @@ def test_buffers_inside_params_or_beside_them(generator):
     """The whole tree of stack_modules and params with buffers= give the same."""
     ensemble, tree = ensemble_of([nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval()) for _ in range(3)])
     params, buffers = tdf.split(tree)
-    x = torch.randn(5, 3, generator=generator)
-    whole, new = ensemble.with_buffers(tree, None, x)
+    whole, new = ensemble.with_buffers(tree, None, x := torch.randn(5, 3, generator=generator))
 
     with pytest.warns(UserWarning, match=r"(?s)wrote the buffers \['0\.[^1]*\],.*with_buffers") as caught:
         assert_close(whole, ensemble(params, x, buffers=buffers))
