@@ -19,6 +19,7 @@ def save_jsonl(history: History, path: "str | os.PathLike[str]", *, fsync: bool 
 
     Raises:
         TypeError: A content has a value that JSON cannot represent; nothing is written.
+        ValueError: A number is NaN or infinite; nothing is written.
 
     Examples:
         >>> import tempfile
@@ -52,7 +53,7 @@ def load_jsonl(path: "str | os.PathLike[str]") -> History:
     chats: list[Any] = []
     name = f"load_jsonl {os.fspath(path)}"
     for _, _, chat in json_lines(path, name):
-        chats.append(chat if isinstance(chat, dict) else {"messages": chat})
+        chats.append(chat if isinstance(chat, dict) and "messages" in chat else {"messages": chat})
     return History.from_chats(chats)
 
 

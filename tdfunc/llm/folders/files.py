@@ -11,7 +11,7 @@ _KEPT = (".json", ".jinja", ".model", ".txt")
 def read_beside(folder: str) -> dict[str, bytes]:
     """Return the files that describe the model and its tokenizer, by name; the index of the weights is not one."""
     found: dict[str, bytes] = {}
-    for name in sorted(os.listdir(folder)):
+    for name in os.listdir(folder):
         if name.endswith(_KEPT) and not name.endswith(".index.json"):
             with open(os.path.join(folder, name), "rb") as file:
                 found[name] = file.read()

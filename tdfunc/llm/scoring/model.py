@@ -202,8 +202,7 @@ def _find_head(lm: CausalLM, params: Any, buffers: Any, config: Any) -> Head | N
 def _measure_head(model: Any, ids_BT: Tensor) -> tuple[Path, Tensor]:
     """Return the path of the head's weight, and the spread of the logits."""
     weight = model.get_output_embeddings().weight
-    named = model.named_parameters(remove_duplicate=False)
-    path = next(tuple(name.split(".")) for name, leaf in named if leaf is weight)
+    path = next(tuple(name.split(".")) for name, leaf in model.named_parameters() if leaf is weight)
     return path, own_logits(model, ids_BT, None, None).std()
 
 

@@ -273,12 +273,12 @@ def test_a_reply_that_was_cut_gets_its_end():
     (row,) = to_training_rows(template, history)
 
     assert template.tokenizer.decode(row.ids) == chatml.render(history)
-    assert sum(row.generated) == len(ids)
+    assert [i for i, own in zip(row.ids, row.generated, strict=True) if own] == ids
     assert find_mismatch(template, history[:2])[1:] == ("", "<|im_end|>\n")
     nothing = History.from_chats([CHAT[0], {"role": "assistant", "content": "", "token_ids": []}, CHAT[2]])
     (row,) = to_training_rows(template, nothing)
     assert template.tokenizer.decode(row.ids) == chatml.render(nothing)
-    assert not any(row.generated)
+    assert row.generated == [False] * len(row.ids)
 
 
 @pytest.mark.parametrize("sampled_end", ["<|return|>", "<|end|>", ""])

@@ -31,8 +31,7 @@ def test_from_chats_and_tolist_are_inverse(chats):
     history = History.from_chats(chats)
 
     if chats:
-        assert isinstance(history, History)
-        assert isinstance(history, LazyStack)
+        assert [isinstance(history, each) for each in (History, LazyStack)] == [True, True]
     assert history.tolist() == [drop_empty(chat) for chat in chats]
     assert (History.from_chats(history.to_chats()) == history).all()
 
@@ -134,7 +133,7 @@ def test_shapes_of_ragged_histories():
     assert history.reshape(-1).tolist() == history.reshape([-1]).tolist() == flat
     assert history.reshape(2, 1, -1).tolist() == [[RAGGED[0]], [RAGGED[1]]]
     assert history[1].tolist() == RAGGED[1]
-    assert history[:, :1].dense().batch_size == torch.Size([2, 1])
+    assert (history[:, :1].dense().batch_size, history[1:].dense().tolist()) == (torch.Size([2, 1]), RAGGED[1:])
     assert [part.tolist() for part in history.unbind(0)] == RAGGED
     nested = History.from_text(chatml.render(NESTED), "chatml_format")
     assert (nested.tolist(), nested.batch_size) == (NESTED.tolist(), NESTED.batch_size)
@@ -151,13 +150,14 @@ def test_equality_is_of_messages():
     assert (History(role="a") == History(role="a", content="")).all()
     named = plain.replace(name="n")
     assert not any([(plain == named).all(), (named == plain).all()])
+    first, same, last = (plain.replace(tool_calls=[{"function": {"name": "f", "arguments": text}}]) for text in "{{[")
+    assert [(first == each).all() for each in (same, last)] == [True, False]
     assert (History.from_chats(RAGGED) == History.from_chats(RAGGED)).all()
     assert not (History.from_chats(RAGGED) == History.from_chats([RAGGED[0], [{"role": "user", "content": "c"}]])).all()
     assert (plain == "x") is False
     for a, b in ((plain, other), (other, plain)):
         dense, ragged = a.expand(2, 1), lazy_stack([b.unsqueeze(0)] * 2)
-        assert (dense == ragged).all()
-        assert (ragged == dense).all()
+        assert all([(dense == ragged).all(), (ragged == dense).all()])
     assert len({plain, plain}) == 1
 
 
@@ -209,6 +209,12 @@ def test_json_lines_reads_lists_and_skips_empty_lines(tmp_path):
     longer = load_jsonl(path).append(History(**A, batch_size=[2]))
     assert longer.to_chats() == [{"messages": [*RAGGED[0], A], "tools": TOOLS}, [*RAGGED[1], A]]
     assert longer.tolist() == [[*RAGGED[0], A], [*RAGGED[1], A]]
+    for text in ("3", "{}", json.dumps(A), f"[[]]\n{json.dumps(RAGGED)}"):
+        path.write_text(text)
+        with pytest.raises(TypeError, match="conversation 0"):
+            load_jsonl(path)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        save_jsonl(History.from_chats([{**A, "content": [{"type": "x", "x": float("nan")}]}]), path)
 
 
 def test_default_spec():

@@ -278,7 +278,9 @@ def test_the_users_template_wins():
 
     assert chat.apply_chat_template(tokenizer=tokenizer, chat_template="{{ messages | length }}") == "2"
     without = make_tokenizer("{{ messages | length }}", special=[], plain=[], pad_token=None, eos_token=None)
-    assert chat.apply_chat_template(tokenizer=without) == "2"
+    several = make_tokenizer({"default": "1", "count": "{{ messages | length }}"})
+    for each in ({"tokenizer": without}, {"tokenizer": several, "chat_template_name": "count"}):
+        assert chat.apply_chat_template(**each) == "2"
     named = chat.apply_chat_template(tokenizer=tokenizer, chat_template_name="qwen")
     assert named == qwen.render(chat, add_generation_prompt=True)
     assert chat.apply_chat_template(chat_template=qwen) == named

@@ -72,12 +72,12 @@ def test_without_a_source(tmp_path):
     model = make("llama", tie_word_embeddings=True)
     params = tdf.from_module(model).detach().apply(lambda x: x.bfloat16())
 
-    save_pretrained(params, tmp_path / "out", model=model)
+    save_pretrained(params, out := tmp_path / "new" / "out", model=model)
 
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
-    assert ("lm_head", "weight") not in tdf.load(tmp_path / "out").paths()
-    assert load_pretrained(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16
+    assert ("lm_head", "weight") not in tdf.load(out).paths()
+    assert load_pretrained(out).lm_head.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])

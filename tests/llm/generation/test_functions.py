@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdfunc import MissingKeyError, TensorDict, UnsupportedError, lazy_stack, random
+from tdfunc import LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError, lazy_stack, random
 from tdfunc.llm import (
     GenerationOptions,
     LogProbs,
@@ -53,7 +53,7 @@ def test_responses_are_those_of_the_rows(side):
         assert torch.equal(log_probs.behaviour[i][valid[i]], response.behaviour)
         assert torch.equal(log_probs.support[i][valid[i]][:, : response.support.shape[1]], response.support)
     assert (log_probs.full[~log_probs.mask] == 0).all()
-    assert not log_probs.mask[:, :9].any()
+    assert not any([log_probs.mask[:, :9].any(), tokens.full[~masks.all_attention_mask].any()])
     assert torch.equal(out["name"], td["name"])
     assert "masks" not in td
     same = generate(lm, params, td, key=3, buffers=buffers, options=GenerationOptions.parse(options))
@@ -179,6 +179,7 @@ TD = padded([3, 2])[0]
 REFUSED = [
     (TD, {"options": GenerationOptions(max_new_tokens=2)}, TypeError, "options must come alone"),
     (TensorDict({}, [2]), {}, MissingKeyError, "prompt"),
+    (TensorDict({"tokens": TD["tokens"].unsqueeze(1)}, [2]), {}, LeafMismatchError, "must be rows of the batch"),
     (TD.set("attention_mask", torch.arange(6).view(2, 3) < 3).reshape(1, 2), {}, ValueError, "prompt of row 0, 1 must"),
 ]
 

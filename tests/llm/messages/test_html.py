@@ -35,8 +35,10 @@ def test_one_message_and_parts():
     parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "u"}}]
     assert "look" in read(History(role="user", content=parts)._repr_html_())[1]
     cut = {"role": "assistant", "content": "", "is_complete": False, "tool_responses": ["found"]}
+    cut["tool_calls"] = [{"function": {"name": "now", "arguments": {"zone": "<utc>"}}}]
     page = read(History.from_chats({"messages": [cut], "tools": [{"name": "nöw"}]})._repr_html_())[1]
-    assert all(each in page for each in ("1 tools", "nöw", "cut off", "found"))
+    assert all(each in page for each in ("1 tools", "nöw", "cut off", "found", 'now({"zone": "<utc>"})'))
+    assert "conversation" not in page
     full, long = (
         History.from_chats([[{"role": "user", "content": "x" * length}] * messages] * chats)._repr_html_()
         for length, messages, chats in ((4000, 200, 20), (9000, 300, 30))

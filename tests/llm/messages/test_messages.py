@@ -96,6 +96,7 @@ TEMPLATES = [
     (lambda: gemma.render(chat(user(), tools=[{}])), UnsupportedError, "gemma.*tools"),
     (lambda: gemma.render(chat(("system", "s", {"tool_calls": [CALL]}), user())), UnsupportedError, "0.*_calls"),
     (lambda: gemma.render(chat(("system", "s", {}))), UnsupportedError, "gemma: a system message"),
+    (lambda: gemma.render(chat(user(), reply(tool_calls=[CALL]))), UnsupportedError, "message 1.*'tool_calls'"),
     (lambda: llama.render(chat(user(" a ")), reversible=True), ValueError, "message 0.*'content'.*' a '.*'a'"),
     (lambda: llama.render(chat(("system", "", {})), reversible=True), ValueError, "message 0 .*1 messages.*0 messages"),
     (lambda: llama.render(chat(user(), reply("x", tool_calls=[CALL]))), UnsupportedError, "message 1.*one call"),

@@ -46,6 +46,7 @@ JINJA = {
     "DialoGPT": (DIALOGPT, "by its turns"),
     "Falcon": (FALCON, "by its turns"),
     "Llama 2": (LLAMA2, "by its turns"),
+    "no system": ("{{ raise_exception('') if messages[0].role == 'system' }}" + PHI3, "by its turns"),
 }
 TOKENIZERS = {name: make_tokenizer(source) for name, (source, _) in JINJA.items()}
 PLAIN = st.sampled_from(["hi", "two words", "line\nbreak", '{"a": 1}', "ünï¢ode", "a: b", "x" * 30])
@@ -57,7 +58,7 @@ def test_texts_of_a_family_parse_back(name, chat, prompt):
     """The messages are those that were rendered, and the header of a reply is none."""
     tokenizer = TOKENIZERS[name]
     # Without names of roles a system message is the user's.
-    chat = chat[chat[0]["role"] == "system" :] if name == "DialoGPT" else chat
+    chat = chat[chat[0]["role"] == "system" :] if name in ("DialoGPT", "no system") else chat
     chat = chat if prompt is False else [*chat, {"role": "user", "content": "and?"}]
     history = History.from_chats(chat)
     text = history.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=prompt)

@@ -32,7 +32,7 @@ def test_responses_and_scores_are_those_of_the_model(connect):
     for row, each, none in zip(PROMPTS, found, nothing, strict=True):
         for scores in (each.prompt_log_probs, none.prompt_log_probs):
             torch.testing.assert_close(scores, torch.cat([torch.zeros(1), row_log_probs(MODEL, row)]))
-        assert (each.version, none.version, none.tokens.tolist()) == ("default", "default", [])
+        assert (each.version, none.version, none.tokens.tolist(), none.behaviour) == ("default", "default", [], None)
     count = len(wrapper.model.requests)
     assert wrapper.generate_tokens(PROMPTS[:1], parse(max_new_tokens=0))[0].prompt_log_probs is None
     assert [each.tolist() for each in wrapper.score_tokens([empty])] == [[]]
@@ -43,7 +43,8 @@ def test_responses_and_scores_are_those_of_the_model(connect):
     drawn = wrapper.generate_tokens(PROMPTS, parse(temperature=1.0), keys=tdf.random.split(tdf.random.key(3), 3))
     assert all(torch.equal(each.behaviour, each.log_probs) for each in drawn)
     assert less.behaviour is found[0].behaviour is None
-    assert len({each["seed"] for each in wrapper.model.requests[-3:]}) == 3
+    seeds = {each["seed"] for each in wrapper.model.requests[-3:]}
+    assert (len(seeds), {seed % 2 for seed in seeds}, min(seeds) >= 0) == (3, {0, 1}, True)
     assert [wrapper.model.requests[i]["detokenize"] for i in (-4, -3)] == [True, False]
 
 

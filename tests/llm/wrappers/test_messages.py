@@ -15,6 +15,7 @@ TOKENS = TensorDict({"tokens": Tokens(prompt=IDS, full=IDS, batch_size=[2])}, [2
 TEXTS = TensorDict({"text": Text(prompt=["a", ""], batch_size=[2])}, [2])
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
 SAID = TensorDict({"history": History.from_chats([[{"role": "assistant", "content": "a"}]])}, [1])
+EDITED = TensorDict({"history": History.from_chats([[{"role": "assistant", "content": "a", "token_ids": [5]}]])}, [1])
 EMPTY = "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
 SAMPLER = TransformersWrapper(make("llama"), input_mode="tokens", generate_kwargs={"n": 1, "max_tokens": 1})
 SCORER = TransformersWrapper(make("gpt2", n_positions=5), input_mode="tokens", generate=False)
@@ -45,6 +46,7 @@ CASES = [
     (lambda: made("text", tokenizer_kwargs={"truncation": True}), ValueError, "max_length must be given"),
     (lambda: made("history", chat_template_name="no such"), ValueError, "does not exist"),
     (lambda: made("history", chat_template=EMPTY)(SAID), ValueError, "mask of conversation 0 would be empty"),
+    (lambda: made("history")(EDITED), ValueError, r"message 0 \(assistant\): token_ids must decode"),
     (lambda: made(batching=False, max_batch_size=2), ValueError, "must come without batch sizes"),
     (lambda: made(min_batch_size=3, max_batch_size=2), ValueError, "sizes must be in order"),
     (lambda: made(num_samples=2, generate_kwargs={"n": 3, "temperature": 1.0}), ValueError, "num_samples"),
