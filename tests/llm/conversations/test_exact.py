@@ -197,16 +197,15 @@ def test_rows_where_thinking_is_dropped():
 
     rows = to_training_rows(template, history)
 
-    assert not is_append_only(template, history)
-    assert [row.replies for row in rows] == [(1,), (3,)]
+    assert (is_append_only(template, history), [row.replies for row in rows]) == (False, [(1,), (3,)])
     decode = template.tokenizer.decode
     texts = [decode([i for i, own in zip(row.ids, row.generated, strict=True) if own]) for row in rows]
     assert texts == ["<think>\nhm\n</think>\n\nb<|im_end|>", "<think>\nso\n</think>\n\nd<|im_end|>"]
     prompt = qwen.render(history[:3], add_generation_prompt=True)
     assert decode(rows[1].ids).startswith(prompt)
     assert [len(row.history.tolist()) for row in rows] == [2, 4]
-    assert not is_append_only(template, history[:3])
-    assert [row.replies for row in to_training_rows(template, history[:3])] == [(1,)]
+    (row,) = to_training_rows(template, history[:3])
+    assert (is_append_only(template, history[:3]), row.replies) == (False, (1,))
 
 
 def test_one_row_where_a_template_only_appends():
@@ -217,8 +216,7 @@ def test_one_row_where_a_template_only_appends():
 
     assert is_append_only(template, history) == [True, True]
     assert [[row.replies for row in each] for each in rows] == [[(1, 3)], [()]]
-    assert rows[0][0].ids == chat_ids(template, history)[0]
-    assert find_mismatch(template, history) == [None, None]
+    assert (rows[0][0].ids, find_mismatch(template, history)) == (chat_ids(template, history)[0], [None, None])
     assert is_append_only(TokenTemplate(make_tokenizer(DEFAULT)), History.from_chats(CHAT[1:]))
 
 
@@ -226,9 +224,8 @@ def test_tools_that_move_begin_a_row():
     """Mistral writes the tools before the last message of the user."""
     history = History.from_chats({"messages": [{k: m[k] for k in ("role", "content")} for m in CHAT], "tools": TOOLS})
 
-    assert not is_append_only(mistral, history)
-    assert is_append_only(mistral, history.set("tools", None))
-    assert is_append_only(llama, history)
+    cases = (mistral, history), (mistral, history.set("tools", None)), (llama, history)
+    assert [is_append_only(*case) for case in cases] == [False, True, True]
     assert [row.replies for row in to_training_rows(make_template("mistral"), history)] == [(1,), (3,)]
 
 
@@ -325,14 +322,12 @@ def test_thinking_inside_a_content_begins_a_row():
 
     rows = to_training_rows(template, history)
 
-    assert not is_append_only(template, history)
-    assert [row.replies for row in rows] == [(1,), (3,)]
+    assert (is_append_only(template, history), [row.replies for row in rows]) == (False, [(1,), (3,)])
     assert [row.ids[-len(own) :] for row, own in zip(rows, ids, strict=True)] == ids
     assert template.tokenizer.decode(chat_ids(template, History.from_chats([CHAT[0], answer]))) == text
     assert template.tokenizer.decode(rows[1].ids).startswith("user:a<|im_end|>assistant:b<|im_end|>user:c<|im_end|>")
-    assert find_mismatch(template, history).position == len(
-        template.tokenizer("user:a<|im_end|>assistant:")["input_ids"]
-    )
+    start = template.tokenizer("user:a<|im_end|>assistant:")["input_ids"]
+    assert find_mismatch(template, history).position == len(start)
 
 
 def test_headers_are_appended_or_not():

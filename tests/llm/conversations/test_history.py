@@ -86,8 +86,7 @@ def test_dense_histories_stay_dense():
 
     longer = history.append(replies)
 
-    assert not isinstance(longer, LazyStack)
-    assert longer.batch_size == torch.Size([2, 2])
+    assert (type(longer), longer.batch_size) == (History, (2, 2))
     assert longer.flatten().role == ["user", "assistant"] * 2
     assert longer.tolist()[0][1] == {"role": "assistant", "tool_calls": [CALL]}
     assert longer.tolist()[1] == [{"role": "user", "content": "b"}, {"role": "assistant", "content": "b"}]
@@ -99,8 +98,7 @@ def test_lists_are_values_of_messages_or_rows():
     """A list of lists (or None) is a value for each message; a list of calls is one value."""
     assert History(role="assistant", tool_calls=[CALL]).tool_calls == [CALL]
     rows = History(role=["user", "assistant"], tool_calls=[None, [CALL]], token_ids=[[1], [2, 3]], batch_size=[2])
-    assert rows.tool_calls == [None, [CALL]]
-    assert rows[1].token_ids == [2, 3]
+    assert (rows.tool_calls, rows[1].token_ids) == ([None, [CALL]], [2, 3])
     assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
     # Of two dimensions, against one value for all: a list of other lengths or depths.
     for values, read in (
@@ -223,10 +221,8 @@ def test_default_spec():
     spec = history.default_spec()
 
     assert spec.zero().tolist() == [{"role": "foo", "content": "foo"}]
-    assert spec.is_in(history[0])
-    assert not spec.is_in(history)
+    assert [spec.is_in(each) for each in (history[0], history, TensorDict({}, [3]))] == [True, False, False]
     assert History.default_spec((2, -1)).is_in(history)
-    assert not spec.is_in(TensorDict({}, [3]))
     assert str(spec).startswith(
         "Composite(\n    role: NonTensor(\n        shape=torch.Size([-1]),\n        space=None,"
     )
@@ -238,9 +234,7 @@ def test_padding_is_not_a_message():
     history = History.from_chats(RAGGED)
     padded = history.pad()
 
-    assert padded.batch_size == torch.Size([2, 2])
-    assert padded.tolist() == RAGGED
+    assert (padded.batch_size, padded.tolist()) == ((2, 2), RAGGED)
     assert chatml.render(padded) == chatml.render(history)
     assert (padded == padded).all()
-    left = history.pad(side="left")
-    assert left.tolist() == RAGGED
+    assert history.pad(side="left").tolist() == RAGGED

@@ -146,8 +146,7 @@ def test_several_responses_are_a_dimension_of_the_result():
     options = {"max_new_tokens": 3, "temperature": 1.0, "num_return_sequences": 4}
     out = generate(lm, params, td, key=0, buffers=buffers, prompt_log_probs=True, **options)
 
-    assert out.batch_size == (2, 4)
-    assert out["tokens"].response.shape == (2, 4, 3)
+    assert (out.batch_size, out["tokens"].response.shape) == ((2, 4), (2, 4, 3))
     assert out["name"].tolist() == [[0] * 4, [1] * 4]
     expected = score(lm, params, td.set("tokens", Tokens(full=td["tokens"].prompt, batch_size=[2])), buffers=buffers)
     for n in range(4):

@@ -39,10 +39,9 @@ def test_responses_and_scores_are_those_of_the_model(connect):
     assert len(wrapper.model.requests) == count
     assert [len(each) for each in wrapper.score_tokens([empty, PROMPTS[0], empty])] == [0, 3, 0]
     (less,) = wrapper.generate_tokens(PROMPTS[:1], parse(logprobs=False, stop_sequences="x"))
-    assert (less.log_probs, less.prompt_log_probs) == (None, None)
+    assert (less.log_probs, less.prompt_log_probs, less.behaviour, found[0].behaviour) == (None, None, None, None)
     drawn = wrapper.generate_tokens(PROMPTS, parse(temperature=1.0), keys=tdf.random.split(tdf.random.key(3), 3))
     assert all(torch.equal(each.behaviour, each.log_probs) for each in drawn)
-    assert less.behaviour is found[0].behaviour is None
     seeds = {each["seed"] for each in wrapper.model.requests[-3:]}
     assert (len(seeds), {seed % 2 for seed in seeds}, min(seeds) >= 0) == (3, {0, 1}, True)
     assert [wrapper.model.requests[i]["detokenize"] for i in (-4, -3)] == [True, False]
