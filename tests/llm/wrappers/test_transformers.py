@@ -107,8 +107,7 @@ def test_all_modes_score_each_row_alone(options):
     in_text = wrapper.get_new_version(input_mode="text")
     in_text = assert_pure(in_text, TensorDict({"text": Text(full=texts, batch_size=[3])}, [3]))
     check_rows(model, in_text, rows)
-    in_tokens = assert_pure(wrapper.get_new_version(input_mode="tokens"), tokens)
-    check_rows(model, in_tokens, rows)
+    check_rows(model, in_tokens := assert_pure(wrapper.get_new_version(input_mode="tokens"), tokens), rows)
     wrote, valid = batch["input_ids"] % 2 == 0, batch["attention_mask"].bool()
     masks = Masks(all_attention_mask=valid, all_assistant_mask=wrote, batch_size=[3])
     masked = wrapper.get_new_version(input_mode="tokens")(tokens.set("masks", masks))
@@ -117,7 +116,8 @@ def test_all_modes_score_each_row_alone(options):
     ]
     kinds = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
     assert all(isinstance(each[key], kind) for each in (out, in_text, in_tokens) for key, kind in kinds.items())
-    assert out["tokens"].padded == ([False] * 3 if options["pad_output"] is False else True)
+    padded = [False] * 3 if options["pad_output"] is False else True
+    assert (out["tokens"].padded, wrapper.lm.packed) == (padded, options is OPTIONS[2])
 
 
 @settings(max_examples=3, deadline=None)
