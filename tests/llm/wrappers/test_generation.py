@@ -185,15 +185,15 @@ def test_a_reply_that_only_ends_goes_on():
 
 
 def test_texts_of_responses_follow_their_prompts():
-    """A tokenizer that drops the space of a text's first word keeps that of a response's."""
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁the": 0, "▁fox": 1, "▁ran": 2}, unk_token="▁the"))
+    """A tokenizer that drops the space of a text's first word keeps that of a response's, also before a full stop."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁the": 0, "▁fox": 1, "▁.": 2}, unk_token="▁the"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
     transformers = pytest.importorskip("transformers")
     wrapper = FakeWrapper(tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=backend), input_mode="text")
 
     out = wrapper(TensorDict({"text": Text(prompt="the fox", batch_size=[])}))
-    assert (out["text"].response, out["text"].full) == (" ran", "the fox ran")
+    assert (out["text"].response, out["text"].full) == (" .", "the fox .")
     # A prompt that was cut within a character does not precede the text of both.
     first, second = torch.tensor(TOKENIZER("ü")["input_ids"]).split(1)
     assert reply_texts(TOKENIZER, [Row(first)], [Response(second, "stop")]) == ["\ufffd"]
