@@ -135,8 +135,8 @@ def test_members_at_different_steps_equal_the_loop(name, generator):
 
     for k, own in enumerate([grads, grads[::2], grads[5:]]):
         alone, last = train(opt.update, opt.init(params[k]), params[k], [grad[k] for grad in own])
-        assert_trees_equal(late[k], alone, **LOOSE)
-        assert_trees_equal(opt.eval_params(late, state)[k], opt.eval_params(alone, last), **LOOSE)
+        assert_trees_equal(late[k], alone, **tolerance(name))
+        assert_trees_equal(opt.eval_params(late, state)[k], opt.eval_params(alone, last), **tolerance(name))
 
 
 @each_rule
