@@ -72,7 +72,7 @@ RULES = {
     "sgd": (sgd, TORCH.SGD, {"lr": 0.1}),
     "sgd decay": (sgd, TORCH.SGD, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
     "momentum": (sgd, TORCH.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "nesterov": (sgd, TORCH.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "nesterov": (sgd, TORCH.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "dampening": (sgd, TORCH.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
     "adam": (adam, TORCH.Adam, {"lr": 0.01}),
     "adam decay": (adam, TORCH.Adam, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-4}),
@@ -117,7 +117,7 @@ RULES = {
 FUSED = (TORCH.SGD, TORCH.Adam, TORCH.AdamW, TORCH.Adagrad)
 PATHS = [("block", "bias"), ("block", "weight"), ("out",), ("one",)]
 # A row of each rule with many options; the others take their time.
-FAST = [*{make: name for name, (make, *_) in RULES.items()}.values(), "nesterov", "adam", "adafactor"]
+FAST = [*{make: name for name, (make, *_) in RULES.items()}.values(), "momentum", "nesterov", "adam", "adafactor"]
 each_rule = pytest.mark.parametrize("name", quick(RULES, *FAST))
 each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 each_optimizer = pytest.mark.parametrize("name", quick([*RULES, *WRAPPERS], *FAST, *WRAPPERS))
