@@ -322,7 +322,7 @@ def test_sam_of_members_and_auxiliary_values(generator):
 
 
 def test_sam_of_a_part(generator):
-    """Leaves without a gradient stay where they are; adaptive steps are measured by the elements."""
+    """Leaves without a gradient stay; adaptive steps are measured by the elements; a gradient of 0 gives no step."""
     params = random_tree(generator, torch.float64, ())
     grad = tdf.grad(lambda p: (p["out"] ** 3).sum() * p["block", "bias"].sum(), "out")
 
@@ -332,7 +332,7 @@ def test_sam_of_a_part(generator):
     g = 3 * w**2 * s
     up = w + 0.1 * w**2 * g / (w * g).norm()
     torch.testing.assert_close(found["out"], 3 * up**2 * s, rtol=1e-9, atol=1e-9)
-    assert found.paths() == [("out",)]
+    assert (found.paths(), optim.sam(grad, 0.1)(params * 0)["out"].tolist()) == ([("out",)], [0.0] * 7)
 
 
 # The patterns of parts need their leaves.
