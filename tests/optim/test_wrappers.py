@@ -96,14 +96,16 @@ def test_sam_is_that_of_optax():
     assert flat(params) == pytest.approx(SAM, abs=1e-7)
 
 
-def test_schedule_free_is_its_paper():
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_schedule_free_is_its_paper(scheduled):
     """The average is a mean of z, gradients are taken in between, and squares of the largest rate are the weights."""
-    rates, beta = [0.3, 0.1, 0.4, 0.2, 0.2], 0.7
-    opt = optim.schedule_free(optim.sgd(lambda step: torch.tensor(rates, dtype=torch.float64)[step]), beta)
+    rates, beta = torch.tensor([0.3, 0.1, 0.4, 0.2, 0.2], dtype=torch.float64), 0.7
+    opt = optim.schedule_free(optim.sgd(rates.__getitem__ if scheduled else rates[0]), beta)
     params, state = START, opt.init(START)
     x = y = z = START["w"]
     total = top = 0.0
     for i, rate in enumerate(rates):
+        state = state if scheduled else state.set(("optimizer", "lr"), rate)
         params, state = opt.update(params, gradient(params, i), state)
         z = z - rate * torch.sin(3 * y + i)
         top = max(top, rate)
@@ -232,13 +234,11 @@ def test_steps_of_nan_are_skipped_by_member(wrap):
 
     for steps in (1, 2):
         params, state = update(params, bad, state)
-        assert params["w"][:, 0].tolist() == [-steps, 0, 0]
+        assert params["w"][:, 0].tolist() == state["optimizer", "step"].neg().tolist() == [-steps, 0, 0]
         assert state["total"].tolist() == [0, steps, steps]
-        assert state["optimizer", "step"].tolist() == [steps, 0, 0]
     params, state = update(params, bad, state)
 
-    assert params["w"][:, 0].tolist() == [-3, -1, -1]
-    assert state["consecutive"].tolist() == [0, 3, 3]
+    assert [x.tolist() for x in (params["w"][:, 0], state["consecutive"])] == [[-3, -1, -1], [0, 3, 3]]
     assert update(params, torch.zeros_like(bad), state)[1]["consecutive"].tolist() == [0, 0, 0]
 
 
@@ -322,7 +322,7 @@ def test_sam_of_members_and_auxiliary_values(generator):
 
 
 def test_sam_of_a_part(generator):
-    """Leaves without a gradient stay where they are; adaptive steps are measured by the elements."""
+    """Leaves without a gradient stay; adaptive steps are measured by the elements; a gradient of 0 gives no step."""
     params = random_tree(generator, torch.float64, ())
     grad = tdf.grad(lambda p: (p["out"] ** 3).sum() * p["block", "bias"].sum(), "out")
 
@@ -332,7 +332,7 @@ def test_sam_of_a_part(generator):
     g = 3 * w**2 * s
     up = w + 0.1 * w**2 * g / (w * g).norm()
     torch.testing.assert_close(found["out"], 3 * up**2 * s, rtol=1e-9, atol=1e-9)
-    assert found.paths() == [("out",)]
+    assert (found.paths(), optim.sam(grad, 0.1)(params * 0)["out"].tolist()) == ([("out",)], [0.0] * 7)
 
 
 # The patterns of parts need their leaves.
