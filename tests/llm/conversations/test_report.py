@@ -95,16 +95,17 @@ def test_a_template_that_raises_is_reported():
     assert [JinjaTemplate(make_tokenizer(each)).alike for each in (no, partly)] == [None, chatml]
 
 
-def test_the_command(tmp_path):
-    """`tdfunc template check` prints a table or JSON, and its exit code tells."""
+def test_the_command(tmp_path, monkeypatch):
+    """`tdfunc template check` prints a table or JSON, and its exit code tells; it runs no code and asks no server."""
     make_tokenizer(HERMES).save_pretrained(tmp_path / "good")
     make_tokenizer(FORGETFUL).save_pretrained(tmp_path / "bad")
+    path = tmp_path / "good" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["code.Code", None]}}))
 
     good, bad = run("template", "check", tmp_path / "good"), run("template", "check", tmp_path / "bad", "--json")
 
-    assert "control strings" in good.out
-    assert good.code == 0, good.out
-    assert json.loads(bad.out)["thinking"]["good"] is False
-    assert bad.code == 1
-    missing = run("template", "check", tmp_path / "nothing")
-    assert missing.code == 2
+    assert "control strings" in good.out, good
+    assert (good.code, bad.code, json.loads(bad.out)["thinking"]["good"]) == (0, 1, False)
+    asked = lambda *_, **__: pytest.fail("a server is asked for a file")  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", asked)
+    assert run("template", "check", "nobody/nothing").code == 2
