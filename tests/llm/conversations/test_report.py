@@ -106,5 +106,5 @@ def test_the_command(tmp_path, monkeypatch):
 
     assert -1 < good.out.find("finding") < good.out.find("control strings"), good
     assert (good.code, bad.code, json.loads(bad.out)["thinking"]["good"]) == (0, 1, False)
-    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))
-    assert run("template", "check", "nobody/nothing").code == 2
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("a server is asked"))
+    assert "nobody/nothing: No such file" in run("template", "check", "nobody/nothing").err
