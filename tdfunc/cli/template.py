@@ -1,5 +1,6 @@
 """`tdfunc template check`: the report on the chat template of a tokenizer in a folder."""
 
+import os
 from typing import Any
 
 from tdfunc.cli.output import Table, print_json, print_table, safe
@@ -11,11 +12,12 @@ _MARKS = {True: "ok", False: "!!", None: "--"}
 
 # Any: without stubs.
 def load_tokenizer(folder: str, call: str) -> Any:
-    """Return the tokenizer in a folder. Nothing is downloaded, and no code of the folder runs."""
+    """Return the tokenizer in a folder, or raise if there is none. No server is asked, and no code of it runs."""
     try:
         from transformers import AutoTokenizer
     except ImportError as err:
         raise error(ImportError, f"{call} requires transformers.", hint='pip install "tdfunc[llm]".') from err
+    os.listdir(folder)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
@@ -25,13 +27,11 @@ def check(folder: str, *, as_json: bool) -> int:
     Raises:
         ValueError: The tokenizer has no chat template.
     """
-    tokenizer = load_tokenizer(folder, "template check")
-    if tokenizer.chat_template is None:
+    if (tokenizer := load_tokenizer(folder, "template check")).chat_template is None:
         raise error(ValueError, f"{folder}: the tokenizer must have a chat template.")
-    report = template_report(tokenizer)
+    checks = template_report(tokenizer).checks
     if as_json:
-        print_json({each.name: {"good": each.good, "detail": each.detail} for each in report.checks})
+        print_json({each.name: {"good": each.good, "detail": each.detail} for each in checks})
     else:
-        rows = [(_MARKS[each.good], each.name, safe(each.detail)) for each in report.checks]
-        print_table(Table(("", "property", "finding"), rows))
-    return int(any([each.good is False for each in report.checks]))
+        print_table(Table(("", "property", "finding"), [(_MARKS[x.good], x.name, safe(x.detail)) for x in checks]))
+    return int(any([each.good is False for each in checks]))

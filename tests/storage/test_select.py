@@ -63,14 +63,14 @@ def test_a_tree_is_like_itself(tree, tmp_path_factory):
 
 
 def test_filters_read_and_verify_only_their_leaves(tmp_path):
-    """A filter reads and verifies its own leaves; a pattern that matches none is an error."""
-    tree = TensorDict({"a": torch.ones(100), "b": torch.zeros(100)})
-    path = saved(tree, tmp_path)
+    """A filter maps, reads and verifies its own leaves; a pattern that matches none is an error."""
+    path = saved(TensorDict({"a": torch.ones(100), "b": torch.zeros(100)}), tmp_path)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
 
-    assert_same(load(path, where="a"), TensorDict({"a": torch.ones(100)}))
+    assert_same(chosen := load(path, where="a"), TensorDict({"a": torch.ones(100)}))
+    assert (path / "/proc/self/maps").read_text().count(f"{path}\n") == len(chosen.keys())
     with pytest.raises(CorruptCheckpointError, match='leaf "b" is damaged'):
         load(path, where="b")
     with pytest.raises(FilterError, match="'c' matches no leaf"):
