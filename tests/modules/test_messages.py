@@ -293,6 +293,7 @@ def test_a_seed_set_in_forward_is_a_draw(monkeypatch):
 
     monkeypatch.setattr("threading.active_count", lambda: 2)
     assert torch.equal(draw(model)[0], model(X)[0])
-    assert_raises(lambda: draw(Calls(lambda y: torch.poisson(y.exp()))), UnsupportedError, "aten.poisson")
+    twice = Calls(lambda y: torch.poisson(torch.poisson(y.exp())))
+    assert_raises(lambda: draw(twice), UnsupportedError, "aten.poisson(?!.*aten.poisson)")
     monkeypatch.setattr("threading.active_count", lambda: 1)
     assert_raises(lambda: draw(model), UnsupportedError, "torch's default generator by an operation")

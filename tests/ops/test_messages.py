@@ -145,6 +145,7 @@ EDITS = [
     (lambda: TD["a", "z"], MissingKeyError, "no key 'z' under 'a'.*no keys"),
     (lambda: ("n", "b") in TD.keys(), TypeError, r"\('n', 'b'\) is a nested key.*include_nested=True"),  # noqa: SIM118
     (lambda: TD.split_keys(["a"], ["a"]), MissingKeyError, "no key 'a'"),
+    (lambda: TD.split_keys({"a": "b", "n": "b"}), MissingKeyError, "rename_key: 'b' exists.*'n'"),
     (lambda: TD.set(("a", "x"), 1), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
     (lambda: TD.update({("a", "x"): 1}), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
     (lambda: TD.rename_key("n", ("a", "x")), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
