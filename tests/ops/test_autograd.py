@@ -19,8 +19,7 @@ def test_gradients_are_read():
 
     assert found["w"] is w.grad
     assert list(found.keys(True)) == ["w", "n"]
-    assert tree.requires_grad is True
-    assert tree.data.requires_grad is False
+    assert [tree.requires_grad, tree.data.requires_grad] == [True, False]
     assert tree.data["w"].data_ptr() == w.data_ptr()
 
 
@@ -72,8 +71,7 @@ def test_layout():
     leaf = torch.arange(6).reshape(2, 3).T
     tree = TensorDict({"a": leaf, "b": torch.zeros(3), "s": "x"}, [3])
 
-    assert not tree.is_contiguous()
-    assert tree.contiguous().is_contiguous()
+    assert [tree.is_contiguous(), tree.contiguous().is_contiguous()] == [False, True]
     assert torch.equal(tree.contiguous()["a"], leaf)
     assert tree.contiguous()["b"] is tree["b"]
     dense = tree.exclude("a")

@@ -209,6 +209,7 @@ WRITES = [
     (lambda t: t.at[0].set_(TensorDict({"a": A}, [2])), BatchSizeError, r"set_: the rows.*\[\].*\[2\]"),
     (lambda t: t.select("a", "e").at[0].set_({"a": 1.0, "e": A[0, :2]}), LeafMismatchError, "'e': the leaf is expan"),
     (lambda t: t.select("a").at[0].set_({"a": 1.0, "z": 1}), MissingKeyError, r"nothing was written.*'z'.*new_zeros"),
+    (lambda t: t.select("a", "i").at[0].set_({"a": 1.0}), MissingKeyError, r"nothing was written.*'a', 'i'.*\['a'\]"),
     (lambda t: t.select("n").at[0].set_({"n": {"b": ROWS}}), LeafMismatchError, r"'n.b': .*\[2\].*\[3\]"),
     (
         lambda t: t.select("a").set(("d", "s"), "x").at[0].set_({"a": 1.0, "d": {"s": "y"}}),
