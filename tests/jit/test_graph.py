@@ -300,12 +300,13 @@ def test_constants_of_a_replay_are_new_where_they_leave_it():
 
 
 def test_a_copy_that_is_read_by_the_write_to_its_source_stays():
-    """A copy is not dropped where its last reader writes to the memory that was copied."""
+    """A copy is not dropped where its last reader writes to its source; a write through a view changes a value."""
 
     def fn(x):
-        own = x * 2
-        copy = own.clone()
-        return own.index_add_(0, torch.tensor([1, 2, 0]), copy)
+        own, viewed = x * 2, x * 3
+        copy, before = own.clone(), viewed.sin()
+        viewed[0].add_(1)
+        return torch.stack([own.index_add_(0, torch.tensor([1, 2, 0]), copy), viewed.sin() - before])
 
     x = torch.arange(3.0)
     assert torch.equal(jit(fn)(x), fn(x))

@@ -26,7 +26,7 @@ class Holder:
 
 GENERATOR = torch.Generator().manual_seed(0)
 STATE = GENERATOR.get_state()
-HOLDER, MINE, THEIRS, OLD = Holder(), np.random.default_rng(0), random.Random(0), np.random.RandomState(0)
+HOLDER, MINE, THEIRS, OLD = Holder(), np.random.Generator(np.random.SFC64(0)), random.Random(0), np.random.RandomState()
 
 
 @functools.lru_cache

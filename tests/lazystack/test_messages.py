@@ -23,6 +23,7 @@ ROWS = [
     (lambda t: torch.stack([t, t.pad()]), TreeStructureError, "LazyStack\n.*TensorDict\n.*dense"),
     # One tensor for each leaf is needed.
     (lambda t: TensorDict(t), LeafMismatchError, f"TensorDict: {NO_ONE_TENSOR}"),
+    (lambda t: tree(3).at[:2].set(t), LeafMismatchError, rf"at\[...\].set: {NO_ONE_TENSOR}"),
     (lambda t: tree(3).update(t), LeafMismatchError, f"update: {NO_ONE_TENSOR}"),
     (lambda t: TensorDict({"l": t}, [3]).rename_key(("l", "x"), "x"), LeafMismatchError, NO_ONE_TENSOR),
     (lambda t: TensorDict({"l": t}, [3]).rename_key(("l", "s"), ("n", "s")), LeafMismatchError, NO_ONE_TENSOR),

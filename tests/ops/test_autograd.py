@@ -19,8 +19,7 @@ def test_gradients_are_read():
 
     assert found["w"] is w.grad
     assert list(found.keys(True)) == ["w", "n"]
-    assert tree.requires_grad is True
-    assert tree.data.requires_grad is False
+    assert [tree.requires_grad, tree.data.requires_grad] == [True, False]
     assert tree.data["w"].data_ptr() == w.data_ptr()
 
 
@@ -42,8 +41,8 @@ def test_gradients_of_trees():
     assert mapped["w"].tolist() == alone.tolist() == [0, 3, 6]
     assert torch.equal(mapped["n", "b"], torch.full((2,), 3.0))
     eye = TensorDict({"w": torch.eye(3)}, [3])
-    jacobian = torch.autograd.grad(params.select("w") * 2, params.select("w"), eye, is_grads_batched=True)
-    assert jacobian.batch_size == Size([3])
+    jacobian = torch.autograd.grad(params.select("w") * 2, params, eye, allow_unused=True, is_grads_batched=True)
+    assert (jacobian.batch_size, jacobian.paths()) == (Size([3]), [("w",)])
     assert torch.equal(jacobian["w"], 2 * torch.eye(3))
 
 
@@ -72,8 +71,7 @@ def test_layout():
     leaf = torch.arange(6).reshape(2, 3).T
     tree = TensorDict({"a": leaf, "b": torch.zeros(3), "s": "x"}, [3])
 
-    assert not tree.is_contiguous()
-    assert tree.contiguous().is_contiguous()
+    assert [tree.is_contiguous(), tree.contiguous().is_contiguous()] == [False, True]
     assert torch.equal(tree.contiguous()["a"], leaf)
     assert tree.contiguous()["b"] is tree["b"]
     dense = tree.exclude("a")

@@ -145,6 +145,7 @@ EDITS = [
     (lambda: TD["a", "z"], MissingKeyError, "no key 'z' under 'a'.*no keys"),
     (lambda: ("n", "b") in TD.keys(), TypeError, r"\('n', 'b'\) is a nested key.*include_nested=True"),  # noqa: SIM118
     (lambda: TD.split_keys(["a"], ["a"]), MissingKeyError, "no key 'a'"),
+    (lambda: TD.split_keys({"a": "b", "n": "b"}), MissingKeyError, "rename_key: 'b' exists.*'n'"),
     (lambda: TD.set(("a", "x"), 1), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
     (lambda: TD.update({("a", "x"): 1}), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
     (lambda: TD.rename_key("n", ("a", "x")), MissingKeyError, "'a' is a leaf, 'a.x' cannot"),
@@ -208,6 +209,7 @@ WRITES = [
     (lambda t: t.at[0].set_(TensorDict({"a": A}, [2])), BatchSizeError, r"set_: the rows.*\[\].*\[2\]"),
     (lambda t: t.select("a", "e").at[0].set_({"a": 1.0, "e": A[0, :2]}), LeafMismatchError, "'e': the leaf is expan"),
     (lambda t: t.select("a").at[0].set_({"a": 1.0, "z": 1}), MissingKeyError, r"nothing was written.*'z'.*new_zeros"),
+    (lambda t: t.select("a", "i").at[0].set_({"a": 1.0}), MissingKeyError, r"nothing was written.*'a', 'i'.*\['a'\]"),
     (lambda t: t.select("n").at[0].set_({"n": {"b": ROWS}}), LeafMismatchError, r"'n.b': .*\[2\].*\[3\]"),
     (
         lambda t: t.select("a").set(("d", "s"), "x").at[0].set_({"a": 1.0, "d": {"s": "y"}}),

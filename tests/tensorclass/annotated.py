@@ -23,6 +23,10 @@ class Auto(TensorClass["autocast"]):
     tags: list = field(default_factory=list)
 
 
+class Unmade(TensorClass):
+    later: Later | None = None
+
+
 class Later(TensorClass):
     x: Tensor
 

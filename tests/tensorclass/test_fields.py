@@ -253,13 +253,12 @@ def test_strings_resolve():
     """Annotations that are strings name classes of their module or function; others cast nothing."""
     made = annotated.Auto(torch.ones(()), ratio=2, later={"x": 1.0}, absent="as it is")
     outer, inner = annotated.make_local()
+    # As a file gives one, without the constructor.
+    read = annotated.Unmade._make({}, torch.Size([])).replace(later={"x": 1.0})
 
-    assert type(made.count) is int
-    assert type(made.ratio) is float
-    assert type(made.later) is annotated.Later
-    assert made.absent == "as it is"
-    assert annotated.Auto.unit == "m"
-    assert made.tags == []
+    kinds = [type(x) for x in (made.count, made.ratio, made.later, read.later)]
+    assert kinds == [int, float, annotated.Later, annotated.Later]
+    assert (made.absent, made.tags, annotated.Auto.unit) == ("as it is", [], "m")
     assert type(outer({"x": torch.zeros(2)}, batch_size=[2]).inner) is inner
 
 

@@ -78,6 +78,7 @@ VALUES = [
         TreeStructureError,
         r"Foo.from_tensordict.*missing \['x'\]",
     ),
+    (lambda: Foo(X, batch_size=[2]).replace(z=torch.ones(3)), KeyError, "Foo has no field 'z'"),
     (lambda: Foo.from_tensordict(TensorDict({"z": X}), safe=False), TreeStructureError, r"unknown \['z'\].*select"),
 ]
 

@@ -35,7 +35,7 @@ def karcher(base: Tensor | None, stacked: Tensor, weights: Tensor, *, max_iter: 
     own = own / torch.where(own.sum() == 0, 1, own.sum())
     mean, length = units((own * u).sum(0), tol)
     # Directions that cancel out start at the first one.
-    mean = torch.where(length < tol, (u * is_valid).gather(0, is_valid.int().argmax(0).expand_as(u[:1]))[0], mean)
+    mean = torch.where(length <= tol, (u * is_valid).gather(0, is_valid.int().argmax(0).expand_as(u[:1]))[0], mean)
     is_done = torch.zeros_like(length, dtype=torch.bool)
     for _ in range(max_iter):
         cos = (u * mean).sum(-1, keepdim=True).clamp(-1, 1)

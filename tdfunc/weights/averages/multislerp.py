@@ -36,7 +36,7 @@ def multislerp(
     w = columns(shares(weights) if normalize_weights else weights, x)
     u, norms = units(x, eps)
     (mean,), (length,) = units((u * w).sum(0, keepdim=True), eps)
-    is_lost = length < eps
+    is_lost = length <= eps
     if stacked.shape[0] > 2 and has_values() and bool(is_lost) and bool((norms > eps).any()):
         raise error(ValueError, "multislerp: the directions must not cancel out.", hint="choose other weights.")
     # The logarithms at the direction of the sum add up to 0, whose exponential is that direction.
