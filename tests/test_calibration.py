@@ -160,13 +160,14 @@ def test_members_have_sets_of_their_own(method):
     """A threshold for each member, as many as there are classes or not: the sets are those of each by itself."""
     y = outputs(0, 3, 50, 3) * 2
     p, t = y.softmax(-1), random.categorical(random.key(1), y)
-    thresholds = cal.conformal_threshold(cal.conformal_scores(p, t, method=method), 0.2)
+    thresholds = cal.conformal_threshold(scores := cal.conformal_scores(p, t, method=method), 0.2)
     sets = cal.conformal_sets(p, thresholds, method=method)
 
-    assert len(set(thresholds.tolist())) == 3
+    is_lac = torch.equal(scores, 1 - p.gather(-1, t[..., None])[..., 0])
+    assert (len(set(thresholds.tolist())), is_lac) == (3, method == "lac")
     for member, threshold, found in zip(p, thresholds, sets, strict=True):
-        assert torch.equal(found, cal.conformal_sets(member, threshold, method=method))
-        assert torch.equal(found, cal.conformal_sets(member, threshold.item(), method=method))
+        for own in (threshold, threshold.item()):
+            assert torch.equal(found, cal.conformal_sets(member, own, method=method))
     assert sets.gather(-1, t[..., None]).sum(1).tolist() == [[41]] * 3
 
 

@@ -248,8 +248,7 @@ def test_views_without_dimensions(fn):
     x = torch.randn(1)
     run = jit(fn)
 
-    for _ in range(2):
-        assert torch.equal(run(x), fn(x))
+    assert all(torch.equal(run(x), fn(x)) for _ in range(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
@@ -292,11 +291,12 @@ def test_constants_of_a_replay_are_new_where_they_leave_it():
     fn = jit(lambda x: (torch.zeros(3), torch.ones(3).add_(x), x + torch.arange(3), torch.tensor([1.0])))
     fn(torch.zeros(3))
 
-    first = fn(torch.ones(3))
-    for out in first:
+    for out in fn(torch.ones(3)):
         out.fill_(7)
 
     assert [out.tolist() for out in fn(torch.ones(3))] == [[0, 0, 0], [2, 2, 2], [1, 2, 3], [1]]
+    signs = jit(lambda x: 1 / (x * 0.0) - 1 / (x * -0.0))
+    assert signs(torch.ones(1)) == signs(torch.ones(1)) == torch.inf
 
 
 def test_a_copy_that_is_read_by_the_write_to_its_source_stays():

@@ -195,6 +195,8 @@ class _Handler(BaseHTTPRequestHandler):
 def answer(handler, pause_s=0.0):
     """Give the model's answer."""
     service, body = handler.service, handler.body
+    if (handler.command == "GET") != (handler.path in WEIGHTS[3:]):
+        return handler.reply(405, {"detail": "Method Not Allowed"})
     if handler.path in WEIGHTS and service.label is not None:
         return handler.reply(200, service.weights(handler.path, body))
     if handler.path not in ((IDS, COMPLETIONS) if service.ids_endpoint else (COMPLETIONS,)):
