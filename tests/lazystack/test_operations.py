@@ -90,8 +90,8 @@ def test_operands_over_ragged_trees():
     assert_stacks_equal(torch.where(weights > 5, lazy, 0.0), lazy_stack([first * 0, *rest]))
     assert_stacks_equal(torch.where(weights > 5, lazy, -weights), lazy_stack([first * 0 - 1, *rest]))
     assert_stacks_equal(torch.where(weights > 5, lazy, lazy * 2), lazy_stack([first * 2, *rest]))
-    with pytest.raises(BatchSizeError, match=r"broadcasts to \[3, -1\]\n.*shape \[3, 4\]"):
-        lazy * torch.ones(3, 4)
+    with pytest.raises(BatchSizeError, match=r"broadcasts to \[3, -1\]\n.*shape \[3, 2\]"):
+        lazy * torch.ones(3, 2)
 
 
 def test_dense_trees_and_stacks():

@@ -38,7 +38,8 @@ def test_responses_are_those_of_the_rows(side):
     """Tokens, masks and log-probs of a padded tree are those of `generate_tokens`, with keys folded with the row."""
     lm, params, buffers = causal_lm(make("llama"))
     td, rows = padded([5, 2, 9], side)
-    options = {"max_new_tokens": 6, "temperature": 0.9, "top_k": 30}
+    # At some steps no token is left out.
+    options = {"max_new_tokens": 6, "temperature": 2.0, "min_p": 0.02}
     out = generate(lm, params, td, key=random.key(3), buffers=buffers, **options)
 
     keys = random.fold_in(random.key(3), torch.arange(3))
@@ -54,8 +55,7 @@ def test_responses_are_those_of_the_rows(side):
         assert torch.equal(log_probs.support[i][valid[i]][:, : response.support.shape[1]], response.support)
     assert (log_probs.full[~log_probs.mask] == 0).all()
     assert not any([log_probs.mask[:, :9].any(), tokens.full[~masks.all_attention_mask].any()])
-    assert torch.equal(out["name"], td["name"])
-    assert "masks" not in td
+    assert (torch.equal(out["name"], td["name"]), "masks" in td) == (True, False)
     same = generate(lm, params, td, key=3, buffers=buffers, options=GenerationOptions.parse(options))
     assert (same["tokens"] == tokens).all()
 
