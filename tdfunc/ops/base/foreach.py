@@ -235,10 +235,9 @@ def _as_tensor(other: Any, name: str) -> Tensor:
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
     """Describe `fn(leaf, *operands)` for operands over the batch."""
     size, n = tree._batch_size, len(tree._batch_size)
-    # Along a ragged dimension an operand can only be constant.
-    known = Size([max(s, 1) for s in size]) if -1 in size else size
     for other in others:
-        if other.dim() and not fits_into(other.shape, known):
+        # Along a ragged dimension, which is -1, an operand can only be constant.
+        if other.dim() and not fits_into(other.shape, size):
             raise BatchSizeError(
                 f"{name}: a tensor operand is broadcast against the batch, not against the dimensions of the leaves.",
                 expected=f"a shape that broadcasts to {list(size)}",
