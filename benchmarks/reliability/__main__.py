@@ -109,7 +109,7 @@ def page() -> str:
     tables = {
         "kills": _kills, "ranks": _ranks, "full": _full, "disturbed": _disturbed, "shared": _shared, "damage": _damage,
         "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs, "pushes": _pushes,
-        "mutants": _mutants, "sample": _sample,
+        "mutants": _mutants, "sample": _sample, "noticed": _noticed,
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
 
@@ -235,6 +235,13 @@ def _pushes() -> str:
 def _sample() -> str:
     counted = _counted("mutants")
     return f"seed {counted['seed']}, commit {counted['commit']}{', fast tests only' if counted['alone'] else ''}"
+
+
+def _noticed() -> str:
+    """The share of the changes that make a difference which were noticed when they were made."""
+    rows = [row for row in _counted("mutants")["changes"] if row["verdict"] != "equivalent"]
+    count = sum(row["noticed"] is not None for row in rows)
+    return f"Of the {len(rows)} changes that make a difference, {count} were noticed ({count / len(rows):.1%})."
 
 
 def _mutants() -> str:
