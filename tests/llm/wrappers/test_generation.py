@@ -185,7 +185,7 @@ def test_a_reply_that_only_ends_goes_on():
 
 
 def test_texts_of_responses_follow_their_prompts():
-    """A tokenizer that drops the space before a text's first word keeps the one before a response, also before a full stop."""
+    """A tokenizer that drops the first space of a text keeps the space before a response, and before a full stop."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁the": 0, "▁fox": 1, "▁.": 2}, unk_token="▁the"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
