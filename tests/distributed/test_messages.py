@@ -140,8 +140,7 @@ def _keep_order(rank):
     """Messages of one tag keep their order, those of others do not wait, and a ring of handles ends."""
     one = TensorDict({"x": torch.full((2,), rank), "big": torch.full((3 << 20,), float(rank))})
     handles = [one.isend((rank + 1) % 3), one.irecv((rank - 1) % 3)]
-    assert (handles[0].wait(), int(handles[1].wait()["x"][0])) == (None, (rank - 1) % 3)
-    assert handles[0].is_completed()
+    assert (handles[0].wait(), int(handles[1].wait()["x"][0]), handles[0].is_completed()) == (None, (rank - 1) % 3, 1)
     if rank == 1:
         handles = [TensorDict({"i": i}).isend(0, tag=i % 2) for i in range(6)]
         TensorDict({"i": 6}).send(0, tag=0)
@@ -163,8 +162,7 @@ def _write_into(rank, sent, zeros):
         assert buffer.recv_(1) is buffer
         assert leaf is buffer["a"]
         assert bool((buffer == sent["nested"]).all())
-        buffer = zeros["lazy"]
-        assert buffer.irecv_(1).wait() is buffer
+        assert (buffer := zeros["lazy"]).irecv_(1).wait() is buffer
         assert [x.tolist() for x in buffer["x"]] == [[0.0], [0.0, 1.0, 2.0]]
 
 
@@ -184,6 +182,9 @@ def _gather(rank):
         got = mine.gather_to(2)
         assert (got is None) == (rank != 2)
         [assert_same(*both) for both in zip(got or [], all_, strict=False)]
+        own = type("Own", (TensorClass,), {"__annotations__": {"x": torch.Tensor}})
+        inside = TensorDict({"n": {"own": own(mine["a"], batch_size=[])}})
+        assert [type(got["n", "own"]) for got in inside.all_gather()] == [own] * 3
         assert_same(mine.broadcast(1), all_[1])
         assert_same(td_dist.broadcast(mine if rank == 2 else None, 2), all_[2])
         assert_same(mine.scatter(1, all_[::-1] if rank == 1 else None), all_[2 - rank])
@@ -196,8 +197,7 @@ def _gather(rank):
         expected = mine.update(stacked.apply(partial(oracle, dim=0), batch_size=[]))
         assert_same(assert_pure(methodcaller("all_reduce", op), mine), expected)
         got = mine.reduce(1, op)
-        assert (got is None) == (rank != 1)
-        assert got is None or bool((got == expected).all())
+        assert got is None if rank != 1 else bool((got == expected).all())
     assert mine.select("a").all_reduce("avg")["a"].tolist() == [0.0, 2.0, 4.0]
     tied = tdf.from_module(TiedLM()).detach().all_reduce()
     assert tied["out", "weight"] is tied["emb", "weight"]
