@@ -5,7 +5,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from tdfunc.core.shapes import dim_index, dim_size
 from tdfunc.ops.batch import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
-from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk
+from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk, wait_cancelled
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.raw import is_wrapped
 
@@ -253,7 +253,7 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
             # `wait` does not return for a cancelled future until its executor meets it, which not every executor does.
             running = [future for _, future in pending if not future.cancel()]
             if executor is work.options.executor:
-                wait(running)
+                wait_cancelled(running)
 
 
 def _broken(work: _Work, pending: "deque[tuple[int, Future[Any]]]", err: BaseException) -> WorkerError:

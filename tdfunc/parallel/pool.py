@@ -7,7 +7,8 @@ import pickle
 import signal
 import sys
 import threading
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import connection, forkserver
@@ -26,6 +27,16 @@ def count_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def wait_cancelled(futures: "Iterable[Future[Any]]") -> None:
+    """Return when futures that were cancelled are done; they are cancelled again each second.
+
+    Ray loses a cancellation that arrives while the task starts: https://github.com/ray-project/ray/issues/24359.
+    """
+    while futures := wait(futures, timeout=1).not_done:
+        for future in futures:
+            future.cancel()
 
 
 class WorkerPool(ProcessPoolExecutor):

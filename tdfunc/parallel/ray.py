@@ -5,6 +5,8 @@ from concurrent.futures import BrokenExecutor, Executor, Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
+from tdfunc.parallel.pool import wait_cancelled
+
 
 class _Task(Future[Any]):
     """The result of a Ray task; done when no process works on the task any more."""
@@ -16,10 +18,10 @@ class _Task(Future[Any]):
 
     def cancel(self) -> bool:
         """Make Ray leave out the task, or end its process; return whether it is cancelled already."""
-        if self._task is not None:
+        if (task := self._task) is not None:
             self._is_ended = True
             # An exception there could stop an import, and later tasks of the process would find half of a module.
-            self._ray.cancel(self._task, force=True)
+            self._ray.cancel(task, force=True)
         return self.cancelled()
 
     def _settle(self, inner: "Future[Any]") -> None:
@@ -82,7 +84,9 @@ class RayExecutor(Executor):
         if cancel_futures:
             for future in running:
                 future.cancel()
-        if wait:
+        if wait and cancel_futures:
+            wait_cancelled(running)
+        elif wait:
             wait_for(running)
 
 

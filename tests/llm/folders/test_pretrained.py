@@ -48,7 +48,7 @@ def test_there_and_back(family, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
     assert run("verify", tmp_path / "out").code == 0
     again = load_pretrained(tmp_path / "out")
-    torch.testing.assert_close(again(ids).logits, apply(new, ids, buffers=buffers).logits)
+    torch.testing.assert_close(again(ids).logits, apply(new, ids, buffers=buffers).logits, rtol=1e-5, atol=1e-4)
 
 
 def test_merged_folders_load(tmp_path):
