@@ -156,7 +156,7 @@ def _functions() -> _Functions:
 def _swaps(path: str, change: Change, functions: _Functions) -> _Swaps:
     """The functions that a change affects, with their new code; none for code that runs at import.
 
-    Python refuses code with another number of free variables for a function, and there are none for such a change.
+    There are none either for a change of the free variables: Python refuses code with another number of them.
     """
     file, source = os.path.abspath(path), Path(path).read_text()
     before, after = (compile(text, file, "exec") for text in (source, apply(source, [change])))
