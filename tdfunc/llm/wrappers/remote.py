@@ -129,7 +129,7 @@ class RemoteWrapper(LLMWrapperBase):
         max_retries: The number of repetitions of a request after a failed connection, or after the status 408, 429 or
             5xx except 501.
         backoff_s: The scale of the random time between attempts, in seconds, which doubles with each attempt. A time
-            from the server takes precedence.
+            from the server takes precedence. If it is longer than a minute, the request is not repeated.
         max_concurrency: The number of requests that are open at the same time, for all threads together.
         stream: Receive responses token by token. An incomplete stream is an error.
         **options: The options of `LLMWrapperBase`.
@@ -404,7 +404,12 @@ def _log_probs(pairs: list[tuple[float, int | None]], tokens: list[int]) -> Tens
     Raises:
         ValueError: Their number or their tokens differ, or a value is not a log-prob.
     """
-    found = torch.tensor([value for value, _ in pairs], dtype=torch.float32)
+    values = [value for value, _ in pairs]
+    # A list of one number would make a tensor of another shape.
+    wrong = [value for value in values if type(value) not in (int, float)]
+    if wrong:
+        raise ValueError(f"{str(wrong[0])[:80]!r} as a log-prob")
+    found = torch.tensor(values, dtype=torch.float32)
     if len(pairs) != len(tokens) or not bool((found <= _ROUNDING).all()):
         raise ValueError(
             f"{len(pairs)} log-probs of {len(tokens)} tokens, the largest {max(found.tolist(), default=0)}"

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-# The longest time between two attempts without a time from the server, in seconds.
+# The longest time between two attempts, in seconds.
 _LONGEST_WAIT_S = 60.0
+# The errors of code that reads an answer of another form: numbers of any size and nesting of any depth are valid JSON.
+_FORM_ERRORS = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,14 @@ class Server:
         """Return `read` of the answer to a POST, or without a body to a GET.
 
         Failed connections and the statuses 408, 429 and 5xx, except 501, are retried: after the time from the server,
-        or after random times that grow. A stream is read completely.
+        or after random times that grow. A server that asks for more than a minute is not asked again. A stream is
+        read completely.
 
         Args:
             path: The path of the endpoint.
             body: The request.
-            read: The function of the answer, a list with one object or with the objects of a stream. A KeyError,
-                IndexError, AttributeError, TypeError or ValueError in it means that the answer has the wrong form.
+            read: The function of the answer, a list with one object or with the objects of a stream. An error of
+                Python in it means that the answer has the wrong form.
             where: The purpose of the request, for messages.
             stream: Receive the answer in parts.
 
@@ -121,7 +124,7 @@ class Server:
             raise RemoteError(
                 f"{where}: {self.options.base_url}{path} must answer.", got=f"{type(err).__name__}: {err}"
             ) from err
-        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as err:
+        except _FORM_ERRORS as err:
             raise RemoteError(
                 f"{where}: the answer of {path} must have the form of its endpoint.", got=f"{type(err).__name__}: {err}"
             ) from err
@@ -166,6 +169,8 @@ def _may_pass(err: BaseException) -> bool:
     import httpx2
 
     if isinstance(err, RemoteError):
+        if (err.retry_after_s or 0) > _LONGEST_WAIT_S:
+            return False
         # 501 means an endpoint that the server will not have a moment later.
         return err.status in (408, 429) or (err.status or 0) >= 500 and err.status != 501
     own = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.SSEError)
@@ -175,13 +180,24 @@ def _may_pass(err: BaseException) -> bool:
 def _refusal(response: "httpx2.Response", where: str) -> RemoteError:
     """Return the error of a response that is not a success."""
     response.read()
+    retry_after_s = _retry_after_s(response)
+    hint = None
+    if retry_after_s is not None and retry_after_s > _LONGEST_WAIT_S:
+        hint = f"the server asks to wait {retry_after_s:.0f} s; waits of more than {_LONGEST_WAIT_S:.0f} s are yours."
     err = RemoteError(
         f"{where}: {response.request.url} must accept the request.",
         got=f"{response.status_code} {response.reason_phrase}: {response.text[:500]}",
+        hint=hint,
     )
-    seconds = response.headers.get("Retry-After", "")
-    err.status, err.retry_after_s = response.status_code, float(seconds) if seconds.isdecimal() else None
+    err.status = response.status_code
+    err.retry_after_s = retry_after_s
     return err
+
+
+def _retry_after_s(response: "httpx2.Response") -> float | None:
+    """Return the seconds that the server asks to wait; None without a number."""
+    seconds: str = response.headers.get("Retry-After", "")
+    return float(seconds) if seconds.isdecimal() else None
 
 
 # Any: JSON.

@@ -255,6 +255,18 @@ def test_the_time_that_a_server_gives_is_waited_for(serve):
     check(connect(service).generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
 
 
+@pytest.mark.parametrize("seconds", ["61", "31536000", "9" * 400])
+def test_a_long_time_that_a_server_gives_is_an_error_at_once(serve, seconds):
+    """The request is not repeated, and the error has the time."""
+    service = serve()
+    service.faults = [refuse(429, Retry_After=seconds)]
+
+    with pytest.raises(RemoteError, match="asks to wait .* s; waits of more than 60 s are yours") as caught:
+        connect(service).generate_tokens(PROMPTS[:1], parse())
+    assert caught.value.retry_after_s == float(seconds)
+    assert len(service.requests) == 1
+
+
 def test_a_connection_that_breaks_is_retried(serve):
     """Reset before an answer, or broken in a stream; no part of a response is ever returned."""
     service = serve()
@@ -386,6 +398,65 @@ def test_an_answer_that_does_not_fit_raises(serve):
         service.faults = [lambda handler, body=body: handler.reply(200, body)]
         with pytest.raises(RemoteError, match="form of its endpoint"):
             wrapper.generate_tokens(PROMPTS[:1], parse())
+
+
+def response(tokens, values):
+    """The bytes of an answer with these texts as tokens and log-probs."""
+    logprobs = f'{{"token_logprobs": {values}}}'
+    choice = f'{{"token_ids": [{tokens}], "finish_reason": "stop", "text": "", "logprobs": {logprobs}}}'
+    return f'{{"choices": [{choice}]}}'.encode()
+
+
+def log_prob(value):
+    """The bytes of an answer with this text as the first log-prob."""
+    values = f"[{value}, {', '.join(['-1.0'] * 5)}]"
+    return response("7, 7, 7, 7, 7, 7", values)
+
+
+def token(value):
+    """The bytes of an answer with this text as a token."""
+    return response(value, "[-1.0]")
+
+
+HOSTILE = {
+    "a token past 64 bits": token(2**70),
+    "a token of 5,000 digits": token("9" * 5000),
+    "an infinite token": token("1e999"),
+    "a whole log-prob past float": log_prob(-(10**400)),
+    "a log-prob that is NaN": log_prob("NaN"),
+    "a log-prob that is true": log_prob("true"),
+    "a log-prob in a list": log_prob("[-1.0]"),
+    "a log-prob that is a text": log_prob('"' + "x" * 5000 + '"'),
+    "lists of great depth": b"[" * 200_000,
+    "objects of great depth": b'{"a":' * 200_000,
+    "depth in a log-prob": log_prob("[" * 50_000 + "]" * 50_000),
+    "bytes that are no text": b'{"choices": "\xff\xfe"}',
+}
+
+
+def reply_whole(handler, body):
+    """Answer with these bytes."""
+    handler.reply(200, body)
+
+
+def reply_in_a_stream(handler, body):
+    """Answer with a stream of one event, which has these bytes."""
+    event = b"data: " + body + b"\n\n"
+    handler.begin()
+    handler.wfile.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
+    handler.end()
+
+
+@pytest.mark.parametrize(("reply", "stream"), [(reply_whole, False), (reply_in_a_stream, True)])
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_answer_is_a_remote_error(serve, body, reply, stream):
+    """Numbers of any size and nesting of any depth; the message is short."""
+    service = serve(ids_endpoint=False)
+    service.faults = [lambda handler: reply(handler, body)]
+
+    with pytest.raises(RemoteError, match="form of its endpoint") as caught:
+        connect(service, stream=stream, max_retries=0).generate_tokens(PROMPTS[:1], parse())
+    assert len(str(caught.value)) < 1000
 
 
 def test_the_wrapper_gives_samples_and_scores_of_prompts(serve):
