@@ -5,12 +5,13 @@ import os
 import re
 import resource
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tdfunc import AsyncSaver, CheckpointManager, TensorDict
+from tdfunc import AsyncSaver, CheckpointManager, ConcurrencyError, TensorDict
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk import commit
 from tdfunc.storage.safetensors import write
@@ -169,6 +170,18 @@ def test_the_disk_has_the_contents_before_the_name_and_the_name_at_the_end(name,
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_save_inside_a_save_of_one_thread_is_refused(tmp_path):
+    """Only a signal handler does this; it must not wait for the frame that it interrupted."""
+    with commit.locked(str(tmp_path)):
+        with pytest.raises(ConcurrencyError, match="this thread is saving to the folder already"):
+            save(OLD, tmp_path, max_shard_size=100)
+        with pytest.raises(ConcurrencyError, match="this thread is saving to the folder already"):
+            save(OLD, tmp_path, max_shard_size=100)
+    save(OLD, tmp_path, max_shard_size=100)
+
+    assert_same(load(tmp_path), OLD)
+
+
 def test_forks_keep_no_lock(tmp_path, monkeypatch):
     """A save that waits too long for another one names the folder, also after a fork, which does not keep the lock."""
     monkeypatch.setattr(commit, "_WAIT_S", 0.05)
@@ -178,8 +191,9 @@ def test_forks_keep_no_lock(tmp_path, monkeypatch):
         if not child:
             os.read(out, 1)
             os._exit(0)
-        with pytest.raises(TimeoutError, match=str(tmp_path)):
-            save(OLD, tmp_path, max_shard_size=100)
+        # Another thread: the same one would be refused at once.
+        with ThreadPoolExecutor(1) as pool, pytest.raises(TimeoutError, match=str(tmp_path)):
+            pool.submit(save, OLD, tmp_path, max_shard_size=100).result()
     with commit.locked(str(tmp_path)):
         os.write(into, b".")
     os.waitpid(child, 0)

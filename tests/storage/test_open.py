@@ -286,6 +286,25 @@ def test_close_waits_for_readers(layers, monkeypatch):
     assert not closer.is_alive()
 
 
+def test_close_does_not_wait_for_the_read_it_interrupts(layers, monkeypatch):
+    """A signal handler that closes the file lets the read of its thread end, which then closes the file."""
+    path, tree = layers
+    f = tdfunc.open(path)
+    plain = LocalBytes.read_into
+
+    def interrupted(self, view, offset):
+        f.close()
+        return plain(self, view, offset)
+
+    monkeypatch.setattr(LocalBytes, "read_into", interrupted)
+    found = f["layers", "7", "w"]
+
+    assert torch.equal(found, tree["layers", "7", "w"])
+    assert f.closed
+    with pytest.raises(ValueError, match="the checkpoint is closed"):
+        f["layers", "8", "w"]
+
+
 def test_many_threads_read(layers):
     """Threads share a handle."""
     path, _ = layers

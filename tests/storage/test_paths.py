@@ -31,7 +31,7 @@ def test_a_background_save_stays_where_it_was_submitted(two_folders):
     with AsyncSaver(max_pending=9) as saver:
         os.mkfifo("wait")
         # The queue is busy until the folder has changed.
-        saver._queue.submit(first / "busy", lambda: partial(read, first / "wait"))
+        saver._queue.submit(first / "busy", lambda: partial(read, first / "wait"), lambda: first)
         handles = [saver.save(tree_of(1), "x.safetensors"), saver.save(tree_of(2), "shards", max_shard_size=8)]
         os.chdir(second)
         (first / "wait").write_text("go on")

@@ -18,6 +18,7 @@ import secrets
 import shutil
 import stat
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from tdfunc.core.errors import error, explain
+from tdfunc.core.errors import ConcurrencyError, error, explain
 
 T = TypeVar("T")
 # Not a plain import: Windows lacks it, and `import tdfunc` should work there.
@@ -43,7 +44,10 @@ _AT_FDCWD, _EXCHANGE = -100, 2
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
-_WAIT_S, _LOOK_S = 600.0, 0.02
+_WAIT_S = 600.0
+_LOOK_S = 0.02
+# One entry for each call of `locked` that has begun: the device and inode of the folder, and the thread.
+_entered: list[tuple[int, int, int]] = []
 
 
 class Descriptor:
@@ -81,6 +85,7 @@ _descriptors: "weakref.WeakSet[Descriptor]" = weakref.WeakSet()
 
 
 def _close_copies() -> None:
+    _entered.clear()
     for held in list(_descriptors):
         fd, held.fd = held.fd, -1
         if fd != -1:
@@ -129,27 +134,47 @@ def locked(folder: str) -> Generator[int, None, None]:
 
     Raises:
         TimeoutError: Another save, or a process that was forked during one, kept the lock.
+        ConcurrencyError: This thread has the lock: a signal handler has interrupted its save.
     """
-    with _open_folder(folder) as fd:
-        end = time.monotonic() + _WAIT_S
-        while True:
-            try:
-                lock(fd)
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise error(
-                        TimeoutError,
-                        f"save {folder}: another process must end its save first; nothing was written.",
-                        expected=f"the lock of the folder within {_WAIT_S:.0f} s",
-                        hint="`fuser FOLDER` shows the processes; the lock of one goes with it.",
-                    ) from None
-                time.sleep(_LOOK_S)
-                continue
-            except OSError:
-                # Without locks two saves at once are the user's to avoid.
-                pass
-            break
-        yield fd
+    held = _open_folder(folder)
+    status = os.fstat(held.fd)
+    entry = (status.st_dev, status.st_ino, threading.get_ident())
+    # Before the lock is taken until after it is given up: a signal may arrive between any two lines.
+    _entered.append(entry)
+    try:
+        with held as fd:
+            _wait_for_lock(fd, folder, is_nested=_entered.count(entry) > 1)
+            yield fd
+    finally:
+        if entry in _entered:
+            _entered.remove(entry)
+
+
+def _wait_for_lock(fd: int, folder: str, *, is_nested: bool) -> None:
+    """Wait for the lock of a folder, on which another save may have it."""
+    end_s = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            lock(fd)
+            return
+        except BlockingIOError:
+            if is_nested:
+                raise ConcurrencyError(
+                    f"save {folder}: this thread is saving to the folder already; nothing was written.",
+                    got="a call from a signal handler, in the middle of that save",
+                    hint="save to another folder, or after the handler has returned.",
+                ) from None
+            if time.monotonic() > end_s:
+                raise error(
+                    TimeoutError,
+                    f"save {folder}: another process must end its save first; nothing was written.",
+                    expected=f"the lock of the folder within {_WAIT_S:.0f} s",
+                    hint="`fuser FOLDER` shows the processes; the lock of one goes with it.",
+                ) from None
+            time.sleep(_LOOK_S)
+        except OSError:
+            # Without locks two saves at once are the user's to avoid.
+            return
 
 
 def _open_folder(folder: str) -> Descriptor:

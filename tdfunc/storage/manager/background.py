@@ -8,16 +8,17 @@ then takes the digest. Until it is taken, the leaf's version and a word of every
 
 import os
 import pathlib
+import threading
 import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from threading import BoundedSemaphore, main_thread
+from queue import SimpleQueue
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ from tdfunc.core.errors import ConcurrencyError, check_least, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
+from tdfunc.storage.disk.handlers import is_in_handler
 from tdfunc.storage.disk.raw import memory_of
 from tdfunc.storage.disk.remote import anchored, is_remote
 from tdfunc.storage.safetensors.plan import is_plain
@@ -55,6 +57,9 @@ _MAX_THREADS = 4
 _GROUPS = 16
 # Two pages, and a prime number, so that the words are not all in one column of a matrix.
 _SAMPLE_WORDS = 2039
+# A signal handler waits this long for a save that does not move, which the interrupted frame may hold up.
+_PATIENCE_S = 0.5
+_LOOK_S = 0.005
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ def _begin(work: Callable[[], dict[str, str]]) -> "Future[dict[str, str]]":
 
 def _digests(leaves: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     # When the interpreter ends, no threads can be started.
-    threads = min(_MAX_THREADS, os.cpu_count() or 1) if main_thread().is_alive() else 1
+    threads = min(_MAX_THREADS, os.cpu_count() or 1) if threading.main_thread().is_alive() else 1
     large_bytes = sum([leaf.nbytes for _, leaf in leaves if leaf.nbytes > _SMALL_BYTES])
     if threads == 1 or large_bytes < _THREADS_FROM_BYTES:
         return {name: _digest(leaf) for name, leaf in leaves}
@@ -215,6 +220,16 @@ class PendingSave(Future[SavedPath]):
         self._write, self._queue = write, queue
         # True once `result` or `exception` has returned or raised.
         self._is_seen = False
+        # True while a thread writes it.
+        self._is_writing = False
+        # The outcome. A signal handler reads it without the locks of `Future`, which the frame that it interrupted may
+        # have. A save that was cancelled has ended and has not run.
+        self._is_ended = False
+        self._has_run = False
+        self._error: BaseException | None = None
+        # Given up when it ends. Unlike an event or a condition, it has no second lock inside.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._process = os.getpid()
 
     def result(self, timeout: float | None = None) -> SavedPath:
@@ -225,12 +240,19 @@ class PendingSave(Future[SavedPath]):
 
         Raises:
             OSError: Writing failed.
-            ConcurrencyError: A leaf changed while it was saved, or a forked process waits for its parent's save.
+            ConcurrencyError: A leaf changed while it was saved, or a forked process waits for its parent's save, or
+                a signal handler waits for a save that it has interrupted.
             TimeoutError: The save still runs.
             CancelledError: The save was cancelled.
         """
-        self.exception(timeout)
-        return super().result()
+        err = self.exception(timeout)
+        if err is not None:
+            try:
+                raise err
+            finally:
+                # The traceback refers to this frame.
+                del err
+        return self._path
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save and return its error, or None.
@@ -239,7 +261,8 @@ class PendingSave(Future[SavedPath]):
             timeout: The largest number of seconds to wait.
 
         Raises:
-            ConcurrencyError: A forked process waits for its parent's save.
+            ConcurrencyError: A forked process waits for its parent's save, or a signal handler waits for a save that
+                it has interrupted.
             TimeoutError: The save still runs.
             CancelledError: The save was cancelled.
         """
@@ -249,9 +272,52 @@ class PendingSave(Future[SavedPath]):
                 got="a forked process, in which the save does not run",
                 hint="wait before os.fork(), or load the file once the parent has saved it.",
             )
-        found = super().exception(timeout)
+        self._wait(timeout)
+        if not self._has_run:
+            # A TimeoutError or a CancelledError.
+            return super().exception(0)
         self._is_seen = True
-        return found
+        return self._error
+
+    def done(self) -> bool:
+        """Return True if the save has ended or was cancelled."""
+        return self._is_ended
+
+    def cancel(self) -> bool:
+        """Cancel the save if it has not begun; return True if it is cancelled."""
+        is_cancelled = super().cancel()
+        if is_cancelled:
+            self._end()
+        return is_cancelled
+
+    def set_result(self, result: SavedPath) -> None:
+        """End the save with the written path."""
+        self._path = result
+        self._has_run = True
+        self._end()
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """End the save with an error."""
+        self._error = exception
+        self._has_run = True
+        self._end()
+        super().set_exception(exception)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait until the save has ended, or for a time."""
+        if self._is_ended:
+            return
+        if is_in_handler(*_waiting()):
+            _wait_in_handler([self], timeout_s)
+        elif self._running.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0), threading.TIMEOUT_MAX)):
+            self._running.release()
+
+    def _end(self) -> None:
+        """Let those continue that wait for the save."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._running.release()
 
 
 class SaveQueue:
@@ -265,23 +331,35 @@ class SaveQueue:
     def _start(self) -> None:
         self._process = os.getpid()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tdfunc-save")
-        self._places = BoundedSemaphore(self._max_pending)
+        # A queue takes no lock of Python, as a semaphore does, so that a signal handler may interrupt it.
+        self._places: SimpleQueue[None] = SimpleQueue()
+        for _ in range(self._max_pending):
+            self._places.put(None)
         # The saves that have not ended, and the saves that have ended since the last call.
         self._saves: list[PendingSave] = []
         weakref.finalize(self, _show_unseen, self._saves, self._process)
 
-    def submit(self, path: SavedPath, prepare: Callable[[], Write]) -> PendingSave:
-        """Wait for a place, prepare in this thread, and leave the rest to the background."""
+    def submit(self, path: SavedPath, prepare: Callable[[], Write], write_here: Write) -> PendingSave:
+        """Wait for a place, prepare in this thread, and leave the rest to the background.
+
+        A signal handler may have interrupted this thread in a call that has the place. It must not wait for the place,
+        and calls `write_here` instead, which saves the tree as it is.
+        """
         self.raise_failed()
+        if is_in_handler(*_waiting()):
+            save = PendingSave(path, write_here)
+            _run(save)
+            save.result()
+            return save
         places = self._places
-        places.acquire()
+        places.get()
         try:
             self.raise_failed()
             save = PendingSave(path, prepare(), self)
         except BaseException:
-            places.release()
+            places.put(None)
             raise
-        save.add_done_callback(lambda _: places.release())
+        save.add_done_callback(lambda _: places.put(None))
         self._saves.append(save)
         try:
             self._pool.submit(_run, save)
@@ -292,7 +370,11 @@ class SaveQueue:
 
     def wait(self) -> None:
         """Wait until nothing is pending; raise the first error."""
-        futures.wait(self.pending)
+        pending = self.pending
+        if pending and is_in_handler(*_waiting()):
+            _wait_in_handler(pending, None)
+        for save in pending:
+            save._wait(None)
         self.raise_failed()
 
     def raise_failed(self) -> None:
@@ -303,7 +385,7 @@ class SaveQueue:
             except ValueError:
                 # Another thread was here first.
                 continue
-            if not save._is_seen and not save.cancelled():
+            if save._has_run and not save._is_seen:
                 save.result()
 
     @property
@@ -318,11 +400,38 @@ class SaveQueue:
         return self._saves
 
 
+def _waiting() -> tuple[CodeType, ...]:
+    """Return the functions that a signal handler may interrupt while they have a place or a lock."""
+    return SaveQueue.submit.__code__, SaveQueue.wait.__code__
+
+
+def _wait_in_handler(saves: Sequence[PendingSave], timeout_s: float | None) -> None:
+    """Wait in a signal handler until saves have ended, as long as one of them is written."""
+    start_s = moved_s = time.monotonic()
+    while not all([save.done() for save in saves]):
+        now_s = time.monotonic()
+        if any([save._is_writing for save in saves]):
+            moved_s = now_s
+        if timeout_s is not None and now_s - start_s > timeout_s:
+            return
+        if now_s - moved_s > _PATIENCE_S:
+            raise ConcurrencyError(
+                f"save {saves[0]._path}: the signal handler interrupted the call that this save waits for.",
+                got="a save that cannot continue before the handler has returned",
+                hint="return from the handler, or exit: an interpreter that ends finishes its saves.",
+            )
+        time.sleep(_LOOK_S)
+
+
 def _run(save: PendingSave) -> None:
     write, save._write = save._write, None
     if write is not None and save.set_running_or_notify_cancel():
         try:
-            path = write()
+            save._is_writing = True
+            try:
+                path = write()
+            finally:
+                save._is_writing = False
         # Every error must reach the caller, and the next save its turn.
         except BaseException as err:
             # Before the place is given away: the leaves are memory that the next save may need.
@@ -457,7 +566,10 @@ class AsyncSaver(WaitMethods):
         def prepare() -> Write:
             return partial(_save_snapshot, take_snapshot(tree, copy), name, target, max_bytes, fsync)
 
-        return self._queue.submit(name, prepare)
+        def write_here() -> SavedPath:
+            return _save_snapshot(Snapshot(outline(tree), {}), name, target, max_bytes, fsync)
+
+        return self._queue.submit(name, prepare, write_here)
 
     def __repr__(self) -> str:
         return f"AsyncSaver({len(self._queue.pending)} pending)"

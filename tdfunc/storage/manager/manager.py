@@ -194,7 +194,10 @@ class CheckpointManager(WaitMethods):
         def prepare() -> Write:
             return partial(self._commit, number, take_snapshot(td, copy), described, overwrite)
 
-        return self._queue.submit(path, prepare)
+        def write_here() -> pathlib.Path:
+            return self._commit(number, Snapshot(outline(td), {}), described, overwrite)
+
+        return self._queue.submit(path, prepare, write_here)
 
     def delete(self, step: int) -> None:
         """Remove a step, also if it is the latest or the best.

@@ -30,6 +30,7 @@ from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Device, Path, Ties
 from tdfunc.ops.edits import storage_writes
 from tdfunc.storage.disk.commit import FOLDER, Descriptor, is_at, locate
+from tdfunc.storage.disk.handlers import is_in_handler
 from tdfunc.storage.disk.mapped import map_descriptor, open_inside
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import local_folder
@@ -130,7 +131,7 @@ def read_tree(
 
 def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list[Out]:
     """Return the results of a function, called by this thread or by several threads."""
-    if threads < 2 or len(items) < 2:
+    if threads < 2 or len(items) < 2 or is_in_handler():
         return [fn(item) for item in items]
     with ThreadPoolExecutor(threads, thread_name_prefix="tdfunc-memmap") as pool:
         return list(pool.map(fn, items))

@@ -24,6 +24,7 @@ from tdfunc.core.memory import MappedFile, mapped_file
 from tdfunc.core.types import Path
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.commit import Descriptor
+from tdfunc.storage.disk.handlers import is_in_handler
 from tdfunc.storage.disk.raw import outside_transforms, write_all
 from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.memmap.layout import META, FileLeaf, FolderPlan, Owned, owned_names, plan_folder
@@ -47,6 +48,10 @@ def start(task: Callable[[], Any], call: str, num_threads: int, early: bool, sha
         )
     if not (early and num_threads):
         return task()
+    if is_in_handler():
+        done: Future[Any] = Future()
+        done.set_result(task())
+        return done
     pool = ThreadPoolExecutor(1, thread_name_prefix=f"tdfunc-{call}")
     future: Future[Any] = pool.submit(task)
     return future

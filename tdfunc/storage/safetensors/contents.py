@@ -100,8 +100,10 @@ class Contents:
                 )
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
-        self._readers = 0
+        # The thread of each read that has begun.
+        self._readers: list[int] = []
         self.closed: bool = False
+        self._has_closed_files = False
         # The names of the leaves in the headers, as `plan` found them.
         self.names: list[str] = []
         self._keys: dict[int, dict[str, int]] = {}
@@ -114,25 +116,36 @@ class Contents:
         """Keep the files open and leave all transforms of `torch.func`; our errors in the block name the checkpoint."""
         with self._lock:
             self.check_open()
-            self._readers += 1
+            self._readers.append(threading.get_ident())
         try:
             with naming(self.path), outside_transforms():
                 yield
         finally:
             with self._lock:
-                self._readers -= 1
+                self._readers.remove(threading.get_ident())
                 self._idle.notify_all()
+                self._close_if_idle()
 
     def close(self) -> None:
-        """Close the files, once all reads have ended; a second call does nothing."""
+        """Close the files, once all reads have ended; a second call does nothing.
+
+        A read of this thread, which a signal handler has interrupted, ends after this call and closes the files.
+        """
+        here = threading.get_ident()
         with self._lock:
             if self.closed:
                 return
             self.closed = True
-            while self._readers:
+            while any([reader != here for reader in self._readers]):
                 self._idle.wait()
-            for source in self.sources:
-                source.data.close()
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self.closed or self._readers or self._has_closed_files:
+            return
+        self._has_closed_files = True
+        for source in self.sources:
+            source.data.close()
 
     def check_open(self) -> None:
         """Raise if it was closed."""
