@@ -21,6 +21,7 @@ from tdfunc.core.context import is_compiling
 # "c": copy-on-write, writes stay in the memory of this process. "r+": writes reach the file.
 MapMode: TypeAlias = Literal["c", "r+"]
 _ATTRIBUTE = "_tdfunc_file"
+_READ_ONLY = "_tdfunc_read_only"
 
 
 class MappedFile(NamedTuple):
@@ -64,6 +65,32 @@ def mapped_file(tensor: Any) -> MappedFile | None:
         # `share_memory_`, or torch's pickling for another process, moved it off the file.
         return None
     return MappedFile(path, tensor.storage_offset() * tensor.element_size(), mode, file_id, storage.nbytes(), root)
+
+
+# Set by the first tensor on read-only memory, so that all others cost one comparison.
+_has_read_only = False
+
+
+def mark_read_only(tensor: Tensor) -> None:
+    """Note on the storage of a tensor that a write to its memory ends the process."""
+    global _has_read_only
+    storage = tensor.untyped_storage()
+    setattr(storage, _READ_ONLY, storage.data_ptr())
+    _has_read_only = True
+
+
+def is_read_only(tensor: Tensor) -> bool:
+    """Return True if a tensor is on the read-only memory of an array that tdfunc converted."""
+    if not _has_read_only:
+        return False
+    try:
+        storage = tensor.untyped_storage()
+    # A wrapper (inside vmap, sparse, nested).
+    except (NotImplementedError, RuntimeError):
+        return False
+    address = getattr(storage, _READ_ONLY, None)
+    # `share_memory_` moves it elsewhere.
+    return address is not None and address == storage.data_ptr()
 
 
 # Of a tensor: the space of its bytes (None for this process's memory, else a device, or a file's device and inode),

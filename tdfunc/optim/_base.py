@@ -68,7 +68,7 @@ class AbstractOptimizer(ABC):
             active: A bool for each member: where it is False, parameters and state stay as they are.
             donate: Overwrite the leaves of `params` and `state`, which saves copies. From then on use the returned
                 trees only, and mind that other trees may share the leaves. All are copied if some share memory, with
-                each other or with a gradient, or are expanded.
+                each other or with a gradient, are expanded, or are on a read-only array of numpy.
 
         Shapes:
             `active` has the batch size of `params`.
@@ -79,7 +79,8 @@ class AbstractOptimizer(ABC):
                 or a hyperparameter does not fit it; the message names the leaf.
             BatchSizeError: `active`, the step count in the state, or the value of a schedule does not have the batch
                 size of `params`.
-            UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace.
+            UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace, or are
+                on a read-only array.
         """
         return self._step(params, grads, state, How(active, donate))
 

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from tdfunc.core.memory import is_read_only
 from tdfunc.optim._lists import Leaves
 
 # Writes to tensors of the first list.
@@ -53,7 +54,7 @@ class Apart:
     def __call__(self, writes: Leaves, reads: Leaves) -> None:
         places, (known, edges) = list(map(_place_of, writes)), self._known
         if places != known:
-            edges = find_edges(places, self._writes)
+            edges = [] if any(map(is_read_only, writes)) else find_edges(places, self._writes)
             self._known = (places, edges)
         for place, length in zip(map(_place_of, reads), self._reads, strict=True):
             at = bisect_right(edges, place)

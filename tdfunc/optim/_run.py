@@ -14,7 +14,7 @@ from tdfunc._jit.tracing import recorder
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values, in_functorch, is_compiling
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes
+from tdfunc.core.memory import find_overlaps, is_read_only, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
 from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
@@ -189,6 +189,8 @@ def takes_kernels(leaves: Leaves) -> bool:
 def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> bool:
     """Return whether no memory of the first list is shared: it may be overwritten. A trace checks it at each replay."""
     reads = [read._values() if read.is_sparse else read for read in reads]
+    if any(map(is_read_only, writes)):
+        return False
     if any(map(repeats_itself, writes)) or any(_find_shared(writes, reads)):
         return False
     trace = recorder()
@@ -203,7 +205,14 @@ def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> 
 
 
 def _refuse_shared(names: list[str], writes: Leaves, reads: Leaves) -> None:
-    """Raise if two leaves share memory that did not when they were traced."""
+    """Raise if leaves share memory, or cannot be written to, and it was otherwise when they were traced."""
+    for name, leaf in zip(names, writes, strict=False):
+        if is_read_only(leaf):
+            raise UnsupportedError(
+                f"update(donate=True): {name!r} is on a read-only array, a write would end the process.",
+                expected="memory that can be written to, as when the function was traced",
+                hint="clone() the tree before the first step, or leave out donate.",
+            )
     for i, j in _find_shared(writes, reads):
         raise UnsupportedError(
             f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",

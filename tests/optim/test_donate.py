@@ -1,5 +1,6 @@
 """`donate=True` where leaves share memory."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,3 +132,37 @@ def test_a_replay_refuses_gradients_in_the_memory_of_weights():
     for start in range(1, 6):
         with pytest.raises(UnsupportedError, match=r"'gradient of [wv]'.* share memory"):
             update(params, x[start : start + 2], state)
+
+
+def frozen():
+    """Return an array that cannot be written to, as `np.load(mmap_mode="r")` gives."""
+    array = np.ones(3, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_read_only_arrays_are_copied():
+    """A write to a read-only map would end the process."""
+    array = frozen()
+    params, opt = TensorDict({"w": array}), sgd(0.5)
+    got, _ = opt.update(params, ones_like(params), opt.init(params), donate=True)
+
+    assert got["w"].tolist() == [0.5] * 3
+    assert array.tolist() == [1.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_replay_refuses_a_read_only_array(calls):
+    """A trace is made for memory that can be written to."""
+    array, opt = frozen(), sgd(0.5)
+    update = jit(lambda p, g, s: opt.update(p, g, s, donate=True))
+    for _ in range(calls):
+        params = TensorDict({"w": torch.ones(3)})
+        update(params, ones_like(params), opt.init(params))
+    params = TensorDict({"w": array})
+
+    with pytest.raises(UnsupportedError, match="'w' is on a read-only array"):
+        update(params, ones_like(params), opt.init(params))
+    assert array.tolist() == [1.0] * 3

@@ -11,6 +11,7 @@ from tdfunc.core.collection import PLAIN, Static, TensorCollection
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, MissingKeyError, error
 from tdfunc.core.keys import unravel
+from tdfunc.core.memory import mark_read_only
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names, check_lead, one_shape, shape_of
 from tdfunc.core.ties import lift, merge
@@ -70,7 +71,7 @@ def as_tensor(value: Any, where: str, device: torch.device | None = None, dtype:
     # torch reads numpy's unsigned numbers from arrays only.
     source = np.asarray(value) if isinstance(value, np.number) else value
     try:
-        return torch.as_tensor(source, dtype=dtype, device=device)
+        tensor = torch.as_tensor(source, dtype=dtype, device=device)
     except (OverflowError, TypeError) as err:
         raise _no_dtype(where, value, err) from err
     except ValueError as err:
@@ -79,6 +80,9 @@ def as_tensor(value: Any, where: str, device: torch.device | None = None, dtype:
         # A copy has the strides and the byte order that torch requires.
         native = np.array(source, source.dtype.newbyteorder("="), order="C")
         return torch.as_tensor(native, dtype=dtype, device=device)
+    if isinstance(source, np.ndarray) and not source.flags.writeable and tensor.data_ptr() == source.ctypes.data:
+        mark_read_only(tensor)
+    return tensor
 
 
 def _no_dtype(where: str, value: Any, err: Exception) -> LeafMismatchError:

@@ -21,7 +21,7 @@ from tdfunc.core.errors import (
     UnsupportedError,
 )
 from tdfunc.core.keys import by_head, dotted
-from tdfunc.core.memory import Places, mapped_file, repeats_itself
+from tdfunc.core.memory import Places, is_read_only, mapped_file, repeats_itself
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack, as_array, same_value
 from tdfunc.core.shapes import check_positions, fits_into, index_size, normalize_index
 from tdfunc.core.types import Path
@@ -52,6 +52,12 @@ def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
 def check_writable(leaf: Tensor, where: str) -> None:
     """Raise for a leaf whose writes would not reach its file, or in which elements share one memory location."""
     check_reaches_file(leaf, where)
+    if not is_compiling() and is_read_only(leaf):
+        raise LeafMismatchError(
+            f"{where}: the leaf is on a read-only array, a write would end the process.",
+            got="memory of numpy that cannot be written to",
+            hint='np.load(path, mmap_mode="r+") writes to the file; td.clone() is in memory.',
+        )
     if not is_compiling() and leaf.is_inference() and not torch.is_inference_mode_enabled():
         raise LeafMismatchError(
             f"{where}: the leaf was made in inference mode, torch writes to it nowhere else.",

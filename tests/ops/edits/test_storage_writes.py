@@ -254,3 +254,53 @@ def test_inference_tensors_are_found_before_the_first_write(write, where):
     with torch.inference_mode():
         write(td)
     assert td["n", "b"][0] == 1.0
+
+
+def frozen(shape):
+    """An array that cannot be written to, as `np.load(mmap_mode="r")` gives."""
+    array = np.zeros(shape, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize(
+    ("write", "where"),
+    [
+        (lambda td: td.update_({"a": torch.ones(4), "n": {"b": torch.ones(4)}}), "'n.b'"),
+        (lambda td: td.copy_(td + 1), "'n.b'"),
+        (lambda td: td.at[0].set_(1.0), r"at\[...\].set_ 'n.b'"),
+        (lambda td: td.set_(("n", "b"), torch.ones(4)), "set_ 'n.b'"),
+        (lambda td: td[2:].set_(("n", "b"), torch.ones(2)), "set_ 'n.b'"),
+        (lambda td: td.view(2, 2).detach().update_({"n": {"b": torch.ones(2, 2)}}), "'n.b'"),
+    ],
+)
+def test_read_only_arrays_are_found_before_the_first_write(write, where):
+    """A write to a read-only map would end the process, also through a view."""
+    array = frozen(4)
+    td = TensorDict({"a": torch.zeros(4), "n": {"b": array}}, [4])
+
+    with pytest.raises(LeafMismatchError, match=where + r": the leaf is on a read-only array(.|\n)*td.clone\(\)"):
+        write(td)
+    assert td["a"].tolist() == [0.0] * 4
+    assert array.tolist() == [0.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda td: td.clone(),
+        lambda td: td.to(torch.float64),
+        lambda td: td + 0,
+        lambda td: td.share_memory_(),
+        lambda td: TensorDict({"n": {"b": np.zeros(4, np.float32)}}, [4]),
+        lambda td: TensorDict({"n": {"b": frozen(4)[::-1]}}, [4]),
+        lambda td: TensorDict({"n": {"b": frozen(4).astype(">f4")}}, [4]),
+    ],
+)
+def test_copies_of_read_only_arrays_can_be_written_to(copy):
+    """What has memory of its own is not the array."""
+    td = copy(TensorDict({"n": {"b": frozen(4)}}, [4]))
+
+    assert td.set_(("n", "b"), torch.ones(4))["n", "b"].tolist() == [1.0] * 4
