@@ -4,14 +4,12 @@ A parcel never takes a descriptor for each leaf.
 """
 
 import io
-import mmap
 import os
 import pickle
 import sys
 from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Size, Tensor, nn
 
@@ -20,7 +18,7 @@ from tdfunc.core.errors import UnsupportedError, WorkerError
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
 from tdfunc.parallel.block import Block, make_block
-from tdfunc.storage.disk.mapped import READ, map_descriptor
+from tdfunc.storage.disk.mapped import READ, file_with_values, map_descriptor
 from tdfunc.storage.disk.ranks import as_tensor
 from tdfunc.storage.disk.raw import is_wrapped
 from tdfunc.storage.tree.specs import FOLDER_CODES, spec_for
@@ -147,58 +145,23 @@ def _reduce(x: Tensor, leaves: list[Tensor]) -> Any:
     flags = (kind is nn.Parameter, x.requires_grad)
     if x.device.type == "meta":
         return _make_meta, (x.dtype, tuple(x.shape), x.stride(), flags)
-    by_name = _by_name(x)
-    if by_name is not None:
-        return _open_view, (*by_name, x.dtype, tuple(x.shape), x.stride(), flags)
+    file = file_with_values(x)
+    if file is not None:
+        return _open_view, (file, x.dtype, tuple(x.shape), x.stride(), flags)
     # Of an expanded tensor the memory under it.
     leaves.append(x.detach()[tuple([slice(0, 1 if stride == 0 else None) for stride in x.stride()])])
     return _from_leaf, (_LEAF, tuple(x.shape), flags)
 
 
-def _by_name(x: Tensor) -> tuple[MappedFile, str] | None:
-    """Return the file of a mapped tensor whose values are those of the file; None if bytes must be sent."""
-    found = mapped_file(x)
-    if found is None or found.path is None or x.numel() == 0 or x.is_conj() or x.is_neg():
-        return None
-    try:
-        now = os.stat(found.path)
-    except OSError:
-        return None
-    if (now.st_dev, now.st_ino) != found.file_id or now.st_size < found.size_bytes:
-        return None
-    if found.mode == "c" and is_changed(x):
-        return None
-    return found, found.path
-
-
-def is_changed(x: Tensor) -> bool:
-    """Return whether pages of a copy-on-write mapping were written to; True on systems without page flags."""
-    # A version counter would miss writes of fused optimizers. The kernel keeps 64 bits for each page: present (63),
-    # swapped out (62), still a page of the file (61). A page that was written to no longer belongs to the file.
-    span = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)]) + 1
-    begin = x.data_ptr() // mmap.PAGESIZE
-    end = (x.data_ptr() + span * x.element_size() - 1) // mmap.PAGESIZE + 1
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            file.seek(8 * begin)
-            raw = file.read(8 * (end - begin))
-    except OSError:
-        return True
-    if len(raw) != 8 * (end - begin):
-        return True
-    flags = np.frombuffer(raw, dtype=np.uint64) >> np.uint64(61)
-    return bool((((flags & 0b101) == 0b100) | ((flags & 0b010) != 0)).any())
-
-
 def is_in_file(x: Any) -> bool:
     """Return whether another process finds the tensor's values in its file."""
-    return type(x) is Tensor and _by_name(x) is not None
+    return type(x) is Tensor and file_with_values(x) is not None
 
 
 def is_shared_file(x: Any) -> bool:
     """Return whether writes of another process to the tensor's file are seen here."""
     found = mapped_file(x)
-    return found is not None and found.mode == "r+" and _by_name(x) is not None
+    return found is not None and found.mode == "r+" and file_with_values(x) is not None
 
 
 def _flagged(x: Tensor, flags: tuple[bool, bool]) -> Tensor:
@@ -216,9 +179,10 @@ def _from_leaf(leaf: Tensor, shape: tuple[int, ...], flags: tuple[bool, bool]) -
     return _flagged(leaf if leaf.shape == shape else leaf.expand(shape), flags)
 
 
-def _open_view(file: MappedFile, path: str, dtype: torch.dtype, *rest: Any) -> Tensor:
+def _open_view(file: MappedFile, dtype: torch.dtype, *rest: Any) -> Tensor:
     shape, stride, flags = rest
-    size_bytes = file.size_bytes
+    path, size_bytes = file.path, file.size_bytes
+    assert path is not None
     try:
         fd = os.open(path, READ | os.O_RDWR if file.mode == "r+" else READ)
     except OSError as err:

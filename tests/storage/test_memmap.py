@@ -3,7 +3,11 @@
 import json
 import multiprocessing
 import os
+import pickle
 import re
+import shutil
+from contextlib import contextmanager
+from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.data import DataLoader
 
 from tdfunc import (
     LeafMismatchError,
@@ -20,6 +25,7 @@ from tdfunc import (
     NonTensorStack,
     TensorDict,
     UnsupportedError,
+    collate,
     lazy_stack,
 )
 from tdfunc.core.memory import mapped_file
@@ -448,6 +454,82 @@ def test_a_started_worker_maps_the_same_file(tmp_path):
     assert queue.get() == (True, True, True)
     worker.join()
     assert tree["a"].tolist() == [7, 0, 0]
+
+
+@contextmanager
+def starting_a_process():
+    """What is pickled in this block is an argument of a process that starts."""
+    set_spawning_popen(object())
+    try:
+        yield
+    finally:
+        set_spawning_popen(None)
+
+
+ROWS = {
+    "all": lambda tree: tree,
+    "the first": lambda tree: tree[:100],
+    "in steps": lambda tree: tree[50:400:7],
+    "one": lambda tree: tree[9],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_a_process_that_starts_gets_the_name_of_a_file(rows, tmp_path):
+    """A copy-on-write leaf without writes is not copied: the process maps the file."""
+    TensorDict({"a": torch.arange(40_000.0).view(1000, 40)}, [1000]).memmap(tmp_path)
+    tree = rows(TensorDict.load_memmap(tmp_path))
+    with starting_a_process():
+        sent = bytes(ForkingPickler.dumps(tree))
+    found = pickle.loads(sent)
+
+    assert len(sent) < 3000
+    assert mapped_file(found["a"]).path == mapped_file(tree["a"]).path
+    assert torch.equal(found["a"], tree["a"])
+
+
+def _report_value(tree, queue):
+    queue.put((tree["a"][500].item(), mapped_file(tree["a"]) is None))
+
+
+@pytest.mark.slow
+def test_a_process_that_starts_gets_the_values_that_were_written(tmp_path):
+    """They are in the memory of this process, and not in the file."""
+    TensorDict({"a": torch.zeros(1000)}, [1000]).memmap(tmp_path)
+    tree = TensorDict.load_memmap(tmp_path)
+    tree["a"][500] = 7
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    worker = context.Process(target=_report_value, args=(tree, queue))
+    worker.start()
+
+    assert queue.get() == (7.0, True)
+    worker.join()
+
+
+def test_a_pickle_outlives_the_file_of_a_copy_on_write_leaf(tmp_path):
+    """Only a process that starts reads a pickle at once; any other pickle has the values."""
+    TensorDict({"a": torch.arange(1000.0)}, [1000]).memmap(tmp_path / "d")
+    sent = pickle.dumps(TensorDict.load_memmap(tmp_path / "d"))
+    shutil.rmtree(tmp_path / "d")
+
+    assert torch.equal(pickle.loads(sent)["a"], torch.arange(1000.0))
+
+
+def _rows_of(used):
+    loader = DataLoader(used, batch_size=64, num_workers=2, collate_fn=collate, multiprocessing_context="spawn")
+    return torch.cat([batch["a"] for batch in loader])
+
+
+@pytest.mark.slow
+def test_workers_of_a_data_loader_map_the_file(tmp_path):
+    """Started workers read the rows of the map, in order."""
+    TensorDict({"a": torch.arange(4000.0).view(1000, 4)}, [1000]).memmap(tmp_path)
+    used = TensorDict.load_memmap(tmp_path)[:200]
+
+    assert torch.equal(_rows_of(used), used["a"])
+    # A leaf whose values were copied is not on its file any more.
+    assert mapped_file(used["a"]) is not None
 
 
 @pytest.mark.parametrize("move", [torch.Tensor.share_memory_, ForkingPickler.dumps])

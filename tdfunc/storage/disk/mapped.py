@@ -5,18 +5,21 @@ descriptor stays open.
 """
 
 import errno
+import mmap
 import os
 import stat
 import sys
 from collections.abc import Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.errors import ConcurrencyError, damaged, error, explain
-from tdfunc.core.memory import MapMode, MappedFile, mapped_file, mark_mapped
+from tdfunc.core.memory import MapMode, MappedFile, mapped_file, mark_mapped, span_bytes
 from tdfunc.storage.disk.commit import NO_LINK, READ, Descriptor
 from tdfunc.storage.disk.raw import outside_transforms
 
@@ -93,10 +96,11 @@ def map_descriptor(
 
 
 def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Map a file that is mapped for writing again, as `mapped_file` described it, possibly in another process."""
+    """Map a file again, as `mapped_file` described it, possibly in another process."""
     if file.path is None:
         raise FileNotFoundError(errno.ENOENT, explain("The memmap must have a folder.", hint="td.memmap(prefix)."))
-    with Descriptor(file.path, READ | os.O_RDWR) as fd:
+    flags = READ | os.O_RDWR if file.mode == "r+" else READ
+    with Descriptor(file.path, flags) as fd:
         found = os.fstat(fd)
         if (found.st_dev, found.st_ino) != file.file_id:
             raise ConcurrencyError(
@@ -110,6 +114,42 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
         size = torch.Size((file.size_bytes,))
         whole = map_descriptor(fd, file.path, file.mode, torch.uint8, size, file.size_bytes, file.root)
     return whole.view(dtype).as_strided(tuple(shape), tuple(stride), file.offset // dtype.itemsize).data
+
+
+def file_with_values(x: Tensor) -> MappedFile | None:
+    """Return the file of a mapped tensor, in which another process finds its values; None if there is none."""
+    found = mapped_file(x)
+    if found is None or found.path is None or x.numel() == 0 or x.is_conj() or x.is_neg():
+        return None
+    try:
+        now = os.stat(found.path)
+    except OSError:
+        return None
+    if (now.st_dev, now.st_ino) != found.file_id or now.st_size < found.size_bytes:
+        return None
+    if found.mode == "c" and _is_changed(x):
+        return None
+    return found
+
+
+def _is_changed(x: Tensor) -> bool:
+    """Return whether pages of a copy-on-write mapping were written to; True on systems without page flags."""
+    # A version counter would miss writes of fused optimizers. The kernel keeps 64 bits for each page: present (63),
+    # swapped out (62), still a page of the file (61). A page that was written to no longer belongs to the file.
+    begin = x.data_ptr() // mmap.PAGESIZE
+    end = (x.data_ptr() + span_bytes(x) - 1) // mmap.PAGESIZE + 1
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(8 * begin)
+            raw = file.read(8 * (end - begin))
+    except OSError:
+        return True
+    if len(raw) != 8 * (end - begin):
+        return True
+    flags = np.frombuffer(raw, dtype=np.uint64) >> np.uint64(61)
+    is_own_page = (flags & 0b101) == 0b100
+    is_swapped_out = (flags & 0b010) != 0
+    return bool((is_own_page | is_swapped_out).any())
 
 
 class _Sent:
@@ -132,8 +172,11 @@ def _received(
 
 def _send(leaf: Any) -> Any:
     file = mapped_file(leaf)
-    # Writes to a copy-on-write leaf are in this process only: it goes as torch sends any tensor.
-    if file is None or file.path is None or file.mode != "r+" or type(leaf) not in PLAIN or not leaf.is_leaf:
+    if file is None or file.path is None or type(leaf) not in PLAIN or not leaf.is_leaf:
+        return leaf
+    # Writes to a copy-on-write leaf are in this process only. A process that starts finds a leaf without writes in the
+    # file; in any other pickle, which may outlive the file, it is a tensor with values.
+    if file.mode != "r+" and (get_spawning_popen() is None or file_with_values(leaf) is None):
         return leaf
     # One for each tensor, so that tied leaves are one tensor again: a pickle keeps identities.
     sent = leaf.__dict__.get("_tdfunc_sent")
