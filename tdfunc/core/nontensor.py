@@ -217,7 +217,7 @@ class NonTensorData(NonTensorBase):
         return NonTensorData, (self._value, tuple(self._size))
 
     def __repr__(self) -> str:
-        return f"NonTensorData(data={self._value}, batch_size={self._size}, device=None)"
+        return f"NonTensorData(data={_cut(str(self._value))}, batch_size={self._size}, device=None)"
 
 
 class NonTensorStack(NonTensorBase):
@@ -335,7 +335,30 @@ class NonTensorStack(NonTensorBase):
         return _stack_of, (self._array.reshape(-1).tolist(), self._array.shape)
 
     def __repr__(self) -> str:
-        return f"NonTensorStack({self.tolist()}, batch_size={self.shape}, device=None)"
+        whole = self._array.size <= _WHOLE
+        text = str(self.tolist()) if whole else _first_values(self._array)
+        return f"NonTensorStack({_cut(text)}, batch_size={self.shape}, device=None)"
+
+
+# A stack of more values shows the first of each dimension in its repr.
+_WHOLE, _FIRST = 100, 10
+_MAX_CHARACTERS = 2_000
+
+
+def _first_values(array: np.ndarray[Any, Any]) -> str:
+    """Return the first values along each dimension, as nested lists."""
+    if not array.ndim:
+        return repr(array[()])
+    parts = [_first_values(array[i, ...]) for i in range(min(len(array), _FIRST))]
+    if len(array) > _FIRST:
+        parts.append("...")
+    return f"[{', '.join(parts)}]"
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return f"{text[:_MAX_CHARACTERS]}... ({len(text):,} characters)"
 
 
 _LOST = -1

@@ -192,3 +192,40 @@ def test_treespecs_are_dumped(values, size):
         assert loaded == spec
         node = pytree.tree_unflatten([], loaded)
         assert (type(node), node.shape, node.tolist()) == (type(given_node), given_node.shape, given_node.tolist())
+
+
+@pytest.mark.parametrize(
+    ("values", "ndim"),
+    [
+        (["x" * 30 + str(i) for i in range(50_000)], 1),
+        ([["x" * 30 + str(i) for i in range(200)]] * 200, 2),
+        (["x" * 1_000_000, "y"], 1),
+        ([{"a": list(range(100_000))}, {}], 1),
+    ],
+    ids=["many", "many rows", "a long text", "a large object"],
+)
+def test_the_repr_of_a_stack_is_short(values, ndim):
+    """It shows the first values; a data set has more than a screen takes."""
+    text = repr(NonTensorStack.from_nested(values, ndim))
+
+    assert len(text) < 3000
+    assert "..." in text
+
+
+def test_the_repr_of_many_values_shows_the_first():
+    """Ten along each dimension."""
+    shown = repr(NonTensorStack(*range(101)))
+
+    assert shown == "NonTensorStack([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...], batch_size=torch.Size([101]), device=None)"
+
+
+def test_the_repr_of_a_long_value_is_short():
+    """A value may be a whole document."""
+    assert len(repr(NonTensorData("x" * 1_000_000))) < 3000
+
+
+def test_the_repr_of_a_tree_is_short():
+    """With a data set's names in it."""
+    tree = TensorDict({"label": torch.zeros(50_000), "name": [f"{i}.png" for i in range(50_000)]}, [50_000])
+
+    assert len(repr(tree)) < 4000
