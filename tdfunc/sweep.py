@@ -304,7 +304,7 @@ def successive_halving(
 
     Raises:
         ValueError: `rungs` or `factor` is below 1, or all scores of a rung are nan.
-        BatchSizeError: `train` does not return one score for each member.
+        BatchSizeError: `train` does not return all members, and one score for each.
 
     Source:
         Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (2016).
@@ -323,7 +323,9 @@ def successive_halving(
     for rung in range(rungs):
         if scores is not None:
             run = elites(run, scores, math.ceil(scores.shape[0] / factor), mode=mode)
+        size = run._batch_size[0]
         run, scores = train(run, rung)
+        _check_run("successive_halving", run, size)
     assert scores is not None
     return elites(run, scores, scores.shape[0], mode=mode)
 
@@ -409,7 +411,9 @@ class _Blocks(NamedTuple):
                 expected=f"the run and scores of rung {rung}",
                 got=f"{type(err).__name__}: {err}",
             ) from err
-        _check_members("train_blocks", "scores", scores, run._batch_size[:1])
+        where = f"train_blocks: members {first} to {first + size - 1}"
+        _check_run(where, new, size)
+        _check_members(where, "scores", scores, run._batch_size[:1])
         return new, scores
 
 
@@ -452,6 +456,8 @@ def train_blocks(
     Raises:
         WorkerError: `train` raised an error, or a worker died too often. The message has the member and its values,
             which are found by training smaller blocks.
+        BatchSizeError: `train` does not return all members of a block, and one score for each; the message has the
+            block.
         ValueError: The folder has the checkpoints of another run, or a number is below 1.
 
     Examples:
@@ -531,6 +537,18 @@ def _check_members(call: str, name: str, given: Tensor, shape: torch.Size) -> No
             f"{call}: {name} must have an entry for each member.",
             expected=f"shape {list(shape)}",
             got=f"shape {list(given.shape)}",
+        )
+
+
+# Any: the result of a function of the user.
+def _check_run(call: str, run: Any, members: int) -> None:
+    """Raise unless `train` has returned all members; without some, the scores would belong to others."""
+    if not isinstance(run, TensorCollection) or run._batch_size[:1] != (members,):
+        raise BatchSizeError(
+            f"{call}: train returned another number of members.",
+            expected=f"a tree with the batch size [{members}, ...]",
+            got=f"batch size {list(run._batch_size)}" if isinstance(run, TensorCollection) else type(run).__name__,
+            hint="select members between rungs, with `elites`.",
         )
 
 

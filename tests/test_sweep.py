@@ -263,3 +263,30 @@ def test_messages(call, error, pattern):
     """Each refusal names the call and both values."""
     with pytest.raises(error, match=f"(?s){pattern}"):
         call()
+
+
+LOST = {
+    "fewer": lambda run: run[:1],
+    "more": lambda run: torch.cat([run, run]),
+    "none": lambda run: run[:0],
+    "no batch": lambda run: tdf.TensorDict({"w": run["w"].sum()}),
+    "a dict": lambda run: {"w": run["w"]},
+}
+
+
+@pytest.mark.parametrize("change", LOST.values(), ids=LOST)
+def test_blocks_come_back_with_all_members(change, tmp_path):
+    """A block without some of its members is an error that names it; scores would belong to other members."""
+    run = tdf.TensorDict({"w": torch.arange(11.0)}, [11])
+
+    with pytest.raises(tdf.BatchSizeError, match="members 0 to 2: train returned another number of members"):
+        sweep.train_blocks(run, lambda r, _: (change(r), r["w"]), rungs=1, folder=tmp_path, block=3)
+
+
+@pytest.mark.parametrize("change", LOST.values(), ids=LOST)
+def test_rungs_come_back_with_all_members(change):
+    """The same for a rung of successive halving."""
+    run = tdf.TensorDict({"w": torch.arange(8.0)}, [8])
+
+    with pytest.raises(tdf.BatchSizeError, match="successive_halving: train returned another number of members"):
+        sweep.successive_halving(run, lambda r, _: (change(r), r["w"]), rungs=2)

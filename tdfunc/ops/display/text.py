@@ -151,6 +151,8 @@ def _amount(parts: list[Tensor]) -> tuple[int | None, int | None]:
         return None, None
 
 
+# Of a leaf in a tree's repr: a list of a data set's names would fill the screen.
+_MAX_CHARACTERS = 3_000
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 6
@@ -208,7 +210,7 @@ def describe_leaf(leaf: Any) -> str:
         facts = facts_of(leaf)
         return f"{facts.type}({facts.shape}, {facts.dtype}, {facts.device})"
     if not isinstance(leaf, Tensor):
-        return printable(repr_of(leaf), None)
+        return printable(repr_of(leaf), _MAX_CHARACTERS)
     name, shape = type(leaf).__name__, shape_of(leaf)
     if shape is None:
         return f"{name}(uninitialized, device={leaf.device}, dtype={leaf.dtype})"
