@@ -8,6 +8,7 @@ from typing import Any
 from tdfunc.core.errors import error
 from tdfunc.llm.conversations.history import History
 from tdfunc.llm.messages.columns import per_conversation
+from tdfunc.llm.messages.message import load_json
 from tdfunc.storage.disk.commit import replace_file
 from tdfunc.storage.disk.raw import write_all
 
@@ -65,6 +66,6 @@ def json_lines(path: "str | os.PathLike[str]", name: str) -> Iterator[tuple[int,
             if not line.strip():
                 continue
             try:
-                yield number, line, json.loads(line)
+                yield number, line, load_json(line)
             except ValueError as err:
                 raise error(ValueError, f"{name}: line {number} must be JSON: {err}.", got=line[:100]) from err

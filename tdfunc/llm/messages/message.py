@@ -124,11 +124,24 @@ def as_compared(message: Mapping[str, Any]) -> Message:
     return shown
 
 
+# Any: JSON.
+def load_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: The text is not JSON, or is nested too deeply for Python, as a reply that repeats a bracket.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
 def read_json(value: Any) -> Any:
     """Return the value of a JSON text; anything else, and other text, unchanged."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return load_json(value)
     except ValueError:
         return value

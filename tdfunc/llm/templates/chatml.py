@@ -1,12 +1,11 @@
 """ChatML, with the tool calls of Hermes and the thinking of Qwen: the templates `chatml` and `qwen`."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import final
 
 from tdfunc.core.errors import error
-from tdfunc.llm.messages.message import Message
+from tdfunc.llm.messages.message import Message, load_json
 from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
     Conversation,
@@ -131,7 +130,7 @@ class ChatML(AbstractPieceTemplate):
             if role == "system" and not messages and _TOOLS in body and body.endswith(_CALLS):
                 body, _, listed = body.partition(_TOOLS)
                 try:
-                    tools = [json.loads(line) for line in listed[: -len(_CALLS)].split("\n")[1:]]
+                    tools = [load_json(line) for line in listed[: -len(_CALLS)].split("\n")[1:]]
                 except ValueError as err:
                     raise error(ValueError, f"parse: the tools must be JSON: {err}.", got=repr(listed[:200])) from err
                 if not body:
@@ -195,7 +194,7 @@ def _read_calls(text: str) -> "list[dict[str, object]]":
         if match is None:
             raise ValueError(f"tool call {len(calls)} is not closed, or text follows it: {text[at : at + 40]!r}")
         try:
-            given = json.loads(match[1])
+            given = load_json(match[1])
         except ValueError as err:
             raise ValueError(f"tool call {len(calls)}: {err}") from err
         if not isinstance(given, dict) or not {"name"} <= given.keys() <= {"name", "arguments"}:

@@ -1,12 +1,11 @@
 """The template of DeepSeek-V3."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import final
 
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.llm.messages.message import Message
+from tdfunc.llm.messages.message import Message, load_json
 from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
     Conversation,
@@ -134,7 +133,7 @@ class DeepSeek(AbstractPieceTemplate):
             if match is None:
                 return unparsed(text, f"tool call {len(found)} is not closed: {body[at : at + 40]!r}")
             try:
-                found.append(make_call(match[1], json.loads(match[2])))
+                found.append(make_call(match[1], load_json(match[2])))
             except ValueError as err:
                 return unparsed(text, f"tool call {len(found)}: {err}")
             at = match.end()

@@ -152,7 +152,7 @@ def _read_tools(text: str) -> tuple[list[Any], str]:
     while text.startswith("{"):
         try:
             tool, end = json.JSONDecoder().raw_decode(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not text.startswith("\n\n", end) or text[:end] != to_json(tool, 4):
             break

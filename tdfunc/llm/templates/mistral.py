@@ -1,12 +1,11 @@
 """The template of Mistral's instruct models since November 2024 (their seventh tokenizer)."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any, final
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.messages.message import Message, read_json
+from tdfunc.llm.messages.message import Message, load_json, read_json
 from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
     Conversation,
@@ -112,7 +111,7 @@ class Mistral(AbstractPieceTemplate):
         if not opened:
             return {"role": "assistant", "content": text}
         try:
-            calls = [_read_call(call) for call in json.loads(body)]
+            calls = [_read_call(call) for call in load_json(body)]
         except (ValueError, TypeError) as err:
             return unparsed(text, f"the calls must be a list of objects in JSON: {err}")
         return {"role": "assistant", "tool_calls": calls} | ({"content": content} if content else {})

@@ -144,6 +144,19 @@ def test_no_reply_is_thrown_away(name, text):
             assert sum(map(len, texts)) >= len(reply) - len("<think></think>") - reply.count("\n")
 
 
+# A reply of a model that repeats one token.
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("start", ["", "<tool_call>\n", "[TOOL_CALLS]", '{"name": "f", "parameters": '])
+def test_a_reply_of_one_repeated_bracket_stays_text(name, start):
+    """Python cannot read JSON of such depth."""
+    message = ALL[name].parse_reply(start + DEEP)
+
+    assert message["content"] == start + DEEP
+
+
 @pytest.mark.parametrize(
     ("template", "reply", "reason"),
     [
@@ -153,6 +166,7 @@ def test_no_reply_is_thrown_away(name, text):
         (qwen, '<tool_call>\n{"name": 3}\n</tool_call>', "must be text"),
         (qwen, "<tool_call>\n[]\n</tool_call>", "tool call 0 must be an object"),
         (qwen, '<tool_call>\n{"name": "f", "x": 1}\n</tool_call>', "tool call 0 must be an object"),
+        (qwen, '<tool_call>\n{"name": "f", "arguments": ' + DEEP + "\n</tool_call>", "nested too deeply"),
         (qwen, "<think>\nhm", "thinking is not closed"),
         (llama, '{"name": "f", "parameters": {}', "one object"),
         (llama, '{"name": 3, "parameters": {}}', "must be text"),
@@ -160,6 +174,7 @@ def test_no_reply_is_thrown_away(name, text):
         (deepseek, "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", "tool call 0"),
         (deepseek, DEEPSEEK_CALL + "<｜tool▁calls▁end｜>", "tool call 0: Expecting"),
         (mistral, "a[TOOL_CALLS][{", "list of objects"),
+        (mistral, "[TOOL_CALLS]" + DEEP, "nested too deeply"),
         (mistral, '[TOOL_CALLS][{"name": "f"}]', "a call has a name"),
     ],
 )
