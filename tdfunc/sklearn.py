@@ -13,15 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from tdfunc import optim, random, sweep
 from tdfunc._jit import jit
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import LeafMismatchError, check_choice, check_least, error
+from tdfunc.core.errors import LeafMismatchError, check_choice, check_least, error, needs
 from tdfunc.core.surface import surface
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
@@ -29,6 +26,11 @@ from tdfunc.metrics import uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply, functional
 from tdfunc.modules.random import seeded
+
+with needs("tdfunc.sklearn", "scikit-learn", "tdfunc[demo]"):
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -5,7 +5,8 @@ Each is a subclass of the builtin error that a caller would catch anyway; `error
 
 import os
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 from typing import TypeVar
 
@@ -38,6 +39,18 @@ def check_least(what: str, number: float, least: int = 1) -> None:
     """Raise unless a number has at least a value."""
     if not number >= least:
         raise error(ValueError, f"{what} must be at least {least}.", got=number)
+
+
+@contextmanager
+def needs(call: str, package: str, install: str) -> Generator[None, None, None]:
+    """Name what to install if an import in the block fails: a package, or an extra as in `tdfunc[cli]`."""
+    try:
+        yield
+    except ImportError as err:
+        name = f'"{install}"' if "[" in install else install
+        raise error(
+            ImportError, f"{call} needs {package}, which cannot be imported.", got=str(err), hint=f"pip install {name}"
+        ) from err
 
 
 def user_line(err: BaseException | None = None) -> str:

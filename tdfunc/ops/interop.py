@@ -22,6 +22,7 @@ from tdfunc.core.errors import (
     TieError,
     UnsupportedError,
     error,
+    needs,
 )
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
@@ -361,8 +362,8 @@ class InteropMethods(TensorCollection):
             LeafMismatchError: An entry has features, or is a tree and `separator` is None; the message names it.
             UnsupportedError: numpy does not support the dtype or layout of a leaf; the message names it.
         """
-        # pandas is optional.
-        import pandas
+        with needs("to_pandas", "pandas", "pandas"):
+            import pandas
 
         if len(self._batch_size) != 1:
             raise BatchSizeError(

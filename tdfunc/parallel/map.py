@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error, explain
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error, explain, needs
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
@@ -221,8 +221,8 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
     numbers, pending = iter(range(plan.chunks)), deque[tuple[int, "Future[Any]"]]()
     bar: Any = None
     if work.options.pbar:
-        from tqdm.auto import tqdm
-
+        with needs("map: pbar=True", "tqdm", "tdfunc[cli]"):
+            from tqdm.auto import tqdm
         bar = tqdm(total=plan.chunks, unit="chunk")
     with nullcontext() if bar is None else bar, _executor(work) as executor:
         try:

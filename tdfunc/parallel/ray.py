@@ -5,6 +5,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
+from tdfunc.core.errors import needs
 from tdfunc.parallel.pool import wait_cancelled
 
 
@@ -57,7 +58,8 @@ class RayExecutor(Executor):
     _by_value = True
 
     def __init__(self, **options: Any) -> None:
-        import ray
+        with needs("RayExecutor", "ray", "tdfunc[ray]"):
+            import ray
 
         # Any: the names in Ray are found when it is imported.
         self._ray: Any = ray
