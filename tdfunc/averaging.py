@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, check_least, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, as_count, check_least, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
@@ -228,8 +228,7 @@ class Snapshots:
     """
 
     def __init__(self, members: int) -> None:
-        check_least("Snapshots: members", members)
-        self.members = members
+        self.members: int = as_count("Snapshots: members", members)
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first update, which reads only the shapes of `params`."""

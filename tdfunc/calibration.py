@@ -135,6 +135,9 @@ def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
         >>> conformal_threshold(torch.arange(1.0, 11.0), 0.2)  # the 9th of 10
         tensor(9.)
     """
+    if isinstance(alpha, str) or alpha is None:
+        raise error(TypeError, "conformal_threshold: alpha is not a number.", got=repr(alpha)[:80])
+    alpha = float(alpha)
     if not 0.0 < alpha < 1.0:
         raise error(ValueError, "conformal_threshold: alpha must be between 0 and 1.", got=alpha)
     scores = as_tensor(scores)

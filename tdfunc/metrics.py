@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tdfunc._mixture import Numbers, as_tensor, check_outputs, log_mixture, member_weights, predicted, widen
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, check_choice, check_least
+from tdfunc.core.errors import LeafMismatchError, as_count, check_choice
 from tdfunc.core.surface import surface
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def reliability_curve(y: Numbers, t: Numbers, *, bins: int = 15, weights: Number
 
 def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return for all predictions the confidence, 1 if right, and True for the bin of the confidence."""
-    check_least(f"{call}: bins", bins)
+    bins = as_count(f"{call}: bins", bins)
     log_p, t = predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)

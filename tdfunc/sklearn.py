@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tdfunc import optim, random, sweep
 from tdfunc._jit import jit
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import LeafMismatchError, check_choice, check_least, error, needs
+from tdfunc.core.errors import LeafMismatchError, as_count, check_choice, error, needs
 from tdfunc.core.surface import surface
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
@@ -116,7 +116,7 @@ class _Ensemble(BaseEstimator):
     def _train(self, data: Array, t: Tensor, weights: Array, outputs: int, losses: Losses) -> None:
         """Train all members on checked data, and keep them."""
         for name in ("n_estimators", "max_iter", "batch_size", "n_iter_no_change"):
-            check_least(name, getattr(self, name))
+            as_count(name, getattr(self, name))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         key = random.key(seed, device=self.device)
         x, w = (torch.tensor(array, device=self.device) for array in (data, weights))

@@ -18,7 +18,7 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, WorkerError, check_choice, check_least, error
+from tdfunc.core.errors import BatchSizeError, WorkerError, as_count, check_choice, check_least, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
 from tdfunc.distributed.messages import classes_of
@@ -78,6 +78,7 @@ def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
         >>> hyper.batch_size
         torch.Size([64])
     """
+    members = as_count("random_search: members", members, 0)
     key, drawn = key_of(key), dict[str, Tensor]()
     for name, space in spaces.items():
         own = random.fold_in(key, xxhash.xxh64_intdigest(name.encode()))
@@ -124,6 +125,8 @@ def kfold(examples: int, folds: int, *, key: KeyLike | None = None) -> Tensor:
         tensor([[0, 0, 1, 1],
                 [1, 1, 0, 0]], dtype=torch.int32)
     """
+    examples = as_count("kfold: examples", examples)
+    folds = as_count("kfold: folds", folds)
     if not 2 <= folds <= examples:
         raise error(ValueError, "kfold: folds must be at least 2, and at most all examples.", got=(examples, folds))
     sizes = torch.tensor([examples // folds + (i < examples % folds) for i in range(folds)])
@@ -146,6 +149,8 @@ def bootstrap(key: KeyLike, examples: int, members: int) -> Tensor:
         >>> bootstrap(0, 100, 16).shape
         torch.Size([16, 100])
     """
+    examples = as_count("bootstrap: examples", examples)
+    members = as_count("bootstrap: members", members, 0)
     key = key_of(key)
     keys = random.fold_in(key, torch.arange(members, device=key.device))
     return torch.vmap(lambda own: random.randint(own, (examples,), 0, examples))(keys)
@@ -185,8 +190,7 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int, *, min_delta: float = 0.0, mode: Mode = "min") -> None:
-        check_least("EarlyStopping: patience", patience)
-        self.patience = patience
+        self.patience: int = as_count("EarlyStopping: patience", patience)
         self.min_delta = min_delta
         self.sign: int = _sign(mode)
 
@@ -267,7 +271,8 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
             hint="tree.with_batch_size([E]), if its leaves are stacked.",
         )
     total = scores.shape[0]
-    if not 1 <= members <= total:
+    members = as_count("sweep: members", members)
+    if members > total:
         raise error(ValueError, "sweep: members must be in range.", expected=f"1 to {total}", got=members)
     if has_values() and not scores.is_meta and bool(scores.isnan().all()):
         raise error(ValueError, "sweep: one of the scores must be a number.", got=f"{total} times nan")
@@ -317,8 +322,8 @@ def successive_halving(
         >>> successive_halving(run, train, rungs=3)["trained"]  # 8, 4 and 2 members were trained
         tensor([70., 70.])
     """
-    for name, number in (("rungs", rungs), ("factor", factor)):
-        check_least(f"successive_halving: {name}", number)
+    rungs = as_count("successive_halving: rungs", rungs)
+    check_least("successive_halving: factor", factor)
     scores = None
     for rung in range(rungs):
         if scores is not None:
@@ -471,8 +476,8 @@ def train_blocks(
         >>> best(run, scores)["lr"], run["trained"].unique()
         (tensor(0.3000), tensor([3.]))
     """
-    for name, number in (("rungs", rungs), ("block", block)):
-        check_least(f"train_blocks: {name}", number)
+    rungs = as_count("train_blocks: rungs", rungs)
+    block = as_count("train_blocks: block", block)
     blocks = _Blocks(train, rungs, os.path.abspath(folder))
     os.makedirs(blocks.folder, exist_ok=True)
     members = torch.arange(run._batch_size[0], device="cpu")

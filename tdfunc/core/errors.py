@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
-from typing import TypeVar
+from operator import index
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -33,6 +34,24 @@ def check_choice(what: str, value: object, choices: Collection[object]) -> None:
     """Raise unless an option has one of its values."""
     if value not in choices:
         raise error(ValueError, f"{what} must be one of {', '.join(map(repr, choices))}.", got=repr(value))
+
+
+def as_count(what: str, number: object, least: int = 1) -> int:
+    """Return a count as a plain int: a whole number of Python, numpy or torch, and a float without a fraction.
+
+    Raises:
+        TypeError: It is not a whole number; a count with a fraction is never reached.
+        ValueError: It is below `least`.
+    """
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    try:
+        # Any: whatever has `__index__`.
+        count = index(cast(Any, number))
+    except TypeError as err:
+        raise error(TypeError, f"{what} must be a whole number.", got=repr(number)[:80]) from err
+    check_least(what, count, least)
+    return count
 
 
 def check_least(what: str, number: float, least: int = 1) -> None:

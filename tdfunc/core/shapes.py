@@ -24,8 +24,8 @@ def as_size(value: Any, call: str = "batch_size") -> Size:
         return EMPTY
     if isinstance(value, Size):
         return value
-    if isinstance(value, (int, np.integer)):
-        value = (value,)
+    if isinstance(value, int) or getattr(value, "ndim", 1) == 0:
+        value = (operator.index(value),)
     size = Size(tuple(value))
     if size and min(size) < 0:
         raise error(ValueError, f"{call}: sizes must be 0 or more.", got=repr(value))

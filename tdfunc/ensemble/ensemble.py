@@ -22,7 +22,7 @@ from tdfunc import random
 from tdfunc._jit import Jitted
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
-from tdfunc.core.errors import UnsupportedError, check_choice, check_least, error, explain
+from tdfunc.core.errors import UnsupportedError, as_count, check_choice, error, explain
 from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Path
@@ -129,7 +129,7 @@ class Ensemble:
             )
         check_choice("Ensemble: how", how, _HOWS)
         if chunk_size is not None:
-            check_least("Ensemble: chunk_size", chunk_size)
+            chunk_size = as_count("Ensemble: chunk_size", chunk_size)
         self.apply = apply
         self.how: How = how
         self.chunk_size = chunk_size

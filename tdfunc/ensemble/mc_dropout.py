@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from tdfunc import random
-from tdfunc.core.errors import UnsupportedError, check_least
+from tdfunc.core.errors import UnsupportedError, as_count
 from tdfunc.modules.functional import Apply
 from tdfunc.random.draws import KeyLike, key_of
 
@@ -50,7 +50,7 @@ class MCDropout:
         layers: tuple[type[nn.Module], ...] = (),
         chunk_size: int | None = None,
     ) -> None:
-        check_least("MCDropout: members", members)
+        members = as_count("MCDropout: members", members)
         drops = (_DropoutNd, *layers)
         if not any(isinstance(part, drops) for part in apply.module.modules()):
             raise UnsupportedError(

@@ -14,7 +14,7 @@ from torch import Size, Tensor, nn
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError, check_least, error
+from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError, as_count, error
 from tdfunc.core.generators import default_generators, foreign_states
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorStack
@@ -191,7 +191,7 @@ def init_ensemble(make: Callable[[], nn.Module], members: int, *, key: KeyLike =
         >>> tree["weight"].shape
         torch.Size([4, 2, 3])
     """
-    check_least("init_ensemble: members", members)
+    members = as_count("init_ensemble: members", members)
     key = key_of(key)
     draws, foreign = Members(random.fold_in(key, torch.arange(members, device=key.device))), foreign_states()
     stack = _Members(_make(make, draws, 0, foreign), "init_ensemble")

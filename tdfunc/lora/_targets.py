@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, check_least
+from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, as_count
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.ops.base.reading import entries, get, has, iter_items
@@ -147,7 +147,7 @@ def find_targets(
                 got=f"shape {tuple(leaf.shape)}, {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__,
                 hint='choose the weights of layers, such as "*_proj.weight"; whole= trains other leaves.',
             )
-        check_least(f"lora: the rank of {dotted(paths[0])!r}", rank)
+        rank = as_count(f"lora: the rank of {dotted(paths[0])!r}", rank)
         # Of a tied weight the embedding counts, which is what PEFT's `ensure_weight_tying` starts from.
         kinds = [layouts(path) for path in paths] if layouts is not None else [_guessed_layout(paths[0], leaf)]
         layout = Layout.EMBEDDING if Layout.EMBEDDING in kinds else kinds[0]

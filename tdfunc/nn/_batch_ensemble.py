@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tdfunc import random
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, check_least, error
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, as_count, error
 from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
 from tdfunc.modules.functional import functional
@@ -394,7 +394,7 @@ def _check_init(members: int | None, init: Any) -> tuple[Init, Init]:
             got=repr(init),
         )
     if members is not None:
-        check_least("BatchEnsemble: members", members)
+        as_count("BatchEnsemble: members", members)
     return kinds
 
 

@@ -189,6 +189,8 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
         value = torch.tensor(value, dtype=torch.float64)
     if callable(value) or (isinstance(value, Tensor) and not has_values()):
         return value
+    if isinstance(value, str) or value is None:
+        raise error(TypeError, f"{rule}: {name} is not a number.", got=repr(value)[:80])
     # Written so that nan fails.
     fits = bool(((value >= low) & (value < high)).all()) if isinstance(value, Tensor) else low <= value < high
     if not fits:

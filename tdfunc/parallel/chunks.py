@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, as_count, error
 from tdfunc.core.memory import mapped_file
 from tdfunc.ops.edits.storage_writes import write_row
 
@@ -42,14 +42,17 @@ class Plan(NamedTuple):
 
 def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers: int) -> Plan:
     """Return the plan for the arguments of `map`; without any, one chunk for each worker."""
-    has_both = chunksize is not None and num_chunks is not None
-    if has_both or (chunksize or 0) < 0 or (num_chunks is not None and num_chunks < 1):
+    if chunksize is not None and num_chunks is not None:
         raise error(
             ValueError,
-            "map: the batch must be cut by one number in range.",
-            expected="chunksize >= 0, or num_chunks >= 1",
+            "map: the batch must be cut by one number.",
+            expected="chunksize, or num_chunks",
             got=f"chunksize={chunksize}, num_chunks={num_chunks}",
         )
+    if chunksize is not None:
+        chunksize = as_count("map: chunksize", chunksize, 0)
+    if num_chunks is not None:
+        num_chunks = as_count("map: num_chunks", num_chunks)
     if chunksize is None:
         # An empty batch is one empty chunk, which has the keys of the result.
         return Plan(size, max(1, min(num_chunks or max(workers, 1), size)), None)

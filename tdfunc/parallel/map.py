@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, error, explain, needs
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, as_count, error, explain, needs
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
@@ -93,9 +93,9 @@ def _prepare(
     if out is not None:
         _check_out(tree, out, dim, size)
     workers = options.num_workers
-    if workers is not None and workers < 0:
-        raise error(ValueError, "map: num_workers must be 0 or more.", got=workers)
-    if workers is None:
+    if workers is not None:
+        workers = as_count("map: num_workers", workers, 0)
+    else:
         workers = getattr(executor, "_max_workers", None) or count_cpus()
     plan = make_plan(size, options.chunksize, options.num_chunks, workers)
     is_here = workers == 0 and is_own

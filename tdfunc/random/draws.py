@@ -3,13 +3,14 @@
 import math
 import operator
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tdfunc.core.context import has_values, require_values
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, as_count, error
+from tdfunc.core.shapes import int_or_ints
 from tdfunc.random import splitmix
 from tdfunc.random.splitmix import shift, signed
 
@@ -392,9 +393,10 @@ def permutation(key: Tensor, x: int | Tensor, *, dim: int = 0) -> Tensor:
         >>> permutation(key(0), 5).sort().values
         tensor([0, 1, 2, 3, 4])
     """
-    size = x if isinstance(x, int) else x.shape[dim]
+    is_table = isinstance(x, Tensor) and x.dim() > 0
+    size = x.shape[dim] if is_table else as_count("permutation: x", x, 0)
     order = bits(key, (size,)).argsort()
-    return order if isinstance(x, int) else x.index_select(dim, order)
+    return x.index_select(dim, order) if is_table else order
 
 
 def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = True, p: Tensor | None = None) -> Tensor:
@@ -417,7 +419,11 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         With replacement, the inverse of the distribution function of `p`. Weighted draws without replacement are the
         largest log p + Gumbel noise (Kool et al., "Stochastic beams and where to find them", 2019).
     """
-    size, count = _size(shape), a if isinstance(a, int) else a.shape[0]
+    size = _size(shape)
+    if isinstance(a, Tensor) and a.dim() > 0:
+        count = a.shape[0]
+    else:
+        count = a = as_count("choice: a", a, 0)
     number = math.prod(size)
     if not replace and number > count:
         raise error(
@@ -452,6 +458,16 @@ _LOW = (1 << 32) - 1
 
 
 def _check_key(key: Tensor, call: str) -> None:
+    # Any: a seed, for which no type checker warns in a notebook.
+    given: Any = key
+    if not isinstance(given, Tensor):
+        raise error(
+            TypeError,
+            f"{call}: the key is not a random key.",
+            expected="a tensor from tdfunc.random.key",
+            got=repr(given)[:80],
+            hint=f"tdfunc.random.key({given!r}) makes one of a seed." if isinstance(given, int) else None,
+        )
     if key.dtype == torch.int64 and key.shape == (2,):
         return
     raise error(
@@ -504,7 +520,8 @@ def _on(number: int | Tensor, device: torch.device | str | None) -> int | Tensor
 
 
 def _size(shape: Shape) -> tuple[int, ...]:
-    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    given = int_or_ints(shape)
+    size = (given,) if isinstance(given, int) else tuple(given)
     if any([n < 0 for n in size]):
         raise error(ValueError, "shape: no dimension may be negative.", got=list(size))
     return size

@@ -22,8 +22,8 @@ TD = TensorDict({"x": torch.arange(10)}, [10])
 GRAD = TensorDict({"in": {"w": torch.ones(4, requires_grad=True)}}, [4])
 CASES = {
     "both numbers": (lambda p: TD.map(len, chunksize=2, num_chunks=2), ValueError, "got: .*chunksize=2, num_chunks=2"),
-    "chunksize": (lambda p: TD.map(len, chunksize=-1), ValueError, "chunksize=-1"),
-    "num_chunks": (lambda p: TD.map(len, num_chunks=0), ValueError, "num_chunks=0"),
+    "chunksize": (lambda p: TD.map(len, chunksize=-1), ValueError, "chunksize must be at least 0.*-1"),
+    "num_chunks": (lambda p: TD.map(len, num_chunks=0), ValueError, "num_chunks must be at least 1.*0"),
     "num_workers": (lambda p: TD.map(fns.same, num_workers=-1), ValueError, "num_workers must(?s:.*)-1"),
     "method": (lambda p: TD.map(fns.same, num_workers=1, mp_start_method="hope"), ValueError, "hope"),
     "executor": (lambda p: TD.map(fns.same, executor="ray"), AttributeError, "'submit'"),

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import CorruptCheckpointError, check_least, error
+from tdfunc.core.errors import CorruptCheckpointError, as_count, error
 from tdfunc.llm.datasets.prompts import prompt_rows
 from tdfunc.llm.datasets.sources import Records
 from tdfunc.llm.encoding.chat import chat_rows, check_masks
@@ -127,7 +127,7 @@ class TokenDataset:
         Raises:
             ValueError: `batch_size` is not positive.
         """
-        check_least("batches: batch_size", batch_size)
+        batch_size = as_count("batches: batch_size", batch_size)
         n = len(self)
         rows = torch.arange(n) if key is None else permutation(key, n)
         parts = rows[: n - n % batch_size if drop_last else n][start * batch_size :].split(batch_size)

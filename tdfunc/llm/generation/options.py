@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc.core.errors import check_choice, check_least, error
+from tdfunc.core.errors import as_count, check_choice, error
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -151,7 +151,7 @@ class GenerationOptions:
         for name, bound in (least | {"top_k": 1}).items():
             value = getattr(self, name)
             if value is not None:
-                check_least(f"generate: {name}", value, bound)
+                as_count(f"generate: {name}", value, bound)
         cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), "top_k")
         rules = {
             "top_p must be above 0 and at most 1.": self.top_p is None or 0 < self.top_p <= 1,

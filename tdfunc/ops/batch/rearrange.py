@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError, as_count, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import dim_index, dim_size, dims_of, put_first
 from tdfunc.core.types import LeafFn, Names
@@ -52,7 +52,8 @@ def flip(tree: T, dims: "int | Sequence[int]") -> T:
 def repeat(tree: T, repeats: tuple[int, ...]) -> T:
     """Repeat the whole batch along each dimension."""
     n = len(tree._batch_size)
-    if len(repeats) != n or any(times < 0 for times in repeats):
+    repeats = tuple([as_count("repeat: a number of repetitions", times, 0) for times in repeats])
+    if len(repeats) != n:
         raise error(
             ValueError,
             "repeat: there must be one number for each batch dimension.",
@@ -182,8 +183,9 @@ class RearrangeMethods(TensorCollection):
         Raises:
             ValueError: `repeats` does not have one number for each batch dimension.
         """
-        given: Any = repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-        return repeat(self, tuple(int(times) for times in given))
+        is_one_sequence = len(repeats) == 1 and isinstance(repeats[0], (list, tuple))
+        given: Any = repeats[0] if is_one_sequence else repeats
+        return repeat(self, tuple(given))
 
     def repeat_interleave(
         self, repeats: "int | Tensor", dim: int | None = None, *, output_size: int | None = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import check_least
+from tdfunc.core.errors import as_count
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
@@ -79,5 +79,4 @@ def accumulate(optimizer: AbstractOptimizer, every: int) -> Accumulate:
         tensor([0.])
         tensor([-2.])
     """
-    check_least("accumulate: every", every)
-    return Accumulate(optimizer, every)
+    return Accumulate(optimizer, as_count("accumulate: every", every))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import check_least
+from tdfunc.core.errors import as_count
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._lists import Leaves
 from tdfunc.optim._wrappers.parts import begin_step, make_state, select, step_some
@@ -81,5 +81,5 @@ def apply_if_finite(optimizer: AbstractOptimizer, max_consecutive: int) -> Apply
         >>> params["w"], state["total"]
         (tensor([0., 1.]), tensor([0, 1]))
     """
-    check_least("apply_if_finite: max_consecutive", max_consecutive, 0)
+    max_consecutive = as_count("apply_if_finite: max_consecutive", max_consecutive, 0)
     return ApplyIfFinite(optimizer, max_consecutive)

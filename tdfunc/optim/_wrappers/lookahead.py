@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import check_least
+from tdfunc.core.errors import as_count
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_hyper, list_trainable
@@ -79,6 +79,6 @@ def lookahead(optimizer: AbstractOptimizer, every: int = 6, slow_step_size: floa
         >>> params["w"]
         tensor([1.])
     """
-    check_least("lookahead: every", every)
+    every = as_count("lookahead: every", every)
     check_hyper("lookahead", "slow_step_size", slow_step_size, 0.0)
     return Lookahead(optimizer, every, slow_step_size)

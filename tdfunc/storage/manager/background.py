@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import ConcurrencyError, check_least, explain
+from tdfunc.core.errors import ConcurrencyError, as_count, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Kind
@@ -324,8 +324,7 @@ class SaveQueue:
     """A bounded number of saves, in order, in one thread; an interpreter that ends finishes them first."""
 
     def __init__(self, max_pending: int) -> None:
-        check_least("max_pending", max_pending)
-        self._max_pending = max_pending
+        self._max_pending = as_count("max_pending", max_pending)
         self._start()
 
     def _start(self) -> None:

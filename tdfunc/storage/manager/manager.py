@@ -15,8 +15,8 @@ from tdfunc.core.errors import (
     ConcurrencyError,
     CorruptCheckpointError,
     UnsupportedError,
+    as_count,
     check_choice,
-    check_least,
     damaged,
     error,
 )
@@ -100,8 +100,10 @@ class CheckpointManager(WaitMethods):
         max_shard_size: int | str | None = None,
         fsync: bool = True,
     ) -> None:
-        for name, count in (("keep_last", keep_last), ("keep_best", keep_best)):
-            check_least(f"CheckpointManager: {name}", 1 if count is None else count)
+        if keep_last is not None:
+            keep_last = as_count("CheckpointManager: keep_last", keep_last)
+        if keep_best is not None:
+            keep_best = as_count("CheckpointManager: keep_best", keep_best)
         check_choice("CheckpointManager: the mode", mode, ("min", "max"))
         if keep_best is not None and metric is None:
             raise error(

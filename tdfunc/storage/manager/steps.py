@@ -5,12 +5,11 @@ import os
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from operator import index
 from typing import Any, NamedTuple
 
 import xxhash
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, check_least, damaged, error
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, as_count, damaged, error
 from tdfunc.storage.api import load_choice
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.raw import write_all
@@ -56,12 +55,7 @@ def step_name(step: int) -> str:
 
 def as_step(step: int, call: str) -> int:
     """Return a step as a plain int; raise for a negative or other number."""
-    try:
-        number = index(step)
-    except TypeError as err:
-        raise error(TypeError, f"{call}: the step must be a whole number.", got=repr(step)) from err
-    check_least(f"{call}: the step", number, 0)
-    return number
+    return as_count(f"{call}: the step", step, 0)
 
 
 def list_steps(folder: str) -> list[int]:

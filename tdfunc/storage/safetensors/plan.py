@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, as_count, error
 from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, lay_out, render
 from tdfunc.storage.safetensors.index import render_index
 from tdfunc.storage.tree.encode import Outline
@@ -145,8 +145,8 @@ def as_bytes(size: int | str) -> int:
     Raises:
         ValueError: It is not a size of a byte or more.
     """
-    if type(size) is int and size > 0:
-        return size
+    if not isinstance(size, str):
+        return as_count("save: max_shard_size", size)
     found = _SIZE.fullmatch(size) if isinstance(size, str) else None
     count = int(float(found[1]) * _UNITS[(found[2] or " ").upper()]) if found is not None else 0
     if count <= 0:

@@ -1,0 +1,219 @@
+"""Arguments as people write them: a number of any kind has one meaning, or there is one clear error."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc import calibration, metrics, optim, random, sweep
+from tdfunc.averaging import Snapshots
+from tdfunc.core.errors import as_count
+from tdfunc.nn import BatchEnsembleLinear
+
+PARAMS = tdf.TensorDict({"w": torch.ones(4)})
+GRADS = tdf.TensorDict({"w": torch.full((4,), 0.5)})
+RUN = tdf.TensorDict({"w": torch.arange(8.0)}, [8])
+KEY = random.key(0)
+APPLY, WEIGHTS, _ = tdf.functional(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)))
+LOGITS = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+
+
+def train(opt, steps=5):
+    """Return the parameters after some steps."""
+    params, state = PARAMS, opt.init(PARAMS)
+    for _ in range(steps):
+        params, state = opt.update(params, GRADS, state)
+    return params["w"]
+
+
+def stop(patience):
+    """Return the state of a stopping rule that has seen no improvement."""
+    stopping = sweep.EarlyStopping(patience)
+    state = stopping.init(1)
+    for _ in range(6):
+        state = stopping.update(torch.ones(1), state)
+    return state
+
+
+def steps(folder, **options):
+    """Return the steps that a manager keeps of four."""
+    manager = tdf.CheckpointManager(folder, metric="loss", **options)
+    for i in range(4):
+        manager.save(i, PARAMS, metadata={"loss": -float(i)})
+    return manager.steps()
+
+
+def saved_step(folder, step):
+    """Return the name of a saved step."""
+    return tdf.CheckpointManager(folder).save(step, PARAMS).result().name
+
+
+def rung(run, _):
+    """Train nothing."""
+    return run, run["w"]
+
+
+# Each takes a count of 2; `folder` is a new one.
+COUNTS = {
+    "accumulate": lambda n, _: train(optim.accumulate(optim.sgd(0.1), n)),
+    "lookahead": lambda n, _: train(optim.lookahead(optim.sgd(0.1), every=n)),
+    "apply_if_finite": lambda n, _: train(optim.apply_if_finite(optim.sgd(0.1), max_consecutive=n)),
+    "init_ensemble": lambda n, _: tdf.init_ensemble(lambda: nn.Linear(2, 1), n, key=0),
+    "Ensemble": lambda n, _: tdf.Ensemble(APPLY, chunk_size=n).chunk_size,
+    "MCDropout": lambda n, _: tdf.MCDropout(APPLY, n)(WEIGHTS, torch.ones(3, 2), rng=0),
+    "Lora": lambda n, _: tdf.lora.Lora("0.weight", rank=n).init(WEIGHTS, key=0),
+    "ece": lambda n, _: metrics.ece(LOGITS, LOGITS.argmax(-1), bins=n),
+    "keep_last": lambda n, folder: steps(folder, keep_last=n),
+    "keep_best": lambda n, folder: steps(folder, keep_best=n),
+    "save": lambda n, folder: saved_step(folder, n),
+    "max_pending": lambda n, _: tdf.AsyncSaver(max_pending=n)._queue._max_pending,
+    "max_shard_size": lambda n, folder: tdf.save(PARAMS, folder / "m", max_shard_size=n * 16),
+    "EarlyStopping": lambda n, _: stop(n),
+    "Snapshots": lambda n, _: Snapshots(n).init(PARAMS),
+    "successive_halving": lambda n, _: sweep.successive_halving(RUN, rung, n),
+    "train_blocks: rungs": lambda n, folder: sweep.train_blocks(RUN, rung, n, folder=folder, block=4)[1],
+    "train_blocks: block": lambda n, folder: sweep.train_blocks(RUN, rung, 1, folder=folder, block=n)[1],
+    "random_search": lambda n, _: sweep.random_search(KEY, n, lr=sweep.uniform(0, 1)),
+    "kfold: folds": lambda n, _: sweep.kfold(8, n),
+    "kfold: examples": lambda n, _: sweep.kfold(n, 2),
+    "bootstrap: examples": lambda n, _: sweep.bootstrap(KEY, n, 3),
+    "bootstrap: members": lambda n, _: sweep.bootstrap(KEY, 4, n),
+    "elites": lambda n, _: sweep.elites(RUN, RUN["w"], n),
+    "permutation": lambda n, _: random.permutation(KEY, n),
+    "choice": lambda n, _: random.choice(KEY, n, (5,)),
+    "map: num_workers": lambda n, _: RUN.map(lambda r: r + 1, num_workers=n, executor="threads"),
+    "map: chunksize": lambda n, _: RUN.map(lambda r: r + 1, num_workers=2, chunksize=n, executor="threads"),
+    "map: num_chunks": lambda n, _: RUN.map(lambda r: r + 1, num_workers=2, num_chunks=n, executor="threads"),
+    "repeat": lambda n, _: RUN.repeat(n),
+}
+# Sizes of tensors: torch takes no floats.
+SIZES = {
+    "random.normal": lambda n, _: random.normal(KEY, (n, 3)),
+    "random.normal, one": lambda n, _: random.normal(KEY, n),
+    "random.split": lambda n, _: random.split(KEY, n),
+    "random.gumbel": lambda n, _: random.gumbel(KEY, (n,)),
+    "expand": lambda n, _: RUN[:1].expand(n),
+    "batch_size": lambda n, _: tdf.TensorDict({"a": torch.zeros(2, 2)}, n).batch_size,
+    "BatchEnsembleLinear": lambda n, _: BatchEnsembleLinear(2, 3, n).scale_in.shape,
+}
+WHOLE = {
+    "numpy": np.int64(2),
+    "a narrow one of numpy": np.uint8(2),
+    "an array": np.array(2),
+    "a tensor": torch.tensor(2),
+}
+FLOATS = {"a float": 2.0, "a float of numpy": np.float64(2)}
+WRONG = {
+    "a fraction": 2.5,
+    "a fraction of numpy": np.float64(2.5),
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "a text": "2",
+    "a fraction in a tensor": torch.tensor(2.5),
+}
+
+
+def plain(result):
+    """Return a result as plain values, which compare with ==."""
+    if isinstance(result, tdf.TensorDict):
+        return {key: plain(value) for key, value in result.items()}
+    return result.tolist() if isinstance(result, torch.Tensor) else result
+
+
+@pytest.mark.parametrize("number", [*WHOLE.values(), *FLOATS.values()], ids=[*WHOLE, *FLOATS])
+@pytest.mark.parametrize("call", COUNTS.values(), ids=COUNTS)
+def test_a_whole_number_is_a_count(call, number, tmp_path):
+    """Of Python, numpy or torch, and a float without a fraction."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+
+    assert plain(call(number, tmp_path / "a")) == plain(call(2, tmp_path / "b"))
+
+
+@pytest.mark.parametrize("number", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("call", SIZES.values(), ids=SIZES)
+def test_a_whole_number_is_a_size(call, number, tmp_path):
+    """Sizes often come from numpy."""
+    assert plain(call(number, tmp_path)) == plain(call(2, tmp_path))
+
+
+@pytest.mark.parametrize("number", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("name", [name for name in COUNTS if name != "max_shard_size"])
+def test_what_is_not_a_whole_number_is_refused(name, number, tmp_path):
+    """A count with a fraction would never be reached; the message has the argument."""
+    with pytest.raises(TypeError, match=r".+ must be a whole number"):
+        COUNTS[name](number, tmp_path)
+
+
+@pytest.mark.parametrize("number", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("call", SIZES.values(), ids=SIZES)
+def test_what_is_not_a_whole_number_is_not_a_size(call, number, tmp_path):
+    """As torch refuses it."""
+    with pytest.raises(TypeError):
+        call(number, tmp_path)
+
+
+@pytest.mark.parametrize("number", [0, -1, np.int64(-3), torch.tensor(0), 0.0])
+def test_a_count_below_its_least_is_refused(number):
+    """With the least in the message."""
+    with pytest.raises(ValueError, match="members must be at least 1"):
+        as_count("members", number)
+
+
+DRAWS = {
+    "normal": lambda key: random.normal(key, (3,)),
+    "uniform": lambda key: random.uniform(key, (3,)),
+    "split": random.split,
+    "fold_in": lambda key: random.fold_in(key, 1),
+    "randint": lambda key: random.randint(key, (3,), 0, 5),
+    "permutation": lambda key: random.permutation(key, 5),
+    "bernoulli": lambda key: random.bernoulli(key, 0.5, (3,)),
+    "categorical": lambda key: random.categorical(key, LOGITS),
+}
+
+
+@pytest.mark.parametrize("key", [0, np.int64(3), True, 2.5, "a", None, torch.Generator(), np.random.default_rng(0)])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_what_is_not_a_key_is_refused_by_draws(draw, key):
+    """A draw takes one key; `key=` and `rng=` of other functions take a seed as well."""
+    with pytest.raises(TypeError, match="the key is not a random key"):
+        draw(key)
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_the_error_of_a_seed_in_place_of_a_key_has_the_way(draw):
+    """The line that makes a key of it."""
+    with pytest.raises(TypeError, match=r"tdfunc\.random\.key\(7\)"):
+        draw(7)
+
+
+RATES = {
+    "lr": lambda rate: train(optim.sgd(rate)),
+    "momentum": lambda rate: train(optim.sgd(0.1, momentum=rate)),
+    "beta": lambda rate: train(optim.adam(0.1, betas=(rate, 0.9))),
+    "decay": lambda rate: train(optim.ema(optim.sgd(0.1), rate)),
+    "alpha": lambda rate: calibration.conformal_threshold(LOGITS[:, 0], rate),
+}
+NUMBERS = {
+    "numpy": np.float64(0.25),
+    "a narrow one of numpy": np.float32(0.25),
+    "an array": np.array(0.25),
+    "a tensor": torch.tensor(0.25),
+    "a wide tensor": torch.tensor(0.25, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("call", RATES.values(), ids=RATES)
+def test_a_number_of_any_kind_is_a_rate(call, number):
+    """With the result of the same number of Python."""
+    torch.testing.assert_close(call(number), call(0.25))
+
+
+@pytest.mark.parametrize("number", ["0.25", None])
+@pytest.mark.parametrize("call", RATES.values(), ids=RATES)
+def test_what_is_not_a_number_is_not_a_rate(call, number):
+    """A text of a configuration, for example."""
+    with pytest.raises(TypeError, match="is not a number"):
+        call(number)
