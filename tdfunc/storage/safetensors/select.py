@@ -74,7 +74,7 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
         outline = partition(outline, choice.where)[0]
         wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
     if outline is not None and choice.like is not None:
-        check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
+        check_like(outline, choice.like, contents.path)
     read = read_leaves(contents, wanted, choice, mapped=mapped, places=places)
     if outline is None or choice.where is None:
         return _build(contents, read, choice, root)
