@@ -45,18 +45,40 @@ class Rule(NamedTuple):
     more: tuple[str, ...] = ()
 
 
-_INPUTS = ("{stem}input_scale", "{stem}scale_input", "{stem}qscale_act", "{stem}activation_scale")
-_ZEROS = ("{stem}weight_zero_point", "{stem}input_zero_point", "{stem}weight_scale_2", "{stem}weight_global_scale")
+# Scales of a layer's inputs.
+_INPUTS = (
+    "{stem}input_scale",
+    "{stem}scale_input",
+    "{stem}qscale_act",
+    "{stem}activation_scale",
+    "{stem}{key}_input_scale",
+    "{stem}{key}_activation_scale",
+)
+# Leaves with which the numbers are more than codes times scale.
+_MORE = (
+    "{stem}{key}_zero_point",
+    "{stem}{key}_scale_2",
+    "{stem}{key}_global_scale",
+    "{stem}{key}_g_idx",
+    "{stem}input_zero_point",
+)
+_PACKED = (
+    "{stem}{base}_zero_point",
+    "{stem}{base}_global_scale",
+    "{stem}{base}_shape",
+    "{stem}{base}_g_idx",
+    "{stem}input_global_scale",
+)
 _RULES = (
     # bitsandbytes, whose packed codes may have any dtype.
     Rule("bitsandbytes", None, r"[^.]+", ("{stem}{key}.absmax",), ("{stem}{key}.",)),
     # DeepSeek, compressed-tensors, fused experts of transformers.
-    Rule("FP8", _FP8, r"[^.]+", ("{stem}{key}_scale_inv", "{stem}{key}_scale"), (*_INPUTS, "{stem}{key}_input_scale")),
+    Rule("FP8", _FP8, r"[^.]+", ("{stem}{key}_scale_inv", "{stem}{key}_scale"), (*_INPUTS, *_MORE)),
     # ComfyUI, Mistral, DeepSeek's own programs.
     Rule("FP8", _FP8, r"[^.]+", ("{stem}scale_{key}", "{stem}qscale_{key}"), _INPUTS),
     Rule("FP8", _FP8, "weight", ("{stem}scale", "{stem}scale_inv"), _INPUTS),
     # compressed-tensors, TensorRT Model Optimizer (NVFP4).
-    Rule("integer", _INTEGERS, r"[^.]+", ("{stem}{key}_scale", "{stem}{key}_scale_inv"), (*_INPUTS, *_ZEROS)),
+    Rule("integer", _INTEGERS, r"[^.]+", ("{stem}{key}_scale", "{stem}{key}_scale_inv"), (*_INPUTS, *_MORE)),
     # bitsandbytes (LLM.int8), ComfyUI, MLX.
     Rule(
         "integer",
@@ -66,13 +88,7 @@ _RULES = (
         (*_INPUTS, "{stem}weight_format", "{stem}biases", "{stem}zero_point", "{stem}zeros"),
     ),
     Rule("GPTQ or AWQ", _INTEGERS, "qweight", ("{stem}scales",), ("{stem}qzeros", "{stem}g_idx")),
-    Rule(
-        "compressed-tensors",
-        _INTEGERS,
-        "weight_packed",
-        ("{stem}weight_scale",),
-        (*_ZEROS, "{stem}weight_shape", "{stem}weight_g_idx", "{stem}input_global_scale"),
-    ),
+    Rule("compressed-tensors", _INTEGERS, r"(.+)_packed", ("{stem}{base}_scale",), _PACKED),
     Rule("MXFP4", _INTEGERS, r"(.+)_blocks", ("{stem}{base}_scales",)),
     Rule("torchao", _CODES, r"_(.+)_qdata", ("{stem}_{base}_scale",), ("{stem}_{base}_zero_point",)),
     Rule("quanto", _CODES, "_data", ("{stem}_scale",), ("{stem}_shift",)),
@@ -151,7 +167,10 @@ def _apply(rule: Rule, name: str, stem: str, key: str, specs: Specs) -> Scaled |
         elif full in specs:
             companions.append(full)
     dtype, shape = specs[name]
-    blocks = find_blocks(shape, specs[scale][1]) if rule.layout == "FP8" else None
+    scale_dtype, scale_shape = specs[scale]
+    has_numbers = scale_dtype.is_floating_point or scale_dtype is torch.uint8
+    is_product = rule.layout == "FP8" and has_numbers and set(map(fill, _MORE)).isdisjoint(companions)
+    blocks = find_blocks(shape, scale_shape) if is_product else None
     return Scaled(name, rule.layout, dtype, scale, tuple(companions), blocks)
 
 
@@ -189,6 +208,9 @@ def dequantize(codes: Tensor, scale: Tensor, blocks: Sequence[int], dtype: torch
     """
     codes = codes.detach()
     wide = torch.promote_types(dtype, torch.float32)
+    if scale.dtype is torch.uint8:
+        # Powers of two, by their exponents.
+        scale = scale.view(torch.float8_e8m0fnu)
     scale = scale.detach().to(wide)
     if scale.numel() == 1:
         scale = scale.reshape([1] * codes.dim())
