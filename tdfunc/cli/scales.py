@@ -59,7 +59,7 @@ def unequal_codes(call: str, found: Quantized, one: Stored, path: str) -> Unsupp
     parts = [each for each in found.codes.values() if one.name in (each.name, *each.companions)]
     layout = f" ({parts[0]})" if parts else ""
     return UnsupportedError(
-        f"{call}: codes and their scales must be equal in all checkpoints, as they are no numbers to compute with.",
+        f"{call}: codes and their scales must be equal in all checkpoints: the command computes with numbers only.",
         expected=f"equal values of {safe(one.name)}{safe(layout)}",
         got=f"other values in {safe(path)}",
         hint=HINT,

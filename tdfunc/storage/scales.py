@@ -131,7 +131,7 @@ def find_scaled(specs: Specs) -> list[Scaled]:
                 if one is not None:
                     found.append(one)
                     break
-    # The scale of a scale (NVFP4) is a part of the whole, and no codes of its own.
+    # The scale of a scale (NVFP4) is a part of the whole, and not a leaf of codes.
     parts = {name for one in found for name in one.companions}
     return [one for one in found if one.name not in parts]
 

@@ -89,7 +89,7 @@ class Method(Generic[P]):
             ValueError: The method requires a base or another number of models.
             TreeStructureError: The trees have different paths.
             LeafMismatchError: A leaf has another shape than in the base, or integers differ.
-            UnsupportedError: Codes, or their scales, differ: FP8 weights beside a scale are no numbers.
+            UnsupportedError: Codes or scales of quantized weights differ between the models.
             BatchSizeError: `stacked` has no batch dimension, or `weights` has another length.
 
         Shapes:
