@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tdfunc.cli.numbers import cast, has_values
 from tdfunc.cli.output import note, progress, safe
-from tdfunc.cli.scales import check_cast, decoded, kept_leaves, without_scales
+from tdfunc.cli.scales import check_cast, decoded, kept_leaves, note_lost_scales, without_scales
 from tdfunc.cli.sources import Source, choose, make_filter, open_source, plain_values, stored_leaves
 from tdfunc.cli.torch_files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
@@ -63,6 +63,7 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
             tree, codes = without_scales(source, tree)
         elif dtype is not None:
             check_cast("cast", source, tree, dtype)
+        note_lost_scales(source, tree)
         kept = set[int]() if dequantize else kept_leaves(source)
         origins: dict[int, Tensor] = {}
 

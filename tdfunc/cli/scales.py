@@ -83,6 +83,14 @@ def note_codes(source: Source, leaves: Iterable[Stored], what: str) -> None:
         note(f"{safe(source.path)}: {what} codes as they are, without their scales: {shown_codes(codes)}")
 
 
+def note_lost_scales(source: Source, tree: TensorCollection) -> None:
+    """Note on stderr that a part of a checkpoint has codes without their scales."""
+    chosen = {dotted(path) for path, _ in iter_leaves(tree)}
+    codes = [one for one in quantized(source).codes.values() if one.name in chosen and one.scale not in chosen]
+    if codes:
+        note(f"{safe(source.path)}: the result has codes and not their scales: {shown_codes(codes)}")
+
+
 def shown_codes(codes: Sequence[Scaled]) -> str:
     """Return the first leaf of codes with its scale, and the number of others."""
     more = f" and {len(codes) - 1} more" if len(codes) > 1 else ""

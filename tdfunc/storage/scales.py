@@ -23,7 +23,10 @@ T = TypeVar("T", bound=TensorCollection)
 Specs: TypeAlias = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 _FP8 = frozenset([torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz])
-_INTEGERS = frozenset([torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32])
+# Codes that no cast of floating leaves changes. torch does not compute with pairs of 4-bit numbers.
+_INTEGERS = frozenset(
+    [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.float4_e2m1fn_x2]
+)
 _CODES = _FP8 | _INTEGERS
 # The rows and columns that share a scale in DeepSeek's files, and in the files that follow them.
 _BLOCK = 128
@@ -257,7 +260,7 @@ class Quantized(NamedTuple):
         """Raise if a cast of floating leaves would cast codes; integer codes and their scales are not cast."""
         chosen = set(wanted) if self.codes else set[int]()
         for number, one in self.codes.items():
-            if number in chosen and one.dtype.is_floating_point and one.dtype != dtype:
+            if number in chosen and one.dtype not in _INTEGERS and one.dtype != dtype:
                 own = "dequantize=True makes numbers of codes and scales; without dtype= both are loaded as they are."
                 raise refusal(call, one, self.specs, hint=hint or own)
 

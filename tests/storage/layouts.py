@@ -12,6 +12,14 @@ def numbers(codes, scale, blocks):
     return codes.double() * scale.double()[tuple(at)].reshape(codes.shape)
 
 
+def bits(state):
+    """Return dtype, shape and bytes of each leaf."""
+    return {
+        name: (leaf.dtype, leaf.shape, leaf.contiguous().flatten().view(torch.uint8).tolist())
+        for name, leaf in state.items()
+    }
+
+
 def random_codes(generator, shape, dtype=E4M3):
     """Return codes of all sizes that the dtype has."""
     return (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(dtype)
@@ -65,12 +73,17 @@ FP8 = {
 }
 
 
+HALF, BYTE, INT = torch.float16, torch.uint8, torch.int32
+
+
 def integers(codes_name, codes_dtype, shape, **beside):
     """Return a function from a seed to the leaves of a file with codes that no float dtype holds."""
 
     def make(seed):
         generator = torch.Generator().manual_seed(seed)
-        state = {codes_name: torch.randint(0, 100, shape, generator=generator).to(codes_dtype)}
+        codes = torch.randint(0, 100, shape, generator=generator)
+        is_pair = codes_dtype is torch.float4_e2m1fn_x2
+        state = {codes_name: codes.to(BYTE).view(codes_dtype) if is_pair else codes.to(codes_dtype)}
         for name, (size, dtype) in beside.items():
             leaf = torch.rand(size, generator=generator) * 3 + 0.1
             state[name] = leaf.to(dtype)
@@ -79,7 +92,6 @@ def integers(codes_name, codes_dtype, shape, **beside):
     return make
 
 
-HALF, BYTE, INT = torch.float16, torch.uint8, torch.int32
 # Codes that are not dequantized: the name of the codes, and a file.
 OTHERS = {
     "bitsandbytes int8": (WEIGHT, integers(WEIGHT, torch.int8, (4, 6), **{"q.SCB": ((4,), F32)})),
@@ -118,6 +130,10 @@ OTHERS = {
     "NVFP4": (
         WEIGHT,
         integers(WEIGHT, BYTE, (4, 8), **{SCALE: ((4, 1), E4M3), "q.weight_scale_2": ((), F32)}),
+    ),
+    "NVFP4 in float4": (
+        WEIGHT,
+        integers(WEIGHT, torch.float4_e2m1fn_x2, (4, 8), **{SCALE: ((4, 1), E4M3), "q.weight_scale_2": ((), F32)}),
     ),
     "MLX": (WEIGHT, integers(WEIGHT, torch.uint32, (4, 2), **{"q.scales": ((4, 1), HALF), "q.biases": ((4, 1), HALF)})),
     "FP8 with zero points": (
