@@ -260,17 +260,15 @@ def test_an_average_is_saved_and_continued(params, name, tmp_path):
     assert tdf.tree_equal(average.update(params, managed(state, tmp_path)), average.update(params, state))
 
 
-def make(name, groups):
-    """Return an optimizer of the table; `parts` for the paths of these parameters."""
-    if name != "parts":
-        return make_optimizer(name)
-    return optim.multi(groups)
-
-
 GROUPS = {"out.weight": optim.ema(optim.sgd(0.1), 0.5), "*": optim.masked(optim.lookahead(optim.adam(0.1), 2), "*twin")}
 
 
-def trained(name, params, opt):
+def make(name):
+    """Return an optimizer of the table; `parts` with groups of these parameters."""
+    return optim.multi(GROUPS) if name == "parts" else make_optimizer(name)
+
+
+def trained(params, opt):
     """Return the parameters, state and gradient after two steps."""
     grads = params.apply(torch.sin)
     state = opt.init(params)
@@ -282,8 +280,8 @@ def trained(name, params, opt):
 @pytest.mark.parametrize("name", [*RULES, *WRAPPERS])
 def test_the_state_of_an_optimizer_is_tied(params, name):
     """Each part of the state like the parameters is tied as they are, before a step and after it."""
-    opt = make(name, GROUPS)
-    _, state, _ = trained(name, params, opt)
+    opt = make(name)
+    _, state, _ = trained(params, opt)
 
     assert broken_ties(opt.init(params)) + broken_ties(state) == []
 
@@ -291,8 +289,8 @@ def test_the_state_of_an_optimizer_is_tied(params, name):
 @pytest.mark.parametrize("name", [*RULES, *WRAPPERS])
 def test_an_optimizer_keeps_the_marks_of_the_parameters(params, name):
     """The trained parameters, and those to evaluate, have the groups and kinds of the given ones."""
-    opt = make(name, GROUPS)
-    new, state, _ = trained(name, params, opt)
+    opt = make(name)
+    new, state, _ = trained(params, opt)
 
     assert [marks(new), marks(opt.eval_params(new, state))] == [marks(params)] * 2
 
@@ -300,8 +298,8 @@ def test_an_optimizer_keeps_the_marks_of_the_parameters(params, name):
 @pytest.mark.parametrize("name", [*RULES, *WRAPPERS])
 def test_a_run_of_tied_weights_resumes_bit_for_bit(params, name, tmp_path):
     """Parameters and state from a manager go on as those in memory."""
-    opt = make(name, GROUPS)
-    new, state, grads = trained(name, params, opt)
+    opt = make(name)
+    new, state, grads = trained(params, opt)
     manager = tdf.CheckpointManager(tmp_path)
     manager.save(1, {"params": new, "opt": state})
     back = manager.load(like={"params": new, "opt": state})
