@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tdfunc as tdf
 from tdfunc.storage.scales import find_blocks, find_scaled, may_have_codes, specs_of
@@ -191,6 +192,27 @@ def test_tied_codes_stay_tied(tmp_path):
 
     assert back.ties() == tied.ties()
     assert torch.equal(back["b"], numbers["q.weight"].float())
+
+
+def test_numbers_are_constants_of_a_transform(tmp_path):
+    """A file is dequantized inside of a function that is vmapped."""
+    state, numbers = FP8["rows"](0)
+    path = write(state, tmp_path)
+
+    found = torch.vmap(lambda x: tdf.load(path, dequantize=True)["q", "weight"] * x)(torch.ones(2))
+
+    assert torch.equal(found[1], numbers["q.weight"].float())
+
+
+def test_fake_numbers_have_the_dtype(tmp_path):
+    """Under FakeTensorMode only shapes and dtypes are read."""
+    path = write(FP8["blocks at the edge"](0)[0], tmp_path)
+
+    with FakeTensorMode():
+        leaf = tdf.load(path, dequantize=True, dtype=torch.bfloat16)["q", "weight"]
+
+    assert isinstance(leaf, FakeTensor)
+    assert leaf.dtype is torch.bfloat16
 
 
 def test_the_mark_of_comfyui_goes(tmp_path):

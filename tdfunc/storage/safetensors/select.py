@@ -98,10 +98,14 @@ def _read_dequantized(contents: Contents, choice: Choice, root: int, *, mapped: 
     change = Dequantizing(call, outline, choice.where, choice.dtype)
     if choice.like is not None:
         # Before anything is read.
-        check_like(change.apply(outline), choice.like, contents.path)
+        with outside_transforms():
+            expected = change.apply(outline)
+        check_like(expected, choice.like, contents.path)
     if choice.where is not None:
         raw = replace(raw, where=change.reads)
-    return change.apply(read_tree(contents, raw, root=root, mapped=mapped))
+    tree = read_tree(contents, raw, root=root, mapped=mapped)
+    with outside_transforms():
+        return change.apply(tree)
 
 
 def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
