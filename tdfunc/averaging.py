@@ -23,6 +23,7 @@ from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base import cast
+from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.foreach import check_keys
 from tdfunc.ops.base.reading import get, has
 from tdfunc.ops.edits import maps
@@ -383,7 +384,7 @@ def _state(params: TensorCollection, parts: dict[str, Any]) -> Any:
     size = params._batch_size
     device = next((x.device for x in list_leaves(params)), None)
     count = torch.zeros(size, dtype=torch.int64, device=device)
-    return TensorCollection._open._make({"count": count, **parts}, size, params._device, params._names)
+    return join_nodes({"count": count, **parts}, size, params._device, params._names)
 
 
 def _rows(tree: T, n: int) -> T:

@@ -220,7 +220,7 @@ class EarlyStopping:
             "improved": improved,
             "active": active & (waited < self.patience),
         }
-        return state._make({**data, **new}, state._batch_size, state._device, state._names)
+        return state._replace({**data, **new})
 
 
 def rank(scores: Tensor, *, mode: Mode = "min") -> Tensor:

@@ -31,7 +31,7 @@ from tdfunc._jit.environment import Environment, contents, seeds_error
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import is_tracing
-from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError, user_line
+from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.pytree import flatten
@@ -388,6 +388,28 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     except (ValueUsed, ShapeUnknown) as err:
         raise _data_error(err) from err
+    except RuntimeError as err:
+        if _NO_GRADIENT not in str(err):
+            raise
+        raise _no_gradient(args, kwargs) from err
+
+
+# torch's message where a gradient is taken by an integer, which names no leaf.
+_NO_GRADIENT = "only Tensors of floating point dtype can require gradients"
+
+
+# Any: the arguments of the traced function.
+def _no_gradient(args: Any, kwargs: Any) -> LeafMismatchError:
+    """Return the error for a gradient by an integer leaf, such as the counter of a BatchNorm layer."""
+    leaves = [(name, leaf) for name, leaf in named_leaves(args, kwargs, Tensor)]
+    integers = [(name, leaf.dtype) for name, leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex()]
+    name, dtype = integers[0] if integers else ("a tensor", "an integer or bool")
+    return LeafMismatchError(
+        f"jit: the function takes a gradient by integers, such as {name}.",
+        expected="leaves of a floating-point dtype",
+        got=str(dtype).removeprefix("torch."),
+        hint="params, buffers = tdf.split(tree) separates buffers; tdf.grad leaves integers out.",
+    )
 
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))

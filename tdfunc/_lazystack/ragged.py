@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.core.collection import PLAIN, Static, TensorCollection, check_one_shape
+from tdfunc.core.collection import NO_STATIC, PLAIN, Static, TensorCollection, check_one_shape
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, check_choice
 from tdfunc.core.keys import dotted, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import stacked_size
+from tdfunc.core.ties import common
 from tdfunc.core.types import NestedKey, Node, Path
 from tdfunc.core.walk import Difference
 from tdfunc.ops.base.cast import keeps_number
@@ -167,10 +168,15 @@ def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padde
         data[key], masks[key] = padding.done[ids][1]
     largest = Size([max(sizes) for sizes in zip(*[t._batch_size for t in trees], strict=True)])
     size = stacked_size(largest, dim, len(trees))
-    ties = first._ties if all([tree._ties == first._ties for tree in trees]) else ()
-    static = Static(first._kinds, ties) if first._static is not None else None
+    static = _common_static(trees)
     whole = first._make(data, size, first._device, None, static)
-    return whole, first._open._make(masks, size, first._device) if padding.masks else None
+    return whole, first._open._make(masks, size, first._device, None, static) if padding.masks else None
+
+
+def _common_static(trees: Sequence[Any]) -> Static | None:
+    """Return the kinds of the leaves, and the groups of paths that are tied in all trees."""
+    static = Static(trees[0]._kinds, common([tree._ties for tree in trees]))
+    return None if static == NO_STATIC else static
 
 
 def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding) -> Padded:
@@ -234,7 +240,16 @@ def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
     return NonTensorStack._wrap(np.stack(filled, dim)), torch.from_numpy(np.stack(real, dim))
 
 
-def nest_trees(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Any:
+class Nesting(NamedTuple):
+    """The layout of nested tensors, and what is made already: offsets by lengths, and leaves by identity."""
+
+    layout: torch.layout
+    offsets: dict[Any, Tensor]
+    # As in `Padding`: a tied leaf is nested once.
+    done: dict[tuple[int, ...] | Path, tuple[Sequence[Tensor], Tensor]]
+
+
+def nest_trees(trees: Sequence[Any], nesting: Nesting, at: Path) -> Any:
     """Return a tree of nested tensors, batch size [number of trees]."""
     first = trees[0]
     check_one_shape(first, "nested", f" at {dotted(at)!r}" if at else "")
@@ -242,19 +257,24 @@ def nest_trees(trees: Sequence[Any], layout: torch.layout, offsets: dict[Any, Te
     for key, nodes in same_keys(trees, "nested", at):
         path = (*at, key)
         if isinstance(nodes[0], TensorCollection):
-            data[key] = nest_trees(nodes, layout, offsets, path)
+            data[key] = nest_trees(nodes, nesting, path)
         elif isinstance(nodes[0], NonTensorBase):
             data[key] = NonTensorStack(*[node.value for node in nodes])
         else:
-            _check_leaves(nodes, "nested", path)
-            # A leaf without dimensions cannot be ragged.
-            data[key] = torch.stack(nodes) if nodes[0].dim() == 0 else _nested_leaf(nodes, layout, offsets, path)
-    return first._make(data, Size((len(trees),)), first._device)
+            ids = path if is_compiling() else tuple(map(id, nodes))
+            if ids not in nesting.done:
+                nesting.done[ids] = nodes, _nested_leaf(nodes, nesting, path)
+            data[key] = nesting.done[ids][1]
+    return first._make(data, Size((len(trees),)), first._device, None, _common_static(trees))
 
 
-def _nested_leaf(leaves: Sequence[Tensor], layout: torch.layout, offsets: dict[Any, Tensor], at: Path) -> Tensor:
-    if layout is torch.strided:
-        return torch.nested.as_nested_tensor(list(leaves), layout=layout)
+def _nested_leaf(leaves: Sequence[Tensor], nesting: Nesting, at: Path) -> Tensor:
+    _check_leaves(leaves, "nested", at)
+    # A leaf without dimensions cannot be ragged.
+    if leaves[0].dim() == 0:
+        return torch.stack(list(leaves))
+    if nesting.layout is torch.strided:
+        return torch.nested.as_nested_tensor(list(leaves), layout=nesting.layout)
     for i, leaf in enumerate(leaves):
         if leaf.shape[1:] != leaves[0].shape[1:]:
             raise LeafMismatchError(
@@ -266,9 +286,8 @@ def _nested_leaf(leaves: Sequence[Tensor], layout: torch.layout, offsets: dict[A
     lengths = tuple(leaf.shape[0] for leaf in leaves)
     where = (lengths, leaves[0].device)
     # Leaves of equal lengths share one tensor of offsets, by which torch finds that they can be combined.
-    if where not in offsets:
-        offsets[where] = torch.tensor([0, *np.cumsum(lengths).tolist()], device=leaves[0].device)
+    if where not in nesting.offsets:
+        nesting.offsets[where] = torch.tensor([0, *np.cumsum(lengths).tolist()], device=leaves[0].device)
     low, high = min(lengths), max(lengths)
-    return torch.nested.nested_tensor_from_jagged(
-        torch.cat(list(leaves)), offsets[where], min_seqlen=low, max_seqlen=high
-    )
+    offsets = nesting.offsets[where]
+    return torch.nested.nested_tensor_from_jagged(torch.cat(list(leaves)), offsets, min_seqlen=low, max_seqlen=high)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc._lazystack.ragged import check_alike, check_same_ndim, nest_trees, pad_trees
+from tdfunc._lazystack.ragged import Nesting, check_alike, check_same_ndim, nest_trees, pad_trees
 from tdfunc._lazystack.shapes import HANDLERS, pick
 from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, no_one_shape
@@ -203,7 +203,7 @@ class LazyStack(TreeMethods):
                 hint="permute() the batch dimensions first, which moves no data.",
             )
         check_choice("nested: the layout", layout, (torch.jagged, torch.strided))
-        return nest_trees(self._trees, layout, {}, ())
+        return nest_trees(self._trees, Nesting(layout, {}, {}), ())
 
     def tolist(self, *, convert_tensors: bool = False) -> list[Any]:
         """Return nested lists over the batch dimensions, with a dict of the values of each element.

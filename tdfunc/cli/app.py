@@ -69,6 +69,9 @@ ShardSize = Annotated[
     str | None, typer.Option("--max-shard-size", help='Write shards of at most this size: "5GB", or bytes.')
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file or folder.")]
+Dequantize = Annotated[
+    bool, typer.Option("--dequantize", help="Multiply FP8 codes by their scales; float32 without --dtype.")
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast floating leaves: bf16, float16, float8_e4m3fn, ...")]
 
 
@@ -154,10 +157,12 @@ def convert(
     to: To = None,
     max_shard_size: ShardSize = None,
     dtype: Dtype = None,
+    dequantize: Dequantize = False,
     force: Force = False,
 ) -> None:
     """Write a checkpoint in another format: safetensors, shards, a memmap folder, or a file of torch.save."""
-    rewrite(src, _target(dst, to, max_shard_size, force), Part(), dtype_name=dtype)
+    target = _target(dst, to, max_shard_size, force)
+    rewrite(src, target, Part(), dtype_name=dtype, dequantize=dequantize)
 
 
 @app.command()
@@ -167,6 +172,7 @@ def extract(
     include: Include = None,
     exclude: Exclude = None,
     dtype: Dtype = None,
+    dequantize: Dequantize = False,
     to: To = None,
     max_shard_size: ShardSize = None,
     force: Force = False,
@@ -175,7 +181,8 @@ def extract(
     if not include and not exclude:
         raise typer.BadParameter("--filter GLOB or --exclude GLOB must choose leaves.", param_hint="--filter")
     part = Part(include or (), exclude or ())
-    rewrite(path, _target(out, to, max_shard_size, force), part, dtype_name=dtype)
+    target = _target(out, to, max_shard_size, force)
+    rewrite(path, target, part, dtype_name=dtype, dequantize=dequantize)
 
 
 @app.command()
@@ -183,12 +190,14 @@ def cast(
     path: Path,
     out: Out,
     dtype: Annotated[str, typer.Option("--dtype", help="The dtype of floating leaves.", show_default=False)],
+    dequantize: Dequantize = False,
     to: To = None,
     max_shard_size: ShardSize = None,
     force: Force = False,
 ) -> None:
     """Write a checkpoint with its floating leaves in another dtype; integers, bools and complex leaves stay."""
-    rewrite(path, _target(out, to, max_shard_size, force), Part(), dtype_name=dtype)
+    target = _target(out, to, max_shard_size, force)
+    rewrite(path, target, Part(), dtype_name=dtype, dequantize=dequantize)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from torch import Tensor
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
 from tdfunc.cli.numbers import Difference, average, cast, has_values
 from tdfunc.cli.output import progress, safe, shown
+from tdfunc.cli.scales import check_equal_codes, kept_leaves
 from tdfunc.cli.sources import Source, Stored, described, open_source, plain_values, stored_leaves
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
@@ -37,10 +38,16 @@ def average_files(
         trees = [chosen_part(source, part) for source in sources]
         rows = [{one.paths: one for one in stored_leaves(tree)} for tree in trees]
         _check_same(paths, rows)
+        leaves = list(rows[0].values())
+        kept = kept_leaves(sources[0])
+
+        def is_averaged(one: Stored) -> bool:
+            return id(one.leaf) not in kept and _has_mean(one)
+
+        check_equal_codes("average", sources, [[row[one.paths] for row in rows] for one in leaves])
         if not take_first:
             _check_unaveraged(sources, trees, rows)
-        leaves = list(rows[0].values())
-        others = {id(one.leaf): [row[one.paths].leaf for row in rows] for one in leaves if _is_averaged(one)}
+        others = {id(one.leaf): [row[one.paths].leaf for row in rows] for one in leaves if is_averaged(one)}
         lost = Counter[int]()
         with progress("average", len(paths) * sum(one.size_bytes for one in leaves)) as tick:
 
@@ -55,7 +62,7 @@ def average_files(
             write(target, trees[0], values, sources[0], lost)
 
 
-def _is_averaged(one: Stored) -> bool:
+def _has_mean(one: Stored) -> bool:
     is_number = one.leaf.is_floating_point() or one.leaf.is_complex()
     return is_number and has_values(one.leaf.dtype) and not one.is_value
 
@@ -82,7 +89,7 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
     lines: list[str] = []
     for source, row in zip(sources[1:], rows[1:], strict=True):
         for key, one in rows[0].items():
-            if not _is_averaged(one):
+            if not _has_mean(one):
                 unequal = Difference()
                 for x, y in zip(sources[0].pieces(one.leaf), source.pieces(row[key].leaf), strict=True):
                     unequal.add(x, y)

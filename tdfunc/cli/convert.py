@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tdfunc.cli.numbers import cast, has_values
 from tdfunc.cli.output import note, progress, safe
+from tdfunc.cli.scales import check_cast, decoded, kept_leaves, note_lost_scales, without_scales
 from tdfunc.cli.sources import Source, choose, make_filter, open_source, plain_values, stored_leaves
 from tdfunc.cli.torch_files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
@@ -24,6 +25,7 @@ from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.write import check_target as check_memmap
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import as_bytes
+from tdfunc.storage.scales import Scaled
 from tdfunc.storage.stream import memmap_stream, save_stream
 from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.specs import DTYPES
@@ -50,28 +52,42 @@ class Part(NamedTuple):
     exclude: Sequence[str] = ()
 
 
-def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = None) -> None:
-    """Write (a part of) a checkpoint in a format and a dtype."""
+def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = None, dequantize: bool = False) -> None:
+    """Write (a part of) a checkpoint in a format and a dtype, with `dequantize` numbers in place of codes."""
     dtype = None if dtype_name is None else find_dtype(dtype_name)
     with open_source(path) as source:
         target = make_target(target, source)
         tree = chosen_part(source, part)
+        codes: dict[int, Scaled] = {}
+        if dequantize:
+            tree, codes = without_scales(source, tree)
+        elif dtype is not None:
+            check_cast("cast", source, tree, dtype)
+        note_lost_scales(source, tree)
+        kept = set[int]() if dequantize else kept_leaves(source)
         origins: dict[int, Tensor] = {}
 
         def retype(leaf: Tensor) -> Tensor:
-            if dtype is None or not leaf.is_floating_point() or leaf.dtype == dtype or not has_values(leaf.dtype):
+            wanted = dtype or (torch.float32 if id(leaf) in codes else leaf.dtype)
+            is_number = leaf.is_floating_point() and has_values(leaf.dtype) and id(leaf) not in kept
+            if not is_number or leaf.dtype == wanted:
                 return leaf
-            new = without_values(leaf, dtype)
+            new = without_values(leaf, wanted)
             origins[id(new)] = leaf
             return new
 
-        tree = tree._map(LeafOp("cast", retype)) if dtype is not None else tree
+        if dtype is not None or codes:
+            tree = tree._map(LeafOp("cast", retype))
         lost = Counter[int]()
         size = sum(one.leaf.numel() * origins.get(id(one.leaf), one.leaf).element_size() for one in stored_leaves(tree))
         with progress("write", size) as tick:
 
             def values(leaf: Tensor) -> Iterator[Tensor]:
-                for piece in source.pieces(origins.get(id(leaf), leaf), tick):
+                origin = origins.get(id(leaf), leaf)
+                if id(origin) in codes:
+                    yield from decoded(source, origin, codes[id(origin)], leaf, lost, tick)
+                    return
+                for piece in source.pieces(origin, tick):
                     yield cast(piece, leaf, lost)
 
             write(target, tree, values, source, lost)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from tdfunc.cli.numbers import Difference, Tolerance
 from tdfunc.cli.output import Table, print_json, print_table, progress, short, shown
+from tdfunc.cli.scales import note_codes
 from tdfunc.cli.sources import Source, Stored, choose, described, open_source, plain_values, stored_leaves
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import FilterLike, dotted
@@ -49,6 +50,8 @@ def diff(
         found = [
             entry for key in dict.fromkeys([*one, *other]) for entry in _compare(key, one.get(key), other.get(key))
         ]
+        if tolerance is not None and any(tolerance):
+            note_codes(first, leaves[0], "the tolerance is of")
         values, compared = _compare_values((first, second), leaves, tolerance)
     code = DIFFERENT if found or values else EQUAL
     if as_json:

@@ -1,12 +1,13 @@
 """`tdfunc show`: the leaves of a checkpoint."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from tdfunc.cli.numbers import Stats, has_values
 from tdfunc.cli.output import Table, print_json, print_table, print_tree, progress, safe, short, shown
+from tdfunc.cli.scales import note_codes, quantized
 from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain, plain_values, stored_leaves
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
@@ -15,9 +16,12 @@ from tdfunc.core.types import Path
 from tdfunc.ops.display.text import bytes_text, count_text, kind_text
 from tdfunc.storage.disk.remote import local_path
 from tdfunc.storage.manager.steps import read_about, step_name
+from tdfunc.storage.scales import Scaled
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf", "zero")
 Values = dict[Path, NonTensorBase]
+# The leaves of codes, by id.
+Codes = Mapping[int, Scaled]
 
 
 def show(
@@ -29,7 +33,9 @@ def show(
         leaves = choose(stored_leaves(source.tree), where)
         values = plain_values(source.tree) if where is None else {}
         stats: dict[int, Stats] = {}
+        codes = quantized(source).codes
         if with_stats:
+            note_codes(source, leaves, "the statistics are of")
             with progress("show", sum(one.size_bytes for one in leaves)) as tick:
                 for one in leaves:
                     if has_values(one.leaf.dtype):
@@ -37,13 +43,15 @@ def show(
                         for piece in source.pieces(one.leaf, tick):
                             found.add(piece)
         if as_json:
-            print_json(_document(source, leaves, values, stats))
+            print_json(_document(source, leaves, values, stats, codes))
             return
         _print_title(source)
         if as_tree:
             lines: list[tuple[Path, str]] = []
             for one in leaves:
                 text = f"{one.spec} {bytes_text(one.size_bytes)}"
+                if id(one.leaf) in codes:
+                    text += f" {safe(str(codes[id(one.leaf)]))}"
                 if id(one.leaf) in stats:
                     texts = _stats_texts(stats[id(one.leaf)])
                     text += "".join(f" {name} {number}" for name, number in zip(_STATS, texts, strict=True))
@@ -52,7 +60,7 @@ def show(
             lines += [(path, _value_text(value)) for path, value in values.items()]
             print_tree(safe(os.path.basename(path.rstrip("/"))), lines)
         else:
-            print_table(_table(leaves, values, stats))
+            print_table(_table(leaves, values, stats, codes))
         by_dtype: dict[str, int] = {}
         for one in leaves:
             by_dtype[one.dtype_name] = by_dtype.get(one.dtype_name, 0) + one.size_bytes
@@ -85,7 +93,9 @@ def _print_title(source: Source) -> None:
         print_table(Table(("step", *map(safe, keys)), rows))
 
 
-def _kind(one: Stored) -> str:
+def _kind(one: Stored, codes: Codes) -> str:
+    if id(one.leaf) in codes:
+        return safe(str(codes[id(one.leaf)]))
     kind = kind_text(one.kind) or ("non-tensor" if one.is_value else "tensor")
     return f"{kind}, requires grad" if one.leaf.requires_grad else kind
 
@@ -94,7 +104,7 @@ def _value_text(value: Any) -> str:
     return short(repr(plain(value) if isinstance(value, NonTensorBase) else value))
 
 
-def _table(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> Table:
+def _table(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats], codes: Codes) -> Table:
     header: tuple[str, ...] = ("path", "dtype", "shape")
     rows = [(shown(one.path), one.dtype_name, str(list(one.leaf.shape))) for one in leaves]
     rows += [(shown(path), "", str(list(value.shape))) for path, value in values.items()]
@@ -106,7 +116,7 @@ def _table(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) ->
     else:
         has_ties = any(len(one.paths) > 1 for one in leaves)
         header += ("size", "kind", "tied to") if has_ties else ("size", "kind")
-        more = [(bytes_text(one.size_bytes), _kind(one), ", ".join(map(shown, one.paths[1:]))) for one in leaves]
+        more = [(bytes_text(one.size_bytes), _kind(one, codes), ", ".join(map(shown, one.paths[1:]))) for one in leaves]
         more += [("", f"value {_value_text(value)}", "") for value in values.values()]
         numbers = frozenset([3])
     return Table(header, [(*row, *texts)[: len(header)] for row, texts in zip(rows, more, strict=True)], numbers)
@@ -121,7 +131,9 @@ def _stats_texts(stats: Stats | None) -> tuple[str, ...]:
     return (*numbers, *(f"{100 * value:.3g}%" if value else "0" for value in found[4:]))
 
 
-def _document(source: Source, leaves: Sequence[Stored], values: Values, stats: dict[int, Stats]) -> dict[str, Any]:
+def _document(
+    source: Source, leaves: Sequence[Stored], values: Values, stats: dict[int, Stats], codes: Codes
+) -> dict[str, Any]:
     entries: list[dict[str, Any]] = []
     for one in leaves:
         entry: dict[str, Any] = {
@@ -134,6 +146,9 @@ def _document(source: Source, leaves: Sequence[Stored], values: Values, stats: d
             "requires_grad": one.leaf.requires_grad,
             "tied_to": one.paths[1:],
         }
+        if id(one.leaf) in codes:
+            entry["layout"] = codes[id(one.leaf)].layout
+            entry["scaled_by"] = codes[id(one.leaf)].companions
         entries.append({**entry, **({"stats": stats[id(one.leaf)].summary()} if id(one.leaf) in stats else {})})
     return {
         "path": source.path,

@@ -5,7 +5,7 @@ inside that node, first path first. Only flattening, maps and edits read them: t
 run, and graft the result of the first path back.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tdfunc.core.keys import by_head
@@ -51,6 +51,25 @@ def merge(*parts: Ties) -> Ties:
         groups[home] = list(dict.fromkeys([*joined, *group]))
         place.update(dict.fromkeys(groups[home], home))
     return tuple(tuple(group) for group in groups if group)
+
+
+def common(parts: Sequence[Ties]) -> Ties:
+    """Return the groups of paths that are tied in every one of several trees."""
+    first = parts[0]
+    if all([ties == first for ties in parts]):
+        return first
+    numbers = [_number_groups(ties) for ties in parts]
+    groups: dict[tuple[int | None, ...], list[Path]] = {}
+    for path in numbers[0]:
+        place = tuple([number.get(path) for number in numbers])
+        if None not in place:
+            groups.setdefault(place, []).append(path)
+    return tuple([tuple(group) for group in groups.values() if len(group) > 1])
+
+
+def _number_groups(ties: Ties) -> dict[Path, int]:
+    """Return the number of the group of every tied path."""
+    return {path: number for number, group in enumerate(ties) for path in group}
 
 
 def group_of(ties: Ties, path: Path) -> Group:

@@ -21,6 +21,7 @@ from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.ops.base.reading import entries, get, has, iter_items
 from tdfunc.ops.edits.edit import set_
+from tdfunc.storage.scales import find_scaled, may_have_codes, refusal
 
 if TYPE_CHECKING:
     from tdfunc.lora._lora import Lora
@@ -128,10 +129,13 @@ def find_targets(
     Raises:
         FilterError: A pattern matches no leaf, or a leaf is chosen twice.
         LeafMismatchError: A chosen leaf is not a matrix.
+        UnsupportedError: A chosen leaf has codes, such as FP8 weights beside a scale.
     """
-    found = [entry for entry in found if entry.kind in (None, Kind.PARAMETER)]
+    every = found
+    found = [entry for entry in every if entry.kind in (None, Kind.PARAMETER)]
     chosen = _chosen(found, lora.where)
     whole = _chosen(found, lora.whole) if lora.whole is not None else []
+    _check_codes(every, [*chosen, *whole])
     twice = {entry.paths[0] for entry in chosen} & {entry.paths[0] for entry in whole}
     if not chosen and not whole:
         raise FilterError("lora: `where` must choose a leaf.", got=f"{lora.where!r}, which chooses none")
@@ -165,6 +169,18 @@ def find_targets(
         scale = 1.0 if alpha is None else alpha / (math.sqrt(rank) if lora.rslora else rank)
         targets.append(Target(paths, leaf, layout, rank, scale))
     return targets, whole
+
+
+def _check_codes(found: Sequence[Entry], chosen: Sequence[Entry]) -> None:
+    """Raise if a chosen leaf has codes and not numbers; a look at the dtypes is enough for an ordinary base."""
+    if not may_have_codes([entry.leaf.dtype for entry in chosen if isinstance(entry.leaf, Tensor)], ()):
+        return
+    names = {dotted(entry.paths[0]) for entry in chosen}
+    leaves = [(path, entry.leaf) for entry in found for path in entry.paths if isinstance(entry.leaf, Tensor)]
+    specs = {dotted(path): (leaf.dtype, leaf.shape) for path, leaf in leaves}
+    for one in find_scaled(specs):
+        if one.name in names:
+            raise refusal("lora", one, specs)
 
 
 def _chosen(found: Sequence[Entry], where: FilterLike) -> list[Entry]:

@@ -9,6 +9,7 @@ from tdfunc.core.errors import FilterError
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
+from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer, How
@@ -83,7 +84,7 @@ class Multi(AbstractOptimizer):
             str(i): optimizer.init(keep_leaves(params, paths))
             for i, (optimizer, paths) in enumerate(zip(self.groups.values(), self._choose(params), strict=True))
         }
-        return TensorCollection._open._make(data, params._batch_size, params._device, params._names)
+        return join_nodes(data, params._batch_size, params._device, params._names)
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
         chosen = self._choose(params)

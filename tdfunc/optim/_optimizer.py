@@ -15,6 +15,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_paths, rebuild
+from tdfunc.ops.base.convert import join_nodes
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import (
     check_active,
@@ -79,7 +80,7 @@ class Optimizer(AbstractOptimizer):
             data[name] = torch.ones(size, dtype=scalar_dtype(), device=device)
         for slot in rule.slots:
             data[slot] = rebuild(params, self._start(slot, leaves, size, data))
-        return TensorCollection._open._make(data, size, params._device, params._names)
+        return join_nodes(data, size, params._device, params._names)
 
     def _start(self, slot: str, leaves: Leaves, size: torch.Size, data: dict[str, Any]) -> Leaves:
         """Return the leaves of a slot before the first step."""

@@ -280,7 +280,7 @@ class ReduceOnPlateau:
             "waited": torch.where(reduce, 0, waited),
             "cooldown": torch.where(reduce, self.cooldown, (data["cooldown"] - 1).clamp(min=0)),
         }
-        return state._make({**data, **new}, state._batch_size, state._device, state._names)
+        return state._replace({**data, **new})
 
 
 def _real(step: Tensor) -> Tensor:

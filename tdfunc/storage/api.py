@@ -93,6 +93,7 @@ def load(
     device: "Device | None" = None,
     classes: "Classes" = (),
     verify: bool = True,
+    dequantize: bool = False,
 ) -> "TensorDict":
     """Load a tree from a safetensors file, from shards with an index, or from a memmap folder.
 
@@ -111,26 +112,31 @@ def load(
         path: The file or folder; with fsspec also a URL, whose files are fetched first.
         like: The expected leaves: a tree (on any device), a nested mapping, or a spec, of anything with a shape and a
             dtype. The keys, shapes and dtypes of the result must be equal to it; values, batch sizes and non-tensor
-            data are not compared. Of the paths that it ties, one is enough. A file of another program may lack buffers
-            that are not persistent, and then the result lacks them. If `like` is a tree with a DTensor, the leaf
-            becomes a DTensor with that mesh and placements, and only this rank's part of it is read.
+            data are not compared. Of the paths that it ties, one is enough. A file without kinds (a state dict, or a
+            copy of one) may lack buffers that are not persistent, and then the result lacks them. If `like` is a tree
+            with a DTensor, the leaf becomes a DTensor with that mesh and placements, and only this rank's part of it is
+            read.
         where: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
             predicate gets leaves without values (on the meta device), which have a shape and a dtype.
-        dtype: The dtype to which leaves of floating dtypes (also float8) are cast. Other leaves do not change.
+        dtype: The dtype to which leaves of floating dtypes (also float8) are cast. Other leaves do not change, and a
+            scale of integer codes keeps its dtype. FP8 codes beside a scale are not cast: see `dequantize`.
         device: The device of the leaves. By default the device of the saved tree (the CPU for a tree without a
             device). `"meta"` reads only the header, as does `FakeTensorMode`.
         classes: The classes of the tree's nodes that are not TensorDicts. Classes of imported modules are found
             without it. A class that was defined in a script, moved or renamed is found by its qualified name, else by
             its fields, or named: `{"__main__:Batch": Batch}`. `TensorDict` loads all nodes as TensorDicts.
         verify: Read everything once and compare the checksums. Files of other programs have no checksums.
+        dequantize: Multiply FP8 codes by their scales (for a tensor, a row or a block), which then are not in the
+            result, nor are scales of inputs. The numbers have `dtype`, by default float32. Without it, codes and scales
+            are loaded as they are.
 
     Returns:
         The saved tree, in its own class. `Class.load` returns the same with the type of the class.
 
     Raises:
         CorruptCheckpointError: The file was damaged or altered; the message names the leaf and both values.
-        UnsupportedError: This machine does not have the class, dtype, device or format version, or a predicate in
-            `where` reads values.
+        UnsupportedError: This machine does not have the class, dtype, device or format version, a predicate in `where`
+            reads values, `dtype` would cast codes, or codes are of a layout that cannot be dequantized.
         TreeStructureError: The keys differ from the keys of `like`, or a class does not have an entry as a field any
             more. The message lists every difference.
         LeafMismatchError: Shapes or dtypes differ from the leaves of `like`; the message lists all of them.
@@ -138,7 +144,7 @@ def load(
         FileNotFoundError: The file does not exist, or the folder does not contain a checkpoint.
     """
     place = torch.device(device) if device is not None else None
-    return load_choice(find(path), Choice(where, like, dtype, place, classes), verify=verify)
+    return load_choice(find(path), Choice(where, like, dtype, place, classes, dequantize), verify=verify)
 
 
 def load_choice(name: str, choice: Choice, *, verify: bool) -> Any:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.foreach import check_keys
 from tdfunc.random.draws import fold_in, key_of
+from tdfunc.storage.scales import codes_in, refusal
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=TensorCollection)
@@ -88,6 +89,7 @@ class Method(Generic[P]):
             ValueError: The method requires a base or another number of models.
             TreeStructureError: The trees have different paths.
             LeafMismatchError: A leaf has another shape than in the base, or integers differ.
+            UnsupportedError: Codes or scales of quantized weights differ between the models.
             BatchSizeError: `stacked` has no batch dimension, or `weights` has another length.
 
         Shapes:
@@ -111,10 +113,16 @@ class Method(Generic[P]):
         given = cast("dict[str, Any]", kwargs)
         key = key_of(given["key"]) if "key" in given else None
         merged: list[Tensor] = []
+        codes = _refusals(self.name, like) | _refusals(self.name, stacked)
         for path, own, x in zip(paths, list_leaves(like), rows, strict=True):
             if x.shape != (count, *own.shape):
                 what = f"{self.name}: the leaf {dotted(path)!r} must have the shape of the base in each model."
                 raise LeafMismatchError(what, expected=[count, *own.shape], got=list(x.shape))
+            if dotted(path) in codes:
+                if not _has_equal_rows(x, own):
+                    raise codes[dotted(path)]
+                merged.append(own)
+                continue
             if key is not None:
                 given["key"] = leaf_key(key, dotted(path))
             if not own.is_floating_point() and not own.is_complex():
@@ -150,6 +158,18 @@ class Method(Generic[P]):
 
     def __repr__(self) -> str:
         return f"<merging method {self.name}>"
+
+
+def _refusals(call: str, tree: TensorCollection) -> dict[str, UnsupportedError]:
+    """Return the error for each leaf of codes in a tree, and for each leaf that belongs to codes."""
+    found, specs = codes_in(tree)
+    return {name: refusal(call, one, specs) for one in found for name in (one.name, *one.companions)}
+
+
+def _has_equal_rows(x: Tensor, own: Tensor) -> bool:
+    """Return whether all models have the leaf of the base, as far as values can be read."""
+    wide = own.dtype if own.element_size() > 1 else torch.float32
+    return has_values() and bool((x.to(wide) == own.to(wide)).all())
 
 
 def method(

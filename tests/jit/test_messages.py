@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import CaptureError, ConcurrencyError, ImmutableError, NonTensorData, TensorDict, UnsupportedError
+import tdfunc as tdf
+from tdfunc import (
+    CaptureError,
+    ConcurrencyError,
+    ImmutableError,
+    LeafMismatchError,
+    NonTensorData,
+    TensorDict,
+    UnsupportedError,
+)
 from tdfunc._jit import jit
 
 WEIGHT = torch.ones(3)
@@ -287,3 +296,14 @@ def test_the_cache_holds_a_record():
         jit(lambda x: x, cache_size=0)
     with pytest.raises(ValueError, match=r"(?s)captures must name a way.*refused | constants.*'kept'"):
         jit(lambda x: x, captures="kept")
+
+
+def test_a_gradient_by_integers_is_named():
+    """The message of torch names no leaf; ours names one, and the function that separates buffers."""
+    tree = tdf.stack_modules([nn.BatchNorm1d(2), nn.BatchNorm1d(2)])
+    step = jit(torch.vmap(torch.func.grad(lambda tree: tree["weight"].sum())))
+
+    with pytest.raises(
+        LeafMismatchError, match=r"such as argument 0.*num_batches_tracked[\s\S]*int64[\s\S]*tdf\.split"
+    ):
+        step(tree)

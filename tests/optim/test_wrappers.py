@@ -301,6 +301,24 @@ def test_ema_is_that_of_torch(generator):
     torch.testing.assert_close(opt.eval_params(params, state)["weight"], other.module.weight.detach())
 
 
+@pytest.mark.parametrize(
+    ("opt", "averaged"),
+    [
+        (optim.accumulate(optim.ema(optim.sgd(0.1), 0.9), 4), 2),
+        (optim.ema(optim.accumulate(optim.sgd(0.1), 4), 0.9), 8),
+    ],
+    ids=["the average inside", "the average outside"],
+)
+def test_ema_counts_what_it_wraps(opt, averaged, generator):
+    """Inside of `accumulate` an average counts steps, and around it gradients."""
+    params = random_tree(generator)
+
+    _, state = train(opt.update, opt.init(params), params, [params] * 8)
+
+    count = state["count"] if averaged == 8 else state["optimizer", "count"]
+    assert count.tolist() == [averaged] * 3
+
+
 def test_sam_of_members_and_auxiliary_values(generator):
     """Members take steps uphill of one length each; a tuple's other entries are those at the parameters."""
     params = random_tree(generator, torch.float64)

@@ -4,9 +4,9 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tdfunc.cli.merging.recipe import Models, Recipe, Row, plan
 from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
 from tdfunc.cli.numbers import cast, has_values
 from tdfunc.cli.output import note, progress, safe, shown
+from tdfunc.cli.scales import HINT, check_cast, check_equal_codes, kept_leaves
 from tdfunc.cli.sources import Source, open_source, stored_leaves
 from tdfunc.core.collection import LeafOp
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
@@ -29,6 +30,8 @@ from tdfunc.storage.disk.remote import is_remote
 from tdfunc.storage.tree.build import without_values
 from tdfunc.weights.method import leaf_key
 
+# The ids of codes, and of the leaves that belong to them, in each model.
+Codes: TypeAlias = Mapping[str, set[int]]
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -45,7 +48,11 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
         target = make_target(target, origin)
         recipe = plan(config, Models(sources))
         vocabulary = make_vocabulary(config, config.models) if config.tokenizer is not None else None
-        recipe, resized = _form(recipe, vocabulary, out_dtype)
+        if out_dtype is not None:
+            check_cast("merge", origin, origin.tree, out_dtype)
+        codes = {model: kept_leaves(source) for model, source in sources.items()}
+        _check_codes(sources, recipe, codes)
+        recipe, resized = _form(recipe, vocabulary, out_dtype, codes)
         _check(recipe, resized)
         if lines := unequal_values(list(sources.values()), [source.tree for source in sources.values()]):
             what = "merge: non-tensor data must be equal in all models; these differ:"
@@ -71,6 +78,9 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
             def values(leaf: Tensor) -> Iterator[Tensor]:
                 row = recipe.rows[id(leaf)]
                 leaves = read(row)
+                if _has_codes(row, codes):
+                    yield next(iter(leaves.values()))
+                    return
                 if not leaf.is_floating_point() and not leaf.is_complex() or not has_values(leaf.dtype):
                     yield _same(row, leaves)
                     return
@@ -99,16 +109,35 @@ def _refuse_adapters(models: list[str]) -> None:
             )
 
 
-def _form(recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None) -> tuple[Recipe, set[int]]:
+def _has_codes(row: Row, codes: Codes) -> bool:
+    """Return whether a leaf has codes in one of the models, or belongs to codes."""
+    return any([id(part.stored.leaf) in codes[part.model] for part in row.every])
+
+
+def _check_codes(sources: Mapping[str, Source], recipe: Recipe, codes: Codes) -> None:
+    """Raise if codes or scales differ between the models."""
+    for row in recipe.rows.values():
+        if _has_codes(row, codes):
+            parts = row.every
+            check_equal_codes("merge", [sources[part.model] for part in parts], [[part.stored for part in parts]])
+
+
+def _form(
+    recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None, codes: Codes
+) -> tuple[Recipe, set[int]]:
     """Return the result in its dtype and with its vocabulary, and the leaves with the vocabulary."""
     made: dict[int, Tensor] = {}
     found: dict[int, Row] = {}
     resized: set[int] = set()
     for one in stored_leaves(recipe.tree):
         row, leaf = recipe.rows[id(one.leaf)], one.leaf
-        wanted = dtype if dtype is not None and leaf.is_floating_point() and has_values(leaf.dtype) else leaf.dtype
+        is_number = leaf.is_floating_point() and has_values(leaf.dtype) and not _has_codes(row, codes)
+        wanted = dtype if dtype is not None and is_number else leaf.dtype
         new = without_values(leaf, wanted)
         if vocabulary is not None and vocabulary.has(row):
+            if _has_codes(row, codes):
+                what = f"merge: {shown(row.path)} has codes, and its rows are those of a vocabulary that changes."
+                raise UnsupportedError(what, expected="numbers", got=one.spec, hint=HINT)
             new = new.new_empty((vocabulary.size, *leaf.shape[1:]))
             resized.add(id(new))
             if vocabulary.size != leaf.shape[0]:

@@ -15,7 +15,7 @@ from tdfunc.core.memory import mark_read_only
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names, check_lead, one_shape, shape_of
 from tdfunc.core.ties import lift, merge
-from tdfunc.core.types import Node, Path
+from tdfunc.core.types import Names, Node, Path
 from tdfunc.ops.base.cast import to
 
 T = TypeVar("T", bound=TensorCollection)
@@ -248,6 +248,13 @@ def _join(mine: Node, new: Node, where: str) -> TensorCollection:
     nodes = {key: new._get(key) for key in new._keys()}
     both = {key: _join(mine._get(key), nodes[key], f"{where}.{key}") for key in nodes if key in mine._keys()}
     return mine._put(nodes | both)
+
+
+def join_nodes(
+    data: dict[str, Node], size: Size, device: torch.device | None = None, names: Names | None = None
+) -> Any:
+    """Return an open tree around checked nodes, which has the ties of its sub-trees."""
+    return TensorCollection._open._make(data, size, device, names, lift_ties(data))
 
 
 def lift_ties(data: dict[str, Node]) -> Static | None:

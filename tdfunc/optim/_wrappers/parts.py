@@ -12,6 +12,7 @@ from tdfunc.core.context import in_functorch, is_known
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import repeats_itself
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
+from tdfunc.ops.base.convert import join_nodes
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_active, check_dense, check_state, list_matching, list_trainable
 from tdfunc.optim._lists import Leaves
@@ -32,7 +33,7 @@ def make_state(
     check_dense(f"{name}.init", params)
     zeros = torch.zeros(size, dtype=torch.int64, device=leaves[0].device if leaves else None)
     data = {"optimizer": optimizer.init(params), **data, **{count: zeros.clone() for count in counts}}
-    return TensorCollection._open._make(data, size, params._device, params._names)
+    return join_nodes(data, size, params._device, params._names)
 
 
 def begin_step(

@@ -31,6 +31,7 @@ from tdfunc.storage.safetensors.header import (
 )
 from tdfunc.storage.safetensors.index import ADAPTER, INDEX, SINGLE, Index, parse_index
 from tdfunc.storage.safetensors.read import Digest, Source, naming, open_source, parsing, read_bytes
+from tdfunc.storage.scales import Quantized, may_have_codes
 from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, parse_tree
 from tdfunc.storage.tree.objects import OBJECT
 from tdfunc.storage.tree.specs import Spec, malformed, parse_json, spec_of
@@ -176,6 +177,15 @@ class Contents:
             if self.is_ours:
                 check_unique(self.metadata["tdfunc.tree"], plan)
             return plan
+
+    @cached_property
+    def quantized(self) -> Quantized:
+        """The leaves of codes, and the scales beside them."""
+        specs = self.plan.specs
+        if not may_have_codes([spec.dtype for spec in specs], self.names):
+            return Quantized({}, [], {})
+        numbers = {json.loads(name): i for i, name in enumerate(self.names)}
+        return Quantized.of({name: (specs[i].dtype, specs[i].size) for name, i in numbers.items()}, numbers)
 
     @cached_property
     def places(self) -> Places:

@@ -1,7 +1,7 @@
 """The comparison of a checkpoint with an expected spec: keys, shapes and dtypes, with every difference in one error."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from tdfunc.core.collection import TensorCollection
@@ -16,11 +16,11 @@ from tdfunc.storage.tree.specs import Spec
 Found: TypeAlias = dict[Path, tuple[tuple[int, ...] | None, str | None]]
 
 
-def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = True) -> None:
+def check_like(tree: TensorCollection, like: Any, path: str) -> None:
     """Compare leaves with a tree or spec of anything that has a shape and a dtype.
 
     Of the paths that `like` ties, one is enough: other programs store a tied leaf under one of its names. They do not
-    store buffers that are not persistent, so a file may lack these unless it `is_ours`.
+    store buffers that are not persistent, so a tree without kinds may lack these: a state dict, or a copy of one.
 
     Raises:
         TreeStructureError: Keys differ; the message lists all differences.
@@ -29,15 +29,8 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
     expected, found = read_specs(like), read_specs(tree)
     groups = like._ties if isinstance(like, TensorCollection) else ()
     held = {at for group in groups if any([path in found for path in group]) for at in group}
-    # The buffers that a module computes itself, which no state dict has.
-    stack: list[tuple[Path, Any]] = [] if is_ours else [((), like)]
-    while stack:
-        at, node = stack.pop()
-        if isinstance(node, TensorCollection):
-            held.update((*at, key) for key, kind in node._kinds.items() if kind is Kind.NON_PERSISTENT)
-        if isinstance(node, (TensorCollection, Mapping)):
-            items: Mapping[Any, Any] = node._data if isinstance(node, TensorCollection) else node
-            stack.extend(((*at, *unravel(key)), child) for key, child in items.items())
+    if not any([tree._kinds for _, tree in _nodes(tree)]):
+        held |= _computed_buffers(like)
     lacking = [at for at in expected if at not in found and at not in held]
     others = [at for at in found if at not in expected]
     names, dots = {dotted(at): at for at in others}, None
@@ -54,6 +47,23 @@ def check_like(tree: TensorCollection, like: Any, path: str, *, is_ours: bool = 
             "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
             hint=dots or "where= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
         )
+
+
+def _computed_buffers(like: Any) -> set[Path]:
+    """Return the paths of the buffers that a module computes itself, which no state dict has."""
+    return {(*at, key) for at, node in _nodes(like) for key, kind in node._kinds.items() if kind is Kind.NON_PERSISTENT}
+
+
+def _nodes(like: Any) -> Iterator[tuple[Path, TensorCollection]]:
+    """Yield every tree in a tree, or in a mapping of trees, with its path."""
+    stack: list[tuple[Path, Any]] = [((), like)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, TensorCollection):
+            yield at, node
+        if isinstance(node, (TensorCollection, Mapping)):
+            items: Mapping[Any, Any] = node._data if isinstance(node, TensorCollection) else node
+            stack.extend([((*at, *unravel(key)), child) for key, child in items.items()])
 
 
 def list_differences(

@@ -164,6 +164,7 @@ class SavedTree:
         dtype: torch.dtype | None = None,
         device: "Device | None" = None,
         classes: "Classes | None" = None,
+        dequantize: bool = False,
     ) -> "TensorDict":
         """Read the (sub-)tree, or the leaves that a filter chooses, with the options of `tdfunc.load`."""
         place = self._choice.device if device is None else torch.device(device)
@@ -171,7 +172,7 @@ class SavedTree:
         sources = self._contents.sources
         # The whole file is mapped; of parts, no more than they are is read.
         mapped = not self._at and where is None and all(isinstance(source.data, LocalBytes) for source in sources)
-        choice = Choice(where, like, dtype, place, classes)
+        choice = Choice(where, like, dtype, place, classes, dequantize)
         # Any: the file decides the class of the tree.
         tree: Any = read_tree(self._contents, choice, root=self._root, mapped=mapped)
         return tree

@@ -1,7 +1,7 @@
 """The part of a checkpoint that is read: leaves that a filter chooses, compared with a spec and cast to a dtype."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.context import is_fake
-from tdfunc.core.errors import error
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike
 from tdfunc.ops.edits.structure import partition
 from tdfunc.storage.disk.mapped import map_bytes
@@ -20,8 +20,8 @@ from tdfunc.storage.safetensors.blocks import Block
 from tdfunc.storage.safetensors.contents import Contents
 from tdfunc.storage.safetensors.like import check_like
 from tdfunc.storage.safetensors.read import Source, check_bytes, parsing, read_leaf, view_leaves
+from tdfunc.storage.scales import Dequantizing, cast_tree
 from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
-from tdfunc.storage.tree.decode import Description
 from tdfunc.storage.tree.encode import IS_VALUE
 
 # Of memory that torch allocates on the CPU.
@@ -40,6 +40,8 @@ class Choice:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     classes: Classes = ()
+    # Make numbers of codes and their scales.
+    dequantize: bool = False
     # Copy leaves without the alignment of torch's memory: sums and products of them may be rounded differently.
     aligned: bool = False
 
@@ -61,7 +63,10 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
         FilterError: A pattern in `choice.where` matches no leaf.
         TreeStructureError: The keys differ from the keys of `choice.like`.
         LeafMismatchError: Shapes or dtypes differ.
+        UnsupportedError: `choice.dtype` would cast codes as if they were numbers, or codes cannot be dequantized.
     """
+    if choice.dequantize:
+        return _read_dequantized(contents, choice, root, mapped=mapped)
     plan = contents.plan
     wanted: Sequence[int] = range(len(plan.specs)) if not root else plan.leaves_below(root)
     outline, numbers, places = None, {}, dict[int, Any]()
@@ -73,21 +78,46 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
     if outline is not None and choice.where is not None:
         outline = partition(outline, choice.where)[0]
         wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
+    if choice.dtype is not None:
+        contents.quantized.check_cast(f"load {contents.path}", wanted, choice.dtype)
     if outline is not None and choice.like is not None:
-        check_like(outline, choice.like, contents.path, is_ours=contents.is_ours)
+        check_like(outline, choice.like, contents.path)
     read = read_leaves(contents, wanted, choice, mapped=mapped, places=places)
     if outline is None or choice.where is None:
         return _build(contents, read, choice, root)
     return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))
 
 
+def _read_dequantized(contents: Contents, choice: Choice, root: int, *, mapped: bool) -> TensorCollection:
+    """Read a tree, with numbers in place of codes and their scales."""
+    call = f"load {contents.path}"
+    if isinstance(choice.like, TensorCollection) and find_sharded(choice.like) is not None:
+        raise UnsupportedError(f"{call}: dequantize= and a DTensor in like= cannot be combined.")
+    raw = replace(choice, where=None, like=None, dtype=None, dequantize=False)
+    outline, _ = outline_tree(contents, raw, root)
+    change = Dequantizing(call, outline, choice.where, choice.dtype)
+    if choice.like is not None:
+        # Before anything is read.
+        with outside_transforms():
+            expected = change.apply(outline)
+        check_like(expected, choice.like, contents.path)
+    if choice.where is not None:
+        raw = replace(raw, where=change.reads)
+    tree = read_tree(contents, raw, root=root, mapped=mapped)
+    with outside_transforms():
+        return change.apply(tree)
+
+
 def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorCollection:
     """Return the chosen part of a tree that has its leaves already."""
-    if choice.where is not None:
-        tree = partition(tree, choice.where)[0]
-    dtype = choice.dtype
-    if dtype is not None:
-        tree = tree._map(LeafOp("cast", lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf))
+    if choice.dequantize:
+        tree = Dequantizing(f"load {path}", tree, choice.where, choice.dtype).apply(tree)
+    else:
+        whole = tree
+        if choice.where is not None:
+            tree = partition(tree, choice.where)[0]
+        if choice.dtype is not None:
+            tree = cast_tree(f"load {path}", tree, choice.dtype, whole)
     if choice.like is not None:
         check_like(tree, choice.like, path)
     return tree
@@ -100,7 +130,7 @@ def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[Ten
     leaves: dict[int, Tensor] = {}
     with outside_transforms():
         for i in wanted:
-            dtype = _dtype_of(plan, i, choice.dtype)
+            dtype = _dtype_of(contents, i, choice.dtype)
             leaves[i] = flag_leaf(torch.empty(plan.specs[i].size, dtype=dtype, device="meta"), plan.flags[i])
     # The tree holds its leaves, so their ids stay theirs.
     return _build(contents, leaves, choice, root), {id(leaf): i for i, leaf in leaves.items()}
@@ -135,7 +165,7 @@ def read_leaves(
                 read = _read_file(contents, source, mine, choice, mapped=mapped, parts=parts)
                 leaves.update(zip(mine, read, strict=True))
         for i in wanted if choice.dtype is not None else ():
-            leaves[i] = leaves[i].to(_dtype_of(plan, i, choice.dtype))
+            leaves[i] = leaves[i].to(_dtype_of(contents, i, choice.dtype))
         for i in wanted if not is_fake(device) and (device is not None or any(plan.devices)) else ():
             target = device or plan.place(i)
             if target is not None and target.type != "cpu":
@@ -184,7 +214,10 @@ def _read_file(
     return views
 
 
-def _dtype_of(plan: Description, i: int, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a leaf gets; a tensor that is non-tensor data keeps its dtype."""
-    own = plan.specs[i].dtype
-    return own if dtype is None or not own.is_floating_point or IS_VALUE in plan.flags[i] else dtype
+def _dtype_of(contents: Contents, i: int, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a leaf gets; codes and scales, and a tensor that is non-tensor data, keep their dtypes."""
+    own = contents.plan.specs[i].dtype
+    if dtype is None or not own.is_floating_point:
+        return own
+    is_kept = IS_VALUE in contents.plan.flags[i] or i in contents.quantized.kept
+    return own if is_kept else dtype

@@ -10,6 +10,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.walk import list_leaves
 from tdfunc.ops.math.arithmetic import lerp
+from tdfunc.storage.scales import check_unscaled
 
 T = TypeVar("T", bound=TensorCollection)
 
@@ -35,6 +36,8 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
         >>> line_losses(lambda p: 1 - p["w"].square().sum(), a, b, points=3)
         tensor([0., 1., 0.])
     """
+    check_unscaled("line_losses", a)
+    check_unscaled("line_losses", b)
     t = torch.linspace(0, 1, points, device=next((leaf.device for leaf in list_leaves(a)), None))
     return torch.vmap(lambda t: loss(lerp(a, b, t)), chunk_size=chunk_size)(t)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves
 from tdfunc.ops.base.foreach import check_keys
+from tdfunc.storage.scales import check_unscaled
 
 
 def distance(a: TensorCollection, b: TensorCollection) -> Tensor:
@@ -60,6 +61,8 @@ def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection |
 
 def _pairs(call: str, a: TensorCollection, b: TensorCollection) -> list[tuple[Tensor, Tensor]]:
     check_keys(a, b, call)
+    check_unscaled(call, a)
+    check_unscaled(call, b)
     pairs = zip(list_leaves(a), list_leaves(b), strict=True)
     # Counters have no distance. Sums of squares would overflow in 16 bits.
     return [(x.to(_wide(x)), y.to(_wide(y))) for x, y in pairs if x.is_floating_point()]

@@ -14,6 +14,7 @@ from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
 from tdfunc.ops.base.foreach import check_keys
 from tdfunc.ops.base.reading import get
+from tdfunc.storage.scales import check_unscaled
 
 T = TypeVar("T", bound=TensorCollection)
 # The leaves of one order of neurons with the dimension of each; the first leaf has the number of neurons.
@@ -111,6 +112,8 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
         tensor([1., 2., 3.])
     """
     check_keys(a, b, "weight_matching")
+    check_unscaled("weight_matching", a)
+    check_unscaled("weight_matching", b)
     groups = channel_groups(b) if groups is None else groups
     counts = [get(b, path).shape[dim] for path, dim in (next(iter(group.items())) for group in groups)]
     orders = [torch.arange(count) for count in counts]

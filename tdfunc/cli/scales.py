@@ -1,0 +1,127 @@
+"""Leaves of codes in a checkpoint, as the commands see them: which leaves are scaled by which, and their numbers."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tdfunc.cli.numbers import Difference, cast
+from tdfunc.cli.output import note, safe
+from tdfunc.cli.sources import Source, Stored, Tick
+from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.ops.edits.structure import keep_leaves
+from tdfunc.storage.scales import Dequantizing, Quantized, Scaled, dequantize, specs_of
+
+HINT = "tdfunc cast MODEL --dtype bf16 --dequantize --out PLAIN makes numbers of FP8 codes."
+
+
+def quantized(source: Source) -> Quantized:
+    """Return the leaves of codes in a checkpoint, by the id of the leaf."""
+    numbers = {dotted(path): id(leaf) for path, leaf in iter_leaves(source.tree)}
+    return Quantized.of(specs_of(source.tree), numbers)
+
+
+def kept_leaves(source: Source) -> set[int]:
+    """Return the ids of codes and of all leaves that belong to them, whose values no command changes."""
+    return set(quantized(source).kept)
+
+
+def check_cast(call: str, source: Source, tree: TensorCollection, dtype: torch.dtype) -> None:
+    """Raise if a part of a checkpoint has codes that a cast would take for numbers."""
+    chosen = {id(leaf) for _, leaf in iter_leaves(tree)}
+    quantized(source).check_cast(f"{call} {source.path}", chosen, dtype, hint=HINT)
+
+
+def check_equal_codes(call: str, sources: Sequence[Source], rows: Iterable[Sequence[Stored]]) -> None:
+    """Raise if codes or scales, which cannot be computed with, differ between checkpoints.
+
+    Args:
+        call: The command.
+        sources: The checkpoints.
+        rows: For each leaf, the leaf in each of the checkpoints.
+    """
+    kept = [quantized(source) for source in sources]
+    if not any([each.codes for each in kept]):
+        return
+    for row in rows:
+        if any([id(one.leaf) in each.kept for one, each in zip(row, kept, strict=True)]):
+            first = row[0]
+            for one, source in zip(row[1:], sources[1:], strict=True):
+                if not _is_equal(sources[0], first, source, one):
+                    raise unequal_codes(call, [each for each in kept if each.codes][0], first, source.path)
+
+
+def unequal_codes(call: str, found: Quantized, one: Stored, path: str) -> UnsupportedError:
+    """Return the error of a command for codes or scales that differ between checkpoints."""
+    parts = [each for each in found.codes.values() if one.name in (each.name, *each.companions)]
+    layout = f" ({parts[0]})" if parts else ""
+    return UnsupportedError(
+        f"{call}: codes and their scales must be equal in all checkpoints: the command computes with numbers only.",
+        expected=f"equal values of {safe(one.name)}{safe(layout)}",
+        got=f"other values in {safe(path)}",
+        hint=HINT,
+    )
+
+
+def _is_equal(source: Source, one: Stored, other: Source, its: Stored) -> bool:
+    if (one.leaf.dtype, one.leaf.shape) != (its.leaf.dtype, its.leaf.shape):
+        return False
+    unequal = Difference()
+    for x, y in zip(source.pieces(one.leaf), other.pieces(its.leaf), strict=True):
+        unequal.add(x, y)
+    return unequal.differing == 0
+
+
+def note_codes(source: Source, leaves: Iterable[Stored], what: str) -> None:
+    """Note on stderr that codes and their scales are read as they are."""
+    chosen = {id(one.leaf) for one in leaves}
+    codes = [one for number, one in quantized(source).codes.items() if number in chosen]
+    if codes:
+        note(f"{safe(source.path)}: {what} codes as they are, without their scales: {shown_codes(codes)}")
+
+
+def note_lost_scales(source: Source, tree: TensorCollection) -> None:
+    """Note on stderr that a part of a checkpoint has codes without their scales."""
+    chosen = {dotted(path) for path, _ in iter_leaves(tree)}
+    codes = [one for one in quantized(source).codes.values() if one.name in chosen and one.scale not in chosen]
+    if codes:
+        note(f"{safe(source.path)}: the result has codes and not their scales: {shown_codes(codes)}")
+
+
+def shown_codes(codes: Sequence[Scaled]) -> str:
+    """Return the first leaf of codes with its scale, and the number of others."""
+    more = f" and {len(codes) - 1} more" if len(codes) > 1 else ""
+    return f"{safe(codes[0].name)} ({safe(str(codes[0]))}){more}"
+
+
+def without_scales(source: Source, tree: TensorCollection) -> tuple[TensorCollection, dict[int, Scaled]]:
+    """Return a part of a checkpoint without scales, and its leaves of codes by their id."""
+    change = Dequantizing(source.path, source.tree, None, None)
+    paths = {path for path, _ in iter_leaves(tree) if dotted(path) in change.names}
+    kept = keep_leaves(tree, paths, nontensors=True)
+    codes = {id(leaf): change.codes[dotted(path)] for path, leaf in iter_leaves(kept) if dotted(path) in change.codes}
+    return kept, codes
+
+
+def decoded(
+    source: Source, codes: Tensor, one: Scaled, leaf: Tensor, lost: "Counter[int]", tick: Tick
+) -> Iterator[Tensor]:
+    """Yield the numbers of a leaf of codes in the dtype of `leaf`; memory holds all of them at a time."""
+    assert one.blocks is not None
+    scale = next(found for path, found in iter_leaves(source.tree) if dotted(path) == one.scale)
+    wide = torch.promote_types(leaf.dtype, torch.float32)
+    numbers = dequantize(_read(source, codes, tick), _read(source, scale, tick), one.blocks, wide)
+    yield cast(numbers.flatten(), leaf, lost)
+
+
+def _read(source: Source, leaf: Tensor, tick: Tick) -> Tensor:
+    """Return all values of a leaf."""
+    made = torch.empty(leaf.shape, dtype=leaf.dtype)
+    at = 0
+    for piece in source.pieces(leaf, tick):
+        made.view(-1)[at : at + piece.numel()] = piece
+        at += piece.numel()
+    return made
