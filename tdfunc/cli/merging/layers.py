@@ -68,7 +68,7 @@ def relayer(config: Document, taken: Sequence[Taken], where: Path) -> None:
             f"merge: config.json cannot describe the rearranged layers: {difference}.",
             hint="take layers so that each keeps its kind under the rule of the configuration.",
         )
-    rules = [name for name, value in first.items() if _is_list_of_layers(name, value, before)]
+    rules = [name for name, value in first.items() if _is_by_number(name, value, before)]
     if difference is None:
         rules += [name for name, value in first.items() if name not in names and _is_rule(name, value, before)]
     if rules:
@@ -98,10 +98,11 @@ def _entry(sources: Mapping[str, Document], one: Taken, name: str) -> Any:
     return found[one.number]
 
 
-def _is_list_of_layers(name: str, value: Any, before: int) -> bool:
-    """Return whether a list may have an entry for each layer, under a name that does not say so."""
+def _is_by_number(name: str, value: Any, before: int) -> bool:
+    """Return whether an entry is a list with an entry for each layer under another name, or scales by the number."""
     is_other = "layer" in name or "token" in name or name == "architectures"
-    return isinstance(value, list) and not is_other and len(value) == before > 1
+    is_list = isinstance(value, list) and not is_other and len(value) == before > 1
+    return is_list or ("layer_idx" in name and bool(value))
 
 
 def _is_rule(name: str, value: Any, before: int) -> bool:
@@ -111,7 +112,8 @@ def _is_rule(name: str, value: Any, before: int) -> bool:
     if isinstance(value, list):
         return bool(value) and "layer" in name and len(value) != before
     # A step of 1 takes each layer.
-    return _RULES.search(name) is not None and value not in (None, False, 0, 1, "")
+    is_neutral = not value or (value == 1 and not isinstance(value, bool))
+    return _RULES.search(name) is not None and not is_neutral
 
 
 # -- the layers as transformers makes them --------------------------------------------------------------------------
