@@ -72,6 +72,10 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing file o
 Dequantize = Annotated[
     bool, typer.Option("--dequantize", help="Multiply FP8 codes by their scales; float32 without --dtype.")
 ]
+IfUnequal = Annotated[
+    Unequal,
+    typer.Option("--unequal", help="If integers, bools or non-tensor data differ: an error, or take the first."),
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast floating leaves: bf16, float16, float8_e4m3fn, ...")]
 
 
@@ -205,10 +209,7 @@ def average(
     paths: list[str],
     out: Out,
     weights: Annotated[str | None, typer.Option(help="A weight for each, divided by their sum: 1,2,1.")] = None,
-    unequal: Annotated[
-        Unequal,
-        typer.Option(help="If integers, bools or non-tensor data differ: an error, or take the first."),
-    ] = Unequal.error,
+    unequal: IfUnequal = Unequal.error,
     include: Include = None,
     exclude: Exclude = None,
     to: To = None,
@@ -234,6 +235,7 @@ def merge(
     weight: Annotated[list[float] | None, typer.Option(help="The weight of a model, in their order; repeated.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method: density=0.5.")] = None,
     seed: Annotated[int, typer.Option(help="The seed of methods that use random numbers.")] = 0,
+    unequal: IfUnequal = Unequal.error,
     dtype: Dtype = None,
     to: To = None,
     max_shard_size: ShardSize = None,
@@ -249,7 +251,8 @@ def merge(
         recipe = from_options(str(method), paths or [], base, weight, option or [])
     if dtype is not None:
         recipe = replace(recipe, out_dtype=dtype)
-    merge_files(recipe, _target(out, to, max_shard_size, force), seed=seed)
+    target = _target(out, to, max_shard_size, force)
+    merge_files(recipe, target, seed=seed, take_first=unequal is Unequal.first)
 
 
 @app.command("methods")

@@ -1,21 +1,23 @@
 """`average`: the weighted mean of checkpoints, leaf by leaf."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
+import torch
 from torch import Tensor
 
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
-from tdfunc.cli.numbers import Difference, average, cast, has_values
+from tdfunc.cli.numbers import FINITE, Difference, average, cast, has_values, not_finite
 from tdfunc.cli.output import progress, safe, shown
 from tdfunc.cli.scales import check_equal_codes, kept_leaves
 from tdfunc.cli.sources import Source, Stored, described, open_source, plain_values, stored_leaves
+from tdfunc.cli.ties import share_ties
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import count_text
+from tdfunc.weights.method import is_cancelled
 
 Rows = Sequence[dict[tuple[Path, ...], Stored]]
 
@@ -25,17 +27,18 @@ def average_files(
 ) -> None:
     """Write the weighted mean of checkpoints with the same leaves; everything else comes from the first."""
     factors = [1.0] * len(paths) if weights is None else list(weights)
-    if len(factors) != len(paths) or not math.isfinite(sum(factors)) or sum(factors) == 0:
+    numbers = torch.tensor(factors, dtype=torch.float64)
+    if len(factors) != len(paths) or not numbers.isfinite().all() or is_cancelled(numbers, numbers.sum()):
         raise error(
             ValueError,
-            "--weights must have a finite number for each checkpoint, and a sum other than 0.",
+            "--weights must have a finite number for each checkpoint, and a sum other than 0, also after rounding.",
             expected=f"{len(paths)} numbers",
             got=",".join(map(str, factors)),
         )
     with ExitStack() as stack:
         sources = [stack.enter_context(open_source(path)) for path in paths]
         target = make_target(target, sources[0])
-        trees = [chosen_part(source, part) for source in sources]
+        trees = share_ties(sources, [chosen_part(source, part) for source in sources])
         rows = [{one.paths: one for one in stored_leaves(tree)} for tree in trees]
         _check_same(paths, rows)
         leaves = list(rows[0].values())
@@ -48,6 +51,7 @@ def average_files(
         if not take_first:
             _check_unaveraged(sources, trees, rows)
         others = {id(one.leaf): [row[one.paths].leaf for row in rows] for one in leaves if is_averaged(one)}
+        names = {id(one.leaf): shown(one.path) for one in leaves}
         lost = Counter[int]()
         with progress("average", len(paths) * sum(one.size_bytes for one in leaves)) as tick:
 
@@ -57,9 +61,22 @@ def average_files(
                     return
                 pieces = [source.pieces(own, tick) for source, own in zip(sources, others[id(leaf)], strict=True)]
                 for row in zip(*pieces, strict=True):
-                    yield cast(average(row, factors), leaf, lost)
+                    yield cast(_mean(row, factors, names[id(leaf)]), leaf, lost)
 
             write(target, trees[0], values, sources[0], lost)
+
+
+def _mean(row: Sequence[Tensor], factors: Sequence[float], name: str) -> Tensor:
+    """Return the mean of pieces; raise if finite numbers give one that is not."""
+    mean = average(row, factors)
+    made = not_finite(mean)
+    if made != FINITE:
+        used = torch.stack([piece.isfinite() for piece, factor in zip(row, factors, strict=True) if factor])
+        count = int((~mean.isfinite() & used.all(0)).sum())
+        if count:
+            what = f"average: {count_text(count, 'mean')} of {name} overflow in float64."
+            raise error(ValueError, what, got=f"{made}, of finite values", hint="nothing was written.")
+    return mean
 
 
 def _has_mean(one: Stored) -> bool:
@@ -81,6 +98,10 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
     if lines:
         what = f"average: the leaves must be as in {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
         hint = "--filter and --exclude choose common leaves; cast --dtype makes one dtype."
+        if any(" tied to " in line for line in lines):
+            hint += (
+                " In Python, tree.untie(path) of the tied checkpoint, saved anew, makes its leaves those of the others."
+            )
         raise LeafMismatchError("\n    ".join([what, *lines]), hint=hint)
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc.cli.numbers import cast, has_values
+from tdfunc.cli.numbers import FINITE, cast, has_values, not_finite
 from tdfunc.cli.output import note, progress, safe
 from tdfunc.cli.scales import check_cast, decoded, kept_leaves, note_lost_scales, without_scales
-from tdfunc.cli.sources import Source, choose, make_filter, open_source, plain_values, stored_leaves
+from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
 from tdfunc.cli.torch_files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, error
@@ -168,9 +168,38 @@ def make_target(options: Target, source: Source) -> Target:
     return target
 
 
+def _noting(values: Values, leaves: Sequence[Stored], lost: Counter[int]) -> Values:
+    """Return the values of leaves, after each of which a note counts the values that it should not have."""
+    by_id = {id(one.leaf): one for one in leaves}
+    noted: set[int] = set()
+
+    def counted(leaf: Tensor) -> Iterator[Tensor]:
+        # A file that has to be written again reads the values again.
+        lost[id(leaf)] = 0
+        found = FINITE
+        for piece in values(leaf):
+            found += not_finite(piece)
+            yield piece
+        one = by_id[id(leaf)]
+        facts: list[str] = []
+        if lost[id(leaf)]:
+            facts.append(f"{count_text(lost[id(leaf)], 'value')} out of the range of {one.dtype_name}")
+        if found != FINITE:
+            facts.append(f"of {leaf.numel():,} written values {found}")
+        if facts and id(leaf) not in noted:
+            noted.add(id(leaf))
+            note(f"{safe(one.name)}: {'; '.join(facts)}")
+
+    return counted
+
+
 def write(target: Target, tree: TensorCollection, values: Values, source: Source, lost: Counter[int]) -> None:
-    """Write a tree leaf by leaf, and note the values that were lost."""
+    """Write a tree leaf by leaf.
+
+    Values that are not finite, and values that a cast lost, are noted with their leaf before anything is replaced.
+    """
     leaves = stored_leaves(tree)
+    values = _noting(values, leaves, lost)
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
     for text in source.altered:
@@ -198,8 +227,5 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
         memmap_stream(tree, values, target.path, existsok=True)
     else:
         save_stream(tree, values, target.path, max_shard_size=target.max_shard_size)
-    for one in leaves:
-        if count := lost.get(id(one.leaf)):
-            note(f"{safe(one.name)}: {count_text(count, 'value')} out of the range of {one.dtype_name}")
     size = bytes_text(sum(one.size_bytes for one in leaves))
     note(f"wrote {safe(target.path)} ({target.format}, {count_text(len(leaves), 'leaf')}, {size})")

@@ -42,8 +42,10 @@ def diff(
     with open_source(a) as first, open_source(b) as second:
         # A file of torch.save or of another program has no kinds, batch sizes and so on.
         is_described = with_metadata and first.is_described and second.is_described
+        # In a file of torch.save, names that share memory are tied.
+        has_ties = with_metadata and all(one.is_described or one.format == "torch" for one in (first, second))
         leaves = [choose(stored_leaves(source.tree), where) for source in (first, second)]
-        one, other = [_leaf_facts(found, is_described) for found in leaves]
+        one, other = [_leaf_facts(found, is_described, has_ties) for found in leaves]
         if where is None:
             one |= _tree_facts(first, with_metadata, is_described)
             other |= _tree_facts(second, with_metadata, is_described)
@@ -88,7 +90,7 @@ def _shown_all(paths: Sequence[Path]) -> str:
 Facts = dict[tuple[str, Path], dict[str, Any]]
 
 
-def _leaf_facts(leaves: Sequence[Stored], is_described: bool) -> Facts:
+def _leaf_facts(leaves: Sequence[Stored], is_described: bool, has_ties: bool) -> Facts:
     """Return everything about leaves that is compared except values."""
     found: Facts = {}
     for one in leaves:
@@ -96,6 +98,7 @@ def _leaf_facts(leaves: Sequence[Stored], is_described: bool) -> Facts:
         if is_described:
             facts["kind"] = one.kind.value if one.kind is not None else "none"
             facts["class"] = type(one.leaf).__name__ + (", requires grad" if one.leaf.requires_grad else "")
+        if has_ties:
             facts["tied"] = ", ".join(sorted(map(dotted, one.paths))) if len(one.paths) > 1 else "no"
         found |= {("leaf", path): facts for path in one.paths}
     return found

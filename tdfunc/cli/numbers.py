@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +113,40 @@ class Difference:
         self.differing += apart.numel() - (int(torch.isclose(x, y, rtol, atol).sum()) if rtol or atol else 0)
         self.max_abs = max(self.max_abs, float(apart.max()))
         self.max_rel = max(self.max_rel, float((apart / y.abs()).nan_to_num(nan=math.inf, posinf=math.inf).max()))
+
+
+class NotFinite(NamedTuple):
+    """The numbers of values that are NaN, and infinite."""
+
+    nans: int = 0
+    infs: int = 0
+
+    def __add__(self, other: tuple[Any, ...]) -> "NotFinite":
+        """Return the counts of two pieces together."""
+        nans, infs = other
+        return NotFinite(self.nans + nans, self.infs + infs)
+
+    def __str__(self) -> str:
+        """Return the counts in words."""
+        parts = [f"{self.nans:,} NaN"] * (self.nans > 0) + [f"{self.infs:,} infinite"] * (self.infs > 0)
+        return " and ".join(parts)
+
+
+FINITE = NotFinite()
+
+
+def not_finite(values: Tensor) -> NotFinite:
+    """Count the values that are not finite."""
+    if not has_values(values.dtype) or not (values.is_floating_point() or values.is_complex()):
+        return FINITE
+    if values.element_size() == 1:
+        values = values.float()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    # One sum is much faster than a mask; it is finite only if all values are.
+    if math.isfinite(values.sum(dtype=torch.promote_types(values.dtype, torch.float32))):
+        return FINITE
+    return NotFinite(int(values.isnan().sum()), int(values.isinf().sum()))
 
 
 def count_lost(before: Tensor, after: Tensor) -> int:

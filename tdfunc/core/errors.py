@@ -4,8 +4,9 @@ Each is a subclass of the builtin error that a caller would catch anyway; `error
 """
 
 import os
+import reprlib
 import traceback
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 from operator import index
@@ -19,10 +20,55 @@ _OWN_FOLDERS = tuple(
 )
 
 
+# Longer parts of a message are cut: they are texts of a file, or the names of all its leaves.
+_MAX_PART = 2_000
+_MAX_ITEMS, _MAX_TEXT, _MAX_DEPTH, _MAX_BRIEF = 10, 80, 3, 300
+# Python refuses to write integers of more digits.
+_MAX_BITS = 1_000
+
+
+class _Brief(reprlib.Repr):
+    """Shows ten items of a container, three containers deep, and 80 characters of everything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = _MAX_DEPTH
+        self.maxstring = self.maxlong = self.maxother = _MAX_TEXT
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = self.maxdeque = _MAX_ITEMS
+
+    # Any: a value of a file.
+    def repr1(self, x: Any, level: int) -> str:
+        """Return the text of a value; reprlib's own would show a subclass of a container whole."""
+        if isinstance(x, Mapping) and type(x) is not dict:
+            return f"{type(x).__name__}({self.repr_dict({**x}, level)})"
+        if isinstance(x, list | tuple) and type(x) not in (list, tuple):
+            return f"{type(x).__name__}({self.repr_list([*x], level)})"
+        return super().repr1(x, level)
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Return a number in digits, or its size."""
+        return super().repr_int(x, level) if x.bit_length() <= _MAX_BITS else f"<integer of {x.bit_length()} bits>"
+
+
+_brief = _Brief()
+
+
+def brief(value: object) -> str:
+    """Return the repr of foreign data, bounded in length and time: ten items, three levels, 80 characters of a text.
+
+    Use it for values of a file in messages. A few bytes of YAML can be a list whose whole repr takes all memory.
+    """
+    return _cut(_brief.repr(value), _MAX_BRIEF)
+
+
 def explain(what: object = "", *, expected: object = None, got: object = None, hint: str | None = None) -> str:
     """Return a message of one line for each part that is given."""
     parts = (("  expected: ", expected), ("  got:      ", got), ("  hint:     ", hint))
-    return "\n".join([str(what), *[f"{name}{part}" for name, part in parts if part is not None]])
+    return "\n".join([str(what), *[f"{name}{_cut(str(part), _MAX_PART)}" for name, part in parts if part is not None]])
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
 
 
 def error(kind: type[E], what: object, *, expected: object = None, got: object = None, hint: str | None = None) -> E:

@@ -16,6 +16,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
+from tdfunc.lora._patterns import names_end
 from tdfunc.lora._targets import Layout, Target
 from tdfunc.ops.base.reading import entries, get, has
 
@@ -274,7 +275,7 @@ def _adapter(
 
 def _pattern(given: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of a name, as in PEFT."""
-    return next((value for key, value in (given or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    return next((value for key, value in (given or {}).items() if names_end(key, name)), default)
 
 
 def _untied(

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -10,8 +10,8 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, UnsupportedError, error
+from tdfunc.core.context import has_values, is_known, require_values
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, UnsupportedError, brief, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.foreach import check_keys
@@ -22,6 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T", bound=TensorCollection)
 Weights = Tensor | Sequence[float]
 Base = Literal["required", "optional", "unused"]
+Sign = Literal["any", "not negative"]
 # The annotation of an option that is one number for all models, or a number for each model.
 PerModel = float | Sequence[float] | Tensor
 
@@ -41,6 +42,8 @@ class Method(Generic[P]):
         least: The smallest number of models, without the base.
         most: The largest number of models; None for any number.
         weight: The name of the weights in mergekit; None if they have no name.
+        mean: True if the weights are divided by their sum; or the name of the option that decides it.
+        sign: The weights that have a meaning: `"any"`, or `"not negative"`.
         options: The keywords with their defaults, except `key`.
         per_model: The names of options that can have a number for each model, annotated as `PerModel`.
         is_random: True if it takes a `key`.
@@ -56,6 +59,8 @@ class Method(Generic[P]):
         least: int,
         most: int | None,
         weight: str | None,
+        mean: bool | str = False,
+        sign: Sign = "any",
     ) -> None:
         functools.update_wrapper(self, leaf)
         self.name: str = leaf.__name__
@@ -66,6 +71,8 @@ class Method(Generic[P]):
         self.least = least
         self.most = most
         self.weight = weight
+        self.mean = mean
+        self.sign = sign
         parameters = list(inspect.signature(leaf).parameters.values())
         # Any: the defaults of the options.
         self.options: dict[str, Any] = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
@@ -76,7 +83,7 @@ class Method(Generic[P]):
         """Return the merged model, a tree like `base`; without a base, like one model of `stacked`.
 
         Each leaf is computed in float32 at least and returned in the dtype of the base. Leaves of integers and bools
-        must be equal in all models.
+        must be equal in all models. If a number is NaN in a model or in the base, it is NaN in the result.
 
         Args:
             base: The model that the others come from; None if the method does not require it.
@@ -86,7 +93,8 @@ class Method(Generic[P]):
             kwargs: The options of the method. A random method takes a key, a seed or a generator as `key=`.
 
         Raises:
-            ValueError: The method requires a base or another number of models.
+            ValueError: The method requires a base or another number of models; a weight or an option is not finite; or
+                the sum of the weights is 0 and the method divides by it.
             TreeStructureError: The trees have different paths.
             LeafMismatchError: A leaf has another shape than in the base, or integers differ.
             UnsupportedError: Codes or scales of quantized weights differ between the models.
@@ -112,6 +120,8 @@ class Method(Generic[P]):
         # Any: the type of one keyword of a ParamSpec is not known.
         given = cast("dict[str, Any]", kwargs)
         key = key_of(given["key"]) if "key" in given else None
+        for dtype in {compute_dtype(x.dtype) for x in rows if x.is_floating_point() or x.is_complex()}:
+            self.check_numbers(w, dtype, given)
         merged: list[Tensor] = []
         codes = _refusals(self.name, like) | _refusals(self.name, stacked)
         for path, own, x in zip(paths, list_leaves(like), rows, strict=True):
@@ -138,13 +148,55 @@ class Method(Generic[P]):
 
     def on_leaf(self, base: Tensor | None, stacked: Tensor, w: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         """Return one merged leaf: computed in float32 at least, and cast back."""
-        dtype = torch.float32 if stacked.element_size() == 1 else torch.promote_types(stacked.dtype, torch.float32)
-        real = dtype.to_real() if dtype.is_complex else dtype
-        own = None if base is None or self.base == "unused" else base.to(dtype)
+        merged = self.on_wide_leaf(base, stacked, w, *args, **kwargs)
+        return merged.to(stacked.dtype if base is None else base.dtype)
+
+    def on_wide_leaf(
+        self, base: Tensor | None, stacked: Tensor, w: Tensor, *args: P.args, **kwargs: P.kwargs
+    ) -> Tensor:
+        """Return one merged leaf in the dtype in which it is computed."""
+        dtype = compute_dtype(stacked.dtype)
         if not stacked.numel():
             return stacked[0] if base is None else base
-        merged = self.leaf(own, stacked.to(dtype), w.to(stacked.device, real), *args, **kwargs)
-        return merged.to(stacked.dtype if base is None else base.dtype)
+        own = None if base is None or self.base == "unused" else base.to(dtype)
+        return self.leaf(own, stacked.to(dtype), w.to(stacked.device, _real(dtype)), *args, **kwargs)
+
+    # Any: the options of the method.
+    def check_numbers(self, w: Tensor, dtype: torch.dtype, options: Mapping[str, Any], where: str = "") -> None:
+        """Raise unless weights and options are finite, and the mean of such weights is defined.
+
+        Args:
+            w: The weights.
+            dtype: The dtype in which they are used.
+            options: The options that are given.
+            where: The leaf that has these weights, for messages: `" of layer.weight"`.
+        """
+        own = w.to(_real(dtype))
+        shown = w.tolist() if is_known(w) else None
+
+        def refuse(expected: str) -> ValueError:
+            what = f"{self.name}: these weights{where} do not define a merge in {dtype}."
+            return error(ValueError, what, expected=expected, got=shown)
+
+        require_values(own.isfinite(), lambda: refuse("finite numbers"))
+        if self.sign == "not negative":
+            require_values(own >= 0, lambda: refuse("no negative number"))
+        if self.is_mean(options):
+            require_values(
+                ~is_cancelled(own, own.sum()), lambda: refuse("a finite sum other than 0, also after rounding")
+            )
+        for name, value in options.items():
+            if name != "key" and not isinstance(value, bool | str | None):
+                numbers = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                what = f"{self.name}: {name}{where} must be finite."
+                require_values(numbers.isfinite(), functools.partial(error, ValueError, what, got=brief(value)))
+
+    # Any: the options of the method.
+    def is_mean(self, options: Mapping[str, Any]) -> bool:
+        """Return whether the method divides the weights by their sum."""
+        if isinstance(self.mean, bool):
+            return self.mean
+        return bool(options.get(self.mean, self.options[self.mean]))
 
     def check(self, has_base: bool, count: int) -> None:
         """Raise unless the method can merge this number of models, with or without a base."""
@@ -180,6 +232,8 @@ def method(
     least: int = 1,
     most: int | None = None,
     weight: str | None = "weight",
+    mean: bool | str = False,
+    sign: Sign = "any",
 ) -> Callable[[Callable[Concatenate[Any, Tensor, Tensor, P], Tensor]], Method[P]]:
     """Make a `Method` from a function of one leaf; this is a decorator.
 
@@ -190,6 +244,8 @@ def method(
         least: The smallest number of models, without the base.
         most: The largest number of models; None for any number.
         weight: The name of the weights in mergekit; None if they have no name.
+        mean: True if the weights are divided by their sum; or the name of the option that decides it.
+        sign: The weights that have a meaning: `"any"`, or `"not negative"`.
 
     Examples:
         >>> @tdf.weights.method("b + max w d", source="none")
@@ -202,12 +258,29 @@ def method(
         >>> largest(base, stacked, [1.0, 1.0])["w"]
         tensor([3., 2.])
     """
-    return lambda leaf: Method(leaf, formula=formula, source=source, base=base, least=least, most=most, weight=weight)
+    facts: Any = {"formula": formula, "source": source, "base": base, "least": least, "most": most, "weight": weight}
+    return lambda leaf: Method(leaf, **facts, mean=mean, sign=sign)
 
 
 def leaf_key(key: Tensor, name: str) -> Tensor:
     """Return the key of a leaf by its dotted path, so that it does not depend on the rest of the tree."""
     return fold_in(key, xxhash.xxh3_64_intdigest(name.encode()))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which leaves of a dtype are merged: at least float32."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def is_cancelled(terms: Tensor, total: Tensor) -> Tensor:
+    """Return where the sum of terms [K, ...] is 0 or lost in their rounding, or is not finite: no mean is defined."""
+    size = terms.abs().sum(0)
+    # NaN compares as False.
+    return ~(total.abs() > len(terms) * torch.finfo(terms.dtype).eps * size)
 
 
 def columns(w: Tensor, x: Tensor) -> Tensor:

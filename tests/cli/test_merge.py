@@ -231,6 +231,36 @@ def test_vocabularies_are_made_one(source, expected, pad, rows, tmp_path, spoken
         torch.testing.assert_close(merged[i], a + 0.3 * (b - a) + 0.5 * (c - a))
 
 
+def test_a_wide_vocabulary_stays_wide(tmp_path, spoken):
+    """Embeddings of float64 are not rounded to float32, and those of 16 bits are rounded once."""
+    trees = {name: tree.double() + 1e-12 for name, tree in spoken.items()}
+    for name, tree in trees.items():
+        tdf.save(tree, tmp_path / name, max_shard_size=200)
+    doc = LINEAR | {"models": [{"model": name} for name in "ac"], "tokenizer": {"source": "union"}}
+
+    merged = merge_file(tmp_path, doc)["embed", "w"]
+
+    # "y" is the word 2 of a and 1 of c; "r" is the word 3 of c only.
+    y = (trees["a"]["embed", "w"][2] + trees["c"]["embed", "w"][1]) / 2
+    assert torch.equal(merged[2], y)
+    assert torch.equal(merged[4], trees["c"]["embed", "w"][3])
+
+
+def test_a_base_of_another_dtype_does_not_round(tmp_path):
+    """Models of float64 with a base of float32 are merged in float64, and rounded to the dtype of the result."""
+    leaves = [torch.rand(5, dtype=torch.float64) for _ in range(3)]
+    for i, leaf in enumerate(leaves):
+        tdf.save(tdf.TensorDict({"w": leaf.float() if i == 0 else leaf}), tmp_path / f"{i}.safetensors")
+    paths = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    given = ["--base", paths[0], "--method", "task_arithmetic", "--dtype", "float64", "-o", tmp_path / "o.safetensors"]
+
+    assert run("merge", *paths[1:], *given).code == 0
+
+    base = leaves[0].float().double()
+    expected = base + (leaves[1] - base) + (leaves[2] - base)
+    torch.testing.assert_close(tdf.load(tmp_path / "o.safetensors")["w"], expected, atol=1e-15, rtol=1e-15)
+
+
 def test_lost_tokens_are_told(tmp_path, spoken):
     """Notes name lost tokens and embeddings of another size; a base that is not treated apart is one of the models."""
     doc = LINEAR | {"base_model": str(tmp_path / "a"), "tokenizer": {"source": "base", "pad_to_multiple_of": 6}}
@@ -281,8 +311,8 @@ def test_a_vocabulary_must_be_clear(name, file, old, new, text, tmp_path, spoken
         (PASS | {"modules": ["a"]}, "modules must be a mapping"),
         (PASS | {"modules": {"norm": {}}}, "must have models or slices"),
         (PASS | {"modules": {"norm": {"slices": [SLICE]}}}, "slices require one node of layers"),
-        (LINEAR | {"models": ["a"]}, "models must be a mapping"),
-        (LINEAR | {"models": [{"model": 1}]}, "a model must be a path"),
+        (LINEAR | {"models": ["a"]}, r"models\[0\] must be a mapping"),
+        (LINEAR | {"models": [{"model": 1}]}, r"models\[0\].model must be the path of a model"),
         (LINEAR | TWO | {"chat_template": "chatml"}, "these entries: chat_template"),
         (LINEAR | TWO | {"tokenizer": {"source": "union", "tokens": {"x": {}}}}, "these entries: tokens"),
         (LINEAR | {"models": [{"model": {"model": "a", "lora": "b"}}]}, "these entries: lora"),

@@ -126,8 +126,14 @@ def test_layers_are_stacked_in_order():
 
 W, T, MISFIT = tdf.weights, tdf.TensorDict, tdf.LeafMismatchError
 PAIR = T({"a": torch.zeros(3, 2), "b": torch.zeros(2, 4)})
+ONES = PAIR.apply(torch.ones_like)
 MODEL = T({"layers": {"0": {"w": torch.zeros(1)}}})
 TIED = tdf.from_module(nn.ModuleDict({"m": nn.ModuleDict(dict.fromkeys("01", nn.Linear(2, 2)))}))
+
+
+def matched(a, b):
+    """The second model with its three neurons in the order of the first."""
+    return W.weight_matching(a, b, groups=[{("a",): 0}])
 
 
 @pytest.mark.parametrize(
@@ -141,6 +147,17 @@ TIED = tdf.from_module(nn.ModuleDict({"m": nn.ModuleDict(dict.fromkeys("01", nn.
         (lambda: W.barriers(lambda p: p, MODEL), tdf.BatchSizeError, "must be stacked"),
         (lambda: W.weight_matching(PAIR, PAIR.select("b"), groups=[]), tdf.TreeStructureError, "different keys"),
         (lambda: W.weight_matching(PAIR, PAIR, groups=[{("a",): 0, ("b",): 1}]), MISFIT, "'b' must be a multiple"),
+        (
+            lambda: matched(ONES, ONES.set("a", torch.full((3, 2), torch.nan))),
+            ValueError,
+            "'a' of the second model must",
+        ),
+        (
+            lambda: matched(ONES.set("a", torch.full((3, 2), torch.inf)), ONES),
+            ValueError,
+            "'a' of the first model must",
+        ),
+        (lambda: matched(ONES.double() * 1e200, ONES.double() * 1e200), ValueError, "products of the weights overflow"),
     ],
 )
 def test_errors_name_what_must_hold(call, kind, text):

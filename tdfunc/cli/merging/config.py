@@ -1,17 +1,21 @@
 """A configuration file of mergekit as data: models, layers, a method and parameters."""
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tdfunc.cli.merging import schema
 from tdfunc.cli.output import safe
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, brief, error
 from tdfunc.weights.method import Method
 from tdfunc.weights.methods import METHODS
 
 # Any: numbers, bools, texts, lists of them, and lists of {filter, value}.
 Settings = Mapping[str, Any]
+# A mapping has at most so many entries after `<<` has copied others into it.
+_MAX_KEYS = 1_000
 
 
 class Input(NamedTuple):
@@ -65,9 +69,19 @@ def read_config(text: str) -> Config:
         import yaml
     except ImportError as err:
         raise error(ImportError, "merge --config needs pyyaml.", hint='pip install "tdfunc[cli]".') from err
-    found = yaml.safe_load(text)
-    if not isinstance(found, dict):
-        raise error(ValueError, "merge: the configuration must be a mapping.", got=type(found).__name__)
+
+    class Loader(yaml.SafeLoader):
+        # Any: a node of YAML, which has no stubs.
+        def flatten_mapping(self, node: Any) -> None:
+            super().flatten_mapping(node)
+            if len(node.value) > _MAX_KEYS:
+                raise error(ValueError, f"a mapping has more than {_MAX_KEYS} entries")
+
+    try:
+        found = yaml.load(text, Loader)
+    # YAML's own classes are errors of Python's for dates, numbers and depths that do not exist.
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as err:
+        raise error(ValueError, "merge: the configuration must be YAML.", got=str(err)) from err
     return make_config(found)
 
 
@@ -89,28 +103,36 @@ def from_options(
     if not paths or len(factors) != len(paths):
         what = "merge: each model must have a --weight."
         raise error(ValueError, what, expected=f"{len(paths)} numbers", got=len(factors))
-    settings: dict[str, Any] = {}
-    for text in options:
-        key, _, value = text.partition("=")
-        try:
-            settings[key] = json.loads(value)
-        except ValueError as err:
-            raise error(ValueError, "merge: --option must be NAME=VALUE.", expected="density=0.5", got=text) from err
+    settings = dict([_option(text) for text in options])
     _check_parameters(method, [settings])
     inputs = [Input(path, None, {method.weight or "weight": w}) for path, w in zip(paths, factors, strict=True)]
     return Config(method, base, {"": [Slice(inputs, base, {})]}, {}, settings)
 
 
-def _method(name: Any) -> Method[...]:
+def _option(text: str) -> tuple[str, Any]:
+    """Return the name and the value of NAME=VALUE, in JSON or as Python writes it: true, True, .5, [0, 1]."""
+    name, _, written = text.partition("=")
+    try:
+        value: Any = json.loads(written)
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(written)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as err:
+            what = "merge: --option must be NAME=VALUE, and the value a number, a bool or a list of them."
+            raise error(ValueError, what, expected="density=0.5", got=brief(text)) from err
+    schema.setting(value, f"--option {safe(name)[:80]}")
+    return name, value
+
+
+def _method(name: str) -> Method[...]:
     if name not in METHODS:
-        raise error(ValueError, "merge: the method must be known.", expected=", ".join(METHODS), got=repr(name))
+        raise error(ValueError, "merge: the method must be known.", expected=", ".join(METHODS), got=brief(name))
     return METHODS[name]
 
 
-def make_config(doc: Mapping[str, Any]) -> Config:
+def make_config(doc: Any) -> Config:
     """Return the merge that the entries of a configuration describe."""
-    known = ("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype")
-    entries = _only("the configuration", doc, *known, "tokenizer", "tokenizer_source")
+    entries = schema.check(doc)
     kinds = [name for name in ("models", "slices", "modules") if entries.get(name)]
     if len(kinds) != 1:
         raise error(
@@ -118,86 +140,82 @@ def make_config(doc: Mapping[str, Any]) -> Config:
             "merge: one of models, slices and modules is required.",
             got=", ".join(kinds) or None,
         )
-    method = _method(entries.get("merge_method"))
-    base = _model(entries["base_model"]) if entries.get("base_model") is not None else None
+    if entries.get("merge_method") is None:
+        raise error(ValueError, "merge: merge_method is required.", expected=", ".join(METHODS))
+    method = _method(entries["merge_method"])
+    base = None if entries.get("base_model") is None else _model(entries["base_model"])
     modules = entries["modules"] if kinds == ["modules"] else {"": {kinds[0]: entries[kinds[0]]}}
-    if not isinstance(modules, dict):
-        raise error(ValueError, "merge: modules must be a mapping of paths.", got=repr(modules))
-    slices: dict[str, list[Slice]] = {}
-    for path, module in modules.items():
-        part = _only(f"modules.{path}", module, "models", "slices", "parameters")
-        if part.get("models"):
-            inputs = [_input(one, "models") for one in part["models"]]
-            # As mergekit does: a base that the method does not treat apart is one of the models.
-            if base is not None and method.base == "unused" and all(each.model != base for each in inputs):
-                inputs.append(Input(base, None, {}))
-            slices[path] = [Slice(inputs, base, {})]
-        else:
-            slices[path] = [_slice(one, base) for one in part.get("slices") or ()]
-        if not slices[path]:
-            raise error(ValueError, f"merge: the module {path!r} must have models or slices.", got=repr(module))
-    tokens = entries.get("tokenizer") or {"source": entries.get("tokenizer_source")}
-    tokens = _only("tokenizer", tokens, "source", "pad_to_multiple_of")
-    own = {path: module.get("parameters") or {} for path, module in modules.items()}
+    slices = {path: _slices(path, module, method, base) for path, module in modules.items()}
+    own: dict[str, Settings] = {path: module.get("parameters") or {} for path, module in modules.items()}
     parts = [one for module in slices.values() for one in module]
-    settings = [entries.get("parameters") or {}, *own.values(), *(one.parameters for one in parts)]
-    _check_parameters(method, [*settings, *(each.parameters for one in parts for each in one.inputs)])
-    dtypes, vocabulary = map(entries.get, ("dtype", "out_dtype")), map(tokens.get, ("source", "pad_to_multiple_of"))
-    return Config(method, base, slices, own, settings[0], *dtypes, *vocabulary)
+    shared: Settings = entries.get("parameters") or {}
+    of_inputs = [each.parameters for one in parts for each in one.inputs]
+    _check_parameters(method, [shared, *own.values(), *[one.parameters for one in parts], *of_inputs])
+    tokens: Mapping[str, Any] = entries.get("tokenizer") or {"source": entries.get("tokenizer_source")}
+    return Config(
+        method,
+        base,
+        slices,
+        own,
+        shared,
+        dtype=entries.get("dtype"),
+        out_dtype=entries.get("out_dtype"),
+        tokenizer=tokens.get("source"),
+        pad_to_multiple_of=tokens.get("pad_to_multiple_of"),
+    )
 
 
-def spellings(method: Method[...], option: str) -> tuple[str, str]:
-    """Return the names of an option in files: without the underscore of a keyword, or after the method's name."""
-    return option.removesuffix("_"), f"{method.name}_{option}"
+# Any: the entries of a file whose form was checked.
+def _slices(path: str, module: Mapping[str, Any], method: Method[...], base: str | None) -> list[Slice]:
+    """Return the slices of a module; models are one slice of all layers."""
+    if module.get("models"):
+        inputs = [_input(one) for one in module["models"]]
+        # As mergekit does: a base that the method does not treat apart is one of the models.
+        if base is not None and method.base == "unused" and all(each.model != base for each in inputs):
+            inputs.append(Input(base, None, {}))
+        return [Slice(inputs, base, {})]
+    if not module.get("slices"):
+        what = f"merge: the module {safe(path)[:80]!r} must have models or slices."
+        raise error(ValueError, what, got=brief(module))
+    return [_slice(one, base) for one in module["slices"]]
+
+
+def spellings(method: Method[...], option: str) -> tuple[str, ...]:
+    """Return the names of an option in files: without the underscore of a keyword, after the method's name, as here."""
+    return option.removesuffix("_"), f"{method.name}_{option}", option
 
 
 def _check_parameters(method: Method[...], every: Sequence[Settings]) -> None:
     # int8_mask changes the memory that mergekit requires, and no result.
     known = {name for option in method.options for name in spellings(method, option)} | {method.weight, "int8_mask"}
-    if unknown := [str(name) for settings in every for name in settings if name not in known]:
+    unknown = [str(name) for settings in every for name in settings if name not in known]
+    if unknown:
         raise UnsupportedError(
-            f"merge: {method.name} must not have these parameters: {safe(', '.join(unknown))}.",
+            f"merge: {method.name} must not have these parameters: {safe(', '.join(unknown[:10]))[:400]}.",
             expected=", ".join(sorted(name for name in known if name)),
+            hint="--seed gives the random numbers." if "key" in unknown and method.is_random else None,
         )
 
 
-def _slice(doc: Any, base: str | None) -> Slice:
-    entries = _only("a slice", doc, "sources", "base_model", "parameters")
-    inputs = [_input(one, "sources") for one in entries.get("sources") or ()]
+def _slice(doc: Mapping[str, Any], base: str | None) -> Slice:
+    inputs = [_input(one) for one in doc["sources"]]
     lengths = {None if each.layers is None else len(each.layers) for each in inputs}
     if len(lengths) != 1 or None in lengths:
-        got = [each.layers for each in inputs]
+        got = brief([each.layers for each in inputs])
         raise error(ValueError, "merge: the sources of a slice must have equally many layers.", got=got)
-    own = entries.get("base_model")
-    return Slice(inputs, base if own is None else _model(own), entries.get("parameters") or {})
+    own = doc.get("base_model")
+    return Slice(inputs, base if own is None else _model(own), doc.get("parameters") or {})
 
 
-def _input(doc: Any, where: str) -> Input:
-    entries = _only(where, doc, "model", "parameters", *(("layer_range",) if where == "sources" else ()))
-    first, last = entries.get("layer_range") or (None, 0)
-    layers = None if first is None else range(first, last)
-    return Input(_model(entries.get("model")), layers, entries.get("parameters") or {})
+def _input(doc: Mapping[str, Any]) -> Input:
+    layers = None if doc.get("layer_range") is None else range(*doc["layer_range"])
+    return Input(_model(doc["model"]), layers, doc.get("parameters") or {})
 
 
 def _model(doc: Any) -> str:
     """Return the path of a model."""
-    if isinstance(doc, dict):
-        doc = _only("a model", doc, "model", "path").get("model", doc.get("path"))
-        return _model(doc)
-    if not isinstance(doc, str) or not doc:
-        raise error(ValueError, "merge: a model must be a path.", got=repr(doc))
-    return doc
-
-
-# Any: what YAML gives.
-def _only(what: str, doc: Any, *known: str) -> dict[str, Any]:
-    """Return the entries of a mapping, all of which must be known."""
-    if not isinstance(doc, dict):
-        raise error(ValueError, f"merge: {what} must be a mapping.", got=safe(repr(doc))[:80])
-    if unknown := [str(name) for name, value in doc.items() if name not in known and value is not None]:
-        raise UnsupportedError(
-            f"merge: {what} must not have these entries: {safe(', '.join(unknown))}.", expected=", ".join(known)
-        )
+    while isinstance(doc, dict):
+        doc = doc.get("path") if doc.get("model") is None else doc["model"]
     return doc
 
 
@@ -214,7 +232,7 @@ def setting(value: Any, name: str, depth: float) -> Any:
         return _number(value)
     if any(isinstance(one, dict) for one in value):
         for one in value:
-            wanted = _only("a condition", one, "filter", "value").get("filter")
+            wanted = one.get("filter")
             if wanted in (None, "*") or wanted in name:
                 return setting(one["value"], name, depth)
         return None

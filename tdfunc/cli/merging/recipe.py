@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tdfunc.cli.merging.config import Config, Settings, Slice, setting, spellings
+from tdfunc.cli.merging.layers import Taken
+from tdfunc.cli.merging.schema import typed
 from tdfunc.cli.output import note, safe, shown
 from tdfunc.cli.sources import Source, Stored, stored_leaves
 from tdfunc.core.collection import LeafOp, TensorCollection
@@ -55,11 +57,11 @@ class Place(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The result without values, its rows by the `id` of the leaf, and the numbers of rearranged layers."""
+    """The result without values, its rows by the `id` of the leaf, and the layers that are taken, by their path."""
 
     tree: TensorCollection
     rows: dict[int, Row]
-    layers: Sequence[int]
+    layers: Mapping[Path, Sequence[Taken]]
 
 
 class Models:
@@ -81,41 +83,36 @@ class Models:
         return Part(model, self.leaves[model][path])
 
 
+class Form(NamedTuple):
+    """A module of the result: the tree with its layers, the path of the layers, and each layer's place."""
+
+    tree: TensorCollection
+    where: Path | None
+    order: Sequence[Place]
+    layers: Sequence[Taken]
+
+
 def plan(config: Config, models: Models) -> Recipe:
     """Return the plan of the result."""
     origin = config.models[0]
     tree = models.sources[origin].tree
     placed: dict[Path, tuple[str, Place]] = {}
-    layers: list[int] = []
+    layers: dict[Path, Sequence[Taken]] = {}
     for name, slices in config.modules.items():
         at = tuple(name.split(".")) if name and name != "default" else ()
         if at and not has(tree, at):
-            raise error(ValueError, f"merge: {safe(origin)} must have the module {name!r}.", got=", ".join(tree._data))
+            what = f"merge: {safe(origin)} must have the module {safe(name)[:80]!r}."
+            raise error(ValueError, what, got=", ".join(tree._data))
         own = [path for path in models.leaves[origin] if path[: len(at)] == at]
-        where = find_layers(own)
-        ranges = [one.inputs[0].layers or range(0) for one in slices]
-        if slices[0].inputs[0].layers is not None:
-            if where is None:
-                what = "merge: slices require one node of layers, with the keys 0, 1, 2, ..."
-                raise error(ValueError, what, hint="modules: {path: {slices: ...}} names a part with one.")
-            taken = [
-                (models.sources[one.inputs[0].model].tree, numbers) for one, numbers in zip(slices, ranges, strict=True)
-            ]
-            tree = replace(tree, {where: get(stack_layers([(tree, ()), *taken], at=where), where)})
-            layers += [number for numbers in ranges for number in numbers]
-        else:
-            ranges = [range(len(get(tree, where)._data) if where is not None else 0)]
-            for model in {each.model for each in slices[0].inputs} - {origin}:
-                _check_same(models, origin, model, at, where)
-        order = [
-            Place(one, i, i / (len(numbers) - 1) if len(numbers) > 1 else 1.0, where or ())
-            for one, numbers in zip(slices, ranges, strict=True)
-            for i in range(len(numbers))
-        ]
+        form = _form_of(slices, tree, models, at, find_layers(own))
+        tree = form.tree
+        where = form.where
+        if where is not None and form.layers:
+            layers[where] = form.layers
         before = _before(slices, models.sources[origin], own, where)
         for path in (path for one in stored_leaves(tree) for path in one.paths if path[: len(at)] == at):
             if where is not None and path[: len(where)] == where:
-                placed[path] = name, order[int(path[len(where)])]
+                placed[path] = name, form.order[int(path[len(where)])]
             else:
                 placed[path] = name, Place(slices[0] if path in before else slices[-1], None, 0.0, ())
     # Each place gets its own tensor, which identifies the row.
@@ -128,6 +125,35 @@ def plan(config: Config, models: Models) -> Recipe:
             raise UnsupportedError(f"merge: the leaf {shown(one.path)} must be in one of the modules.", expected=known)
         rows[id(one.leaf)] = _row(config, models, path, *placed[path])
     return Recipe(tree, rows, layers)
+
+
+def _form_of(slices: Sequence[Slice], tree: TensorCollection, models: Models, at: Path, where: Path | None) -> Form:
+    """Return the form of the module at a path, whose layers are at `where`."""
+    origin = next(iter(models.sources))
+    layers: list[Taken] = []
+    if slices[0].inputs[0].layers is not None:
+        if where is None:
+            what = "merge: slices require one node of layers, with the keys 0, 1, 2, ..."
+            raise error(ValueError, what, hint="modules: {path: {slices: ...}} names a part with one.")
+        ranges = [one.inputs[0].layers or range(0) for one in slices]
+        firsts = [one.inputs[0].model for one in slices]
+        taken = [(models.sources[model].tree, numbers) for model, numbers in zip(firsts, ranges, strict=True)]
+        tree = replace(tree, {where: get(stack_layers([(tree, ()), *taken], at=where), where)})
+        for model, numbers in zip(firsts, ranges, strict=True):
+            layers += [Taken(model, number) for number in numbers]
+    else:
+        ranges = [range(len(get(tree, where)._data) if where is not None else 0)]
+    for model in dict.fromkeys(each.model for one in slices for each in one.inputs):
+        if model != origin and not layers:
+            _check_same(models, origin, model, at, where)
+        if model != origin:
+            _check_heads(models, origin, model, at, where)
+    order = [
+        Place(one, i, i / (len(numbers) - 1) if len(numbers) > 1 else 1.0, where or ())
+        for one, numbers in zip(slices, ranges, strict=True)
+        for i in range(len(numbers))
+    ]
+    return Form(tree, where, order, layers)
 
 
 def _check_same(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:
@@ -143,6 +169,37 @@ def _check_same(models: Models, origin: str, model: str, at: Path, where: Path |
         raise TieError(what, hint="its values would be lost: take a base that does not tie them.")
     if others:
         note(f"{safe(model)}: {count_text(len(others), 'leaf')} not in {safe(origin)} left out: {shown(others[0])}")
+
+
+def _check_heads(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:
+    """Raise if a model has a leaf that the first model may tie, with values that would be lost.
+
+    A tied output layer is in no file. In another model its leaf has the shape of the embedding.
+    """
+
+    def is_beside(path: Path) -> bool:
+        return path[: len(at)] == at and (where is None or path[: len(where)] != where)
+
+    ours = models.leaves[origin]
+    theirs = {path: one for path, one in models.leaves[model].items() if is_beside(path) and one.leaf.dim() > 1}
+    known = [one for path, one in theirs.items() if path in ours]
+    for path, one in theirs.items():
+        twins = [other for other in known if other.leaf.shape == one.leaf.shape]
+        is_lost = path not in ours and not any(_is_equal(models.sources[model], one, other) for other in twins)
+        if twins and is_lost:
+            raise TieError(
+                f"merge: {safe(model)} has {shown(path)}, which {safe(origin)} ties to another leaf or does not have.",
+                expected=f"the values of {shown(twins[0].path)}, or the leaf in {safe(origin)}",
+                got="other values, which would be lost",
+                hint="write the first model with this leaf by itself; or leave it out: tdfunc extract --exclude.",
+            )
+
+
+def _is_equal(source: Source, a: Stored, b: Stored) -> bool:
+    if a.leaf is b.leaf:
+        return True
+    pairs = zip(source.pieces(a.leaf), source.pieces(b.leaf), strict=True)
+    return a.leaf.dtype == b.leaf.dtype and all(torch.equal(x, y) for x, y in pairs)
 
 
 def _before(slices: Sequence[Slice], source: Source, paths: Sequence[Path], where: Path | None) -> set[Path]:
@@ -214,8 +271,9 @@ def _row(config: Config, models: Models, path: Path, module: str, place: Place) 
     options: dict[str, Any] = {}
     for option, default in method.options.items():
         names = spellings(method, option)
+        named = f"the parameter {option}"
         if option in method.per_model:
-            options[option] = for_each(names, default)
+            options[option] = [typed(one, default, named) for one in for_each(names, default)]
         else:
-            options[option] = value(names, dotted(path), shared, default)
+            options[option] = typed(value(names, dotted(path), shared, default), default, named)
     return Row(path, base, [part for _, part in pairs], weights, options, place.offset is not None)

@@ -1,11 +1,13 @@
 """`merge`: read, merge and write leaf by leaf; then the files beside the weights."""
 
+import functools
 import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -15,37 +17,41 @@ from tdfunc import random
 from tdfunc.cli.average import unequal_values
 from tdfunc.cli.convert import Target, find_dtype, make_target, write
 from tdfunc.cli.merging.config import Config
-from tdfunc.cli.merging.recipe import Models, Recipe, Row, plan
+from tdfunc.cli.merging.layers import relayer
+from tdfunc.cli.merging.recipe import Models, Part, Recipe, Row, plan
 from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
-from tdfunc.cli.numbers import cast, has_values
+from tdfunc.cli.numbers import FINITE, cast, has_values, not_finite
 from tdfunc.cli.output import note, progress, safe, shown
 from tdfunc.cli.scales import HINT, check_cast, check_equal_codes, kept_leaves
-from tdfunc.cli.sources import Source, open_source, stored_leaves
+from tdfunc.cli.sources import Source, Tick, open_source, stored_leaves
+from tdfunc.cli.ties import share_ties
 from tdfunc.core.collection import LeafOp
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, brief, error
 from tdfunc.core.keys import dotted
 from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.disk.remote import is_remote
 from tdfunc.storage.tree.build import without_values
-from tdfunc.weights.method import leaf_key
+from tdfunc.weights.method import compute_dtype, leaf_key
 
 # The ids of codes, and of the leaves that belong to them, in each model.
 Codes: TypeAlias = Mapping[str, set[int]]
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
+def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bool = False) -> None:
     """Write the merge of the models; memory holds one leaf of each at a time."""
     name = config.out_dtype or config.dtype
     out_dtype = None if name is None else find_dtype(name)
     _refuse_adapters(config.models)
     with ExitStack() as stack:
         sources = {path: stack.enter_context(open_source(path)) for path in config.models}
-        origin = sources[config.models[0]]
+        every = list(sources.values())
+        origin = every[0]
         if target.format is None and origin.format != "memmap" and not os.path.splitext(target.path)[1]:
             target = target._replace(format="shards")
         target = make_target(target, origin)
+        for source, tree in zip(every, share_ties(every, [source.tree for source in every]), strict=True):
+            source.tree = tree
         recipe = plan(config, Models(sources))
         vocabulary = make_vocabulary(config, config.models) if config.tokenizer is not None else None
         if out_dtype is not None:
@@ -53,51 +59,96 @@ def merge_files(config: Config, target: Target, *, seed: int = 0) -> None:
         codes = {model: kept_leaves(source) for model, source in sources.items()}
         _check_codes(sources, recipe, codes)
         recipe, resized = _form(recipe, vocabulary, out_dtype, codes)
-        _check(recipe, resized)
-        if lines := unequal_values(list(sources.values()), [source.tree for source in sources.values()]):
-            what = "merge: non-tensor data must be equal in all models; these differ:"
-            raise LeafMismatchError("\n    ".join([what, *lines]))
+        _check(config, recipe, resized, codes)
+        if not take_first:
+            _check_values(every)
         # Other folders, such as a step of a run, have files that would make the result one of their kind.
         has_config = target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json"))
         beside = _describe(origin, recipe, vocabulary, out_dtype) if has_config else {}
         if beside and is_remote(target.path):
             raise UnsupportedError(f"merge {target.path}: a folder with config.json must be on this machine.")
-        key, lost = random.key(seed), Counter[int]()
+        lost = Counter[int]()
         size = sum(part.stored.size_bytes for row in recipe.rows.values() for part in row.every)
         with progress("merge", size) as tick:
-
-            def read(row: Row) -> dict[str, Tensor]:
-                read: dict[str, Tensor] = {}
-                for model, one in row.every:
-                    read[model], at = torch.empty(one.leaf.shape, dtype=one.leaf.dtype), 0
-                    for piece in sources[model].pieces(one.leaf, tick):
-                        read[model].view(-1)[at : at + piece.numel()] = piece
-                        at += piece.numel()
-                return read
-
-            def values(leaf: Tensor) -> Iterator[Tensor]:
-                row = recipe.rows[id(leaf)]
-                leaves = read(row)
-                if _has_codes(row, codes):
-                    yield next(iter(leaves.values()))
-                    return
-                if not leaf.is_floating_point() and not leaf.is_complex() or not has_values(leaf.dtype):
-                    yield _same(row, leaves)
-                    return
-                if vocabulary is not None and id(leaf) in resized:
-                    leaves = vocabulary.align(leaves)
-                wide = {name: x if x.element_size() > 2 else x.float() for name, x in leaves.items()}
-                base = None if row.base is None else wide[row.base.model]
-                stacked = torch.stack([wide[part.model] for part in row.parts])
-                options: dict[str, Any] = dict(row.options)
-                if config.method.is_random:
-                    options["key"] = leaf_key(key, dotted(row.path))
-                with torch.no_grad():
-                    w = torch.tensor(row.weights, dtype=torch.float64)
-                    yield cast(config.method.on_leaf(base, stacked, w, **options), leaf, lost)
-
-            write(target, recipe.tree, values, origin, lost)
+            merger = _Merger(config, recipe, sources, vocabulary, resized, codes, seed, take_first, tick, lost)
+            write(target, recipe.tree, merger.values, origin, lost)
         write_beside(target.path, beside)
+
+
+@dataclass(frozen=True)
+class _Merger:
+    """The values of the leaves of a merge, each computed when it is written."""
+
+    config: Config
+    recipe: Recipe
+    sources: Mapping[str, Source]
+    vocabulary: Vocabulary | None
+    # The leaves whose first dimension is the vocabulary.
+    resized: set[int]
+    codes: Codes
+    seed: int
+    # Integers and bools that differ come from the first model.
+    take_first: bool
+    tick: Tick
+    lost: Counter[int]
+
+    def values(self, leaf: Tensor) -> Iterator[Tensor]:
+        """Yield the merged leaf."""
+        row = self.recipe.rows[id(leaf)]
+        leaves = {part.model: self._read(part) for part in row.every}
+        if _has_codes(row, self.codes):
+            # They are equal in all models.
+            yield next(iter(leaves.values()))
+            return
+        if not is_merged(leaf):
+            yield _same(row, leaves, self.take_first)
+            return
+        wide = {name: x if x.element_size() > 2 else x.float() for name, x in leaves.items()}
+        if self.vocabulary is not None and id(leaf) in self.resized:
+            wide = self.vocabulary.align(wide)
+        merged = self._merge(row, wide)
+        found = not_finite(merged)
+        if found != FINITE and all(not_finite(x) == FINITE for x in leaves.values()):
+            raise error(
+                ValueError,
+                f"merge: {shown(row.path)} has {found} of {merged.numel():,} numbers, though the models' are finite.",
+                got=f"the weights {brief(list(row.weights))}",
+                hint="nothing was written: a sum overflows, or the method is not defined for these weights.",
+            )
+        yield cast(merged, leaf, self.lost)
+
+    def _read(self, part: Part) -> Tensor:
+        leaf = part.stored.leaf
+        read = torch.empty(leaf.shape, dtype=leaf.dtype)
+        at = 0
+        for piece in self.sources[part.model].pieces(leaf, self.tick):
+            read.view(-1)[at : at + piece.numel()] = piece
+            at += piece.numel()
+        return read
+
+    def _merge(self, row: Row, leaves: Mapping[str, Tensor]) -> Tensor:
+        method = self.config.method
+        base = None if row.base is None else leaves[row.base.model]
+        stacked = torch.stack([leaves[part.model] for part in row.parts])
+        options: dict[str, Any] = dict(row.options)
+        if method.is_random:
+            options["key"] = leaf_key(random.key(self.seed), dotted(row.path))
+        with torch.no_grad():
+            return method.on_wide_leaf(base, stacked, torch.tensor(row.weights, dtype=torch.float64), **options)
+
+
+def is_merged(leaf: Tensor) -> bool:
+    """Return whether a leaf has numbers that can be merged: no integers, bools or pairs of 4-bit numbers."""
+    return (leaf.is_floating_point() or leaf.is_complex()) and has_values(leaf.dtype)
+
+
+def _check_values(sources: Sequence[Source]) -> None:
+    lines = unequal_values(sources, [source.tree for source in sources])
+    if lines:
+        what = "merge: non-tensor data must be equal in all models; these differ:"
+        first = safe(sources[0].path)
+        hint = f"--unequal first takes them from {first}; tdfunc extract --filter writes a part without them."
+        raise LeafMismatchError("\n    ".join([what, *lines]), hint=hint)
 
 
 def _refuse_adapters(models: list[str]) -> None:
@@ -150,8 +201,8 @@ def _form(
     return Recipe(recipe.tree._map(LeafOp("merge", lambda leaf: made[id(leaf)])), found, recipe.layers), resized
 
 
-def _check(recipe: Recipe, resized: set[int]) -> None:
-    """Raise unless the leaves of each row have one shape, except for a vocabulary that becomes one."""
+def _check(config: Config, recipe: Recipe, resized: set[int], codes: Codes) -> None:
+    """Raise unless the leaves of each row have one shape, except for a vocabulary that becomes one, and a merge."""
     lines: list[str] = []
     for key, row in recipe.rows.items():
         shapes = [list(part.stored.leaf.shape)[key in resized :] for part in row.every]
@@ -163,13 +214,22 @@ def _check(recipe: Recipe, resized: set[int]) -> None:
             "\n    ".join([f"merge: leaves must have one shape; {count_text(len(lines), 'difference')}:", *lines]),
             hint="where vocabularies differ, tokenizer: {source: union} makes them one; nothing is cut.",
         )
+    for row in recipe.rows.values():
+        leaves = [part.stored.leaf for part in row.parts]
+        if all(map(is_merged, leaves)) and not _has_codes(row, codes):
+            dtype = functools.reduce(torch.promote_types, [compute_dtype(leaf.dtype) for leaf in leaves])
+            weights = torch.tensor(row.weights, dtype=torch.float64)
+            config.method.check_numbers(weights, dtype, row.options, f" of {shown(row.path)}")
 
 
-def _same(row: Row, leaves: dict[str, Tensor]) -> Tensor:
-    """Return integers or bools, which must be equal in all models."""
+def _same(row: Row, leaves: dict[str, Tensor], take_first: bool) -> Tensor:
+    """Return integers or bools, which must be equal in all models; or those of the first."""
     first = next(iter(leaves.values()))
-    if not all(torch.equal(x, first) for x in leaves.values()):
-        raise LeafMismatchError(f"merge: {shown(row.path)} ({first.dtype}) must be equal in all models.")
+    if not take_first and not all(torch.equal(x, first) for x in leaves.values()):
+        raise LeafMismatchError(
+            f"merge: {shown(row.path)} ({first.dtype}) must be equal in all models.",
+            hint="--unequal first takes it from the first model.",
+        )
     return first
 
 
@@ -179,8 +239,11 @@ def _describe(
     """Return the files of the first model that transformers reads beside the weights, with the new entries."""
     files = read_beside(origin.path)
     config = json.loads(files["config.json"])
-    if recipe.layers:
-        _relayer(config, recipe)
+    if len(recipe.layers) > 1:
+        what = "merge: config.json describes one stack of layers, and several change."
+        raise UnsupportedError(what, got=", ".join(map(shown, recipe.layers)))
+    for where, taken in recipe.layers.items():
+        relayer(config, taken, where)
     if vocabulary is not None:
         config["vocab_size"] = vocabulary.size
     for name in ("dtype", "torch_dtype"):
@@ -192,17 +255,3 @@ def _describe(
             vocabulary.tokenizer.save_pretrained(made)
             files |= read_beside(made)
     return files
-
-
-# Any: JSON.
-def _relayer(config: dict[str, Any], recipe: Recipe) -> None:
-    """Change the number of layers in a configuration, and its lists with one entry for each layer."""
-    names = [name for name in _LAYER_COUNTS if name in config]
-    if not names:
-        what = "merge: config.json must have the number of layers, which changes."
-        raise UnsupportedError(what, expected=" or ".join(_LAYER_COUNTS))
-    before = config[names[0]]
-    for name, value in config.items():
-        if isinstance(value, list) and len(value) == before and "layer" in name:
-            config[name] = [value[i] for i in recipe.layers]
-    config.update(dict.fromkeys(names, len(recipe.layers)))

@@ -43,16 +43,15 @@ class Vocabulary:
         return is_vocabulary
 
     def align(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return embeddings with one row for each token.
+        """Return embeddings of 32 bits or more with one row for each token.
 
         A token that a model does not have gets the row of the base, else the mean of the models that have it.
 
         Source:
             mergekit's `PermutedVocabulary`.
         """
-        wide = {name: x.float() for name, x in leaves.items()}
-        present = {name: (self.rows[name] >= 0).reshape(-1, *[1] * (x.dim() - 1)) for name, x in wide.items()}
-        taken = {name: torch.where(present[name], x[self.rows[name].clamp(min=0)], 0) for name, x in wide.items()}
+        present = {name: (self.rows[name] >= 0).reshape(-1, *[1] * (x.dim() - 1)) for name, x in leaves.items()}
+        taken = {name: torch.where(present[name], x[self.rows[name].clamp(min=0)], 0) for name, x in leaves.items()}
         mean = sum(taken.values()) / sum(present.values(), torch.zeros(())).clamp(min=1)
         if self.base in taken:
             mean = torch.where(present[self.base], taken[self.base], mean)

@@ -212,11 +212,12 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     return tree._put(changes) if changes else tree
 
 
-def _untie_path(tree: T, path: Path, leaf: Any) -> T:
+def untie_path(tree: T, path: Path, leaf: Any) -> T:
+    """Return the tree with its own leaf at a path that was tied to others."""
     key, rest = path[0], path[1:]
     # Groups of tied paths lead through the stored nodes: of a stack, its trees.
     inner: Any = tree._data[key]
-    node = _untie_path(inner, rest, leaf) if rest else leaf
+    node = untie_path(inner, rest, leaf) if rest else leaf
     return tree._replace(tree._data | {key: node}, ties=remap(tree._ties, lambda tied: None if tied == path else tied))
 
 
@@ -337,7 +338,7 @@ class EditMethods(TensorCollection):
         if len(group_of(self._ties, path)) == 1:
             groups = [[dotted(p) for p in group] for group in self._ties]
             raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
-        return _untie_path(self, path, leaf.clone())
+        return untie_path(self, path, leaf.clone())
 
     @property
     def at(self) -> "_AtGetter[Self]":

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.weights.averages.sphere import units
-from tdfunc.weights.method import columns, method, shares
+from tdfunc.weights.method import columns, is_cancelled, method, shares
 
 
 @method(
@@ -12,6 +12,7 @@ from tdfunc.weights.method import columns, method, shares
     source="Karcher, Riemannian center of mass (1977)",
     base="unused",
     weight=None,
+    mean=True,
 )
 def karcher(base: Tensor | None, stacked: Tensor, weights: Tensor, *, max_iter: int = 10, tol: float = 1e-5) -> Tensor:
     """Merge by the Karcher mean of the directions of the models, times the mean of their norms.
@@ -32,7 +33,8 @@ def karcher(base: Tensor | None, stacked: Tensor, weights: Tensor, *, max_iter: 
     u, norms = units(x, 0.0)
     is_valid = norms > tol
     own = torch.where(is_valid, w, 0)
-    own = own / torch.where(own.sum() == 0, 1, own.sum())
+    total = own.sum()
+    own = own / torch.where(is_cancelled(own.flatten(), total), 1, total)
     mean, length = units((own * u).sum(0), tol)
     # Directions that cancel out start at the first one.
     mean = torch.where(length <= tol, (u * is_valid).gather(0, is_valid.int().argmax(0).expand_as(u[:1]))[0], mean)

@@ -9,6 +9,7 @@ from tdfunc.weights.method import columns, method
     "sum_k w_k x_k / sum_k w_k",
     source="Wortsman et al., Model soups (arXiv 2203.05482)",
     base="unused",
+    mean="normalize",
 )
 def linear(base: Tensor | None, stacked: Tensor, weights: Tensor, *, normalize: bool = True) -> Tensor:
     """Merge by the weighted mean of the models.

@@ -12,6 +12,7 @@ from tdfunc.weights.method import columns, method, shares
     source="Jang et al., Model Stock (arXiv 2403.19522)",
     least=2,
     weight=None,
+    mean=True,
 )
 def model_stock(base: Tensor, stacked: Tensor, weights: Tensor, *, filter_wise: bool = False) -> Tensor:
     """Merge by the mean of the models, as near to the base as the angles between them require.

@@ -13,6 +13,7 @@ from tdfunc.weights.method import columns, method, shares
     "b + exp_m(sum_k w_k log_m(d_k / |d_k|)) sum_k w_k |d_k|, with m the direction of sum_k w_k d_k / |d_k|",
     source="Goddard, MultiSLERP (2024)",
     base="optional",
+    mean="normalize_weights",
 )
 def multislerp(
     base: Tensor | None, stacked: Tensor, weights: Tensor, *, normalize_weights: bool = True, eps: float = 1e-8

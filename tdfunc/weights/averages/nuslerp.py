@@ -30,7 +30,8 @@ def nuslerp(
         mergekit's NuSLERP, in which `row_wise` and `flatten` are `nuslerp_row_wise` and `nuslerp_flatten`.
     """
     x = stacked if base is None else stacked - base
-    if flatten:
+    # A number has no rows.
+    if flatten or x.dim() == 1:
         x = x.reshape(2, -1)
     elif row_wise:
         x = x.transpose(1, -1)

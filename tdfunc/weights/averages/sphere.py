@@ -6,8 +6,14 @@ from torch import Tensor
 
 def units(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x divided by its norms along the last dimension, and the norms; x below `eps` stays."""
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / torch.where(norms > eps, norms, 1), norms
+    # The squares of large numbers overflow before their norm does.
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    overflows = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True).isinf()
+    scale = torch.where(overflows, largest, 1)
+    scaled = x / scale
+    length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    norms = length * scale
+    return scaled / torch.where(norms > eps, length, 1), norms
 
 
 def arc(t: Tensor, a: Tensor, b: Tensor, cos: Tensor, is_line: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
@@ -100,6 +100,8 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
     Raises:
         TreeStructureError: The trees have different paths.
         LeafMismatchError: A dimension is not a multiple of the number of neurons.
+        ValueError: A leaf of the groups contains NaN or infinities, or products of its numbers overflow: no order of
+            such neurons is nearest.
 
     Source:
         Ainsworth, Hayase and Srinivasa, "Git re-basin: merging models modulo permutation symmetries" (2022), algorithm
@@ -115,6 +117,7 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
     check_unscaled("weight_matching", a)
     check_unscaled("weight_matching", b)
     groups = channel_groups(b) if groups is None else groups
+    _check_finite((a, b), groups)
     counts = [get(b, path).shape[dim] for path, dim in (next(iter(group.items())) for group in groups)]
     orders = [torch.arange(count) for count in counts]
     with torch.no_grad():
@@ -132,10 +135,22 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
                 gain = profit.gather(1, order[:, None]).sum() - profit.gather(1, orders[place][:, None]).sum()
                 # Without a threshold, equally good orders would alternate for ever.
                 if gain > 1e-9 * profit.abs().sum():
-                    orders[place], is_better = order, True
+                    orders[place] = order
+                    is_better = True
             if not is_better:
                 break
     return permute_channels(b, groups, orders)
+
+
+def _check_finite(models: Sequence[TensorCollection], groups: Sequence[Group]) -> None:
+    """Raise if a number of a group is NaN or infinite."""
+    for model, which in zip(models, ("first", "second"), strict=True):
+        for path in dict.fromkeys(path for group in groups for path in group):
+            leaf = get(model, path)
+            count = int((~leaf.isfinite()).sum())
+            if count:
+                what = f"weight_matching: the leaf {dotted(path)!r} of the {which} model must be finite."
+                raise error(ValueError, what, got=f"{count} of {leaf.numel()} numbers are NaN or infinite")
 
 
 def _blocks(path: Path, leaf: Tensor, dim: int, count: int) -> Tensor:
@@ -161,8 +176,14 @@ def _assign(profit: Tensor) -> Tensor:
     Source:
         The Hungarian method with potentials and shortest augmenting paths (Jonker and Volgenant, 1987).
     """
-    cost, n = -profit.cpu().numpy(), profit.shape[0]
-    rows, columns = np.zeros(n + 1), np.zeros(n + 1)
+    cost = -profit.detach().cpu().numpy()
+    n = profit.shape[0]
+    # Their sums must not overflow, or no column is the nearest and the search does not end.
+    largest = np.abs(cost).max(initial=0.0)
+    if not largest < np.finfo(cost.dtype).max / (4 * n + 4):
+        raise error(ValueError, "weight_matching: the products of the weights overflow.", got=f"a sum of {largest:.3g}")
+    rows = np.zeros(n + 1)
+    columns = np.zeros(n + 1)
     # Column -> row, and the column before it on the path; number 0 is the start.
     owner, back = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
     for row in range(1, n + 1):

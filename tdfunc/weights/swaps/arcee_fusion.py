@@ -29,4 +29,7 @@ def arcee_fusion(base: Tensor, stacked: Tensor, weights: Tensor) -> Tensor:
     ordered = score.reshape(-1).sort().values
     n = ordered.shape[0]
     low, middle, high = (ordered[int(share * (n - 1))] for share in (0.25, 0.5, 0.75))
-    return base + weights[0] * delta * (score >= middle + 1.5 * (high - low))
+    is_outlier = (score >= middle + 1.5 * (high - low)).to(score.dtype)
+    # Without a score nothing is known of a change.
+    chosen = torch.where(score.isnan(), score, is_outlier)
+    return base + weights[0] * delta * chosen

@@ -29,7 +29,7 @@ def breadcrumbs_ties(
         weights: The weight of each task vector.
         density: The share of numbers to keep; one number, or one for each model.
         gamma: The share of the largest numbers to drop.
-        normalize: Divide by the sum of the weights that were summed.
+        normalize: Divide by the sum of the weights that were summed, unless it is 0.
         rescale: Scale the numbers that are left to the sum of absolute values before.
         lambda_: A factor of the merged task vector, `lambda` in files of mergekit.
 

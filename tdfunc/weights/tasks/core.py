@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.random.draws import KeyLike, key_of
-from tdfunc.weights.method import PerModel, columns
+from tdfunc.weights.method import PerModel, columns, is_cancelled
 
 
 def per_model(value: PerModel, flat: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def add_up(base: Tensor, x: Tensor, weights: Tensor, *, vote: bool, normalize: b
         x: The task vectors, sparse or not.
         weights: A number for each.
         vote: Sum only the numbers that have the elected sign.
-        normalize: Divide by the sum of the weights that were summed.
+        normalize: Divide by the sum of the weights that were summed, unless it is 0.
         lambda_: A factor of the sum.
     """
     w = columns(weights, x)
@@ -93,6 +93,7 @@ def add_up(base: Tensor, x: Tensor, weights: Tensor, *, vote: bool, normalize: b
     total = (x * mask).sum(0)
     if normalize:
         divisor = (w * mask).sum(0)
-        is_zero = divisor.abs() < 1e-8
+        # Such a sum has no mean: as in mergekit, it stays a sum.
+        is_zero = (divisor.abs() < 1e-8) | is_cancelled(w * mask, divisor)
         total = total / torch.where(is_zero, 1, divisor)
     return base + lambda_ * total

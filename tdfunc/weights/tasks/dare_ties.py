@@ -29,7 +29,7 @@ def dare_ties(
         stacked: The models tuned from it.
         weights: The weight of each task vector.
         density: The share of numbers to keep; one number, or one for each model.
-        normalize: Divide by the sum of the weights that were summed.
+        normalize: Divide by the sum of the weights that were summed, unless it is 0.
         rescale: Divide each number by its probability, so that its expectation stays.
         lambda_: A factor of the merged task vector, `lambda` in files of mergekit.
         key: A random key, a seed or a generator.

@@ -31,7 +31,7 @@ def della(
         weights: The weight of each task vector.
         density: The share of numbers to keep; one number, or one for each model.
         epsilon: Half the distance between the least and the largest probability.
-        normalize: Divide by the sum of the weights that were summed.
+        normalize: Divide by the sum of the weights that were summed, unless it is 0.
         rescale: Divide each number by its probability, so that its expectation stays.
         lambda_: A factor of the merged task vector, `lambda` in files of mergekit.
         key: A random key, a seed or a generator.

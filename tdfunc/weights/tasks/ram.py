@@ -53,5 +53,7 @@ def ramplus_tl(
     own, shared = is_changed & (count == 1), is_changed & (count > 1)
     ratio = shared.reshape(x.shape[0], -1).sum(1) / own.reshape(x.shape[0], -1).sum(1).clamp(min=epsilon)
     factor = columns((1 + r * ratio.clamp(0, alpha)).to(x.dtype), x)
-    x = torch.where(own, x * factor, torch.where(shared, x / count.clamp(min=1), 0))
+    # A NaN is above no epsilon, and stays.
+    rest = torch.where(x.isnan(), x, 0)
+    x = torch.where(own, x * factor, torch.where(shared, x / count.clamp(min=1), rest))
     return base + (columns(weights, x) * x).sum(0)

@@ -11,6 +11,8 @@ from tdfunc.weights.tasks.core import elect, keep_ranks
     "b + sum_k c_k m_k d_k / sum_k c_k m_k, with c_k = w_k mean(d_k^2) / sum_j mean(d_j^2) and m_k as in ties",
     source="Wan et al., FuseChat (arXiv 2408.07990)",
     weight=None,
+    mean=True,
+    sign="not negative",
 )
 def sce(base: Tensor, stacked: Tensor, weights: Tensor, *, select_topk: float | Tensor = 1.0) -> Tensor:
     """Merge the numbers in which the models differ most, each model weighted by the size of its task vector.
@@ -18,7 +20,7 @@ def sce(base: Tensor, stacked: Tensor, weights: Tensor, *, select_topk: float | 
     Args:
         base: The pretrained model.
         stacked: The models tuned from it.
-        weights: A factor of each model's weight, 1 in the paper.
+        weights: A factor of each model's weight, 1 in the paper; not negative.
         select_topk: The share of numbers to keep among the numbers with a variance; the largest variances are kept.
 
     Source:

@@ -21,7 +21,7 @@ def task_arithmetic(
         base: The pretrained model.
         stacked: The models tuned from it.
         weights: The weight of each task vector.
-        normalize: Divide by the sum of the weights that were summed.
+        normalize: Divide by the sum of the weights that were summed, unless it is 0.
         lambda_: A factor of the merged task vector, `lambda` in files of mergekit.
 
     Source:

@@ -1,0 +1,55 @@
+"""Ties of several checkpoints: those that only some of them have."""
+
+from collections.abc import Mapping, Sequence
+
+from tdfunc.cli.output import note, safe, shown
+from tdfunc.cli.sources import Source, stored_leaves
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.types import Group, Path
+from tdfunc.ops.base.reading import get
+from tdfunc.ops.edits.edit import restore_ties, untie_path
+from tdfunc.storage.tree.build import without_values
+
+# By path, all paths of its leaf.
+Groups = Mapping[Path, Group]
+
+
+def share_ties(sources: Sequence[Source], trees: Sequence[TensorCollection]) -> list[TensorCollection]:
+    """Return trees in which files of torch.save tie only the paths that all checkpoints tie.
+
+    Such a file does not record ties: its names share memory or not as the program that wrote it left them. A mean of
+    each name by itself is right in both cases. Ties that a file records stay, and are compared.
+    """
+    every = [{path: one.paths for one in stored_leaves(tree) for path in one.paths} for tree in trees]
+    shared: list[TensorCollection] = []
+    for source, tree in zip(sources, trees, strict=True):
+        made = tree
+        if not source.is_described:
+            for group in tree._ties:
+                made = _split(source, made, _common_parts(group, every))
+        shared.append(made)
+    return shared
+
+
+def _common_parts(group: Group, every: Sequence[Groups]) -> list[list[Path]]:
+    """Return the parts of a group of tied paths that are tied in all checkpoints."""
+    parts: dict[tuple[Group, ...], list[Path]] = {}
+    for path in group:
+        # A checkpoint without the path is no reason to split it off.
+        own = [groups.get(path, groups.get(group[0], ())) for groups in every]
+        parts.setdefault(tuple(own), []).append(path)
+    return list(parts.values())
+
+
+def _split(source: Source, tree: TensorCollection, parts: Sequence[Sequence[Path]]) -> TensorCollection:
+    """Return a tree in which each part of a group is a leaf; the first part keeps the tensor."""
+    first = parts[0][0]
+    leaf = get(tree, first)
+    for part in parts[1:]:
+        own = without_values(leaf, leaf.dtype)
+        source.readers[id(own)] = source.readers[id(leaf)]
+        for path in part:
+            tree = untie_path(tree, path, own)
+        tree = restore_ties(tree, (tuple(part),) if len(part) > 1 else ())
+        note(f"{safe(source.path)}: {shown(part[0])} is tied to {shown(first)} here and not everywhere: both are read")
+    return tree
