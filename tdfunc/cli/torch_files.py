@@ -20,9 +20,9 @@ from tdfunc.core.types import Path
 from tdfunc.ops.edits.edit import restore_ties
 from tdfunc.storage.disk.commit import replace_file
 from tdfunc.storage.disk.raw import raw_bytes
-from tdfunc.storage.safetensors.contents import nests
-from tdfunc.storage.safetensors.header import is_torch
+from tdfunc.storage.disk.formats import HEAD_BYTES, TAIL_BYTES, TORCH, archive_format, find_format, refusal
 from tdfunc.storage.tree.build import without_values
+from tdfunc.storage.tree.foreign import nests
 from tdfunc.storage.tree.objects import is_json, pack
 
 _EMPTY = Size(())
@@ -42,11 +42,14 @@ class TorchLeaf(NamedTuple):
 
 
 def is_torch_file(path: str) -> bool:
-    """Return whether a file is one of torch.save (a zip archive or, of old versions, a pickle) by its first bytes."""
+    """Return whether a file is one of torch.save: an archive or, of old versions, pickles."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return is_torch(file.read(16))
+        head = file.read(HEAD_BYTES)
+        # An archive of torch.save may be damaged at its end.
+        file.seek(max(0, os.path.getsize(path) - TAIL_BYTES))
+        return find_format(head, file.read()) is TORCH
 
 
 def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf], list[str]]:
@@ -61,14 +64,9 @@ def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf], list[
     if is_archive:
         with zipfile.ZipFile(path) as archive:
             listed = archive.namelist()
-        # All entries of torch.save are in one folder; a program of torch.jit has constants.
-        names = {name.partition("/")[2] for name in listed}
-        if "constants.pkl" in names or not any(name == "data.pkl" or name.startswith("data/") for name in names):
-            raise UnsupportedError(
-                f"{path} must be a file of torch.save; it is another archive.",
-                got=", ".join(map(ascii, listed))[:300],
-                hint="of a program of torch.jit, in Python: torch.jit.load(path).state_dict().",
-            )
+        found = archive_format(listed)
+        if found is not TORCH:
+            raise refusal(path, found, b"PK")
     try:
         # Files of torch before 1.6 cannot be mapped.
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
@@ -102,10 +100,10 @@ class _Builder:
         """Make a tree of a dict."""
         if not all(type(key) is str and key for key in found):
             found = {"value": found}
-        keys = list(found)
-        split = [tuple(key.split(".")) for key in keys]
+        is_nested = nests(list(found))
         level: dict[str, Any] = {}
-        for path, value in zip(split if nests(split) else [(key,) for key in keys], found.values(), strict=True):
+        for name, value in found.items():
+            path = name.split(".") if is_nested else [name]
             inner = level
             for key in path[:-1]:
                 inner = inner.setdefault(key, _Level())

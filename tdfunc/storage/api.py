@@ -13,7 +13,7 @@ from tdfunc.storage.disk.ranks import find_sharded
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.memmap.read import load_memmap
-from tdfunc.storage.safetensors.contents import is_memmap, open_contents
+from tdfunc.storage.safetensors.contents import is_memmap, open_contents, warn_unlisted
 from tdfunc.storage.safetensors.ranks import save_by_ranks
 from tdfunc.storage.safetensors.save import check_target, save_outline
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
@@ -149,6 +149,7 @@ def load_choice(name: str, choice: Choice, *, verify: bool) -> Any:
             return narrow_tree(load_memmap(name, choice.device, classes=choice.classes), choice, name)
     contents = open_contents(name, files, verify=verify)
     try:
+        warn_unlisted(contents)
         return read_tree(contents, choice, mapped=not (is_remote(name) and choice.where is not None))
     finally:
         contents.close()

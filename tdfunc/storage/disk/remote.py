@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from tdfunc.core.errors import UnsupportedError, damaged, error
+from tdfunc.core.memory import release_pages
 from tdfunc.storage.disk.commit import READ, locate
+from tdfunc.storage.disk.mapped import map_bytes
 
 _LOCAL = "file://"
 
@@ -89,6 +91,7 @@ class LocalBytes:
         self.fd: int = -1
         self.fd = os.open(path, READ)
         found = os.fstat(self.fd)
+        self.stat: os.stat_result = found
         self.size_bytes: int = found.st_size
         if not stat.S_ISREG(found.st_mode):
             self.close()
@@ -106,6 +109,11 @@ class LocalBytes:
         except OSError as err:
             raise OSError(err.errno, f"load: {err.strerror}", self.path) from err
 
+    # Any: an array of bytes.
+    def map(self) -> Any:
+        """Map the file copy-on-write."""
+        return map_bytes(self.fd, self.path, self.size_bytes, "c").numpy()
+
     def close(self) -> None:
         """Close the descriptor."""
         fd, self.fd = self.fd, -1
@@ -119,6 +127,39 @@ class LocalBytes:
         if self.fd != -1:
             self.close()
             warnings.warn(f"unclosed checkpoint {self.path}", ResourceWarning, source=self, stacklevel=1)
+
+
+class MappedBytes:
+    """A file of this machine that is mapped in place of kept open: a process may have few descriptors and many maps.
+
+    Args:
+        file: The open file, which is closed.
+    """
+
+    def __init__(self, file: LocalBytes) -> None:
+        self.path: str = file.path
+        self.stat: os.stat_result = file.stat
+        self.size_bytes: int = file.size_bytes
+        # Any: an array of bytes; None once it is closed.
+        self._mapped: Any = file.map()
+        file.close()
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Copy a part, and give its pages back: else they would count as memory of this process."""
+        count = max(0, min(len(view), self.size_bytes - offset))
+        part = self._mapped[offset : offset + count]
+        view[:count] = part.data
+        release_pages(part.ctypes.data, count)
+        return count
+
+    # Any: an array of bytes.
+    def map(self) -> Any:
+        """Return the mapped bytes, which the caller may write to: nothing else may read them from then on."""
+        return self._mapped
+
+    def close(self) -> None:
+        """Give the map up; views of it keep it."""
+        self._mapped = None
 
 
 class LocalFiles:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from operator import index
@@ -23,8 +22,6 @@ from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.safetensors.write import SHARD, write_into
 from tdfunc.storage.tree.specs import parse_json
 
-# With more digits a name is longer than a file system takes.
-_NAME = re.compile(r"step-([0-9]{10,250})")
 ABOUT_FILE = "checkpoint.json"
 _VERSION = 1
 _START = f'{{"digest":"{ALGORITHM}:'
@@ -70,7 +67,7 @@ def list_steps(folder: str) -> list[int]:
     aside: list[str] = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            match = _NAME.fullmatch(entry.name)
+            match = commit.STEP_NAME.fullmatch(entry.name)
             if match is not None and step_name(int(match[1])) == entry.name and entry.is_dir(follow_symlinks=False):
                 if any(os.path.lexists(os.path.join(entry.path, name)) for name in (ABOUT_FILE, SINGLE, INDEX)):
                     found.append(int(match[1]))
