@@ -100,9 +100,9 @@ def _verify_one(path: str) -> Verdict:
         checksums = source.checksums
         tick = stack.enter_context(progress("verify", size))
         if source.format == "torch":
-            if zipfile.is_zipfile(path):
-                checksums, found = "crc32", damaged_entry(path)
-                damage += [] if found is None else [found]
+            if all([zipfile.is_zipfile(file) for file in source.files]):
+                checksums = "crc32"
+                damage += [found for file in source.files if (found := damaged_entry(file)) is not None]
             return Verdict(path, len(leaves), size, checksums, damage)
         second = stack.enter_context(_SecondReader())
         for one in leaves:
