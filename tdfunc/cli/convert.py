@@ -203,7 +203,7 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
     leaves = stored_leaves(tree)
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
-    left_out = [f"{dotted(at)}: {one.text}" for at, one in source.left_out.items() if not one.is_tensor]
+    left_out = [f"{dotted(at)}: {one.text}" for at, one in source.left_out.items()]
     for text in listed([*source.altered, *left_out]):
         note(f"not kept: {safe(text)}")
     if target.format == "torch":

@@ -37,11 +37,11 @@ from tdfunc.storage.manager.steps import (
 )
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, open_leaf, opened
-from tdfunc.storage.safetensors.blocks import Blocks
+from tdfunc.storage.safetensors.blocks import BlockDigests, Blocks
 from tdfunc.storage.safetensors.contents import Leaf, is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
-from tdfunc.storage.safetensors.read import as_view, check_bytes, fill, read_bytes
+from tdfunc.storage.safetensors.read import as_view, fill
 from tdfunc.storage.safetensors.read import naming as naming_errors
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 from tdfunc.storage.tree.objects import OBJECT, PlainObject
@@ -64,17 +64,18 @@ class FileLeaf(NamedTuple):
         return None if isinstance(self.leaf.digest, Blocks) else self.leaf.digest
 
     def read(self, count: int) -> Iterator[Tensor]:
-        """Yield the values; compare the checksum after them, and the checksums of blocks before them."""
-        (source, begin, spec, name, *_, digest), state = self.leaf, xxhash.xxh3_64()
-        if isinstance(digest, Blocks):
-            check_bytes(name, memoryview(read_bytes(source.data, begin, spec.size_bytes)), digest)
+        """Yield the values, and compare the checksums after them."""
+        source, begin, spec, name, *_, digest = self.leaf
+        state = BlockDigests(name, digest) if isinstance(digest, Blocks) else xxhash.xxh3_64()
         for at in range(0, spec.size.numel(), count):
             part = torch.empty(min(count, spec.size.numel() - at), dtype=spec.dtype)
             view = as_view(part)
             fill(source.data, view, begin + at * spec.dtype.itemsize)
             state.update(view)
             yield part
-        if isinstance(digest, str):
+        if isinstance(state, BlockDigests):
+            state.check()
+        elif isinstance(digest, str):
             check_digest(f"leaf {name}", digest, state.hexdigest())
 
 

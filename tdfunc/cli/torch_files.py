@@ -93,10 +93,12 @@ def read_torch(path: str) -> TorchTree:
     cannot contain is left out by name; in a list, None is in its place.
     """
     if os.path.basename(path) == TORCH_INDEX:
-        files, loaded = _load_shards(path)
+        files, loaded, unlisted = _load_shards(path)
     else:
-        files, loaded = [path], _load(path)
+        files, loaded, unlisted = [path], _load(path), []
     builder = _Builder(path)
+    for name in unlisted:
+        builder.left_out[tuple(name.split("."))] = LeftOut("an entry that the index does not name", is_tensor=True)
     tree = builder.tree(loaded if isinstance(loaded, Mapping) else {"value": loaded}, ())
     if builder.left_out and not builder.leaves:
         # With nothing else to show, the first of them is the trouble.
@@ -112,8 +114,8 @@ def _load(path: str) -> Any:
     return load_pickled(path, is_archive=is_archive)
 
 
-def _load_shards(path: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the files that an index names, and the entries that it lists."""
+def _load_shards(path: str) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return the files that an index names, the entries that it lists, and the names of the others in the files."""
     with open(path, "rb") as file:
         raw = file.read()
     with parsing(path):
@@ -126,7 +128,8 @@ def _load_shards(path: str) -> tuple[list[str], dict[str, Any]]:
     lacking = [key for key, home in homes.items() if not isinstance(found[home], Mapping) or key not in found[home]]
     if lacking:
         raise damaged(f"load {path}: the index does not fit its files.", got=f"missing: {', '.join(lacking[:5])}")
-    return files, {key: found[home][key] for key, home in homes.items()}
+    unlisted = [str(key) for entries in found.values() for key in entries if key not in homes]
+    return files, {key: found[home][key] for key, home in homes.items()}, unlisted
 
 
 class _Builder:

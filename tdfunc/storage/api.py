@@ -141,8 +141,8 @@ def load(
     return load_choice(find(path), Choice(where, like, dtype, place, classes), verify=verify)
 
 
-def load_choice(name: str, choice: Choice, *, verify: bool) -> Any:
-    """Load the chosen part of a file, shards or a memmap folder."""
+def load_choice(name: str, choice: Choice, *, verify: bool, mapped: bool = True) -> Any:
+    """Load the chosen part of a file, shards or a memmap folder; leaves that are not `mapped` are read at once."""
     files = RemoteFiles(name, fetch=choice.where is None) if is_remote(name) else LocalFiles()
     if is_memmap(name, files):
         with outside_transforms():
@@ -150,6 +150,6 @@ def load_choice(name: str, choice: Choice, *, verify: bool) -> Any:
     contents = open_contents(name, files, verify=verify)
     try:
         warn_unlisted(contents)
-        return read_tree(contents, choice, mapped=not (is_remote(name) and choice.where is not None))
+        return read_tree(contents, choice, mapped=mapped and not (is_remote(name) and choice.where is not None))
     finally:
         contents.close()

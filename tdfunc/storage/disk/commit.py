@@ -406,10 +406,10 @@ def _start(path: str) -> str:
     return f"{_PREFIX}{xxhash.xxh3_64_hexdigest(os.fsencode(os.path.basename(path)))}-"
 
 
-def is_at(fd: int, path: str) -> bool:
-    """Return whether a descriptor and a name belong to one file or folder."""
+def is_at(fd: int, path: str, *, follow: bool = False) -> bool:
+    """Return whether a descriptor and a name belong to one file or folder; the name may be a link with `follow`."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=follow))
     except FileNotFoundError:
         return False
 
