@@ -101,11 +101,13 @@ def chosen_part(source: Source, part: Part) -> TensorCollection:
         UnsupportedError: The part has a tensor that cannot be read.
     """
     _check_left_out(source, part)
-    where = make_filter(*part)
+    stored = stored_leaves(source.tree)
+    # A pattern may exclude only what is left out anyway.
+    exclude = [glob for glob in part.exclude if not _is_left_out(source, glob) or _matching(stored, Filter(glob))]
+    where = make_filter(part.include, exclude)
     if where is None:
         return source.tree
     values = plain_values(source.tree)
-    stored = stored_leaves(source.tree)
     inside = [one for one in stored if any([one.path[:i] in values for i in range(1, len(one.path))])]
     parts = {id(one) for one in inside}
     leaves = [one for one in stored if not one.is_value and id(one) not in parts]
@@ -140,6 +142,10 @@ def _check_left_out(source: Source, part: Part) -> None:
                 got=safe(one.text),
                 hint=f"--exclude {shlex.quote(name)} leaves it out (extract).",
             )
+
+
+def _is_left_out(source: Source, glob: str) -> bool:
+    return any([_matches(glob, at) for at in source.left_out])
 
 
 def _matches(glob: str, at: Path) -> bool:

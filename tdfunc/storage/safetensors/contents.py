@@ -278,13 +278,13 @@ class Contents:
         known: Sequence[str | None] = [None] * len(entries)
         if header.entries is None and self.verify:
             known = split_digests(header.metadata["tdfunc.leaves"], len(entries))
-        found = {entry.name: (entry, digest) for entry, digest in zip(entries, known, strict=True)}
+        found = {quote(entry.name): (entry, digest) for entry, digest in zip(entries, known, strict=True)}
         for i, name, spec in zip(mine, names, specs, strict=True):
-            entry, digests[i] = found.pop(json.loads(name), (None, None))
+            entry, digests[i] = found.pop(name, (None, None))
             begins[i] = source.begin + _same(entry, name, spec).begin
         # An index of another program may name a part of the leaves.
         if found and (self.is_ours or self.homes is None):
-            raise damaged("the file has leaves that its tree does not have.", got=", ".join(map(repr, list(found)[:5])))
+            raise damaged("the file has leaves that its tree does not have.", got=", ".join(list(found)[:5]))
 
     # -- one path ---------------------------------------------------------------------------------------------
 
