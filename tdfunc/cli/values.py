@@ -28,7 +28,7 @@ class _Elsewhere:
 
 
 def read_object(node: PlainObject) -> Any:
-    """Return the plain object of a node; in place of its tensors, arrays and trees stand their kinds."""
+    """Return the plain object of a node, with a text in place of each tensor, array and tree."""
     own = node._static.own if node._static is not None else None
     parts: dict[str, NonTensorData] = {}
     for key, part in node._data.items():
@@ -72,7 +72,7 @@ def differing(a: Any, b: Any, at: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
 
 
 def differing_values(a: NonTensorBase | None, b: NonTensorBase | None) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield the places where non-tensor data of two checkpoints differ; those of a batch as a whole."""
+    """Yield the places where non-tensor data of two checkpoints differ; a batch is compared as a whole."""
     x, y = described(a), described(b)
     has_batch = any([side is not None and bool(side.shape) for side in (a, b)])
     if not has_batch:

@@ -40,7 +40,7 @@ def save(
     checksum. Strides are not kept: every leaf is written in row-major order.
 
     Besides tensors, a tree may contain None, bools, numbers, strings, and lists, tuples and dicts of these and of
-    tensors and trees. The `state_dict()` of a torch optimizer is an example.
+    tensors, trees, and numpy's arrays and numbers. The `state_dict()` of a torch optimizer is an example.
 
     All ranks of the default process group save a tree with DTensors together: all of them call this with the same path.
     If the mesh has one dimension and only some of the ranks, these ranks call it. Each rank writes its own parts into
@@ -106,6 +106,9 @@ def load(
     - `model.safetensors.index.json`: shards.
     - `meta.json`: a memmap folder.
     - `adapter_model.safetensors`: an adapter under PEFT's names. `tdfunc.lora.load` reads it as adapters of a base.
+    - the only variant, such as `model.fp16.safetensors` or `model.safetensors.index.fp16.json`.
+
+    If the index of another program does not name all leaves of its files, a warning names the others.
 
     Args:
         path: The file or folder; with fsspec also a URL, whose files are fetched first.

@@ -1,4 +1,4 @@
-"""The formats of other programs, by their first bytes: a file that is no checkpoint is named as what it is."""
+"""The formats of other programs, by their first bytes: an error names the format of any other file."""
 
 import re
 from collections.abc import Iterable

@@ -70,7 +70,8 @@ class CheckpointManager(WaitMethods):
     Args:
         folder: The folder of the steps, which the first save creates. A change of the current folder does not move it.
         keep_last: The number of highest steps to keep; the last saved step is always kept. Without it and without
-            `keep_best`, all steps are kept.
+            `keep_best`, all steps are kept. After a return to an earlier step, the steps above it are not counted, and
+            stay until `delete`.
         keep_best: The number of steps that are also kept, by `metric`. Of equal steps, the later is better.
         metric: The entry of the metadata by which steps are compared. A step without it, or with None, is never best.
         mode: `"min"` if the lowest value is best, `"max"` if the highest value is best.
@@ -166,6 +167,9 @@ class CheckpointManager(WaitMethods):
             OSError: Writing failed; the other steps are unchanged. An error in the removal of old steps is a
                 `RuntimeWarning`.
             Exception: An earlier save in the background failed with this error. Nothing was submitted.
+
+        Warns:
+            RuntimeWarning: The step is below a step that was there when the run began or went back to a step.
         """
         number = as_step(step, "save")
         described: dict[str, Any] = {}

@@ -82,7 +82,7 @@ class Blocks(NamedTuple):
 class BlockDigests:
     """The digests of the blocks of one leaf whose elements come in pieces, in the order of the file.
 
-    A block's own elements come in the order of its rows too, so each has a digest that grows with every piece.
+    The elements of a block also come in the order of its rows, so each block has a digest that grows with every piece.
     """
 
     def __init__(self, name: str, recorded: Blocks) -> None:

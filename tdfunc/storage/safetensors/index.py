@@ -46,13 +46,13 @@ class Index(NamedTuple):
 
 
 def is_index(path: str) -> bool:
-    """Return whether a name is that of an index of shards, also of a variant or of shards of torch.save."""
+    """Return whether a name belongs to an index of shards, also of a variant or of shards of torch.save."""
     name = re.split(r"[/\\]" if os.sep == "\\" else "/", path)[-1]
     return _INDEX_NAME.fullmatch(name) is not None or name == TORCH_INDEX
 
 
 def is_variant(name: str) -> bool:
-    """Return whether a name is that of a model's variant: `model.fp16.safetensors` or the index of one."""
+    """Return whether a name belongs to a model's variant: `model.fp16.safetensors` or the index of one."""
     return _VARIANT_NAME.fullmatch(name) is not None and _SHARD_NUMBER.search(name) is None
 
 

@@ -1,6 +1,6 @@
 """The leaves in a header of another program, and the tree that their names imply.
 
-The rules are those of the safetensors package, which reads a header with serde: unknown fields are ignored, and a lone
+The rules of the safetensors package apply, which reads a header with serde: unknown fields are ignored, and a lone
 surrogate or a number out of range is refused wherever it is. Here three more things are refused. Of a key that is there
 twice, readers use different ones, and the format forbids it. A list of fields, or an object for a dtype, is what serde
 takes for them, and not the format. The strides of some leaves without elements do not fit in 64 bits.
