@@ -153,6 +153,8 @@ def load_choice(name: str, choice: Choice, *, verify: bool, mapped: bool = True)
     contents = open_contents(name, files, verify=verify)
     try:
         warn_unlisted(contents)
+        if isinstance(choice.where, str) and choice.like is None:
+            contents.narrow(choice.where)
         return read_tree(contents, choice, mapped=mapped and not (is_remote(name) and choice.where is not None))
     finally:
         contents.close()

@@ -351,6 +351,35 @@ def test_one_leaf_builds_no_tree(count, tmp_path, monkeypatch):
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("count", [100, 400])
+def test_a_glob_describes_what_it_chooses(count, tmp_path, monkeypatch):
+    """A load of one leaf of another program's file describes one leaf."""
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({f"layers.{i}.weight": torch.ones(3) for i in range(count)}, path)
+    described = []
+    plain = contents_file.describe
+    monkeypatch.setattr(
+        contents_file, "describe", lambda entries, **options: described.extend(entries) or plain(entries, **options)
+    )
+
+    assert flat_values(tdfunc.load(path, where="layers.7.weight")) == {"layers.7.weight": [1.0] * 3}
+    assert len(described) == 1
+
+
+@pytest.mark.parametrize("glob", ["a.b", "*b", "c*", "*", "*.b"])
+@pytest.mark.parametrize("names", [["a.b", "c", "d.b.x"], ["a", "a.b", "c.b"]], ids=["nested", "flat"])
+def test_a_glob_chooses_as_partition_does(names, glob, tmp_path):
+    """A load of a part is the part of the load of everything."""
+    tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(names)}
+    safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
+
+    found = tdfunc.load(tmp_path / "m.safetensors", where=glob)
+
+    expected = tdfunc.partition(tdfunc.load(tmp_path / "m.safetensors"), glob)[0]
+    assert found.paths() == expected.paths()
+    assert flat_values(found) == flat_values(expected)
+
+
 @pytest.mark.parametrize("names", [["a.b", "c"], ["a", "a.b"], ["a..b", "c"]], ids=["nested", "flat", "empty keys"])
 def test_one_leaf_is_at_the_path_of_the_tree(names, tmp_path):
     """A leaf read alone has the path that it has in the loaded tree, and no other."""

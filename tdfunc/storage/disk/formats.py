@@ -130,4 +130,4 @@ def _zip_names(raw: bytes) -> list[str]:
     for entry in _ZIP_ENTRY.finditer(raw):
         length = int.from_bytes(entry[1] or entry[2], "little")
         names.append(raw[entry.end() : entry.end() + length].decode("utf-8", "replace"))
-    return names
+    return [name for name in names if name]

@@ -1,8 +1,10 @@
 """An open checkpoint: one safetensors file or the shards of an index, the tree in it, and the place of each leaf."""
 
+import fnmatch
 import json
 import math
 import os
+import re
 import threading
 import warnings
 from collections.abc import Generator, Sequence
@@ -115,6 +117,9 @@ class Contents:
         self.closed: bool = False
         # The names of the leaves in the headers, as `plan` found them.
         self.names: list[str] = []
+        # The leaves that are described, if not all are, and True if some were left out.
+        self._glob: re.Pattern[str] | None = None
+        self._is_part = False
         self._keys: dict[int, dict[str, int]] = {}
         self._tables: dict[int, dict[str, tuple[int, str]]] = {}
 
@@ -181,23 +186,36 @@ class Contents:
         with parsing(self.path):
             return self._place_all()
 
+    def narrow(self, glob: str) -> None:
+        """Describe only the leaves of another program that a glob matches, if it matches any; before the first read."""
+        if not self.is_ours:
+            self._glob = re.compile(fnmatch.translate(glob))
+
     def _implied(self) -> dict[str, Any]:
-        entries = [entry for source in self.sources for entry in self._entries(source).all()]
+        tables = [self._entries(source) for source in self.sources]
+        places = {quote(name): (table, i) for table in tables for i, name in enumerate(table.names)}
+        count = sum([len(table) for table in tables])
+        names = list(places)
         if self.homes is not None:
             # In the order of the index. The files may have further leaves.
-            found = {quote(entry.name): entry for entry in entries}
-            lacking = [name for name in self.homes if name not in found]
-            if lacking or len(found) != len(entries):
-                stray = [name for name in found if name not in self.homes] or ["a name in two files"]
+            lacking = [name for name in self.homes if name not in places]
+            if lacking or len(places) != count:
+                stray = [name for name in places if name not in self.homes] or ["a name in two files"]
                 raise damaged(
                     "the index does not fit its files.",
                     f"{len(self.homes)} leaves",
-                    f"{len(entries)} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
+                    f"{count} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
                 )
-            entries = [found[name] for name in self.homes]
-        if any([not entry.name for entry in entries]):
+            names = list(self.homes)
+        if '""' in names:
             raise UnsupportedError("a leaf must have a name.", hint="safetensors.torch.load_file reads the file.")
-        return describe(entries)
+        if self._glob is not None:
+            match = self._glob.match
+            wanted = [name for name in names if match(places[name][0].names[places[name][1]]) is not None]
+            # Without one, the filter reports what there is.
+            self._is_part = bool(wanted)
+            names = wanted or names
+        return describe([table.entry(i) for table, i in map(places.__getitem__, names)], is_nested=self._nests)
 
     def _entries(self, source: Source) -> Entries:
         found = source.header.entries
@@ -224,7 +242,7 @@ class Contents:
         homes = [0] * count
         if self.homes is not None:
             lacking = [name for name in self.names if name not in self.homes]
-            if lacking or len(self.homes) != count:
+            if lacking or (len(self.homes) != count and not self._is_part):
                 raise damaged(
                     "the index does not name the tree's leaves.",
                     f"{count} names",
@@ -273,6 +291,11 @@ class Contents:
                 return
             if self.verify:
                 raise damaged("the header's entries must fit its tree.", layout.entries[:200], header.rest[:200])
+        if not self.is_ours:
+            table = self._entries(source)
+            for i, name, spec in zip(mine, names, specs, strict=True):
+                begins[i] = source.begin + _same(table.find(json.loads(name)), name, spec).begin
+            return
         # Another program wrote the header, or the index; leaves are found by their names.
         entries = self._entries(source).all()
         known: Sequence[str | None] = [None] * len(entries)
@@ -282,8 +305,7 @@ class Contents:
         for i, name, spec in zip(mine, names, specs, strict=True):
             entry, digests[i] = found.pop(name, (None, None))
             begins[i] = source.begin + _same(entry, name, spec).begin
-        # An index of another program may name a part of the leaves.
-        if found and (self.is_ours or self.homes is None):
+        if found:
             raise damaged("the file has leaves that its tree does not have.", got=", ".join(list(found)[:5]))
 
     # -- one path ---------------------------------------------------------------------------------------------

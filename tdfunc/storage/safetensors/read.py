@@ -70,7 +70,9 @@ def _no_header(path: str, data: Bytes, raw: bytes) -> CorruptCheckpointError | U
     limit = min(data.size_bytes - 8, MAX_HEADER_BYTES)
     expected = f"the length of a header, at most {limit}, in 8 bytes"
     hint = "give the path of a .safetensors file; if this was one, restore it from a copy."
-    if length <= MAX_HEADER_BYTES:
+    # A header begins with `{`; the first bytes of an archive or a pickle can also be a small number.
+    is_other = raw.startswith((b"PK", b"\x80")) and raw[8:9] != b"{"
+    if length <= MAX_HEADER_BYTES and not is_other:
         return damaged("the file is cut short.", expected, f"the length {length}", hint=hint)
     begin = max(0, data.size_bytes - TAIL_BYTES)
     found = find_format(raw, read_bytes(data, begin, data.size_bytes - begin))

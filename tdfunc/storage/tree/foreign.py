@@ -252,10 +252,10 @@ def nests(names: Sequence[str]) -> bool:
     return True
 
 
-def describe(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Return the description of the tree that names imply, as `encode.outline` writes it."""
+def describe(entries: Sequence[Entry], *, is_nested: bool) -> dict[str, Any]:
+    """Return the description of the tree of dotted names, or of flat ones, as `encode.outline` writes it."""
     names = [entry.name for entry in entries]
-    paths: list[Path] = [tuple(name.split(".")) for name in names] if nests(names) else [(name,) for name in names]
+    paths: list[Path] = [tuple(name.split(".")) if is_nested else (name,) for name in names]
     specs: dict[tuple[str, tuple[int, ...]], int] = {}
     # A node's keys in the order in which they first come; nodes are numbered below, each after its parent.
     trees: dict[Path, dict[str, Any]] = {(): {}}
