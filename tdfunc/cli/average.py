@@ -1,5 +1,6 @@
 """`average`: the weighted mean of checkpoints, leaf by leaf."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
 from tdfunc.cli.numbers import FINITE, Difference, average, cast, has_values, not_finite
-from tdfunc.cli.output import progress, safe, shown
+from tdfunc.cli.output import listed, progress, safe, shown
 from tdfunc.cli.scales import check_equal_codes, kept_leaves
-from tdfunc.cli.sources import Source, Stored, described, open_source, plain_values, stored_leaves
+from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
 from tdfunc.cli.ties import share_ties
+from tdfunc.cli.values import differing_values, texts_apart
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.types import Path
@@ -102,12 +104,12 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
             hint += (
                 " In Python, tree.untie(path) of the tied checkpoint, saved anew, makes its leaves those of the others."
             )
-        raise LeafMismatchError("\n    ".join([what, *lines]), hint=hint)
+        raise LeafMismatchError("\n    ".join([what, *listed(lines)]), hint=hint)
 
 
 def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollection], rows: Rows) -> None:
     """Raise unless values without a mean (integers, bools, non-tensor data) are the same in all checkpoints."""
-    lines: list[str] = []
+    found: list[tuple[Path, str]] = []
     for source, row in zip(sources[1:], rows[1:], strict=True):
         for key, one in rows[0].items():
             if not _has_mean(one):
@@ -115,23 +117,42 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
                 for x, y in zip(sources[0].pieces(one.leaf), source.pieces(row[key].leaf), strict=True):
                     unequal.add(x, y)
                 if unequal.differing:
-                    lines.append(f"{shown(key[0])} ({one.spec}) in {safe(source.path)}")
-    lines += unequal_values(sources, trees)
-    if lines:
-        raise LeafMismatchError(
-            "\n    ".join(["average: integers, bools and non-tensor data must be equal; these differ:", *lines]),
-            hint=f"--filter 'params.*' averages that part; --unequal first takes them from {safe(sources[0].path)}.",
-        )
+                    found.append((key[0], f"{shown(key[0])} ({one.spec}) in {safe(source.path)}"))
+    found += _unequal_places(sources, trees)
+    if found:
+        what = f"average: integers, bools and non-tensor data must be equal; {count_text(len(found), 'difference')}:"
+        lines = listed([line for _, line in found])
+        hint = f"--unequal first takes them from {safe(sources[0].path)}."
+        if parts := _averaged_parts(rows[0], {path[0] for path, _ in found}):
+            hint = f"{parts} averages that part; {hint}"
+        raise LeafMismatchError("\n    ".join([what, *lines]), hint=hint)
+
+
+def _averaged_parts(row: dict[tuple[Path, ...], Stored], others: set[str]) -> str | None:
+    """Return the options that choose the top-level parts with a mean and without differences; None without such."""
+    # A glob would read these characters as something else.
+    keys = dict.fromkeys([one.path[0] for one in row.values() if _has_mean(one)])
+    names = [key for key in keys if key not in others and not set(key) & set("*?[]'")]
+    options: list[str] = []
+    for name in names:
+        is_leaf = any([one.path == (name,) for one in row.values()])
+        options.append(f"--filter {shlex.quote(name if is_leaf else f'{name}.*')}")
+    return " ".join(options) or None
 
 
 def unequal_values(sources: Sequence[Source], trees: Sequence[TensorCollection]) -> list[str]:
-    """Return a line for each non-tensor value that differs from the first checkpoint."""
-    lines: list[str] = []
+    """Return a line for each place in non-tensor data that differs from the first checkpoint."""
+    return [line for _, line in _unequal_places(sources, trees)]
+
+
+def _unequal_places(sources: Sequence[Source], trees: Sequence[TensorCollection]) -> list[tuple[Path, str]]:
+    found: list[tuple[Path, str]] = []
     first = plain_values(trees[0])
     for source, tree in zip(sources[1:], trees[1:], strict=True):
         other = plain_values(tree)
         for path in dict.fromkeys([*first, *other]):
-            a, b = [safe(repr(described(side.get(path)))) for side in (first, other)]
-            if a != b:
-                lines.append(f"{shown(path)} in {safe(source.path)}: {b[:80]} instead of {a[:80]}")
-    return lines
+            for place, a, b in differing_values(first.get(path), other.get(path)):
+                before, after = texts_apart(safe(repr(a)), safe(repr(b)))
+                where = f"{shown((*path, *place))} in {safe(source.path)}"
+                found.append((path, f"{where}: {after[:80]} instead of {before[:80]}"))
+    return found

@@ -1,6 +1,7 @@
 """`convert`, `extract` and `cast`: a checkpoint made of another, leaf by leaf."""
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tdfunc.cli.numbers import FINITE, cast, has_values, not_finite
-from tdfunc.cli.output import note, progress, safe
+from tdfunc.cli.output import listed, note, progress, safe
 from tdfunc.cli.scales import check_cast, decoded, kept_leaves, note_lost_scales, without_scales
 from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
 from tdfunc.cli.torch_files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
-from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.core.keys import dotted
-from tdfunc.core.types import Kind
+from tdfunc.core.errors import FilterError, UnsupportedError, error
+from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
+from tdfunc.core.types import Kind, Path
 from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.storage.disk.remote import is_remote, local_path
@@ -33,6 +34,8 @@ from tdfunc.storage.tree.specs import DTYPES
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 # The default of Hugging Face's tools.
 _SHARD_SIZE = "5GB"
+# For filters, which look at the path.
+_NO_LEAF = torch.empty(0, device="meta")
 Values = Callable[[Tensor], Iterable[Tensor]]
 
 
@@ -105,18 +108,67 @@ def find_dtype(name: str) -> torch.dtype:
 
 
 def chosen_part(source: Source, part: Part) -> TensorCollection:
-    """Return the part of a tree that globs choose."""
-    where = make_filter(*part)
+    """Return the part of a tree that globs choose.
+
+    As in `partition`, a pattern chooses leaves, and the rest has all else, also tensors that are non-tensor data. A
+    plain object is whole: patterns do not choose the tensors and trees in it, and a note names those that match.
+
+    Raises:
+        UnsupportedError: The part has a tensor that cannot be read.
+    """
+    _check_left_out(source, part)
+    stored = stored_leaves(source.tree)
+    # A pattern may exclude only what is left out anyway.
+    exclude = [glob for glob in part.exclude if not _is_left_out(source, glob) or _matching(stored, Filter(glob))]
+    where = make_filter(part.include, exclude)
     if where is None:
         return source.tree
-    # As in `partition`: a pattern chooses leaves, and the rest has all else, also tensors that are non-tensor data.
-    # A plain object is whole: the leaves of a tree in it are not chosen either.
     values = plain_values(source.tree)
-    inside = {one: any(one.path[:i] in values for i in range(1, len(one.path))) for one in stored_leaves(source.tree)}
-    chosen = choose([one for one in inside if not one.is_value and not inside[one]], where)
-    chosen += [one for one in inside if inside[one] and not part.include]
+    inside = [one for one in stored if any([one.path[:i] in values for i in range(1, len(one.path))])]
+    parts = {id(one) for one in inside}
+    leaves = [one for one in stored if not one.is_value and id(one) not in parts]
+    others = [one for one in stored if one.is_value or id(one) in parts]
+    missed = _matching(others, where) if part.include else []
+    if missed:
+        names = ", ".join([safe(one.name) for one in missed[:5]])
+        note(f"not chosen: {count_text(len(missed), 'tensor')} in plain objects, which stay whole: {names}")
+    chosen = choose(leaves, where)
+    chosen += [one for one in inside if not part.include]
     paths = {at for one in chosen for at in one.paths}
     return keep_leaves(source.tree, paths, nontensors=not part.include)
+
+
+def _matching(leaves: Sequence[Stored], where: FilterLike) -> list[Stored]:
+    """Return the leaves that a filter chooses, or none if a pattern of it matches none of them."""
+    try:
+        return choose(leaves, where)
+    except FilterError:
+        return []
+
+
+def _check_left_out(source: Source, part: Part) -> None:
+    """Raise if a chosen part has a tensor that cannot be read; other values are noted by `write`."""
+    for at, one in source.left_out.items():
+        is_included = not part.include or any([_matches(glob, at) for glob in part.include])
+        if one.is_tensor and is_included and not any([_matches(glob, at) for glob in part.exclude]):
+            name = dotted(at)
+            raise UnsupportedError(
+                f"{safe(source.path)}: {safe(name)!r} cannot be read.",
+                expected="a dense tensor, in a file of the checkpoint that names it",
+                got=safe(one.text),
+                hint=f"--exclude {shlex.quote(name)} leaves it out (extract).",
+            )
+
+
+def _is_left_out(source: Source, glob: str) -> bool:
+    return any([_matches(glob, at) for at in source.left_out])
+
+
+def _matches(glob: str, at: Path) -> bool:
+    try:
+        return Filter(glob).mask([Entry((at,), _NO_LEAF, None)])[0]
+    except FilterError:
+        return False
 
 
 def make_target(options: Target, source: Source) -> Target:
@@ -202,7 +254,8 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
     values = _noting(values, leaves, lost)
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
-    for text in source.altered:
+    left_out = [f"{dotted(at)}: {one.text}" for at, one in source.left_out.items()]
+    for text in listed([*source.altered, *left_out]):
         note(f"not kept: {safe(text)}")
     if target.format == "torch":
         skipped = {at for one in leaves if one.kind is Kind.NON_PERSISTENT for at in one.paths}

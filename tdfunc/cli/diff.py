@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from tdfunc.cli.numbers import Difference, Tolerance
 from tdfunc.cli.output import Table, print_json, print_table, progress, short, shown
 from tdfunc.cli.scales import note_codes
-from tdfunc.cli.sources import Source, Stored, choose, described, open_source, plain_values, stored_leaves
+from tdfunc.cli.sources import Source, Stored, choose, open_source, plain_values, stored_leaves
+from tdfunc.cli.values import described, differing, texts_apart
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Path
@@ -14,6 +15,8 @@ from tdfunc.ops.display.text import count_text
 
 EQUAL, DIFFERENT = 0, 1
 _MAX_PATHS = 3
+# In place of a leaf or value that one side does not have.
+_ABSENT = "-"
 
 
 class Found(NamedTuple):
@@ -65,7 +68,8 @@ def diff(
         # One row for all leaves that differ in the same way, such as Parameters and their mean.
         alike: dict[tuple[str, str, str], list[Path]] = {}
         for entry in found:
-            alike.setdefault((entry.what, short(str(entry.a)), short(str(entry.b))), []).append(entry.path)
+            a_text, b_text = texts_apart(str(entry.a), str(entry.b))
+            alike.setdefault((entry.what, short(a_text), short(b_text)), []).append(entry.path)
         rows = [(what, _shown_all(paths), a, b) for (what, a, b), paths in alike.items()]
         print_table(Table(("difference", "path", "A", "B"), rows))
     if values:
@@ -109,6 +113,7 @@ def _tree_facts(source: Source, with_metadata: bool, is_described: bool) -> Fact
     found: Facts = {}
     if with_metadata:
         found |= {("value", path): {"value": described(value)} for path, value in plain_values(source.tree).items()}
+        found |= {("value", path): {"value": value.text} for path, value in source.left_out.items()}
         found["tree", ()] = {f"metadata {key}": value for key, value in source.metadata.items()}
     stack: list[tuple[Path, TensorCollection]] = [((), source.tree)] if is_described else []
     while stack:
@@ -130,16 +135,20 @@ def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] 
     what, path = key
     if a is None or b is None:
         if what == "leaf":
-            specs = [f"{side['dtype']} {side['shape']}" if side is not None else "-" for side in (a, b)]
+            specs = [f"{side['dtype']} {side['shape']}" if side is not None else _ABSENT for side in (a, b)]
             yield Found("missing" if b is None else "added", path, *specs)
         elif what == "value":
-            yield Found("value", path, *[side["value"] if side is not None else "-" for side in (a, b)])
+            yield Found("value", path, *[side["value"] if side is not None else _ABSENT for side in (a, b)])
         # The leaves of other trees are reported already.
         elif not (a or b or {})["keys"]:
             yield Found("empty tree", path, *["there" if side is not None else "-" for side in (a, b)])
         return
     for name in dict.fromkeys([*a, *b]):
         x, y = a.get(name), b.get(name)
+        if what == "value":
+            for place, own, other in differing(x, y):
+                yield Found("value", (*path, *place), own, other)
+            continue
         if name == "keys" and x != y and sorted(a["keys"]) == sorted(b["keys"]):
             yield Found("order of keys", path, x, y)
         elif name != "keys" and repr(x) != repr(y):

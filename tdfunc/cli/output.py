@@ -18,7 +18,8 @@ from tdfunc.core.types import Path
 from tdfunc.ops.display.text import printable
 
 _NO_LIMIT = 1 << 30
-_MAX_CELL = 60
+MAX_CELL = 60
+_MAX_LINES = 10
 # The width for a pipe, whose columns are never cut.
 _WIDE = 100_000
 
@@ -44,12 +45,18 @@ def safe(text: str) -> str:
 
 def short(text: str) -> str:
     """Return the beginning of a text, safe to print."""
-    return safe(text if len(text) <= _MAX_CELL else f"{text[:_MAX_CELL]}...")
+    return safe(text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]}...")
 
 
 def shown(path: Path) -> str:
     """Return a path with dots, safe to print."""
     return safe(".".join(path)) if path else "(the root)"
+
+
+def listed(lines: Sequence[str]) -> list[str]:
+    """Return the first lines of a list for a message, and the number of the others."""
+    more = len(lines) - _MAX_LINES
+    return [*lines[:_MAX_LINES], f"and {more} more"] if more > 0 else list(lines)
 
 
 def print_table(table: Table) -> None:

@@ -6,9 +6,10 @@ from contextlib import suppress
 from typing import Any
 
 from tdfunc.cli.numbers import Stats, has_values
-from tdfunc.cli.output import Table, print_json, print_table, print_tree, progress, safe, short, shown
+from tdfunc.cli.output import Table, listed, print_json, print_table, print_tree, progress, safe, short, shown
 from tdfunc.cli.scales import note_codes, quantized
-from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain, plain_values, stored_leaves
+from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
+from tdfunc.cli.values import plain
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
@@ -69,7 +70,11 @@ def show(
             size += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
         elements = count_text(sum(one.leaf.numel() for one in leaves), "element")
         more = [count_text(len(values), "non-tensor value")] if values else []
+        if source.left_out:
+            more.append(f"{len(source.left_out)} left out")
         print(", ".join([count_text(len(leaves), "leaf"), elements, size, *more]))
+        for line in listed([f"left out: {shown(at)}: {short(one.text)}" for at, one in source.left_out.items()]):
+            print(line)
 
 
 def _print_title(source: Source) -> None:
@@ -170,6 +175,7 @@ def _document(
             }
             for path, value in values.items()
         ],
+        "left_out": [{"path": path, "name": dotted(path), "what": one.text} for path, one in source.left_out.items()],
         "elements": sum(one.leaf.numel() for one in leaves),
         "bytes": sum(one.size_bytes for one in leaves),
     }

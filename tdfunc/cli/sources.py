@@ -3,9 +3,10 @@
 Only files of torch.save are mapped, and nothing is read twice, so the memory of a command does not grow with the file.
 """
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc.cli.torch_files import TorchLeaf, is_torch_file, read_torch
+from tdfunc.cli.torch_files import LeftOut, TorchLeaf, find_torch, read_torch
+from tdfunc.cli.values import read_object
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
@@ -35,11 +37,11 @@ from tdfunc.storage.manager.steps import (
 )
 from tdfunc.storage.memmap.layout import META
 from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, open_leaf, opened
-from tdfunc.storage.safetensors.blocks import Blocks
+from tdfunc.storage.safetensors.blocks import BlockDigests, Blocks
 from tdfunc.storage.safetensors.contents import Leaf, is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
-from tdfunc.storage.safetensors.read import as_view, check_bytes, fill, read_bytes
+from tdfunc.storage.safetensors.read import as_view, fill
 from tdfunc.storage.safetensors.read import naming as naming_errors
 from tdfunc.storage.safetensors.select import Choice, outline_tree
 from tdfunc.storage.tree.objects import OBJECT, PlainObject
@@ -62,17 +64,18 @@ class FileLeaf(NamedTuple):
         return None if isinstance(self.leaf.digest, Blocks) else self.leaf.digest
 
     def read(self, count: int) -> Iterator[Tensor]:
-        """Yield the values; compare the checksum after them, and the checksums of blocks before them."""
-        (source, begin, spec, name, *_, digest), state = self.leaf, xxhash.xxh3_64()
-        if isinstance(digest, Blocks):
-            check_bytes(name, memoryview(read_bytes(source.data, begin, spec.size_bytes)), digest)
+        """Yield the values, and compare the checksums after them."""
+        source, begin, spec, name, *_, digest = self.leaf
+        state = BlockDigests(name, digest) if isinstance(digest, Blocks) else xxhash.xxh3_64()
         for at in range(0, spec.size.numel(), count):
             part = torch.empty(min(count, spec.size.numel() - at), dtype=spec.dtype)
             view = as_view(part)
             fill(source.data, view, begin + at * spec.dtype.itemsize)
             state.update(view)
             yield part
-        if isinstance(digest, str):
+        if isinstance(state, BlockDigests):
+            state.check()
+        elif isinstance(digest, str):
             check_digest(f"leaf {name}", digest, state.hexdigest())
 
 
@@ -121,6 +124,8 @@ class Source:
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     # Facts of the file that a tree cannot hold.
     altered: Sequence[str] = ()
+    # Values that a tree cannot contain, and leaves that an index does not name.
+    left_out: Mapping[Path, LeftOut] = field(default_factory=dict[Path, LeftOut])
     # In a folder of steps: the opened step, and all steps.
     step: int | None = None
     steps: Sequence[int] = ()
@@ -173,9 +178,8 @@ def open_source(path: str) -> Source:
 def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
         raise UnsupportedError(f"{name} must be a file or a folder.")
-    if is_torch_file(name):
-        tree, leaves, altered = read_torch(name)
-        return Source(name, "torch", tree, dict[int, Reader](leaves), [name], os.path.getsize(name), altered=altered)
+    if (torch_name := find_torch(name)) is not None:
+        return _open_torch(torch_name)
     step = step_of(name)
     metadata = read_about(name, step).metadata if step is not None else {}
     source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())
@@ -183,9 +187,22 @@ def _open_local(name: str) -> Source:
     return source
 
 
+def _open_torch(name: str) -> Source:
+    found = read_torch(name)
+    size_bytes = sum([os.path.getsize(file) for file in found.files])
+    readers = dict[int, Reader](found.leaves)
+    source = Source(name, "torch", found.tree, readers, found.files, size_bytes, altered=found.altered)
+    source.left_out = found.left_out
+    return source
+
+
 def step_of(folder: str) -> int | None:
     """Return the number of the step that a `CheckpointManager` saved as this folder; None for other folders."""
-    where, name = os.path.split(os.path.realpath(folder))
+    # The folder itself may be a link, with the name of the step.
+    where, name = os.path.split(folder.rstrip(os.sep))
+    if name in ("", ".", ".."):
+        where, name = os.path.split(os.path.realpath(folder))
+    where = os.path.realpath(where)
     if not os.path.isfile(os.path.join(folder, ABOUT_FILE)):
         return None
     own = os.path.join(where, name)
@@ -217,6 +234,9 @@ def _open_safetensors(name: str, files: Files) -> Source:
         is_described=contents.is_ours,
         resources=held,
     )
+    what = "a leaf that the index does not name"
+    names = [str(json.loads(name)) for name in contents.unlisted()]
+    source.left_out = {tuple(name.split(".")): LeftOut(what, is_tensor=True) for name in names}
     source.metadata = {
         key: text for key, text in contents.metadata.items() if not key.startswith("tdfunc") and (key, text) != _USUAL
     }
@@ -291,7 +311,7 @@ def _walk(tree: TensorCollection) -> Iterator[tuple[Path, TensorCollection, Any]
         items = [((*at, key), value) for key, value in node._data.items()]
         yield from ((path, node, value) for path, value in items if not isinstance(value, TensorCollection))
         objects = [(path, value) for path, value in items if isinstance(value, PlainObject)]
-        yield from ((path, node, NonTensorData(value._static and value._static.own)) for path, value in objects)
+        yield from ((path, node, NonTensorData(read_object(value))) for path, value in objects)
         stack += [(path, value) for path, value in reversed(items) if isinstance(value, TensorCollection)]
 
 
@@ -311,18 +331,6 @@ def plain_values(tree: TensorCollection) -> dict[Path, NonTensorBase]:
     """Return the non-tensor data that are not tensors."""
     found = {path: value for path, _, value in _walk(tree) if isinstance(value, NonTensorBase)}
     return {path: value for path, value in found.items() if not isinstance(getattr(value, "data", None), Tensor)}
-
-
-def plain(value: NonTensorBase) -> Any:
-    """Return non-tensor data as in JSON: one value for a batch of any size is there once."""
-    return value.data if isinstance(value, NonTensorData) else value.tolist()
-
-
-def described(value: NonTensorBase | None) -> Any:
-    """Return non-tensor data to compare and print: with its shape, because only that may differ."""
-    if value is None:
-        return "nothing"
-    return {"shape": list(value.shape), "value": plain(value)} if value.shape else plain(value)
 
 
 def make_filter(include: Sequence[str], exclude: Sequence[str]) -> "FilterLike | None":

@@ -1,7 +1,6 @@
 """Files of torch.save: read by torch's restricted reader only, and written by torch.save."""
 
 import os
-import pickle
 import tempfile
 import zipfile
 from collections import Counter, OrderedDict
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
+from tdfunc.cli.torch_pickles import NumpyArray, Unknown, load_pickled
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import dotted
@@ -19,13 +19,19 @@ from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path
 from tdfunc.ops.edits.edit import restore_ties
 from tdfunc.storage.disk.commit import replace_file
+from tdfunc.storage.disk.formats import HEAD_BYTES, TAIL_BYTES, TORCH, find_format
 from tdfunc.storage.disk.raw import raw_bytes
-from tdfunc.storage.safetensors.contents import nests
-from tdfunc.storage.safetensors.header import is_torch
+from tdfunc.storage.memmap.layout import META
+from tdfunc.storage.safetensors.index import TORCH_INDEX, TORCH_NAMES, is_index
+from tdfunc.storage.safetensors.read import parsing
 from tdfunc.storage.tree.build import without_values
-from tdfunc.storage.tree.objects import is_json, pack
+from tdfunc.storage.tree.foreign import nests
+from tdfunc.storage.tree.objects import is_json, is_plain, is_plain_dtype, pack
+from tdfunc.storage.tree.specs import parse_json
 
 _EMPTY = Size(())
+# In place of a value that is left out.
+_OMITTED = object()
 _ALIGN = 64
 
 
@@ -41,50 +47,89 @@ class TorchLeaf(NamedTuple):
         yield from flat.split(count) if flat.numel() else ()
 
 
-def is_torch_file(path: str) -> bool:
-    """Return whether a file is one of torch.save (a zip archive or, of old versions, a pickle) by its first bytes."""
+class LeftOut(NamedTuple):
+    """A value of a file that a tree cannot contain."""
+
+    # The value, or its class.
+    text: str
+    is_tensor: bool
+
+
+class TorchTree(NamedTuple):
+    """The contents of files of torch.save."""
+
+    # On the meta device.
+    tree: TensorCollection
+    leaves: dict[int, TorchLeaf]
+    # Values that the tree contains in another form.
+    altered: list[str]
+    left_out: dict[Path, LeftOut]
+    files: list[str]
+
+
+def find_torch(path: str) -> str | None:
+    """Return the file or index of torch.save that a path stands for; None if it is another checkpoint."""
+    if os.path.isdir(path):
+        names = set(os.listdir(path))
+        has_others = any([name.endswith(".safetensors") or is_index(name) for name in names.difference(TORCH_NAMES)])
+        found = [os.path.join(path, name) for name in TORCH_NAMES if name in names]
+        return found[0] if found and not has_others and META not in names else None
     if not os.path.isfile(path):
-        return False
+        return None
+    if os.path.basename(path) == TORCH_INDEX:
+        return path
     with open(path, "rb") as file:
-        return is_torch(file.read(16))
+        head = file.read(HEAD_BYTES)
+        # The list of an archive is at its end.
+        file.seek(max(0, os.path.getsize(path) - TAIL_BYTES))
+        return path if find_format(head, file.read()) is TORCH else None
 
 
-def read_torch(path: str) -> tuple[TensorCollection, dict[int, TorchLeaf], list[str]]:
-    """Read a file of torch.save by the restricted reader.
-
-    Returns the tree on the meta device, the leaves, and the list of values that are altered.
+def read_torch(path: str) -> TorchTree:
+    """Read a file of torch.save, or the shards of an index of such files, by the restricted reader.
 
     Dicts of tensors by name become trees, and keys with dots nest if that is unambiguous. Everything else stays a plain
-    object, as in `save`: a dict with a list, a tuple or keys of another type is one plain object.
+    object, as in `save`: a dict with a list, a tuple or keys of another type is one plain object. A value that a tree
+    cannot contain is left out by name; in a list, None is in its place.
     """
-    is_archive = zipfile.is_zipfile(path)
-    if is_archive:
-        with zipfile.ZipFile(path) as archive:
-            listed = archive.namelist()
-        # All entries of torch.save are in one folder; a program of torch.jit has constants.
-        names = {name.partition("/")[2] for name in listed}
-        if "constants.pkl" in names or not any(name == "data.pkl" or name.startswith("data/") for name in names):
-            raise UnsupportedError(
-                f"{path} must be a file of torch.save; it is another archive.",
-                got=", ".join(map(ascii, listed))[:300],
-                hint="of a program of torch.jit, in Python: torch.jit.load(path).state_dict().",
-            )
-    try:
-        # Files of torch before 1.6 cannot be mapped.
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
-    except pickle.UnpicklingError as err:
-        raise UnsupportedError(
-            f"{path} must contain only tensors and plain data; other objects run code when they are read.",
-            got="".join([line.strip() for line in str(err).splitlines() if "nsupported" in line])[:300] or None,
-            hint="in a program that trusts the file, save its state dict anew.",
-        ) from err
-    # Damage raises errors of all kinds.
-    except Exception as err:
-        raise damaged(f"{path}: torch.load must read the file.", got=f"{type(err).__name__}: {err}"[:300]) from err
+    if os.path.basename(path) == TORCH_INDEX:
+        files, loaded, unlisted = _load_shards(path)
+    else:
+        files, loaded, unlisted = [path], _load(path), []
     builder = _Builder(path)
+    for name in unlisted:
+        builder.left_out[tuple(name.split("."))] = LeftOut("an entry that the index does not name", is_tensor=True)
     tree = builder.tree(loaded if isinstance(loaded, Mapping) else {"value": loaded}, ())
+    if builder.left_out and not builder.leaves:
+        # With nothing else to show, the first of them is the trouble.
+        at, value = next(iter(builder.left_out.items()))
+        what = f"{path}: a tree cannot contain the value at {dotted(at)!r}."
+        raise UnsupportedError(what, expected="tensors and plain data", got=value.text)
     ties = tuple(tuple(paths) for paths in builder.paths.values() if len(paths) > 1)
-    return restore_ties(tree, ties), builder.leaves, builder.altered
+    return TorchTree(restore_ties(tree, ties), builder.leaves, builder.altered, builder.left_out, files)
+
+
+def _load(path: str) -> Any:
+    is_archive = zipfile.is_zipfile(path)
+    return load_pickled(path, is_archive=is_archive)
+
+
+def _load_shards(path: str) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return the files that an index names, the entries that it lists, and the names of the others in the files."""
+    with open(path, "rb") as file:
+        raw = file.read()
+    with parsing(path):
+        homes: dict[str, str] = parse_json(raw)["weight_map"]
+        names = list(dict.fromkeys(homes.values()))
+        if any([name != os.path.basename(name) or name in ("", ".", "..") for name in names]):
+            raise damaged("the index must name files in its folder.", got=", ".join(map(repr, names[:5])))
+    files = [os.path.join(os.path.dirname(path), name) for name in names]
+    found = {name: _load(file) for name, file in zip(names, files, strict=True)}
+    lacking = [key for key, home in homes.items() if not isinstance(found[home], Mapping) or key not in found[home]]
+    if lacking:
+        raise damaged(f"load {path}: the index does not fit its files.", got=f"missing: {', '.join(lacking[:5])}")
+    unlisted = [str(key) for entries in found.values() for key in entries if key not in homes]
+    return files, {key: found[home][key] for key, home in homes.items()}, unlisted
 
 
 class _Builder:
@@ -95,17 +140,17 @@ class _Builder:
         self.leaves: dict[int, TorchLeaf] = {}
         self.known: dict[Any, Tensor] = {}
         self.paths: dict[Any, list[Path]] = {}
-        # The values that are altered.
         self.altered: list[str] = []
+        self.left_out: dict[Path, LeftOut] = {}
 
     def tree(self, found: Mapping[Any, Any], at: Path) -> TensorCollection:
         """Make a tree of a dict."""
         if not all(type(key) is str and key for key in found):
             found = {"value": found}
-        keys = list(found)
-        split = [tuple(key.split(".")) for key in keys]
+        is_nested = nests(list(found))
         level: dict[str, Any] = {}
-        for path, value in zip(split if nests(split) else [(key,) for key in keys], found.values(), strict=True):
+        for name, value in found.items():
+            path = name.split(".") if is_nested else [name]
             inner = level
             for key in path[:-1]:
                 inner = inner.setdefault(key, _Level())
@@ -113,7 +158,11 @@ class _Builder:
         return self._build(level, at)
 
     def _build(self, level: dict[str, Any], at: Path) -> TensorCollection:
-        nodes = {key: self._node(value, (*at, key)) for key, value in level.items()}
+        nodes: dict[str, Any] = {}
+        for key, value in level.items():
+            node = self._node(value, (*at, key))
+            if node is not _OMITTED:
+                nodes[key] = node
         return TensorCollection._open._make(nodes, _EMPTY)
 
     def _node(self, value: Any, at: Path) -> Any:
@@ -123,28 +172,44 @@ class _Builder:
             return self._leaf(value, at)
         if isinstance(value, Mapping) and _is_tree(value):
             return self.tree(value, at)
-        if is_json(value):
-            return NonTensorData(value, _EMPTY)
         plain = self._plain(value, at)
-        return pack(plain, _EMPTY, lambda place, what: self._refusal((*at, *filter(None, [place])), "plain data", what))
+        if plain is _OMITTED or is_json(plain):
+            return plain if plain is _OMITTED else NonTensorData(plain, _EMPTY)
+        node = pack(plain, _EMPTY, lambda place, what: self._refusal((*at, *filter(None, [place])), "plain data", what))
+        for part in node._data.values():
+            # The bytes of numpy's arrays.
+            if isinstance(part, NonTensorData) and isinstance(part.data, Tensor):
+                self.leaves.setdefault(id(part.data), TorchLeaf(part.data))
+        return node
 
     def _plain(self, value: Any, at: Path) -> Any:
         """Return a plain object without values in its tensors, and with Python's own classes."""
         if isinstance(value, Tensor):
             return self._leaf(value, at, in_object=True)
+        if isinstance(value, NumpyArray) and value.array is not None:
+            value = value.array
+        if isinstance(value, np.ndarray):
+            # Its bytes are a leaf, as those of a tensor are.
+            return value if is_plain_dtype(value.dtype) else self._omit(value, at)
         if not isinstance(value, list | tuple | Mapping):
-            return value
+            return value if is_plain(value) else self._omit(value, at)
         known = next(cls for cls in (OrderedDict, Counter, Mapping, list, tuple) if isinstance(value, cls))
         made: Any = known if known is not Mapping else dict
         if type(value) is not made:
             self.altered.append(f"{dotted(at)}: {type(value).__name__} becomes {made.__name__}")
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        parts = [(key, self._plain(item, (*at, str(key)))) for key, item in items]
-        return made(dict(parts) if isinstance(value, Mapping) else [part for _, part in parts])
+        if not isinstance(value, Mapping):
+            parts = [self._plain(item, (*at, str(i))) for i, item in enumerate(value)]
+            return made([None if part is _OMITTED else part for part in parts])
+        pairs: dict[Any, Any] = {}
+        for key, item in value.items():
+            part = self._plain(item, (*at, str(key))) if _is_key(key) else self._omit(key, (*at, str(key)))
+            if part is not _OMITTED:
+                pairs[key] = part
+        return made(pairs)
 
-    def _leaf(self, leaf: Tensor, at: Path, *, in_object: bool = False) -> Tensor:
-        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
-            raise self._refusal(at, "a dense tensor", f"{leaf.layout}, {leaf.dtype}, {leaf.device}")
+    def _leaf(self, leaf: Tensor, at: Path, *, in_object: bool = False) -> Any:
+        if not _is_dense(leaf):
+            return self._omit(leaf, at)
         memory = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
         # Empty tensors have no memory to share.
         mark = (in_object, *memory) if leaf.numel() else at
@@ -155,9 +220,33 @@ class _Builder:
             self.paths.setdefault(mark, []).append(at)
         return self.known[mark]
 
+    def _omit(self, value: Any, at: Path) -> Any:
+        """Leave a value out, and remember what it is."""
+        if isinstance(value, Tensor):
+            text = f"a tensor of {value.layout}, {value.dtype}, {value.device}, {list(value.shape)}"
+        elif isinstance(value, type):
+            text = f"the class or function {getattr(value, 'name', value.__name__)}"
+        else:
+            text = repr(value) if type(value).__module__ in ("builtins", "torch") else _name_of(value)
+        self.left_out[at] = LeftOut(text, isinstance(value, Tensor))
+        return _OMITTED
+
     def _refusal(self, at: Path, expected: str, got: str) -> UnsupportedError:
         what = f"{self.path}: a tree cannot contain the value at {dotted(at)!r}."
         return UnsupportedError(what, expected=expected, got=got)
+
+
+def _name_of(value: Any) -> str:
+    return value.name if isinstance(value, Unknown) else f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _is_dense(leaf: Tensor) -> bool:
+    return leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized or leaf.is_meta)
+
+
+def _is_key(key: Any) -> bool:
+    parts: Any = key if isinstance(key, tuple) else (key,)
+    return all([is_plain(part) for part in parts])
 
 
 class _Level(dict[str, Any]):
@@ -169,16 +258,18 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _is_tree(found: Mapping[Any, Any]) -> bool:
-    """Return whether a dict contains tensors by name, and besides them only such dicts and plain data."""
+    """Return whether a dict contains tensors by name, and besides them only such dicts and values without tensors."""
     if not found or not _has_tensors(found):
         return not found
-    texts = all(type(key) is str and key for key in found)
-    return texts and all(
-        _is_tree(part)
-        if isinstance(part, Mapping) and _has_tensors(part)
-        else isinstance(part, Tensor) or is_json(part)
-        for part in found.values()
-    )
+    if not all(type(key) is str and key for key in found):
+        return False
+    for part in found.values():
+        is_deeper = isinstance(part, Mapping) and _has_tensors(part)
+        if is_deeper and not _is_tree(part):
+            return False
+        if not is_deeper and isinstance(part, list | tuple | Mapping) and not is_json(part):
+            return False
+    return True
 
 
 def damaged_entry(path: str) -> str | None:

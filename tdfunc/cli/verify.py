@@ -15,7 +15,7 @@ from tdfunc.cli.sources import FileLeaf, Source, Stored, Tick, open_source, step
 from tdfunc.cli.torch_files import damaged_entry
 from tdfunc.core.errors import CorruptCheckpointError, damaged
 from tdfunc.ops.display.text import bytes_text, count_text
-from tdfunc.storage.disk.remote import LocalBytes, local_path
+from tdfunc.storage.disk.remote import LocalBytes, MappedBytes, local_path
 from tdfunc.storage.manager.steps import (
     StepRemovedError,
     StepReplacedError,
@@ -100,9 +100,9 @@ def _verify_one(path: str) -> Verdict:
         checksums = source.checksums
         tick = stack.enter_context(progress("verify", size))
         if source.format == "torch":
-            if zipfile.is_zipfile(path):
-                checksums, found = "crc32", damaged_entry(path)
-                damage += [] if found is None else [found]
+            if all([zipfile.is_zipfile(file) for file in source.files]):
+                checksums = "crc32"
+                damage += [found for file in source.files if (found := damaged_entry(file)) is not None]
             return Verdict(path, len(leaves), size, checksums, damage)
         second = stack.enter_context(_SecondReader())
         for one in leaves:
@@ -118,7 +118,7 @@ def _compare_readers(source: Source, one: Stored, second: "_SecondReader", tick:
     reader, state = source.readers[id(one.leaf)], xxhash.xxh3_64()
     for part in source.pieces(one.leaf, tick):
         state.update(as_view(part))
-    if isinstance(reader, FileLeaf) and isinstance(reader.leaf.source.data, LocalBytes):
+    if isinstance(reader, FileLeaf) and isinstance(reader.leaf.source.data, LocalBytes | MappedBytes):
         try:
             found = second.digest(reader.leaf.source.data, reader.leaf)
         except SafetensorError as err:
@@ -132,12 +132,12 @@ class _SecondReader(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._file: LocalBytes | None = None
+        self._file: LocalBytes | MappedBytes | None = None
         # Any: a class of the package's extension.
         self._handle: Any = None
         self._read_bytes = 0
 
-    def _open(self, file: LocalBytes, size_bytes: int) -> None:
+    def _open(self, file: LocalBytes | MappedBytes, size_bytes: int) -> None:
         self._read_bytes += size_bytes
         if self._file is not file or self._read_bytes > _MOST_BYTES:
             self.close()
@@ -145,12 +145,12 @@ class _SecondReader(ExitStack):
             self._handle = self.enter_context(safe_open(file.path, "pt"))
             self._file = file
 
-    def digest(self, file: LocalBytes, leaf: Leaf) -> bytes | None:
+    def digest(self, file: LocalBytes | MappedBytes, leaf: Leaf) -> bytes | None:
         """Return the digest of a leaf's bytes; None if the file was replaced since it was opened here."""
         name, state, at, size_bytes = json_loads(leaf.name), xxhash.xxh3_64(), 0, leaf.spec.size_bytes
         while True:
             self._open(file, min(size_bytes, _MOST_BYTES))
-            if not os.path.samestat(os.stat(file.path), os.fstat(file.fd)):
+            if not os.path.samestat(os.stat(file.path), file.stat):
                 return None
             part = self._handle.get_slice(name)
             rows = part.get_shape()[0] if size_bytes > _MOST_BYTES and part.get_shape() else 0

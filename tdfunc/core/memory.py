@@ -218,7 +218,7 @@ class Places:
 MIN_BYTES = 16 << 20
 _MAX_BYTES = 1 << 30
 _SAMPLES = 4
-_WILLNEED = 3
+_WILLNEED, _DONTNEED = 3, 4
 _libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _mincore: Any = getattr(_libc, "mincore", None)
 if _mincore is not None:
@@ -244,6 +244,13 @@ def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
     if span * count <= _MAX_BYTES:
         begins = start + index * step
         _advise(begins - begins % _PAGE, begins + span)
+
+
+def release_pages(begin: int, size_bytes: int) -> None:
+    """Have the system forget the pages of a part of a private mapping that nobody has written to; a read maps them."""
+    if _libc is not None and size_bytes:
+        first = begin - begin % _PAGE
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size_bytes - first), ctypes.c_int(_DONTNEED))
 
 
 def _is_resident(start: int, step: int, rows: list[int], count: int) -> bool:

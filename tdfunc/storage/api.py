@@ -13,7 +13,7 @@ from tdfunc.storage.disk.ranks import find_sharded
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.memmap.read import load_memmap
-from tdfunc.storage.safetensors.contents import is_memmap, open_contents
+from tdfunc.storage.safetensors.contents import is_memmap, open_contents, warn_unlisted
 from tdfunc.storage.safetensors.ranks import save_by_ranks
 from tdfunc.storage.safetensors.save import check_target, save_outline
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree
@@ -40,7 +40,7 @@ def save(
     checksum. Strides are not kept: every leaf is written in row-major order.
 
     Besides tensors, a tree may contain None, bools, numbers, strings, and lists, tuples and dicts of these and of
-    tensors and trees. The `state_dict()` of a torch optimizer is an example.
+    tensors, trees, and numpy's arrays and numbers. The `state_dict()` of a torch optimizer is an example.
 
     All ranks of the default process group save a tree with DTensors together: all of them call this with the same path.
     If the mesh has one dimension and only some of the ranks, these ranks call it. Each rank writes its own parts into
@@ -107,6 +107,9 @@ def load(
     - `model.safetensors.index.json`: shards.
     - `meta.json`: a memmap folder.
     - `adapter_model.safetensors`: an adapter under PEFT's names. `tdfunc.lora.load` reads it as adapters of a base.
+    - the only variant, such as `model.fp16.safetensors` or `model.safetensors.index.fp16.json`.
+
+    If the index of another program does not name all leaves of its files, a warning names the others.
 
     Args:
         path: The file or folder; with fsspec also a URL, whose files are fetched first.
@@ -147,14 +150,17 @@ def load(
     return load_choice(find(path), Choice(where, like, dtype, place, classes, dequantize), verify=verify)
 
 
-def load_choice(name: str, choice: Choice, *, verify: bool) -> Any:
-    """Load the chosen part of a file, shards or a memmap folder."""
+def load_choice(name: str, choice: Choice, *, verify: bool, mapped: bool = True) -> Any:
+    """Load the chosen part of a file, shards or a memmap folder; leaves that are not `mapped` are read at once."""
     files = RemoteFiles(name, fetch=choice.where is None) if is_remote(name) else LocalFiles()
     if is_memmap(name, files):
         with outside_transforms():
             return narrow_tree(load_memmap(name, choice.device, classes=choice.classes), choice, name)
     contents = open_contents(name, files, verify=verify)
     try:
-        return read_tree(contents, choice, mapped=not (is_remote(name) and choice.where is not None))
+        warn_unlisted(contents)
+        if isinstance(choice.where, str) and choice.like is None:
+            contents.narrow(choice.where)
+        return read_tree(contents, choice, mapped=mapped and not (is_remote(name) and choice.where is not None))
     finally:
         contents.close()

@@ -78,6 +78,11 @@ def read_object(own, parts):
     ((kind, content),) = own.items()
     if kind == "at":
         return parts[content]
+    if kind == "array":
+        key, *how = content
+        return np.frombuffer(parts[key].tobytes(), how[0]).reshape(how[1]) if how else parts[key]
+    if kind == "scalar":
+        return np.frombuffer(bytes.fromhex(content[1]), content[0])[0]
     if kind == "float":
         return float(content)
     if kind == "tuple":

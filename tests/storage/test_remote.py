@@ -1,6 +1,8 @@
 """Checkpoints on other machines, as fsspec's file system in memory stands for them."""
 
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -140,3 +142,64 @@ def test_without_fsspec(monkeypatch, tree):
 
     with pytest.raises(UnsupportedError, match=r"memory://x[\s\S]*need fsspec[\s\S]*tdfunc\[remote\]"):
         save(tree, "memory://x/t.safetensors")
+
+
+# -- servers of HTTP ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve():
+    """A function that serves bytes by HTTP, whole, as `python -m http.server` does, and gives the address."""
+    pytest.importorskip("aiohttp")
+    servers = []
+
+    def serve(raw):
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_HEAD(self):  # noqa: N802
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(raw)))
+                self.end_headers()
+
+            def do_GET(self):  # noqa: N802
+                self.do_HEAD()
+                self.wfile.write(raw)
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/x.safetensors"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def served(serve, tmp_path):
+    """A tree, and the address of its file."""
+    tree = TensorDict({"a": torch.randn(50, 40), "c": torch.arange(7)})
+    save(tree, tmp_path / "x.safetensors")
+    return tree, serve((tmp_path / "x.safetensors").read_bytes())
+
+
+def test_a_server_without_ranges_is_named(served):
+    """`open` names the address and the reason, and the line of the hint reads the file."""
+    tree, url = served
+
+    with pytest.raises(UnsupportedError, match=rf"{url}: the server ignores ranges[\s\S]*tdfunc\.load\(url\)"):
+        tdfunc.open(url)["c"]
+    assert_same(load(url), tree)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 64}], ids=["file", "shards"])
+def test_a_system_that_cannot_be_written_to_is_named(options, served):
+    """`save` names the address and the reason."""
+    tree, url = served
+
+    with pytest.raises(UnsupportedError, match=r"save http://[\s\S]*cannot be written to"):
+        save(tree, url.removesuffix(".safetensors") if options else url, **options)

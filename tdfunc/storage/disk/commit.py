@@ -39,6 +39,8 @@ NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 # Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _PREFIX, _NEW, _OLD = ".tdfunc-", ".tmp", ".old"
+# The folder of a step of a CheckpointManager. With more digits a name is longer than a file system takes.
+STEP_NAME = re.compile(r"step-([0-9]{10,250})")
 LEFTOVER = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.(tmp|old)")
 _AT_FDCWD, _EXCHANGE = -100, 2
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
@@ -429,10 +431,10 @@ def _start(path: str) -> str:
     return f"{_PREFIX}{xxhash.xxh3_64_hexdigest(os.fsencode(os.path.basename(path)))}-"
 
 
-def is_at(fd: int, path: str) -> bool:
-    """Return whether a descriptor and a name belong to one file or folder."""
+def is_at(fd: int, path: str, *, follow: bool = False) -> bool:
+    """Return whether a descriptor and a name belong to one file or folder; the name may be a link with `follow`."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=follow))
     except FileNotFoundError:
         return False
 

@@ -11,11 +11,14 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, TypeAlias
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from typing import IO, Any, NoReturn, Protocol, TypeAlias
 
 from tdfunc.core.errors import UnsupportedError, damaged, error
+from tdfunc.core.memory import release_pages
 from tdfunc.storage.disk.commit import READ, locate
+from tdfunc.storage.disk.mapped import map_bytes
 
 _LOCAL = "file://"
 
@@ -89,6 +92,7 @@ class LocalBytes:
         self.fd: int = -1
         self.fd = os.open(path, READ)
         found = os.fstat(self.fd)
+        self.stat: os.stat_result = found
         self.size_bytes: int = found.st_size
         if not stat.S_ISREG(found.st_mode):
             self.close()
@@ -106,6 +110,11 @@ class LocalBytes:
         except OSError as err:
             raise OSError(err.errno, f"load: {err.strerror}", self.path) from err
 
+    # Any: an array of bytes.
+    def map(self) -> Any:
+        """Map the file copy-on-write."""
+        return map_bytes(self.fd, self.path, self.size_bytes, "c").numpy()
+
     def close(self) -> None:
         """Close the descriptor."""
         fd, self.fd = self.fd, -1
@@ -119,6 +128,39 @@ class LocalBytes:
         if self.fd != -1:
             self.close()
             warnings.warn(f"unclosed checkpoint {self.path}", ResourceWarning, source=self, stacklevel=1)
+
+
+class MappedBytes:
+    """A file of this machine that is mapped in place of kept open: a process may have few descriptors and many maps.
+
+    Args:
+        file: The open file, which is closed.
+    """
+
+    def __init__(self, file: LocalBytes) -> None:
+        self.path: str = file.path
+        self.stat: os.stat_result = file.stat
+        self.size_bytes: int = file.size_bytes
+        # Any: an array of bytes; None once it is closed.
+        self._mapped: Any = file.map()
+        file.close()
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Copy a part, and give its pages back: else they would count as memory of this process."""
+        count = max(0, min(len(view), self.size_bytes - offset))
+        part = self._mapped[offset : offset + count]
+        view[:count] = part.data
+        release_pages(part.ctypes.data, count)
+        return count
+
+    # Any: an array of bytes.
+    def map(self) -> Any:
+        """Return the mapped bytes, which the caller may write to: nothing else may read them from then on."""
+        return self._mapped
+
+    def close(self) -> None:
+        """Give the map up; views of it keep it."""
+        self._mapped = None
 
 
 class LocalFiles:
@@ -150,12 +192,28 @@ class RemoteBytes:
 
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path
-        self.size_bytes: int = system.size(path)
+        size = system.size(path)
+        if not isinstance(size, int):
+            raise UnsupportedError(
+                f"load {path}: the server does not tell the size of the file.",
+                expected="a Content-Length",
+                hint="tdfunc.load(url) fetches the complete file.",
+            )
+        self.size_bytes: int = size
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fetch a range."""
         end = min(offset + len(view), self.size_bytes)
-        data: bytes = self._system.cat_file(self._path, start=offset, end=end) if end > offset else b""
+        if end <= offset:
+            return 0
+        data: bytes = self._system.cat_file(self._path, start=offset, end=end)
+        if len(data) > end - offset:
+            raise UnsupportedError(
+                f"load {self._path}: the server ignores ranges, and sends more than was asked for.",
+                expected=f"{end - offset} bytes from byte {offset} on",
+                got=f"{len(data)} bytes",
+                hint="tdfunc.load(url) fetches the complete file.",
+            )
         view[: len(data)] = data
         return len(data)
 
@@ -205,7 +263,8 @@ class RemoteFiles:
 
     def remove(self, path: str) -> None:
         """Delete a file."""
-        self._system.rm_file(path)
+        with _writing(path):
+            self._system.rm_file(path)
 
     def replace(self, path: str, write: Callable[[int], None]) -> None:
         """Give `path` the contents that `write` puts into a descriptor."""
@@ -214,14 +273,34 @@ class RemoteFiles:
         with tempfile.TemporaryFile(prefix="tdfunc-") as file:
             write(file.fileno())
             file.seek(0)
-            try:
-                with self._system.open(temporary, "wb") as target:
-                    shutil.copyfileobj(file, target, 1 << 24)
-                self._system.mv(temporary, path)
-            except BaseException:
+            with _writing(path):
+                self._upload(file, temporary, path)
+
+    def _upload(self, file: IO[bytes], temporary: str, path: str) -> None:
+        try:
+            with self._system.open(temporary, "wb") as target:
+                shutil.copyfileobj(file, target, 1 << 24)
+            self._system.mv(temporary, path)
+        except BaseException:
+            # A system that cannot be written to has nothing to remove.
+            with suppress(NotImplementedError):
                 if self._system.exists(temporary):
                     self._system.rm_file(temporary)
-                raise
+            raise
+
+
+@contextmanager
+def _writing(path: str) -> Generator[None, None, None]:
+    """Name the path if its file system cannot be written to, which some say without a word."""
+    try:
+        yield
+    except NotImplementedError as err:
+        raise UnsupportedError(
+            f"save {path}: this file system cannot be written to.",
+            expected="a file system of fsspec that writes and moves files, such as s3://",
+            got=f"{path.partition('://')[0]}: {err or 'NotImplementedError'}",
+            hint="save to a local path, and upload the file.",
+        ) from err
 
 
 Files: TypeAlias = LocalFiles | RemoteFiles

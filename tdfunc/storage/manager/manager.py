@@ -1,5 +1,6 @@
 """`CheckpointManager`: the checkpoints of a run, a folder for each step, with metadata and rules that keep the best."""
 
+import errno
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ from tdfunc.core.errors import (
     check_choice,
     damaged,
     error,
+    explain,
 )
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
@@ -36,6 +38,7 @@ from tdfunc.storage.manager.steps import (
     read_about,
     reading,
     remove_step,
+    saved_after,
     step_name,
     write_step,
 )
@@ -50,6 +53,10 @@ if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T")
+# A disk that cannot read, and a file system that finds itself damaged.
+_UNREADABLE = frozenset(
+    [getattr(errno, name) for name in ("EIO", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ENXIO") if hasattr(errno, name)]
+)
 
 
 class CheckpointManager(WaitMethods):
@@ -63,7 +70,8 @@ class CheckpointManager(WaitMethods):
     Args:
         folder: The folder of the steps, which the first save creates. A change of the current folder does not move it.
         keep_last: The number of highest steps to keep; the last saved step is always kept. Without it and without
-            `keep_best`, all steps are kept.
+            `keep_best`, all steps are kept. After a return to an earlier step, the steps above it are not counted, and
+            stay until `delete`.
         keep_best: The number of steps that are also kept, by `metric`. Of equal steps, the later is better.
         metric: The entry of the metadata by which steps are compared. A step without it, or with None, is never best.
         mode: `"min"` if the lowest value is best, `"max"` if the highest value is best.
@@ -117,6 +125,11 @@ class CheckpointManager(WaitMethods):
         self._fsync, self._async = fsync, async_save
         self._max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None
         self._queue = SaveQueue(max_pending)
+        # The steps that were there when this run began or went back to a step.
+        self._earlier: frozenset[int] = frozenset(list_steps(self._folder))
+        # Steps above one that the run went back to; the run does not continue them.
+        self._abandoned: frozenset[int] = frozenset()
+        self._has_gone_back = False
         sweep(self._folder)
 
     # -- saving -------------------------------------------------------------------------------------------------
@@ -156,6 +169,9 @@ class CheckpointManager(WaitMethods):
             OSError: Writing failed; the other steps are unchanged. An error in the removal of old steps is a
                 `RuntimeWarning`.
             Exception: An earlier save in the background failed with this error. Nothing was submitted.
+
+        Warns:
+            RuntimeWarning: The step is below a step that was there when the run began or went back to a step.
         """
         number = as_step(step, "save")
         described: dict[str, Any] = {}
@@ -184,6 +200,7 @@ class CheckpointManager(WaitMethods):
             )
         td = as_tree(tree, f"save {self._folder}")
         path = self.path(number)
+        self._warn_above(number)
         if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
             raise exists_error(self._folder, number)
         is_sharded = self._max_bytes is None and find_sharded(td) is not None
@@ -278,7 +295,8 @@ class CheckpointManager(WaitMethods):
 
         Args:
             step: The number of the step; without it the latest. If that is removed meanwhile, a newer one is loaded.
-            fallback: If the latest step is damaged, warn and load the newest undamaged one.
+            fallback: If the latest step is damaged or the disk cannot read it, warn and load the newest undamaged one.
+                Leaves are read at once, not mapped.
             like: The expected leaves, as in `tdfunc.load`.
             where: A glob on dotted paths or a `Filter`: only these leaves are read and verified.
             dtype: The dtype to which leaves of floating dtypes are cast.
@@ -299,9 +317,14 @@ class CheckpointManager(WaitMethods):
             )
 
         place = torch.device(device) if device is not None else None
+        if step is not None:
+            self._earlier = frozenset(self.steps())
+            self._has_gone_back = True
         # A resumed run continues bit for bit only with leaves of the same alignment.
         choice = Choice(where, like, dtype, place, classes, aligned=True)
-        return self._use(step, "load", partial(load_step, choice=choice, verify=verify), fallback=fallback)
+        # An error of the disk is an error where leaves are read, and the end of the process where they are mapped.
+        read = partial(load_step, choice=choice, verify=verify, mapped=not fallback)
+        return self._use(step, "load", read, fallback=fallback)
 
     def verify(self, step: int | None = None) -> int:
         """Read all of a step and compare all checksums.
@@ -336,7 +359,14 @@ class CheckpointManager(WaitMethods):
         try:
             with naming("save", str(path), "the step was not saved"):
                 write_step(
-                    self._folder, step, snapshot, metadata, max_bytes=max_bytes, overwrite=overwrite, fsync=fsync
+                    self._folder,
+                    step,
+                    snapshot,
+                    metadata,
+                    max_bytes=max_bytes,
+                    overwrite=overwrite,
+                    fsync=fsync,
+                    above=sorted([other for other in self._abandoned if other > step]),
                 )
         except ConcurrencyError as err:
             raise ConcurrencyError(f"save {path}: {err}") from err
@@ -347,13 +377,39 @@ class CheckpointManager(WaitMethods):
 
     def _remove_old(self, saved: int, path: pathlib.Path) -> None:
         steps = self.steps()
-        kept = {saved, *steps[-(self._keep_last or 1) :]}
+        # Steps that this run does not continue are neither counted nor removed: the person decides on them.
+        abandoned = {step for step in self._abandoned if step > saved}
+        own = [step for step in steps if step not in abandoned]
+        kept = {saved, *own[-(self._keep_last or 1) :], *abandoned}
         if self._keep_best is not None:
             kept.update(self._by_metric(steps, skip_damaged=True)[: self._keep_best])
         for step in steps:
             if step not in kept:
                 remove = partial(remove_step, self._folder, step)
                 settle(str(path), f"step {step} could not be removed", remove)
+
+    def _warn_above(self, step: int) -> None:
+        """Warn once if a run that went back to a lower step saves below steps of its abandoned part."""
+        if step in self._earlier and not self._has_gone_back:
+            # A step that is corrected.
+            return
+        above = {other for other in self._earlier if other > step and os.path.lexists(self.path(other))}
+        if above <= self._abandoned:
+            return
+        self._abandoned |= above
+        highest = max(above)
+        what = f"save {self._folder}: step {step} is below step {highest}, which was there before."
+        got = f"load() loads step {highest}, and keep_last does not count or remove steps above {step}"
+        hint = f"delete({highest}) if the run does not continue it; load(step) loads any other."
+        warnings.warn(explain(what, got=got, hint=hint), RuntimeWarning, stacklevel=3)
+
+    def _warn_abandoned(self, number: int) -> None:
+        """Warn if lower steps were saved after the highest one, by a run that had gone back."""
+        later = saved_after(self._folder, number)
+        if later:
+            what = f"load {self._folder}: step {number} is the highest, and step {max(later)} was saved after it."
+            hint = f"load({max(later)}) continues the newer run; delete({number}) if the other one is not needed."
+            warnings.warn(explain(what, hint=hint), RuntimeWarning, stacklevel=4)
 
     def _by_metric(self, steps: Sequence[int], *, skip_damaged: bool = False) -> list[int]:
         """Return the steps that have the metric, best first; with `skip_damaged`, without steps that cannot be read."""
@@ -387,15 +443,19 @@ class CheckpointManager(WaitMethods):
                 )
             try:
                 with reading(self._folder, number, call) as path:
-                    return read(path, number)
+                    found = read(path, number)
+                if step is None and call == "load":
+                    self._warn_abandoned(number)
+                return found
             except StepReplacedError:
                 continue
             except StepRemovedError:
                 # If the newest one is removed meanwhile, a newer one is there.
                 if step is not None or number in self.steps():
                     raise
-            except CorruptCheckpointError as err:
-                if not fallback:
+            except (CorruptCheckpointError, OSError) as err:
+                is_damage = isinstance(err, CorruptCheckpointError) or err.errno in _UNREADABLE
+                if not fallback or not is_damage:
                     raise
                 broken.add(number)
                 warnings.warn(f"{err}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)

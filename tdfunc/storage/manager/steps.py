@@ -2,8 +2,7 @@
 
 import json
 import os
-import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.safetensors.write import SHARD, write_into
 from tdfunc.storage.tree.specs import parse_json
 
-# With more digits a name is longer than a file system takes.
-_NAME = re.compile(r"step-([0-9]{10,250})")
 ABOUT_FILE = "checkpoint.json"
 _VERSION = 1
 _START = f'{{"digest":"{ALGORITHM}:'
@@ -38,6 +35,8 @@ class About(NamedTuple):
     # The digest of that file's header, which contains the digests of all leaves.
     tree: str
     metadata: dict[str, Any]
+    # Higher steps that were there already, by their digests: the run had gone back to a lower one.
+    above: dict[str, str] | None = None
 
 
 class StepRemovedError(FileNotFoundError):
@@ -59,13 +58,16 @@ def as_step(step: int, call: str) -> int:
 
 
 def list_steps(folder: str) -> list[int]:
-    """Return the steps in a folder, in order, without other entries and without folders that have no file of a step."""
+    """Return the steps in a folder, in order, without other entries and without folders that have no file of a step.
+
+    A link to the folder of a step, which may be on another disk, is the step.
+    """
     found: list[int] = []
     aside: list[str] = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            match = _NAME.fullmatch(entry.name)
-            if match is not None and step_name(int(match[1])) == entry.name and entry.is_dir(follow_symlinks=False):
+            match = commit.STEP_NAME.fullmatch(entry.name)
+            if match is not None and step_name(int(match[1])) == entry.name and entry.is_dir():
                 if any(os.path.lexists(os.path.join(entry.path, name)) for name in (ABOUT_FILE, SINGLE, INDEX)):
                     found.append(int(match[1]))
             elif entry.name.endswith(".old") and commit.LEFTOVER.fullmatch(entry.name):
@@ -88,6 +90,7 @@ def write_step(
     max_bytes: int | None,
     overwrite: bool,
     fsync: bool,
+    above: Sequence[int] = (),
 ) -> None:
     """Write a tree and its `checkpoint.json` into a new folder, and give it the name of the step.
 
@@ -100,7 +103,9 @@ def write_step(
 
         def fill(place: str) -> None:
             write(place)
-            text = _describe(About(step, file, _header_digest(os.path.join(place, file)), metadata))
+            text = _describe(
+                About(step, file, _header_digest(os.path.join(place, file)), metadata, _digests(folder, above))
+            )
             about = os.path.join(place, ABOUT_FILE)
             commit.put_file(about, lambda fd, _: write_all(fd, text), size_bytes=len(text), fsync=fsync)
 
@@ -130,8 +135,31 @@ def write_step(
     replace(lambda place: write_into(plan, place, fsync=fsync), SINGLE if max_bytes is None else INDEX)
 
 
+def _digests(folder: str, steps: Sequence[int]) -> dict[str, str]:
+    """Return the digests of the steps that are there."""
+    found: dict[str, str] = {}
+    for step in steps:
+        with suppress(OSError, CorruptCheckpointError, UnsupportedError):
+            found[str(step)] = read_about(os.path.join(folder, step_name(step)), step).tree
+    return found
+
+
+def saved_after(folder: str, step: int) -> list[int]:
+    """Return the lower steps that were saved when a step was there already, by a run that had gone back."""
+    tree = _digests(folder, [step]).get(str(step))
+    found: list[int] = []
+    for other in list_steps(folder):
+        with suppress(OSError, CorruptCheckpointError, UnsupportedError):
+            above = read_about(os.path.join(folder, step_name(other)), other).above or {}
+            if other < step and tree is not None and above.get(str(step)) == tree:
+                found.append(other)
+    return found
+
+
 def _check_own(path: str, call: str) -> None:
     """Raise if a folder may belong to another program: it has other files, and no `checkpoint.json`."""
+    if os.path.islink(path):
+        raise linked_error(path, call)
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(path)
         foreign = [name for name in names if name not in (SINGLE, INDEX) and not SHARD.fullmatch(name)]
@@ -143,6 +171,17 @@ def _check_own(path: str, call: str) -> None:
                 got=", ".join(sorted(names)[:5]),
                 hint="move or remove it by hand.",
             )
+
+
+def linked_error(path: str, call: str) -> OSError:
+    """Return the error for a step whose folder is a link."""
+    undone = "the step was not saved" if call == "save" else "the step was not removed"
+    return error(
+        NotADirectoryError if call == "save" else FileExistsError,
+        f"{call} {path}: {undone}: its folder is a link, and nothing behind a link is removed.",
+        got=f"a link to {os.readlink(path)}",
+        hint="remove the link by hand (unlink), and the folder behind it if nobody needs it.",
+    )
 
 
 def exists_error(folder: str, step: int) -> FileExistsError:
@@ -163,7 +202,7 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
     while True:
         place = commit.locate(path)
         try:
-            held = commit.Descriptor(place, commit.FOLDER | commit.NO_LINK)
+            held = commit.Descriptor(place, commit.FOLDER)
         except FileNotFoundError as err:
             if commit.locate(path) != place:
                 continue
@@ -171,13 +210,13 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
         # Without the lock (its writer still has it, or the file system has none) a reader may find the step gone.
         with suppress(OSError):
             commit.lock(held.fd, shared=True)
-        if commit.is_at(held.fd, place):
+        if commit.is_at(held.fd, place, follow=True):
             break
     with held as fd:
         try:
             yield place
         except (FileNotFoundError, CorruptCheckpointError) as err:
-            if commit.is_at(fd, place):
+            if commit.is_at(fd, place, follow=True):
                 raise
             if os.path.isdir(path):
                 raise StepReplacedError(str(err)) from err
@@ -195,13 +234,17 @@ def _removed(folder: str, step: int, call: str) -> StepRemovedError:
 
 
 def remove_step(folder: str, step: int, *, even_damaged: bool = False) -> bool:
-    """Remove a step as a whole; return False if it is being read or does not exist.
+    """Remove a step as a whole; return False if it is being read, is a link or does not exist.
 
     Raises:
         CorruptCheckpointError: It is damaged, and `even_damaged` does not include it.
-        FileExistsError: It may belong to another program.
+        FileExistsError: It may belong to another program, or is a link and `even_damaged`.
     """
     path = os.path.join(folder, step_name(step))
+    if os.path.islink(path):
+        if even_damaged:
+            raise linked_error(path, "delete")
+        return False
 
     def check() -> None:
         # A name proves nothing; its own `checkpoint.json` does.
@@ -214,15 +257,17 @@ def remove_step(folder: str, step: int, *, even_damaged: bool = False) -> bool:
 
 
 # Any: the class of the tree is the one that was saved.
-def load_step(path: str, step: int, choice: Choice, *, verify: bool = True) -> Any:
+def load_step(path: str, step: int, choice: Choice, *, verify: bool = True, mapped: bool = True) -> Any:
     """Load the tree of a step, and compare it with the description in its `checkpoint.json`."""
     with naming_step(path, step):
         check_tree(path, read_about(path, step))
-        return load_choice(path, choice, verify=verify)
+        return load_choice(path, choice, verify=verify, mapped=mapped)
 
 
 def _describe(about: About) -> memoryview:
     fields = {"format": "tdfunc checkpoint", "version": _VERSION, **about._asdict()}
+    if not about.above:
+        del fields["above"]
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
     raw = f'{_START}{"0" * DIGITS}",{text[1:]}\n'.encode()
     return memoryview(raw.replace(b"0" * DIGITS, digest(raw, len(_START)).encode(), 1))
@@ -241,7 +286,8 @@ def read_about(folder: str, step: int | None) -> About:
             fields = parse_json(raw)
             about = None
             if fields["version"] == _VERSION:
-                about = About(fields["step"], fields["file"], fields["tree"], dict(fields["metadata"]))
+                metadata, above = dict(fields["metadata"]), dict(fields.get("above", {}))
+                about = About(fields["step"], fields["file"], fields["tree"], metadata, above)
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             raise damaged(f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]) from err
         if about is None:

@@ -63,15 +63,91 @@ class Blocks(NamedTuple):
         Raises:
             CorruptCheckpointError: A block is damaged, or the blocks do not fit the leaf.
         """
-        text = json.dumps(self.rows, separators=(",", ":"))
-        check_digest(f"the table of leaf {name}", self.root, xxhash.xxh3_64_hexdigest(text.encode()))
-        blocks = [Block(tuple(start), tuple(shape)) for start, shape, _ in self.rows]
-        check_cover(name, self.spec, blocks)
+        blocks = self.read_blocks(name)
         bits = np.frombuffer(view, np.uint8).reshape(*self.spec.size, -1)
         for block, (*_, digest) in zip(blocks, self.rows, strict=True):
             if part is None or block.meets(part):
                 found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(bits[block.box]).data)
-                check_digest(f"leaf {name}, from {list(block.start)} to {[s.stop for s in block.box]}", digest, found)
+                check_digest(block_name(name, block), digest, found)
+
+    def read_blocks(self, name: str) -> list[Block]:
+        """Return the blocks of the table, checked."""
+        text = json.dumps(self.rows, separators=(",", ":"))
+        check_digest(f"the table of leaf {name}", self.root, xxhash.xxh3_64_hexdigest(text.encode()))
+        blocks = [Block(tuple(start), tuple(shape)) for start, shape, _ in self.rows]
+        check_cover(name, self.spec, blocks)
+        return blocks
+
+
+class BlockDigests:
+    """The digests of the blocks of one leaf whose elements come in pieces, in the order of the file.
+
+    The elements of a block also come in the order of its rows, so each block has a digest that grows with every piece.
+    """
+
+    def __init__(self, name: str, recorded: Blocks) -> None:
+        self._name, self._recorded = name, recorded
+        self._blocks: list[Block] = recorded.read_blocks(name)
+        self._states = [xxhash.xxh3_64() for _ in self._blocks]
+        self._starts = np.array([block.start for block in self._blocks], np.int64)
+        self._stops = self._starts + np.array([block.shape for block in self._blocks], np.int64)
+        self._done = 0
+
+    def update(self, view: memoryview) -> None:
+        """Add the bytes of the next elements."""
+        itemsize = self._recorded.spec.dtype.itemsize
+        size = tuple(self._recorded.spec.size)
+        bits = np.frombuffer(view, np.uint8).reshape(-1, itemsize)
+        begin = self._done
+        self._done += len(bits)
+        for box in boxes_between(begin, self._done, size):
+            count = math.prod(box.shape)
+            self._add(box, bits[:count].reshape(*box.shape, itemsize))
+            bits = bits[count:]
+
+    def _add(self, box: Block, bits: "np.ndarray[Any, Any]") -> None:
+        start = np.array(box.start, np.int64)
+        stop = start + np.array(box.shape, np.int64)
+        met = np.flatnonzero(((self._starts < stop) & (self._stops > start)).all(axis=1))
+        for number in met.tolist():
+            first = np.maximum(self._starts[number], start) - start
+            last = np.minimum(self._stops[number], stop) - start
+            part = bits[tuple([slice(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)])]
+            self._states[number].update(np.ascontiguousarray(part).data)
+
+    def check(self) -> None:
+        """Compare the digests, after the last element."""
+        for block, state, (*_, digest) in zip(self._blocks, self._states, self._recorded.rows, strict=True):
+            check_digest(block_name(self._name, block), digest, state.hexdigest())
+
+
+def block_name(name: str, block: Block) -> str:
+    """Return the name of a block for messages."""
+    return f"leaf {name}, from {list(block.start)} to {[s.stop for s in block.box]}"
+
+
+def boxes_between(begin: int, end: int, size: tuple[int, ...]) -> list[Block]:
+    """Return the boxes that contain the elements from `begin` to `end` of a leaf, in their order."""
+    if begin == end:
+        return []
+    if not size:
+        return [Block((), ())]
+    step = math.prod(size[1:])
+    first, last = -(-begin // step), end // step
+    if first > last:
+        # Inside of one row.
+        row = begin // step
+        return _inside(row, begin - row * step, end - row * step, size)
+    boxes = _inside(first - 1, begin - (first - 1) * step, step, size) if begin < first * step else []
+    if first < last:
+        boxes.append(Block((first, *[0] * (len(size) - 1)), (last - first, *size[1:])))
+    return boxes + (_inside(last, 0, end - last * step, size) if last * step < end else [])
+
+
+def _inside(row: int, begin: int, end: int, size: tuple[int, ...]) -> list[Block]:
+    """Return boxes in one row."""
+    inner = boxes_between(begin, end, size[1:])
+    return [Block((row, *box.start), (1, *box.shape)) for box in inner]
 
 
 def check_cover(name: str, spec: Spec, blocks: Sequence[Block]) -> None:

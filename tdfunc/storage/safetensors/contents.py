@@ -1,9 +1,12 @@
 """An open checkpoint: one safetensors file or the shards of an index, the tree in it, and the place of each leaf."""
 
+import fnmatch
 import json
 import math
 import os
+import re
 import threading
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -12,34 +15,44 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tdfunc.core.errors import UnsupportedError, damaged, error
+from tdfunc.core.errors import UnsupportedError, damaged, error, explain
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
+from tdfunc.storage.disk.commit import STEP_NAME
 from tdfunc.storage.disk.raw import outside_transforms
-from tdfunc.storage.disk.remote import Files, LocalFiles
+from tdfunc.storage.disk.remote import Files, LocalBytes, LocalFiles, MappedBytes
 from tdfunc.storage.safetensors.blocks import Blocks
 from tdfunc.storage.safetensors.header import (
     BLOCKS_VERSION,
     MAX_HEADER_BYTES,
     VERSION,
-    Entry,
-    as_entry,
     check_size,
     lay_out,
     parse_entries,
     split_digests,
 )
-from tdfunc.storage.safetensors.index import ADAPTER, INDEX, SINGLE, Index, parse_index
+from tdfunc.storage.safetensors.index import (
+    ADAPTER,
+    INDEX,
+    SINGLE,
+    TORCH_NAMES,
+    Index,
+    is_index,
+    is_variant,
+    parse_index,
+    torch_refusal,
+)
 from tdfunc.storage.safetensors.read import Digest, Source, naming, open_source, parsing, read_bytes
 from tdfunc.storage.scales import Quantized, may_have_codes
 from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, parse_tree
+from tdfunc.storage.tree.foreign import Entries, Entry, describe, nests
 from tdfunc.storage.tree.objects import OBJECT
 from tdfunc.storage.tree.specs import Spec, malformed, parse_json, spec_of
 
 _META = "meta.json"
-INDEX_SUFFIX = ".safetensors.index.json"
 _TRIES = 10
-_MAX_FOREIGN_DEPTH = 64
+# A checkpoint of more files keeps none of them open.
+_MOST_OPEN = 16
 
 
 class Places(NamedTuple):
@@ -107,6 +120,9 @@ class Contents:
         self._has_closed_files = False
         # The names of the leaves in the headers, as `plan` found them.
         self.names: list[str] = []
+        # The leaves that are described, if not all are, and True if some were left out.
+        self._glob: re.Pattern[str] | None = None
+        self._is_part = False
         self._keys: dict[int, dict[str, int]] = {}
         self._tables: dict[int, dict[str, tuple[int, str]]] = {}
 
@@ -193,36 +209,63 @@ class Contents:
         with parsing(self.path):
             return self._place_all()
 
+    def narrow(self, glob: str) -> None:
+        """Describe only the leaves of another program that a glob matches, if it matches any; before the first read."""
+        if not self.is_ours:
+            self._glob = re.compile(fnmatch.translate(glob))
+
     def _implied(self) -> dict[str, Any]:
-        entries = [entry for source in self.sources for entry in self._entries(source)]
+        tables = [self._entries(source) for source in self.sources]
+        places = {quote(name): (table, i) for table in tables for i, name in enumerate(table.names)}
+        count = sum([len(table) for table in tables])
+        names = list(places)
         if self.homes is not None:
-            # In the order of the index, which has to name all of them.
-            found = {quote(entry.name): entry for entry in entries}
-            if len(found) != len(entries) or found.keys() != self.homes.keys():
-                lacking = [name for name in self.homes if name not in found]
-                stray = [name for name in found if name not in self.homes] or ["a name in two files"]
+            # In the order of the index. The files may have further leaves.
+            lacking = [name for name in self.homes if name not in places]
+            if lacking or len(places) != count:
+                stray = [name for name in places if name not in self.homes] or ["a name in two files"]
                 raise damaged(
                     "the index does not fit its files.",
                     f"{len(self.homes)} leaves",
-                    f"{len(entries)} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
+                    f"{count} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
                 )
-            entries = [found[name] for name in self.homes]
-        names = [entry.name for entry in entries]
-        if "" in names:
+            names = list(self.homes)
+        if '""' in names:
             raise UnsupportedError("a leaf must have a name.", hint="safetensors.torch.load_file reads the file.")
-        paths = [tuple(name.split(".")) for name in names]
-        return describe(paths if nests(paths) else [(name,) for name in names], entries)
+        if self._glob is not None:
+            match = self._glob.match
+            wanted = [name for name in names if match(places[name][0].names[places[name][1]]) is not None]
+            # Without one, the filter reports what there is.
+            self._is_part = bool(wanted)
+            names = wanted or names
+        return describe([table.entry(i) for table, i in map(places.__getitem__, names)], is_nested=self._nests)
 
-    def _entries(self, source: Source) -> list[Entry]:
+    def _entries(self, source: Source) -> Entries:
         found = source.header.entries
         return parse_entries(source.raw, source.size_bytes)[1] if found is None else found
+
+    @cached_property
+    def _nests(self) -> bool:
+        """Whether the dotted names of another program's leaves are paths."""
+        if self.homes is not None:
+            return nests([json.loads(name) for name in self.homes])
+        return nests([name for source in self.sources for name in self._entries(source).names])
+
+    def unlisted(self) -> list[str]:
+        """Return the leaves of the files of another program that its index does not name."""
+        if self.homes is None or self.is_ours:
+            return []
+        names = [quote(name) for source in self.sources for name in self._entries(source).names]
+        # An index that names a leaf of no file is refused when its tree is read.
+        is_whole = self.homes.keys() <= set(names)
+        return [name for name in names if name not in self.homes] if is_whole else []
 
     def _place_all(self) -> Places:
         count = len(self.plan.specs)
         homes = [0] * count
         if self.homes is not None:
             lacking = [name for name in self.names if name not in self.homes]
-            if lacking or len(self.homes) != count:
+            if lacking or (len(self.homes) != count and not self._is_part):
                 raise damaged(
                     "the index does not name the tree's leaves.",
                     f"{count} names",
@@ -231,8 +274,8 @@ class Contents:
             homes = [self.homes[name] for name in self.names]
         begins: list[int] = [0] * count
         digests: list[str | None] = [None] * count
-        for number, source in enumerate(self.sources):
-            mine = range(count) if self.homes is None else [i for i in range(count) if homes[i] == number]
+        parts = group_by_home(range(count), homes, len(self.sources)) if self.homes is not None else [range(count)]
+        for source, mine in zip(self.sources, parts, strict=True):
             self._place(source, mine, begins, digests)
         leaves = zip(digests, self.names, self.plan.specs, strict=True)
         return Places(homes, begins, [self._in_blocks(*leaf) for leaf in leaves] if self._blocks else [*digests])
@@ -271,17 +314,22 @@ class Contents:
                 return
             if self.verify:
                 raise damaged("the header's entries must fit its tree.", layout.entries[:200], header.rest[:200])
+        if not self.is_ours:
+            table = self._entries(source)
+            for i, name, spec in zip(mine, names, specs, strict=True):
+                begins[i] = source.begin + _same(table.find(json.loads(name)), name, spec).begin
+            return
         # Another program wrote the header, or the index; leaves are found by their names.
-        entries = self._entries(source)
+        entries = self._entries(source).all()
         known: Sequence[str | None] = [None] * len(entries)
         if header.entries is None and self.verify:
             known = split_digests(header.metadata["tdfunc.leaves"], len(entries))
-        found = {entry.name: (entry, digest) for entry, digest in zip(entries, known, strict=True)}
+        found = {quote(entry.name): (entry, digest) for entry, digest in zip(entries, known, strict=True)}
         for i, name, spec in zip(mine, names, specs, strict=True):
-            entry, digests[i] = found.pop(json.loads(name), (None, None))
+            entry, digests[i] = found.pop(name, (None, None))
             begins[i] = source.begin + _same(entry, name, spec).begin
         if found:
-            raise damaged("the file has leaves that its tree does not have.", got=", ".join(map(repr, list(found)[:5])))
+            raise damaged("the file has leaves that its tree does not have.", got=", ".join(list(found)[:5]))
 
     # -- one path ---------------------------------------------------------------------------------------------
 
@@ -292,7 +340,9 @@ class Contents:
             MissingKeyError: The path does not exist.
         """
         with parsing(self.path):
-            leaf = self._read_alone(path) if "places" not in vars(self) and self.is_ours else None
+            leaf = None
+            if "places" not in vars(self):
+                leaf = self._read_alone(path) if self.is_ours else self._find_foreign(path)
             if leaf is not None:
                 return leaf
             _, depth, i = self.find(path)
@@ -367,7 +417,8 @@ class Contents:
         if found is None:
             return None
         rank, text = found
-        entry = _same(as_entry(json.loads(name), json.loads(f'{{"dtype":"{text}]}}')), name, spec)
+        alone = Entries({json.loads(name): json.loads(f'{{"dtype":"{text}]}}')})
+        entry = _same(alone.entry(0), name, spec)
         digest = None
         if self.verify:
             digests = source.header.metadata["tdfunc.leaves"]
@@ -377,6 +428,22 @@ class Contents:
         check_place(target)
         found_digest = self._in_blocks(digest, name, spec) if self._blocks else digest
         return Leaf(source, source.begin + entry.begin, spec, name, flags, target, found_digest)
+
+    def _find_foreign(self, path: Path) -> Leaf | None:
+        """Return a leaf of another program's file by its name, without a tree; None for anything else."""
+        name = ".".join(path)
+        if self._nests and any(["." in key for key in path]):
+            return None
+        if not self._nests and len(path) > 1:
+            return None
+        home = 0 if self.homes is None else self.homes.get(quote(name), -1)
+        if home < 0:
+            return None
+        source = self.sources[home]
+        entry = self._entries(source).find(name)
+        if entry is None:
+            return None
+        return Leaf(source, source.begin + entry.begin, entry.spec, quote(name), "", None, None)
 
     def _table(self, number: int) -> dict[str, tuple[int, str]]:
         """Return the place and text of each entry of a header of ours by its name (JSON without quotes).
@@ -393,6 +460,24 @@ class Contents:
                 table = {name: (i, fields) for i, (name, _, fields) in enumerate(parts)} if complete else {}
                 self._tables[number] = table
             return self._tables[number]
+
+
+def warn_unlisted(contents: Contents) -> None:
+    """Warn if an index of another program leaves leaves of its files out."""
+    with parsing(contents.path):
+        names = contents.unlisted()
+    if names:
+        what = f"load {contents.path}: the index does not name {len(names)} leaves of its files; they are left out."
+        got = ", ".join(names[:5])
+        warnings.warn(explain(what, got=got, hint="load(path) of a file has all of its leaves."), stacklevel=3)
+
+
+def group_by_home(leaves: Sequence[int], homes: Sequence[int], count: int) -> list[list[int]]:
+    """Return the leaves of each of some files, in one pass over all."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for i in leaves:
+        found[homes[i]].append(i)
+    return found
 
 
 def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
@@ -414,7 +499,7 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
     Raises:
         FileNotFoundError: The path does not exist, or the folder is without a checkpoint; the message lists its files.
     """
-    if path.endswith(INDEX_SUFFIX):
+    if is_index(path):
         return _open_shards(path, files, verify=verify)
     if files.is_folder(path):
         return _open_folder(path, files, verify=verify)
@@ -426,15 +511,33 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
     for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards), (ADAPTER, _open_single)) * _TRIES:
         with suppress(FileNotFoundError, IsADirectoryError):
             return open_one(join(path, name), files, verify=verify)
-    found = sorted(files.names(path))
-    what, hint = f"load {path}: the folder must hold a checkpoint.", "load(path) of a file takes any name."
+    names = sorted(files.names(path))
+    variants = [name for name in names if is_variant(name)]
+    if len(variants) == 1:
+        return open_contents(join(path, variants[0]), files, verify=verify)
+    raise _no_checkpoint(path, names, variants)
+
+
+def _no_checkpoint(path: str, names: list[str], variants: list[str]) -> FileNotFoundError | UnsupportedError:
+    """Return the error for a folder without one checkpoint: the files in it tell what it is instead."""
+    what = f"load {path}: the folder must hold a checkpoint."
+    hint = "load(path) of a file takes any name."
     expected = f"{SINGLE}, {INDEX}, {ADAPTER} or {_META}"
-    if _META in found:
+    steps = [name for name in names if STEP_NAME.fullmatch(name)]
+    if steps:
+        what = f"load {path}: this is the folder of a CheckpointManager; it has steps, and no checkpoint of its own."
+        hint = f"CheckpointManager(path).load() loads the latest step; load({join(path, steps[-1])!r}) loads one step."
+    elif variants:
+        what = f"load {path}: the folder has several variants."
+        hint = f"load the path of one: {join(path, variants[0])}."
+    elif any([name in TORCH_NAMES for name in names]):
+        return torch_refusal(path)
+    elif _META in names:
         what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
-    if ".metadata" in found:
+    elif ".metadata" in names:
         hint = "torch.distributed.checkpoint.load reads its folders, and HuggingFaceStorageWriter consolidates them."
-    raise error(FileNotFoundError, what, expected=expected, got=", ".join(found[:10]) or "nothing", hint=hint)
+    return error(FileNotFoundError, what, expected=expected, got=", ".join(names[:10]) or "nothing", hint=hint)
 
 
 def is_memmap(path: str, files: Files) -> bool:
@@ -461,7 +564,7 @@ def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
         finally:
             data.close()
     with parsing(path):
-        return raw, parse_index(raw, verify=verify)
+        return raw, parse_index(raw, path, verify=verify)
 
 
 def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
@@ -489,7 +592,10 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
     sources: list[Source] = []
     try:
         for number, name in enumerate(names):
-            sources.append(open_source(name, verify=verify, data=files.open(name)))
+            source = open_source(name, verify=verify, data=files.open(name))
+            if len(names) > _MOST_OPEN and isinstance(source.data, LocalBytes):
+                source = source._replace(data=MappedBytes(source.data))
+            sources.append(source)
             found = sources[-1].header.digest
             recorded = None if index is None or index.digests is None else index.digests[number]
             # One damaged letter makes an index of ours look like one of another program.
@@ -508,44 +614,3 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
         for source in sources:
             source.data.close()
         raise
-
-
-# -- files of other programs ------------------------------------------------------------------------------------
-
-
-def nests(paths: Sequence[Path]) -> bool:
-    """Return whether dotted names can be read as paths in one way: no empty key, no leaf that is also a sub-tree."""
-    if any("" in path or len(path) > _MAX_FOREIGN_DEPTH for path in paths):
-        return False
-    inner = {path[:i] for path in paths for i in range(1, len(path))}
-    return inner.isdisjoint(paths)
-
-
-def describe(paths: Sequence[Path], entries: Sequence[Entry]) -> dict[str, Any]:
-    """Return the description of a tree of plain leaves, as `encode.outline` writes it."""
-    specs: dict[tuple[str, tuple[int, ...]], int] = {}
-    # A node's keys in the order in which they first come; nodes are numbered below, each after its parent.
-    trees: dict[Path, dict[str, Any]] = {(): {}}
-    for path, entry in zip(paths, entries, strict=True):
-        for depth in range(len(path) - 1, 0, -1):
-            if path[:depth] in trees:
-                break
-        else:
-            depth = 0
-        for i in range(depth, len(path) - 1):
-            trees[path[:i]][path[i]] = None
-            trees[path[: i + 1]] = {}
-        spec = specs.setdefault((entry.spec.code, entry.spec.shape), len(specs))
-        trees[path[:-1]][path[-1]] = spec
-    order: list[Path] = []
-    stack: list[Path] = [()]
-    while stack:
-        path = stack.pop()
-        order.append(path)
-        stack.extend((*path, key) for key, item in reversed(trees[path].items()) if item is None)
-    numbers = {path: i for i, path in enumerate(order)}
-    nodes: list[dict[str, Any]] = []
-    for path in order:
-        items = [{"tree": numbers[(*path, key)]} if item is None else item for key, item in trees[path].items()]
-        nodes.append({"keys": list(trees[path]), "items": items})
-    return {"specs": [[code, list(shape)] for code, shape in specs], "nodes": nodes, "ties": []}

@@ -8,12 +8,13 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 from json.encoder import encode_basestring as quote
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
-from tdfunc.storage.tree.specs import BITS, Spec, no_constant, spec_of, unique
+from tdfunc.core.errors import CorruptCheckpointError, damaged
+from tdfunc.storage.tree.foreign import Entries, check_text, parse_foreign
+from tdfunc.storage.tree.specs import BITS, Spec, unique
 
 # The second has leaves that several ranks wrote, block by block.
 VERSION, BLOCKS_VERSION = "1", "2"
@@ -36,14 +37,6 @@ class Layout(NamedTuple):
     size_bytes: int
     # The safetensors entries, with a comma before each.
     entries: str
-
-
-class Entry(NamedTuple):
-    """One leaf in a safetensors header of another program."""
-
-    name: str
-    spec: Spec
-    begin: int
 
 
 def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
@@ -102,7 +95,7 @@ class Header(NamedTuple):
     metadata: dict[str, str]
     algorithm: str | None
     rest: str
-    entries: list[Entry] | None
+    entries: Entries | None
     # The recorded digest of the header.
     digest: str | None = None
 
@@ -120,7 +113,7 @@ def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
         check_own("header", raw, algorithm, recorded, _DIGEST_AT)
     text = raw[8:].decode()
     metadata, end = json.JSONDecoder(object_pairs_hook=unique).raw_decode(text, len('{"__metadata__":'))
-    _check_text(metadata)
+    check_text(metadata)
     return Header(metadata, algorithm, text[end:], None, recorded)
 
 
@@ -144,12 +137,6 @@ def check_own(what: str, raw: bytes, algorithm: str, recorded: str, at: int) -> 
 def is_ours(raw: bytes) -> bool:
     """Return whether tdfunc wrote the file with this beginning."""
     return raw[8:].startswith(_START.encode())
-
-
-def is_torch(raw: bytes) -> bool:
-    """Return whether torch.save wrote the file with this beginning: a zip archive, or a pickle."""
-    # The length of a safetensors header could begin with the same bytes; then `{` follows it.
-    return raw.startswith((b"PK", b"\x80")) and raw[8:9] != b"{"
 
 
 def check_algorithm(algorithm: str | None) -> None:
@@ -191,43 +178,11 @@ def split_digests(text: str, count: int) -> list[str]:
     return [text[i : i + width] for i in range(0, len(text), width)] if count else []
 
 
-def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], list[Entry]]:
+def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], Entries]:
     """Parse any safetensors header: the metadata, and the leaves, which must cover the data exactly."""
-    decoder = json.JSONDecoder(object_pairs_hook=unique, parse_constant=no_constant, parse_float=no_constant)
-    header = decoder.decode(raw[8:].decode())
-    if not isinstance(header, dict):
-        raise damaged("the header must be a JSON object.", got=repr(header)[:200])
-    metadata = header.pop("__metadata__", {})
-    _check_text(metadata)
-    entries = [as_entry(name, fields) for name, fields in header.items()]
-    end = 0
-    for name, spec, begin in sorted(entries, key=lambda e: (e.begin, e.spec.size_bytes)):
-        if begin != end:
-            raise damaged(f"leaf {name!r} overlaps its neighbour or leaves a hole.", f"first byte {end}", str(begin))
-        end += spec.size_bytes
-    check_size(len(raw) + end, size_bytes)
+    metadata, entries = parse_foreign(raw[8:])
+    check_size(len(raw) + entries.check_cover(), size_bytes)
     return metadata, entries
-
-
-def as_entry(name: str, fields: Any) -> Entry:
-    """Check one entry of a header."""
-    given: dict[str, Any] = fields if isinstance(fields, dict) and len(fields) == 3 else {}
-    parts: list[Any] = [given.get(field) for field in ("dtype", "shape", "data_offsets")]
-    code, shape, offsets = parts
-    typed = isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-    if not typed or any(type(offset) is not int or offset < 0 for offset in offsets):
-        raise damaged(f"leaf {name!r} is malformed.", "a dtype, a shape and two data_offsets", repr(fields)[:200])
-    try:
-        spec = spec_of(code, shape)
-    except (CorruptCheckpointError, UnsupportedError) as err:
-        raise type(err)(f"leaf {name!r}: {err}") from err
-    if offsets[1] - offsets[0] != spec.size_bytes:
-        raise damaged(
-            f"leaf {name!r} has not the bytes that its shape needs.",
-            f"{spec.size_bytes} for {code} {shape}",
-            f"data_offsets {offsets}",
-        )
-    return Entry(name, spec, offsets[0])
 
 
 def check_size(expected: int, size_bytes: int) -> None:
@@ -235,8 +190,3 @@ def check_size(expected: int, size_bytes: int) -> None:
     if expected != size_bytes:
         how = "cut short" if size_bytes < expected else "longer than its leaves"
         raise damaged(f"the file is {how}.", f"{expected} bytes", f"{size_bytes} bytes")
-
-
-def _check_text(metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged("the metadata must be a map of strings.", got=repr(metadata)[:200])

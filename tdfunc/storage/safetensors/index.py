@@ -2,11 +2,12 @@
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
 from typing import NamedTuple
 
-from tdfunc.core.errors import damaged
+from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, VERSION, altered, check_own, digest
 from tdfunc.storage.tree.specs import find_surrogate, parse_json
 
@@ -14,7 +15,18 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # The leaves of an adapter in a folder of PEFT.
 ADAPTER = "adapter_model.safetensors"
+# The files of torch.save in a folder of Hugging Face.
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+TORCH_NAMES = (TORCH_SINGLE, TORCH_INDEX)
 _MAX_NAME_BYTES = 255
+# transformers puts the name of a variant before the last suffix of any name; others put it before the first.
+_INDEX_NAME = re.compile(r".*\.safetensors\.index(\.[^.]+)?\.json", re.DOTALL)
+_VARIANT_NAME = re.compile(
+    r"model\.safetensors\.index\.[^.]+\.json|model\.[^.]+\.safetensors\.index\.json|model\.[^.]+\.safetensors"
+)
+# A shard: the name before its number says nothing of it.
+_SHARD_NUMBER = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 _START = '{"metadata":{"tdfunc.index":"'
 _OURS = re.compile(re.escape(_START.encode()) + rb'([^":]{1,40}):([0-9a-f]+)"')
 _DIGEST_AT = len(_START) + len(ALGORITHM) + 1
@@ -33,6 +45,27 @@ class Index(NamedTuple):
     is_marked: bool
 
 
+def is_index(path: str) -> bool:
+    """Return whether a name belongs to an index of shards, also of a variant or of shards of torch.save."""
+    name = re.split(r"[/\\]" if os.sep == "\\" else "/", path)[-1]
+    return _INDEX_NAME.fullmatch(name) is not None or name == TORCH_INDEX
+
+
+def is_variant(name: str) -> bool:
+    """Return whether a name belongs to a model's variant: `model.fp16.safetensors` or the index of one."""
+    return _VARIANT_NAME.fullmatch(name) is not None and _SHARD_NUMBER.search(name) is None
+
+
+def torch_refusal(path: str) -> UnsupportedError:
+    """Return the error for a checkpoint in files of torch.save."""
+    return UnsupportedError(
+        f"load {path}: these are files of torch.save, which load never reads.",
+        expected="safetensors files",
+        got="an index or file of .bin shards",
+        hint=f"tdfunc convert {shlex.quote(path)} model.safetensors, in a shell, reads their tensors.",
+    )
+
+
 def render_index(
     tree: str, names: Sequence[str], homes: Sequence[str], shards: dict[str, str], size_bytes: int
 ) -> bytes:
@@ -46,10 +79,11 @@ def render_index(
     return bytes(raw)
 
 
-def parse_index(raw: bytes, *, verify: bool) -> Index:
+def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
     """Read an index of ours or of another program.
 
     Raises:
+        UnsupportedError: It names files of torch.save.
         CorruptCheckpointError: It is damaged, or names files outside of its folder.
     """
     found = _OURS.match(raw)
@@ -67,6 +101,8 @@ def parse_index(raw: bytes, *, verify: bool) -> Index:
         plain = bool(name) and "\0" not in name and not any(sep in name for sep in ("/", "\\", os.sep))
         # No file can be called by more, or by half a character.
         plain = plain and find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES
+        if plain and name.endswith((".bin", ".pt", ".pth")):
+            raise torch_refusal(path)
         if not plain or name in (".", "..") or not name.endswith(".safetensors"):
             raise damaged("the index must name safetensors files in its folder.", got=repr(name)[:400])
     numbers = {name: i for i, name in enumerate(files)}

@@ -13,10 +13,11 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.errors import CorruptCheckpointError, MissingKeyError, TreeStructureError, UnsupportedError, damaged
+from tdfunc.storage.disk.formats import TAIL_BYTES, find_format, refusal
 from tdfunc.storage.disk.raw import is_wrapped, raw_view
 from tdfunc.storage.disk.remote import Bytes
 from tdfunc.storage.safetensors.blocks import Block, Blocks
-from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, is_torch, parse
+from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, Header, check_digest, check_size, parse
 from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import Spec
 
@@ -52,19 +53,7 @@ def open_source(path: str, *, verify: bool, data: Bytes) -> Source:
             raw = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
             length, limit = int.from_bytes(raw[:8], "little"), min(size_bytes - 8, MAX_HEADER_BYTES)
             if length > limit:
-                if is_torch(raw):
-                    raise UnsupportedError(
-                        "the file must be a safetensors file; torch.save writes others, which load never reads.",
-                        hint="tdfunc convert FILE x.safetensors, in a shell; or torch.load(path, weights_only=True).",
-                    )
-                hint = "give the path of a .safetensors file; if this was one, restore it from a copy."
-                is_long = length > MAX_HEADER_BYTES
-                raise damaged(
-                    "the file must be a safetensors file." if is_long else "the file is cut short.",
-                    f"the length of a header, at most {limit}, in 8 bytes",
-                    f"the bytes {raw[:8]!r}" if is_long else f"the length {length}",
-                    hint=hint,
-                )
+                raise _no_header(path, data, raw)
             raw = raw[: 8 + length]
             if len(raw) < 8 + length:
                 raw += read_bytes(data, len(raw), 8 + length - len(raw))
@@ -73,6 +62,23 @@ def open_source(path: str, *, verify: bool, data: Bytes) -> Source:
     except BaseException:
         data.close()
         raise
+
+
+def _no_header(path: str, data: Bytes, raw: bytes) -> CorruptCheckpointError | UnsupportedError:
+    """Return the error for a file that does not begin with the length of its header: it is another one, or cut."""
+    length = int.from_bytes(raw[:8], "little")
+    limit = min(data.size_bytes - 8, MAX_HEADER_BYTES)
+    expected = f"the length of a header, at most {limit}, in 8 bytes"
+    hint = "give the path of a .safetensors file; if this was one, restore it from a copy."
+    # A header begins with `{`; the first bytes of an archive or a pickle can also be a small number.
+    is_other = raw.startswith((b"PK", b"\x80")) and raw[8:9] != b"{"
+    if length <= MAX_HEADER_BYTES and not is_other:
+        return damaged("the file is cut short.", expected, f"the length {length}", hint=hint)
+    begin = max(0, data.size_bytes - TAIL_BYTES)
+    found = find_format(raw, read_bytes(data, begin, data.size_bytes - begin))
+    if found is not None:
+        return refusal(path, found, raw)
+    return damaged("the file must be a safetensors file.", expected, f"the bytes {raw[:8]!r}", hint=hint)
 
 
 _OURS = (CorruptCheckpointError, TreeStructureError, UnsupportedError)

@@ -15,7 +15,7 @@ from tdfunc.core.types import Device, NestedKey, Path
 from tdfunc.ops.base.reading import get_value, has
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalBytes, LocalFiles, RemoteFiles, find, is_remote
-from tdfunc.storage.safetensors.contents import Contents, Leaf, open_contents
+from tdfunc.storage.safetensors.contents import Contents, Leaf, open_contents, warn_unlisted
 from tdfunc.storage.safetensors.read import parsing, plan_rows, read_leaf, read_rows
 from tdfunc.storage.safetensors.select import Choice, outline_tree, read_tree
 from tdfunc.storage.tree.build import Classes, flag_leaf, move_leaf
@@ -63,7 +63,9 @@ def open(
     name = find(path)
     files = RemoteFiles(name, fetch=False) if is_remote(name) else LocalFiles()
     place = torch.device(device) if device is not None else None
-    return SavedTree(open_contents(name, files, verify=verify), Choice(device=place, classes=classes))
+    contents = open_contents(name, files, verify=verify)
+    warn_unlisted(contents)
+    return SavedTree(contents, Choice(device=place, classes=classes))
 
 
 @final
@@ -170,7 +172,7 @@ class SavedTree:
         place = self._choice.device if device is None else torch.device(device)
         classes = self._choice.classes if classes is None else classes
         sources = self._contents.sources
-        # The whole file is mapped; of parts, no more than they are is read.
+        # The whole file is mapped; of parts, no more than they are is read. A map that this handle reads is its own.
         mapped = not self._at and where is None and all(isinstance(source.data, LocalBytes) for source in sources)
         choice = Choice(where, like, dtype, place, classes, dequantize)
         # Any: the file decides the class of the tree.

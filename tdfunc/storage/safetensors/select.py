@@ -12,12 +12,11 @@ from tdfunc.core.context import is_fake
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import FilterLike
 from tdfunc.ops.edits.structure import partition
-from tdfunc.storage.disk.mapped import map_bytes
 from tdfunc.storage.disk.ranks import find_sharded, is_sharded, own_part, place_like
 from tdfunc.storage.disk.raw import outside_transforms
-from tdfunc.storage.disk.remote import LocalBytes
+from tdfunc.storage.disk.remote import LocalBytes, MappedBytes
 from tdfunc.storage.safetensors.blocks import Block
-from tdfunc.storage.safetensors.contents import Contents
+from tdfunc.storage.safetensors.contents import Contents, group_by_home
 from tdfunc.storage.safetensors.like import check_like
 from tdfunc.storage.safetensors.read import Source, check_bytes, parsing, read_leaf, view_leaves
 from tdfunc.storage.scales import Dequantizing, cast_tree
@@ -159,11 +158,12 @@ def read_leaves(
             # All of them are in order, and a list is faster to read and to make.
             leaves = read if type(wanted) is range else dict(zip(wanted, read, strict=True))
         else:
-            leaves, homes = {}, contents.places.homes
-            for number, source in enumerate(contents.sources):
-                mine = [i for i in wanted if homes[i] == number]
-                read = _read_file(contents, source, mine, choice, mapped=mapped, parts=parts)
-                leaves.update(zip(mine, read, strict=True))
+            leaves = {}
+            groups = group_by_home(wanted, contents.places.homes, len(contents.sources))
+            for source, mine in zip(contents.sources, groups, strict=True):
+                if mine:
+                    read = _read_file(contents, source, mine, choice, mapped=mapped, parts=parts)
+                    leaves.update(zip(mine, read, strict=True))
         for i in wanted if choice.dtype is not None else ():
             leaves[i] = leaves[i].to(_dtype_of(contents, i, choice.dtype))
         for i in wanted if not is_fake(device) and (device is not None or any(plan.devices)) else ():
@@ -196,8 +196,8 @@ def _read_file(
             if i in parts:
                 leaves[i] = leaves[i][parts[i].box].clone()
         return [leaves[i] for i in mine]
-    assert isinstance(source.data, LocalBytes)
-    data = map_bytes(source.data.fd, source.path, source.size_bytes, "c").numpy()
+    assert isinstance(source.data, (LocalBytes, MappedBytes))
+    data = source.data.map()
     view, recorded = memoryview(data), {i: digest for i in mine if (digest := digests[i]) is not None}
     for i in sorted(recorded, key=begins.__getitem__):
         check_bytes(names[i], view[begins[i] : begins[i] + specs[i].size_bytes], recorded[i], parts.get(i))

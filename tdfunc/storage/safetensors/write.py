@@ -18,13 +18,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError
+from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError
 from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_named, settle, staged_folder, sweep
 from tdfunc.storage.disk.raw import memory_of, raw_bytes, write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
-from tdfunc.storage.safetensors.contents import INDEX_SUFFIX, join, read_index
+from tdfunc.storage.safetensors.contents import join, read_index
 from tdfunc.storage.safetensors.header import is_ours, seal
-from tdfunc.storage.safetensors.index import INDEX, SINGLE
+from tdfunc.storage.safetensors.index import INDEX, SINGLE, is_index
 from tdfunc.storage.safetensors.plan import FilePlan, SavePlan, is_plain
 from tdfunc.storage.safetensors.read import read_bytes
 
@@ -230,9 +230,9 @@ def remove_shards(folder: str, names: Iterable[str], own: Iterable[str], files: 
     if not found:
         return
     named: set[str] = set()
-    for index in [name for name in files.names(folder) if name.endswith(INDEX_SUFFIX)]:
+    for index in [name for name in files.names(folder) if is_index(name)]:
         # One that is not an index names nothing; one that cannot be read may name any.
-        with suppress(IsADirectoryError, CorruptCheckpointError):
+        with suppress(IsADirectoryError, CorruptCheckpointError, UnsupportedError):
             named.update(read_index(join(folder, index), files, verify=False)[1].files)
     for name in sorted({*found} - named):
         path = join(folder, name)

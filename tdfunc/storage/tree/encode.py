@@ -283,6 +283,7 @@ class _Writer:
     def _no_value(self, name: str, place: str, got: str) -> UnsupportedError:
         """Build the error for a value, or a part of it, that cannot be stored unchanged."""
         expected = "None, bools, numbers and str, and lists, tuples and dicts of these, of tensors and of trees"
+        expected += ", and numpy's arrays and numbers"
         hint = "convert it to these, or leave the key out: td.delete(key); tdfunc.from_module(module) is a tree."
         return self._refusal(name, f"{got} at {place}" if place else got, expected, hint)
 

@@ -1,7 +1,7 @@
-"""Plain Python objects in a tree: dicts, lists, tuples, numbers and strings, with tensors and trees in them.
+"""Plain Python objects in a tree: dicts, lists, tuples, numbers and strings, with tensors, arrays and trees in them.
 
 The state of an optimizer or scheduler is such an object. If JSON cannot hold it unchanged, it becomes a node with its
-tensors and trees as children, and with the rest as the node's own data.
+tensors, arrays of numpy and trees as children, and with the rest as the node's own data.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Size, Tensor, nn
 
 from tdfunc.core.collection import Static, TensorCollection
@@ -22,6 +23,13 @@ MAX_DEPTH = 200
 _MAX_INT_BITS = 2048
 _DICTS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _NAMES = {cls: name for name, cls in _DICTS.items()}
+# The kinds of dtypes of numpy whose values are their bytes.
+_NUMPY_KINDS = frozenset("biufcSUmM")
+# Those that are leaves of the same dtype; others are leaves of bytes.
+_SHARED_DTYPES = frozenset(
+    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    + ["float16", "float32", "float64", "complex64"]
+)
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -86,10 +94,19 @@ def _is_scalar(item: Any) -> bool:
     return item is None or type(item) in (str, bool, float)
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether a file can hold a value that has no parts, and give it back as it is."""
+    if isinstance(value, np.generic):
+        return type(value) is value.dtype.type and is_plain_dtype(value.dtype)
+    return _is_scalar(value)
+
+
 def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> PlainObject:
     """Return the node of a plain object; `refuse` makes the error for a part from its place and description."""
     data: dict[str, Any] = {}
     places: dict[int, str] = {}
+    # By the id of an array, what its tensor needs to be that array again.
+    arrays: dict[int, list[Any]] = {}
 
     def describe(part: Any, place: tuple[str, ...]) -> Any:
         if len(place) > MAX_DEPTH:
@@ -103,6 +120,13 @@ def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> Pla
                 places[id(part)] = key
             return {"at": places[id(part)]}
         kind = type(part)
+        if kind is np.ndarray and is_plain_dtype(part.dtype):
+            if id(part) not in arrays:
+                leaf, arrays[id(part)] = tensor_of(part)
+                places[id(part)] = describe(leaf, place)["at"]
+            return {"array": [places[id(part)], *arrays[id(part)]]}
+        if issubclass(kind, np.generic) and is_plain(part):
+            return {"scalar": [part.dtype.str, part.tobytes().hex()]}
         if kind is float and not math.isfinite(part):
             return {"float": str(part)}
         if _is_scalar(part):
@@ -124,9 +148,56 @@ def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> Pla
     return PlainObject._make(data, size, static=Static(own=own))
 
 
+def is_plain_dtype(dtype: "np.dtype[Any]") -> bool:
+    """Return whether the values of a dtype of numpy are their bytes, on every machine."""
+    # The largest floats differ from machine to machine.
+    largest = {"f": 8, "c": 16}.get(dtype.kind, dtype.itemsize)
+    return dtype.kind in _NUMPY_KINDS and dtype.itemsize <= largest
+
+
+def tensor_of(array: "np.ndarray[Any, Any]") -> tuple[Tensor, list[Any]]:
+    """Return the tensor of an array, and what it needs to be the array again: dtype and shape if torch has no such."""
+    # A copy, because a save in the background writes it later.
+    copied = np.array(array, order="C", copy=True)
+    if array.dtype.isnative and str(array.dtype) in _SHARED_DTYPES:
+        return torch.from_numpy(copied), []
+    raw = np.frombuffer(copied.tobytes(), np.uint8).copy()
+    return torch.from_numpy(raw), [array.dtype.str, list(array.shape)]
+
+
+def array_of(leaf: Any, how: list[Any]) -> Any:
+    """Return the array that `tensor_of` made a tensor of; a leaf without values stays one."""
+    if not isinstance(leaf, Tensor) or leaf.is_meta or type(leaf) is not Tensor:
+        return leaf
+    array = leaf.cpu().numpy()
+    if not how:
+        return array
+    text, shape = how
+    dtype = _find_dtype(text)
+    if not dtype.itemsize or not array.size:
+        return np.zeros(shape, dtype)
+    return array.view(dtype).reshape(shape)
+
+
+def scalar_of(text: Any, digits: Any) -> Any:
+    """Return the number of numpy with a dtype and bytes."""
+    dtype = _find_dtype(text)
+    if not dtype.itemsize:
+        return dtype.type()
+    return np.frombuffer(bytes.fromhex(digits), dtype)[0]
+
+
+def _find_dtype(text: Any) -> "np.dtype[Any]":
+    dtype = np.dtype(text) if type(text) is str else None
+    if dtype is None or not is_plain_dtype(dtype):
+        raise malformed("a dtype of numpy", repr(text)[:100])
+    return dtype
+
+
 def unpack(data: Mapping[str, Any], own: Any, size: Size) -> NonTensorData:
     """Return the plain object of a node, whose data may come from a file."""
     used: set[str] = set()
+    arrays: dict[str, Any] = {}
 
     def read(part: Any) -> Any:
         if type(part) is list:
@@ -138,6 +209,14 @@ def unpack(data: Mapping[str, Any], own: Any, size: Size) -> NonTensorData:
             used.add(content)
             node = data[content]
             return node.data if isinstance(node, NonTensorData) else node
+        if kind == "array":
+            place, *how = content
+            used.add(place)
+            if place not in arrays:
+                arrays[place] = array_of(data[place].data, how)
+            return arrays[place]
+        if kind == "scalar":
+            return scalar_of(*content)
         if kind in ("float", "tuple"):
             return _FLOATS[content] if kind == "float" else tuple([read(item) for item in content])
         made = _DICTS[kind]()

@@ -31,6 +31,8 @@ DTYPES = {code: getattr(torch, name) for code, (name, _) in _CODES.items() if ha
 FOLDER_CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 FILE_CODES = {dtype: code for dtype, code in FOLDER_CODES.items() if code not in _FOLDERS_ONLY}
 BITS = {code: bits for code, (_, bits) in _CODES.items()}
+# The dtypes of safetensors. torch does not have all of them.
+FILE_BITS = {code: bits for code, bits in BITS.items() if code not in _FOLDERS_ONLY} | {"F6_E2M3": 6, "F6_E3M2": 6}
 _NUMPY = {
     dtype: np.dtype(str(dtype).removeprefix("torch."))
     for dtype in DTYPES.values()

@@ -1,0 +1,189 @@
+"""The pickles of torch.save, read by torch's restricted reader: no class that they name is imported, no code runs.
+
+A value of another class than torch's own becomes an `Unknown`, which has its name only. Arrays and numbers of numpy are
+put together here, from their bytes.
+"""
+
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
+
+# The protocol of torch.save, the only one that the restricted reader knows.
+_PROTOCOL = 2
+# Numbers, bools and texts: everything whose bytes are the value. The unit of dates is elsewhere.
+_NUMPY_KINDS = frozenset("biufcSU")
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_MISTAKEN_DICT = re.compile(r"Can only SETITEMS? for dict.*<class '(?P<name>[^']+)'>", re.DOTALL)
+_MISTAKEN_LIST = re.compile(r"Can only (?:append|extend).* lists?, but got <class '(?P<name>[^']+)'>", re.DOTALL)
+
+
+class Unknown:
+    """A value of a class that is not read; subclasses carry the names of the classes."""
+
+    name = "an object"
+
+    def __new__(cls, *_: Any) -> Any:
+        """Make a value, whatever the file gives for it."""
+        return object.__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        """Ignore the state."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class _Dtype:
+    """A dtype of numpy, as its pickle describes it."""
+
+    def __init__(self, text: Any = "", *_: Any) -> None:
+        self.text: Any = text
+        self.order: Any = "|"
+
+    def __setstate__(self, state: Any) -> None:
+        """Take the byte order; the rest follows from the text."""
+        self.order = state[1]
+
+    def find(self) -> "np.dtype[Any] | None":
+        """Return the dtype; None for one whose values are not their bytes."""
+        text = self.text.decode() if isinstance(self.text, bytes) else self.text
+        if not isinstance(text, str) or re.fullmatch(r"[a-zA-Z]\d*", text) is None or text[0] not in _NUMPY_KINDS:
+            return None
+        try:
+            return np.dtype(text).newbyteorder(self.order if self.order in ("<", ">") else "=")
+        except TypeError:
+            return None
+
+
+class NumpyArray(Unknown):
+    """An array of numpy; `array` is None if its dtype is not known."""
+
+    name = "numpy.ndarray"
+    array: "np.ndarray[Any, Any] | None" = None
+
+    def __setstate__(self, state: Any) -> None:
+        """Take shape, dtype and bytes."""
+        _, shape, dtype, is_fortran, raw = state
+        found = dtype.find() if isinstance(dtype, _Dtype) else None
+        if found is None or not isinstance(raw, bytes) or math.prod(shape) * found.itemsize != len(raw):
+            return
+        flat = np.frombuffer(bytearray(raw), found)
+        self.array = flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+class _Dict(Unknown):
+    def __new__(cls, *_: Any) -> Any:
+        return {}
+
+
+class _List(Unknown):
+    def __new__(cls, *_: Any) -> Any:
+        return []
+
+
+def _scalar(dtype: Any, raw: Any = b"") -> Any:
+    """Make a number of numpy from its bytes."""
+    found = dtype.find() if isinstance(dtype, _Dtype) else None
+    if found is None or not isinstance(raw, bytes) or not found.itemsize or len(raw) != found.itemsize:
+        return _stand_in("numpy.generic", Unknown)()
+    return np.frombuffer(raw, found)[0]
+
+
+def _make_array(*_: Any) -> Any:
+    return NumpyArray()
+
+
+def _no_bytes(*_: Any) -> bytes:
+    """Make bytes of none, which is what pickle calls `bytes` for; with a number it would take memory."""
+    return b""
+
+
+def load_pickled(path: str, *, is_archive: bool) -> Any:
+    """Read a file of torch.save; tensors of an archive are mapped.
+
+    Raises:
+        UnsupportedError: It has a function that may do harm, or is of a protocol that torch's reader does not know.
+        CorruptCheckpointError: It is damaged.
+    """
+    _check_protocol(path, is_archive)
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_archive else []
+    except Exception:
+        # The reader below reports what is wrong.
+        names = []
+    parts = _known_parts()
+    own = {name for _, name in parts}
+    kinds = dict.fromkeys([name for name in names if name not in own], Unknown)
+    while True:
+        known: list[Any] = [*parts, *[(_stand_in(name, kind), name) for name, kind in kinds.items()]]
+        try:
+            with torch.serialization.safe_globals(known):
+                # Files of torch before 1.6 cannot be mapped.
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
+        except pickle.UnpicklingError as err:
+            text = str(err)
+            is_mistaken = _MISTAKEN_DICT.search(text) or _MISTAKEN_LIST.search(text)
+            name = is_mistaken["name"].removeprefix(f"{__name__}.") if is_mistaken else None
+            if is_mistaken and name in kinds and kinds[name] is Unknown:
+                # A class that is a dict or a list to pickle; its items are read as those of one.
+                kinds[name] = _Dict if "SETITEM" in text else _List
+                continue
+            raise _refusal(path, text) from err
+        # Damage raises errors of all kinds.
+        except Exception as err:
+            raise damaged(f"{path}: torch.load must read the file.", got=f"{type(err).__name__}: {err}"[:300]) from err
+
+
+def _known_parts() -> Sequence[tuple[Any, str]]:
+    """Return what stands for parts of numpy and Python, with their names."""
+    parts: list[tuple[Any, str]] = [(_Dtype, "numpy.dtype"), (NumpyArray, f"{__name__}.NumpyArray")]
+    parts += [(_scalar, f"{module}.scalar") for module in _NUMPY]
+    parts += [(_make_array, f"{module}._reconstruct") for module in _NUMPY]
+    parts += [(_stand_in("numpy.ndarray", Unknown), "numpy.ndarray")]
+    parts += [(_Dict, "collections.defaultdict"), (frozenset, "builtins.frozenset"), (_no_bytes, "builtins.bytes")]
+    return parts
+
+
+def _stand_in(name: str, kind: type[Unknown]) -> type[Unknown]:
+    """Make the class of values of a class that is not imported."""
+    return type(name, (kind,), {"name": name, "__module__": __name__, "__qualname__": name})
+
+
+def _check_protocol(path: str, is_archive: bool) -> None:
+    head = b""
+    try:
+        if is_archive:
+            with zipfile.ZipFile(path) as archive:
+                name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                with archive.open(name) as file:
+                    head = file.read(2)
+        else:
+            with open(path, "rb") as file:
+                head = file.read(2)
+    except (OSError, StopIteration, zipfile.BadZipFile):
+        # The reader reports what is wrong.
+        return
+    if len(head) == 2 and head[0] == pickle.PROTO[0] and head[1] != _PROTOCOL:
+        raise UnsupportedError(
+            f"{path}: torch's restricted reader does not know this pickle protocol.",
+            expected=f"protocol {_PROTOCOL}, as torch.save writes it",
+            got=f"protocol {head[1]}",
+            hint="in a program that trusts the file: torch.save(torch.load(path, weights_only=False), path).",
+        )
+
+
+def _refusal(path: str, text: str) -> UnsupportedError | CorruptCheckpointError:
+    named = [line.strip() for line in text.splitlines() if "nsupported" in line or "Can only" in line]
+    return UnsupportedError(
+        f"{path} must contain only tensors and plain data; other objects run code when they are read.",
+        got="".join(named)[:300] or None,
+        hint="in a program that trusts the file, save its state dict anew.",
+    )

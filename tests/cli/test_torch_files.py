@@ -1,0 +1,242 @@
+"""Files of torch.save with values that a tree cannot contain: what is left out is named, and the rest is read."""
+
+import argparse
+import collections
+import enum
+import functools
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tdfunc import load
+from tests.cli.helpers import run
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Options(dict):
+    """A dict of its own class."""
+
+
+# Kept as they are, or in the nearest class of Python.
+KEPT = {
+    "np.float64": np.float64(0.5), "np.bool": np.bool_(True), "array": np.arange(6).reshape(2, 3),
+    "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "texts": np.array(["a", "bc"]),
+    "empty": np.zeros((0, 3)),
+    "big endian": np.arange(3).astype(">f4"), "long": 10**50, "nan": float("inf"),
+    "state": np.random.PCG64(1).state,
+}  # fmt: skip
+# Left out, with words of the line that says so.
+LEFT_OUT = {
+    "dtype": (torch.float16, "torch.float16"), "set": ({1, 2}, "{1, 2}"), "device": (torch.device("cpu"), "device"),
+    "complex": (1 + 2j, "(1+2j)"), "bytes": (b"abc", "b'abc'"), "frozenset": (frozenset([1]), "frozenset({1})"),
+    "namespace": (argparse.Namespace(a=1, b=torch.ones(2)), "argparse.Namespace"),
+    "path": (pathlib.PurePosixPath("/x"), "pathlib.PurePosixPath"), "enum": (Color.RED, "Color"),
+    "partial": (functools.partial(int, "1"), "functools.partial"), "objects": (np.array([None, 1]), "numpy.ndarray"),
+    "function": (len, "builtins.len"), "Popen": (subprocess.Popen, "Popen"),
+    "module": (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A function that writes a training file with a value, and gives its path."""
+
+    def write(value):
+        torch.save({"model": nn.Linear(3, 2).state_dict(), "extra": value}, tmp_path / "c.pt")
+        return tmp_path / "c.pt"
+
+    return write
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_show_names_what_it_leaves_out(name, write):
+    """The leaves are listed, and the value by its name."""
+    value, says = LEFT_OUT[name]
+
+    result = run("show", write(value))
+
+    assert result.code == 0
+    assert "model.weight" in result.out
+    assert "left out: extra: " in result.out
+    assert says in result.out
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_extract_reads_around_it(name, write, tmp_path):
+    """One tensor of the file can be extracted."""
+    path = write(LEFT_OUT[name][0])
+
+    result = run("extract", path, "-o", tmp_path / "o.safetensors", "--filter", "model.bias")
+
+    assert result.code == 0
+    assert load(tmp_path / "o.safetensors")["model", "bias"].shape == (2,)
+
+
+@pytest.mark.parametrize("name", ["dtype", "namespace"])
+def test_convert_says_what_it_does_not_keep(name, write, tmp_path):
+    """A value that is not kept is named on stderr."""
+    value, says = LEFT_OUT[name]
+
+    result = run("convert", write(value), tmp_path / "o.safetensors")
+
+    assert f"not kept: extra: {says}" in result.err
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_values_that_are_kept(name, write, tmp_path):
+    """Numbers and arrays of numpy are converted as what they are."""
+    assert run("convert", write(KEPT[name]), tmp_path / "o.safetensors").code == 0
+
+    found = load(tmp_path / "o.safetensors")["extra"]
+    assert type(found) is type(KEPT[name])
+    assert repr(found) == repr(KEPT[name])
+
+
+@pytest.mark.parametrize("value", [Options(a=1), collections.defaultdict(list, a=1)], ids=["a class", "defaultdict"])
+def test_classes_of_dicts_are_dicts(value, write, tmp_path):
+    """A dict of another class is a dict."""
+    assert run("convert", write(value), tmp_path / "o.safetensors").code == 0
+
+    assert load(tmp_path / "o.safetensors")["extra"] == {"a": 1}
+
+
+def test_a_value_in_a_list_is_none(write, tmp_path):
+    """In a list None is in the place of a value that is left out, and the line names the place."""
+    result = run("convert", write([1, {2, 3}, "x"]), tmp_path / "o.safetensors")
+
+    assert "not kept: extra.1: {2, 3}" in result.err
+    assert load(tmp_path / "o.safetensors")["extra"] == [1, None, "x"]
+
+
+def test_a_sparse_tensor_is_not_dropped(write, tmp_path):
+    """A tensor that cannot be converted is an error with a hint that works; a value is a note."""
+    path = write(torch.eye(2).to_sparse())
+
+    refused = run("convert", path, tmp_path / "o.safetensors")
+    taken = run("extract", path, "-o", tmp_path / "o.safetensors", "--exclude", "extra")
+
+    assert (refused.code, taken.code) == (2, 0)
+    assert "--exclude extra" in refused.err
+
+
+def test_diff_compares_what_is_left_out(tmp_path):
+    """Two files that differ in a value that trees cannot contain are different."""
+    for name, dtype in (("a", torch.float16), ("b", torch.float32)):
+        torch.save({"w": torch.ones(2), "dtype": dtype}, tmp_path / f"{name}.pt")
+
+    result = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values")
+
+    assert result.code == 1
+    assert "torch.float16" in result.out
+    assert "torch.float32" in result.out
+
+
+def test_tensors_in_lists_are_named(tmp_path):
+    """`show` lists them, and `extract` says that a pattern does not choose them."""
+    torch.save({"w": torch.ones(2), "parts": [torch.ones(3), (torch.zeros(4),)]}, tmp_path / "c.pt")
+
+    shown = run("show", tmp_path / "c.pt", "--json").json
+    taken = run("extract", tmp_path / "c.pt", "-o", tmp_path / "o.safetensors", "--filter", "*")
+
+    assert {one["name"] for one in shown["leaves"]} == {"w", "parts.0", "parts.1.0"}
+    assert "not chosen: 2 tensors in plain objects, which stay whole: parts.0, parts.1.0" in taken.err
+
+
+def test_another_protocol_is_named(tmp_path):
+    """A protocol that torch's restricted reader does not know is named, and the hint's line repairs the file."""
+    path = tmp_path / "c.pt"
+    torch.save({"w": torch.ones(2)}, path, pickle_protocol=4)
+
+    refused = run("show", path)
+    line = refused.err.split("trusts the file: ")[1].strip().rstrip(".")
+    exec(line, {"torch": torch, "path": path})
+
+    assert (refused.code, run("show", path).code) == (2, 0)
+    assert "protocol 4" in refused.err
+
+
+def test_an_optimizer_with_a_dtype_keeps_its_tensors(tmp_path):
+    """In a plain object only the value is left out."""
+    state = {"state": {0: {"m": torch.ones(2), "dtype": torch.float16}}, "lr": 0.1}
+    torch.save({"optim": state}, tmp_path / "c.pt")
+
+    result = run("convert", tmp_path / "c.pt", tmp_path / "o.safetensors")
+
+    found = load(tmp_path / "o.safetensors")["optim"]
+    assert "not kept: optim.state.0.dtype: torch.float16" in result.err
+    assert (found["lr"], list(found["state"][0])) == (0.1, ["m"])
+
+
+@pytest.mark.parametrize("name", ["verify", "show"])
+def test_shards_of_torch(name, tmp_path):
+    """A folder of `.bin` shards is read as one checkpoint."""
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "x.bin", "b": "y.bin"}}')
+    torch.save({"a": torch.ones(2), "c": torch.ones(1)}, tmp_path / "x.bin")
+    torch.save({"b": torch.ones(3)}, tmp_path / "y.bin")
+
+    assert run(name, tmp_path).code == 0
+    assert "left out: c: an entry that the index does not name" in run("show", tmp_path).out
+
+
+def test_a_missing_entry_of_a_shard(tmp_path):
+    """An index that names an entry of no file is damage, by name."""
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "x.bin"}}')
+    torch.save({"b": torch.ones(3)}, tmp_path / "x.bin")
+
+    assert "missing: a" in run("show", tmp_path).err
+
+
+# -- differences inside of objects ------------------------------------------------------------------------------
+
+
+def save_training(path, lr, seed=0):
+    """A training file of many layers with an optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)])
+    optim = torch.optim.Adam(model.parameters(), lr=lr)
+    model(torch.randn(2, 3)).square().sum().backward()
+    optim.step()
+    torch.save({"model": {"state_dict": model.state_dict()}, "optimizer": optim.state_dict()}, path)
+
+
+def test_diff_names_the_place_in_an_object(tmp_path):
+    """The place inside of the optimizer's state and both values are shown."""
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        save_training(tmp_path / f"{name}.pt", lr)
+
+    found = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json").json["differences"]
+
+    assert [(one["name"], one["a"], one["b"]) for one in found] == [("optimizer.param_groups.0.lr", 0.1, 0.2)]
+
+
+def test_diff_shows_where_long_texts_differ(tmp_path):
+    """Two texts with a long common beginning are cut before the difference, not at it."""
+    for name in "ab":
+        torch.save({"w": torch.ones(1), "note": "x" * 200 + name}, tmp_path / f"{name}.pt")
+
+    row = next(line for line in run("diff", tmp_path / "a.pt", tmp_path / "b.pt").out.split("\n") if "note" in line)
+
+    assert "xa " in row
+    assert row.endswith("xb")
+
+
+def test_an_average_that_differs_takes_a_few_lines(tmp_path):
+    """Hundreds of differences are a few lines, and both hints work."""
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for seed, path in enumerate(paths):
+        save_training(path, 0.1, seed)
+
+    refused = run("average", *paths, "-o", tmp_path / "o.safetensors")
+    hint = refused.err.split("--filter ")[1].split(" averages")[0].strip("'")
+    part = run("average", *paths, "-o", tmp_path / "o.safetensors", "--filter", hint)
+    first = run("average", *paths, "-o", tmp_path / "p.safetensors", "--unequal", "first")
+
+    assert (refused.code, part.code, first.code) == (2, 0, 0)
+    assert len(refused.err.splitlines()) <= 14
