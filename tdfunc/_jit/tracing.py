@@ -13,6 +13,7 @@ from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._subclasses.fake_tensor import DataDependentOutputException as ValueUsed
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import (
 from tdfunc._jit.environment import Environment, contents, seeds_error
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import is_tracing
+from tdfunc.core.context import in_functorch, is_tracing
 from tdfunc.core.errors import CaptureError, ImmutableError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
@@ -280,14 +281,29 @@ class Guard(TorchFunctionMode):
                 got=user_line(),
                 hint="pass the value as a separate argument.",
             )
-        out = func(*args, **kwargs)
-        if func is torch.nn.functional.one_hot:
-            # torch leaves its check out for tensors without values, and inside vmap.
-            classes = (*args, *kwargs.values())[0]
-            if not _functorch.is_functorch_wrapped_tensor(classes):
-                inside = ((classes >= 0) & (classes < out.shape[-1])).all()
-                torch.ops.aten._assert_async.msg(inside, "one_hot: classes must be at least 0 and below num_classes.")
-        return out
+        if func is F.one_hot:
+            return _one_hot(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    """Return `F.one_hot` without a look at values, with torch's check of them at each replay.
+
+    torch leaves its check out for tensors without values, and inside vmap. Inside a gradient it reads the values of a
+    tensor that has none.
+    """
+    if not in_functorch() or num_classes < 0 or input.dtype != torch.int64:
+        # Also torch's errors, of another dtype and of a number of classes that only the values give.
+        out = F.one_hot(input, num_classes)
+    else:
+        numbers = torch.arange(num_classes, dtype=input.dtype, device=input.device)
+        out = (input.unsqueeze(-1) == numbers).to(torch.int64)
+    while _functorch.is_gradtrackingtensor(input):
+        input = _functorch.get_unwrapped(input)
+    if not _functorch.is_batchedtensor(input):
+        inside = ((input >= 0) & (input < out.shape[-1])).all()
+        torch.ops.aten._assert_async.msg(inside, "one_hot: classes must be at least 0 and below num_classes.")
+    return out
 
 
 # Readers of values that no dispatch mode sees.
@@ -388,6 +404,15 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     except (ValueUsed, ShapeUnknown) as err:
         raise _data_error(err) from err
+    # Kernels that read an index or a length from memory: `tensor_split`, packed sequences.
+    except RuntimeError as err:
+        if any([text in str(err) for text in _NO_MEMORY]):
+            raise _data_error(err) from err
+        raise
+
+
+# Of torch, where a kernel asks for the memory of a fake tensor.
+_NO_MEMORY = ("data is not allocated yet", "Cannot access data pointer of Tensor")
 
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
