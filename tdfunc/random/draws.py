@@ -392,9 +392,9 @@ def permutation(key: Tensor, x: int | Tensor, *, dim: int = 0) -> Tensor:
         >>> permutation(key(0), 5).sort().values
         tensor([0, 1, 2, 3, 4])
     """
-    size = x if isinstance(x, int) else x.shape[dim]
-    order = bits(key, (size,)).argsort()
-    return order if isinstance(x, int) else x.index_select(dim, order)
+    if isinstance(x, Tensor):
+        return x.index_select(dim, bits(key, (x.shape[dim],)).argsort())
+    return bits(key, x).argsort()
 
 
 def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = True, p: Tensor | None = None) -> Tensor:
@@ -504,7 +504,14 @@ def _on(number: int | Tensor, device: torch.device | str | None) -> int | Tensor
 
 
 def _size(shape: Shape) -> tuple[int, ...]:
-    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    size: tuple[int, ...]
+    if isinstance(shape, int):
+        size = (shape,)
+    elif isinstance(shape, Sequence):
+        size = tuple(shape)
+    else:
+        # An integer of numpy, or a tensor that is one.
+        size = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(shape)
     if any([n < 0 for n in size]):
         raise error(ValueError, "shape: no dimension may be negative.", got=list(size))
     return size
