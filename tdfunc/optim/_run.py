@@ -97,7 +97,7 @@ class Run:
         self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
     ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
         """Return the leaves of the parameters and of the slots, and the scalars, after the step."""
-        if not takes_kernels([*params, *grads]) or self._is_followed():
+        if not takes_kernels([*params, *grads]) or self._is_followed(params, grads):
             return self._step_plain(params, grads, slots, scalars)
         trace, active = recorder(), self.how.active
         old = [*params, *(leaf for slot in slots.values() for leaf in slot), *scalars.values()]
@@ -126,10 +126,12 @@ class Run:
         rows = {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
         return new[:n], rows, dict(zip(scalars, new[n * (len(slots) + 1) :], strict=True))
 
-    def _is_followed(self) -> bool:
-        """Return whether autograd differentiates the step by a hyperparameter, or by a value of a schedule."""
+    def _is_followed(self, params: Leaves, grads: Leaves) -> bool:
+        """Return whether autograd differentiates the step, by its arguments, a hyperparameter or a schedule."""
         if not torch.is_grad_enabled():
             return False
+        if carry_graph(params, grads):
+            return True
         values = [*self.tensors.values(), *[self._scheduled(value) for value in self.hyper.values() if callable(value)]]
         return any([isinstance(value, Tensor) and value.requires_grad for value in values])
 
@@ -411,9 +413,19 @@ def free_lists(leaves: Leaves) -> Lists:
     return Lists(inplace=bool(leaves) and takes_kernels(leaves) and recorder() is None)
 
 
-def grads_of(leaves: Leaves) -> "torch.set_grad_enabled":
-    """Return a context that records derivatives where a transform takes them, or a step that was followed has them."""
-    followed = is_compiling() or in_functorch() or any([x.requires_grad and not x.is_leaf for x in leaves])
+def carry_graph(params: Leaves, grads: Leaves) -> bool:
+    """Return whether autograd has recorded how these came about: gradients with a derivative, and results of steps.
+
+    A parameter that requires grad is an input of a loss, and not of its training.
+    """
+    if any([grad.requires_grad for grad in grads]):
+        return True
+    return any([param.requires_grad and not param.is_leaf for param in params])
+
+
+def grads_of(params: Leaves, grads: Leaves | None = None) -> "torch.set_grad_enabled":
+    """Return a context that records derivatives where a transform takes them, or where the leaves carry them."""
+    followed = is_compiling() or in_functorch() or carry_graph(params, grads or [])
     return torch.set_grad_enabled(torch.is_grad_enabled() and followed)
 
 
