@@ -119,6 +119,10 @@ class Jitted(Generic[P, R]):
         )
         return new
 
+    def options(self) -> list[Any]:
+        """Return the function and the options that it was made with."""
+        return [self._fn, self._backend, self._cache_size, self._reads, self._constants]
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind like a function, so that a method can be decorated."""
         return self if instance is None else functools.partial(self, instance)
