@@ -9,6 +9,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -540,7 +541,11 @@ def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
         return [(f"{name}[{i}]", item) for i, item in enumerate(value)]
-    if isinstance(value, (type, ModuleType)):
+    if isinstance(value, type):
+        # Defaults of typed fields.
+        given: list[Any] = list(fields(value)) if is_dataclass(value) else []
+        return [(f"{name}.{field.name}", field.default) for field in given if isinstance(field.default, Tensor)]
+    if isinstance(value, ModuleType):
         return []
     found = [(f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()]
     if isinstance(value, FunctionType):

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from tdfunc import CaptureError, ConcurrencyError, ImmutableError, NonTensorData, TensorDict, UnsupportedError
+from tdfunc import (
+    CaptureError,
+    ConcurrencyError,
+    ImmutableError,
+    NonTensorData,
+    TensorClass,
+    TensorDict,
+    UnsupportedError,
+)
 from tdfunc._jit import jit
 
 WEIGHT = torch.ones(3)
@@ -287,3 +295,16 @@ def test_the_cache_holds_a_record():
         jit(lambda x: x, cache_size=0)
     with pytest.raises(ValueError, match=r"(?s)captures must name a way.*refused | constants.*'kept'"):
         jit(lambda x: x, captures="kept")
+
+
+class Typed(TensorClass):
+    """A tree with a tensor as default."""
+
+    x: torch.Tensor
+    bias: torch.Tensor = torch.ones(2)
+
+
+def test_the_default_of_a_field_is_named():
+    """A default that is a tensor is captured, and the message names its class and field."""
+    with pytest.raises(CaptureError, match=r"uses 'Typed\.bias'"):
+        jit(lambda x: Typed(x=x).bias * 1)(torch.ones(2))
