@@ -123,7 +123,8 @@ def value_and_grad(
         # torch.func returns the gradients first.
         columns, value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
         if has_aux:
-            value = (value[0], _fill(*seen, value[1]))
+            structure, parts = seen
+            value = (value[0], _fill(structure, parts, value[1]))
         grads = [
             _put(keep_leaves(tree, {path for paths in group for path in paths}), group, column)
             for tree, group, column in zip(trees, groups, columns, strict=True)

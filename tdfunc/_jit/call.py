@@ -95,7 +95,9 @@ class Jitted(Generic[P, R]):
         else:
             program = self._look_up(key, args, kwargs, given)
             if program is None:
-                return self._run_plain(args, kwargs, given)
+                if any([leaf.requires_grad for leaf in given.leaves]):
+                    _check_leaves(args, kwargs)
+                return self._fn(*args, **kwargs)
         for tensor, state in program.captured:
             if state_of(tensor) != state:
                 raise self._stale(tensor)
@@ -203,12 +205,6 @@ class Jitted(Generic[P, R]):
             return True
         most = self._cache_size + max(1, self._cache_size // 8)
         return self._misses < most + (self._hits + self._plain) // _CALLS_FOR_A_RECORD
-
-    def _run_plain(self, args: Any, kwargs: Any, given: Arguments) -> Any:
-        """Run the function itself, on arguments that a record takes."""
-        if any([leaf.requires_grad for leaf in given.leaves]):
-            _check_leaves(args, kwargs)
-        return self._fn(*args, **kwargs)
 
     def _warn_of_shapes(self, args: Any, kwargs: Any, tensors: tuple[Any, ...]) -> None:
         """Warn that calls are not recorded any more, and name the dimensions whose sizes vary."""

@@ -467,17 +467,23 @@ def _normal_of(
     requires_grad: bool = False, out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
     if size is not None:
+        shape = _shape(size)
         # With a size both are numbers.
-        mean, std, size = _number(mean), _number(std), _shape(size)
-    like = mean if isinstance(mean, Tensor) else std
+        mean = _number(mean)
+        std = _number(std)
+    else:
+        like = mean if isinstance(mean, Tensor) else std
+        if not isinstance(like, Tensor):
+            # torch's error.
+            return func(mean, std)
+        shape = tuple(torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ())))
+        dtype = like.dtype
+        device = like.device
     if isinstance(std, Tensor):
         require_values(std >= 0, lambda: RuntimeError("normal: all elements of std must be at least 0."))
     else:
         _check(torch.normal, None, 0.0, std, (0,))
-    if isinstance(like, Tensor) and size is None:
-        size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
-        dtype, device = like.dtype, like.device
-    noise = mode.draw(Draw(standard_normal, tuple(size), dtype or torch.get_default_dtype()), _device(device))
+    noise = mode.draw(Draw(standard_normal, shape, dtype or torch.get_default_dtype()), _device(device))
     return _finish((mean + std * noise).to(noise.dtype), requires_grad, out)
 
 
