@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, error
@@ -93,26 +94,51 @@ def value_and_grad(
         chosen = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
         groups = [[entry.paths for entry in column] for column in chosen]
 
+        # Of the second value: its structure, and what is no tensor in it, which torch.func does not pass on.
+        seen: list[Any] = []
+
         def inner(columns: list[list[Tensor]]) -> Any:
             given = list(args)
             for place, tree, paths, leaves in zip(places, trees, groups, columns, strict=True):
                 given[place] = _put(tree, paths, leaves)
             out = fn(*given, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise error(
+                    TypeError,
+                    "grad: with has_aux=True the function must return a pair.",
+                    expected="(value, anything)",
+                    got=f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__,
+                    hint="return value, (a, b): more than one thing is a tuple in second place.",
+                )
             value = out[0] if has_aux else out
             if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
                 raise error(TypeError, "grad: the function must return a floating-point number.", got=value.dtype)
-            return out
+            if not has_aux:
+                return value
+            parts, structure = tree_flatten(out[1])
+            seen[:] = [structure, parts]
+            return value, [part for part in parts if isinstance(part, Tensor)]
 
         leaves = [[entry.leaf for entry in column] for column in chosen]
         # torch.func returns the gradients first.
-        columns, *value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
+        columns, value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
+        if has_aux:
+            structure, parts = seen
+            value = (value[0], _fill(structure, parts, value[1]))
         grads = [
             _put(keep_leaves(tree, {path for paths in group for path in paths}), group, column)
             for tree, group, column in zip(trees, groups, columns, strict=True)
         ]
-        return value[0], grads[0] if isinstance(argnums, int) else tuple(grads)
+        return value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return run
+
+
+# Any: a structure of torch's pytrees, and its leaves.
+def _fill(structure: Any, parts: list[Any], tensors: list[Tensor]) -> Any:
+    """Return a structure with other tensors in the places of its own."""
+    others = iter(tensors)
+    return tree_unflatten([next(others) if isinstance(part, Tensor) else part for part in parts], structure)
 
 
 def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:

@@ -124,3 +124,43 @@ def test_messages(call, error, pattern):
     """Each refusal names the argument or filter."""
     with pytest.raises(error, match=f"(?s){pattern}"):
         call(tdf.TensorDict({"w": torch.ones(2)}))
+
+
+AUX = [
+    3, "loss", None, 2.5, True, {"rows": 2, "mean": torch.ones(1)}, (torch.zeros(2), "a", [1, torch.ones(1)]), (), [],
+    torch.float64, torch.tensor(3), tdf.TensorDict({"x": torch.ones(2), "name": "run"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("aux", AUX, ids=lambda aux: type(aux).__name__)
+@pytest.mark.parametrize("take", [tdf.grad, tdf.value_and_grad])
+def test_the_second_value_may_be_anything(aux, take):
+    """Plain values, and containers of them and of tensors, come back as they were."""
+    params = tdf.TensorDict({"w": torch.tensor([1.0, 2.0])})
+
+    out = take(lambda p: (p["w"].square().sum(), aux), has_aux=True)(params)
+
+    got = out[1] if take is tdf.grad else out[0][1]
+    assert torch.utils._pytree.tree_structure(got) == torch.utils._pytree.tree_structure(aux)
+    pairs = zip(*[torch.utils._pytree.tree_leaves(value) for value in (got, aux)], strict=True)
+    assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x is y for x, y in pairs)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit, torch.vmap], ids=["eager", "jit", "vmap"])
+def test_tensors_of_the_second_value_leave_the_gradient(wrap):
+    """A tensor beside plain values is usable outside, and follows further derivatives."""
+    grad = tdf.grad(lambda p: (p["w"].square().sum(), {"twice": p["w"] * 2, "rows": 3}), has_aux=True)
+    params = tdf.TensorDict({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, [2] if wrap is torch.vmap else [])
+
+    twice = wrap(lambda p: grad(p)[1]["twice"])(params)
+
+    assert twice.tolist() == [[2.0, 4.0], [6.0, 8.0]]
+    second = torch.func.grad(lambda p: grad(p)[1]["twice"].sum())(params)
+    assert second["w"].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("out", [lambda p: p["w"].sum(), lambda p: (p["w"].sum(),), lambda p: (p["w"].sum(), 1, 2)])
+def test_a_result_that_is_no_pair_is_refused(out):
+    """With `has_aux` anything but a pair is an error, and nothing of it is dropped."""
+    with pytest.raises(TypeError, match="must return a pair"):
+        tdf.grad(out, has_aux=True)(tdf.TensorDict({"w": torch.ones(2)}))

@@ -16,7 +16,17 @@ from tdfunc._jit.code import compile_graph
 from tdfunc._jit.cudagraphs import CudaGraphs
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
-from tdfunc._jit.signature import Arguments, Contexts, aliases, describe, in_function_mode, layouts, make_guard, modes
+from tdfunc._jit.signature import (
+    Arguments,
+    Contexts,
+    aliases,
+    describe,
+    describe_sizes,
+    in_function_mode,
+    layouts,
+    make_guard,
+    modes,
+)
 from tdfunc._jit.tracing import name_of, named_leaves, state_of, trace
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import CaptureError, UnsupportedError, error, explain
@@ -27,6 +37,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Captures: TypeAlias = Literal["refused", "constants"]
 _MANY_VALUES = 8
+# Past the number of records, one in so many calls may still be recorded: a recording takes as long as some 50 calls of
+# the function, and a program that has gone on to other shapes gets its records back.
+_CALLS_FOR_A_RECORD = 256
+_MAX_NAMED = 3
 
 
 class CacheInfo(NamedTuple):
@@ -80,6 +94,10 @@ class Jitted(Generic[P, R]):
             self._hits += 1
         else:
             program = self._look_up(key, args, kwargs, given)
+            if program is None:
+                if any([leaf.requires_grad for leaf in given.leaves]):
+                    _check_leaves(args, kwargs)
+                return self._fn(*args, **kwargs)
         for tensor, state in program.captured:
             if state_of(tensor) != state:
                 raise self._stale(tensor)
@@ -103,6 +121,10 @@ class Jitted(Generic[P, R]):
         )
         return new
 
+    def options(self) -> list[Any]:
+        """Return the function and the options that it was made with."""
+        return [self._fn, self._backend, self._cache_size, self._reads, self._constants]
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind like a function, so that a method can be decorated."""
         return self if instance is None else functools.partial(self, instance)
@@ -110,7 +132,9 @@ class Jitted(Generic[P, R]):
     def graph(self, *args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
         """Return the graph that a call with these arguments replays; `print(fn.graph(x).code)` shows it."""
         key, given = self._key(args, kwargs)
-        return self._look_up(key, args, kwargs, given).module
+        program = self._look_up(key, args, kwargs, given, always=True)
+        assert program is not None
+        return program.module
 
     def draws(self, *args: P.args, **kwargs: P.kwargs) -> bool:
         """Return whether a call with these arguments draws random numbers."""
@@ -130,6 +154,8 @@ class Jitted(Generic[P, R]):
             # The recorded values of each number among the arguments.
             self._numbers: dict[str, set[float]] = {}
             self._hits = self._misses = 0
+            # Calls past the number of records, which run the function itself.
+            self._plain = 0
 
     def __repr__(self) -> str:
         return f"jit({getattr(self._fn, '__qualname__', self._fn)})"
@@ -144,13 +170,19 @@ class Jitted(Generic[P, R]):
         given.parts.append(aliases(given.leaves))
         return (given.parts, len(args), self._environment.snapshot().token, modes()), given
 
-    def _look_up(self, key: tuple[Any, ...], args: Any, kwargs: Any, given: Arguments) -> _Program:
+    def _look_up(
+        self, key: tuple[Any, ...], args: Any, kwargs: Any, given: Arguments, *, always: bool = False
+    ) -> _Program | None:
+        """Return the record of a call, made now if there is none; None if there are too many, unless `always`."""
         # Lists compare without being copied, a dict needs a tuple.
         tensors = layouts(given.leaves)
         hashable = (tuple(key[0]), *key[1:], tensors)
         with self._lock:
             program = self._programs.get(hashable)
-            if program is None:
+            if program is not None:
+                self._hits += 1
+                self._programs.move_to_end(hashable)
+            elif always or self._may_record():
                 before = self._environment.snapshot()
                 program = self._trace(args, kwargs, given)
                 self._misses += 1
@@ -160,10 +192,36 @@ class Jitted(Generic[P, R]):
                 if len(self._programs) > self._cache_size:
                     self._programs.popitem(last=False)
             else:
-                self._hits += 1
-                self._programs.move_to_end(hashable)
+                self._plain += 1
+                if self._plain == 1:
+                    self._warn_of_shapes(args, kwargs, tensors)
+                return None
             self._last = (key, make_guard(given.leaves), program)
         return program
+
+    def _may_record(self) -> bool:
+        """Return whether another call may be recorded: one at each call would cost more than all replays save."""
+        if len(self._programs) < self._cache_size:
+            return True
+        most = self._cache_size + max(1, self._cache_size // 8)
+        return self._misses < most + (self._hits + self._plain) // _CALLS_FOR_A_RECORD
+
+    def _warn_of_shapes(self, args: Any, kwargs: Any, tensors: tuple[Any, ...]) -> None:
+        """Warn that calls are not recorded any more, and name the dimensions whose sizes vary."""
+        names = [name for name, _ in named_leaves(args, kwargs, torch.Tensor)]
+        kept = [key[-1] for key in self._programs if len(key[-1]) == len(tensors)]
+        found = describe_sizes(names, [*kept, tensors])
+        hint = f"make records for more kinds of calls: jit(fn, cache_size={2 * self._cache_size})."
+        if found:
+            hint = (
+                "pad these dimensions to a few sizes, or use batch sizes that divide the data (drop_last=True of a "
+                f"DataLoader); or {hint}"
+            )
+        if len(found) > _MAX_NAMED:
+            found[_MAX_NAMED:] = [f"and {len(found) - _MAX_NAMED} more"]
+        shown = "; ".join(found) or "Python values, structures or layouts of its arguments vary"
+        message = f"{self} was called in more ways than it keeps records, {self._cache_size}; others are not recorded."
+        warnings.warn(explain(message, expected="a few shapes, each called often", got=shown, hint=hint), stacklevel=4)
 
     def _warn_of_numbers(self, args: Any, kwargs: Any) -> None:
         for name, number in named_leaves(args, kwargs, int, float):
@@ -183,15 +241,7 @@ class Jitted(Generic[P, R]):
         )
 
     def _trace(self, args: Any, kwargs: Any, given: Arguments) -> _Program:
-        for name, leaf in named_leaves(args, kwargs, torch.Tensor):
-            if leaf.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"jit: {name} must have a layout that can be traced.",
-                    expected=str(torch.strided),
-                    got=str(leaf.layout),
-                    hint="call the function without jit.",
-                )
-            _refuse_trained(name, leaf)
+        _check_leaves(args, kwargs)
         keep_freed_memory()
         hint = "draw by torch or tdfunc.random, which replays do anew; or pass the number as a tensor."
         with refuse_draws(f"{self} draws while it is recorded.", hint, named=self._environment.named_values()):
@@ -224,6 +274,19 @@ class Jitted(Generic[P, R]):
             node.meta.clear()
         recorded.refuse_kept()
         return _Program(run, recorded.build, recorded.trained, module, captured)
+
+
+def _check_leaves(args: Any, kwargs: Any) -> None:
+    """Raise for tensors among the arguments that no record takes."""
+    for name, leaf in named_leaves(args, kwargs, torch.Tensor):
+        if leaf.layout is not torch.strided:
+            raise UnsupportedError(
+                f"jit: {name} must have a layout that can be traced.",
+                expected=str(torch.strided),
+                got=str(leaf.layout),
+                hint="call the function without jit.",
+            )
+        _refuse_trained(name, leaf)
 
 
 def _refuse_trained(name: str, leaf: torch.Tensor) -> None:
@@ -296,7 +359,9 @@ def jit(
             record is captured once as a CUDA graph, and a call launches it as a whole. It takes tensors on one GPU,
             random draws by keys, and nothing that waits for the device. Results are copies; donated leaves are written
             in place, and the record keeps them alive. Not run yet on a GPU.
-        cache_size: The number of records to keep; the one not used for longest goes first.
+        cache_size: The number of records to keep; the one not used for longest goes first. Where calls are of more
+            kinds, further ones run the function itself, with a warning that names the dimension that varies: pad it, or
+            use batch sizes that divide the data.
         captures: The treatment of tensors that the function uses besides its arguments: `refused`, or kept as
             `constants` of the record. If the variable or module of a constant holds another tensor, the function is
             recorded anew. If a constant was written, the call raises. If an attribute of another object no longer

@@ -163,6 +163,21 @@ def _layout(leaf: Tensor) -> tuple[Any, ...]:
     return type(leaf), *own, leaf.is_conj(), leaf.is_neg()
 
 
+def describe_sizes(names: list[str], calls: list[tuple[Any, ...]]) -> list[str]:
+    """Return a sentence for each tensor whose sizes vary between calls, which are given by their `layouts`."""
+    found: list[str] = []
+    for i, name in enumerate(names):
+        shapes = [call[i][1] for call in calls]
+        dims = {len(shape) for shape in shapes}
+        if len(dims) > 1:
+            found.append(f"{name} has from {min(dims)} to {max(dims)} dimensions")
+            continue
+        for dim, column in enumerate(zip(*shapes, strict=True)):
+            if len(set(column)) > 1:
+                found.append(f"dimension {dim} of {name} varies, from {min(column)} to {max(column)}")
+    return found
+
+
 def make_guard(leaves: list[Tensor]) -> Callable[..., bool]:
     """Return the check that as many tensors have the layouts of these; what it passes has equal `layouts`."""
     if not leaves:

@@ -9,10 +9,12 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._subclasses.fake_tensor import DataDependentOutputException as ValueUsed
@@ -30,7 +32,7 @@ from torch.utils._python_dispatch import (
 from tdfunc._jit.environment import Environment, contents, seeds_error
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import is_tracing
+from tdfunc.core.context import in_functorch, is_tracing
 from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
@@ -280,14 +282,29 @@ class Guard(TorchFunctionMode):
                 got=user_line(),
                 hint="pass the value as a separate argument.",
             )
-        out = func(*args, **kwargs)
-        if func is torch.nn.functional.one_hot:
-            # torch leaves its check out for tensors without values, and inside vmap.
-            classes = (*args, *kwargs.values())[0]
-            if not _functorch.is_functorch_wrapped_tensor(classes):
-                inside = ((classes >= 0) & (classes < out.shape[-1])).all()
-                torch.ops.aten._assert_async.msg(inside, "one_hot: classes must be at least 0 and below num_classes.")
-        return out
+        if func is F.one_hot:
+            return _one_hot(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    """Return `F.one_hot` without a look at values, with torch's check of them at each replay.
+
+    torch leaves its check out for tensors without values, and inside vmap. Inside a gradient it reads the values of a
+    tensor that has none.
+    """
+    if not in_functorch() or num_classes < 0 or input.dtype != torch.int64:
+        # Also torch's errors, of another dtype and of a number of classes that only the values give.
+        out = F.one_hot(input, num_classes)
+    else:
+        numbers = torch.arange(num_classes, dtype=input.dtype, device=input.device)
+        out = (input.unsqueeze(-1) == numbers).to(torch.int64)
+    while _functorch.is_gradtrackingtensor(input):
+        input = _functorch.get_unwrapped(input)
+    if not _functorch.is_batchedtensor(input):
+        inside = ((input >= 0) & (input < out.shape[-1])).all()
+        torch.ops.aten._assert_async.msg(inside, "one_hot: classes must be at least 0 and below num_classes.")
+    return out
 
 
 # Readers of values that no dispatch mode sees.
@@ -389,13 +406,18 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     except (ValueUsed, ShapeUnknown) as err:
         raise _data_error(err) from err
     except RuntimeError as err:
-        if _NO_GRADIENT not in str(err):
-            raise
-        raise _no_gradient(args, kwargs) from err
+        if _NO_GRADIENT in str(err):
+            raise _no_gradient(args, kwargs) from err
+        # Kernels that read an index or a length from memory: `tensor_split`, packed sequences.
+        if any([text in str(err) for text in _NO_MEMORY]):
+            raise _data_error(err) from err
+        raise
 
 
 # torch's message where a gradient is taken by an integer, which names no leaf.
 _NO_GRADIENT = "only Tensors of floating point dtype can require gradients"
+# Of torch, where a kernel asks for the memory of a fake tensor.
+_NO_MEMORY = ("data is not allocated yet", "Cannot access data pointer of Tensor")
 
 
 # Any: the arguments of the traced function.
@@ -537,7 +559,11 @@ def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
         return [(f"{name}[{i}]", item) for i, item in enumerate(value)]
-    if isinstance(value, (type, ModuleType)):
+    if isinstance(value, type):
+        # Defaults of typed fields.
+        given: list[Any] = list(fields(value)) if is_dataclass(value) else []
+        return [(f"{name}.{field.name}", field.default) for field in given if isinstance(field.default, Tensor)]
+    if isinstance(value, ModuleType):
         return []
     found = [(f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()]
     if isinstance(value, FunctionType):

@@ -110,6 +110,9 @@ def extent_of(tensor: Any) -> Extent | None:
             size_bytes = _count_steps(tensor) * tensor.element_size()
         if getattr(storage, _ATTRIBUTE, None) is not None and (file := mapped_file(tensor)) is not None:
             space, begin = file.file_id, file.offset
+        # torch warns where a fake tensor is asked for its address.
+        elif isinstance(tensor, FakeTensor):
+            return None
         else:
             space, begin = None if tensor.is_cpu else tensor.device, tensor.data_ptr()
             if not begin:

@@ -6,6 +6,7 @@ functions and objects, as far down as forward can read. A module or weight that 
 compared by its path; an object whose parts cannot be read is refused.
 """
 
+import functools
 import threading
 import types
 import weakref
@@ -21,12 +22,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
+from tdfunc._jit import Jitted
 from tdfunc._jit.environment import contents
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import TreeStructureError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.modules.extract import EXTRA_STATE, unwrap
+from tdfunc.modules.functional import Apply
+from tdfunc.modules.poison import Poison
 from tdfunc.storage.disk.raw import raw_bytes
 
 # The attributes that nn.Module itself keeps in every `__dict__`; only the mode is a property of the architecture.
@@ -39,6 +43,7 @@ _CONTAINERS = frozenset((tuple, list, dict))
 _SETS = (set, frozenset)
 # They hold no numbers; the number of a handle is another for each hook.
 _STATELESS = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
+_LRU_CACHE = type(functools.lru_cache(len))
 # Reading a member of an enum takes longer than a lookup.
 _PARAMETER, _BUFFER, _NON_PERSISTENT = Kind.PARAMETER, Kind.BUFFER, Kind.NON_PERSISTENT
 
@@ -156,12 +161,12 @@ class Outline:
         for table in _HOOKS:
             calls = [[(hook, [k in d[f] for f in _FLAGS]) for k, hook in d[table].items()] for d in (mine, own)]
             if not pair.is_alike(calls[0], calls[1]):
-                raise pair.differ(self._at, table, *[list(d[table].values()) for d in (mine, own)])
+                raise pair.differ(self._at, table, *pair.show(*[list(d[table].values()) for d in (mine, own)]))
         recomputed = _BASE.union(map(_recomputed, mine["_forward_pre_hooks"].values()))
         for name in names:
             a, b = mine.get(name, _MISSING), own.get(name, _MISSING)
             if name not in recomputed and not pair.is_alike(a, b):
-                raise pair.differ(self._at, name, repr(a), repr(b))
+                raise pair.differ(self._at, name, *pair.show(a, b))
 
     def build(self, leaves: Iterator[Any], size: Size) -> Any:
         """Return the tree around leaves in the same order; submodules without leaves are left out."""
@@ -240,6 +245,33 @@ class Pair:
         pairs = zip(mine, theirs, strict=True)
         return len(mine) == len(theirs) and all([self.is_alike(x, y, around) for x, y in pairs])
 
+    def show(self, a: Any, b: Any) -> tuple[str, str]:
+        """Return texts of two values that are not alike; where these are equal, with the parts that differ."""
+        whole = repr(a)
+        if whole != repr(b):
+            return whole, repr(b)
+        seen = {id(a)}
+        while (parts := self._find_unlike(a, b)) is not None and id(parts[0]) not in seen:
+            a, b = parts
+            seen.add(id(a))
+            if repr(a) != repr(b):
+                return f"{whole}, which holds {a!r}", f"{whole}, which holds {b!r}"
+        kind = type(a).__qualname__
+        return whole, f"{whole}, which is or holds another {kind}; two such objects are not compared"
+
+    def _find_unlike(self, a: Any, b: Any) -> tuple[Any, Any] | None:
+        """Return the first parts of two values that are not alike; None if the values have no parts."""
+        if isinstance(a, _SETS) or type(a) in _ATOMS or type(a) is not type(b):
+            return None
+        try:
+            mine, theirs = _parts(a), _parts(b)
+        # As in `is_alike`.
+        except Exception:
+            return None
+        if len(mine) != len(theirs):
+            return (len(mine), len(theirs))
+        return next(((x, y) for x, y in zip(mine, theirs, strict=True) if not self.is_alike(x, y)), None)
+
     def _find(self, member: int, value: Any) -> str | None:
         """Return the first path under which a module or tensor is registered in a member."""
         if not self._paths:
@@ -275,12 +307,24 @@ def _parts(value: Any) -> list[Any]:
         return [*value, *value.values()]
     if kind is weakref.ref:
         return [value()]
+    if isinstance(value, Poison):
+        return [value.shape, value.dtype, value.device, value.path, hasattr(value, "_is_param")]
     if isinstance(value, Tensor):
         return [value.shape, value.dtype, value.device, b"" if value.is_meta else raw_bytes(value).tobytes()]
     if kind is types.FunctionType:
         # Code objects are alike only if they are one: equal code may read other globals.
         cells = map(contents, value.__closure__ or ())
         return [value.__code__, value.__defaults__, value.__kwdefaults__, value.__dict__, *cells]
+    if kind is types.MappingProxyType:
+        return [dict(value)]
+    if isinstance(value, Apply):
+        # Without its copies, and what its calls have noted.
+        return [value.module, value._spec.name, value.paths, value._spec.first, value._reserved]
+    if isinstance(value, Jitted):
+        # Without its records, which depend on the calls so far.
+        return value.options()
+    if isinstance(value, _LRU_CACHE):
+        return [value.__wrapped__, value.cache_parameters()]
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         raise TypeError("a global is alike only if it is the same object")

@@ -4,6 +4,7 @@ E is the number of members. All three ways give the numbers of the loop, except 
 is vmap, and the loop where vmap cannot run the forward; a trace is made on request.
 """
 
+import traceback
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -261,27 +262,32 @@ class Ensemble:
         return result
 
     def _auto(self, call: Call) -> Result:
-        kind, refusal = call.kind(), None
+        kind = call.kind()
+        refused: Exception | None = None
         if call.members == 1:
             reason = "one member needs no vmap."
         elif call.autocast():
             reason = "autocast is on, which torch's vmap does not keep."
         else:
             if self._tried.get(kind) is None:
-                result, refusal = self._attempt(call, kind)
-                if refusal is None:
+                result, refused = self._attempt(call, kind)
+                if refused is None:
                     self._last = ("vmap", "by the rule.", call.members)
                     return result
-            reason = f"vmap cannot run the forward: {refusal or self._tried[kind]}"
+            reason = f"vmap cannot run the forward: {self._tried[kind] if refused is None else _first_line(refused)}"
         # If the input is at fault the loop also raises: its error is the clearer one, and no refusal is remembered.
-        result = self._loop(call)
-        if refusal is not None:
-            self._remember(kind, refusal)
+        try:
+            result = self._loop(call)
+        except Exception as err:
+            _put_before(err, refused)
+            raise
+        if refused is not None:
+            self._remember(kind, _first_line(refused))
         self._last = ("loop", reason, call.members)
         return result
 
-    def _attempt(self, call: Call, kind: Hashable) -> tuple[Any, str | None]:
-        """Run a call by vmap; return its result, or why vmap cannot run it."""
+    def _attempt(self, call: Call, kind: Hashable) -> tuple[Any, Exception | None]:
+        """Run a call by vmap; return its result, or the error by which vmap cannot run it."""
         first = kind not in self._tried
         before = foreign_states() if first else None
         data = call.counted()
@@ -291,10 +297,12 @@ class Ensemble:
         # A forward may raise anything when it is given batched tensors; the loop decides who is at fault.
         except Exception as err:
             check_unwritten(data or [], written, err)
-            return None, str(err).strip().split("\n")[0] or type(err).__name__
+            # The lines stay for the traceback; the tensors of the attempt go before the loop runs.
+            traceback.clear_frames(err.__traceback__)
+            return None, err
         if first:
             if foreign_states() != before:
-                return None, "it draws from Python's or numpy's generator, once for all members."
+                return None, UnsupportedError("it draws from Python's or numpy's generator, once for all members.")
             self._remember(kind, None)
         return result, None
 
@@ -414,6 +422,21 @@ class Ensemble:
             del self._jitted[key]
             raise _no_key() if call.keys is None else _past_key()
         return result
+
+
+def _first_line(err: Exception) -> str:
+    return str(err).strip().split("\n")[0] or type(err).__name__
+
+
+def _put_before(err: BaseException, first: Exception | None) -> None:
+    """Have a traceback show an earlier error before another one and its causes."""
+    seen = {id(err)}
+    earlier = err.__cause__ or err.__context__
+    while earlier is not None and id(earlier) not in seen:
+        seen.add(id(earlier))
+        err, earlier = earlier, earlier.__cause__ or earlier.__context__
+    if first is not None and id(first) not in seen:
+        err.__context__ = first
 
 
 def _no_key() -> UnsupportedError:

@@ -3,8 +3,8 @@
 import copy as copying
 import inspect
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Size, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.context import in_functorch, is_compiling, is_tracing
+from tdfunc.core.context import in_functorch, is_compiling, is_tracing, outside
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
@@ -75,7 +75,9 @@ class Apply:
         self._keyed: set[bool] = set()
 
     def _new_skeleton(self) -> Skeleton:
-        return Skeleton(self._template, self._spec.order, self._spec.first, self._fillers)
+        """Return another skeleton, the same in any call: none of the caller's modes reaches the copy."""
+        with _alone():
+            return Skeleton(self._template, self._spec.order, self._spec.first, self._fillers)
 
     def __reduce__(self) -> Any:
         return Apply, (self._template, self._spec, self._reserved)
@@ -107,7 +109,8 @@ class Apply:
 
     def _vary(self, change: Callable[[nn.Module], object]) -> "Apply":
         """Return an apply of a copy whose modes or hyperparameters `change` writes; its weights hold no numbers."""
-        module = duplicate(self._template, {})
+        with _alone():
+            module = duplicate(self._template, {})
         change(module)
         return Apply(module, self._spec, self._reserved, self._originals)
 
@@ -358,6 +361,19 @@ class Apply:
                 hint="apply(params, x, buffers=buffers) returns the output alone.",
             )
         return new
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """Copy a template as outside of traces, transforms and inference mode: its tensors outlive the call.
+
+    Dynamo reads the source, and copies nothing here.
+    """
+    if is_compiling():
+        yield
+    else:
+        with outside(), torch.inference_mode(False):
+            yield
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -8,6 +8,7 @@ torch's function refuses. Draws inside torch take no key; `apply(..., rng=)` not
 
 import functools
 import math
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from tdfunc import random
-from tdfunc.core.context import is_compiling, outside, require_values
+from tdfunc.core.context import is_compiling, is_known, outside, require_values
 from tdfunc.random import splitmix
 from tdfunc.random.draws import standard_normal, unit
 
@@ -73,9 +74,12 @@ class seeded(TorchFunctionMode):
         """Return the key of the next draw."""
         return random.fold_in(self.key, self._next()).to(device)
 
-    def draw_mask(self, shape: Size, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def draw_mask(self, shape: Size, p: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return 1 / p with probability p, and 0 elsewhere, from the key of the next draw."""
-        return splitmix.mask(self.key.to(device), shape, p, dtype, number=self._next())
+        key, number = self.key.to(device), self._next()
+        if isinstance(p, Tensor):
+            return splitmix.mask_by(key, shape, p, dtype, number=number)
+        return splitmix.mask(key, shape, p, dtype, number=number)
 
     def _next(self) -> int:
         """Return the number of the next draw."""
@@ -107,8 +111,8 @@ class Draw(NamedTuple):
     standard: Standard
     shape: Size
     dtype: torch.dtype
-    factor: float = 1.0
-    shift: float = 0.0
+    factor: float | Tensor = 1.0
+    shift: float | Tensor = 0.0
 
     def numbers(self, keys: Tensor) -> Tensor:
         """Return the numbers of keys (*B, 2), as (*B, *shape)."""
@@ -118,6 +122,8 @@ class Draw(NamedTuple):
             drawn = drawn * math.sqrt(0.5) if self.standard is standard_normal else drawn
         else:
             drawn = self.standard(keys, self.shape, self.dtype)
+        if isinstance(self.factor, Tensor) or isinstance(self.shift, Tensor):
+            return (drawn * self.factor + self.shift).to(self.dtype)
         return drawn if (self.factor, self.shift) == (1.0, 0.0) else drawn.mul_(self.factor).add_(self.shift)
 
 
@@ -222,12 +228,61 @@ def _out(drawn: Tensor, out: Any) -> Tensor:
 
 
 def _check(func: Any, like: Tensor | None, *args: Any, **kwargs: Any) -> None:
-    """Have torch check the arguments of a draw, and the dtype of the tensor that it fills or reads."""
-    if not is_compiling() and not any([isinstance(x, Tensor) for x in (*args, *kwargs.values())]):
-        _try(func, None if like is None else ((1,) * like.dim(), like.dtype), *args, **kwargs)
+    """Have torch check the arguments of a draw, and the dtype of the tensor that it fills or reads.
+
+    Numbers that are tensors without values here are checked for each member, or at each replay.
+    """
+    if is_compiling():
+        return
+    if any([isinstance(x, Tensor) for x in (*args, *kwargs.values())]):
+        if func in _LIMITS:
+            fits = torch.as_tensor(_LIMITS[func](*args))
+            require_values(fits, lambda: RuntimeError(f"{func.__name__}: a number is out of its range."))
+        return
+    _try(func, None if like is None else ((1,) * like.dim(), like.dtype), *args, **kwargs)
 
 
-@functools.lru_cache(maxsize=1000)
+# Of torch's kernels, for the numbers of a draw in place.
+_LIMITS: dict[Any, Callable[..., Any]] = {
+    Tensor.uniform_: lambda low, high: low <= high,
+    Tensor.normal_: lambda mean, std: std >= 0,
+    Tensor.log_normal_: lambda mean, std: std > 0,
+    Tensor.exponential_: lambda lambd: lambd > 0,
+    Tensor.cauchy_: lambda median, sigma: sigma > 0,
+    Tensor.geometric_: lambda p: (p > 0) & (p < 1),
+}
+
+
+# Any: numbers of Python and numpy, and tensors of one number.
+def _number(value: Any) -> Any:
+    """Return a number as torch takes it: of a tensor without dimensions its value, if there is one to read.
+
+    Under vmap and in a trace it stays a tensor, in float64 as Python's numbers are.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() or value.requires_grad:
+        kind = f"of shape {list(value.shape)}" if value.dim() else "that requires grad; detach() it"
+        raise TypeError(f"a draw takes numbers and tensors of one number, and not a tensor {kind}.")
+    if not is_compiling() and is_known(value):
+        return value.item()
+    return value.double() if value.is_floating_point() else value
+
+
+def _count(value: Any) -> Any:
+    """Return an integer of Python, numpy or a tensor without dimensions as Python's; others as they are."""
+    if isinstance(value, (int, torch.SymInt)) or not hasattr(value, "__index__"):
+        return value
+    return operator.index(value)
+
+
+def _shape(sizes: Any) -> Size:
+    """Return a shape whose sizes are integers of any kind."""
+    return tuple([_count(size) for size in sizes])
+
+
+# 1 and 1.0 are not the same to torch.
+@functools.lru_cache(maxsize=1000, typed=True)
 def _try(func: Any, like: tuple[Size, torch.dtype] | None, *args: Any, **kwargs: Any) -> None:
     """Draw few numbers, which nobody uses."""
     with outside():
@@ -239,12 +294,19 @@ def _try(func: Any, like: tuple[Size, torch.dtype] | None, *args: Any, **kwargs:
 
 
 def _dropout(
-    mode: seeded, func: Any, /, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    mode: seeded, func: Any, /, input: Tensor, p: float | Tensor = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
+    if not training:
+        return input
+    # Members may have their own rates, so that a rate that is a tensor takes its draw also where it is 0.
+    may_skip = not isinstance(p, Tensor)
+    p = _number(p)
     # torch checks p only after the dispatch that leads here.
-    if not 0.0 <= p <= 1.0:
+    if isinstance(p, Tensor):
+        require_values((p >= 0) & (p <= 1), lambda: ValueError("dropout probability has to be between 0 and 1."))
+    elif not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0.0:
+    elif p == 0.0 and may_skip:
         return input
     shape = tuple(input.shape)
     if func is not F.dropout and func is not F.alpha_dropout:
@@ -252,15 +314,22 @@ def _dropout(
         # dimension the channels come first, except for dropout2d, which reads three dimensions as (N, C, L).
         lead = 1 if (func, input.dim()) in _UNBATCHED else 2
         shape = (*shape[:lead], *[1] * (input.dim() - lead))
-    if func in _ALPHA and p < 1.0:
-        # Klambauer et al., Self-Normalizing Neural Networks (2017), section 3: dropped units take the value alpha'.
-        alpha = -1.7580993408473766
-        a = ((1 - p) * (1 + p * alpha**2)) ** -0.5
-        kept = random.bernoulli(mode.draw_key(input.device), 1.0 - p, shape)
-        out = a * torch.where(kept, input, torch.full_like(input, alpha)) - a * alpha * p
+    if func in _ALPHA and (isinstance(p, Tensor) or p < 1.0):
+        out = _keep_variance(mode, input, p, shape)
         return input.copy_(out) if inplace else out
     scale = mode.draw_mask(shape, 1.0 - p, input.dtype, input.device)
     return input.mul_(scale) if inplace else input * scale
+
+
+def _keep_variance(mode: seeded, input: Tensor, p: float | Tensor, shape: Size) -> Tensor:
+    """Drop units to the value alpha' (Klambauer et al., Self-Normalizing Neural Networks, 2017, section 3)."""
+    alpha = -1.7580993408473766
+    # Without any unit left the result is 0, and its factor is not used.
+    rest = torch.where(p < 1.0, 1.0 - p, 1.0) if isinstance(p, Tensor) else 1.0 - p
+    a = (rest * (1 + (1.0 - rest) * alpha**2)) ** -0.5
+    kept = random.bernoulli(mode.draw_key(input.device), 1.0 - p, shape)
+    out = a * torch.where(kept, input, torch.full_like(input, alpha)) - a * alpha * (1.0 - rest)
+    return torch.where(p < 1.0, out, 0.0).to(input.dtype) if isinstance(p, Tensor) else out
 
 
 _UNBATCHED = {(F.dropout1d, 2), (F.dropout3d, 4)}
@@ -275,9 +344,10 @@ def _alpha_dropout(
 
 def _attention(
     mode: seeded, func: Any, /, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
+    dropout_p: float | Tensor = 0.0, is_causal: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    if dropout_p == 0.0:
+    dropout_p = _number(dropout_p)
+    if not isinstance(dropout_p, Tensor) and dropout_p == 0.0:
         return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
@@ -300,8 +370,8 @@ def _factory(standard: Standard) -> Server:
         requires_grad: bool = False, out: Any = None, **kw: Any,
     ) -> Tensor:  # fmt: skip
         if size is None:
-            size = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes
-        draw = Draw(standard, tuple(size), _dtype(dtype, out, torch.get_default_dtype()))
+            size = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+        draw = Draw(standard, _shape(size), _dtype(dtype, out, torch.get_default_dtype()))
         return _finish(mode.draw(draw, _device(device)), requires_grad, out)
 
     return serve
@@ -336,7 +406,8 @@ def _finish(drawn: Tensor, requires_grad: bool, out: Any = None) -> Tensor:
 def _bounds(bounds: tuple[int, ...], low: int | None, high: int | None) -> tuple[int, int]:
     if high is not None:
         bounds = (*bounds, high)
-    return (low or 0, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
+    low = 0 if low is None else low
+    return (low, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
 
 
 def _randint(
@@ -344,10 +415,10 @@ def _randint(
     dtype: Any = None, device: Any = None, requires_grad: bool = False, out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
     *bounds, size = args if size is None else (*args, size)
-    low, high = _bounds(tuple(bounds), low, high)
+    low, high = map(_number, _bounds(tuple(bounds), low, high))
     dtype = _dtype(dtype, out, torch.int64)
     _check(torch.randint, None, low, high, (0,), dtype=dtype)
-    drawn = random.randint(mode.draw_key(_device(device)), tuple(size), low, high)
+    drawn = random.randint(mode.draw_key(_device(device)), _shape(size), low, high)
     return _finish(drawn.to(dtype), requires_grad, out)
 
 
@@ -355,7 +426,7 @@ def _randperm(
     mode: seeded, func: Any, /, n: int, *, dtype: Any = None, device: Any = None, requires_grad: bool = False,
     out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
-    dtype = _dtype(dtype, out, torch.int64)
+    n, dtype = _count(n), _dtype(dtype, out, torch.int64)
     _check(torch.randperm, None, n, dtype=dtype)
     drawn = random.permutation(mode.draw_key(_device(device)), n)
     return _finish(drawn.to(dtype), requires_grad, out)
@@ -365,6 +436,7 @@ def _randperm(
 
 
 def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None, *, out: Any = None) -> Tensor:
+    p = _number(p)
     _check(torch.bernoulli, input, *() if p is None else (p,))
     key = mode.draw_key(input.device)
     drawn = random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))
@@ -374,6 +446,7 @@ def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None
 def _multinomial(
     mode: seeded, func: Any, /, input: Tensor, num_samples: int, replacement: bool = False, *, out: Any = None
 ) -> Tensor:
+    num_samples = _count(num_samples)
     if not is_compiling():
         row = ((1,) * (input.dim() - 1) + tuple(input.shape[-1:]), input.dtype)
         _try(torch.multinomial, row, num_samples, replacement)
@@ -393,15 +466,24 @@ def _normal_of(
     mode: seeded, func: Any, /, mean: Any, std: Any = 1.0, size: Any = None, *, dtype: Any = None, device: Any = None,
     requires_grad: bool = False, out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
-    like = mean if isinstance(mean, Tensor) else std
+    if size is not None:
+        shape = _shape(size)
+        # With a size both are numbers.
+        mean = _number(mean)
+        std = _number(std)
+    else:
+        like = mean if isinstance(mean, Tensor) else std
+        if not isinstance(like, Tensor):
+            # torch's error.
+            return func(mean, std)
+        shape = tuple(torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ())))
+        dtype = like.dtype
+        device = like.device
     if isinstance(std, Tensor):
         require_values(std >= 0, lambda: RuntimeError("normal: all elements of std must be at least 0."))
     else:
         _check(torch.normal, None, 0.0, std, (0,))
-    if isinstance(like, Tensor):
-        size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
-        dtype, device = like.dtype, like.device
-    noise = mode.draw(Draw(standard_normal, tuple(size), dtype or torch.get_default_dtype()), _device(device))
+    noise = mode.draw(Draw(standard_normal, shape, dtype or torch.get_default_dtype()), _device(device))
     return _finish((mean + std * noise).to(noise.dtype), requires_grad, out)
 
 
@@ -409,17 +491,19 @@ def _normal_of(
 
 
 def _uniform_(mode: seeded, func: Any, /, self: Tensor, a: float = 0, b: float = 1, **kw: float) -> Tensor:
-    low, high = kw.get("from", a), kw.get("to", b)
+    low, high = _number(kw.get("from", a)), _number(kw.get("to", b))
     _check(func, self, low, high)
     return self.copy_(mode.draw(Draw(unit, tuple(self.shape), self.dtype, high - low, low), self.device))
 
 
 def _normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 0, std: float = 1) -> Tensor:
+    mean, std = _number(mean), _number(std)
     _check(func, self, mean, std)
     return self.copy_(mode.draw(Draw(standard_normal, tuple(self.shape), self.dtype, std, mean), self.device))
 
 
 def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std: float = 2) -> Tensor:
+    mean, std = _number(mean), _number(std)
     _check(func, self, mean, std)
     # The exponential of a number rounded to 16 bits is wrong by more than it is rounded itself.
     dtype = torch.promote_types(self.dtype, torch.float32)
@@ -427,25 +511,30 @@ def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std:
 
 
 def _exponential_(mode: seeded, func: Any, /, self: Tensor, lambd: float = 1) -> Tensor:
+    lambd = _number(lambd)
     _check(func, self, lambd)
     return self.copy_(random.exponential(mode.draw_key(self.device), tuple(self.shape), dtype=self.dtype) / lambd)
 
 
 def _cauchy_(mode: seeded, func: Any, /, self: Tensor, median: float = 0, sigma: float = 1) -> Tensor:
+    median, sigma = _number(median), _number(sigma)
     _check(func, self, median, sigma)
     # The quotient of two normal variables.
     above, below = mode.draw(Draw(standard_normal, (2, *self.shape), self.dtype), self.device)
     return self.copy_(above / below * sigma + median)
 
 
-def _geometric_(mode: seeded, func: Any, /, self: Tensor, p: float) -> Tensor:
+def _geometric_(mode: seeded, func: Any, /, self: Tensor, p: float | Tensor) -> Tensor:
+    p = _number(p)
     _check(func, self, p)
     # The first success, in whole trials, of a process whose waiting time is exponential.
     waits = random.exponential(mode.draw_key(self.device), tuple(self.shape), dtype=torch.float64)
-    return self.copy_((waits / -math.log1p(-p)).ceil())
+    scale = -(torch.log1p(-p) if isinstance(p, Tensor) else math.log1p(-p))
+    return self.copy_((waits / scale).ceil())
 
 
 def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) -> Tensor:
+    bounds, kw = tuple(map(_number, bounds)), {name: _number(value) for name, value in kw.items()}
     _check(func, self, *bounds, **kw)
     if bounds or kw:
         low, high = _bounds(bounds, kw.get("from"), kw.get("to"))
@@ -458,6 +547,7 @@ def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) 
 
 
 def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tensor:
+    # A tensor without dimensions is a probability for each element, as those of other shapes are.
     _check(func, self, p)
     if isinstance(p, Tensor):
         _check(torch.bernoulli, p)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tdfunc import random
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.keys import FilterLike, dotted
@@ -96,7 +97,8 @@ class EnsembleModule(nn.Module):
         if not self.training:
             return self._ensemble(self.tree, *args, in_dims=in_dims, rng=rng, **kwargs)
         if rng is None:
-            rng = int(torch.randint(1 << 62, ()))
+            # A tensor: in a trace or a map it has no value here.
+            rng = random.key(torch.randint(1 << 62, ()))
         params, buffers = split(self.tree)
         out, new = self._ensemble.with_buffers(params, buffers, *args, in_dims=in_dims, rng=rng, **kwargs)
         with torch.no_grad():

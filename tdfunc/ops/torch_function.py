@@ -276,6 +276,8 @@ METHODS: dict[str, Handler] = {name: _binary(name) for name in _NAMED} | {
 }
 METHODS.update({"__eq__": _binary("eq"), "__ne__": _binary("ne"), "__rdiv__": _swap(_binary("div"))})
 METHODS.update({m: _swap(_binary(name)) for m, name in (REVERSED | COMMUTATIVE).items()})
+# Python calls these for an operator, and the tree's own where torch's have no handler.
+_OPERATOR_NAMES = list(dict.fromkeys([*METHODS, *[name for name in dir(torch.Tensor) if name.startswith("__")]]))
 
 
 class DispatchMethods(TensorCollection):
@@ -290,8 +292,8 @@ class DispatchMethods(TensorCollection):
         if handler is None and func is tag_activation_checkpoint:
             handler = _checkpoint
         if handler is None:
-            name = getattr(func, "__name__", "")
-            if name and getattr(torch.Tensor, name, None) is func:
+            name = _method_name(func)
+            if name:
                 handler = METHODS.get(name)
                 # Python then calls the tree's own method.
                 if handler is None:
@@ -309,6 +311,20 @@ class DispatchMethods(TensorCollection):
                 hint="use the result of the function; td.update_(result) copies values into existing storage.",
             )
         return handler(*args, **(kwargs or {}))
+
+
+def _method_name(func: Any) -> str:
+    """Return the name under which `torch.Tensor` has a function, or an empty one.
+
+    Under a compiler some of torch's methods have another `__name__`, which is a hint and no more.
+    """
+    hint = getattr(func, "__name__", "")
+    if hint and getattr(torch.Tensor, hint, None) is func:
+        return hint
+    for name in _OPERATOR_NAMES:
+        if getattr(torch.Tensor, name, None) is func:
+            return name
+    return ""
 
 
 def _title(func: Any) -> str:

@@ -57,8 +57,9 @@ class AbstractOptimizer(ABC):
         """Return the parameters and the state after one step.
 
         It works under `torch.vmap`, `torch.func.grad`, `tdfunc.jit` and `torch.compile`. Outside of transforms a step
-        is differentiated only if a hyperparameter in the state requires grad; else a leaf that requires grad becomes
-        one that does.
+        is differentiated if a gradient or a hyperparameter in the state requires grad, or a parameter is the result of
+        such a step. Otherwise a leaf that requires grad becomes one that does. Detach gradients of
+        `create_graph=True` if their steps are not differentiated: the graph would grow with each step.
 
         Args:
             params: The tree to train.

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import FilterError
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
@@ -15,7 +17,7 @@ from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_keys, check_state, check_tree
 from tdfunc.optim._maps import GradientMap
-from tdfunc.optim._run import lie_apart, takes_kernels
+from tdfunc.optim._run import carry_graph, grads_of, lie_apart, takes_kernels
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -35,8 +37,12 @@ class Chain(AbstractOptimizer):
         return self.last.init(params)
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
-        for item in self.maps:
-            grads = item(grads, params)
+        leaves = list_leaves(params) if isinstance(params, TensorCollection) else []
+        given = list_leaves(grads) if isinstance(grads, TensorCollection) else []
+        # Maps read parameters, which may require grad for the loss alone.
+        with grads_of(leaves, given):
+            for item in self.maps:
+                grads = item(grads, params)
         return how.step(self.last, params, grads, state)
 
     def eval_params(self, params: T, state: "TensorDict") -> T:
@@ -135,6 +141,9 @@ def _step_parts(params: T, grads: TensorCollection, steps: list[Any], how: How) 
     # The optimizers look for shared memory in their own parts only.
     apart = how.donate and takes_kernels([*writes, *reads]) and lie_apart(names, writes, reads)
     states: list[Any] = []
+    if torch.is_grad_enabled() and carry_graph(writes, reads):
+        # Each part decides by its own leaves. As results, they are followed where others are.
+        params = rebuild(params, [leaf.view_as(leaf) if leaf.requires_grad else leaf for leaf in writes])
     for optimizer, paths, state in steps:
         part, given = keep_leaves(params, paths), keep_leaves(grads, paths)
         new, state = optimizer.update(part, given, state, active=how.active, donate=apart)

@@ -97,7 +97,7 @@ class Run:
         self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
     ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
         """Return the leaves of the parameters and of the slots, and the scalars, after the step."""
-        if not takes_kernels([*params, *grads]) or self._is_followed():
+        if not takes_kernels([*params, *grads]) or self._is_followed(params, grads):
             return self._step_plain(params, grads, slots, scalars)
         trace, active = recorder(), self.how.active
         old = [*params, *(leaf for slot in slots.values() for leaf in slot), *scalars.values()]
@@ -126,10 +126,12 @@ class Run:
         rows = {slot: new[n * (i + 1) : n * (i + 2)] for i, slot in enumerate(slots)}
         return new[:n], rows, dict(zip(scalars, new[n * (len(slots) + 1) :], strict=True))
 
-    def _is_followed(self) -> bool:
-        """Return whether autograd differentiates the step by a hyperparameter, or by a value of a schedule."""
+    def _is_followed(self, params: Leaves, grads: Leaves) -> bool:
+        """Return whether autograd differentiates the step, by its arguments, a hyperparameter or a schedule."""
         if not torch.is_grad_enabled():
             return False
+        if carry_graph(params, grads):
+            return True
         values = [*self.tensors.values(), *[self._scheduled(value) for value in self.hyper.values() if callable(value)]]
         return any([isinstance(value, Tensor) and value.requires_grad for value in values])
 
@@ -246,22 +248,17 @@ def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes
             slots = {slot: [writes[n * (k + 1) + i] for i in group] for k, slot in enumerate(rule.slots)}
             params = [writes[i] for i in group]
             work = Work(params, [grads[i] for i in group], slots, dict(scalars), step, count.dim())
-            targets = [work.params, *slots.values()]
             fused = rule.fused if dtype in _FUSED_DTYPES and device.type in _FUSED_DEVICES else None
             if fused is not None and varies:
-                fused = _choose_for_members(rule, {**values, "": step}, targets)
-            if fused is not None and all(map(_are_laid_out, *targets)):
+                fused = _choose_for_members(rule, {**values, "": step}, [params, *slots.values()])
+            if fused is not None and all(map(_are_laid_out, params, *slots.values())):
                 aligned = [
                     grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
                     for grad, param in zip(work.grads, params, strict=True)
                 ]
                 if fused(replace(work, grads=aligned), values):
                     continue
-            work = _promote(work)
-            rule.lists(Lists(inplace=True), work, values)
-            for old, new in zip(targets, [work.params, *work.slots.values()], strict=True):
-                if any(map(is_not, old, new)):
-                    torch._foreach_copy_(old, new)  # pyright: ignore[reportPrivateImportUsage]
+            work = _step_lists(rule, work, values)
             # Every group computes the same.
             for name, value in stored.items():
                 value.copy_(torch.as_tensor(work.scalars[name]))
@@ -271,21 +268,29 @@ def _choose_for_members(rule: Rule, numbers: Values, lists: list[Leaves]) -> Cal
     """Return the call of the fused kernel where members differ in these numbers; None where there is none.
 
     It depends on the size of a member and not on their number, so that a member is rounded alike among any others.
+    A trace chooses once for all of its replays: this reads shapes and layouts, and no values.
     """
-    fused, varied = rule.fused, {name: x.dim() for name, x in numbers.items() if isinstance(x, Tensor) and x.dim()}
+    fused = rule.fused
+    varied = {name: x.dim() for name, x in numbers.items() if isinstance(x, Tensor) and x.dim()}
     plain = all([leaf.device.type == "cpu" and leaf.is_contiguous() for leaves in lists for leaf in leaves])
     if fused is None or not varied or not plain:
         return None
     sizes = [leaf.shape[max(varied.values()) :].numel() for leaf in lists[0]]
     if sum(sizes) >= _VIEW_ELEMENTS * len(sizes):
-        return partial(_fused_by_member, fused)
-    known = rule.decoupled or numbers["weight_decay"] == 0.0
-    return partial(_fused_by_rate, fused) if varied.keys() == {"lr"} and known else None
+        return partial(_fused_by_member, rule, fused)
+    if varied.keys() == {"lr"}:
+        return partial(_fused_by_rate, fused, rule.decoupled)
+    return None
 
 
-def _fused_by_rate(fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
-    """Call the fused kernel at rate 1 on zeros, and add the changes, each times the rate of its member."""
+def _fused_by_rate(fused: Callable[[Work, Any], bool], decoupled: bool, work: Work, values: Values) -> bool:
+    """Call the fused kernel at rate 1 on zeros, and add the changes, each times the rate of its member.
+
+    Weight decay that is added to the gradient would be in the changes; then this returns False.
+    """
     params, rate, factor = work.params, values["lr"], values["weight_decay"]
+    if not decoupled and factor != 0.0:
+        return False
     changes = [torch.zeros_like(param) for param in params]
     lists = [changes, *work.slots.values(), work.grads]
     odd = [(i, rest) for i, param in enumerate(params) if (rest := param.numel() % _VECTOR)]
@@ -299,7 +304,8 @@ def _fused_by_rate(fused: Callable[[Work, Any], bool], work: Work, values: Value
         lists = [[*leaves, row] for leaves, row in zip(lists, rows, strict=True)]
     new, *slots, grads = lists
     whole = replace(work, params=new, grads=grads, slots=dict(zip(work.slots, slots, strict=True)))
-    fused(whole, {**values, "lr": 1.0, "weight_decay": 0.0})
+    if not fused(whole, {**values, "lr": 1.0, "weight_decay": 0.0}):
+        return False
     if odd:
         written = ends[: -len(odd) - 1]
         torch._foreach_copy_(written, joined.split([x.numel() for x in ends])[: len(written)])  # pyright: ignore[reportPrivateImportUsage]
@@ -310,8 +316,8 @@ def _fused_by_rate(fused: Callable[[Work, Any], bool], work: Work, values: Value
     return True
 
 
-def _fused_by_member(fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
-    """Call the fused kernel on each member with its own numbers, as a run of this member does."""
+def _fused_by_member(rule: Rule, fused: Callable[[Work, Any], bool], work: Work, values: Values) -> bool:
+    """Step each member with its own numbers, as a run of this member does: by the fused kernel where it takes them."""
     numbers: Values = {**values, "": work.step}
     size = next(value.shape for value in numbers.values() if isinstance(value, Tensor))
     columns = [
@@ -323,8 +329,20 @@ def _fused_by_member(fused: Callable[[Work, Any], bool], work: Work, values: Val
         params, grads, *slots = map(list, leaves)
         own = dict(zip(numbers, row, strict=True))
         member = Work(params, grads, dict(zip(work.slots, slots, strict=True)), {}, own.pop(""), 0)
-        fused(member, own)
+        if not fused(member, own):
+            _step_lists(rule, member, own)
     return True
+
+
+def _step_lists(rule: Rule, work: Work, values: Values) -> Work:
+    """Overwrite the tensors of a `Work` by list arithmetic; return it with the scalars after the step."""
+    targets = [work.params, *work.slots.values()]
+    work = _promote(work)
+    rule.lists(Lists(inplace=True), work, values)
+    for old, new in zip(targets, [work.params, *work.slots.values()], strict=True):
+        if any(map(is_not, old, new)):
+            torch._foreach_copy_(old, new)  # pyright: ignore[reportPrivateImportUsage]
+    return work
 
 
 def _merge(value: Tensor) -> Tensor:
@@ -354,7 +372,7 @@ def _shorten(
     if not all(map(_are_laid_out, *rows)) or [x.stride() for x in grads] != [x.stride() for x in params]:
         return None
     fused, first, slots = rule.fused, (0,) * count.dim(), list(enumerate(rule.slots, 1))
-    floats = {name: 0.0 if name in names else float(value) for name, value in hyper.items()}
+    floats: Values = {name: 0.0 if name in names else float(value) for name, value in hyper.items()}
     numbers = floats | dict(zip(names, tensors, strict=True))
     step = _choose_for_members(rule, numbers, rows) if any([x.dim() for x in tensors]) else fused
     if step is None:
@@ -363,8 +381,10 @@ def _shorten(
     def run(writes: Leaves, reads: Leaves) -> bool:
         kept = {slot: writes[n * k : n * (k + 1)] for k, slot in slots}
         work = Work(writes[:n], reads[:n], kept, {}, float(reads[n][first]) + 1.0, len(first))
-        values: Values = {name: _number(value) for name, value in zip(names, reads[n + 1 :], strict=True)}
-        return step(work, floats | values)
+        values = dict(floats)
+        for name, value in zip(names, reads[n + 1 :], strict=True):
+            values[name] = value.double() if value.dim() else _number(value)
+        return step(work, values)
 
     return run
 
@@ -402,9 +422,19 @@ def free_lists(leaves: Leaves) -> Lists:
     return Lists(inplace=bool(leaves) and takes_kernels(leaves) and recorder() is None)
 
 
-def grads_of(leaves: Leaves) -> "torch.set_grad_enabled":
-    """Return a context that records derivatives where a transform takes them, or a step that was followed has them."""
-    followed = is_compiling() or in_functorch() or any([x.requires_grad and not x.is_leaf for x in leaves])
+def carry_graph(params: Leaves, grads: Leaves) -> bool:
+    """Return whether autograd has recorded how these came about: gradients with a derivative, and results of steps.
+
+    A parameter that requires grad is an input of a loss, and not of its training.
+    """
+    if any([grad.requires_grad for grad in grads]):
+        return True
+    return any([param.requires_grad and not param.is_leaf for param in params])
+
+
+def grads_of(params: Leaves, grads: Leaves | None = None) -> "torch.set_grad_enabled":
+    """Return a context that records derivatives where a transform takes them, or where the leaves carry them."""
+    followed = is_compiling() or in_functorch() or carry_graph(params, grads or [])
     return torch.set_grad_enabled(torch.is_grad_enabled() and followed)
 
 

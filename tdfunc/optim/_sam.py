@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import error
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.optim._checks import check_dense, check_hyper, check_tree
 from tdfunc.optim._maps import member_norm
@@ -28,6 +29,7 @@ def sam(grad_fn: Callable[..., Any], rho: float = 0.05, *, adaptive: bool = Fals
 
     Raises:
         ValueError: `rho` is negative or nan.
+        TypeError: In a call, `grad_fn` returned no tree of gradients first.
 
     Source:
         Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization"; Kwon et al., "ASAM" for
@@ -46,10 +48,28 @@ def sam(grad_fn: Callable[..., Any], rho: float = 0.05, *, adaptive: bool = Fals
         check_tree("sam", "params", params)
         first = grad_fn(params, *args, **kwargs)
         grads = first[0] if isinstance(first, tuple) else first
+        _check_gradients(first, grads)
         second = grad_fn(_ascend(params, grads, rho, adaptive), *args, **kwargs)
         return (second[0], *first[1:]) if isinstance(first, tuple) else second
 
     return run
+
+
+# Any: what a function returned.
+def _check_gradients(found: Any, grads: Any) -> None:
+    """Raise unless a function for gradients returned a tree of them, or a tuple that begins with it."""
+    if isinstance(grads, TensorCollection):
+        return
+    swapped = isinstance(found, tuple) and any([isinstance(item, TensorCollection) for item in found])
+    raise error(
+        TypeError,
+        "sam: grad_fn must return a tree of gradients, or a tuple that begins with one.",
+        expected="gradients, as tdfunc.grad returns them; (gradients, value) of torch.func.grad_and_value",
+        got=f"a tuple that begins with a {type(grads).__name__}" if isinstance(found, tuple) else type(grads).__name__,
+        hint="value_and_grad returns (value, gradients): pass lambda *args: value_and_grad(loss)(*args)[::-1]."
+        if swapped
+        else None,
+    )
 
 
 def _ascend(params: TensorCollection, grads: TensorCollection, rho: float, adaptive: bool) -> TensorCollection:

@@ -189,9 +189,19 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         schedules: The schedules.
         boundaries: The numbers of steps done at which the second, third, ... schedule begins.
 
+    Raises:
+        ValueError: There is not one boundary less than schedules, or they do not ascend.
+
     Source:
         `optax.join_schedules`, `torch.optim.lr_scheduler.SequentialLR`.
     """
+    if len(schedules) != len(boundaries) + 1:
+        raise error(
+            ValueError,
+            "join_schedules: the number of boundaries does not fit the number of schedules.",
+            expected="a boundary where each schedule but the first begins",
+            got=f"{len(schedules)} schedules, boundaries {list(boundaries)}",
+        )
     if list(boundaries) != sorted(boundaries):
         raise error(ValueError, "join_schedules: boundaries must ascend.", got=list(boundaries))
 

@@ -137,6 +137,23 @@ def mask(key: Tensor, size: tuple[int, ...], p: float, dtype: torch.dtype, *, nu
     return _mask_plain(key, jump, what) if _stays_plain() else _run(partial(_mask, what=what), key, jump)
 
 
+def mask_by(key: Tensor, size: tuple[int, ...], p: Tensor, dtype: torch.dtype, *, number: int = 0) -> Tensor:
+    """Return the numbers of `mask` for a probability that is a tensor without dimensions, whose value is not read."""
+    p, jump = p.detach().double(), signed(SEED * (number + 1))
+    state, gamma = key.unbind(-1)
+    key, count = torch.stack([state + gamma * jump, gamma], -1), math.prod(size)
+    # As `mask` for this probability would draw: 16 bits a number, near 0 and 1 it has 32.
+    steps = (p * 2**16).round()
+    half = _words_plain(key, -(-count // 2)).view(torch.int32)[..., :count]
+    quarter = _words_plain(key, -(-count // 4)).view(torch.int16)[..., :count]
+    is_coarse = (steps >= 2**7) & (steps <= 2**16 - 2**7)
+    kept = torch.where(is_coarse, quarter < steps - 2**15, half.double() < ((p * 2**24).ceil() - 2**23) * 2**8)
+    scale = torch.where(is_coarse, 2**16 / steps.clamp(min=1), 1.0 / torch.where(p > 0, p, 1.0))
+    # Kernels multiply 16-bit numbers in float32.
+    scale = scale.to(torch.promote_types(dtype, torch.float32)).to(dtype)
+    return (kept.to(dtype) * scale).reshape(*key.shape[:-1], *size)
+
+
 def shift(word: Tensor, count: int) -> Tensor:
     """Shift right without the sign."""
     return (word >> count).bitwise_and_((1 << (64 - count)) - 1)

@@ -117,6 +117,7 @@ def test_generators_are_drawn_from():
         assert torch.equal(third(torch.zeros(2)), row)
 
 
+@pytest.mark.filterwarnings("ignore:.*was called in more ways")
 @pytest.mark.parametrize("shapes", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_records_of_many_shapes_take_bounded_memory(shapes):
     """The last record stays, and neither its arguments nor graphs and fake tensors of the others."""

@@ -17,6 +17,7 @@ from tdfunc import (
     ImmutableError,
     LeafMismatchError,
     NonTensorData,
+    TensorClass,
     TensorDict,
     UnsupportedError,
 )
@@ -307,3 +308,16 @@ def test_a_gradient_by_integers_is_named():
         LeafMismatchError, match=r"such as argument 0.*num_batches_tracked[\s\S]*int64[\s\S]*tdf\.split"
     ):
         step(tree)
+
+
+class Typed(TensorClass):
+    """A tree with a tensor as default."""
+
+    x: torch.Tensor
+    bias: torch.Tensor = torch.ones(2)
+
+
+def test_the_default_of_a_field_is_named():
+    """A default that is a tensor is captured, and the message names its class and field."""
+    with pytest.raises(CaptureError, match=r"uses 'Typed\.bias'"):
+        jit(lambda x: Typed(x=x).bias * 1)(torch.ones(2))

@@ -210,3 +210,64 @@ def test_members_share_a_trunk():
     torch.testing.assert_close(model.eval()(x), tdf.Ensemble(apply, shared="0.*")(tree, x))
     for name, parameter in model.members.named_parameters():
         torch.testing.assert_close(parameter.grad, grads[tuple(name.split("."))])
+
+
+class Heads(nn.Module):
+    """An ensemble with dropout and statistics of a batch, inside a module."""
+
+    def __init__(self):
+        super().__init__()
+        make = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))  # noqa: E731
+        self.heads = EnsembleModule(tdf.functional(make())[0], tdf.init_ensemble(make, 3))
+
+    def forward(self, x):
+        return self.heads(x).mean(0)
+
+
+def train_heads(generator):
+    """Return a training call of parameters, buffers, an input and a key, and arguments of it."""
+    apply, params, buffers = tdf.functional(Heads())
+
+    def call(params, buffers, x, key):
+        return apply.with_buffers(params, buffers, x, rng=key)
+
+    return call, (params, buffers, torch.randn(8, 3, generator=generator), tdf.random.key(4))
+
+
+def test_an_ensemble_module_is_jitted_in_training(generator):
+    """A replay has the outputs and the statistics of the call, and another key drops other units."""
+    call, (params, buffers, x, key) = train_heads(generator)
+    jitted = tdf.jit(call)
+    jitted(params, buffers, x, tdf.random.key(5))
+
+    out, new = jitted(params, buffers, x, key)
+
+    expected, wanted = call(params, buffers, x, key)
+    torch.testing.assert_close(out, expected)
+    assert_trees_equal(new, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_an_ensemble_module_is_mapped_in_training(generator):
+    """Keys and gradients under vmap are those of a loop."""
+    call, (params, buffers, x, _) = train_heads(generator)
+    keys = tdf.random.split(tdf.random.key(6), 4)
+    grad = torch.func.grad(lambda p, key: call(p, buffers, x, key)[0].square().mean())
+
+    mapped = torch.vmap(grad, (None, 0))(params, keys)
+
+    assert_trees_equal(mapped, torch.stack([grad(params, key) for key in keys]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_jitted_ensemble_module_draws_anew():
+    """Without a key each replay takes another seed from torch's default generator, as the module does."""
+    apply, params, buffers = tdf.functional(Heads())
+    jitted = tdf.jit(lambda p, b, x: apply.with_buffers(p, b, x)[0])
+    x = torch.ones(8, 3)
+    jitted(params, buffers, x)
+    torch.manual_seed(0)
+    replayed = [jitted(params, buffers, x) for _ in range(2)]
+    torch.manual_seed(0)
+    expected = [apply.with_buffers(params, buffers, x)[0] for _ in range(2)]
+
+    torch.testing.assert_close(torch.stack(replayed), torch.stack(expected))
+    assert not torch.equal(*replayed)

@@ -182,3 +182,28 @@ def test_functions_by_position_and_name():
     assert torch.clone(tree)["a"] is not tree["a"]
     assert torch.rand_like(tree)["a"].shape == torch.detach(tree)["a"].shape == Size([2, 3])
     assert [repr(fn(tree)) for fn in (torch.all, torch.any)] == ["False", "True"]
+
+
+OPERATORS = {
+    "__rsub__": lambda x, tree: x - tree,
+    "__rpow__": lambda x, tree: x**tree,
+    "__rmod__": lambda x, tree: x % tree,
+    "__rdiv__": lambda x, tree: x / tree,
+    "__rtruediv__": lambda x, tree: x / tree,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("method", OPERATORS)
+def test_an_operator_is_known_by_the_method_and_not_by_its_name(method, compiled, monkeypatch):
+    """`tensor - tree` and its kin work where torch's method calls itself otherwise, as newer versions do."""
+    torch._dynamo.reset()
+    function, fn = getattr(torch.Tensor, method), OPERATORS[method]
+    if hasattr(function, "__code__"):
+        monkeypatch.setattr(function, "__name__", "wrapped")
+    tree = TensorDict({"x": torch.tensor([1.0, 2.0, 3.0])}, [3])
+    run = torch.compile(fn, fullgraph=True, backend="eager") if compiled else fn
+
+    out = run(torch.tensor([4.0, 5.0, 7.0]), tree)
+
+    assert torch.equal(out["x"], fn(torch.tensor([4.0, 5.0, 7.0]), tree["x"]))

@@ -70,8 +70,11 @@ MESSAGES = [
     (lambda: optim.schedules.exponential_decay(1.0, 0, 0.5), ValueError, "exponential_decay: transition_steps must be"),
     (lambda: optim.schedules.cosine_decay(1.0, 0), ValueError, "cosine_decay: decay_steps must be at least 1"),
     (lambda: optim.schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), ValueError, "decay_steps must be at least 6", "5"),
-    (lambda: optim.schedules.join_schedules([optim.schedules.constant(1.0)], [3])(torch.tensor(0)), ValueError,
-     "shorter than"),
+    (lambda: optim.schedules.join_schedules([optim.schedules.constant(1.0)], [3]), ValueError,
+     "join_schedules: the number of boundaries", "1 schedules, boundaries [3]"),
+    (lambda: optim.schedules.join_schedules([optim.schedules.constant(1.0)] * 2, [3, 6]), ValueError,
+     "join_schedules: the number of boundaries", "2 schedules, boundaries [3, 6]"),
+    (lambda: optim.schedules.join_schedules([], []), ValueError, "join_schedules: the number of boundaries"),
     (lambda: optim.schedules.join_schedules([optim.schedules.constant(1.0)] * 3, [6, 3]), ValueError, "must ascend",
      "[6, 3]"),
     (lambda: optim.schedules.ReduceOnPlateau(1.0), ValueError, "factor must be between 0 and 1", "1.0"),
@@ -157,6 +160,9 @@ MESSAGES = [
      "['a', 'b']"),
     (lambda: optim.sam(lambda p: p, -1.0), ValueError, "sam: rho", "-1.0"),
     (lambda: optim.sam(lambda p: p)({"w": RATES}), TypeError, "sam: params must be a tree", "dict"),
+    (lambda: optim.sam(tdf.value_and_grad(lambda p: p["w"].sum()))(ONE), TypeError, "sam: grad_fn must return",
+     "begins with a Tensor", "-1"),
+    (lambda: optim.sam(lambda p: p["w"].sum())(ONE), TypeError, "sam: grad_fn must return", "Tensor"),
     (lambda: optim.sam(lambda p: p)(ROWS), tdf.UnsupportedError, "sam: members must be", "a lazy stack"),
 ]  # fmt: skip
 

@@ -361,3 +361,26 @@ def test_a_handle_that_nobody_closed(layers):
 
     with pytest.warns(ResourceWarning, match=r"unclosed checkpoint .*t\.safetensors"):
         tdfunc.open(path)
+
+
+LISTS = {
+    "rows": ([2, 0], (torch.tensor([2, 0]),)),
+    "rows of rows": ([[0, 1], [5, 0]], (torch.tensor([[0, 1], [5, 0]]),)),
+    "none": ([], (torch.tensor([], dtype=torch.int64),)),
+    "mask": ([True, False, True, True, False, False], (torch.tensor([0, 2, 3]),)),
+    "in a tuple": (([0, 3], [1, 2]), (torch.tensor([0, 3]), torch.tensor([1, 2]))),
+    "after a slice": ((slice(1, 4), [[3, 0]]), (slice(1, 4), torch.tensor([[3, 0]]))),
+}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_is_an_index_tensor(name, verify, tmp_path):
+    """A list in an index means its tensor, whatever torch's meaning of lists, and without a warning."""
+    index, meaning = LISTS[name]
+    leaf = torch.arange(24.0).reshape(6, 4)
+
+    with tdfunc.open(saved(TensorDict({"leaf": leaf}), tmp_path)) as f:
+        got = f.slice("leaf", index, verify=verify)
+
+    assert torch.equal(got, leaf[meaning])

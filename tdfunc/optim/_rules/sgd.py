@@ -84,6 +84,9 @@ def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: b
 
 # Any: every value is a float here.
 def _fused(work: Work, values: Any, *, nesterov: bool, maximize: bool) -> bool:
+    # Without momentum the kernel takes no buffers, which a momentum that was or will be another needs.
+    if values["momentum"] == 0.0:
+        return False
     dampened = values["dampening"] != 0.0
     if dampened and isinstance(work.step, Tensor):
         return False

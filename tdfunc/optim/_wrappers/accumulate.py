@@ -35,7 +35,7 @@ class Accumulate(AbstractOptimizer):
         _, given, how = begin_step("accumulate", params, grads, state, {"sum", "count"}, how)
         data, active = state._data, how.active
         count, total = data["count"] + 1, list_leaves(data["sum"])
-        with grads_of(given):
+        with grads_of(total, given):
             lists = free_lists([*given, *total])
             new_total = lists.run("add", total, widen(given), keep=True)
             mean = restore(lists.run("div", new_total, self.every, keep=True), given)

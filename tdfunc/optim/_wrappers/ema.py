@@ -11,7 +11,7 @@ from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_hyper, list_trainable
 from tdfunc.optim._lists import Lists
 from tdfunc.optim._run import free_lists, grads_of, restore, select_members, widen
-from tdfunc.optim._wrappers.parts import begin_step, make_state
+from tdfunc.optim._wrappers.parts import begin_step, copy_start, make_state
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -30,7 +30,7 @@ class Ema(AbstractOptimizer):
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
         leaves = widen(list_trainable("ema", params))
-        start = [torch.zeros_like(leaf) if self.debias else leaf.detach().clone() for leaf in leaves]
+        start = [torch.zeros_like(leaf) for leaf in leaves] if self.debias else copy_start(leaves)
         return make_state("ema", self.optimizer, params, {"average": rebuild(params, start)}, "count")
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
@@ -39,7 +39,7 @@ class Ema(AbstractOptimizer):
         old = list_leaves(data["average"])
         new, inner = how.step(self.optimizer, params, grads, data["optimizer"])
         leaves = list_leaves(new)
-        with grads_of(leaves):
+        with grads_of([*leaves, *old]):
             average = free_lists([*leaves, *old]).run("lerp", old, widen(leaves), 1 - self.decay, keep=True)
             if active is not None:
                 average = select_members(active, average, old)

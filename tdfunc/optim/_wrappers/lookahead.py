@@ -11,7 +11,7 @@ from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_hyper, list_trainable
 from tdfunc.optim._run import free_lists, grads_of, restore, select_members, widen
-from tdfunc.optim._wrappers.parts import begin_step, make_state, rebuild_params, select
+from tdfunc.optim._wrappers.parts import begin_step, copy_start, make_state, rebuild_params, select
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -29,7 +29,7 @@ class Lookahead(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
-        slow = [leaf.detach().clone() for leaf in widen(list_trainable("lookahead", params))]
+        slow = copy_start(widen(list_trainable("lookahead", params)))
         return make_state("lookahead", self.optimizer, params, {"slow": rebuild(params, slow)}, "count")
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
@@ -40,7 +40,7 @@ class Lookahead(AbstractOptimizer):
         ready = full if active is None else full & active
         new, inner = how.step(self.optimizer, params, grads, data["optimizer"])
         fast = list_leaves(new)
-        with grads_of(fast):
+        with grads_of([*fast, *old]):
             slow = free_lists([*fast, *old]).run("lerp", old, widen(fast), self.slow_step_size, keep=True)
             slow = select_members(ready, slow, old)
             fast = select_members(ready, restore(slow, fast), fast)

@@ -39,7 +39,7 @@ class Masters(AbstractOptimizer):
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
         leaves, given, how = begin_step("masters", params, grads, state, {"rest"}, how)
         data = state._data
-        with grads_of([*leaves, *given]):
+        with grads_of(leaves, given):
             wide = _add_rest(params, leaves, data["rest"])
             wide_grads = rebuild(grads, widen(given))
         new, inner = how.step(self.optimizer, rebuild(params, wide), wide_grads, data["optimizer"])

@@ -16,7 +16,7 @@ from tdfunc.ops.base.convert import join_nodes
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_active, check_dense, check_state, list_matching, list_trainable
 from tdfunc.optim._lists import Leaves
-from tdfunc.optim._run import lie_apart, takes_kernels
+from tdfunc.optim._run import grads_of, lie_apart, takes_kernels
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -74,6 +74,12 @@ def step_some(
         if bool(chosen.all()):
             return how.step(optimizer, params, grads, state)
     return replace(how, active=chosen).step(optimizer, params, grads, state)
+
+
+def copy_start(leaves: Leaves) -> Leaves:
+    """Return copies of the parameters before the first step; derivatives reach those that are results."""
+    with grads_of(leaves):
+        return [leaf.clone() for leaf in leaves]
 
 
 def select(mask: Tensor | None, new: Tensor, old: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._lists import Lists
 from tdfunc.optim._optimizer import Optimizer
 from tdfunc.optim._run import grads_of, read_values, select_members
-from tdfunc.optim._wrappers.parts import begin_step, make_state, rebuild_params, select
+from tdfunc.optim._wrappers.parts import begin_step, copy_start, make_state, rebuild_params, select
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -32,7 +32,7 @@ class ScheduleFree(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
-        leaves = [leaf.detach().clone() for leaf in list_trainable("schedule_free", params)]
+        leaves = copy_start(list_trainable("schedule_free", params))
         z, device = rebuild(params, leaves), leaves[0].device if leaves else None
         zeros = torch.zeros(params._batch_size, dtype=torch.float64, device=device)
         data = {"z": z, "lr_max": zeros, "weight_sum": zeros.clone()}

@@ -68,6 +68,20 @@ def open(
     return SavedTree(contents, Choice(device=place, classes=classes))
 
 
+# Any: an index of torch.
+def _without_lists(index: Any) -> Any:
+    """Return an index with a tensor for each list of numbers: a list has had several meanings in torch."""
+    if isinstance(index, tuple):
+        return tuple(map(_without_lists, index))
+    if not isinstance(index, list):
+        return index
+    try:
+        return torch.tensor(index, device="cpu") if index else torch.empty(0, dtype=torch.int64, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        # torch reports the mistake.
+        return index
+
+
 @final
 class SavedTree:
     """A tree (or a sub-tree) in an open checkpoint; `tdfunc.open` makes it.
@@ -129,7 +143,7 @@ class SavedTree:
             IndexError: The index does not fit the leaf.
             TypeError: The path leads to a sub-tree or plain data.
         """
-        path = unravel(key)
+        path, index = unravel(key), _without_lists(index)
         contents = self._contents
         leaf = contents.leaf_at((*self._at, *path))
         if leaf is None or IS_VALUE in leaf.flags:

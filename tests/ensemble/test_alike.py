@@ -1,0 +1,161 @@
+"""Members that hold equal things besides their weights stack; where these differ, the message shows how."""
+
+import functools
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc.nn import EnsembleModule
+
+
+class Holder(nn.Module):
+    """A layer that holds a value."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.value = value
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@dataclass
+class Options:
+    """Options of a layer."""
+
+    rate: float
+    names: list
+
+
+class Plain:
+    """An object with an attribute."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def method(self, x):
+        """Return a sum."""
+        return x + self.number
+
+
+def add(x, number=0):
+    """Return a sum."""
+    return x + number
+
+
+def closing(number):
+    """Return a function over a number in a list."""
+    kept = [number]
+    return lambda x: x + kept[0]
+
+
+def apply_of(width):
+    """Return a pure function of a layer."""
+    return tdf.functional(nn.Linear(2, int(width)))[0]
+
+
+def called(apply):
+    """Return a pure function that has run."""
+    apply(tdf.from_module(nn.Linear(2, apply.module.out_features)).detach(), torch.ones(2))
+    return apply
+
+
+# Made by a number, anew for each member.
+VALUES = {
+    "partial": lambda n: functools.partial(add, number=n),
+    "partial of torch": lambda n: functools.partial(F.gelu, approximate=["none", "tanh"][n % 2]),
+    "partial of a built-in": lambda n: functools.partial(torch.fft.fftn, dim=(n,)),
+    "partial of tensors": lambda n: functools.partial(add, number=torch.full((2,), float(n))),
+    "bound method": lambda n: Plain(n).method,
+    "closure": closing,
+    "dataclass": lambda n: Options(0.5, [n]),
+    "object": Plain,
+    "mapping": lambda n: types.MappingProxyType({"n": n}),
+    "apply": apply_of,
+    "apply that has run": lambda n: called(apply_of(n)),
+    "ensemble": lambda n: tdf.Ensemble(apply_of(n)),
+    "jitted": lambda n: tdf.jit(functools.partial(add, number=n)),
+    "dropout passes": lambda n: tdf.MCDropout(tdf.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))[0], n),
+    "optimizer": lambda n: tdf.optim.adam(0.1 * n),
+    "cached": lambda n: functools.lru_cache(n)(add),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_equal_values_stack(name):
+    """Values that are made alike, but are other objects, do not tell members apart."""
+    members = [Holder(VALUES[name](1)) for _ in range(2)]
+
+    assert tdf.stack_modules(members).batch_size == (2,)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_difference_is_shown(name):
+    """Values of another content are refused, and the two lines of the message differ."""
+    members = [Holder(VALUES[name](n)) for n in (1, 2)]
+
+    with pytest.raises(tdf.TreeStructureError, match="'value' of the root") as caught:
+        tdf.stack_modules(members)
+
+    expected, got = [line.split(":", 1)[1].strip() for line in str(caught.value).splitlines()[1:3]]
+    assert expected != got
+
+
+def test_what_cannot_be_compared_is_said():
+    """Two objects of one text that have no parts to compare are named as such."""
+
+    class Opaque:
+        __slots__ = ()
+
+        def __repr__(self):
+            return "Opaque()"
+
+        def __reduce_ex__(self, protocol):
+            raise TypeError
+
+    with pytest.raises(tdf.TreeStructureError, match="two such objects are not compared"):
+        tdf.stack_modules([Holder([Opaque()]) for _ in range(2)])
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_what_ran_before_does_not_matter(called):
+    """A jitted function, an ensemble or a pure function of one member that has run is like another."""
+    values = [(tdf.jit(add), tdf.Ensemble(apply_of(2)), apply_of(2)) for _ in range(2)]
+    jitted, ensemble, apply = values[0]
+    tree = tdf.stack_modules([nn.Linear(2, 2) for _ in range(3)])
+    if called:
+        jitted(torch.ones(2))
+        ensemble(tree, torch.ones(2))
+        apply(tree[0], torch.ones(2))
+
+    assert tdf.stack_modules([Holder(value) for value in values]).batch_size == (2,)
+
+
+class Model(nn.Module):
+    """A trunk, and an ensemble of heads inside."""
+
+    def __init__(self):
+        super().__init__()
+        make = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())  # noqa: E731
+        self.trunk = nn.Linear(3, 4)
+        self.heads = EnsembleModule(tdf.functional(make())[0], tdf.stack_modules([make() for _ in range(3)]))
+
+    def forward(self, x):
+        return self.heads(self.trunk(x)).mean(0)
+
+
+@pytest.mark.parametrize("how", ["vmap", "loop", "traced"])
+def test_an_ensemble_of_models_with_ensembles(how):
+    """Stacked models that hold ensembles compute as each of them alone."""
+    models, x = [Model().eval() for _ in range(2)], torch.randn(5, 3)
+    apply, _, _ = tdf.functional(models[0])
+
+    out = tdf.Ensemble(apply, how)(tdf.stack_modules(models), x)
+
+    torch.testing.assert_close(out, torch.stack([model(x) for model in models]))

@@ -1,0 +1,150 @@
+"""Derivatives through steps by `backward()`: those of `torch.func.grad` through the same steps."""
+
+import pytest
+import torch
+
+import tdfunc as tdf
+from tdfunc import TensorDict
+from tests.optim.table import each_optimizer, each_rule, make_optimizer, random_tree
+
+STEPS = 3
+
+
+def inner_loss(params, data):
+    """Return the loss that is trained."""
+    return sum((leaf * x).sin().sum() for leaf, x in zip(params.leaves(), data.leaves(), strict=True))
+
+
+def outer_loss(opt, params, state):
+    """Return the loss of the trained parameters and of those that are evaluated."""
+    both = [params, opt.eval_params(params, state)]
+    return sum((leaf.double() ** 3).sum() for tree in both for leaf in tree.leaves())
+
+
+def by_backward(opt, start, data):
+    """Return the derivative by parameters that are results of others."""
+    leaves = start.apply(lambda leaf: leaf.clone().requires_grad_())
+    params = leaves.apply(lambda leaf: leaf * 1.0)
+    state = opt.init(params)
+    for _ in range(STEPS):
+        grads = torch.autograd.grad(inner_loss(params, data), params.leaves(), create_graph=True)
+        params, state = opt.update(params, rebuilt(params, grads), state)
+    outer_loss(opt, params, state).backward()
+    return leaves.apply(lambda leaf: leaf.grad)
+
+
+def rebuilt(tree, leaves):
+    """Return a tree around other leaves."""
+    given = iter(leaves)
+    return tree.apply(lambda _: next(given))
+
+
+def by_transform(opt, start, data):
+    """Return the derivative that torch.func takes."""
+
+    def outer(params):
+        state = opt.init(params)
+        for _ in range(STEPS):
+            params, state = opt.update(params, torch.func.grad(inner_loss)(params, data), state)
+        return outer_loss(opt, params, state)
+
+    return torch.func.grad(outer)(start)
+
+
+def make_trees(name, generator):
+    """Return parameters and data in float64."""
+    return [random_tree(generator, torch.float64, name=name) for _ in range(2)]
+
+
+@each_optimizer
+def test_meta_gradients_reach_the_first_parameters(name, generator):
+    """`backward()` through steps by gradients with a graph is the derivative of torch.func, for each optimizer."""
+    start, data = make_trees(name, generator)
+    opt = make_optimizer(name)
+
+    found, expected = by_backward(opt, start, data), by_transform(opt, start, data)
+
+    for got, right in zip(found.leaves(), expected.leaves(), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-7, atol=1e-9)
+
+
+@each_rule
+def test_meta_gradients_reach_parameters_that_are_leaves(name, generator):
+    """A parameter that is a leaf of autograd gets its derivative too."""
+    start, data = make_trees(name, generator)
+    opt = make_optimizer(name)
+    params = start.apply(lambda leaf: leaf.clone().requires_grad_())
+    leaves, state = params.leaves(), opt.init(params)
+    for _ in range(STEPS):
+        grads = torch.autograd.grad(inner_loss(params, data), params.leaves(), create_graph=True)
+        params, state = opt.update(params, rebuilt(params, grads), state)
+    outer_loss(opt, params, state).backward()
+
+    for leaf, right in zip(leaves, by_transform(opt, start, data).leaves(), strict=True):
+        torch.testing.assert_close(leaf.grad, right, rtol=1e-7, atol=1e-9)
+
+
+@each_optimizer
+def test_training_by_backward_keeps_no_graph(name, generator):
+    """Gradients without a graph, of parameters that require grad, leave leaves: memory does not grow with the steps."""
+    start, data = make_trees(name, generator)
+    opt = make_optimizer(name)
+    params = start.apply(lambda leaf: leaf.clone().requires_grad_())
+    state = opt.init(params)
+    for _ in range(STEPS):
+        grads = torch.autograd.grad(inner_loss(params, data), params.leaves())
+        params, state = opt.update(params, rebuilt(params, grads), state)
+
+    kept = [leaf for tree in (params, state) for leaf in tree.leaves() if leaf.grad_fn is not None]
+    assert kept == []
+    assert all(leaf.requires_grad for leaf in params.leaves())
+
+
+MAPS = {
+    "adaptive_grad_clip": tdf.optim.adaptive_grad_clip(0.01),
+    "add_decayed_weights": tdf.optim.add_decayed_weights(0.1),
+    "clip_by_global_norm": tdf.optim.clip_by_global_norm(0.1),
+    "clip_by_member_norm": tdf.optim.clip_by_member_norm(0.1),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("carries", [False, True])
+def test_maps_of_gradients_follow_as_steps_do(name, carries, generator):
+    """A map that reads parameters makes a graph only for gradients that carry one."""
+    start, data = make_trees("sgd", generator)
+    opt = tdf.optim.chain(MAPS[name], tdf.optim.sgd(0.1))
+    params = start.apply(lambda leaf: leaf.clone().requires_grad_())
+    grads = torch.autograd.grad(inner_loss(params, data), params.leaves(), create_graph=carries)
+
+    new, _ = opt.update(params, rebuilt(params, grads), opt.init(params))
+
+    assert [leaf.grad_fn is not None for leaf in new.leaves()] == [carries] * 4
+
+
+def test_no_grad_cuts_the_graph(generator):
+    """Under `torch.no_grad()` a step is not followed, whatever its gradients carry."""
+    start, data = make_trees("sgd", generator)
+    opt = tdf.optim.adam(0.1)
+    params = start.apply(lambda leaf: leaf.clone().requires_grad_())
+    grads = torch.autograd.grad(inner_loss(params, data), params.leaves(), create_graph=True)
+
+    with torch.no_grad():
+        new, _ = opt.update(params, rebuilt(params, grads), opt.init(params))
+
+    assert [leaf.grad_fn for leaf in new.leaves()] == [None] * 4
+
+
+@pytest.mark.parametrize("name", ["multi", "masked"])
+def test_a_part_without_a_graph_is_followed_with_the_others(name):
+    """A leaf whose gradient carries no graph keeps the derivative by itself where other leaves are followed."""
+    sgd = tdf.optim.sgd(0.5)
+    opt = {"multi": tdf.optim.multi({"a": sgd, "*": sgd}), "masked": tdf.optim.masked(sgd, "*")}[name]
+    a, b = [torch.tensor([2.0], requires_grad=True) for _ in range(2)]
+    params = TensorDict({"a": a, "b": b})
+    (grad,) = torch.autograd.grad((a**2).sum(), a, create_graph=True)
+
+    new, _ = opt.update(params, TensorDict({"a": grad, "b": torch.ones(1)}), opt.init(params))
+    (new["a"] + 3 * new["b"]).sum().backward()
+
+    assert (a.grad.item(), b.grad.item()) == (0.0, 3.0)
