@@ -22,7 +22,16 @@ from tdfunc.lora._kohya import as_peft, is_kohya
 from tdfunc.lora._lora import Lora
 from tdfunc.lora._math import factors
 from tdfunc.lora._peft import PREFIX, VERSION, Adapter, check_config, read_adapters, short_names, write_parts
-from tdfunc.lora._targets import Layout, check_leaves, find_targets, layouts_of, make_tree, parts_of, read_parts
+from tdfunc.lora._targets import (
+    Layout,
+    check_leaves,
+    find_targets,
+    layouts_of,
+    make_tree,
+    module_of,
+    parts_of,
+    read_parts,
+)
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items
@@ -86,7 +95,7 @@ def load(
             got=f"a file with leaves like {next(iter(tensors), None)!r}",
         )
     tensors = {key.removeprefix(begin): leaf for key, leaf in tensors.items()}
-    layouts = layouts_of(apply.module) if apply is not None else None
+    layouts = layouts_of(module_of(apply)) if apply is not None else None
     adapters, whole = read_adapters(tensors, config, params, layouts)
     if all(map(_is_nothing, adapters)) and all(
         torch.equal(leaf, get(params, at).to(leaf.dtype)) for at, leaf in whole.items()

@@ -12,7 +12,7 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc.lora import Lora
 from tdfunc.lora._peft import short_names
-from tests.lora.layers import MODULES, NO_BIAS, Tied, experts, trained
+from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, experts, trained
 
 EXPERTS = ("model", "layers", "0", "mlp", "experts")
 
@@ -45,7 +45,7 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), [row for row in SAVED if row[0] not in ("grouped", "scaled")], ids=str)
+@pytest.mark.parametrize(("name", "options"), [row for row in SAVED if row[0] not in NOT_IN_PEFT], ids=str)
 def test_what_is_saved_loads(name, options, tmp_path):
     """The adapters come back with the choice; a start comes back as plain LoRA of twice the rank."""
     make, where, inputs = MODULES[name]
