@@ -11,7 +11,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
-from tdfunc.lora._peft import short_names
+from tdfunc.lora._writing import short_names
 from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, experts, trained
 
 EXPERTS = ("model", "layers", "0", "mlp", "experts")
@@ -202,6 +202,8 @@ ROW, GOOD, GOOD_1 = torch.ones(2, 3), under("0", pair(3, 4)), under("1", pair(4,
 CHANNELS = under("0", {"lora_A.weight": torch.ones(2, 4, 1, 1), "lora_B.weight": torch.ones(4, 2, 1, 1)})
 MAGNITUDES = {"lora_magnitude_vector": torch.ones(3)}
 DOWN = {"lora_down.weight": ROW, "lora_up.weight": torch.ones(4, 2)}
+SCALED = under("lora_te_0", DOWN | {"dora_scale": torch.ones(4, 1)})
+DOWN_1 = {"lora_down.weight": torch.ones(2, 4), "lora_up.weight": torch.ones(3, 2)}
 OF_0 = under("0", pair(5, 4, 6) | MAGNITUDES)
 MISFIT, UNSUPPORTED, OTHER = tdf.LeafMismatchError, tdf.UnsupportedError, tdf.TreeStructureError
 
@@ -264,7 +266,7 @@ ERRORS = {
     "a layer of another size": (lambda: load_peft(under("0", pair(3, 5))), MISFIT, r"'0\.weight'.*fit"),
     "a whole leaf of another size": (lambda: load_peft(GOOD | {"0.bias": torch.ones(5)}), MISFIT, r"'0\.bias' does"),
     "another table": (lambda: load_peft(GOOD | {"0.weight": torch.ones(4, 3)}), UNSUPPORTED, "another table"),
-    "unequal parts": (lambda: load_peft(GOOD | GOOD_1 | under("1", MAGNITUDES)), MISFIT, "must have the same parts"),
+    "unequal parts": (lambda: load_file(SCALED | under("lora_te_1", DOWN_1)), MISFIT, "must have the same parts"),
     "another rank": (lambda: load_peft(GOOD, r=3), MISFIT, r"rank of '0\.weight'"),
     "A alone": (lambda: load_peft({"0.lora_A.weight": ROW}), MISFIT, "must have A and B"),
     "nothing changes": (lambda: load_peft({name: leaf * 0 for name, leaf in GOOD.items()}), ValueError, "change som"),

@@ -1,0 +1,209 @@
+"""Regular expressions of foreign files, matched in a time that no pattern can make exponential.
+
+Python's `re` tries the ways to match one after the other, and a pattern of 20 characters can have more ways than can be
+tried. Here all of them are followed at once, as the set of places in the text that can be reached.
+"""
+
+import functools
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tdfunc.core.errors import UnsupportedError
+
+try:
+    # Python 3.11 moved the parser.
+    from re import _parser  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+except ImportError:
+    import sre_parse as _parser  # pyright: ignore
+
+# A part of a parsed pattern: an operation and its argument. Any: the parser has no types.
+_Part = tuple[Any, Any]
+_CATEGORIES = {
+    "CATEGORY_DIGIT": r"\d", "CATEGORY_NOT_DIGIT": r"\D", "CATEGORY_SPACE": r"\s", "CATEGORY_NOT_SPACE": r"\S",
+    "CATEGORY_WORD": r"\w", "CATEGORY_NOT_WORD": r"\W",
+}  # fmt: skip
+_PLACES = {
+    "AT_BEGINNING": "^", "AT_BEGINNING_STRING": r"\A", "AT_END": "$", "AT_END_STRING": r"\Z", "AT_BOUNDARY": r"\b",
+    "AT_NON_BOUNDARY": r"\B",
+}  # fmt: skip
+# Patterns with one way to match, which `re` runs.
+_PLAIN = re.compile(r"(?:[\w./^ -]|\\[^\w])*")
+# The only flag of a pattern without flags.
+_NO_FLAGS = re.UNICODE.value
+
+
+class Pattern:
+    """A regular expression of a foreign file.
+
+    Args:
+        text: The expression.
+        where: The place in the file, for messages.
+
+    Raises:
+        UnsupportedError: It is not an expression, or it has look-arounds, references, or flags.
+    """
+
+    def __init__(self, text: str, where: str) -> None:
+        self._parts: Sequence[_Part] = ()
+        self._plain: re.Pattern[str] | None = None
+        self._where = where
+        try:
+            if _PLAIN.fullmatch(text):
+                self._plain = re.compile(text)
+                return
+            # Any: the parser has no types.
+            parsed: Any = _parser.parse(text)
+            if parsed.state.flags != _NO_FLAGS:
+                raise _refusal(where, text, "a flag")
+            self._parts = list(parsed)
+            self._check(self._parts, text)
+        except (re.error, RecursionError, OverflowError) as err:
+            raise _refusal(where, text, str(err)) from err
+
+    def matches(self, text: str) -> bool:
+        """Return whether the complete text matches."""
+        if self._plain is not None:
+            return self._plain.fullmatch(text) is not None
+        return bool(_Match(text).ends(self._parts, 1) >> len(text))
+
+    def _check(self, parts: Iterable[_Part], text: str) -> None:
+        """Raise unless all parts of a pattern are among those that `_Match` knows."""
+        for op, arg in parts:
+            name = str(op)
+            if name == "SUBPATTERN" and not (arg[1] or arg[2]):
+                self._check(arg[3], text)
+            elif name == "BRANCH":
+                for branch in arg[1]:
+                    self._check(branch, text)
+            elif name in ("MAX_REPEAT", "MIN_REPEAT"):
+                self._check(arg[2], text)
+            elif name not in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT"):
+                raise _refusal(self._where, text, name.lower().replace("_", " "))
+
+
+def _refusal(where: str, text: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"lora.load: the pattern {text[:80]!r} of {where} is not understood.",
+        expected="a regular expression without look-arounds, references and flags",
+        got=got,
+    )
+
+
+class _Match:
+    """The matches of the parts of one pattern in a text; bit i of a set of places is the place before character i."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        # The places before characters that fit a part, which is identified by its object.
+        self._fitting: dict[int, int] = {}
+
+    def ends(self, parts: Sequence[_Part], places: int) -> int:
+        """Return the places at which a match of parts in sequence can end that starts at one of these places."""
+        for part in parts:
+            if not places:
+                break
+            places = self._step(part, places)
+        return places
+
+    def _step(self, part: _Part, places: int) -> int:
+        op, arg = part
+        name = str(op)
+        if name == "SUBPATTERN":
+            return self.ends(arg[3], places)
+        if name == "BRANCH":
+            return functools.reduce(operator.or_, [self.ends(branch, places) for branch in arg[1]])
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            return self._repeat(arg[0], arg[1], arg[2], places)
+        if name == "AT":
+            return places & self._where(part, lambda place: _is_at(arg, self._text, place))
+        return (places & self._where(part, lambda place: _fits(name, arg, self._text[place : place + 1]))) << 1
+
+    def _where(self, part: _Part, test: Callable[[int], bool]) -> int:
+        """Return the places that pass the test of a part."""
+        if id(part) not in self._fitting:
+            self._fitting[id(part)] = sum(1 << place for place in range(len(self._text) + 1) if test(place))
+        return self._fitting[id(part)]
+
+    def _repeat(self, least: int, most: int, parts: Sequence[_Part], places: int) -> int:
+        """Return the places after at least `least` and at most `most` matches."""
+        reached = places if least == 0 else 0
+        # A part that can match nothing reaches all that it can in as many rounds as the text has places, and one that
+        # cannot has ended then.
+        rounds = len(self._text) + 1
+        least = min(least, rounds)
+        for count in range(1, min(most, least + rounds) + 1):
+            places = self.ends(parts, places)
+            if count >= least:
+                places &= ~reached
+                reached |= places
+            if not places:
+                break
+        return reached
+
+
+def _is_at(place_name: Any, text: str, place: int) -> bool:
+    """Return whether a place is a beginning, an end, or the boundary of a word."""
+    return re.compile(_PLACES[str(place_name)]).match(text, place) is not None
+
+
+def _fits(name: str, arg: Any, char: str) -> bool:
+    """Return whether one character, or the end of the text, matches a part that takes one character."""
+    if not char:
+        return False
+    if name == "LITERAL":
+        return ord(char) == arg
+    if name == "NOT_LITERAL":
+        return ord(char) != arg
+    if name == "ANY":
+        return char != "\n"
+    negated = bool(arg) and str(arg[0][0]) == "NEGATE"
+    return negated != any(_in_class(str(op), value, char) for op, value in arg if str(op) != "NEGATE")
+
+
+def _in_class(name: str, arg: Any, char: str) -> bool:
+    """Return whether a character is in one element of a class, such as `a-z`."""
+    if name == "LITERAL":
+        return ord(char) == arg
+    if name == "RANGE":
+        return arg[0] <= ord(char) <= arg[1]
+    return re.fullmatch(_CATEGORIES[str(arg)], char) is not None
+
+
+class PatternTable:
+    """Values for names, by patterns of which the first that matches the end of a name counts, as in PEFT.
+
+    Args:
+        entries: The patterns and their values.
+        where: The place in the file, for messages.
+        default: The value of other names.
+    """
+
+    def __init__(self, entries: Iterable[tuple[str, Any]], where: str, default: Any) -> None:
+        self._default = default
+        # Names that are written out, as `^model\.fc`, of which a file can have thousands.
+        self._exact: dict[str, tuple[int, Any]] = {}
+        self._others: list[tuple[int, Pattern, Any]] = []
+        for place, (text, value) in enumerate(entries):
+            name = _name_of(text)
+            if name is not None:
+                self._exact.setdefault(name, (place, value))
+            else:
+                self._others.append((place, Pattern(rf"(.*\.)?({text})$", where), value))
+
+    def __getitem__(self, name: str) -> Any:
+        place, value = self._exact.get(name, (sys.maxsize, self._default))
+        for other, pattern, its_value in self._others:
+            if other < place and pattern.matches(name):
+                return its_value
+        return value
+
+
+def _name_of(text: str) -> str | None:
+    """Return the only name that a pattern matches, or None if it may match several."""
+    if not text.startswith("^"):
+        return None
+    name = re.sub(r"\\(\W)", r"\1", text[1:])
+    return name if re.escape(name) == text[1:] else None
