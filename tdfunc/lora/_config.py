@@ -95,8 +95,8 @@ class Config:
         bias: True if all adapters have biases; None if the file decides.
         dropout: The probability with which inputs are dropped.
         fan_in_fan_out: True if layers store (inputs, outputs).
-        trained_biases: The biases of the base that are trained: "none", "all", or "lora_only" for those of layers
-            with adapters.
+        trained_biases: The biases of the base that are trained: "none", "all", or "lora_only" for the biases of
+            layers with adapters.
         modules_to_save: The ends of the names of modules that are trained whole.
         version: The version of PEFT, as (major, minor).
         targets: The layers with adapters.

@@ -88,7 +88,7 @@ def load(
     begin = prefix if prefix is not None else PREFIX
     if prefix is not None:
         tensors = {key: leaf for key, leaf in tensors.items() if key.startswith(prefix)}
-    # The beginning of the names in the configuration that those of the base lack.
+    # The beginning that only the names in the configuration have.
     outer = begin.removeprefix(PREFIX)
     if is_kohya(tensors):
         tensors, config = as_peft(tensors, params)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,10 +31,21 @@ from tdfunc.ops.edits.edit import set_
 from tdfunc.random.draws import KeyLike, key_of
 
 T = TypeVar("T", bound=TensorCollection)
+A = TypeVar("A", bound="AbstractAttachable")
 # One number for all leaves, or one for each filter; the first that matches a leaf counts.
 Ranks: TypeAlias = "int | dict[FilterLike, int]"
 Alphas: TypeAlias = "float | dict[FilterLike, float] | None"
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@runtime_checkable
+class AbstractAttachable(Protocol):
+    """A value around the function of a module, such as a language model, that runs with adapters."""
+
+    # Any: the value with another function.
+    def with_adapters(self, lora: "Lora", *, rows: bool = False) -> Any:
+        """Return the value, whose parameters are a pair of the base's and adapters."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -131,14 +142,21 @@ class Lora:
             leaves |= {(*target.path, name): part for name, part in parts.items()}
         return make_tree(leaves | {entry.paths[0]: entry.leaf.detach().clone() for entry in whole})
 
-    def attach(self, apply: Apply, *, rows: bool = False) -> LoraApply:
+    @overload
+    def attach(self, apply: Apply, *, rows: bool = False) -> LoraApply: ...
+
+    @overload
+    def attach(self, apply: A, *, rows: bool = False) -> A: ...
+
+    def attach(self, apply: Any, *, rows: bool = False) -> Any:
         """Return `run((params, adapters), *inputs)`, which is `apply` with adapters in its layers.
 
         Gradients, `vmap` over adapters, `tdf.jit` and `rng=` work as with `apply`. Many adapters of one base take
         one `torch.vmap(run, ((None, 0), 0))`, in which no tensor is as large as all their weights.
 
         Args:
-            apply: The function of `functional`, or of its `train` and `eval`.
+            apply: The function of `functional`, or of its `train` and `eval`. Of a `CausalLM` the result is a
+                `CausalLM`, whose parameters are the pair `(params, adapters)`.
             rows: Run row i of a batch with adapter i. The first dimension of each adapter's leaf are the rows, such as
                 in `many[which]`. The first dimension of the inputs of all layers with adapters must be the rows; the
                 tokens of experts must come row by row.
@@ -148,6 +166,9 @@ class Lora:
             UnsupportedError: A chosen weight belongs to a layer that cannot have adapters, or with `rows` a leaf is
                 trained whole.
         """
+        if isinstance(apply, AbstractAttachable):
+            return apply.with_adapters(self, rows=rows)
+        module_of(apply)
         return LoraApply(self, apply, rows)
 
     def merge(self, params: T, adapters: TensorCollection) -> T:

@@ -5,6 +5,7 @@ tried. Here all of them are followed at once, as the set of places in the text t
 """
 
 import functools
+import importlib
 import operator
 import re
 import sys
@@ -13,12 +14,8 @@ from typing import Any
 
 from tdfunc.core.errors import UnsupportedError
 
-try:
-    # Python 3.11 moved the parser.
-    from re import _parser  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-except ImportError:
-    import sre_parse as _parser  # pyright: ignore
-
+# Python 3.11 moved the parser. Any: it has no types.
+_parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 # A part of a parsed pattern: an operation and its argument. Any: the parser has no types.
 _Part = tuple[Any, Any]
 _CATEGORIES = {

@@ -54,7 +54,7 @@ def read_adapters(
         config: The configuration.
         params: The base.
         layouts: The layout of a weight by its path, if it is known.
-        outer: The beginning of the names in the configuration that those of the base lack.
+        outer: The beginning that only the names in the configuration have.
     """
     modules: dict[str, dict[str, Tensor]] = {}
     others: dict[str, Tensor] = {}
@@ -355,12 +355,6 @@ def _adapter(
         ours["magnitude"] = magnitude.reshape((1, -1) if last else (-1, *[1] * (weight.ndim - 1)))
     if "lora_B.bias" in parts:
         ours["bias"] = parts["lora_B.bias"]
-        if magnitude is not None and weight.ndim == 2 and ours["bias"].any():
-            raise UnsupportedError(
-                f"lora.load: the adapter of {dotted(path)!r} has a magnitude and a bias.",
-                expected="use_dora or lora_bias",
-                got="both, for a linear layer: PEFT computes one function before its merge and another one after it",
-            )
     return Adapter((path,), ours, alpha)
 
 
@@ -368,7 +362,7 @@ def check_table(adapter: Adapter, module: nn.Module) -> None:
     """Raise if an adapter of PEFT belongs to a table whose rows are bounded.
 
     Raises:
-        UnsupportedError: PEFT bounds the rows of the base and those of a factor.
+        UnsupportedError: PEFT bounds the rows of the base and of a factor.
     """
     for path in adapter.paths:
         layer = module.get_submodule(dotted(path[:-1]))

@@ -38,7 +38,7 @@ def no_peft(path: Path, what: str) -> UnsupportedError:
 
 
 def check_target(target: Target, lora: "Lora", module: nn.Module) -> None:
-    """Raise unless PEFT has adapters like that of a weight.
+    """Raise unless PEFT has such an adapter for a weight.
 
     Raises:
         UnsupportedError: The message names the weight.
@@ -48,8 +48,8 @@ def check_target(target: Target, lora: "Lora", module: nn.Module) -> None:
         raise no_peft(path, "DoRA of fused experts")
     if len(path) < 2:
         raise no_peft(path, "a layer without a name")
-    if lora.dora and lora.bias and target.layout in (Layout.LINEAR, Layout.TRANSPOSED):
-        raise no_peft(path, "DoRA with a bias of a linear layer, which PEFT merges to another function")
+    if lora.dora and lora.bias:
+        raise no_peft(path, "DoRA with a bias")
     for each in target.paths:
         layer = module.get_submodule(dotted(each[:-1]))
         if getattr(layer, "groups", 1) != 1 and target.layout is Layout.CONV:
@@ -186,7 +186,7 @@ def _target_parameters(chosen: set[str], parameters: Sequence[str]) -> list[str]
     names = short_names(chosen, parameters)
     for name in parameters:
         if name not in chosen and any(f".{name}".endswith(f".{end}") for end in names):
-            raise no_peft(tuple(name.split(".")), f"a parameter whose name ends like that of {names}")
+            raise no_peft(tuple(name.split(".")), f"a parameter whose name has the same end as {names}")
     return names or None
 
 
@@ -219,7 +219,7 @@ def whole_modules(whole: "Sequence[Entry]", adapted: set[str], base: TensorColle
     """Return the names of leaves that are replaced, and PEFT's options for them.
 
     Raises:
-        UnsupportedError: The leaves are not those of modules or of all biases, or PEFT saves more of a module.
+        UnsupportedError: The leaves are neither complete modules nor all biases, or PEFT saves more of a module.
     """
     paths = {entry.paths[0] for entry in whole}
     for entry in whole:
