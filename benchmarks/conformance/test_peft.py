@@ -3,18 +3,30 @@
 `make test-peft` installs PEFT into a folder of its own and runs this file.
 """
 
+import copy
+import dataclasses
+import json
+import tempfile
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 import tdfunc as tdf
+from tdfunc import Filter
 from tdfunc.lora import Lora
-from tests.lora.layers import experts, llama, logits
+from tests.lora.golden.model import IDS as SMALL_IDS
+from tests.lora.golden.model import SERVED, Net
+from tests.lora.layers import experts, llama, logits, trained
 
 peft = pytest.importorskip("peft", reason="`make test-peft` installs it")
+from benchmarks.conformance.peft_oracle import tuned_model  # noqa: E402
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
@@ -182,3 +194,139 @@ def _path(name):
     """The path of the adapter's leaf of a parameter of PEFT, `....q_proj.lora_A.default.weight`."""
     module, _, part = name.removesuffix(".default.weight").rpartition(".lora_")
     return (*module.split("."), "weight", part)
+
+
+# Entries that change what PEFT computes, or the base, in a way that is not LoRA's.
+REFUSED = {
+    "init_lora_weights": "pissa",
+    "trainable_token_indices": [1],
+    "layer_replication": [[0, 2]],
+    "alora_invocation_tokens": [1],
+    "use_qalora": True,
+    "megatron_config": {"a": 1},
+    "arrow_config": {"a": 1},
+    "kasa_config": {"a": 1},
+    "velora_config": {"a": 1},
+    "monteclora_config": {"a": 1},
+    "use_bdlora": {"a": 1},
+}
+# Entries that tell of the origin and the training of an adapter.
+WITHOUT_EFFECT = {
+    "task_type": "CAUSAL_LM",
+    "peft_type": "LORA",
+    "auto_mapping": {"a": "b"},
+    "peft_version": "0.20.0",
+    "base_model_name_or_path": "x",
+    "revision": "main",
+    "inference_mode": False,
+    "megatron_core": "other",
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"a": 1},
+    "lora_ga_config": {"a": 1},
+    "qalora_group_size": 8,
+    "ensure_weight_tying": True,
+    "runtime_config": {"ephemeral_gpu_offload": False},
+}
+
+
+def small(seed=0):
+    """The model of the golden files in float64."""
+    torch.manual_seed(seed)
+    return Net().double().eval()
+
+
+def test_each_field_of_peft_is_in_a_table():
+    """A field of a later PEFT is in none, and then fails here."""
+    served = {name for options in SERVED.values() for name in options}
+
+    fields = {each.name for each in dataclasses.fields(peft.LoraConfig)}
+
+    assert fields - served - REFUSED.keys() - WITHOUT_EFFECT.keys() == set()
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_each_field_that_is_served_is_served_as_by_peft(case, tmp_path):
+    """In float64: attached, merged, and in PEFT again after we saved it."""
+    base = small()
+    model = tuned_model(base, SERVED[case])
+    model.save_pretrained(tmp_path / "theirs")
+    apply, params, _ = tdf.functional(copy.deepcopy(base))
+
+    lora, adapters = tdf.lora.load(tmp_path / "theirs", params)
+    tdf.lora.save(tmp_path / "ours", lora, adapters, apply)
+
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "ours", autocast_adapter_dtype=False).eval()
+    exact = {"atol": 1e-10, "rtol": 1e-10}
+    wanted = model(SMALL_IDS)
+    torch.testing.assert_close(lora.attach(apply).eval()((params, adapters), SMALL_IDS), wanted, **exact)
+    torch.testing.assert_close(apply(lora.merge(params, adapters), SMALL_IDS), wanted, **exact)
+    torch.testing.assert_close(again(SMALL_IDS), wanted, **exact)
+
+
+def edited(folder, **entries):
+    """A folder of PEFT whose configuration has other entries."""
+    tuned_model(small(), {}).save_pretrained(folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    return folder
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_each_other_field_is_refused_by_name(field, tmp_path):
+    """With a value that is not the default."""
+    folder = edited(tmp_path / "a", **{field: REFUSED[field]})
+
+    with pytest.raises(tdf.UnsupportedError, match=field):
+        tdf.lora.load(folder, tdf.from_module(small()))
+
+
+@pytest.mark.parametrize("field", WITHOUT_EFFECT)
+def test_fields_without_effect_have_none(field, tmp_path):
+    """With a value that is not the default."""
+    params = tdf.from_module(small())
+    plain = tdf.lora.load(edited(tmp_path / "a"), params)[1]
+
+    other = tdf.lora.load(edited(tmp_path / "b", **{field: WITHOUT_EFFECT[field]}), params)[1]
+
+    tdf.assert_close(other, plain, atol=0, rtol=0)
+
+
+WEIGHTS = ("embed", "conv", "fc", "out.fc", *(f"layers.{i}.{name}" for i in range(3) for name in "qk"))
+# `fc` is the end of `out.fc`, so that `modules_to_save` cannot name it alone.
+MODULES_OF_SMALL = (*[name for name in WEIGHTS if name != "fc"], *(f"layers.{i}.norm" for i in range(3)))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_choices_give_the_same_function_in_peft(data):
+    """Random layers, ranks, scales and options of ours, which PEFT loads and saves, and we load again."""
+    chosen = data.draw(st.sets(st.sampled_from(WEIGHTS), min_size=1), label="chosen")
+    dora = data.draw(st.booleans())
+    whole = data.draw(st.sets(st.sampled_from(MODULES_OF_SMALL), max_size=2).map(lambda found: found - chosen))
+    ranks = {name: data.draw(st.integers(1, 3)) for name in chosen}
+    alphas = {name: data.draw(st.sampled_from([0.5, 1.0, 3.0, -2.0])) for name in chosen}
+    bias = not dora and "embed" not in chosen and data.draw(st.booleans())
+    lora = Lora(
+        Filter(lambda path, leaf: ".".join(path[:-1]) in chosen and path[-1] == "weight"),
+        rank={f"{name}.weight": rank for name, rank in ranks.items()},
+        alpha={f"{name}.weight": alpha for name, alpha in alphas.items()},
+        rslora=data.draw(st.booleans()),
+        dora=dora,
+        bias=bias,
+        start=data.draw(st.sampled_from(["kaiming", "pissa"])),
+        whole=Filter(lambda path, leaf: ".".join(path[:-1]) in whole) if whole else None,
+    )
+    base = small(data.draw(st.integers(0, 3)))
+    apply, params, _ = tdf.functional(copy.deepcopy(base))
+    adapters = trained(lora, params, apply, seed=data.draw(st.integers(0, 9)))
+    with tempfile.TemporaryDirectory() as folder:
+        tdf.lora.save(f"{folder}/ours", lora, adapters, apply)
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(base), f"{folder}/ours", autocast_adapter_dtype=False)
+        model.eval().save_pretrained(f"{folder}/theirs")
+        again, same = tdf.lora.load(f"{folder}/theirs", params)
+
+    wanted = lora.attach(apply)((params, adapters), SMALL_IDS)
+    exact = {"atol": 1e-9, "rtol": 1e-9}
+    torch.testing.assert_close(model(SMALL_IDS), wanted, **exact)
+    torch.testing.assert_close(again.attach(apply)((params, same), SMALL_IDS), wanted, **exact)

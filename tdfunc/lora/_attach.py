@@ -1,5 +1,6 @@
 """A module with adapters as a pure function: the skeleton's layers get classes that have the factors."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +115,22 @@ class LoraApply:
         if self._base._reserved:
             raise self._base._name_error(self._base._reserved)
         return self._run(trees, buffers, args, kwargs, rng, keep=False)[0]
+
+    def call(
+        self,
+        trees: tuple[Any, Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        buffers: Any = None,
+        rng: KeyLike | None = None,
+    ) -> Any:
+        """Run with forward's arguments as a tuple and a dict, like `Apply.call`."""
+        return self._run(trees, buffers, tuple(args), dict(kwargs or {}), rng, keep=False)[0]
+
+    def has_adapter(self, path: Path) -> bool:
+        """Return whether the layer at a path has an adapter."""
+        return isinstance(self._inner.module.get_submodule(dotted(path)), Adapted)
 
     def with_buffers(
         self, trees: tuple[Any, Any], buffers: Any, /, *args: Any, rng: KeyLike | None = None, **kwargs: Any

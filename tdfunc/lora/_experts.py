@@ -48,7 +48,8 @@ class _Experts(Adapted):
         num_tokens, top_k = top_k_index.shape
         experts_S = top_k_index.reshape(-1)
         order_S, ends_E = torch.arange(num_tokens * top_k, device=experts_S.device), None
-        if self.config._experts_implementation != "batched_mm":
+        # The kernel for sorted pairs does not take float64.
+        if self.config._experts_implementation != "batched_mm" and hidden_states.dtype is not torch.float64:
             order_S = torch.argsort(experts_S, stable=True)
             experts_S = experts_S[order_S]
             numbers = torch.arange(self.num_experts, device=experts_S.device)
@@ -73,6 +74,9 @@ class _Experts(Adapted):
         if setting is not None:
             parts: dict[str, Any] = {part: self._parameters[f"{name}:{part}"] for part in setting.names}
             dropped = F.dropout(x, setting.dropout) if setting.dropout and self.training else x
+            # Factors and inputs meet in the wider dtype of the two.
+            wide = torch.promote_types(parts["A"].dtype, x.dtype)
+            parts = {part: value.to(wide) for part, value in parts.items()}
             if setting.rows:
                 n = parts["A"].shape[0]
                 if routes.num_tokens % n:
@@ -92,12 +96,12 @@ class _Experts(Adapted):
                 more = -a.shape[-2] % (16 // a.element_size()) if routes.ends_E is not None else 0
                 a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
             first, second = (b, a) if self.is_transposed else (a.mT, b.mT)
-            low = _times(_times(dropped.to(a.dtype), first, one) * setting.scale, second, one)
+            low = _times(_times(dropped.to(wide), first, one) * setting.scale, second, one)
             if "magnitude" in parts:
                 scaled = functools.partial(gain, weight, scale=setting.scale)
                 c = (torch.vmap(scaled)(parts) if setting.rows else scaled(parts))[at]
                 low = c * low + (c - 1) * (out if dropped is x else _times(dropped, matrix, routes))
-            out = out + low.to(out.dtype)
+            out = (out + low).to(out.dtype)
         bias = self._parameters[f"{name}_bias"] if self.has_bias else None
         return out if bias is None else out + bias[routes.experts_S]
 

@@ -1,12 +1,10 @@
 """`load` and `save`: adapters in PEFT's folders, and in the files of Kohya's scripts."""
 
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from statistics import mode
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +14,25 @@ from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.core.keys import Filter, FilterLike, dotted
-from tdfunc.core.types import Kind, Path
+from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
+from tdfunc.lora._config import Config, load_config, read_config
 from tdfunc.lora._kohya import as_peft, is_kohya
 from tdfunc.lora._lora import Lora
 from tdfunc.lora._math import factors
-from tdfunc.lora._peft import PREFIX, VERSION, Adapter, check_config, read_adapters, short_names, write_parts
-from tdfunc.lora._targets import Layout, check_leaves, find_targets, layouts_of, make_tree, parts_of, read_parts
+from tdfunc.lora._peft import PREFIX, Adapter, check_table, read_adapters
+from tdfunc.lora._targets import (
+    FROZEN,
+    Target,
+    check_leaves,
+    find_targets,
+    layouts_of,
+    make_tree,
+    module_of,
+    parts_of,
+    read_parts,
+)
+from tdfunc.lora._writing import Written, add_names, check_target, config_of, whole_modules, write_parts
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items
@@ -69,25 +79,31 @@ def load(
         The files of PEFT 0.17 to 0.21. Before 0.19, PEFT used the first dimension of fused experts as their inputs.
     """
     name = os.fspath(path)
-    config: dict[str, Any] = {}
+    config: Config | None = None
     if os.path.isdir(name):
-        config, name = _read_config(name), os.path.join(name, _TENSORS)
-        check_config(config)
+        config = read_config(load_config(_find_config(name)))
+        name = os.path.join(name, _TENSORS)
     loaded = load_tree(name)
     tensors = {dotted(at): leaf for at, leaf in iter_items(loaded, True, True)}
     begin = prefix if prefix is not None else PREFIX
     if prefix is not None:
         tensors = {key: leaf for key, leaf in tensors.items() if key.startswith(prefix)}
+    # The beginning that only the names in the configuration have.
+    outer = begin.removeprefix(PREFIX)
     if is_kohya(tensors):
         tensors, config = as_peft(tensors, params)
-    elif not config:
+        outer = ""
+    elif config is None:
         raise UnsupportedError(
             f"lora.load: {name!r} must be a folder of PEFT or a file of Kohya.",
             got=f"a file with leaves like {next(iter(tensors), None)!r}",
         )
     tensors = {key.removeprefix(begin): leaf for key, leaf in tensors.items()}
-    layouts = layouts_of(apply.module) if apply is not None else None
-    adapters, whole = read_adapters(tensors, config, params, layouts)
+    layouts = layouts_of(module_of(apply)) if apply is not None else None
+    adapters, whole = read_adapters(tensors, config, params, layouts, outer)
+    if apply is not None:
+        for adapter in adapters:
+            check_table(adapter, module_of(apply))
     if all(map(_is_nothing, adapters)) and all(
         torch.equal(leaf, get(params, at).to(leaf.dtype)) for at, leaf in whole.items()
     ):
@@ -106,7 +122,8 @@ def load(
     return lora, tree
 
 
-def _read_config(folder: str) -> dict[str, Any]:
+def _find_config(folder: str) -> str:
+    """Return the path of the configuration in a folder that also has the tensors."""
     names = sorted(os.listdir(folder))
     if _CONFIG not in names or _TENSORS not in names:
         raise error(
@@ -118,8 +135,7 @@ def _read_config(folder: str) -> dict[str, Any]:
             if "adapter_model.bin" in names
             else None,
         )
-    with open(os.path.join(folder, _CONFIG), encoding="utf-8") as file:
-        return json.load(file)
+    return os.path.join(folder, _CONFIG)
 
 
 def _is_nothing(adapter: Adapter) -> bool:
@@ -130,7 +146,7 @@ def _is_nothing(adapter: Adapter) -> bool:
 
 
 def _as_lora(
-    adapters: Sequence[Adapter], whole: Mapping[Path, Tensor], config: Mapping[str, Any], params: TensorCollection
+    adapters: Sequence[Adapter], whole: Mapping[Path, Tensor], config: Config, params: TensorCollection
 ) -> Lora:
     found = entries(params)
     ranks = {adapter.paths[0]: adapter.rank for adapter in adapters}
@@ -143,10 +159,10 @@ def _as_lora(
         _filter(ranks, found) if ranks else Filter(lambda path, leaf: False),
         rank=_by_value(ranks, found),
         alpha=_by_value(alphas, found),
-        rslora=bool(config.get("use_rslora")),
+        rslora=config.rslora,
         dora="magnitude" in names,
         bias="bias" in names,
-        dropout=config.get("lora_dropout", 0.0),
+        dropout=config.dropout,
         whole=_filter(whole, found) if whole else None,
     )
 
@@ -203,47 +219,21 @@ def save(
         UnsupportedError: PEFT does not have such adapters: DoRA of experts, changes of grouped convolutions, or modules
             that are partly trained whole.
     """
-    base = from_module(apply.module)
-    targets, whole = find_targets(lora, entries(base), layouts_of(apply.module))
+    module = module_of(apply)
+    base = from_module(module)
+    targets, whole = find_targets(lora, entries(base), layouts_of(module))
     shapes = {(*t.path, name): size for t in targets for name, size in parts_of(lora, t).items()}
     given = check_leaves("lora.save", shapes | {entry.paths[0]: entry.leaf.shape for entry in whole}, adapters)
     tensors: dict[str, Tensor] = {}
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
-    chosen: dict[bool, set[str]] = {False: set(), True: set()}
+    written = Written(set(), set(), {}, {})
     for target in targets:
-        layout, paths = target.layout, target.paths
-        if layout.is_experts and lora.dora:
-            raise _no_peft(target.path, "DoRA of fused experts")
-        if layout is Layout.CONV and getattr(apply.module.get_submodule(dotted(target.path[:-1])), "groups", 1) > 1:
-            raise _no_peft(target.path, "the change of a grouped convolution")
-        if len(target.path) < 2:
-            raise _no_peft(target.path, "a layer without a name")
-        parts = {name: given[(*target.path, name)] for name in parts_of(lora, target)}
-        parts["A"], parts["B"] = (part.detach() for part in factors(parts))
-        rank = parts["B"].shape[-1]
-        for path in paths:
-            later = [t.path for t in targets if layout.is_experts and t.path[:-1] == path[:-1]]
-            named = dotted(path if layout.is_experts else path[:-1])
-            plain = {name: part.detach() for name, part in parts.items() if name not in ("A0", "B0")}
-            tensors |= write_parts(target, path, plain, len(later) - 1 - later.index(path) if later else 0)
-            ranks["^" + re.escape(named)] = rank
-            alpha = target.scale * (math.sqrt(rank) if lora.rslora else rank)
-            # Some servers take whole numbers only.
-            alphas["^" + re.escape(named)] = round(alpha) if math.isclose(alpha, round(alpha)) else alpha
-            chosen[layout.is_experts].add(named)
-    everything = [dotted(path[:-1]) for entry in entries(base) for path in entry.paths]
-    leaves = [dotted(path) for entry in entries(base) for path in entry.paths]
-    ready = _config_of(ranks, alphas, lora)
-    ready |= {
-        "target_modules": short_names(chosen[False], sorted(set(everything))),
-        "target_parameters": short_names(chosen[True], leaves) or None,
-        "fan_in_fan_out": any(target.layout is Layout.TRANSPOSED for target in targets),
-        "ensure_weight_tying": any(len(target.paths) > 1 for target in targets),
-        "base_model_name_or_path": getattr(getattr(apply.module, "config", None), "_name_or_path", None),
-    }
-    names, ready["bias"], ready["modules_to_save"] = _whole_modules(whole, chosen[False], base)
-    tensors |= {name: given[path].detach() for path, name in names.items()}
+        check_target(target, lora, module)
+        tensors |= _tensors_of(lora, target, targets, given)
+        rank = target.rank * (1 if lora.start == "kaiming" else 2)
+        add_names(written, target, rank, rslora=lora.rslora)
+    replaced = whole_modules(whole, written.modules, base, module)
+    ready = config_of(lora, targets, written, module, replaced.bias, replaced.modules)
+    tensors |= {name: given[path].detach() for path, name in replaced.names.items()}
     tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
     text = json.dumps(ready | dict(config or {}), indent=2, sort_keys=True)
     target = os.path.abspath(os.fspath(folder))
@@ -261,55 +251,17 @@ def save(
     replace_folder(target, write, fsync=fsync)
 
 
-def _no_peft(path: Path, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"lora.save: PEFT has no adapter like that of {dotted(path)!r}.",
-        got=what,
-        hint="tdf.save(adapters, path) keeps every tree; lora.merge(params, adapters) has it in the weights.",
-    )
-
-
-def _config_of(ranks: Mapping[str, int], alphas: Mapping[str, float], lora: Lora) -> dict[str, Any]:
-    rank = mode(ranks.values()) if ranks else 1
-    alpha = mode(alphas.values()) if alphas else 1.0
-    return {
-        "peft_type": "LORA",
-        "peft_version": VERSION,
-        "task_type": None,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
-        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
-        "lora_dropout": lora.dropout,
-        "lora_bias": lora.bias,
-        "use_rslora": lora.rslora,
-        "use_dora": lora.dora,
-    }
-
-
-def _whole_modules(
-    whole: "Sequence[Entry]", adapted: set[str], base: TensorCollection
-) -> tuple[dict[Path, str], str, list[str] | None]:
-    """Return the names of leaves that are replaced, and PEFT's options `bias` and `modules_to_save` for them."""
-    paths = {entry.paths[0] for entry in whole}
-    for entry in whole:
-        if len(entry.paths) > 1:
-            raise _no_peft(entry.paths[0], "a tied weight that is trained whole")
-    biases = {e.paths[0] for e in entries(base) if e.paths[0][-1] == "bias" and e.kind is Kind.PARAMETER}
-    of_adapted = {path for path in biases if dotted(path[:-1]) in adapted}
-    bias, taken = "none", set[Path]()
-    for option, group in (("all", biases), ("lora_only", of_adapted)):
-        if group and group <= paths and bias == "none":
-            bias, taken = option, group
-    modules = sorted({dotted(path[:-1]) for path in paths - taken})
-    for name in modules:
-        own = {e.paths[0] for e in entries(base) if dotted(e.paths[0][:-1]) == name and e.kind is Kind.PARAMETER}
-        if not own <= paths or name in adapted:
-            raise _no_peft(min(own), "a module of which some leaves are trained whole")
-    names = {
-        path: f"{dotted(path[:-1])}.base_layer.bias" if path in taken and dotted(path[:-1]) in adapted else dotted(path)
-        for path in paths
-    }
-    return names, bias, modules or None
+def _tensors_of(
+    lora: Lora, target: Target, targets: Sequence[Target], given: Mapping[Path, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of one weight's adapter, for each of its layers."""
+    parts = {name: given[(*target.path, name)].detach() for name in parts_of(lora, target)}
+    parts["A"], parts["B"] = factors(parts)
+    plain = {name: part for name, part in parts.items() if name not in FROZEN}
+    tensors: dict[str, Tensor] = {}
+    for path in target.paths:
+        # Parameters of one module are nested, in the order of the targets.
+        same = [other.path for other in targets if target.layout.is_experts and other.path[:-1] == path[:-1]]
+        outer = len(same) - 1 - same.index(path) if same else 0
+        tensors |= write_parts(target, path, plain, outer)
+    return tensors

@@ -5,13 +5,13 @@ The name of a module has underscores for its dots, so modules are found by the p
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.types import Path
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError
+from tdfunc.lora._config import Config
 from tdfunc.ops.base.reading import entries
 
 _PARTS = {
@@ -25,19 +25,20 @@ def is_kohya(names: Mapping[str, Any]) -> bool:
     return any(name.endswith(".lora_down.weight") for name in names)
 
 
-def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[dict[str, Tensor], dict[str, Any]]:
+class _Module(NamedTuple):
+    """A module of the base that a name of the file can mean."""
+
+    name: str
+    outputs: int
+
+
+def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[dict[str, Tensor], Config]:
     """Return the leaves under PEFT's names, and their configuration.
 
     Raises:
         UnsupportedError: A name does not belong to LoRA, or two modules of the base have it.
     """
-    modules: dict[str, list[Path]] = {}
-    outputs: dict[str, int] = {}
-    for entry in entries(params):
-        for path in entry.paths:
-            if path[-1] == "weight":
-                modules.setdefault("_".join(path[:-1]), []).append(path[:-1])
-                outputs["_".join(path[:-1])] = entry.leaf.shape[0]
+    modules = _modules_of(params)
     renamed: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -52,18 +53,56 @@ def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[di
                 got=f"{len(found)} modules of that name, and the part {last!r}",
                 hint="prefix= takes the leaves of one model out of a file of several: prefix='lora_unet_'.",
             )
-        module, part = ".".join(found[0]), _PARTS[last]
-        if part == "lora_magnitude_vector" and tensor.shape[0] != outputs["_".join(found[0])]:
+        module, part = found[0], _PARTS[last]
+        if f"{module.name}.{part}" in renamed or (part == "alpha" and module.name in alphas):
             raise UnsupportedError(
-                f"lora.load: the scales {name!r} must belong to the outputs.",
-                expected=f"{outputs['_'.join(found[0])]} scales, in the first dimension",
-                got=f"shape {tuple(tensor.shape)}, which scales the inputs",
+                f"lora.load: two adapters of the file belong to the module {module.name!r}.",
+                got=f"{name!r} is the second",
+                hint="prefix= takes the leaves of one model out of a file of several: prefix='lora_unet_'.",
             )
         if part == "alpha":
-            alphas[re.escape(module)] = float(tensor)
-        else:
-            renamed[f"{module}.{part}"] = tensor
-            if part == "lora_A.weight":
-                ranks[re.escape(module)] = tensor.shape[0]
-    config = {"peft_type": "LORA", "rank_pattern": ranks, "alpha_pattern": ranks | alphas}
-    return renamed, config | {"use_dora": any("magnitude" in name for name in renamed)}
+            alphas[module.name] = _alpha(name, tensor)
+            continue
+        if part == "lora_magnitude_vector":
+            _check_scales(name, tensor, module)
+        if part == "lora_A.weight":
+            ranks[module.name] = tensor.shape[0]
+        renamed[f"{module.name}.{part}"] = tensor
+    for module in alphas:
+        if module not in ranks:
+            raise LeafMismatchError(
+                f"lora.load: the module {module!r} has an alpha, and no factors.",
+                expected="lora_down.weight and lora_up.weight beside each alpha",
+            )
+    # Without an alpha the scale is 1.
+    return renamed, Config(ranks=ranks, alphas=ranks | alphas)
+
+
+def _modules_of(params: TensorCollection) -> dict[str, list[_Module]]:
+    """Return the modules of the base by their names with underscores."""
+    modules: dict[str, list[_Module]] = {}
+    for entry in entries(params):
+        for path in entry.paths:
+            if path[-1] == "weight":
+                module = _Module(".".join(path[:-1]), entry.leaf.shape[0] if entry.leaf.ndim else 0)
+                modules.setdefault("_".join(path[:-1]), []).append(module)
+    return modules
+
+
+def _alpha(name: str, tensor: Tensor) -> float:
+    """Return the alpha of a leaf of one number."""
+    if tensor.numel() != 1:
+        raise LeafMismatchError(
+            f"lora.load: the leaf {name!r} is not an alpha.", expected="one number", got=f"shape {tuple(tensor.shape)}"
+        )
+    return float(tensor)
+
+
+def _check_scales(name: str, tensor: Tensor, module: _Module) -> None:
+    """Raise unless the magnitudes are those of the outputs."""
+    if tensor.ndim == 0 or tensor.shape[0] != module.outputs:
+        raise UnsupportedError(
+            f"lora.load: the scales {name!r} must belong to the outputs.",
+            expected=f"{module.outputs} scales, in the first dimension",
+            got=f"shape {tuple(tensor.shape)}, which scales the inputs",
+        )

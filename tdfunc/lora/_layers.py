@@ -89,17 +89,27 @@ class _Layer(Adapted):
 
     def _adapted(self, x: Tensor, dropped: Tensor, parts: dict[str, Tensor]) -> Tensor:
         weight: Any = self._parameters["weight"]
-        bias = self._parameters.get("bias")
         scale = self._lora["weight"].scale
-        out = self._run(x, weight, bias)
+        out = self._run(x, weight, self._parameters.get("bias"))
         a, b = factors(parts)
-        low = self._low(dropped.to(a.dtype) if dropped.is_floating_point() else dropped, a, b, scale)
+        # Factors and inputs meet in the wider dtype of the two.
+        wide = torch.promote_types(a.dtype, out.dtype)
+        inputs = dropped.to(wide) if dropped.is_floating_point() else dropped
+        low = self._low(inputs, a.to(wide), b.to(wide), scale)
         if "bias" in parts:
             low = low + self._by_channel(parts["bias"]) * scale
         if "magnitude" in parts:
             c = self._by_channel(gain(weight, parts, scale))
-            low = c * low + (c - 1) * self._run(dropped, weight, None)
-        return out + low.to(out.dtype)
+            low = c * low + (c - 1) * self._product(dropped, weight)
+        return self._sum(x, out, low)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the product of inputs and a weight, in the part of the adapter."""
+        return self._run(x, weight, None)
+
+    def _sum(self, x: Tensor, out: Tensor, low: Tensor) -> Tensor:
+        """Return the result of the layer: the weight's part and the adapter's, in the dtype of the weight's."""
+        return (out + low).to(out.dtype)
 
 
 class _Linear(_Layer):
@@ -123,6 +133,9 @@ class _Transposed(_Layer):
 
 
 class _Embedding(_Layer):
+    """A table whose rows are looked up changed: what torch does to a row is done to the changed row."""
+
+    num_embeddings: int
     padding_idx: int | None
     max_norm: float | None
     norm_type: float
@@ -130,12 +143,41 @@ class _Embedding(_Layer):
     sparse: bool
 
     def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.embedding(
-            x, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-        )
+        # Without `max_norm`: the bound holds for the changed rows.
+        return F.embedding(x, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse)
 
     def _low(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        return F.embedding(x, b, self.padding_idx) * scale @ a
+        return F.embedding(x, b) * scale @ a
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(x, weight)
+
+    def _sum(self, x: Tensor, out: Tensor, low: Tensor) -> Tensor:
+        # The gradient of a row of the table is divided by its count, and that of the row of pads is zero.
+        if self.scale_grad_by_freq:
+            low = _with_gradient(low, low / _counts(x, self.num_embeddings))
+        if self.padding_idx is not None:
+            low = torch.where((x == self.padding_idx)[..., None], low.detach(), low)
+        out = super()._sum(x, out, low)
+        if self.max_norm is None:
+            return out
+        # As torch.embedding_renorm_, through which no gradient flows.
+        rows = out.detach()
+        norm = torch.linalg.vector_norm(rows, self.norm_type, dim=-1, keepdim=True)
+        bounded = rows * (self.max_norm / (norm + 1e-7))
+        return _with_gradient(torch.where(norm > self.max_norm, bounded, rows), out)
+
+
+def _with_gradient(value: Tensor, source: Tensor) -> Tensor:
+    """Return a value with the gradient of another tensor."""
+    return value.detach() + (source - source.detach())
+
+
+def _counts(ids: Tensor, size: int) -> Tensor:
+    """Return for each id the number of times that it occurs among them, with a last dimension of 1."""
+    flat = ids.flatten()
+    one = torch.ones_like(flat)
+    return torch.zeros(size, dtype=one.dtype, device=one.device).scatter_add(0, flat, one)[ids][..., None]
 
 
 class _Conv(_Layer):

@@ -1,7 +1,8 @@
 """`Lora`: a choice of weights, ranks and scales as a value, with pure functions on trees of adapters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,18 +14,38 @@ from tdfunc.core.errors import LeafMismatchError, UnsupportedError, check_choice
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
-from tdfunc.lora._math import change, merged, norm_of, split_matrix, start
-from tdfunc.lora._targets import find_targets, layouts_of, make_tree, parts_of, read_parts
+from tdfunc.lora._math import change, extracted, extracted_bias, merged, start, wide_dtype
+from tdfunc.lora._targets import (
+    Target,
+    check_scale,
+    find_targets,
+    layouts_of,
+    make_tree,
+    module_of,
+    parts_of,
+    read_parts,
+)
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, has
 from tdfunc.ops.edits.edit import set_
 from tdfunc.random.draws import KeyLike, key_of
 
 T = TypeVar("T", bound=TensorCollection)
+A = TypeVar("A", bound="AbstractAttachable")
 # One number for all leaves, or one for each filter; the first that matches a leaf counts.
 Ranks: TypeAlias = "int | dict[FilterLike, int]"
 Alphas: TypeAlias = "float | dict[FilterLike, float] | None"
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@runtime_checkable
+class AbstractAttachable(Protocol):
+    """A value around the function of a module, such as a language model, that runs with adapters."""
+
+    # Any: the value with another function.
+    def with_adapters(self, lora: "Lora", *, rows: bool = False) -> Any:
+        """Return the value, whose parameters are a pair of the base's and adapters."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -108,8 +129,11 @@ class Lora:
             LeafMismatchError: The shape of a chosen leaf does not fit the weight of a layer.
             UnsupportedError: A chosen weight belongs to a layer that cannot have adapters.
         """
-        layouts = layouts_of(apply.module) if apply is not None else None
+        layouts = layouts_of(module_of(apply)) if apply is not None else None
         targets, whole = find_targets(self, entries(params), layouts)
+        if self.start == "pissa":
+            for target in targets:
+                check_scale("init", target)
         keys = random.split(key_of(key), max(1, len(targets)))
         leaves: dict[Path, Tensor] = {}
         for target, own in zip(targets, keys, strict=False):
@@ -118,14 +142,21 @@ class Lora:
             leaves |= {(*target.path, name): part for name, part in parts.items()}
         return make_tree(leaves | {entry.paths[0]: entry.leaf.detach().clone() for entry in whole})
 
-    def attach(self, apply: Apply, *, rows: bool = False) -> LoraApply:
+    @overload
+    def attach(self, apply: Apply, *, rows: bool = False) -> LoraApply: ...
+
+    @overload
+    def attach(self, apply: A, *, rows: bool = False) -> A: ...
+
+    def attach(self, apply: Any, *, rows: bool = False) -> Any:
         """Return `run((params, adapters), *inputs)`, which is `apply` with adapters in its layers.
 
         Gradients, `vmap` over adapters, `tdf.jit` and `rng=` work as with `apply`. Many adapters of one base take
         one `torch.vmap(run, ((None, 0), 0))`, in which no tensor is as large as all their weights.
 
         Args:
-            apply: The function of `functional`, or of its `train` and `eval`.
+            apply: The function of `functional`, or of its `train` and `eval`. Of a `CausalLM` the result is a
+                `CausalLM`, whose parameters are the pair `(params, adapters)`.
             rows: Run row i of a batch with adapter i. The first dimension of each adapter's leaf are the rows, such as
                 in `many[which]`. The first dimension of the inputs of all layers with adapters must be the rows; the
                 tokens of experts must come row by row.
@@ -135,6 +166,9 @@ class Lora:
             UnsupportedError: A chosen weight belongs to a layer that cannot have adapters, or with `rows` a leaf is
                 trained whole.
         """
+        if isinstance(apply, AbstractAttachable):
+            return apply.with_adapters(self, rows=rows)
+        module_of(apply)
         return LoraApply(self, apply, rows)
 
     def merge(self, params: T, adapters: TensorCollection) -> T:
@@ -156,11 +190,12 @@ class Lora:
         new = params
         for path, leaf in whole.items():
             new = set_(new, path, leaf)
+        biases = _Biases(params, found)
         for target, parts in found:
-            new = set_(new, target.path, merged(target.leaf, parts, target.scale))
-            if "bias" in parts:
-                path = _bias_path(params, target.path)
-                new = set_(new, path, get(new, path) + parts["bias"] * target.scale)
+            changed = merged(target.leaf, parts, target.scale)
+            new = set_(new, target.path, changed.weight)
+            if changed.bias is not None:
+                new = biases.add(new, target, changed.bias)
         return new
 
     def unmerge(self, merged: T, adapters: TensorCollection) -> T:
@@ -179,14 +214,13 @@ class Lora:
                 hint="keep the parameters: merge does not change them.",
             )
         found, _ = read_parts(self, merged, adapters, "unmerge")
+        biases = _Biases(merged, found)
         new = merged
         for target, parts in found:
             delta = change(target.leaf, parts, target.scale)
-            wide = target.leaf.to(torch.promote_types(target.leaf.dtype, delta.dtype))
-            new = set_(new, target.path, (wide - delta).to(target.leaf.dtype))
+            new = set_(new, target.path, (target.leaf.to(delta.dtype) - delta).to(target.leaf.dtype))
             if "bias" in parts:
-                path = _bias_path(merged, target.path)
-                new = set_(new, path, get(merged, path) - parts["bias"] * target.scale)
+                new = biases.add(new, target, parts["bias"] * -target.scale)
         return new
 
     def extract(self, base: TensorCollection, tuned: TensorCollection, *, apply: Apply | None = None) -> TensorDict:
@@ -216,22 +250,19 @@ class Lora:
             raise UnsupportedError(
                 "extract: the adapters must start from nothing.", expected="start='kaiming'", got=repr(self.start)
             )
-        targets, whole = find_targets(self, entries(base), layouts_of(apply.module) if apply is not None else None)
+        layouts = layouts_of(module_of(apply)) if apply is not None else None
+        targets, whole = find_targets(self, entries(base), layouts)
         leaves: dict[Path, Tensor] = {}
         for target in targets:
-            old, new = target.leaf.detach(), _twin(tuned, target.path, target.leaf).detach()
-            shapes = parts_of(self, target)
-            delta = (new.float() - old.float()) / target.scale
-            a, b = split_matrix(delta.reshape(len(old), -1) if len(shapes["B"]) < old.ndim else delta, target.rank)
-            parts = {"A": a.reshape(shapes["A"]), "B": b}
-            if self.dora:
-                parts["magnitude"] = norm_of(new.float(), torch.empty(shapes["magnitude"], device="meta"))
+            check_scale("extract", target)
+            old = target.leaf.detach()
+            new = _twin(tuned, target.path, target.leaf).detach()
+            parts = extracted(old, new, parts_of(self, target), target)
             if self.bias:
-                path = _bias_path(base, target.path)
-                before = get(base, path)
-                parts["bias"] = (_twin(tuned, path, before).float() - before.float()) / target.scale
-            wide = torch.float32 if old.dtype in _HALF else old.dtype
-            leaves |= {(*target.path, name): part.to(wide).contiguous() for name, part in parts.items()}
+                delta = _bias_change(base, tuned, target)
+                parts["bias"] = extracted_bias(old, delta, parts, target.scale)
+            dtype = torch.float32 if old.dtype in _HALF else old.dtype
+            leaves |= {(*target.path, name): part.to(dtype).contiguous() for name, part in parts.items()}
         for entry in whole:
             leaves[entry.paths[0]] = _twin(tuned, entry.paths[0], entry.leaf).detach().clone()
         return make_tree(leaves)
@@ -248,12 +279,76 @@ def _twin(tuned: TensorCollection, path: Path, leaf: Tensor) -> Tensor:
     return other
 
 
-def _bias_path(params: TensorCollection, path: Path) -> Path:
-    bias = (*path[:-1], "bias")
-    if not has(params, bias):
-        raise LeafMismatchError(
-            f"lora: the adapter of {dotted(path)!r} has a bias, and its layer has none.",
-            expected=f"a leaf {dotted(bias)!r}",
-            hint="lora.attach(apply) runs such adapters; they cannot be merged.",
+def _bias_paths(params: TensorCollection, target: Target) -> list[Path]:
+    """Return the paths of the biases of all layers of a weight.
+
+    Raises:
+        LeafMismatchError: A layer has no bias.
+    """
+    paths = [(*path[:-1], "bias") for path in target.paths]
+    for path in paths:
+        if not has(params, path):
+            raise LeafMismatchError(
+                f"lora: the adapter of {dotted(target.path)!r} has a bias, and its layer has none.",
+                expected=f"a leaf {dotted(path)!r}",
+                hint="lora.attach(apply) runs such adapters; they cannot be merged.",
+            )
+    return paths
+
+
+def _bias_change(base: TensorCollection, tuned: TensorCollection, target: Target) -> Tensor:
+    """Return the difference of the biases of a weight's layers, which is one for all layers.
+
+    Raises:
+        UnsupportedError: The biases of two layers changed differently.
+    """
+    changes: list[Tensor] = []
+    # The rounding of a difference of two biases.
+    rounding = 0.0
+    for path in _bias_paths(base, target):
+        before = get(base, path).detach()
+        after = _twin(tuned, path, before).detach()
+        wide = wide_dtype(before.dtype, after.dtype)
+        changes.append(after.to(wide) - before.to(wide))
+        eps = max(torch.finfo(leaf.dtype).eps for leaf in (before, after))
+        rounding = max(rounding, 4 * eps * float(after.abs().max()))
+    if any(not torch.allclose(changes[0], other, rtol=0, atol=rounding) for other in changes[1:]):
+        raise UnsupportedError(
+            f"extract: the biases of the layers of {dotted(target.path)!r} changed differently.",
+            expected="one change, because a tied weight has one adapter with one bias",
+            got=", ".join(dotted(path) for path in target.paths),
+            hint="Lora(..., bias=False, whole=...) trains the biases themselves.",
         )
-    return bias
+    return changes[0]
+
+
+class _Biases:
+    """The biases of layers with adapters, and the layers that use each."""
+
+    def __init__(self, params: TensorCollection, found: Sequence[tuple[Target, dict[str, Tensor]]]) -> None:
+        # The paths of each bias, under each of them.
+        self._paths: dict[Path, tuple[Path, ...]] = {}
+        if any("bias" in parts for _, parts in found):
+            self._paths = {path: entry.paths for entry in entries(params) for path in entry.paths}
+
+    def add(self, params: T, target: Target, delta: Tensor) -> T:
+        """Return parameters with a change of the biases of a weight's layers.
+
+        Raises:
+            LeafMismatchError: A layer has no bias.
+            UnsupportedError: A bias is also the bias of a layer that does not have this adapter.
+        """
+        own = _bias_paths(params, target)
+        # Tied biases are one leaf, which changes once.
+        for paths in {self._paths[path] for path in own}:
+            others = set(paths) - set(own)
+            if others:
+                raise UnsupportedError(
+                    f"lora: the bias {dotted(paths[0])!r} is the bias of several layers.",
+                    expected=f"a bias only of the layers of {dotted(target.path)!r}",
+                    got=f"also {dotted(min(others))!r}",
+                    hint="lora.attach(apply) runs such adapters; they cannot be merged.",
+                )
+            old = get(params, paths[0])
+            params = set_(params, paths[0], (old.to(wide_dtype(old.dtype, delta.dtype)) + delta).to(old.dtype))
+        return params

@@ -1,6 +1,9 @@
 """The arithmetic of adapters: changes of weights, the gain of DoRA, merged weights, and starting values."""
 
+import functools
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +11,10 @@ from torch.nn import functional as F
 
 from tdfunc import random
 from tdfunc.lora._targets import Layout, Target
+
+# The fewest blocks in which the norms of a changed weight are taken, and the most entries of a block.
+_BLOCKS = 4
+_BLOCK_SIZE = 1 << 21
 
 
 def factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -20,10 +27,17 @@ def factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.cat([a, parts["A0"].detach()], dim), torch.cat([b, -parts["B0"].detach()], -1)
 
 
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype that changes of weights are computed in: the widest of these, and at least float32."""
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
 def change(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
-    """Return the change of a weight, in full."""
+    """Return the change of a weight, in full, in a wide dtype."""
     a, b = factors(parts)
-    return (b @ as_matrix(a, b)).reshape(weight.shape) * scale
+    wide = wide_dtype(weight.dtype, a.dtype)
+    a = as_matrix(a, b).to(wide)
+    return (b.to(wide) @ a).reshape(weight.shape) * scale
 
 
 def as_matrix(a: Tensor, b: Tensor) -> Tensor:
@@ -34,25 +48,50 @@ def as_matrix(a: Tensor, b: Tensor) -> Tensor:
 def gain(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
     """Return DoRA's factor of each output, (*, M) or (*, N): the magnitude over the norm of the changed weight.
 
-    The norm is computed from the factors, so that no changed weight is made, and takes no gradient.
+    The norm takes no gradient. The changed weight exists only in blocks of rows, so that under `vmap` over adapters no
+    tensor has the size of all changed weights.
 
     Source:
         Liu et al., "DoRA: weight-decomposed low-rank adaptation" (2024), equation 5 and section 4.3.
     """
     magnitude = parts["magnitude"]
     a, b = [x.detach() for x in factors(parts)]
-    a, weight = as_matrix(a, b), weight.detach().to(a.dtype)
-    weight = weight.flatten(1) if b.ndim == 2 else weight
+    a = as_matrix(a, b)
+    weight = weight.detach()
+    if b.ndim == 2:
+        weight = weight.flatten(1)
+    # The rows of `left @ right` are the outputs.
+    left, right = b, a
     if is_output_last(magnitude, b):
-        weight, a, b = weight.mT, b.mT, a.mT
-    # With F.linear, which under vmap over adapters does not copy the weight for each; so expert by expert.
+        weight = weight.mT
+        left, right = a.mT, b.mT
+    wide = wide_dtype(weight.dtype, a.dtype)
+    left = left.to(wide) * scale
+    right = right.to(wide)
     if weight.ndim == 2:
-        inner = F.linear(a, weight).mT
+        norm = _row_norms(weight, left, right)
     else:
-        inner = torch.stack([F.linear(x, w) for x, w in zip(a.unbind(-3), weight.unbind(-3), strict=True)], -3).mT
-    square = torch.linalg.vector_norm(weight, dim=-1).square() + 2 * scale * (b * inner).sum(-1)
-    square = square + scale**2 * (b * (b @ (a @ a.mT))).sum(-1)
-    return magnitude.reshape(square.shape) / square.clamp_min(0).sqrt()
+        experts = zip(weight.unbind(-3), left.unbind(-3), right.unbind(-3), strict=True)
+        norm = torch.stack([_row_norms(*expert) for expert in experts], -2)
+    return _ratio(magnitude.reshape(norm.shape), norm)
+
+
+def _row_norms(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return the norms of the rows of `weight + left @ right`.
+
+    The sum is made before it is squared: where an adapter nearly cancels its weight, the norm of a sum is not that of
+    the expanded square.
+    """
+    rows, columns = weight.shape
+    size = max(1, min(-(-rows // _BLOCKS), _BLOCK_SIZE // max(1, columns)))
+    blocks = zip(weight.split(size), left.split(size), strict=True)
+    return torch.cat([torch.linalg.vector_norm(w.to(x.dtype) + x @ right, dim=-1) for w, x in blocks])
+
+
+def _ratio(magnitude: Tensor, norm: Tensor) -> Tensor:
+    """Return the magnitude over the norm; 1 for an output without weights, which no factor changes."""
+    is_zero = norm == 0
+    return torch.where(is_zero, 1.0, magnitude / torch.where(is_zero, 1.0, norm))
 
 
 def is_output_last(magnitude: Tensor, b: Tensor) -> bool:
@@ -60,26 +99,66 @@ def is_output_last(magnitude: Tensor, b: Tensor) -> bool:
     return magnitude.ndim == b.ndim and (magnitude.shape[-1] != 1 or magnitude.shape[-2] != b.shape[-2])
 
 
-def norm_of(weight: Tensor, magnitude: Tensor) -> Tensor:
-    """Return the norms of the outputs of a weight, in the shape of a magnitude."""
-    dims = [dim for dim in range(weight.ndim) if magnitude.shape[dim] == 1 and weight.shape[dim] != 1]
+def norm_of(weight: Tensor, shape: torch.Size) -> Tensor:
+    """Return the norms of the outputs of a weight, in the shape of a magnitude and in a wide dtype."""
+    weight = weight.to(wide_dtype(weight.dtype))
+    dims = [dim for dim in range(weight.ndim) if shape[dim] == 1 and weight.shape[dim] != 1]
     return torch.linalg.vector_norm(weight, dim=dims, keepdim=True) if dims else weight.abs()
 
 
-def merged(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
-    """Return the weight with its adapter in it."""
-    wide = weight.to(torch.promote_types(weight.dtype, parts["A"].dtype))
-    new = wide + change(weight, parts, scale)
+class Merged(NamedTuple):
+    """A weight with its adapter in it, and the change of the bias of its layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def merged(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Merged:
+    """Return the weight with its adapter in it, in the dtype of the weight."""
+    delta = change(weight, parts, scale)
+    new = weight.to(delta.dtype) + delta
+    bias = parts.get("bias")
+    if bias is not None:
+        bias = bias.to(delta.dtype) * scale
     if "magnitude" in parts:
-        new = new * (parts["magnitude"] / norm_of(new, parts["magnitude"]))
-    return new.to(weight.dtype)
+        magnitude = parts["magnitude"]
+        factor = _ratio(magnitude, norm_of(new.detach(), magnitude.shape))
+        new = new * factor
+        if bias is not None:
+            bias = bias * factor.flatten()
+    return Merged(new.to(weight.dtype), bias)
+
+
+def extracted(old: Tensor, new: Tensor, shapes: Mapping[str, torch.Size], target: Target) -> dict[str, Tensor]:
+    """Return the leaves, without a bias, of the adapter that brings one weight close to another."""
+    wide = wide_dtype(old.dtype, new.dtype)
+    delta = (new.to(wide) - old.to(wide)) / target.scale
+    if len(shapes["B"]) < old.ndim:
+        delta = delta.flatten(1)
+    a, b = split_matrix(delta, target.rank)
+    parts = {"A": a.reshape(shapes["A"]), "B": b}
+    if "magnitude" in shapes:
+        parts["magnitude"] = norm_of(new, shapes["magnitude"]).to(wide)
+    return parts
+
+
+def extracted_bias(old: Tensor, delta: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
+    """Return the bias of an adapter that changes the bias of its layer by `delta`."""
+    bias = delta / scale
+    if "magnitude" in parts:
+        factor = gain(old, parts, scale)
+        # An output whose magnitude is 0 has nothing of the adapter, its bias included.
+        is_zero = factor == 0
+        bias = torch.where(is_zero, 0.0, bias / torch.where(is_zero, 1.0, factor))
+    return bias
 
 
 def split_matrix(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return A and B of the closest product of a rank, each with the roots of the singular values."""
-    u, s, vh = torch.linalg.svd(matrix.float(), full_matrices=False)
+    u, s, vh = torch.linalg.svd(matrix.to(wide_dtype(matrix.dtype)), full_matrices=False)
     root = s[..., :rank].sqrt()
-    a, b = root[..., None] * vh[..., :rank, :], u[..., :, :rank] * root[..., None, :]
+    a = root[..., None] * vh[..., :rank, :]
+    b = u[..., :, :rank] * root[..., None, :]
     return padded(a, b, rank)
 
 
@@ -97,30 +176,53 @@ def start(
     Source:
         Hu et al., "LoRA" (2021); Meng et al., "PiSSA" (2024); Büyükakyüz, "OLoRA" (2024).
     """
-    weight, last = target.leaf.detach(), target.layout.has_output_last
+    weight = target.leaf.detach()
+    wide = weight.to(wide_dtype(weight.dtype, dtype))
     parts = {name: torch.zeros(shape, dtype=dtype, device=weight.device) for name, shape in shapes.items()}
     if kind == "kaiming":
-        # The factor at the inputs is random, and the factor at the outputs is zero. The rows of an embedding are its
-        # outputs for single inputs, so there the factor without the vocabulary is random.
-        name = "B" if last and target.layout is not Layout.EMBEDDING else "A"
-        shape = shapes[name]
-        inputs = shape[-2] if name == "B" else math.prod(shape[1:]) if target.layout is Layout.CONV else shape[-1]
-        if target.layout is Layout.EMBEDDING:
-            drawn = random.normal(key, tuple(shape))
-        else:
-            drawn = random.uniform(key, tuple(shape), minval=-(inputs**-0.5), maxval=inputs**-0.5)
+        name, drawn = _random_factor(target, shapes, key)
         parts[name] = drawn.to(weight.device, dtype)
     else:
-        matrix = weight.flatten(1) if target.layout is Layout.CONV else weight
-        if kind == "pissa":
-            a, b = split_matrix(matrix.float() / target.scale, target.rank)
-        else:
-            q, r = torch.linalg.qr(matrix.float().mT if last else matrix.float())
-            q, r = q[..., :, : target.rank], r[..., : target.rank, :]
-            a, b = padded(*((q.mT, r.mT) if last else (r, q)), target.rank)
+        a, b = _start_of(target, wide, kind)
         for name, value in (("A", a), ("B", b)):
             parts[name] = value.reshape(shapes[name]).to(dtype).contiguous()
             parts[f"{name}0"] = parts[name].clone()
     if "magnitude" in parts:
-        parts["magnitude"] = norm_of(weight.to(dtype), parts["magnitude"])
+        parts["magnitude"] = norm_of(wide, shapes["magnitude"]).to(dtype)
     return parts
+
+
+def _random_factor(target: Target, shapes: dict[str, torch.Size], key: Tensor) -> tuple[str, Tensor]:
+    """Return the name of the factor that starts random, and its values.
+
+    The factor at the inputs is random, and the factor at the outputs is zero. The rows of an embedding are its outputs
+    for single inputs, so there the factor without the vocabulary is random.
+    """
+    layout = target.layout
+    if layout is Layout.EMBEDDING:
+        return "A", random.normal(key, tuple(shapes["A"]))
+    name = "B" if layout.has_output_last else "A"
+    shape = shapes[name]
+    if name == "B":
+        inputs = shape[-2]
+    elif layout is Layout.CONV:
+        inputs = math.prod(shape[1:])
+    else:
+        inputs = shape[-1]
+    bound = inputs**-0.5
+    return name, random.uniform(key, tuple(shape), minval=-bound, maxval=bound)
+
+
+def _start_of(target: Target, weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return A and B of the start `"pissa"` or `"olora"` of a weight."""
+    matrix = weight.flatten(1) if target.layout is Layout.CONV else weight
+    rank = target.rank
+    if kind == "pissa":
+        return split_matrix(matrix / target.scale, rank)
+    last = target.layout.has_output_last
+    q, r = torch.linalg.qr(matrix.mT if last else matrix)
+    q = q[..., :, :rank]
+    r = r[..., :rank, :]
+    if last:
+        return padded(q.mT, r.mT, rank)
+    return padded(r, q, rank)

@@ -1,184 +1,244 @@
-"""Regular expressions of a foreign file, matched without backtracking.
+"""Regular expressions of foreign files, matched in a time that no pattern can make exponential.
 
-The engine of Python tries every way to match: for a pattern such as `(a+)+$` the time doubles with each character. Here
-a part of a pattern maps the set of places where it may begin to the set of places where it may end. That decides
-whether a text matches, as Python does, and the work is counted. Parts that depend on the way, which are references to
-groups and atomic groups, are refused.
+Python's `re` tries the ways to match one after the other, and a pattern of 20 characters can have more ways than can be
+tried. Here all of them are followed at once, as the set of places in the text that can be reached.
 """
 
 import functools
 import importlib
+import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from tdfunc.core.errors import UnsupportedError, brief
+from tdfunc.core.errors import UnsupportedError
 
-# Python's own parser of patterns, which has no public name.
-_PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
-# Of the pattern and the text in characters, and of steps for one text: more than any choice of modules needs.
-_MAX_TEXT, _MAX_STEPS = 10_000, 200_000
+# Python 3.11 moved the parser. Any: it has no types.
+_parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+# A part of a parsed pattern: an operation and its argument. Any: the parser has no types.
+_Part = tuple[Any, Any]
+_CATEGORIES = {
+    "CATEGORY_DIGIT": r"\d", "CATEGORY_NOT_DIGIT": r"\D", "CATEGORY_SPACE": r"\s", "CATEGORY_NOT_SPACE": r"\S",
+    "CATEGORY_WORD": r"\w", "CATEGORY_NOT_WORD": r"\W",
+}  # fmt: skip
+_PLACES = {
+    "AT_BEGINNING": "^", "AT_BEGINNING_STRING": r"\A", "AT_END": "$", "AT_END_STRING": r"\Z", "AT_BOUNDARY": r"\b",
+    "AT_NON_BOUNDARY": r"\B",
+}  # fmt: skip
+# Patterns with one way to match, which `re` runs.
+_PLAIN = re.compile(r"(?:[\w./^ -]|\\[^\w])*")
+# Of a pattern, in characters, and of the steps for one text: more than any choice of modules needs.
+_MAX_CHARACTERS = 10_000
+_MAX_STEPS = 300_000
+# The only flag of a pattern without flags.
+_NO_FLAGS = re.UNICODE.value
 
-# Characters for themselves, also escaped ones, and anchors.
-_PLAIN = re.compile(r"(?:[^*+?{|()\[\\]|\\[^A-Za-z0-9])*")
 
-# Any: an argument of a part, as the parser gives it.
-Part: TypeAlias = tuple[Any, Any]
-Places: TypeAlias = frozenset[int]
-
-
-def is_match(pattern: str, text: str) -> bool:
-    """Return whether a regular expression of a file matches at the beginning of a text, as `re.match`.
+class Pattern:
+    """A regular expression of a foreign file.
 
     Args:
-        pattern: The regular expression.
-        text: The text.
+        text: The expression.
+        where: The place in the file, for messages.
 
     Raises:
-        UnsupportedError: The text is not a regular expression, has a part that is not supported, or is too complex.
+        UnsupportedError: It is not an expression, is too long, or has references, atomic groups or flags.
     """
-    if max(len(pattern), len(text)) > _MAX_TEXT:
-        raise _refusal(pattern, f"at most {_MAX_TEXT:,} characters")
-    try:
-        return bool(_Search(pattern, text).ends(_parse(pattern), frozenset([0])))
-    except RecursionError as err:
-        raise _refusal(pattern, "a regular expression of Python", str(err)) from err
+
+    def __init__(self, text: str, where: str) -> None:
+        self._parts: Sequence[_Part] = ()
+        self._plain: re.Pattern[str] | None = None
+        self._text = text
+        self._where = where
+        if len(text) > _MAX_CHARACTERS:
+            raise _refusal(where, text, f"{len(text):,} characters")
+        try:
+            if _PLAIN.fullmatch(text):
+                self._plain = re.compile(text)
+                return
+            # Any: the parser has no types.
+            parsed: Any = _parser.parse(text)
+            if parsed.state.flags != _NO_FLAGS:
+                raise _refusal(where, text, "a flag")
+            self._parts = list(parsed)
+            self._check(self._parts, text)
+        except (re.error, RecursionError, OverflowError) as err:
+            raise _refusal(where, text, str(err)) from err
+
+    def matches(self, text: str) -> bool:
+        """Return whether the complete text matches.
+
+        Raises:
+            UnsupportedError: The pattern takes too many steps.
+        """
+        if self._plain is not None:
+            return self._plain.fullmatch(text) is not None
+        try:
+            return bool(_Match(text).ends(self._parts, 1) >> len(text))
+        except _TooManySteps as err:
+            raise _refusal(self._where, self._text, f"more than {_MAX_STEPS:,} steps for {text[:80]!r}") from err
+
+    def _check(self, parts: Iterable[_Part], text: str) -> None:
+        """Raise unless all parts of a pattern are among those that `_Match` knows."""
+        for op, arg in parts:
+            name = str(op)
+            if name == "SUBPATTERN" and not (arg[1] or arg[2]):
+                self._check(arg[3], text)
+            elif name == "BRANCH":
+                for branch in arg[1]:
+                    self._check(branch, text)
+            elif name in ("MAX_REPEAT", "MIN_REPEAT"):
+                self._check(arg[2], text)
+            elif name in ("ASSERT", "ASSERT_NOT"):
+                self._check(arg[1], text)
+            elif name not in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT"):
+                raise _refusal(self._where, text, name.lower().replace("_", " "))
 
 
-def names_end(pattern: str, name: str) -> bool:
-    """Return whether a key of PEFT's `rank_pattern` matches a module: its name, or the last parts of its name.
-
-    Raises:
-        UnsupportedError: As for `is_match`.
-    """
-    whole = rf"(.*\.)?({pattern})$"
-    # A key that is a name has one way to match. Files have hundreds of them.
-    return bool(re.match(whole, name)) if _PLAIN.fullmatch(pattern) else is_match(whole, name)
-
-
-@functools.lru_cache(maxsize=1_000)
-def _parse(pattern: str) -> Sequence[Part]:
-    try:
-        parsed = _PARSER.parse(pattern)
-    except (re.error, RecursionError, OverflowError) as err:
-        raise _refusal(pattern, "a regular expression of Python", str(err)) from err
-    if parsed.state.flags != re.UNICODE.value:
-        raise _refusal(pattern, "no flags")
-    return list(parsed)
-
-
-def _refusal(pattern: str, expected: str, got: str | None = None) -> UnsupportedError:
+def _refusal(where: str, text: str, got: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The pattern {brief(pattern)} of the file cannot be used.",
-        expected=expected,
+        f"lora.load: the pattern {text[:80]!r} of {where} is not understood.",
+        expected="a regular expression without references, atomic groups and flags",
         got=got,
         hint="write the names of the modules in the place of the pattern.",
     )
 
 
-class _Search:
-    """The search of one pattern in one text."""
+class _TooManySteps(Exception):
+    """A match takes longer than any choice of modules needs."""
 
-    def __init__(self, pattern: str, text: str) -> None:
-        self.pattern = pattern
-        self.text = text
-        self.steps = 0
-        self.rules: dict[str, Callable[[Any, Places], Places]] = {
-            "LITERAL": lambda code, at: self._one(at, lambda char: ord(char) == code),
-            "NOT_LITERAL": lambda code, at: self._one(at, lambda char: ord(char) != code),
-            "ANY": lambda _, at: self._one(at, lambda char: char != "\n"),
-            "IN": lambda members, at: self._one(at, lambda char: _is_in(char, members)),
-            "AT": lambda code, at: frozenset(i for i in at if self._is_at(str(code), i)),
-            "BRANCH": lambda arg, at: frozenset().union(*[self.ends(branch, at) for branch in arg[1]]),
-            "SUBPATTERN": self._group,
-            "MAX_REPEAT": self._repeat,
-            # A lazy repeat ends in the same places as a greedy one, in another order.
-            "MIN_REPEAT": self._repeat,
-            "ASSERT": lambda arg, at: frozenset(i for i in at if self._is_ahead(arg, i)),
-            "ASSERT_NOT": lambda arg, at: frozenset(i for i in at if not self._is_ahead(arg, i)),
-        }
 
-    def ends(self, parts: Sequence[Part], at: Places) -> Places:
-        """Return the places where a sequence of parts may end that begins at one of some places."""
-        for code, argument in parts:
-            if not at:
+class _Match:
+    """The matches of the parts of one pattern in a text; bit i of a set of places is the place before character i."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        # The places before characters that fit a part, which is identified by its object.
+        self._fitting: dict[int, int] = {}
+        self._steps = 0
+
+    def ends(self, parts: Sequence[_Part], places: int) -> int:
+        """Return the places at which a match of parts in sequence can end that starts at one of these places."""
+        for part in parts:
+            if not places:
                 break
-            self.steps += len(at)
-            if self.steps > _MAX_STEPS:
-                raise _refusal(self.pattern, f"at most {_MAX_STEPS:,} steps for a name")
-            rule = self.rules.get(str(code))
-            if rule is None:
-                raise _refusal(self.pattern, "no references and no atomic parts", str(code).lower())
-            at = rule(argument, at)
-        return at
+            self._steps += 1
+            if self._steps > _MAX_STEPS:
+                raise _TooManySteps
+            places = self._step(part, places)
+        return places
 
-    def _one(self, at: Places, is_wanted: Callable[[str], bool]) -> Places:
-        return frozenset(i + 1 for i in at if i < len(self.text) and is_wanted(self.text[i]))
+    def _step(self, part: _Part, places: int) -> int:
+        op, arg = part
+        name = str(op)
+        if name == "SUBPATTERN":
+            return self.ends(arg[3], places)
+        if name == "BRANCH":
+            return functools.reduce(operator.or_, [self.ends(branch, places) for branch in arg[1]])
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            return self._repeat(arg[0], arg[1], arg[2], places)
+        if name == "ASSERT":
+            return places & self._where(part, lambda place: self._is_beside(arg, place))
+        if name == "ASSERT_NOT":
+            return places & ~self._where(part, lambda place: self._is_beside(arg, place))
+        if name == "AT":
+            return places & self._where(part, lambda place: _is_at(arg, self._text, place))
+        return (places & self._where(part, lambda place: _fits(name, arg, self._text[place : place + 1]))) << 1
 
-    def _group(self, argument: Any, at: Places) -> Places:
-        _, added, removed, parts = argument
-        if added or removed:
-            raise _refusal(self.pattern, "no flags")
-        return self.ends(parts, at)
-
-    def _repeat(self, argument: Any, at: Places) -> Places:
-        least, most, parts = argument
-        for _ in range(int(least)):
-            after = self.ends(parts, at)
-            if after == at:
-                break
-            at = after
-        found = at
-        new = at
-        count = int(least)
-        while new and count < int(most):
-            new = self.ends(parts, new) - found
-            found |= new
-            count += 1
-        return found
-
-    def _is_at(self, code: str, i: int) -> bool:
-        text = self.text
-        if code in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
-            return i == 0
-        if code == "AT_END":
-            return i == len(text) or (i == len(text) - 1 and text[i] == "\n")
-        if code == "AT_END_STRING":
-            return i == len(text)
-        is_edge = (i > 0 and _is_word(text[i - 1])) != (i < len(text) and _is_word(text[i]))
-        return is_edge == (code == "AT_BOUNDARY")
-
-    def _is_ahead(self, argument: Any, i: int) -> bool:
-        direction, parts = argument
+    # Any: the parser has no types.
+    def _is_beside(self, arg: tuple[int, Any], place: int) -> bool:
+        """Return whether a look-around matches: parts that begin at a place, or that end there."""
+        direction, parts = arg
         if direction > 0:
-            return bool(self.ends(parts, frozenset([i])))
-        width, _ = parts.getwidth()
-        return i >= width and i in self.ends(parts, frozenset([i - width]))
+            return bool(self.ends(parts, 1 << place))
+        # Its width is fixed.
+        width: int = parts.getwidth()[0]
+        return place >= width and bool(self.ends(parts, 1 << (place - width)) >> place & 1)
+
+    def _where(self, part: _Part, test: Callable[[int], bool]) -> int:
+        """Return the places that pass the test of a part."""
+        if id(part) not in self._fitting:
+            self._fitting[id(part)] = sum(1 << place for place in range(len(self._text) + 1) if test(place))
+        return self._fitting[id(part)]
+
+    def _repeat(self, least: int, most: int, parts: Sequence[_Part], places: int) -> int:
+        """Return the places after at least `least` and at most `most` matches."""
+        reached = places if least == 0 else 0
+        # A part that can match nothing reaches all that it can in as many rounds as the text has places, and one that
+        # cannot has ended then.
+        rounds = len(self._text) + 1
+        least = min(least, rounds)
+        for count in range(1, min(most, least + rounds) + 1):
+            places = self.ends(parts, places)
+            if count >= least:
+                places &= ~reached
+                reached |= places
+            if not places:
+                break
+        return reached
 
 
-def _is_word(char: str) -> bool:
-    return char.isalnum() or char == "_"
+def _is_at(place_name: Any, text: str, place: int) -> bool:
+    """Return whether a place is a beginning, an end, or the boundary of a word."""
+    return re.compile(_PLACES[str(place_name)]).match(text, place) is not None
 
 
-_CATEGORIES: dict[str, Callable[[str], bool]] = {
-    "DIGIT": str.isdecimal,
-    "SPACE": str.isspace,
-    "WORD": _is_word,
-}
+def _fits(name: str, arg: Any, char: str) -> bool:
+    """Return whether one character, or the end of the text, matches a part that takes one character."""
+    if not char:
+        return False
+    if name == "LITERAL":
+        return ord(char) == arg
+    if name == "NOT_LITERAL":
+        return ord(char) != arg
+    if name == "ANY":
+        return char != "\n"
+    negated = bool(arg) and str(arg[0][0]) == "NEGATE"
+    return negated != any(_in_class(str(op), value, char) for op, value in arg if str(op) != "NEGATE")
 
 
-def _is_in(char: str, members: Sequence[Part]) -> bool:
-    """Return whether a character is in a set such as [^a-z0-9]."""
-    is_negated = str(members[0][0]) == "NEGATE"
-    found = any(_is_member(char, str(code), argument) for code, argument in members[is_negated:])
-    return found != is_negated
+def _in_class(name: str, arg: Any, char: str) -> bool:
+    """Return whether a character is in one element of a class, such as `a-z`."""
+    if name == "LITERAL":
+        return ord(char) == arg
+    if name == "RANGE":
+        return arg[0] <= ord(char) <= arg[1]
+    return re.fullmatch(_CATEGORIES[str(arg)], char) is not None
 
 
-def _is_member(char: str, code: str, argument: Any) -> bool:
-    if code == "LITERAL":
-        return ord(char) == argument
-    if code == "RANGE":
-        return argument[0] <= ord(char) <= argument[1]
-    name = str(argument).removeprefix("CATEGORY_")
-    return _CATEGORIES[name.removeprefix("NOT_")](char) != name.startswith("NOT_")
+class PatternTable:
+    """Values for names, by patterns of which the first that matches the end of a name counts, as in PEFT.
+
+    Args:
+        entries: The patterns and their values.
+        where: The place in the file, for messages.
+        default: The value of other names.
+    """
+
+    def __init__(self, entries: Iterable[tuple[str, Any]], where: str, default: Any) -> None:
+        self._default = default
+        # Names that are written out, as `^model\.fc`, of which a file can have thousands.
+        self._exact: dict[str, tuple[int, Any]] = {}
+        self._others: list[tuple[int, Pattern, Any]] = []
+        for place, (text, value) in enumerate(entries):
+            name = _name_of(text)
+            if name is not None:
+                self._exact.setdefault(name, (place, value))
+            else:
+                self._others.append((place, Pattern(rf"(.*\.)?({text})$", where), value))
+
+    def __getitem__(self, name: str) -> Any:
+        place, value = self._exact.get(name, (sys.maxsize, self._default))
+        for other, pattern, its_value in self._others:
+            if other < place and pattern.matches(name):
+                return its_value
+        return value
+
+
+def _name_of(text: str) -> str | None:
+    """Return the only name that a pattern matches, or None if it may match several."""
+    if not text.startswith("^"):
+        return None
+    name = re.sub(r"\\(\W)", r"\1", text[1:])
+    return name if re.escape(name) == text[1:] else None

@@ -1,4 +1,4 @@
-"""PEFT's adapters as files: names, orientations and configuration, read into our trees and written from them.
+"""PEFT's adapters as files: names and orientations, read into our trees; `_writing` writes them.
 
 PEFT stores A as (R, inputs) and B as (outputs, R) for every layer. An embedding has `lora_embedding_A` (R, V) and
 `lora_embedding_B` (D, R). Experts are concatenated: A (E * R, inputs) by expert, B (outputs, R * E) with the experts
@@ -6,37 +6,25 @@ innermost. The number of `base_layer` in the name distinguishes two parameters o
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
-from tdfunc.core.keys import dotted
-from tdfunc.core.types import Path
-from tdfunc.lora._patterns import names_end
-from tdfunc.lora._targets import Layout, Target
+from tdfunc.core.keys import Entry, dotted
+from tdfunc.core.types import Kind, Path
+from tdfunc.lora._config import Config
+from tdfunc.lora._targets import Layout
 from tdfunc.ops.base.reading import entries, get, has
 
-# The version whose layout of experts is written.
-VERSION = "0.21.2"
 PREFIX = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+?)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
     r"|lora_magnitude_vector)(?:(?<=vector)\.weight)?"
 )
-# Entries of the configuration that do not affect the numbers, or that are read below; others must be off.
-_KNOWN = {
-    "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_type", "peft_version",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "megatron_core",
-    "qalora_group_size", "corda_config", "eva_config", "loftq_config", "lora_ga_config", "ensure_weight_tying",
-    "target_parameters", "r", "lora_alpha", "lora_bias", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora",
-    "use_dora", "fan_in_fan_out", "bias", "init_lora_weights",
-}  # fmt: skip
-# Starts that do not change the base.
-_PLAIN = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
 
 
 class Adapter(NamedTuple):
@@ -52,36 +40,12 @@ class Adapter(NamedTuple):
         return self.parts["B"].shape[-1]
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raise unless a configuration describes the computation of LoRA.
-
-    Raises:
-        UnsupportedError: An entry describes another computation; the message names it.
-    """
-    if config.get("peft_type") != "LORA":
-        raise UnsupportedError("lora.load: the adapter must be LoRA.", got=f"peft_type {config.get('peft_type')!r}")
-    for name, value in config.items():
-        if name not in _KNOWN and value:
-            raise UnsupportedError(
-                f"lora.load: the configuration must not have {name!r}.",
-                expected="LoRA, rsLoRA or DoRA",
-                got=f"{name}={value!r}"[:100],
-            )
-    start = str(config.get("init_lora_weights", True)).lower()
-    if start not in _PLAIN:
-        raise UnsupportedError(
-            f"lora.load: the start {start!r} changes the base in a way that the file does not contain.",
-            expected="a start that does not change the base",
-            got=f"init_lora_weights={start!r}",
-            hint="peft writes it as plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
-        )
-
-
 def read_adapters(
     tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
+    config: Config,
     params: TensorCollection,
     layouts: Callable[[Path], Layout] | None,
+    outer: str = "",
 ) -> tuple[list[Adapter], dict[Path, Tensor]]:
     """Return the adapters of a file, and the leaves that it replaces whole.
 
@@ -90,18 +54,23 @@ def read_adapters(
         config: The configuration.
         params: The base.
         layouts: The layout of a weight by its path, if it is known.
+        outer: The beginning that only the names in the configuration have.
     """
     modules: dict[str, dict[str, Tensor]] = {}
-    whole: dict[Path, Tensor] = {}
+    others: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = _PART.fullmatch(name)
         if match is not None:
             modules.setdefault(match["module"], {})[match["part"]] = tensor
         else:
-            whole[tuple(name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").split("."))] = tensor
-    leaves = _place(modules, config, params)
+            others[name] = tensor
+    whole = _whole_leaves(others)
+    leaves = _place(modules, config, params, outer)
+    statistics = {entry.paths[0] for entry in entries(params) if entry.kind is Kind.BUFFER}
     for path in list(whole):
         leaf = _leaf(params, path, "")
+        if path in statistics:
+            raise _no_leaf(dotted(path), dotted(path), "a buffer")
         if path in leaves:
             # The table of an embedding is saved beside its adapter.
             if not torch.equal(leaf, whole.pop(path).to(leaf.dtype)):
@@ -113,20 +82,130 @@ def read_adapters(
         elif leaf.shape != whole[path].shape:
             raise _misfit(path, leaf, whole[path])
     transposed = _Orientation(leaves, config, params, layouts)
-    found = {path: _adapter(path, module, config, params, transposed) for path, module in leaves.items()}
-    return _untied(found, params, whole)
+    found = {path: _adapter(path, module, config, params, transposed, outer) for path, module in leaves.items()}
+    adapters, replaced = _untied(found, params, whole)
+    check_agreement(config, params, adapters, replaced, outer)
+    return adapters, replaced
+
+
+def _whole_leaves(tensors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
+    """Return the leaves of the base in a file, by their paths.
+
+    With `bias="all"` PEFT writes the biases of a module that it saves whole three times: under the name of the base, as
+    those of `modules_to_save`, which are the same, and as those of `original_module`, which do not run.
+    """
+    whole: dict[Path, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".original_module." in name:
+            continue
+        path = tuple(name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").split("."))
+        if path in whole and not torch.equal(whole[path], tensor):
+            raise LeafMismatchError(
+                f"lora.load: the file has two values of {dotted(path)!r}.", got=f"the second one is {name!r}"
+            )
+        whole[path] = tensor
+    return whole
+
+
+def check_agreement(
+    config: Config,
+    params: TensorCollection,
+    adapters: Sequence[Adapter],
+    whole: Mapping[Path, Tensor],
+    outer: str,
+) -> None:
+    """Raise if the configuration names tensors that the file lacks, or the file has tensors that it does not name.
+
+    Raises:
+        LeafMismatchError: The message names the tensors and the entry.
+    """
+    for entry, part, wanted in (("use_dora", "magnitude", config.dora), ("lora_bias", "bias", config.bias)):
+        odd = [adapter for adapter in adapters if wanted is not None and (part in adapter.parts) != wanted]
+        if odd:
+            raise _disagreement(entry, wanted, [adapter.paths[0] for adapter in odd], part, has=not wanted)
+    adapted = {path for adapter in adapters for path in adapter.paths}
+    targets = config.targets
+    if targets.modules is not None:
+        # Of a tied weight one layer may be named, as with `ensure_weight_tying`.
+        odd = [a.paths[0] for a in adapters if not any(_is_target(config, path, outer) for path in a.paths)]
+        if odd:
+            raise _disagreement("target_modules", "other layers", odd, "adapter", has=True)
+    missing = [
+        path
+        for entry in entries(params)
+        for path in entry.paths
+        if path not in adapted and _could_have(entry) and _is_target(config, path, outer)
+    ]
+    if missing:
+        raise _disagreement("target_modules", "these layers", missing, "adapter", has=False)
+    untrained = [path for path in _trained_whole(config, params, adapted, outer) if path not in whole]
+    if untrained:
+        entry = "bias" if untrained[0][-1] == "bias" and config.trained_biases != "none" else "modules_to_save"
+        value = config.trained_biases if entry == "bias" else list(config.modules_to_save)
+        raise _disagreement(entry, value, untrained, "values", has=False)
+
+
+def _is_target(config: Config, path: Path, outer: str) -> bool:
+    """Return whether the configuration names a weight."""
+    name = outer + dotted(path)
+    if config.targets.has_parameter(name):
+        return True
+    return path[-1] == "weight" and config.targets.has_module(name.removesuffix(".weight"))
+
+
+def _could_have(entry: Entry) -> bool:
+    """Return whether a leaf can have an adapter."""
+    leaf = entry.leaf
+    return isinstance(leaf, Tensor) and leaf.ndim >= 2 and leaf.is_floating_point()
+
+
+def _trained_whole(config: Config, params: TensorCollection, adapted: set[Path], outer: str) -> list[Path]:
+    """Return the paths, each the first of its leaf, of the leaves that the configuration trains whole."""
+    layers = {path[:-1] for path in adapted}
+    found: list[Path] = []
+    for entry in entries(params):
+        path = entry.paths[0]
+        is_trained = isinstance(entry.leaf, Tensor) and entry.leaf.is_floating_point()
+        if not is_trained or entry.kind not in (None, Kind.PARAMETER) or path in adapted:
+            continue
+        modules = [outer + dotted(path[:n]) for n in range(1, len(path))]
+        is_bias = path[-1] == "bias"
+        if (
+            (is_bias and config.trained_biases == "all")
+            or (is_bias and config.trained_biases == "lora_only" and path[:-1] in layers)
+            or any(module.endswith(config.modules_to_save) for module in modules)
+        ):
+            found.append(path)
+    return found
+
+
+# Any: the value of an entry.
+def _disagreement(entry: str, value: Any, paths: Sequence[Path], part: str, *, has: bool) -> LeafMismatchError:
+    names = ", ".join([repr(dotted(path)) for path in paths[:5]])
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return LeafMismatchError(
+        f"lora.load: the configuration's {entry!r} and the tensors of the file disagree.",
+        expected=f"{'no ' if has else ''}{part} of {names}{more}, because {entry} is {value!r}"[:300],
+        got=f"{'such' if has else 'no such'} tensors in the file",
+        hint=f"the file or its configuration is not the saved one; {entry!r} in adapter_config.json decides.",
+    )
 
 
 def _leaf(params: TensorCollection, path: Path, name: str) -> Tensor:
     leaf = get(params, path, None)
     if not isinstance(leaf, Tensor):
-        raise LeafMismatchError(
-            f"lora.load: the leaf {name or dotted(path)!r} of the file must belong to a leaf of the base.",
-            expected=f"{dotted(path)!r} in the parameters",
-            got="no such leaf",
-            hint="the adapter is of another model, or prefix= cuts the beginning of its names.",
-        )
+        raise _no_leaf(name or dotted(path), dotted(path), "no such leaf")
     return leaf
+
+
+def _no_leaf(name: str, wanted: str, got: str) -> LeafMismatchError:
+    return LeafMismatchError(
+        f"lora.load: the leaf {name!r} of the file must belong to a leaf of the base.",
+        expected=f"{wanted!r} in the parameters",
+        got=got,
+        hint="the adapter is of another model, or prefix= cuts the beginning of its names. Adapters have no buffers, "
+        "such as a running mean.",
+    )
 
 
 def _misfit(path: Path, leaf: Tensor, given: Tensor, expected: str = "") -> LeafMismatchError:
@@ -138,7 +217,7 @@ def _misfit(path: Path, leaf: Tensor, given: Tensor, expected: str = "") -> Leaf
 
 
 def _place(
-    modules: dict[str, dict[str, Tensor]], config: Mapping[str, Any], params: TensorCollection
+    modules: dict[str, dict[str, Tensor]], config: Config, params: TensorCollection, outer: str
 ) -> dict[Path, dict[str, Tensor]]:
     """Return the parts of each adapter by the path of its weight."""
     placed: dict[Path, dict[str, Tensor]] = {}
@@ -156,8 +235,7 @@ def _place(
         keys = list(node._keys()) if isinstance(node, TensorCollection) else []
         paths = [(*module, key) for key in keys]
         # Later parameters of a module are wrapped around the earlier ones.
-        wanted = config.get("target_parameters") or []
-        paths = [p for p in paths if any(dotted(p) == t or dotted(p).endswith(f".{t}") for t in wanted)]
+        paths = [path for path in paths if config.targets.has_parameter(outer + dotted(path))]
         if sorted(levels) != list(range(len(paths))):
             _leaf(params, (*module, "weight"), f"{dotted(module)}.lora_A.weight")
             raise UnsupportedError(f"lora.load: the parameters of {dotted(module)!r} that are adapted must be named.")
@@ -171,7 +249,7 @@ class _Orientation:
     def __init__(
         self,
         leaves: Mapping[Path, dict[str, Tensor]],
-        config: Mapping[str, Any],
+        config: Config,
         params: TensorCollection,
         layouts: Callable[[Path], Layout] | None,
     ) -> None:
@@ -195,10 +273,10 @@ class _Orientation:
         if shape[-1] != shape[-2]:
             return inputs == shape[-2]
         if is_stack:
-            version = re.match(r"(\d+)\.(\d+)", str(self._config.get("peft_version") or ""))
+            version = self._config.version
             if self._seen[True] and len(self._seen[True]) == 1:
                 return next(iter(self._seen[True]))
-            if version is not None and (int(version[1]), int(version[2])) < (0, 19):
+            if version is not None and version < (0, 19):
                 # They took the first dimension for the inputs, in every module.
                 return True
             if version is not None and self._layouts is not None:
@@ -208,7 +286,7 @@ class _Orientation:
             return self._layouts(path) is Layout.TRANSPOSED
         elif not self._has_transposed:
             return False
-        elif self._config.get("fan_in_fan_out") and self._seen[False] <= {True}:
+        elif self._config.fan_in_fan_out and self._seen[False] <= {True}:
             return True
         else:
             needed = "apply=, which has the layer"
@@ -220,7 +298,12 @@ class _Orientation:
 
 
 def _adapter(
-    path: Path, parts: dict[str, Tensor], config: Mapping[str, Any], params: TensorCollection, orient: _Orientation
+    path: Path,
+    parts: dict[str, Tensor],
+    config: Config,
+    params: TensorCollection,
+    orient: _Orientation,
+    outer: str,
 ) -> Adapter:
     weight = get(params, path)
     lacking = [] if "lora_embedding_A" in parts else [n for n in ("lora_A.weight", "lora_B.weight") if n not in parts]
@@ -253,9 +336,11 @@ def _adapter(
         raise _misfit(
             path, weight, parts.get("lora_A.weight", a), f"A and B of a weight of shape {tuple(weight.shape)}"
         )
-    name = dotted(path if weight.ndim == 3 and b.ndim == 3 else path[:-1])
-    rank = _pattern(config.get("rank_pattern"), name, config.get("r", 8))
-    alpha = _pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    name = outer + dotted(path)
+    if not config.targets.has_parameter(name):
+        name = outer + dotted(path[:-1])
+    rank = config.ranks[name]
+    alpha = config.alphas[name]
     if rank != b.shape[-1]:
         raise LeafMismatchError(
             f"lora.load: the rank of {dotted(path)!r} must be the one in the configuration.",
@@ -273,9 +358,20 @@ def _adapter(
     return Adapter((path,), ours, alpha)
 
 
-def _pattern(given: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a name, as in PEFT."""
-    return next((value for key, value in (given or {}).items() if names_end(key, name)), default)
+def check_table(adapter: Adapter, module: nn.Module) -> None:
+    """Raise if an adapter of PEFT belongs to a table whose rows are bounded.
+
+    Raises:
+        UnsupportedError: PEFT bounds the rows of the base and of a factor.
+    """
+    for path in adapter.paths:
+        layer = module.get_submodule(dotted(path[:-1]))
+        if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+            raise UnsupportedError(
+                f"lora.load: the table {dotted(path)!r} bounds the norm of its rows.",
+                expected="a table without max_norm",
+                got=f"max_norm={layer.max_norm}, which PEFT applies to the factors",
+            )
 
 
 def _untied(
@@ -291,6 +387,7 @@ def _untied(
         if not values:
             continue
         same = all(all(map(torch.equal, values[0], other)) for other in values)
+        same = same and len({adapter.alpha for adapter in mine}) < 2
         if len(values) < len(entry.paths) or not same:
             raise UnsupportedError(
                 f"lora.load: {' and '.join(map(dotted, entry.paths))} are one weight, and the file has other changes.",
@@ -301,47 +398,3 @@ def _untied(
         adapters += [mine[0]._replace(paths=entry.paths)] if mine else []
         replaced |= {entry.paths[0]: own[0]} if own else {}
     return adapters, replaced
-
-
-# -- writing ------------------------------------------------------------------------------------------------------
-
-
-def write_parts(target: Target, path: Path, parts: Mapping[str, Tensor], outer: int) -> dict[str, Tensor]:
-    """Return the leaves of PEFT for the layer at `path`, which is one of the layers of a target.
-
-    Args:
-        target: The weight.
-        path: The path of the weight in this layer.
-        parts: The leaves of its adapter, without a start.
-        outer: The number of later parameters of its module that have adapters.
-    """
-    a, b, layout = parts["A"], parts["B"], target.layout
-    is_table = layout is Layout.EMBEDDING and path == target.path
-    if layout.has_output_last and layout is not Layout.EMBEDDING:
-        a, b = b.mT, a.mT
-    if layout.is_experts:
-        name = ".".join([*path[:-1], *["base_layer"] * outer])
-        a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-    else:
-        name = dotted(path[:-1])
-        b = b.reshape(*b.shape, *[1] * (target.leaf.ndim - 2)) if layout is Layout.CONV else b
-    own = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
-    if is_table:
-        own = {f"{name}.lora_embedding_A": b.mT, f"{name}.lora_embedding_B": a.mT}
-    if "magnitude" in parts:
-        magnitude = parts["magnitude"]
-        shaped = magnitude.transpose(0, 1) if layout is Layout.CONV else magnitude.flatten()
-        own[f"{name}.lora_magnitude_vector"] = shaped
-    if "bias" in parts:
-        own[f"{name}.lora_B.bias"] = parts["bias"]
-    return own
-
-
-def short_names(chosen: Iterable[str], everything: Sequence[str]) -> list[str]:
-    """Return the last parts of names if they select exactly the chosen names, else the complete names."""
-    chosen = sorted(chosen)
-    for count in (1, 2, 3):
-        ends = {".".join(name.split(".")[-count:]) for name in chosen}
-        if [name for name in sorted(everything) if any(f".{name}".endswith(f".{end}") for end in ends)] == chosen:
-            return sorted(ends)
-    return chosen

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, as_count
+from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, as_count, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.ops.base.reading import entries, get, has, iter_items
@@ -189,6 +189,36 @@ def _chosen(found: Sequence[Entry], where: FilterLike) -> list[Entry]:
 
 def _assigned(chosen: Sequence[Entry], given: Any, name: str) -> list[Any]:
     return assign(chosen, given, f"lora: {name}") if isinstance(given, dict) else [given] * len(chosen)
+
+
+def check_scale(call: str, target: Target) -> None:
+    """Raise if an adapter has a scale of zero, by which a change cannot be divided."""
+    if target.scale == 0:
+        raise error(
+            ValueError,
+            f"{call}: the scale of {dotted(target.path)!r} is 0, so that no factors give a change.",
+            expected="another alpha than 0",
+            got="alpha=0",
+        )
+
+
+# Any: whatever came in the place of a function.
+def module_of(apply: Any) -> nn.Module:
+    """Return the structure of the module of a function.
+
+    Raises:
+        TypeError: It is not a function of a module.
+    """
+    module = getattr(apply, "module", None)
+    if not isinstance(module, nn.Module):
+        raise error(
+            TypeError,
+            "lora: `apply` is not the function of a module.",
+            expected="the function that tdf.functional(module) returns",
+            got=type(apply).__name__,
+            hint="pass lm.apply." if hasattr(apply, "apply") else None,
+        )
+    return module
 
 
 def layouts_of(module: nn.Module) -> Callable[[Path], Layout]:

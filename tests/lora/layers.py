@@ -25,6 +25,18 @@ class Tied(nn.Module):
         return self.head(self.body(self.embed(ids)).tanh())
 
 
+class TiedLinear(nn.Module):
+    """Two linear layers of one weight, each with its bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+
+
 class Scaled(nn.Embedding):
     """An embedding whose forward scales that of its class, as Gemma's."""
 
@@ -69,14 +81,21 @@ MODULES = {
     "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 6, 2)), "0.weight", images(2, 3, 4, 3)),
     "transposed": (lambda: nn.Sequential(Conv1D(7, 5), Conv1D(1, 7)), "*.weight", images(3, 5)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=0)), "0.weight", ids(11)),
+    "pads": (lambda: nn.Sequential(nn.Embedding(4, 6, padding_idx=1)), "0.weight", ids(4)),
+    "bounded": (lambda: nn.Sequential(nn.Embedding(7, 6, max_norm=1.5, norm_type=1.0)), "0.weight", ids(7)),
+    "counted": (lambda: nn.Sequential(nn.Embedding(5, 6, scale_grad_by_freq=True)), "0.weight", ids(5)),
     "scaled": (lambda: nn.Sequential(Scaled(11, 6)), "0.weight", ids(11)),
-    "experts": (lambda: Routed(GptOssExperts), "*_proj", images(3, 8)),
+    "experts": (lambda: Routed(GptOssExperts, "eager"), "*_proj", images(3, 8)),
     "experts without a gate": (lambda: Routed(NemotronHExperts, "batched_mm"), "*.down_proj", images(3, 8)),
     "experts with a norm": (lambda: Routed(MuseSparkExperts, "eager"), "*_proj", images(3, 8)),
     "tied": (Tied, "*.weight", ids(11)),
+    "tied linear": (TiedLinear, "*.weight", images(3, 6)),
 }
 # Modules with layers whose adapters cannot have a bias.
-NO_BIAS = ("embedding", "scaled", "experts", "experts without a gate", "experts with a norm", "tied")
+EMBEDDINGS = ("embedding", "pads", "bounded", "counted", "scaled")
+NO_BIAS = (*EMBEDDINGS, "experts", "experts without a gate", "experts with a norm", "tied")
+# Modules whose adapters PEFT does not have, or computes differently.
+NOT_IN_PEFT = ("grouped", "scaled", "bounded", "counted")
 
 
 def llama(**options):

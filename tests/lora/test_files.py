@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
-from tdfunc.lora._peft import short_names
-from tests.lora.layers import MODULES, NO_BIAS, Tied, experts, trained
+from tdfunc.lora._writing import short_names
+from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, experts, trained
 
 EXPERTS = ("model", "layers", "0", "mlp", "experts")
 
@@ -45,7 +46,7 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), [row for row in SAVED if row[0] not in ("grouped", "scaled")], ids=str)
+@pytest.mark.parametrize(("name", "options"), [row for row in SAVED if row[0] not in NOT_IN_PEFT], ids=str)
 def test_what_is_saved_loads(name, options, tmp_path):
     """The adapters come back with the choice; a start comes back as plain LoRA of twice the rank."""
     make, where, inputs = MODULES[name]
@@ -202,6 +203,8 @@ ROW, GOOD, GOOD_1 = torch.ones(2, 3), under("0", pair(3, 4)), under("1", pair(4,
 CHANNELS = under("0", {"lora_A.weight": torch.ones(2, 4, 1, 1), "lora_B.weight": torch.ones(4, 2, 1, 1)})
 MAGNITUDES = {"lora_magnitude_vector": torch.ones(3)}
 DOWN = {"lora_down.weight": ROW, "lora_up.weight": torch.ones(4, 2)}
+SCALED = under("lora_te_0", DOWN | {"dora_scale": torch.ones(4, 1)})
+DOWN_1 = {"lora_down.weight": torch.ones(2, 4), "lora_up.weight": torch.ones(3, 2)}
 OF_0 = under("0", pair(5, 4, 6) | MAGNITUDES)
 MISFIT, UNSUPPORTED, OTHER = tdf.LeafMismatchError, tdf.UnsupportedError, tdf.TreeStructureError
 
@@ -211,9 +214,15 @@ def load_peft(tensors, make=LINEAR, **config):
     return tdf.lora.load(folder_of(Path("a"), tensors, **config), make())
 
 
+def load_text(text):
+    """Load a folder of PEFT with this text as its configuration."""
+    (folder_of(Path("a"), GOOD) / "adapter_config.json").write_text(text)
+    return tdf.lora.load("a", LINEAR())
+
+
 def load_file(tensors, make=LINEAR):
     """Load a file, as Kohya's scripts write them."""
-    save_file(tensors, "a.safetensors")
+    save_file({name: leaf.clone() for name, leaf in tensors.items()}, "a.safetensors")
     return tdf.lora.load("a.safetensors", make())
 
 
@@ -257,6 +266,16 @@ HEADS, X = nn.MultiheadAttention(4, 2), [torch.ones(1, 2, 4)] * 3
 NAMED = type("Named", (nn.Linear,), {"forward": lambda self, input, rng=None: input})(3, 4)
 PLAIN, BIAS, WHOLE = (Lora("0.weight", rank=2, **more) for more in ({}, {"bias": True}, {"whole": "1.*"}))
 DORA, PISSA = Lora("0.weight", rank=2, dora=True), Lora("0.weight", rank=2, start="pissa")
+ZERO, ZERO_PISSA = Lora("0.weight", rank=2, alpha=0.0), Lora("0.weight", rank=2, alpha=0.0, start="pissa")
+BOTH = {"dora": True, "bias": True}
+MAGNITUDES_OF_0 = under("0", {"lora_magnitude_vector": torch.ones(4)})
+TWICE = {"1.bias": torch.ones(3), "1.modules_to_save.bias": torch.zeros(3)}
+STATISTICAL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+STATISTICS = lambda: tdf.from_module(STATISTICAL)  # noqa: E731
+BOUNDED = lambda: nn.Sequential(nn.Embedding(5, 4, max_norm=1.0))  # noqa: E731
+ALPHA_1, OTHER_MODEL = {"lora_te_1.alpha": torch.tensor(1.0)}, under("lora_unet_0", DOWN)
+ENDS = lambda: nn.ModuleDict({"a": nn.Linear(3, 4), "head": nn.Linear(4, 4), "subhead": nn.Linear(4, 4)})  # noqa: E731
+INSIDE = lambda: nn.ModuleDict({"x": nn.ModuleDict({"n": nn.Linear(3, 4)}), "n": nn.Linear(4, 4)})  # noqa: E731
 # call -> (error, pattern)
 ERRORS = {
     "a module that is not there": (lambda: load_peft(under("7", pair(3, 4))), MISFIT, "'7.lora_A.weight'"),
@@ -264,8 +283,40 @@ ERRORS = {
     "a layer of another size": (lambda: load_peft(under("0", pair(3, 5))), MISFIT, r"'0\.weight'.*fit"),
     "a whole leaf of another size": (lambda: load_peft(GOOD | {"0.bias": torch.ones(5)}), MISFIT, r"'0\.bias' does"),
     "another table": (lambda: load_peft(GOOD | {"0.weight": torch.ones(4, 3)}), UNSUPPORTED, "another table"),
-    "unequal parts": (lambda: load_peft(GOOD | GOOD_1 | under("1", MAGNITUDES)), MISFIT, "must have the same parts"),
+    "unequal parts": (lambda: load_file(SCALED | under("lora_te_1", DOWN_1)), MISFIT, "must have the same parts"),
     "another rank": (lambda: load_peft(GOOD, r=3), MISFIT, r"rank of '0\.weight'"),
+    "magnitudes that are lost": (lambda: load_peft(GOOD, use_dora=True), MISFIT, "'use_dora' and the tensors"),
+    "magnitudes without the option": (lambda: load_peft(GOOD | MAGNITUDES_OF_0), MISFIT, "'use_dora' and the tensors"),
+    "biases that are lost": (lambda: load_peft(GOOD, lora_bias=True), MISFIT, "'lora_bias' and the tensors"),
+    "a layer that is lost": (lambda: load_peft(GOOD, target_modules=["0", "1"]), MISFIT, "adapter of '1.weight'"),
+    "a layer not named": (lambda: load_peft(GOOD, target_modules=["1"]), MISFIT, "no adapter of '0.weight'"),
+    "trained biases that are lost": (lambda: load_peft(GOOD, bias="all"), MISFIT, "values of '0.bias', '1.bias'"),
+    "a module that is lost": (lambda: load_peft(GOOD, modules_to_save=["1"]), MISFIT, "values of '1.weight', '1.bias'"),
+    "two values": (lambda: load_peft(GOOD | TWICE), MISFIT, "two values of '1.bias'"),
+    "a buffer": (lambda: load_peft(GOOD | {"1.running_mean": ROW}, STATISTICS), MISFIT, "'1.running_mean'"),
+    "alpha as text": (lambda: load_peft(GOOD, lora_alpha="8"), UNSUPPORTED, "value of 'lora_alpha'"),
+    "alpha NaN": (lambda: load_peft(GOOD, lora_alpha=float("nan")), UNSUPPORTED, "value of 'lora_alpha'"),
+    "a rank of 0": (lambda: load_peft(GOOD, r=0), UNSUPPORTED, "value of 'r'"),
+    "an option as text": (lambda: load_peft(GOOD, use_rslora="false"), UNSUPPORTED, "value of 'use_rslora'"),
+    "patterns as a list": (lambda: load_peft(GOOD, rank_pattern=["0"]), UNSUPPORTED, "value of 'rank_pattern'"),
+    "targets as a number": (lambda: load_peft(GOOD, target_modules=3), UNSUPPORTED, "value of 'target_modules'"),
+    "layers as text": (lambda: load_peft(GOOD, layers_to_transform="3"), UNSUPPORTED, "value of 'layers_to_transform'"),
+    "a kind of biases": (lambda: load_peft(GOOD, bias="some"), UNSUPPORTED, "value of 'bias'"),
+    "no pattern": (lambda: load_peft(GOOD, target_modules="(?=a)"), UNSUPPORTED, "pattern.*'target_modules'"),
+    "no JSON": (lambda: load_text("{"), tdf.CorruptCheckpointError, "adapter_config.json.* is not JSON"),
+    "deep JSON": (lambda: load_text("[" * 100000), tdf.CorruptCheckpointError, "is not JSON"),
+    "a list in JSON": (lambda: load_text("[]"), tdf.CorruptCheckpointError, "is not a configuration"),
+    "an alpha alone": (lambda: load_file(under("lora_te_0", DOWN) | ALPHA_1), MISFIT, "'1' has an alpha, and no"),
+    "an alpha of many": (lambda: load_file(under("lora_te_0", DOWN | {"alpha": ROW})), MISFIT, "not an alpha"),
+    "two files of Kohya": (lambda: load_file(under("lora_te_0", DOWN) | OTHER_MODEL), UNSUPPORTED, "two adapters"),
+    "a scale of 0": (lambda: ZERO.extract(LINEAR(), LINEAR()), ValueError, "scale of '0.weight' is 0"),
+    "a start of scale 0": (lambda: ZERO_PISSA.init(LINEAR(), key=0), ValueError, "scale of '0.weight' is 0"),
+    "no function": (lambda: PLAIN.init(LINEAR(), key=0, apply=LINEAR()), TypeError, "not the function of a module"),
+    "max_norm in PEFT": (lambda: save_part(BOUNDED(), "0.weight"), UNSUPPORTED, "max_norm"),
+    "DoRA with a bias in PEFT": (lambda: save_part(NET[:1], "0.weight", **BOTH), UNSUPPORTED, "DoRA with a bias"),
+    "a norm with statistics": (lambda: save_part(STATISTICAL, "0.weight", whole="1.*"), UNSUPPORTED, "with buffers"),
+    "a name that ends another": (lambda: save_part(ENDS(), "a.weight", whole="head.*"), UNSUPPORTED, "also the end of"),
+    "a part of an adapted name": (lambda: save_part(INSIDE(), "x.n.weight", whole="n.*"), UNSUPPORTED, "end of"),
     "A alone": (lambda: load_peft({"0.lora_A.weight": ROW}), MISFIT, "must have A and B"),
     "nothing changes": (lambda: load_peft({name: leaf * 0 for name, leaf in GOOD.items()}), ValueError, "change som"),
     "another method": (lambda: load_peft(GOOD, peft_type="LOHA"), UNSUPPORTED, "LOHA"),
@@ -339,3 +390,60 @@ def test_the_function_is_a_value():
     assert (run.training, run.eval().training) == (True, False)
     drawn = run((params, adapters), x, rng=0)
     torch.testing.assert_close(drawn, run((params, adapters), x, rng=0))
+
+
+class Nested(nn.Module):
+    """Containers and layers with names that end alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
+        self.fc, self.layer = nn.Linear(4, 4), nn.ModuleDict({"fc": nn.Linear(4, 4)})
+
+
+@pytest.mark.parametrize(
+    "where", ["blocks.*.0.weight", "blocks.1.*.weight", "fc.weight", "layer.fc.weight", "*.1.weight"]
+)
+def test_what_a_folder_selects_is_what_has_adapters(where, tmp_path):
+    """Of all modules, containers included, by the rule of PEFT."""
+    module = Nested()
+    apply, params, _ = tdf.functional(module)
+    lora = Lora(where, rank=2)
+    adapters = trained(lora, params, apply)
+
+    tdf.lora.save(tmp_path, lora, adapters, apply)
+
+    targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    names = [name for name, _ in module.named_modules()]
+    if isinstance(targets, str):
+        selected = {name for name in names if re.fullmatch(targets, name)}
+    else:
+        selected = {name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)}
+    assert selected == {".".join(path[:-2]) for path in adapters.paths()}
+
+
+def test_alphas_of_kohya_belong_to_their_modules(tmp_path):
+    """`fc` is also the end of `layer.fc`."""
+    params = tdf.from_module(Nested())
+    file = {
+        f"lora_unet_{name}.lora_{part}.weight": torch.eye(4) for name in ("fc", "layer_fc") for part in ("down", "up")
+    }
+    file |= {"lora_unet_fc.alpha": torch.tensor(8.0), "lora_unet_layer_fc.alpha": torch.tensor(1.0)}
+    save_file(file, tmp_path / "a.safetensors")
+
+    lora, adapters = tdf.lora.load(tmp_path / "a.safetensors", params)
+
+    merged = lora.merge(params, adapters)
+    torch.testing.assert_close(merged["fc", "weight"], params["fc", "weight"] + 2 * torch.eye(4))
+    torch.testing.assert_close(merged["layer", "fc", "weight"], params["layer", "fc", "weight"] + torch.eye(4) / 4)
+
+
+def test_patterns_are_those_of_complete_names(tmp_path):
+    """`prefix=` cuts the names of the base, and the configuration has complete ones."""
+    tensors = under("text.0", pair(3, 4)) | under("image.0", pair(3, 4))
+    config = {"target_modules": ["text.0", "image.0"], "alpha_pattern": {"^text.0": 6}}
+    folder = folder_of(tmp_path / "a", tensors, **config)
+
+    lora, _ = tdf.lora.load(folder, LINEAR(), prefix="base_model.model.text.")
+
+    assert lora.alpha == 6

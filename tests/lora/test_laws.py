@@ -8,7 +8,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
-from tests.lora.layers import MODULES, NO_BIAS, Largest, trained
+from tests.lora.layers import EMBEDDINGS, MODULES, NO_BIAS, Largest, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 OPTIONS = {
@@ -16,6 +16,7 @@ OPTIONS = {
     "rslora": {"rslora": True, "alpha": 3.0},
     "dora": {"dora": True},
     "bias": {"bias": True},
+    "dora bias": {"dora": True, "bias": True},
     "pissa": {"start": "pissa"},
     "olora dora": {"start": "olora", "dora": True},
 }
@@ -58,9 +59,7 @@ def test_attached_equals_merged(name, options):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize(
-    ("name", "drops"), [(name, "embedding" != name != "scaled") for name in MODULES if name != "tied"]
-)
+@pytest.mark.parametrize(("name", "drops"), [(name, name not in EMBEDDINGS) for name in MODULES if name != "tied"])
 def test_dropout_takes_the_inputs_of_adapters(name, drops, dora):
     """In training mode all are zero here, so that the base is left; ids of an embedding are not dropped."""
     apply, params, lora, x = setup(name, {"dropout": 1 - 1e-9, "dora": dora})

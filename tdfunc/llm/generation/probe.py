@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tdfunc.llm.generation.decode import pad_left, read_prompts, read_tokens, select
 from tdfunc.llm.scoring.model import CausalLM, own_logits
+from tdfunc.lora import LoraApply
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply
 
@@ -37,7 +38,7 @@ class Way(NamedTuple):
     cached: bool
 
 
-_FOUND: WeakKeyDictionary[Apply, Way] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[Apply | LoraApply, Way] = WeakKeyDictionary()
 
 
 def find_way(lm: CausalLM, params: Any, buffers: Any, length: int) -> Way:

@@ -70,7 +70,7 @@ def generate_tokens(
     if not prompts:
         return []
     # Any: the leaves of a tree.
-    device: Any = next(iter(params.leaves())).device
+    device: Any = next(iter(lm.base_of(params)[1].leaves())).device
     rows = [row.to(device, torch.int64) for row in prompts]
     count = options.num_return_sequences
     ends = {*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids}
@@ -122,7 +122,9 @@ def _generate(
 ) -> list[Response]:
     """Return the responses to each prompt, in batches of prompts that can be read together."""
     count, lengths = options.num_return_sequences, [len(row) for row in rows]
-    way = find_way(lm, params, buffers, max(lengths) + (options.max_new_tokens or 0))
+    # Adapters do not change how a family reads its cache and pads.
+    base, own = lm.base_of(params)
+    way = find_way(base, own, buffers, max(lengths) + (options.max_new_tokens or 0))
     groups = [list(range(len(rows)))] if way.padded else equal_lengths(lengths)
     found: dict[int, Response] = {}
     for members in groups:

@@ -166,7 +166,8 @@ def _states(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) ->
         )
     if not apart:
         bins = pack(rows)
-        dtype = next(leaf.dtype for leaf in params.leaves() if leaf.is_floating_point())
+        own = lm.base_of(params)[1]
+        dtype = next(leaf.dtype for leaf in own.leaves() if leaf.is_floating_point())
         states, weight, bias = run(bins.ids, bins.positions, bins.mask(dtype) if lm.packing == "mask" else None)
         return states.flatten(0, 1)[bins.place], weight, bias
     lengths = rows.mask.sum(1).tolist()

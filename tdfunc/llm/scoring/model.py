@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tdfunc.core.context import is_compiling, is_recording
-from tdfunc.core.errors import error
+from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.types import Path
 from tdfunc.llm.scoring.head import Head
+from tdfunc.lora import Lora, LoraApply
 from tdfunc.modules.functional import Apply, functional
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class CausalLM:
         chunk_size: The number of positions whose logits exist at the same time; None to choose by the vocabulary.
     """
 
-    apply: Apply
+    apply: Apply | LoraApply
     family: str
     head: Head | None
     packing: str | None
@@ -92,6 +93,32 @@ class CausalLM:
     def train(self, mode: bool = True) -> "CausalLM":
         """Return the model in training mode, in which `rng=` controls dropout."""
         return replace(self, apply=self.apply.train(mode))
+
+    def with_adapters(self, lora: Lora, *, rows: bool = False) -> "CausalLM":
+        """Return the model with adapters, as `lora.attach(lm)` does; its parameters are the pair `(params, adapters)`.
+
+        Raises:
+            UnsupportedError: `rows` is True: rows of tokens are compacted and sorted before they run.
+        """
+        if rows:
+            raise UnsupportedError(
+                "attach: the rows of a CausalLM cannot each have an adapter.",
+                got="rows=True",
+                hint="score the rows of each adapter apart, or map over the adapters with torch.vmap.",
+            )
+        run = LoraApply(lora, self.apply, False)  # pyright: ignore[reportArgumentType]
+        # The head runs in chunks only without an adapter.
+        module: Any = self.apply.module
+        head = module.get_output_embeddings() if self.head is not None else None
+        name = next((name for name, layer in module.named_modules() if layer is head), "")
+        is_adapted = bool(name) and run.has_adapter(tuple(name.split(".")))
+        return replace(self, apply=run, head=None if is_adapted else self.head)
+
+    def base_of(self, params: Any) -> "tuple[CausalLM, Any]":
+        """Return the model without adapters, and its parameters."""
+        if isinstance(self.apply, LoraApply):
+            return replace(self, apply=self.apply._base), params[0]
+        return self, params
 
     # Any: the function's arguments and result.
     def run(self, params: Any, fn: Callable[..., Any], *args: Any, buffers: Any = None, rng: Any = None) -> Any:

@@ -1,0 +1,266 @@
+"""PEFT's folders as we write them: the names of tensors, and the configuration that selects exactly these layers.
+
+The configuration is read again as PEFT reads it (`Targets`): what it selects besides the adapted layers, PEFT would
+adapt, wrap or refuse.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mode
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import UnsupportedError
+from tdfunc.core.keys import dotted
+from tdfunc.core.types import Kind, Path
+from tdfunc.lora._config import read_config
+from tdfunc.lora._targets import Layout, Target
+from tdfunc.ops.base.reading import entries
+
+if TYPE_CHECKING:
+    from tdfunc.core.keys import Entry
+    from tdfunc.lora._lora import Lora
+
+# The version whose layout of experts is written.
+VERSION = "0.21.2"
+
+
+def no_peft(path: Path, what: str) -> UnsupportedError:
+    """Return the error of adapters that PEFT does not have."""
+    return UnsupportedError(
+        f"lora.save: PEFT has no adapter like that of {dotted(path)!r}.",
+        got=what,
+        hint="tdf.save(adapters, path) keeps every tree; lora.merge(params, adapters) has it in the weights.",
+    )
+
+
+def check_target(target: Target, lora: "Lora", module: nn.Module) -> None:
+    """Raise unless PEFT has such an adapter for a weight.
+
+    Raises:
+        UnsupportedError: The message names the weight.
+    """
+    path = target.path
+    if target.layout.is_experts and lora.dora:
+        raise no_peft(path, "DoRA of fused experts")
+    if len(path) < 2:
+        raise no_peft(path, "a layer without a name")
+    if lora.dora and lora.bias:
+        raise no_peft(path, "DoRA with a bias")
+    for each in target.paths:
+        layer = module.get_submodule(dotted(each[:-1]))
+        if getattr(layer, "groups", 1) != 1 and target.layout is Layout.CONV:
+            raise no_peft(each, "the change of a grouped convolution")
+        if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+            raise no_peft(each, "a table with max_norm, which PEFT applies to the factors")
+
+
+def write_parts(target: Target, path: Path, parts: Mapping[str, Tensor], outer: int) -> dict[str, Tensor]:
+    """Return the leaves of PEFT for the layer at `path`, which is one of the layers of a target.
+
+    Args:
+        target: The weight.
+        path: The path of the weight in this layer.
+        parts: The leaves of its adapter, without a start.
+        outer: The number of later parameters of its module that have adapters.
+    """
+    a, b, layout = parts["A"], parts["B"], target.layout
+    is_table = layout is Layout.EMBEDDING and path == target.path
+    if layout.has_output_last and layout is not Layout.EMBEDDING:
+        a, b = b.mT, a.mT
+    if layout.is_experts:
+        name = ".".join([*path[:-1], *["base_layer"] * outer])
+        a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+    else:
+        name = dotted(path[:-1])
+        b = b.reshape(*b.shape, *[1] * (target.leaf.ndim - 2)) if layout is Layout.CONV else b
+    own = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    if is_table:
+        own = {f"{name}.lora_embedding_A": b.mT, f"{name}.lora_embedding_B": a.mT}
+    if "magnitude" in parts:
+        magnitude = parts["magnitude"]
+        shaped = magnitude.transpose(0, 1) if layout is Layout.CONV else magnitude.flatten()
+        own[f"{name}.lora_magnitude_vector"] = shaped
+    if "bias" in parts:
+        own[f"{name}.lora_B.bias"] = parts["bias"]
+    return own
+
+
+class Written(NamedTuple):
+    """The adapted layers of a folder.
+
+    Attributes:
+        modules: The names of modules with adapters.
+        parameters: The names of parameters with adapters.
+        ranks: The rank of each, by its name.
+        alphas: The alpha of each, by its name.
+    """
+
+    modules: set[str]
+    parameters: set[str]
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+
+
+def add_names(written: Written, target: Target, rank: int, *, rslora: bool) -> None:
+    """Record the layers of a weight."""
+    alpha = target.scale * (math.sqrt(rank) if rslora else rank)
+    # Some servers take whole numbers only.
+    alpha = round(alpha) if math.isclose(alpha, round(alpha)) else alpha
+    for path in target.paths:
+        is_parameter = target.layout.is_experts
+        name = dotted(path if is_parameter else path[:-1])
+        (written.parameters if is_parameter else written.modules).add(name)
+        written.ranks[name] = rank
+        written.alphas[name] = alpha
+
+
+def config_of(
+    lora: "Lora", targets: Sequence[Target], written: Written, module: nn.Module, bias: str, saved: list[str]
+) -> dict[str, Any]:
+    """Return the entries of the configuration.
+
+    Raises:
+        UnsupportedError: No configuration selects exactly these layers.
+    """
+    rank = mode(written.ranks.values()) if written.ranks else 1
+    alpha = mode(written.alphas.values()) if written.alphas else 1.0
+    config = {
+        "peft_type": "LORA",
+        "peft_version": VERSION,
+        "task_type": None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {_pattern(name): value for name, value in written.ranks.items() if value != rank},
+        "alpha_pattern": {_pattern(name): value for name, value in written.alphas.items() if value != alpha},
+        "lora_dropout": lora.dropout,
+        "lora_bias": lora.bias,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+        "bias": bias,
+        "modules_to_save": saved or None,
+        "fan_in_fan_out": any(target.layout is Layout.TRANSPOSED for target in targets),
+        "ensure_weight_tying": any(len(target.paths) > 1 for target in targets),
+        "base_model_name_or_path": getattr(getattr(module, "config", None), "_name_or_path", None),
+    }
+    # Containers count: PEFT refuses a name that one of them has.
+    modules = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+    config["target_modules"] = _target_modules(written.modules, modules, config)
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    config["target_parameters"] = _target_parameters(written.parameters, parameters)
+    return config
+
+
+def _pattern(name: str) -> str:
+    """Return the pattern that matches only a name."""
+    return "^" + re.escape(name)
+
+
+def _target_modules(chosen: set[str], modules: Sequence[str], config: Mapping[str, Any]) -> list[str] | str:
+    """Return names of which PEFT selects exactly these modules, or a pattern.
+
+    Raises:
+        UnsupportedError: There are none, because a name in `modules_to_save` is also part of an adapted layer's.
+    """
+    pattern = "|".join(map(re.escape, sorted(chosen)))
+    for candidate in (short_names(chosen, modules), pattern):
+        targets = read_config(dict(config, target_modules=candidate)).targets
+        if {name for name in modules if targets.has_module(name)} == chosen:
+            return candidate
+    targets = read_config(dict(config, target_modules=pattern)).targets
+    lost = min(name for name in chosen if not targets.has_module(name))
+    raise no_peft((*lost.split("."), "weight"), f"a layer that modules_to_save={config['modules_to_save']} excludes")
+
+
+def _target_parameters(chosen: set[str], parameters: Sequence[str]) -> list[str] | None:
+    """Return names of which PEFT selects exactly these parameters.
+
+    Raises:
+        UnsupportedError: There are none: the complete name of one is the end of another's.
+    """
+    names = short_names(chosen, parameters)
+    for name in parameters:
+        if name not in chosen and any(f".{name}".endswith(f".{end}") for end in names):
+            raise no_peft(tuple(name.split(".")), f"a parameter whose name has the same end as {names}")
+    return names or None
+
+
+def short_names(chosen: Iterable[str], everything: Sequence[str]) -> list[str]:
+    """Return the last parts of names if they select exactly the chosen names, else the complete names."""
+    chosen = sorted(chosen)
+    every = sorted(everything)
+    for count in (1, 2, 3):
+        ends = {".".join(name.split(".")[-count:]) for name in chosen}
+        if [name for name in every if any(f".{name}".endswith(f".{end}") for end in ends)] == chosen:
+            return sorted(ends)
+    return chosen
+
+
+class Whole(NamedTuple):
+    """The leaves of a folder that are trained whole.
+
+    Attributes:
+        names: The name of each, by its path.
+        bias: PEFT's option for biases.
+        modules: PEFT's modules to save.
+    """
+
+    names: dict[Path, str]
+    bias: str
+    modules: list[str]
+
+
+def whole_modules(whole: "Sequence[Entry]", adapted: set[str], base: TensorCollection, module: nn.Module) -> Whole:
+    """Return the names of leaves that are replaced, and PEFT's options for them.
+
+    Raises:
+        UnsupportedError: The leaves are neither complete modules nor all biases, or PEFT saves more of a module.
+    """
+    paths = {entry.paths[0] for entry in whole}
+    for entry in whole:
+        if len(entry.paths) > 1:
+            raise no_peft(entry.paths[0], "a tied weight that is trained whole")
+    biases = {e.paths[0] for e in entries(base) if e.paths[0][-1] == "bias" and e.kind is Kind.PARAMETER}
+    of_adapted = {path for path in biases if dotted(path[:-1]) in adapted}
+    bias = "none"
+    taken = set[Path]()
+    for option, group in (("all", biases), ("lora_only", of_adapted)):
+        if group and group <= paths and bias == "none":
+            bias = option
+            taken = group
+    modules = _outermost({dotted(path[:-1]) for path in paths - taken})
+    for name in modules:
+        _check_saved(name, paths, adapted, module)
+    names: dict[Path, str] = {}
+    for path in paths:
+        layer = dotted(path[:-1])
+        is_wrapped = path in taken and layer in adapted
+        names[path] = f"{layer}.base_layer.bias" if is_wrapped else dotted(path)
+    return Whole(names, bias, modules)
+
+
+def _outermost(names: set[str]) -> list[str]:
+    """Return the names of modules that are not inside another one of them."""
+    return sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+
+
+def _check_saved(name: str, paths: set[Path], adapted: set[str], module: nn.Module) -> None:
+    """Raise unless PEFT saves and loads exactly the leaves of a module that are trained whole."""
+    key = (*name.split("."), "weight")
+    # A name ends another name also within a word.
+    alike = [other for other, _ in module.named_modules(remove_duplicate=False) if other.endswith(name)]
+    if not name or alike != [name]:
+        other = next((each for each in alike if each != name), "the model itself")
+        raise no_peft(key, f"a module whose name is also the end of {other!r}")
+    own = module.get_submodule(name)
+    if any(f"{name}.{leaf}" not in map(dotted, paths) for leaf, _ in own.named_parameters()):
+        raise no_peft(key, "a module of which some leaves are trained whole")
+    if any(layer == name or layer.startswith(f"{name}.") for layer in adapted):
+        raise no_peft(key, "a module of which some leaves are trained whole, and others have adapters")
+    if any(leaf in own.state_dict() for leaf, _ in own.named_buffers()):
+        raise no_peft(key, "a module with buffers, which PEFT saves with it")
