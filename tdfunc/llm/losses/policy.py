@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import check_choice, error
-from tdfunc.llm.losses.divergences import k1, k2, k3
+from tdfunc.llm.losses.divergences import k1, k2, k3, weigh_k3
 from tdfunc.llm.losses.output import Loss
 from tdfunc.llm.losses.streams import Level, Normalize, clean, effective_share, log_ratio, mean, spread
 
@@ -114,7 +114,8 @@ def policy_gradient(
     new = clean("policy_gradient: log_probs", log_probs, mask)
     old = new if old_log_probs is None else clean("policy_gradient: old_log_probs", old_log_probs, mask)
     gain = spread("policy_gradient: advantages", advantages, mask).detach()
-    share = log_ratio(new, old.detach(), mask, ratio).exp()
+    log_share = log_ratio(new, old.detach(), mask, ratio)
+    share = log_share.exp()
     limited = share if clip is None else share.clamp(min=1 - clip[0]).clamp(max=1 + clip[1])
     if surrogate == "weighted":
         value = limited.detach() * gain * new
@@ -129,9 +130,14 @@ def policy_gradient(
     # Any: tensors and trees of these.
     metrics: dict[str, Any] = {"policy_loss": policy_loss.detach()}
     if ref_log_probs is not None:
-        divergence = ESTIMATORS[kl](new, clean("policy_gradient: ref_log_probs", ref_log_probs, mask).detach())
+        ref = clean("policy_gradient: ref_log_probs", ref_log_probs, mask).detach()
+        divergence = ESTIMATORS[kl](new, ref)
         metrics["kl"] = mean(divergence.detach(), mask)
-        loss = loss + kl_coef * mean(divergence * share if kl_weighted else divergence, mask, normalize)
+        if kl_weighted and kl == "k3" and ratio == "token":
+            divergence = weigh_k3(new, ref, log_share)
+        elif kl_weighted:
+            divergence = divergence * share
+        loss = loss + kl_coef * mean(divergence, mask, normalize)
     if entropy is not None:
         disorder = clean("policy_gradient: entropy", entropy, mask)
         metrics["entropy"] = mean(disorder.detach(), mask)
