@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
@@ -264,10 +265,11 @@ class ReduceOnPlateau:
         }
         return TensorCollection._open._make(data, size, None, None)
 
-    def update(self, metric: Tensor, state: T) -> T:
+    def update(self, metric: Tensor | float | NDArray[Any], state: T) -> T:
         """Return the state after a metric, of the state's batch size; a nan is not an improvement."""
         data: Any = state._data
-        best, metric = data["best"], metric.detach().to(data["best"].dtype)
+        best = data["best"]
+        metric = torch.as_tensor(metric, device=best.device).detach().to(best.dtype)
         bound = self._bound(best)
         better = metric < bound if self.mode == "min" else metric > bound
         cooling = data["cooldown"] > 0

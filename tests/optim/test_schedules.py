@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -177,3 +178,15 @@ def test_a_plateau_is_found_whatever_the_sign(metrics, patience, threshold, mode
 
     expected = plateau_by_hand(metrics, patience=patience, threshold=threshold, mode=mode)
     assert state["scale"].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64, np.array, torch.tensor])
+def test_a_plateau_takes_any_number(kind):
+    """A metric is a float, a scalar or array of numpy, or a tensor."""
+    plateau = schedules.ReduceOnPlateau(0.5, 0)
+    state = plateau.init()
+
+    for metric in (1.0, 0.5, 0.75):
+        state = plateau.update(kind(metric), state)
+
+    assert (state["best"].item(), state["scale"].item()) == (0.5, 0.5)
