@@ -73,17 +73,3 @@ def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
     d = torch.where(is_near, gap, 0)
     series = 1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d * (1 / 720 + d / 5040))))
     return torch.where(is_near, d.square() * series, far)
-
-
-def weigh_k3(log_p: Tensor, log_q: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio) k3(log_p, log_q), for the ratio of p to a constant.
-
-    Its derivative by log p is -exp(log_ratio) log(q / p). The derivative of the product is the same as a difference of
-    two numbers of the size of q / p, in which nothing is left of it where q / p is large. There the product is written
-    as q over the constant, which does not depend on p, minus exp(log_ratio) (1 + log(q / p)).
-    """
-    gap = widen(log_q) - widen(log_p)
-    ratio = log_ratio.exp()
-    constant = (log_ratio + gap).detach().clamp(max=2 * MAX_LOG_RATIO).exp()
-    is_far = (gap > 1) & (log_ratio < MAX_LOG_RATIO)
-    return torch.where(is_far, constant - ratio * (1 + gap), ratio * k3(log_p, log_q))

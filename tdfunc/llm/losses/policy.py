@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
+from tdfunc._mixture import widen
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import check_choice, error
-from tdfunc.llm.losses.divergences import k1, k2, k3, weigh_k3
+from tdfunc.llm.losses.divergences import k1, k2, k3
 from tdfunc.llm.losses.output import Loss
-from tdfunc.llm.losses.streams import Level, Normalize, clean, effective_share, log_ratio, mean, spread
+from tdfunc.llm.losses.streams import MAX_LOG_RATIO, Level, Normalize, clean, effective_share, log_ratio, mean, spread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,7 +135,7 @@ def policy_gradient(
         divergence = ESTIMATORS[kl](new, ref)
         metrics["kl"] = mean(divergence.detach(), mask)
         if kl_weighted and kl == "k3" and ratio == "token":
-            divergence = weigh_k3(new, ref, log_share)
+            divergence = _weigh_k3(new, ref, log_share)
         elif kl_weighted:
             divergence = divergence * share
         loss = loss + kl_coef * mean(divergence, mask, normalize)
@@ -352,6 +353,20 @@ def reinforce_pp(
         Hu et al., "REINFORCE++" (2025).
     """
     return policy_gradient(log_probs, advantages, mask, old_log_probs, clip=clip, normalize=normalize, **options)
+
+
+def _weigh_k3(log_p: Tensor, log_q: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio) k3(log_p, log_q), for the ratio of p to a constant.
+
+    Its derivative by log p is -exp(log_ratio) log(q / p). The derivative of the product is the same as a difference of
+    two numbers of the size of q / p, in which nothing is left of it where q / p is large. There the product is written
+    as q over the constant, which does not depend on p, minus exp(log_ratio) (1 + log(q / p)).
+    """
+    gap = widen(log_q) - widen(log_p)
+    ratio = log_ratio.exp()
+    constant = (log_ratio + gap).detach().clamp(max=2 * MAX_LOG_RATIO).exp()
+    is_far = (gap > 1) & (log_ratio < MAX_LOG_RATIO)
+    return torch.where(is_far, constant - ratio * (1 + gap), ratio * k3(log_p, log_q))
 
 
 def _describe(
