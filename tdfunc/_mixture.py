@@ -1,5 +1,6 @@
 """The mixture of an ensemble's members, and checks of logits and labels, for `metrics` and `calibration`."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.context import has_values, require_values
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError, error, explain
 
 # Any: numbers of any dtype, in sequences of sequences.
 Numbers: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
@@ -31,6 +32,7 @@ def predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
     t = as_tensor(t, y.device)
     has_members = y.dim() == t.dim() + 2
     t = check_labels(call, y, t, y.shape[has_members:-1])
+    warn_probabilities(call, y)
     log_q = widen(y).log_softmax(-1)
     if has_members:
         return log_mixture(log_q, member_weights(y, weights)), t
@@ -67,6 +69,32 @@ def check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> Tensor:
 
 def widen(y: Tensor) -> Tensor:
     return y.to(torch.promote_types(y.dtype, torch.float32))
+
+
+def as_real(values: Tensor) -> Tensor:
+    """Return numbers of float32 at least; integers, which float32 may round, become float64."""
+    if values.is_floating_point():
+        return widen(values)
+    return values.to(torch.float64)
+
+
+def warn_probabilities(call: str, y: Tensor) -> None:
+    """Warn if logits are probabilities: then the softmax would be taken of a softmax."""
+    if not has_values() or y.is_meta or y.shape[-1] < 2 or not y.numel():
+        return
+    own = y.detach()
+    if not bool(((own >= 0) & (own <= 1)).all()):
+        return
+    sums = widen(own).sum(-1)
+    rounding = max(torch.finfo(y.dtype).eps * y.shape[-1], 1e-4)
+    if bool(((sums - 1).abs() <= rounding).all()):
+        message = explain(
+            f"{call}: y looks like probabilities, and is read as logits.",
+            expected="logits, as the model returns them",
+            got="values from 0 to 1 that sum to 1 for each example",
+            hint="give y.log(), whose softmax is y; a warnings filter hides this.",
+        )
+        warnings.warn(message, stacklevel=4)
 
 
 # Any: a tensor, or a list or array of its values.

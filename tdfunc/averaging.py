@@ -183,7 +183,7 @@ class SWAG:
         def draw(i: Tensor) -> Any:
             own = random.fold_in(key, i)
             z = random.normal(random.fold_in(own, 0), (*size, self.rank), dtype=torch.float64)
-            z = z / kept.unsqueeze(-1).sqrt()
+            z = z / kept.double().unsqueeze(-1).sqrt()
             leaves: list[Tensor] = []
             for place, (x, s) in enumerate(zip(means, spread, strict=True)):
                 noise = s * random.normal(random.fold_in(own, place + 1), tuple(x.shape), dtype=x.dtype)

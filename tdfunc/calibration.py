@@ -11,7 +11,17 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import Numbers, as_tensor, check_labels, check_outputs, log_mixture, member_weights, widen
+from tdfunc._mixture import (
+    Numbers,
+    as_real,
+    as_tensor,
+    check_labels,
+    check_outputs,
+    log_mixture,
+    member_weights,
+    warn_probabilities,
+    widen,
+)
 from tdfunc.core.errors import LeafMismatchError, check_choice, error
 from tdfunc.core.surface import surface
 
@@ -48,6 +58,7 @@ def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
     """
     y = as_tensor(y)
     t = check_labels("fit_temperature", y, as_tensor(t, y.device), y.shape[-2:-1])
+    warn_probabilities("fit_temperature", y)
     wide = widen(y.detach())
     # A class that cannot be has no part in the expectation; the labels' logits must be finite.
     wide = wide - wide.amax(-1, keepdim=True)
@@ -87,6 +98,7 @@ def ensemble_logits(y: Numbers, *, weights: Numbers | None = None) -> Tensor:
     """
     y = as_tensor(y)
     check_outputs("ensemble_logits", y, 2)
+    warn_probabilities("ensemble_logits", y)
     return log_mixture(widen(y).log_softmax(-1), member_weights(y, weights))
 
 
@@ -140,7 +152,8 @@ def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
     alpha = float(alpha)
     if not 0.0 < alpha < 1.0:
         raise error(ValueError, "conformal_threshold: alpha must be between 0 and 1.", got=alpha)
-    scores = as_tensor(scores)
+    # An infinite threshold is no integer.
+    scores = as_real(as_tensor(scores))
     count = scores.shape[-1]
     # Rounded, since (10 + 1) * (1 - 0.2) is a little more than 8.8, and so may be what should be whole.
     place = math.ceil(round((count + 1) * (1 - alpha), 9))
@@ -196,7 +209,8 @@ def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -
             got=f"values of shape {list(t.shape)}"
             + ("" if scale is None else f", scales of shape {list(scale.shape)}"),
         )
-    return (y - t).abs() if scale is None else (y - t).abs() / scale
+    distance = (as_real(y) - as_real(t)).abs()
+    return distance if scale is None else distance / as_real(scale)
 
 
 def regression_intervals(
@@ -210,23 +224,27 @@ def regression_intervals(
         scale: The scale of `regression_scores`, if it was given there.
 
     Shapes:
-        `y`, the lower and the upper bounds are (*E, N); a threshold of shape (*E) is one for each member.
+        `y`, the lower and the upper bounds are (*E, N); a threshold of shape (*E) is one for each member. The bounds
+        of integers are float64.
 
     Examples:
         >>> threshold = conformal_threshold(regression_scores(torch.zeros(9), torch.arange(9.0)), 0.2)
         >>> regression_intervals(torch.tensor([3.0, 5.0]), threshold)
         (tensor([-4., -2.]), tensor([10., 12.]))
     """
-    y = as_tensor(y)
+    y = as_real(as_tensor(y))
     is_number = isinstance(threshold, float | int)
-    width = torch.tensor(threshold, dtype=y.dtype) if is_number else as_tensor(threshold)
-    width = width.to(y.device, y.dtype).unsqueeze(-1)
-    width = width if scale is None else width * as_tensor(scale, y.device)
+    width = torch.tensor(threshold, dtype=y.dtype) if is_number else as_real(as_tensor(threshold))
+    width = width.to(y.device).unsqueeze(-1)
+    if scale is not None:
+        width = width * as_real(as_tensor(scale, y.device))
     return y - width, y + width
 
 
 def _class_scores(p: Tensor, method: Method) -> Tensor:
     check_choice("conformal: method", method, get_args(Method))
+    # In 16 bits 1 - p has a few values near 0, and sums lose small probabilities.
+    p = widen(p)
     if method == "lac":
         return 1 - p
     ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)

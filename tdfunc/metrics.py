@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import Numbers, as_tensor, check_outputs, log_mixture, member_weights, predicted, widen
+from tdfunc._mixture import (
+    Numbers,
+    as_tensor,
+    check_outputs,
+    log_mixture,
+    member_weights,
+    predicted,
+    warn_probabilities,
+    widen,
+)
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, as_count, check_choice
 from tdfunc.core.surface import surface
@@ -90,6 +99,8 @@ def uncertainty(
             expected="shape (E, ..., 2)",
             got=list(y.shape),
         )
+    if kind == "classification":
+        warn_probabilities("uncertainty", y)
     y = widen(y)
     w = member_weights(y, weights)
     if kind == "classification":
@@ -108,7 +119,10 @@ def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
     log_q = y.log_softmax(-1)
     log_p = log_mixture(log_q, w)
     q, p = log_q.exp(), log_p.exp()
-    votes = _average(w, (y.argmax(-1, keepdim=True) == torch.arange(y.shape[-1], device=y.device)).to(y.dtype))
+    is_vote = y.argmax(-1, keepdim=True) == torch.arange(y.shape[-1], device=y.device)
+    votes = _average(w, is_vote.to(y.dtype))
+    # Sums of weights: 1 - votes would lose the digits of small weights.
+    others = _average(w, (~is_vote).to(y.dtype))
     # A vote cannot be nan, an output can.
     broken = 0 * p.sum(-1)
     return _tree(
@@ -118,8 +132,8 @@ def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
             "entropy": -_expected(p, log_p),
             "expected_entropy": -_average(w, _expected(q, log_q)),
             "mutual_information": _average(w, _divergence(log_q, log_p, w)) + broken,
-            "variation_ratio": (1 - votes.amax(-1)).clamp(min=0) + broken,
-            "disagreement": (1 - votes.square().sum(-1)).clamp(min=0) + broken,
+            "variation_ratio": others.amin(-1) + broken,
+            "disagreement": (votes * others).sum(-1) + broken,
         },
         y.shape[1:-1],
     )
@@ -333,13 +347,14 @@ def risk_coverage(doubt: Numbers, loss: Numbers) -> Tensor:
     doubt, loss = _pairs("risk_coverage", doubt, loss, bools=False)
     order = doubt.argsort(dim=-1, stable=True)
     ordered = doubt.gather(-1, order).contiguous()
-    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-    risk = loss.expand(order.shape).gather(-1, order)
+    loss = widen(loss)
+    # Ties are differences of sums, which lose in float32 what is small beside the sum before it.
+    risk = loss.expand(order.shape).gather(-1, order).to(torch.float64)
     # The mean over ties makes the curve independent of the order in which they came.
     first, last = (torch.searchsorted(ordered, ordered, right=right) for right in (False, True))
     sums = torch.nn.functional.pad(risk.cumsum(-1), (1, 0))
     shared = (sums.gather(-1, last) - sums.gather(-1, first)) / (last - first)
-    return shared.cumsum(-1) / torch.arange(1, risk.shape[-1] + 1, device=risk.device)
+    return (shared.cumsum(-1) / torch.arange(1, risk.shape[-1] + 1, device=risk.device)).to(loss.dtype)
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------

@@ -205,11 +205,12 @@ def test_a_score_of_nan_is_the_worst(alpha):
 
 
 P = torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25], [0.1, 0.1, 0.8]], dtype=torch.float64)
+Y = P.log()
 T, V = torch.tensor([0, 1, 2]), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
 SCORES = metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece
 CALLS = {
-    "fit_temperature": (cal.fit_temperature, (P, T)),
-    "ensemble_logits": (lambda y, w: cal.ensemble_logits(y, weights=w), (P, V)),
+    "fit_temperature": (cal.fit_temperature, (Y, T)),
+    "ensemble_logits": (lambda y, w: cal.ensemble_logits(y, weights=w), (Y, V)),
     "conformal_scores": (cal.conformal_scores, (P, T)),
     "conformal_threshold": (lambda scores: cal.conformal_threshold(scores, 0.5), (V,)),
     "conformal_sets": (cal.conformal_sets, (P[:, None], V)),
@@ -217,8 +218,8 @@ CALLS = {
     "regression_intervals": (lambda y, w, s: torch.stack(cal.regression_intervals(y, w, scale=s)), (P, V, V)),
     "auroc": (metrics.auroc, (V, T > 0)),
     "risk_coverage": (metrics.risk_coverage, (P, V)),
-    "scores": (lambda y, t, w: torch.stack([f(y, t, weights=w) for f in SCORES]), (P.expand(3, 3, 3), T, V)),
-    "uncertainty": (lambda y, w: metrics.uncertainty(y, "classification", weights=w)["entropy"], (P, V.ceil().long())),
+    "scores": (lambda y, t, w: torch.stack([f(y, t, weights=w) for f in SCORES]), (Y.expand(3, 3, 3), T, V)),
+    "uncertainty": (lambda y, w: metrics.uncertainty(y, "classification", weights=w)["entropy"], (Y, V.ceil().long())),
 }
 
 

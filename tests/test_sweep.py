@@ -290,3 +290,41 @@ def test_rungs_come_back_with_all_members(change):
 
     with pytest.raises(tdf.BatchSizeError, match="successive_halving: train returned another number of members"):
         sweep.successive_halving(run, lambda r, _: (change(r), r["w"]), rungs=2)
+
+
+@pytest.fixture
+def blocks(tmp_path):
+    """Return a function that trains members of a network of linear layers in blocks, from seeds to parameters."""
+    make = lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))  # noqa: E731
+    apply, _, _ = tdf.functional(make())
+    x = random.normal(random.key(1), (64, 3))
+    y = x.sum(1, keepdim=True).sin()
+    members = tdf.init_ensemble(make, 4, key=0)
+
+    def loss(params):
+        return (apply(params, x) - y).square().mean()
+
+    def train(run, rung):
+        params = run["params"]
+        for _ in range(10):
+            params = params - torch.vmap(tdf.grad(loss))(params) * 0.1
+        return run.update({"params": params}), torch.vmap(loss)(params)
+
+    def run(chosen, block):
+        start = tdf.TensorDict({"params": members[chosen]}, [len(range(4)[chosen])])
+        folder = tmp_path / f"{chosen.start} {chosen.stop} {block}"
+        return sweep.train_blocks(start, train, rungs=2, folder=folder, block=block)[0]["params"]
+
+    return run
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_members_of_blocks_of_any_size_are_alike_up_to_rounding(block, blocks):
+    """Kernels of batched products depend on the number of members, those of linear layers as well."""
+    assert_trees_equal(blocks(slice(0, 4), block), blocks(slice(0, 4), 4), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_blocks_of_the_same_members_give_the_same_bits(first, blocks):
+    """A block knows nothing of the other ones."""
+    assert_trees_equal(blocks(slice(0, 4), 2)[first : first + 2], blocks(slice(first, first + 2), 2))

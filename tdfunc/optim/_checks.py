@@ -1,6 +1,7 @@
 """Checks of a step's arguments: leaves, gradients, state, and hyperparameters."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.context import has_values, is_compiling
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error, explain
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip_trees
-from tdfunc.optim._lists import Coefficient, Leaves
+from tdfunc.optim._lists import LOW_PRECISION, Coefficient, Leaves, wide_dtype
 
 
 # Any: the check is for values of other types.
@@ -58,6 +59,19 @@ def list_trainable(name: str, params: TensorCollection) -> Leaves:
     return leaves
 
 
+def warn_narrow(name: str, leaves: Leaves) -> None:
+    """Warn if a rule is to step parameters of 16 bits, whose rounding loses small steps."""
+    low = next((leaf.dtype for leaf in leaves if leaf.dtype in LOW_PRECISION), None)
+    if low is not None and not is_compiling():
+        message = explain(
+            f"{name}: rounding parameters to 16 bits loses the steps that are small beside them.",
+            expected="parameters of float32, or an optimizer inside masters",
+            got=low,
+            hint=f"tdfunc.optim.masters({name}(...)) keeps what rounding cuts off; a warnings filter hides this.",
+        )
+        warnings.warn(message, stacklevel=3)
+
+
 def check_keys(name: str, what: str, params: TensorCollection, other: Any) -> None:
     """Raise unless `other` is a tree with the keys and ties of params."""
     check_tree(f"{name}.update", f"the {what}", other)
@@ -80,10 +94,12 @@ def list_matching(
     *,
     layout: torch.layout | None = None,
     shapes: Sequence[torch.Size] | None = None,
+    is_wide: bool = False,
 ) -> Leaves:
     """Return the leaves of `other`, which must be a tree with the keys, ties, shapes and dtypes of params.
 
-    Shapes, and the layout of all leaves, may be given where they are others.
+    Shapes, and the layout of all leaves, may be given where they are others. With `is_wide`, leaves may also have the
+    dtype in which a state keeps them.
     """
     check_keys(name, what, params, other)
     values = list_leaves(other)
@@ -96,12 +112,16 @@ def list_matching(
             hint="put the arguments in this order.",
         )
     for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
-        shape, kind = leaf.shape if shapes is None else shapes[i], leaf.layout if layout is None else layout
-        if value.shape != shape or value.dtype != leaf.dtype or value.layout is not kind:
+        shape = leaf.shape if shapes is None else shapes[i]
+        kind = leaf.layout if layout is None else layout
+        dtype = leaf.dtype
+        if is_wide and value.dtype != dtype:
+            dtype = wide_dtype(leaf)
+        if value.shape != shape or value.dtype != dtype or value.layout is not kind:
             dense = "grads.apply(lambda g: g.to_dense())" if layout is None else "adam takes dense gradients."
             raise LeafMismatchError(
                 f"{name}.update: the {what} of {path_of(params, i)!r} must fit its parameter.",
-                expected=f"shape {list(shape)}, {leaf.dtype}, {kind}",
+                expected=f"shape {list(shape)}, {dtype}, {kind}",
                 got=f"shape {list(value.shape)}, {value.dtype}, {value.layout}",
                 hint=dense if value.layout is not kind else None,
             )

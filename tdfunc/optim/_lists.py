@@ -15,6 +15,9 @@ from tdfunc.ops.edits.at import as_leaf
 # A number, or a float64 tensor over the leading dimensions of the leaves.
 Coefficient: TypeAlias = float | Tensor
 Leaves: TypeAlias = list[Tensor]
+# Their numbers are computed in float32, and so is what a state keeps of them: a factor such as 0.999 rounds to 1 in
+# bfloat16, so that a running average would never decay.
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Lists:
@@ -92,6 +95,21 @@ def rounded(value: Coefficient) -> Coefficient:
     if isinstance(value, Tensor):
         return value.to(scalar_dtype()).double()
     return torch.tensor(value, dtype=scalar_dtype()).item()
+
+
+def wide_dtype(leaf: Tensor) -> torch.dtype:
+    """Return the dtype in which a state keeps numbers of this leaf."""
+    return torch.float32 if leaf.dtype in LOW_PRECISION else leaf.dtype
+
+
+def widen(leaves: Leaves) -> Leaves:
+    """Return 16-bit leaves as float32."""
+    return [leaf.float() if leaf.dtype in LOW_PRECISION else leaf for leaf in leaves]
+
+
+def restore(leaves: Leaves, like: Leaves) -> Leaves:
+    """Return leaves in the dtypes of others."""
+    return [leaf.to(old.dtype) for leaf, old in zip(leaves, like, strict=True)]
 
 
 def spread(value: Tensor, leaves: Leaves, *, dtype: torch.dtype | None = None) -> Leaves:

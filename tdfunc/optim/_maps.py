@@ -171,7 +171,9 @@ def _unit_norm(leaf: Tensor, size: int) -> Tensor:
     inner = leaf.dim() - size
     dims = list(range(size if inner < 2 else size + 1, leaf.dim()))
     # A list of no dimensions would mean all of them.
-    return torch.linalg.vector_norm(leaf, dim=dims, keepdim=True, dtype=_wide(leaf)) if dims else leaf.abs()
+    if not dims:
+        return leaf.to(_wide(leaf)).abs()
+    return torch.linalg.vector_norm(leaf, dim=dims, keepdim=True, dtype=_wide(leaf))
 
 
 def add_decayed_weights(weight_decay: float, where: "FilterLike | None" = None) -> GradientMap:

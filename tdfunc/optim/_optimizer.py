@@ -26,8 +26,9 @@ from tdfunc.optim._checks import (
     check_step,
     list_matching,
     list_trainable,
+    warn_narrow,
 )
-from tdfunc.optim._lists import Leaves, scalar_dtype, spread
+from tdfunc.optim._lists import Leaves, scalar_dtype, spread, wide_dtype, widen
 from tdfunc.optim._run import Rule, Run, read_values
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class Optimizer(AbstractOptimizer):
     - a function from the number of steps done so far (an integer tensor) to a float or tensor, of no dimensions or of
       the batch size of the parameters.
 
+    What the state keeps of 16-bit parameters is of float32. Their own rounding loses small steps, so that `init` warns;
+    `masters` keeps them.
+
     Tensors are differentiated through `init` and `update` if they require grad, and inside `torch.func.grad`.
 
     Args:
@@ -68,6 +72,7 @@ class Optimizer(AbstractOptimizer):
         """Return the state before the first step; see `AbstractOptimizer.init`."""
         rule, leaves, size = self.rule, list_trainable(self.rule.name, params), params._batch_size
         check_dense(f"{rule.name}.init", params)
+        warn_narrow(rule.name, leaves)
         if rule.check is not None:
             rule.check(params, leaves)
         device = leaves[0].device if leaves else None
@@ -84,21 +89,25 @@ class Optimizer(AbstractOptimizer):
 
     def _start(self, slot: str, leaves: Leaves, size: torch.Size, data: dict[str, Any]) -> Leaves:
         """Return the leaves of a slot before the first step."""
-        if self.rule.shape is not None:
-            return [leaf.new_zeros(self.rule.shape(slot, leaf.shape, len(size))) for leaf in leaves]
-        zeros = [torch.zeros_like(leaf) for leaf in leaves]
+        shape = self.rule.shape
+        if shape is not None:
+            return [leaf.new_zeros(shape(slot, leaf.shape, len(size)), dtype=wide_dtype(leaf)) for leaf in leaves]
+        zeros = [torch.zeros_like(leaf, dtype=wide_dtype(leaf)) for leaf in leaves]
         fill = self.rule.fill.get(slot)
         if fill is None:
             return zeros
         tensors = {key: data[key] for key in self._tensors()}
         value = read_values(self.rule.name, {fill: self.hyper[fill]}, data["step"], tensors, size)[fill]
-        rows = spread(value, leaves) if isinstance(value, Tensor) else [value] * len(leaves)
+        # In the dtype of the slot: a rate is not rounded to the 16 bits of its parameter.
+        rows = spread(value, zeros) if isinstance(value, Tensor) else [value] * len(leaves)
         return [zero + row for zero, row in zip(zeros, rows, strict=True)]
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
         rule, name = self.rule, self.rule.name
         leaves, size = list_trainable(name, params), params._batch_size
         tensors = self._tensors()
+        if rule.upgrade is not None:
+            state = rule.upgrade(state)
         check_state(name, state, {"step", *rule.slots, *rule.scalars, *tensors})
         step = state._data["step"]
         check_step(name, step, size)
@@ -123,9 +132,10 @@ class Optimizer(AbstractOptimizer):
         return rebuild(params, new), state._make(data, size, state._device, state._names, state._static)
 
     def _list_slot(self, slot: str, params: TensorCollection, leaves: Leaves, values: Any) -> Leaves:
+        """Return the leaves of a slot, in float32 at least; those of 16 bits come from an older version."""
         shape, dims = self.rule.shape, len(params._batch_size)
         shapes = None if shape is None else [shape(slot, leaf.shape, dims) for leaf in leaves]
-        return list_matching(self.rule.name, slot, params, leaves, values, shapes=shapes)
+        return widen(list_matching(self.rule.name, slot, params, leaves, values, shapes=shapes, is_wide=True))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self.hyper.items() if isinstance(value, Tensor)}

@@ -17,7 +17,7 @@ from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.memory import find_overlaps, is_read_only, repeats_itself, span_bytes
 from tdfunc.optim._base import How
 from tdfunc.optim._checks import check_scheduled
-from tdfunc.optim._lists import Coefficient, Leaves, Lists, spread
+from tdfunc.optim._lists import Coefficient, Leaves, Lists, restore, spread, widen
 from tdfunc.optim._replay import Apart, Replay, Short
 
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -28,7 +28,6 @@ _VIEW_ELEMENTS = 1500
 # Elements that the vectors of every processor divide: of what is left of a leaf, torch 2.13's fused CPU kernels round
 # otherwise than of the rest.
 _VECTOR = 16
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 Values: TypeAlias = dict[str, Coefficient]
 Slots: TypeAlias = dict[str, Leaves]
 
@@ -54,7 +53,7 @@ class Rule:
 
     Args:
         name: Its name in messages.
-        slots: The trees that it keeps in the state, of zeros shaped like the parameters.
+        slots: The trees that it keeps in the state, of zeros shaped like the parameters, in float32 at least.
         lists: A function that assigns the lists after the step to its `Work`.
         fused: A function that overwrites the tensors of its `Work`, or returns False. It is called only when all
             values are floats, all members have done as many steps, and the tensors are of float32 or float64, on one
@@ -66,6 +65,7 @@ class Rule:
         layout: The layout of gradients, if it differs from the layout of the parameters.
         check: A function that raises if the rule does not take such parameters.
         decoupled: True if weight decay shrinks the parameters.
+        upgrade: A function that returns the state of an older version as a state of this one.
     """
 
     name: str
@@ -78,6 +78,8 @@ class Rule:
     layout: torch.layout | None = None
     check: Callable[[TensorCollection, Leaves], None] | None = None
     decoupled: bool = False
+    # Any: a state that is not checked yet.
+    upgrade: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -439,19 +441,9 @@ def grads_of(params: Leaves, grads: Leaves | None = None) -> "torch.set_grad_ena
 
 
 def _promote(work: Work) -> Work:
-    """Compute in float32 where coefficients such as 0.999 would be rounded to 1."""
-    slots = {name: widen(slot) for name, slot in work.slots.items()}
-    return replace(work, params=widen(work.params), grads=widen(work.grads), slots=slots)
-
-
-def widen(leaves: Leaves) -> Leaves:
-    """Return 16-bit leaves as float32."""
-    return [leaf.float() if leaf.dtype in LOW_PRECISION else leaf for leaf in leaves]
-
-
-def restore(leaves: Leaves, like: Leaves) -> Leaves:
-    """Return leaves in the dtypes of others."""
-    return [leaf.to(old.dtype) for leaf, old in zip(leaves, like, strict=True)]
+    """Compute in float32 where coefficients such as 0.999 would be rounded to 1; the slots are wide already."""
+    # A rule assigns the slots; the caller still has the old ones.
+    return replace(work, params=widen(work.params), grads=widen(work.grads), slots=dict(work.slots))
 
 
 def select_members(active: Tensor, new: Leaves, old: Leaves) -> Leaves:

@@ -8,6 +8,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.optim._checks import check_dense, check_hyper, check_tree
+from tdfunc.optim._lists import widen
 from tdfunc.optim._maps import member_norm
 
 
@@ -76,10 +77,15 @@ def _ascend(params: TensorCollection, grads: TensorCollection, rho: float, adapt
     """Return the parameters a step up along the gradients."""
     check_dense("sam", grads)
     leaves = dict(zip(list_paths(params), list_leaves(params), strict=True))
-    paths, slopes, dims = list_paths(grads), list_leaves(grads), len(grads._batch_size)
-    sizes = [leaves[path].abs() if adaptive else 1.0 for path in paths]
+    paths = list_paths(grads)
+    dims = len(grads._batch_size)
+    # In 16 bits squared sizes and the inverse of a small norm would overflow.
+    slopes = widen(list_leaves(grads))
+    starts = widen([leaves[path] for path in paths])
+    sizes = [start.abs() if adaptive else 1.0 for start in starts]
     norm = member_norm([slope * size for slope, size in zip(slopes, sizes, strict=True)], dims)
-    for path, slope, size in zip(paths, slopes, sizes, strict=True):
+    for path, start, slope, size in zip(paths, starts, slopes, sizes, strict=True):
         scale = (rho / (norm + 1e-12)).reshape((*norm.shape, *[1] * (slope.dim() - dims)))
-        leaves[path] = leaves[path] + slope * size**2 * scale.to(slope.dtype)
+        moved = start + slope * size**2 * scale.to(slope.dtype)
+        leaves[path] = moved.to(leaves[path].dtype)
     return rebuild(params, list(leaves.values()))

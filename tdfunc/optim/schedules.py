@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
@@ -224,13 +225,14 @@ class ReduceOnPlateau:
     Args:
         factor: The factor of the scale at a reduction.
         patience: The number of updates without an improvement that are allowed.
-        threshold: The smallest change that counts as an improvement, as a share of the best metric.
+        threshold: The smallest change that counts as an improvement, as a share of the size of the best metric.
         cooldown: The number of updates after a reduction that are not counted.
         min_scale: The smallest scale.
         mode: `min` if small metrics are good, `max` if large ones are.
 
     Source:
-        `torch.optim.lr_scheduler.ReduceLROnPlateau`, with `threshold_mode="rel"`.
+        `torch.optim.lr_scheduler.ReduceLROnPlateau`, with `threshold_mode="rel"`; below zero its margin
+        points the other way.
 
     Examples:
         >>> plateau = ReduceOnPlateau(factor=0.5, patience=0)
@@ -273,12 +275,12 @@ class ReduceOnPlateau:
         }
         return TensorCollection._open._make(data, size, None, None)
 
-    def update(self, metric: Tensor, state: T) -> T:
+    def update(self, metric: Tensor | float | NDArray[Any], state: T) -> T:
         """Return the state after a metric, of the state's batch size; a nan is not an improvement."""
         data: Any = state._data
-        best, metric = data["best"], metric.detach().to(data["best"].dtype)
-        # inf * 0.9999 is inf: the first metric improves on it.
-        bound = best * (1 - self.threshold if self.mode == "min" else 1 + self.threshold)
+        best = data["best"]
+        metric = torch.as_tensor(metric, device=best.device).detach().to(best.dtype)
+        bound = self._bound(best)
         better = metric < bound if self.mode == "min" else metric > bound
         cooling = data["cooldown"] > 0
         waited = torch.where(better | cooling, 0, data["waited"] + 1)
@@ -291,6 +293,14 @@ class ReduceOnPlateau:
             "cooldown": torch.where(reduce, self.cooldown, (data["cooldown"] - 1).clamp(min=0)),
         }
         return state._replace({**data, **new})
+
+    def _bound(self, best: Tensor) -> Tensor:
+        """Return the number that an improvement must pass: better than the best by a share of its size."""
+        toward_zero = best * (1 - self.threshold)
+        away = best * (1 + self.threshold)
+        is_toward_zero = best > 0 if self.mode == "min" else best < 0
+        # The first metric is better than an infinite one, whatever the share.
+        return torch.where(best.isinf(), best, torch.where(is_toward_zero, toward_zero, away))
 
 
 def _real(step: Tensor) -> Tensor:

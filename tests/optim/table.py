@@ -118,6 +118,8 @@ FUSED = (TORCH.SGD, TORCH.Adam, TORCH.AdamW, TORCH.Adagrad)
 PATHS = [("block", "bias"), ("block", "weight"), ("out",), ("one",)]
 # A row of each rule with many options; the others take their time.
 FAST = [*{make: name for name, (make, *_) in RULES.items()}.values(), "momentum", "nesterov", "adam", "adafactor"]
+# Of parameters that are meant to be rounded at each step.
+rounds_steps = pytest.mark.filterwarnings("ignore:.*rounding parameters to 16 bits")
 each_rule = pytest.mark.parametrize("name", quick(RULES, *FAST))
 each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 each_optimizer = pytest.mark.parametrize("name", quick([*RULES, *WRAPPERS], *FAST, *WRAPPERS))

@@ -21,6 +21,7 @@ from tests.optim.table import (
     each_rule,
     make_optimizer,
     random_tree,
+    rounds_steps,
     train,
     train_torch,
 )
@@ -124,6 +125,7 @@ WIDTHS = [1, 4, 5, 8, 15, 16, 33, 64]
 
 
 # Muon takes matrices only, and computes in bfloat16.
+@rounds_steps
 @pytest.mark.parametrize("name", quick([name for name in RULES if not name.startswith("muon")], *FAST))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -144,3 +145,48 @@ def test_reduce_on_plateau_is_that_of_torch(metrics, patience, cooldown, thresho
         assert state["scale"][0].item() == pytest.approx(opt.param_groups[0]["lr"])
     usual = vars(lr_scheduler.ReduceLROnPlateau(opt))
     assert all(usual.get(name, value) == value for name, value in vars(schedules.ReduceOnPlateau()).items())
+
+
+def plateau_by_hand(metrics, *, patience, threshold, mode):
+    """Return the scale after metrics: an improvement is better than the best by a share of the size of the best."""
+    best, waited, scale = None, 0, 1.0
+    for metric in metrics:
+        gain = None if best is None else (best - metric) * (1 if mode == "min" else -1)
+        if gain is None or gain > threshold * abs(best):
+            best, waited = metric, 0
+        else:
+            waited += 1
+        if waited > patience:
+            scale, waited = scale / 2, 0
+    return scale
+
+
+@given(
+    # Apart by far more than a rounding.
+    metrics=st.lists(st.integers(-64, 64).map(lambda n: n / 8), min_size=1, max_size=25),
+    patience=st.integers(0, 3),
+    threshold=st.sampled_from([0.0, 1e-4, 0.01, 1.0, 1.5]),
+    mode=st.sampled_from(["min", "max"]),
+)
+def test_a_plateau_is_found_whatever_the_sign(metrics, patience, threshold, mode):
+    """A margin relative to the best metric has its size, also below zero, at zero, and where it is all of the best."""
+    plateau = schedules.ReduceOnPlateau(0.5, patience, threshold=threshold, mode=mode)
+    state = plateau.init()
+
+    for metric in metrics:
+        state = plateau.update(torch.tensor(metric), state)
+
+    expected = plateau_by_hand(metrics, patience=patience, threshold=threshold, mode=mode)
+    assert state["scale"].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64, np.array, torch.tensor])
+def test_a_plateau_takes_any_number(kind):
+    """A metric is a float, a scalar or array of numpy, or a tensor."""
+    plateau = schedules.ReduceOnPlateau(0.5, 0)
+    state = plateau.init()
+
+    for metric in (1.0, 0.5, 0.75):
+        state = plateau.update(kind(metric), state)
+
+    assert (state["best"].item(), state["scale"].item()) == (0.5, 0.5)

@@ -18,6 +18,7 @@ from tests.optim.table import (
     each_rule,
     make_optimizer,
     random_tree,
+    rounds_steps,
     train,
     train_torch,
 )
@@ -29,7 +30,8 @@ LOOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 def is_exact(name):
     """Whether a step of one tree does what torch's does, operation by operation."""
-    return not name.startswith(("adafactor", "lion"))
+    # torch computes a variance as a difference.
+    return not name.startswith(("adafactor", "lion", "rmsprop centered"))
 
 
 def tolerance(name):
@@ -85,6 +87,7 @@ def test_members_are_those_of_torch(name, steps, generator):
             assert_leaves(trained[i], alone, **tolerance(name))
 
 
+@rounds_steps
 @each_optimizer
 def test_a_saved_run_continues_to_the_last_bit(name, generator, tmp_path):
     """A run of leaves of 16 and 32 bits that is saved, loaded and continued is the run that was not interrupted."""
@@ -217,23 +220,6 @@ def test_a_nan_stays_in_its_member(name, generator):
     alone, _ = train_torch(cls, options, params[1], [broken[1], grads[1]], fused=False)
     for path in PATHS:
         torch.testing.assert_close(trained[1][path], alone[path], equal_nan=True, rtol=1e-5, atol=1e-5)
-
-
-@each_rule
-@pytest.mark.parametrize(("dtype", "wrap"), [(torch.bfloat16, tdf.jit), (torch.float16, lambda f: f)])
-def test_16_bits_are_computed_in_32(name, dtype, wrap, generator):
-    """A step of 16-bit leaves is that of float32, rounded."""
-    make, _, options = RULES[name]
-    params, grads = [random_tree(generator, name=name).to(dtype) for _ in range(2)]
-    opt = make(**options)
-
-    trained, state = wrap(opt.update)(params, grads, opt.init(params))
-
-    start = opt.init(params)
-    wide = start.update({slot: start[slot].float() for slot in opt.rule.slots})
-    expected, _ = opt.update(params.float(), grads.float(), wide)
-    assert_trees_equal(trained, expected.to(dtype))
-    assert all(leaf.dtype is dtype for slot in opt.rule.slots for leaf in state[slot].leaves())
 
 
 def test_muon_of_stacks_of_stacks(generator):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tdfunc as tdf
 from tdfunc import TensorDict, optim
 from tests.helpers import assert_trees_equal
-from tests.optim.table import WRAPPERS, each_wrapper, random_tree, train
+from tests.optim.table import WRAPPERS, each_wrapper, random_tree, rounds_steps, train
 
 START = TensorDict(
     {
@@ -150,6 +150,7 @@ def test_added_decay_is_that_of_the_rule(generator):
     assert_trees_equal(found, train(other.update, other.init(params), params, grads)[0], rtol=1e-6, atol=1e-6)
 
 
+@rounds_steps
 @each_wrapper
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_members_jit_and_vmap_equal_the_loop(name, dtype, generator):
@@ -251,6 +252,7 @@ def test_inactive_members_are_no_steps_of_finite_gradients():
     assert new["w"].tolist() == [-1.0, 0.0, 0.0]
 
 
+@rounds_steps
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_are_a_run_in_float32(dtype, generator):
     """Their float32 parameters are those of a run in float32 by the same gradients, to the last bit."""
@@ -266,6 +268,7 @@ def test_masters_are_a_run_in_float32(dtype, generator):
     assert not torch.equal(train(wide.update, wide.init(start), start, grads)[0]["out"], trained["out"])
 
 
+@rounds_steps
 def test_masters_of_mixed_leaves(generator):
     """Leaves of 32 and 64 bits are trained as without masters; ties stay; a change in between is kept."""
     shared = torch.randn(4, generator=generator).to(torch.bfloat16)

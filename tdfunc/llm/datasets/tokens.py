@@ -24,7 +24,7 @@ from tdfunc.core.errors import CorruptCheckpointError, as_count, error
 from tdfunc.llm.datasets.prompts import prompt_rows
 from tdfunc.llm.datasets.sources import Records
 from tdfunc.llm.encoding.chat import chat_rows, check_masks
-from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree, unmask_first
 from tdfunc.llm.encoding.text import text_rows, tokenizer_digest
 from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.message import read_message
@@ -107,7 +107,7 @@ class TokenDataset:
         places = self._places(rows)
 
         def one(column: TensorDict) -> TensorDict:
-            return layout.pad([layout.cut(_row_at(column, at)) for at in places], self.pad_id)
+            return layout.pad([unmask_first(layout.cut(_row_at(column, at))) for at in places], self.pad_id)
 
         return self._by_column(one, [len(places)])
 

@@ -95,6 +95,18 @@ class Layout:
         return TensorDict({**made, "attention_mask": real}, [len(rows)])
 
 
+def unmask_first(row: EncodedRow) -> EncodedRow:
+    """Return a row whose masks are False at its first token: nothing predicts it, so that it cannot be trained."""
+    masks = [name for name in row if name != "input_ids"]
+    if not any(bool(row[name][:1].any()) for name in masks):
+        return row
+    changed = dict(row)
+    for name in masks:
+        changed[name] = row[name].clone()
+        changed[name][:1] = False
+    return changed
+
+
 def pad_id_of(tokenizer: Any) -> int:
     """Return the padding id of a tokenizer, or any other id, since masks mark the pads."""
     return next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
@@ -102,7 +114,7 @@ def pad_id_of(tokenizer: Any) -> int:
 
 def row_tree(row: EncodedRow) -> TensorDict:
     """Return one row as a tree without a batch."""
-    return TensorDict({**row, "attention_mask": torch.ones(len(row["input_ids"]), dtype=torch.bool)})
+    return TensorDict({**unmask_first(row), "attention_mask": torch.ones(len(row["input_ids"]), dtype=torch.bool)})
 
 
 def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int, *, ragged: bool = False) -> Any:
@@ -115,6 +127,7 @@ def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int
         pad_id: The id at pads.
         ragged: Allow lists of different lengths in `nested`: the tree is a lazy stack even with padding.
     """
+    rows = [unmask_first(row) for row in rows]
     padded = layout.pad(rows, pad_id) if layout.pads else None
     if padded is not None and not ragged:
         return padded.reshape(sizes_of(nested))

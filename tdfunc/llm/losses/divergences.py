@@ -5,9 +5,13 @@ In a loss only the gradient matters. The gradient of `k2` is unbiased, the gradi
 of `k1` is zero on average.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 from tdfunc._mixture import widen
+from tdfunc.llm.losses.streams import MAX_LOG_RATIO
 
 
 def k1(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -47,6 +51,8 @@ def k2(log_p: Tensor, log_q: Tensor) -> Tensor:
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return q / p - 1 - log(q / p), which is unbiased and never negative; it is large where p is far below q.
 
+    Where log(q / p) is above 20, the ratio grows along a straight line, so that it and its gradient stay finite.
+
     Args:
         log_p: The log-probs of tokens under the distribution that they were sampled from.
         log_q: The log-probs under the other distribution.
@@ -59,4 +65,11 @@ def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
         tensor([0.1065, 0.7183])
     """
     gap = widen(log_q) - widen(log_p)
-    return gap.expm1() - gap
+    bounded = gap.clamp(max=MAX_LOG_RATIO)
+    beyond = (gap - MAX_LOG_RATIO).relu()
+    far = bounded.expm1() - bounded + math.expm1(MAX_LOG_RATIO) * beyond
+    # exp(d) - 1 - d of a small d cancels, and its derivative as well: there it is its Taylor series.
+    is_near = gap.abs() < 0.03
+    d = torch.where(is_near, gap, 0)
+    series = 1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d * (1 / 720 + d / 5040))))
+    return torch.where(is_near, d.square() * series, far)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
+from tdfunc._mixture import widen
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import check_choice, error
 from tdfunc.llm.losses.divergences import k1, k2, k3
 from tdfunc.llm.losses.output import Loss
-from tdfunc.llm.losses.streams import Level, Normalize, clean, effective_share, log_ratio, mean, spread
+from tdfunc.llm.losses.streams import MAX_LOG_RATIO, Level, Normalize, clean, effective_share, log_ratio, mean, spread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -114,7 +115,8 @@ def policy_gradient(
     new = clean("policy_gradient: log_probs", log_probs, mask)
     old = new if old_log_probs is None else clean("policy_gradient: old_log_probs", old_log_probs, mask)
     gain = spread("policy_gradient: advantages", advantages, mask).detach()
-    share = log_ratio(new, old.detach(), mask, ratio).exp()
+    log_share = log_ratio(new, old.detach(), mask, ratio)
+    share = log_share.exp()
     limited = share if clip is None else share.clamp(min=1 - clip[0]).clamp(max=1 + clip[1])
     if surrogate == "weighted":
         value = limited.detach() * gain * new
@@ -129,9 +131,14 @@ def policy_gradient(
     # Any: tensors and trees of these.
     metrics: dict[str, Any] = {"policy_loss": policy_loss.detach()}
     if ref_log_probs is not None:
-        divergence = ESTIMATORS[kl](new, clean("policy_gradient: ref_log_probs", ref_log_probs, mask).detach())
+        ref = clean("policy_gradient: ref_log_probs", ref_log_probs, mask).detach()
+        divergence = ESTIMATORS[kl](new, ref)
         metrics["kl"] = mean(divergence.detach(), mask)
-        loss = loss + kl_coef * mean(divergence * share if kl_weighted else divergence, mask, normalize)
+        if kl_weighted and kl == "k3" and ratio == "token":
+            divergence = _weigh_k3(new, ref, log_share)
+        elif kl_weighted:
+            divergence = divergence * share
+        loss = loss + kl_coef * mean(divergence, mask, normalize)
     if entropy is not None:
         disorder = clean("policy_gradient: entropy", entropy, mask)
         metrics["entropy"] = mean(disorder.detach(), mask)
@@ -346,6 +353,20 @@ def reinforce_pp(
         Hu et al., "REINFORCE++" (2025).
     """
     return policy_gradient(log_probs, advantages, mask, old_log_probs, clip=clip, normalize=normalize, **options)
+
+
+def _weigh_k3(log_p: Tensor, log_q: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio) k3(log_p, log_q), for the ratio of p to a constant.
+
+    Its derivative by log p is -exp(log_ratio) log(q / p). The derivative of the product is the same as a difference of
+    two numbers of the size of q / p, in which nothing is left of it where q / p is large. There the product is written
+    as q over the constant, which does not depend on p, minus exp(log_ratio) (1 + log(q / p)).
+    """
+    gap = widen(log_q) - widen(log_p)
+    ratio = log_ratio.exp()
+    constant = (log_ratio + gap).detach().clamp(max=2 * MAX_LOG_RATIO).exp()
+    is_far = (gap > 1) & (log_ratio < MAX_LOG_RATIO)
+    return torch.where(is_far, constant - ratio * (1 + gap), ratio * k3(log_p, log_q))
 
 
 def _describe(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tdfunc._mixture import widen
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import error
 
@@ -146,5 +147,6 @@ class AdaptiveKLController:
 
 
 def _kl_state(coef: float | Tensor) -> TensorDict:
-    value = coef.detach() if isinstance(coef, Tensor) else torch.tensor(coef, dtype=torch.get_default_dtype())
+    # In 16 bits a factor near 1 would not change it.
+    value = widen(coef.detach()) if isinstance(coef, Tensor) else torch.tensor(coef, dtype=torch.get_default_dtype())
     return TensorDict({"kl_coef": value})

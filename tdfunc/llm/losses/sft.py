@@ -18,7 +18,8 @@ def sft(log_probs: Tensor, mask: Tensor, *, weights: Tensor | None = None, norma
 
     Args:
         log_probs: The log-prob of each token.
-        mask: True at the tokens to learn, such as `Masks.all_assistant_mask`.
+        mask: True at the tokens to learn, such as `Masks.all_assistant_mask` or `assistant_masks`. A row's first token
+            has no log-prob: `LogProbs.mask` leaves it out of other masks.
         weights: A factor for each token or row, a constant.
         normalize: "token" for the mean over the tokens of the batch, "sequence" for the mean of the rows' means, or a
             number that divides the sum, such as the number of tokens in all micro-batches of a step.

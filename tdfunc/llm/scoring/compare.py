@@ -67,7 +67,7 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
         {
             "ratio": chosen.abs().exp().mean(),
             "k1": -chosen.mean(),
-            "k3": (chosen.exp() - 1 - chosen).mean(),
+            "k3": (chosen.expm1() - chosen).mean(),
             "ess": weights.sum().square() / (weights.square().sum() * len(weights)),
             "largest": chosen.abs().max(),
             "worst": torch.stack(torch.unravel_index(order, gap.shape), -1),

@@ -13,7 +13,7 @@ from tdfunc.llm.conversations.exact import TokenTemplate, grown_ids
 from tdfunc.llm.conversations.history import History
 from tdfunc.llm.encoding.chat import chat_rows, check_masks
 from tdfunc.llm.encoding.encode import encode_texts
-from tdfunc.llm.encoding.padding import EncodedRow, Layout
+from tdfunc.llm.encoding.padding import EncodedRow, Layout, unmask_first
 from tdfunc.llm.encoding.text import added_around
 from tdfunc.llm.messages.columns import Conversation, conversations_in
 from tdfunc.llm.rows.batch import Row, TokenBatch, check_prompts, flat_list
@@ -171,4 +171,5 @@ class Reader:
 
 
 def _row(row: EncodedRow) -> Row:
+    row = unmask_first(row)
     return Row(row["input_ids"], assistant=row.get("assistant_masks"))

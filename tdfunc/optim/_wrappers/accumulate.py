@@ -10,7 +10,8 @@ from tdfunc.core.errors import as_count
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
-from tdfunc.optim._run import free_lists, grads_of, restore, select_members, widen
+from tdfunc.optim._lists import restore, widen
+from tdfunc.optim._run import free_lists, grads_of, select_members
 from tdfunc.optim._wrappers.parts import begin_step, make_state, select, step_some
 
 if TYPE_CHECKING:

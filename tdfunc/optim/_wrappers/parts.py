@@ -13,10 +13,12 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import repeats_itself
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.convert import join_nodes
+from tdfunc.ops.base.reading import entries
+from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_active, check_dense, check_state, list_matching, list_trainable
-from tdfunc.optim._lists import Leaves
-from tdfunc.optim._run import grads_of, lie_apart, takes_kernels
+from tdfunc.optim._lists import LOW_PRECISION, Leaves, restore, widen
+from tdfunc.optim._run import grads_of, lie_apart, select_members, takes_kernels
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -85,6 +87,35 @@ def copy_start(leaves: Leaves) -> Leaves:
 def select(mask: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
     """Return a tensor of one value for each member, new where the mask is True."""
     return new if mask is None else torch.where(mask, new, old)
+
+
+def make_rest(params: TensorCollection) -> TensorCollection:
+    """Return zeros for the 16-bit leaves: what their rounding cuts off, in float32."""
+    low = [entry for entry in entries(params) if entry.leaf.dtype in LOW_PRECISION]
+    # A tied leaf, under all of its names.
+    rest = keep_leaves(params, {path for entry in low for path in entry.paths})
+    return rebuild(rest, [torch.zeros_like(leaf) for leaf in widen(list_leaves(rest))])
+
+
+def add_rest(params: TensorCollection, leaves: Leaves, rest: TensorCollection) -> Leaves:
+    """Return the 16-bit leaves in float32, with what rounding has cut off, and the other leaves as they are."""
+    cut = dict(zip(list_paths(rest), list_leaves(rest), strict=True))
+    rows = zip(list_paths(params), leaves, strict=True)
+    return [leaf.float() + cut[path] if path in cut else leaf for path, leaf in rows]
+
+
+def split_rest(
+    full: Leaves, before: Leaves, rest: TensorCollection, active: Tensor | None
+) -> tuple[Leaves, TensorCollection]:
+    """Return new leaves in the dtypes of the parameters before the step, and what this rounding cuts off."""
+    short = restore(full, before)
+    # A number and its 16-bit rounding are so near that float32 holds their difference exactly.
+    cut = [x - y.float() for x, y in zip(full, short, strict=True) if y.dtype in LOW_PRECISION]
+    if active is not None:
+        # An inactive member's sums may be rounded.
+        cut = select_members(active, cut, list_leaves(rest))
+        short = select_members(active, short, before)
+    return short, rebuild(rest, cut)
 
 
 def rebuild_params(params: T, leaves: Leaves, before: Leaves) -> T:

@@ -9,12 +9,22 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.walk import list_leaves, rebuild
+from tdfunc.ops.edits import maps
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
-from tdfunc.optim._lists import Lists
+from tdfunc.optim._lists import LOW_PRECISION, Leaves, Lists, restore, widen
 from tdfunc.optim._optimizer import Optimizer
 from tdfunc.optim._run import grads_of, read_values, select_members
-from tdfunc.optim._wrappers.parts import begin_step, copy_start, make_state, rebuild_params, select
+from tdfunc.optim._wrappers.parts import (
+    add_rest,
+    begin_step,
+    copy_start,
+    make_rest,
+    make_state,
+    rebuild_params,
+    select,
+    split_rest,
+)
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -32,40 +42,70 @@ class ScheduleFree(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
-        leaves = copy_start(list_trainable("schedule_free", params))
-        z, device = rebuild(params, leaves), leaves[0].device if leaves else None
+        leaves = list_trainable("schedule_free", params)
+        with grads_of(leaves):
+            wide = widen(leaves)
+        z = rebuild(params, copy_start(wide))
+        device = leaves[0].device if leaves else None
         zeros = torch.zeros(params._batch_size, dtype=torch.float64, device=device)
-        data = {"z": z, "lr_max": zeros, "weight_sum": zeros.clone()}
-        return make_state("schedule_free", self.optimizer, params, data)
+        data: dict[str, Any] = {"z": z, "lr_max": zeros, "weight_sum": zeros.clone()}
+        if _has_low(leaves):
+            # The average is computed from the points: where they are rounded, it would be lost.
+            data["rest"] = make_rest(params)
+        return make_state("schedule_free", self.optimizer, rebuild(params, wide), data)
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
-        data, active = state._data, how.active
+        leaves = list_trainable("schedule_free", params)
         wanted = {"z", "lr_max", "weight_sum"}
-        leaves, _, how = begin_step("schedule_free", params, grads, state, wanted, how)
+        is_low = _has_low(leaves)
+        if is_low:
+            wanted.add("rest")
+            state = _upgrade(params, state)
+        _, given, how = begin_step("schedule_free", params, grads, state, wanted, how)
+        data = state._data
+        active = how.active
         largest = torch.maximum(data["lr_max"], self._rate(data["optimizer"]))
         weight = largest**self.lr_power
         total = data["weight_sum"] + weight
         # The share of this step in the average; without a learning rate so far there is none.
         share = torch.where(total > 0, weight / torch.where(total > 0, total, 1.0), 0.0)
         # The step of the rule is taken at the parameters, and added to z.
-        moved, inner = replace(how, donate=False).step(self.optimizer, params, grads, data["optimizer"])
-        old, after, lists = list_leaves(data["z"]), list_leaves(moved), Lists(inplace=False)
+        start: Any = params
+        slopes: Any = grads
+        if is_low:
+            with grads_of(leaves, given):
+                start = rebuild(params, add_rest(params, leaves, data["rest"]))
+                slopes = rebuild(grads, widen(given))
+        moved, inner = replace(how, donate=False).step(self.optimizer, start, slopes, data["optimizer"])
+        points = list_leaves(start)
+        old = list_leaves(data["z"])
+        after = list_leaves(moved)
+        lists = Lists(inplace=False)
+        entries: dict[str, Any] = {"lr_max": select(active, largest, data["lr_max"])}
+        entries["weight_sum"] = select(active, total, data["weight_sum"])
         with grads_of([*after, share]):
-            steps = lists.run("sub", after, leaves)
-            new = lists.add(lists.run("lerp", leaves, old, share), steps, 1 - self.beta * (1 - share))
+            steps = lists.run("sub", after, points)
+            new = lists.add(lists.run("lerp", points, old, share), steps, 1 - self.beta * (1 - share))
             z = lists.run("add", old, steps)
             if active is not None:
-                new, z = select_members(active, new, leaves), select_members(active, z, old)
-        entries = {"lr_max": select(active, largest, data["lr_max"])}
-        entries["weight_sum"] = select(active, total, data["weight_sum"])
+                new = select_members(active, new, points)
+                z = select_members(active, z, old)
+            if is_low:
+                new, entries["rest"] = split_rest(new, leaves, data["rest"], active)
         state = state._replace({**data, **entries, "optimizer": inner, "z": rebuild(data["z"], z)})
         return rebuild_params(params, new, leaves), state
 
     def eval_params(self, params: T, state: "TensorDict") -> T:
-        """Return the average."""
-        rows = zip(list_leaves(params), list_leaves(state._data["z"]), strict=True)
-        with grads_of(list_leaves(params)):
-            return rebuild(params, [leaf.lerp(z, 1 - 1 / self.beta) for leaf, z in rows])
+        """Return the average, in the dtypes of the parameters."""
+        leaves = list_leaves(params)
+        with grads_of(leaves):
+            points = leaves
+            if _has_low(leaves):
+                state = _upgrade(params, state)
+                points = add_rest(params, leaves, state._data["rest"])
+            rows = zip(points, list_leaves(state._data["z"]), strict=True)
+            average = [point.lerp(z, 1 - 1 / self.beta) for point, z in rows]
+            return rebuild(params, restore(average, leaves))
 
     # Any: the state of a rule.
     def _rate(self, state: Any) -> Tensor:
@@ -76,13 +116,26 @@ class ScheduleFree(AbstractOptimizer):
         return torch.as_tensor(value, dtype=torch.float64, device=count.device).expand(count.shape)
 
 
+def _has_low(leaves: Leaves) -> bool:
+    return any([leaf.dtype in LOW_PRECISION for leaf in leaves])
+
+
+# Any: a state is checked afterwards.
+def _upgrade(params: TensorCollection, state: Any) -> Any:
+    """Return the state of an older version, which kept all in the 16 bits of the parameters, as one of this version."""
+    if not isinstance(state, TensorCollection) or "rest" in state._data or "optimizer" not in state._data:
+        return state
+    wide = maps.apply(state, lambda x: x.float() if x.dtype in LOW_PRECISION else x, ())
+    return wide._replace({**wide._data, "rest": make_rest(params)})
+
+
 def schedule_free(optimizer: Optimizer, beta: float = 0.9, *, lr_power: float = 2.0) -> ScheduleFree:
     """Return an optimizer that needs no schedule: it trains points between the steps of a rule and their average.
 
     `params` are the points at which gradients are taken; `opt.eval_params(params, state)` returns the average, to
-    evaluate and to save. `schedule_free(sgd(lr))` is the first form of the paper, and
-    `schedule_free(adamw(lr, betas=(0.0, 0.999)))` the other: `beta` stands for the momentum. A warm-up is a schedule of
-    `lr`.
+    evaluate and to save. If the parameters have 16 bits, the state keeps what their rounding cuts off. The first form
+    of the paper is `schedule_free(sgd(lr))`, and the other is `schedule_free(adamw(lr, betas=(0.0, 0.999)))`: `beta`
+    stands for the momentum. A warm-up is a schedule of `lr`.
 
     Args:
         optimizer: The rule, without momentum.

@@ -1,6 +1,7 @@
 """The losses on the line between models, and the height of the barrier on it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.walk import list_leaves
-from tdfunc.ops.math.arithmetic import lerp
+from tdfunc.ops.edits.maps import apply
 from tdfunc.storage.scales import check_unscaled
 
 T = TypeVar("T", bound=TensorCollection)
@@ -38,8 +39,20 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
     """
     check_unscaled("line_losses", a)
     check_unscaled("line_losses", b)
-    t = torch.linspace(0, 1, points, device=next((leaf.device for leaf in list_leaves(a)), None))
-    return torch.vmap(lambda t: loss(lerp(a, b, t)), chunk_size=chunk_size)(t)
+    leaves = list_leaves(a)
+    dtypes = {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    device = leaves[0].device if leaves else None
+    t = torch.linspace(0, 1, points, dtype=wide, device=device)
+    return torch.vmap(lambda t: loss(apply(a, partial(_between, t), (b,))), chunk_size=chunk_size)(t)
+
+
+def _between(t: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the point at t from x to y: computed in float32 at least, where 16 bits would round t."""
+    if not x.is_floating_point():
+        return torch.lerp(x, y, t)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.lerp(x.to(wide), y.to(wide), t.to(wide)).to(x.dtype)
 
 
 def barrier(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:

@@ -56,7 +56,9 @@ def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection |
         xs, ys = ([x - z for x, z in zip(side, zeros, strict=True)] for side in (xs, ys))
     dims = [len(a._batch_size), len(b._batch_size)]
     both = _dot(xs, ys, max(dims))
-    return both / (_dot(xs, xs, dims[0]) * _dot(ys, ys, dims[1])).sqrt()
+    # The product of two squared norms leaves the range of float32 before they do.
+    norms = (_dot(xs, xs, dims[0]).double() * _dot(ys, ys, dims[1]).double()).sqrt()
+    return (both / norms).to(both.dtype)
 
 
 def _pairs(call: str, a: TensorCollection, b: TensorCollection) -> list[tuple[Tensor, Tensor]]:

@@ -262,3 +262,25 @@ def test_lines_that_are_not_objects_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n[1]\n')
     with pytest.raises(ValueError, match="line 2 must be a JSON obj"):
         load_tokens(TOKENIZER, tmp_path / "a.jsonl")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.text("the fox ", max_size=8), st.text("the fox ", min_size=6, max_size=12)), min_size=1),
+    st.sampled_from([None, 2, 4]),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from(["left", "right"]),
+)
+def test_the_first_token_of_a_row_is_never_trained(pairs, length, padding, truncation):
+    """Nothing predicts it: it has no log-prob, behind an empty prompt as behind a truncation at the left."""
+    records = [{"prompt": prompt, "response": response} for prompt, response in pairs]
+    data = load_tokens(TOKENIZER, records, columns=("prompt", "response"), add_special_tokens=False)
+    options = {"truncation": length is not None, "max_length": length, "truncation_side": truncation}
+
+    batch = data.batch(range(len(data)), padding_side=padding, **options)
+
+    real = batch["attention_mask"]
+    is_first = real & (real.cumsum(-1) == 1)
+    lost = [not bool(data[i]["assistant_masks"][:1].any()) for i in range(len(data))]
+    assert not (batch["assistant_masks"] & is_first).any()
+    assert all(lost)
