@@ -44,6 +44,23 @@ class Marked(NamedTuple):
     contents: list[Span]
     replies: list[Span]
 
+    def part(self, start: int, stop: int | None = None) -> "Marked":
+        """Return a stretch of the text, with the spans of the contents inside it."""
+        end = len(self.text) if stop is None else stop
+        inside: list[Span] = []
+        for first, last, message in self.contents:
+            first, last = max(first, start), min(last, end)
+            if first < last:
+                inside.append(Span(first - start, last - start, message))
+        return Marked(self.text[start:end], inside, [])
+
+
+def join_marked(first: Marked, second: Marked) -> Marked:
+    """Return two texts as one text, with the spans of the contents of both."""
+    by = len(first.text)
+    moved = [Span(start + by, stop + by, message) for start, stop, message in second.contents]
+    return Marked(first.text + second.text, [*first.contents, *moved], [])
+
 
 class AbstractTemplate(ABC):
     """A chat template: it renders and parses conversations, and finds the spans for masks and encoding."""
