@@ -25,7 +25,17 @@ from tdfunc.llm.messages.columns import (
 )
 from tdfunc.llm.messages.content import ContentBase, as_content
 from tdfunc.llm.messages.html import chat_html
-from tdfunc.llm.messages.message import FIELDS, UNCOMPARED, as_compared, is_message, read_message, show_message
+from tdfunc.llm.messages.message import (
+    FIELDS,
+    UNCOMPARED,
+    as_compared,
+    is_filled,
+    is_message,
+    read_message,
+    read_tools,
+    show_message,
+    without_filling,
+)
 from tdfunc.llm.templates.base import AbstractTemplate
 from tdfunc.llm.templates.find import find_template
 from tdfunc.spec import Composite, NonTensor
@@ -335,7 +345,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             "as_tree": bool(as_tree),
             "masks": return_assistant_tokens_mask,
         }
-        tools = kwargs.pop("tools", None)
+        tools = read_tools(kwargs.pop("tools", None), "apply_chat_template")
         template = chat_template if chat_template_name is None else chat_template_name
         rest = {**kwargs, "padding": padding, "truncation": truncation}
         return apply_template(self, read_options(template, tokenizer, given, rest), tools)
@@ -366,10 +376,13 @@ def _is_rows(value: Any, size: Sequence[int]) -> bool:
 
 def _read_chats(cls: Any, chats: Any, where: str) -> Any:
     if isinstance(chats, Mapping):
-        messages, tools = chats.get("messages"), chats.get("tools")
+        messages = chats.get("messages")
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise error(TypeError, f"{where}: a conversation must have a list of messages.", got=repr(chats)[:200])
         read = [read_message(message, f"{where}, message {i}") for i, message in enumerate(messages)]
+        if is_filled(messages):
+            read = without_filling(read)
+        tools = read_tools(chats.get("tools"), where)
         return conversation_of(cls, [{**message, "tools": tools} for message in read] if tools else read)
     if not isinstance(chats, Sequence) or isinstance(chats, str):
         raise error(

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from tdfunc._tensorclass import TensorClass

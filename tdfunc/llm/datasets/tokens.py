@@ -28,7 +28,7 @@ from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree
 from tdfunc.llm.encoding.text import text_rows, tokenizer_digest
 from tdfunc.llm.encoding.trained import check_masks, check_untrained, find_loss, report_losses
 from tdfunc.llm.messages.columns import Conversation
-from tdfunc.llm.messages.message import read_message
+from tdfunc.llm.messages.message import read_message, read_tools, without_filling
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
@@ -318,7 +318,7 @@ class _Plan:
         chats: list[Conversation] = []
         for i, (messages, record) in enumerate(zip(values, records, strict=True), first):
             read = [read_message(message, f"Record {i}, message {j}") for j, message in enumerate(messages)]
-            chats.append(Conversation(read, record.get("tools") or None))
+            chats.append(Conversation(without_filling(read), read_tools(record.get("tools"), f"Record {i}")))
         template = find_template(self.chat_template, self.tokenizer)
         rows = chat_rows(self.tokenizer, template, chats, masks=True)
         check_masks(rows, chats, first=first, call="load_tokens")

@@ -14,7 +14,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.nontensor import NonTensorData, NonTensorStack
 from tdfunc.llm.messages.content import as_content
-from tdfunc.llm.messages.message import FIELDS, Message
+from tdfunc.llm.messages.message import FIELDS, Message, read_tools
 
 _ALWAYS = ("role", "content", "is_complete")
 
@@ -76,8 +76,9 @@ def messages_of(history: Any) -> list[Message]:
 def conversation_in(history: Any) -> Conversation:
     """Return the messages and tools of a history of one dimension (or of one message)."""
     messages = messages_of(history)
-    tools = tools_of(messages)
-    if tools:
+    given = tools_of(messages)
+    tools = read_tools(given, "History") if given else None
+    if given:
         messages = [{k: v for k, v in each.items() if k != "tools"} for each in messages]
     return Conversation(messages, tools)
 

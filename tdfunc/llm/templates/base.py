@@ -15,6 +15,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation
 from tdfunc.llm.messages.content import text_of, texts_of
 from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
+from tdfunc.llm.templates.fields import Coverage, known_kinds
 
 
 class Piece(NamedTuple):
@@ -95,7 +96,7 @@ class AbstractTemplate(ABC):
             open_end: Leave the last message without its end.
 
         Raises:
-            UnsupportedError: The template cannot render a message; the error names it.
+            UnsupportedError: The template cannot render a message, or leaves out a field; the error names it.
         """
 
     @abstractmethod
@@ -329,8 +330,16 @@ class AbstractPieceTemplate(AbstractTemplate):
     def texts(  # noqa: D102 - as the interface
         self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
     ) -> list[str]:
+        self._coverage.check(conversations, is_prompt=generation_prompt)
         ends = {"generation_prompt": generation_prompt, "open_end": open_end}
         return ["".join([piece.text for piece in self.pieces(each, **ends)]) for each in conversations]
+
+    @property
+    def _coverage(self) -> Coverage:
+        def render(conversation: Conversation) -> str:
+            return "".join([piece.text for piece in self.pieces(conversation)])
+
+        return Coverage(render, known_kinds(self))
 
     def marked_all(  # noqa: D102 - as the interface
         self,
@@ -340,6 +349,7 @@ class AbstractPieceTemplate(AbstractTemplate):
         open_end: bool = False,
         replies: bool = True,
     ) -> list[Marked]:
+        self._coverage.check(conversations, is_prompt=generation_prompt)
         ends = {"generation_prompt": generation_prompt, "open_end": open_end}
         return [_marked(self.pieces(each, **ends)) for each in conversations]
 

@@ -23,6 +23,7 @@ from tdfunc.llm.templates.base import (
     text_tokenizer,
     to_json,
 )
+from tdfunc.llm.templates.fields import Coverage, known_kinds
 from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
 from tdfunc.llm.templates.named import TEMPLATES
 from tdfunc.llm.templates.turns import Turns, learn_turns
@@ -47,11 +48,13 @@ class JinjaTemplate(AbstractTemplate):
         tokenizer: The tokenizer or processor; it is not changed.
         chat_template: A Jinja text, or the name of a template of the tokenizer. The default is the tokenizer's default.
         options: Variables of the template, such as `enable_thinking`.
+        lossy: Render messages although the template leaves out some of their fields; otherwise they are refused.
     """
 
     tokenizer: Any
     chat_template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    lossy: bool = False
 
     @cached_property
     def _own(self) -> Any:
@@ -208,6 +211,28 @@ class JinjaTemplate(AbstractTemplate):
     def texts(  # noqa: D102 - as the interface
         self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
     ) -> list[str]:
+        self._check_fields(conversations, is_prompt=generation_prompt)
+        return self._texts(conversations, generation_prompt=generation_prompt, open_end=open_end)
+
+    def _check_fields(self, conversations: Sequence[Conversation], *, is_prompt: bool) -> None:
+        if not self.lossy:
+            self._coverage.check(conversations, is_prompt=is_prompt)
+
+    @cached_property
+    def _coverage(self) -> Coverage:
+        def render(conversation: Conversation) -> str:
+            return self._texts([conversation])[0]
+
+        # The text that a tokenizer renders itself may depend on anything in it.
+        if renders_itself(self.tokenizer):
+            return Coverage(render, set())
+        sources = self.chat_template, self.tokenizer.chat_template, sorted(self.options.items())
+        return Coverage(render, known_kinds(repr(sources)))
+
+    def _texts(
+        self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[str]:
+        """Return the texts of conversations, without a check of their fields."""
         options = {"add_generation_prompt": generation_prompt, "continue_final_message": open_end}
         chats = self._as_dicts(conversations)
         if all([not each.tools for each in conversations]):
@@ -222,8 +247,10 @@ class JinjaTemplate(AbstractTemplate):
         open_end: bool = False,
         replies: bool = True,
     ) -> list[Marked]:
+        self._check_fields(conversations, is_prompt=generation_prompt)
+
         def render_all(chats: Sequence[Conversation]) -> list[str]:
-            return self.texts(chats, generation_prompt=generation_prompt, open_end=open_end)
+            return self._texts(chats, generation_prompt=generation_prompt, open_end=open_end)
 
         texts = render_all(conversations)
         found = [Marked(text, [], []) for text in texts]
