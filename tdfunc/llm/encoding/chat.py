@@ -10,7 +10,7 @@ from tdfunc.core.errors import error
 from tdfunc.llm.encoding.encode import encode_marked, encode_texts, mask_of
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
 from tdfunc.llm.encoding.trained import check_masks
-from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation
+from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation, without_ids
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
     Marked,
@@ -43,7 +43,7 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
     flat: list[Conversation] = []
 
     def number(chat: Any) -> int:
-        conversation = conversation_in(chat)
+        conversation = without_ids(conversation_in(chat))
         flat.append(conversation._replace(tools=list(tools)) if tools and not conversation.tools else conversation)
         return len(flat) - 1
 
@@ -84,6 +84,7 @@ def chat_rows(
 
     Conversations without control strings in contents are encoded in one call.
     """
+    conversations = [without_ids(each) for each in conversations]
     own, control = text_tokenizer(tokenizer), control_strings(tokenizer, template)
     forged = set(find_forged(conversations, control))
     ends = {"generation_prompt": generation_prompt, "open_end": open_end}

@@ -83,6 +83,15 @@ def conversation_in(history: Any) -> Conversation:
     return Conversation(messages, tools)
 
 
+def without_ids(conversation: Conversation) -> Conversation:
+    """Return a conversation whose replies are rendered, not taken from the ids that they were sampled as."""
+    messages = conversation.messages
+    if not any(["token_ids" in message for message in messages]):
+        return conversation
+    kept = [{name: value for name, value in message.items() if name != "token_ids"} for message in messages]
+    return conversation._replace(messages=kept)
+
+
 def conversations_in(histories: Sequence[Any]) -> list[Conversation]:
     """Return the messages and tools of each history."""
     return [conversation_in(history) for history in histories]

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation
+from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation, without_ids
 from tdfunc.llm.messages.content import text_of, texts_of
 from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
 from tdfunc.llm.templates.fields import Coverage, known_kinds
+from tdfunc.llm.templates.thinking import closing_tag, continue_thinking
 
 
 class Piece(NamedTuple):
@@ -143,6 +144,19 @@ class AbstractTemplate(ABC):
         It never raises. If a part cannot be parsed, `content` is the complete reply, and `parse_error` the reason.
         """
 
+    def parse_after(self, prompt: str, text: str) -> Message:
+        """Return the message of a reply to a prompt, given without its end of turn.
+
+        It differs from `parse_reply` if the prompt ends inside of a thinking, as the prompts of some models do. If the
+        reply does not close it, `content` is the complete reply, and `parse_error` the reason.
+
+        Args:
+            prompt: The text before the reply, or its end.
+            text: The reply.
+        """
+        closing = closing_tag(prompt)
+        return self.parse_reply(text) if closing is None else continue_thinking(text, closing, self.parse_reply)
+
     def render(
         self,
         history: Any,
@@ -175,7 +189,7 @@ class AbstractTemplate(ABC):
         """
 
         def one(chat: Any) -> str:
-            conversation = conversation_in(chat)
+            conversation = without_ids(conversation_in(chat))
             options = {"generation_prompt": add_generation_prompt, "open_end": continue_final_message}
             text = self.texts([conversation], **options)[0]
             if not unsafe:

@@ -72,7 +72,8 @@ class Coverage:
             last_user = max([i for i, message in enumerate(messages) if message["role"] == "user"], default=-1)
         before: str | None = None
         for i, message in enumerate(messages):
-            fields = _fields_of(message, has_thinking=i > last_user)
+            # A reply with its ids is not rendered for them.
+            fields = () if message.get("token_ids") else _fields_of(message, has_thinking=i > last_user)
             kind = _Kind(before, message["role"], fields, len(message.get("tool_calls") or ()) > 1)
             before = message["role"]
             if kind in self.known:

@@ -26,6 +26,7 @@ from tdfunc.llm.templates.base import (
 from tdfunc.llm.templates.fields import Coverage, known_kinds
 from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
 from tdfunc.llm.templates.named import TEMPLATES
+from tdfunc.llm.templates.thinking import closing_tag, continue_thinking
 from tdfunc.llm.templates.turns import Turns, learn_turns
 
 # Conversations by which a template of ours is recognised: one that renders all of them alike parses the rest, too.
@@ -80,7 +81,8 @@ class JinjaTemplate(AbstractTemplate):
     def header(self) -> str:
         """The generation prompt; empty if the template has none."""
         chat = Conversation([{"role": "user", "content": "a"}])
-        without, with_prompt = self.texts([chat])[0], self.texts([chat], generation_prompt=True)[0]
+        without = self._texts([chat])[0]
+        with_prompt = self._texts([chat], generation_prompt=True)[0]
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
     @cached_property
@@ -89,7 +91,7 @@ class JinjaTemplate(AbstractTemplate):
         mark = MARKS[0]
         try:
             chat = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
-            after = self.texts([chat])[0].rpartition(mark)[2]
+            after = self._texts([chat])[0].rpartition(mark)[2]
         # A template in Jinja may raise any error.
         except Exception:
             after = ""
@@ -313,7 +315,7 @@ class JinjaTemplate(AbstractTemplate):
         """Return whether this template renders a text, whose end may be missing."""
         for prompt in (False, True):
             try:
-                made = self.texts([conversation], generation_prompt=prompt)[0]
+                made = self._texts([conversation], generation_prompt=prompt)[0]
             # A template in Jinja may raise any error.
             except Exception:
                 return False
@@ -322,7 +324,21 @@ class JinjaTemplate(AbstractTemplate):
         return False
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
+        if self._closing is None:
+            return self._parse_alike(text)
+        return continue_thinking(text, self._closing, self._parse_alike)
+
+    def _parse_alike(self, text: str) -> Message:
         return {"role": "assistant", "content": text} if self.alike is None else self.alike.parse_reply(text)
+
+    @cached_property
+    def _closing(self) -> str | None:
+        """The tag that ends the thinking which the generation prompt opens, if it does."""
+        # A template in Jinja may raise any error.
+        try:
+            return closing_tag(self.header)
+        except Exception:
+            return None
 
 
 # Any: transformers is optional.
