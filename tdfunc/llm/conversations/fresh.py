@@ -24,14 +24,16 @@ class _Turn(NamedTuple):
 
     Attributes:
         place: The place of the reply.
-        prompt: The text before it, in its window.
         reply: The reply with its end of turn.
+        tail: The reply with all text behind it, while it is the last message.
+        fits: The render with the reply starts with its prompt.
         between: The text up to the next reply, or to the end; None if that changes the text before.
     """
 
     place: int
-    prompt: str
     reply: Marked
+    tail: str
+    fits: bool
     between: str | None
 
 
@@ -93,11 +95,19 @@ class FreshReplies:
         followings += self.template.texts([windows[-1].following])
         found: list[_Turn] = []
         for window, prompt, turn, following in zip(windows, prompts, turns, followings, strict=True):
-            if not turn.replies or not turn.text.startswith(prompt) or turn.replies[-1].stop < len(prompt):
+            if not turn.replies:
                 return None
-            stop = turn.replies[-1].stop
-            between = following[stop:] if following.startswith(turn.text[:stop]) else None
-            found.append(_Turn(window.place, prompt, turn.part(len(prompt), stop), between))
+            start, stop, _ = turn.replies[-1]
+            fits = turn.text.startswith(prompt)
+            start = len(prompt) if fits else start
+            if stop < start:
+                return None
+            between = following[stop:] if fits and following.startswith(turn.text[:stop]) else None
+            reply = turn.part(start, stop)
+            # A window has other places.
+            reply = reply._replace(contents=[span._replace(message=window.place) for span in reply.contents])
+            tail = turn.text[start:]
+            found.append(_Turn(window.place, reply, tail, fits, between))
         return found
 
     def _agrees(self, turns: Sequence[_Turn]) -> bool:
@@ -116,13 +126,15 @@ class FreshReplies:
 
     def _agrees_at(self, turns: Sequence[_Turn], n: int) -> bool:
         turn, before = turns[n], turns[n - 1]
-        earlier = self._text(before.place, is_prompt=True) + before.reply.text
         prompt = self._text(turn.place, is_prompt=True)
-        if before.between is None and prompt.startswith(earlier):
-            return False
-        if before.between is not None and prompt != earlier + before.between:
-            return False
-        return self._text(turn.place + 1).startswith(prompt + turn.reply.text)
+        if before.fits:
+            earlier = self._text(before.place, is_prompt=True) + before.reply.text
+            if before.between is None and prompt.startswith(earlier):
+                return False
+            if before.between is not None and prompt != earlier + before.between:
+                return False
+        text = self._text(turn.place + 1)
+        return text == prompt + turn.tail if turn.fits else text.endswith(turn.tail) and not text.startswith(prompt)
 
     def _agrees_along(self, turns: Sequence[_Turn]) -> bool:
         """Return whether the render of turns that follow each other has them one after the other."""

@@ -27,7 +27,10 @@ class _Kind(NamedTuple):
     before: str | None
     role: str
     fields: tuple[str, ...]
+    # A template may write only the first call, names without arguments, or contents that are one text.
     has_several_calls: bool
+    has_arguments: bool
+    has_parts: bool
 
 
 def known_kinds(template: Hashable) -> "set[Hashable]":
@@ -74,7 +77,7 @@ class Coverage:
         for i, message in enumerate(messages):
             # A reply with its ids is not rendered for them.
             fields = () if message.get("token_ids") else _fields_of(message, has_thinking=i > last_user)
-            kind = _Kind(before, message["role"], fields, len(message.get("tool_calls") or ()) > 1)
+            kind = _kind_of(message, before, fields)
             before = message["role"]
             if kind in self.known:
                 continue
@@ -89,7 +92,9 @@ class Coverage:
             self.known.add(kind)
 
     def _check_tools(self, conversation: Conversation, tools: list[Any]) -> None:
-        kind = "tools", len(tools) > 1, conversation.messages[0]["role"] if conversation.messages else None
+        first = conversation.messages[0]["role"] if conversation.messages else None
+        # A template may write only the first schema, or names without parameters.
+        kind = "tools", first, len(tools) > 1, any([_has_parameters(tool) for tool in tools])
         if kind in self.known:
             return
         markers = _Markers(conversation)
@@ -156,6 +161,28 @@ def _fields_of(message: Message, *, has_thinking: bool) -> tuple[str, ...]:
     if message.get("name") and message["role"] != "tool":
         found.append("name")
     return tuple(found)
+
+
+def _kind_of(message: Message, before: str | None, fields: tuple[str, ...]) -> _Kind:
+    calls = message.get("tool_calls") or ()
+    return _Kind(
+        before,
+        message["role"],
+        fields,
+        has_several_calls=len(calls) > 1,
+        has_arguments=any([call["function"]["arguments"] not in ({}, "", "{}") for call in calls]),
+        has_parts=isinstance(message.get("content"), list),
+    )
+
+
+# Any: a schema, or a Python function.
+def _has_parameters(tool: Any) -> bool:
+    if not isinstance(tool, Mapping):
+        return False
+    schema: Mapping[str, Any] = tool
+    function = schema.get("function", schema)
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    return isinstance(parameters, Mapping) and bool(parameters.get("properties"))
 
 
 class _Markers:

@@ -334,9 +334,10 @@ class JinjaTemplate(AbstractTemplate):
     @cached_property
     def _closing(self) -> str | None:
         """The tag that ends the thinking which the generation prompt opens, if it does."""
+        chat = Conversation([{"role": "user", "content": "a"}])
         # A template in Jinja may raise any error.
         try:
-            return closing_tag(self.header)
+            return closing_tag(self._texts([chat], generation_prompt=True)[0])
         except Exception:
             return None
 
