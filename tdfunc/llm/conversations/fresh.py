@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tdfunc.llm.messages.columns import Conversation
+from tdfunc.llm.messages.windows import FEW_REPLIES, Window, reply_places, windows_of
 from tdfunc.llm.templates.base import AbstractTemplate, Marked
-from tdfunc.llm.templates.windows import FEW_REPLIES, Window, reply_places, windows_of
 
 # Up to this number of stretches each of them is compared with a render.
 _FEW_STRETCHES = 8

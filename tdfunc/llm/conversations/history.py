@@ -124,7 +124,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
         Args:
             chats: A conversation, or (nested) lists of conversations. A conversation is a list of messages, or a dict
-                `{"messages": [...], "tools": [...]}`; a message is a dict with a role.
+                `{"messages": [...], "tools": [...]}`; a message is a dict with a role. Tools and calls may be JSON
+                text.
 
         Shapes:
             A conversation of T messages becomes (T,). A list of B conversations becomes (B, -1), even if all have the
@@ -326,9 +327,10 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             list, a padded tensor, or a tree with their batch; without padding the tree is a lazy stack.
 
         Raises:
-            ValueError: An option is unknown, the template cannot render a message, a content has a control string and
-                the result is text, or a mask would be empty although there is an assistant message.
+            ValueError: An option is unknown, a content has a control string and the result is text, or a mask would be
+                empty although there is an assistant message.
             TypeError: Neither a tokenizer nor a template is given.
+            UnsupportedError: The template cannot render a message, or leaves out a field; the error names the field.
         """
         if return_tensors not in (None, "pt"):
             raise error(

@@ -120,7 +120,7 @@ class PairwiseDataset(TensorClass):
         given = columns if prompt is None else {name: (prompt, entry) for name, entry in columns.items()}
         data = load_tokens(tokenizer, source, columns=given, cache_dir=cache_dir)
         layout = Layout(truncation=max_length is not None, max_length=max_length)
-        pairs = data.trainable("from_dataset", range(len(data)), layout, untrained, is_pair=True)
+        pairs = data._trainable("from_dataset", range(len(data)), layout, untrained, is_pair=True)
         rows = data.batch(
             pairs,
             truncation=max_length is not None,

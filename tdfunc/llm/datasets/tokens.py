@@ -108,14 +108,14 @@ class TokenDataset:
             raise error(
                 ValueError, "batch: rows must be padded.", got=f"padding={padding!r}", hint="data[i] has no pads."
             )
-        places = self.trainable("batch", self._places(rows), layout, untrained)
+        places = self._trainable("batch", self._places(rows), layout, untrained)
 
         def one(column: TensorDict) -> TensorDict:
             return layout.pad([layout.cut(_row_at(column, at)) for at in places], self.pad_id)
 
         return self._by_column(one, [len(places)])
 
-    def trainable(
+    def _trainable(
         self, call: str, rows: Sequence[int], layout: Layout, untrained: str, *, is_pair: bool | None = None
     ) -> list[int]:
         """Return the rows that have something to train on if they are truncated.
@@ -179,7 +179,7 @@ class TokenDataset:
             return rows
         layout = Layout(**{name: value for name, value in options.items() if name != "untrained"})
         layout.check("batches")
-        return self.trainable("batches", rows, layout, options.get("untrained", "raise"))
+        return self._trainable("batches", rows, layout, options.get("untrained", "raise"))
 
     def _places(self, rows: "Tensor | Sequence[int]") -> list[int]:
         n = len(self)
@@ -226,17 +226,18 @@ def load_tokens(
             text counts as a dict with `text`. Files are streamed; the records of an iterable are kept in memory while
             they are tokenized.
         columns: The entry of a record to tokenize. It is a text, or a conversation (a list of messages), which the chat
-            template renders with the record's `tools`. A tuple of two entries is a prompt with its response. A dict
-            makes several columns, by name. Conversations and responses have `assistant_masks`. A response has no end of
-            turn unless its text has one.
+            template renders with the record's `tools`, a list or its JSON text. A tuple of two entries is a prompt with
+            its response. A dict makes several columns, by name. Conversations and responses have `assistant_masks`. A
+            response has no end of turn unless its text has one.
         cache_dir: The folder of caches; without it the tokens are in a temporary file.
         chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own template.
-        add_special_tokens: Add the tokens that the tokenizer puts around a text.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text, unless the text begins with the first.
         verify: Verify the checksums of a cache, which reads it once.
 
     Raises:
         TypeError: A record, or an entry of it, has another type; the error names its number.
         MissingKeyError: A record lacks an entry.
+        UnsupportedError: The chat template leaves out a field of a message; the error names the field.
         ConcurrencyError: The file changed while it was read.
 
     Source:

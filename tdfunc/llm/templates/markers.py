@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from tdfunc.core.errors import error
 from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.message import Message, read_json
+from tdfunc.llm.messages.windows import FEW_REPLIES, reply_places, windows_of
 from tdfunc.llm.templates.base import Span, describe, strings_in
-from tdfunc.llm.templates.windows import FEW_REPLIES, reply_places, windows_of
 
 # First characters of markers: of the private use areas, which no tokenizer or template gives a meaning.
 MARKS = ("\ue0b7", "\uf2a1", "\U000f3c09")

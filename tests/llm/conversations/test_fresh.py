@@ -1,4 +1,4 @@
-"""Long conversations: the number of characters that are rendered is linear, and results are those of complete renders."""
+"""Long conversations: the characters that are rendered are linear, and results are those of complete renders."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,8 @@ from tdfunc.llm.messages.columns import Conversation, conversation_in
 from tdfunc.llm.templates import markers
 from tdfunc.llm.templates.base import AbstractPieceTemplate
 from tdfunc.llm.templates.jinja import JinjaTemplate
-from tests.llm.conversations.test_exact import APPENDING, TEMPLATES as SOURCES, make_call, make_template
+from tests.llm.conversations.test_exact import APPENDING, make_call, make_template
+from tests.llm.conversations.test_exact import TEMPLATES as SOURCES
 from tests.llm.templates.test_templates import TOOLS
 from tests.llm.templates.test_turns import FALCON, LLAMA2, LLAMA3, PHI3, THINKS
 from tests.llm.tokens import CHATML, make_tokenizer

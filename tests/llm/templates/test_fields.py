@@ -68,7 +68,11 @@ FIELDS = {
     "a system message": (["ssss1"], [{"role": "system", "content": "ssss1"}, USER, END[1]], None),
     "a later system message": (["ssss1"], [*END, {"role": "system", "content": "ssss1"}, *END], None),
     "thinking": (["tttt1"], [USER, {"role": "assistant", "content": "aaaa1", "reasoning_content": "tttt1"}], None),
-    "a call": (["ffff1", "vvvv1"], [USER, {"role": "assistant", "content": "", "tool_calls": [call("ffff1", a="vvvv1")]}], None),
+    "a call": (
+        ["ffff1", "vvvv1"],
+        [USER, {"role": "assistant", "content": "", "tool_calls": [call("ffff1", a="vvvv1")]}],
+        None,
+    ),
     "a call with a content": (
         ["aaaa1", "ffff1"],
         [USER, {"role": "assistant", "content": "aaaa1", "tool_calls": [call("ffff1")]}],
@@ -81,15 +85,24 @@ FIELDS = {
     ),
     "a result": (
         ["rrrr1"],
-        [USER, {"role": "assistant", "content": "", "tool_calls": [call("ffff1")]}, RESULT, {"role": "assistant", "content": "x"}],
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [call("ffff1")]},
+            RESULT,
+            {"role": "assistant", "content": "x"},
+        ],
         None,
     ),
-    "results in the message": (["rrrr1"], [USER, {"role": "assistant", "content": "x", "tool_responses": ["rrrr1"]}], None),
+    "results in the message": (
+        ["rrrr1"],
+        [USER, {"role": "assistant", "content": "x", "tool_responses": ["rrrr1"]}],
+        None,
+    ),
     "a name": (["nnnn1"], [{**USER, "name": "nnnn1"}, END[1]], None),
     "tools": (["ffff1", "pppp1"], [USER, END[1]], [schema("ffff1", "pppp1")]),
     "two tools": (["ffff1", "ffff2"], [USER, END[1]], [schema("ffff1"), schema("ffff2")]),
     "parts": (["uuuu1"], [{"role": "user", "content": [{"type": "text", "text": "uuuu1"}]}, END[1]], None),
-}  # fmt: skip
+}
 
 
 def render(tokenizer, template, history):
