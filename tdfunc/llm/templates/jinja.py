@@ -35,6 +35,8 @@ _PROBES = (
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
     [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
 )
+# A value of an argument.
+_SHOWN = "qzxwv"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Fields that a template may read.
 _RENDERED = frozenset(("role", "content", "tool_calls", "tool_responses", "name", "tool_call_id", "reasoning_content"))
@@ -116,16 +118,29 @@ class JinjaTemplate(AbstractTemplate):
         """The form of call arguments that the template expects: "dict", "text" (JSON) or "any"."""
         if not self._writes_call({"k": "v"}, "{'k': 'v'}"):
             return "text"
-        return "any" if self._writes_call('{"k": "v"}', r"\"k\"") else "dict"
+        if not self._writes_call('{"k": "v"}', r"\"k\""):
+            return "dict"
+        # A template may ignore a dict, and write only text.
+        if not self._shows_call({"k": _SHOWN}) and self._shows_call(to_json({"k": _SHOWN})):
+            return "text"
+        return "any"
 
     def _writes_call(self, arguments: Any, mistake: str) -> bool:
+        text = self._render_call(arguments)
+        return text is not None and mistake not in text
+
+    def _shows_call(self, arguments: Any) -> bool:
+        text = self._render_call(arguments)
+        return text is not None and _SHOWN in text
+
+    def _render_call(self, arguments: Any) -> str | None:
         call = {"type": "function", "id": "a" * 9, "function": {"name": "f", "arguments": arguments}}
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
-            return mistake not in self._render([chat], None)[0]
+            return self._render([chat], None)[0]
         # A template in Jinja may raise any error.
         except Exception:
-            return False
+            return None
 
     @cached_property
     def alike(self) -> AbstractTemplate | None:
