@@ -9,18 +9,21 @@ that the template renders. `is_append_only` reports such templates, `find_mismat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, final
 
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import decode, encode_marked, encode_texts
+from tdfunc.llm.conversations.fresh import FreshReplies
+from tdfunc.llm.encoding.encode import decode, encode_marked
+from tdfunc.llm.encoding.following import Following
 from tdfunc.llm.messages.columns import Conversation, conversation_in, conversation_of, per_conversation
 from tdfunc.llm.messages.message import Message, as_compared
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
     Marked,
-    Span,
     control_strings,
     describe,
+    join_marked,
     text_tokenizer,
 )
 from tdfunc.llm.templates.find import find_template
@@ -63,14 +66,19 @@ class TokenTemplate:
         return control_strings(self.tokenizer, self.template)
 
     @cached_property
+    def following(self) -> Following:
+        """The encoder of texts that follow other texts."""
+        return Following(self.text_tokenizer, self.control)
+
+    @cached_property
     def end_ids(self) -> list[int]:
         """The ids of the end of turn."""
-        return encode_texts(self.text_tokenizer, [self.template.end])[0].ids
+        return self.following.text_ids(["a"], [self.template.end])[0]
 
     @cached_property
     def inner_end_ids(self) -> list[int]:
         """The ids of the end of a turn that another message follows."""
-        return encode_texts(self.text_tokenizer, [self.template.inner_end])[0].ids
+        return self.following.text_ids(["a"], [self.template.inner_end])[0]
 
     def closed(self, ids: list[int]) -> list[int]:
         """Return ids that end with a reply and its end of turn, which is added if the reply is incomplete."""
@@ -125,28 +133,21 @@ def append_messages(
         ValueError: The template drops or edits a message.
     """
     new = conversation_in(new_messages)
-    return template.closed(list(ids)) + _following(template, new, add_generation_prompt)
+    text = _following(template, new, add_generation_prompt)
+    return template.closed(list(ids)) + template.following.ids(*text)
 
 
-def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> list[int]:
-    """Return the ids of messages that follow a reply, from the text after a placeholder for the reply."""
+def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> tuple[Marked, Marked]:
+    """Return the text of messages that follow a reply, and a text before it, taken from behind a placeholder."""
     follows_call = bool(new.messages) and new.messages[0]["role"] == "tool"
     results = [message for message in new.messages if message["role"] == "tool"] if follows_call else []
     marked = template.marked([*_standing_in(results), *new.messages], new.tools, prompt=prompt)
     if not marked.replies:
         raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
     stop, end = marked.replies[0].stop, template.template.inner_end
-    # The end of turn comes first, so that the tokenizer does not treat the text as the start of a text.
-    lead = end if marked.text.endswith(end, 0, stop) else ""
-    start = stop - len(lead)
-    contents = [Span(a - start, b - start, owner) for a, b, owner in marked.contents if a >= stop]
-    text = Marked(marked.text[start:], contents, [])
-    found = template.encode(text)
-    n = len(template.inner_end_ids)
-    if found[:n] == template.inner_end_ids:
-        return found[n:]
-    rest = [Span(a - len(lead), b - len(lead), owner) for a, b, owner in contents]
-    return template.encode(Marked(text.text[len(lead) :], rest, []))
+    # An end of turn is one token, which stays apart from what follows.
+    start = stop - len(end) if marked.text.endswith(end, 0, stop) else 0
+    return marked.part(start, stop), marked.part(stop)
 
 
 def _standing_in(results: Sequence[Message]) -> list[Message]:
@@ -194,43 +195,84 @@ def grown_ids(
     template: TokenTemplate, conversation: Conversation, first: int, prompt: bool, retokenize: bool
 ) -> tuple[list[int], list[bool]]:
     """Return ids and generated tokens; messages before `first` are rendered, replies from there on are kept."""
-    messages, tools = conversation
-    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-    begin = replies[0] if replies else len(messages)
-    start = Conversation(messages[:begin], tools)
-    ids = template.encode(template.template.marked(start, generation_prompt=bool(replies) or prompt, replies=False))
-    generated = [False] * len(ids)
-    for place, i in enumerate(replies):
-        own = messages[i].get("token_ids")
-        if own is not None and not _fits(template, messages[: i + 1], tools, own):
-            if not retokenize:
-                raise error(
-                    ValueError,
-                    f"{describe(conversation, i)}: token_ids must decode to the text of the message.",
-                    expected=repr(messages[i].get("content"))[:200],
-                    got=repr(decode(template.text_tokenizer, own))[:200],
-                    hint="use message.replace(token_ids=None) after an edit, or retokenize=True.",
-                )
-            own = None
-        sampled = template.encode(_reply(template, messages[: i + 1], tools)) if own is None else list(own)
-        ids, generated = ids + sampled, generated + [True] * len(sampled)
-        after = replies[place + 1] if place + 1 < len(replies) else len(messages)
-        new, wants_reply = messages[i + 1 : after], after < len(messages) or prompt
-        if new or wants_reply:
-            ids = template.closed(ids) + _following(template, Conversation(new), wants_reply)
-            generated += [False] * (len(ids) - len(generated))
-    return ids, generated
+    return _Growth(template, FreshReplies(template.template, conversation), retokenize).ids(
+        first, len(conversation.messages), prompt
+    )
 
 
-def _reply(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None) -> Marked:
-    """Return the last message as the template renders it, from the header of a reply on."""
-    marked = template.marked(messages, tools)
-    prompt = template.marked(messages[:-1], tools, prompt=True).text
-    start, stop, _ = marked.replies[-1]
-    if marked.text.startswith(prompt):
-        start = len(prompt)
-    contents = [Span(max(a, start) - start, b - start, owner) for a, b, owner in marked.contents if b > start]
-    return Marked(marked.text[start:stop], [span for span in contents if span.stop <= stop - start], [])
+@dataclass(frozen=True)
+class _Growth:
+    """The ids of a conversation, which grow by one message after the other.
+
+    Attributes:
+        template: The template and tokenizer.
+        fresh: The conversation, with its replies as they are rendered.
+        retokenize: Tokenise replies whose ids do not fit their text.
+    """
+
+    template: TokenTemplate
+    fresh: FreshReplies
+    retokenize: bool
+
+    def ids(self, first: int, stop: int, prompt: bool) -> tuple[list[int], list[bool]]:
+        """Return the ids of the messages before `stop`, and the generated tokens.
+
+        Messages before `first` are rendered, and replies from there on are kept.
+        """
+        template, messages = self.template, self.fresh.conversation.messages[:stop]
+        replies = [place for place in self.fresh.places if first <= place < stop]
+        begin = replies[0] if replies else stop
+        start = Conversation(messages[:begin], self.fresh.conversation.tools)
+        lead = template.template.marked(start, generation_prompt=bool(replies) or prompt, replies=False)
+        ids = template.encode(lead)
+        generated = [False] * len(ids)
+        for place, after in pairwise([*replies, stop]):
+            own = self._reply_ids(place, lead)
+            ids += own
+            generated += [True] * len(own)
+            new = messages[place + 1 : after]
+            wants_reply = after < stop or prompt
+            if new or wants_reply:
+                before, lead = _following(template, Conversation(new), wants_reply)
+                ids = template.closed(ids)
+                ids += template.following.ids(before, lead)
+                generated += [False] * (len(ids) - len(generated))
+                lead = join_marked(before, lead)
+        return ids, generated
+
+    def _reply_ids(self, place: int, lead: Marked) -> list[int]:
+        """Return the ids of a reply as it was sampled, or as it follows a text.
+
+        Raises:
+            ValueError: The sampled ids are not those of the message.
+        """
+        message = self.fresh.conversation.messages[place]
+        own = message.get("token_ids")
+        if own is not None and self._fits(message, place, own):
+            return list(own)
+        if own is not None and not self.retokenize:
+            raise error(
+                ValueError,
+                f"{describe(self.fresh.conversation, place)}: token_ids must decode to the text of the message.",
+                expected=repr(message.get("content"))[:200],
+                got=repr(decode(self.template.text_tokenizer, own))[:200],
+                hint="use message.replace(token_ids=None) after an edit, or retokenize=True.",
+            )
+        return self.template.following.ids(lead, self.fresh.reply(place))
+
+    def _fits(self, message: Message, place: int, ids: Sequence[int]) -> bool:
+        """Return whether ids parse to a message, or are its render, spaces around it aside."""
+        template = self.template.template
+        text = decode(self.template.text_tokenizer, ids)
+        # An incomplete reply may itself end with a special token.
+        forms = {text, without_end(self.template, ids, text)}
+        # The content may also be the text as it was sampled.
+        readings = [template.parse_reply(form) for form in forms]
+        readings += [{"role": "assistant", "content": form} for form in forms]
+        if any([_compared(reading) == _compared(message) for reading in readings]):
+            return True
+        rendered = self.fresh.reply(place).text.removesuffix(template.end or "").strip()
+        return any([form.strip() == rendered for form in forms])
 
 
 def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
@@ -240,18 +282,6 @@ def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
         return text[: -len(end)]
     last = template.text_tokenizer.added_tokens_decoder.get(ids[-1]) if ids else None
     return text.removesuffix(last.content) if last is not None and last.special else text
-
-
-def _fits(template: TokenTemplate, messages: Sequence[Message], tools: list[Any] | None, ids: Sequence[int]) -> bool:
-    """Return whether ids parse to the last message, or are its render, spaces around it aside."""
-    text = decode(template.text_tokenizer, ids)
-    # An incomplete reply may itself end with a special token.
-    forms = {text, without_end(template, ids, text)}
-    message = _compared(messages[-1])
-    if any([_compared(template.template.parse_reply(form)) == message for form in forms]):
-        return True
-    rendered = _reply(template, messages, tools).text
-    return any([form.strip() == rendered.removesuffix(template.template.end or "").strip() for form in forms])
 
 
 def _compared(message: Message) -> Message:
@@ -285,25 +315,7 @@ def is_append_only(template: "TokenTemplate | AbstractTemplate", history: Any) -
 
 def find_breaks(template: AbstractTemplate, conversation: Conversation) -> list[int]:
     """Return the places of the first reply, and of each reply whose prompt does not start with the turns before."""
-    messages, tools = conversation
-    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    found: list[int] = []
-    before: str | None = None
-    for i in replies:
-        prompt = template.texts([Conversation(messages[:i], tools)], generation_prompt=True)[0] if i else ""
-        if before is None or not prompt.startswith(before):
-            found.append(i)
-        turn = Conversation(messages[: i + 1], tools)
-        before = template.texts([turn])[0]
-        if not before.startswith(prompt):
-            # The reply's place is not looked for: a template may leave the thinking out of its content.
-            before = None
-        elif spans := template.marked(turn).replies:
-            before = before[: spans[-1].stop]
-    if replies and replies[-1] < len(messages) - 1:
-        whole = template.texts([conversation])[0]
-        found += [len(messages)] if before is None or not whole.startswith(before) else []
-    return found
+    return FreshReplies(template, conversation).breaks
 
 
 def to_training_rows(template: TokenTemplate, history: Any) -> Any:
@@ -327,15 +339,16 @@ def to_training_rows(template: TokenTemplate, history: Any) -> Any:
         conversation = conversation_in(chat)
         messages, tools = conversation
         count = len(messages)
-        starts = [i for i in find_breaks(template.template, conversation) if i < count] or [count]
+        fresh = FreshReplies(template.template, conversation)
+        growth = _Growth(template, fresh, retokenize=False)
+        starts = [i for i in fresh.breaks if i < count] or [count]
         rows: list[TokenRow] = []
-        for start, stop in zip(starts, [*starts[1:], count], strict=True):
-            replies = [i for i in range(start, stop) if messages[i]["role"] == "assistant"]
+        for start, stop in pairwise([*starts, count]):
+            replies = [i for i in fresh.places if start <= i < stop]
             # The last row continues to the end; others end with their last reply.
             last = count if stop == count else replies[-1] + 1
-            part = Conversation(messages[:last], tools)
-            ids, generated = grown_ids(template, part, start, False, False)
-            kept = [{**message, "tools": tools} for message in part.messages] if tools else part.messages
+            ids, generated = growth.ids(start, last, False)
+            kept = [{**message, "tools": tools} for message in messages[:last]] if tools else messages[:last]
             rows.append(TokenRow(ids, generated, tuple(replies), conversation_of(type(chat), kept)))
         return rows
 

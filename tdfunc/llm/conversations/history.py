@@ -25,7 +25,17 @@ from tdfunc.llm.messages.columns import (
 )
 from tdfunc.llm.messages.content import ContentBase, as_content
 from tdfunc.llm.messages.html import chat_html
-from tdfunc.llm.messages.message import FIELDS, UNCOMPARED, as_compared, is_message, read_message, show_message
+from tdfunc.llm.messages.message import (
+    FIELDS,
+    UNCOMPARED,
+    as_compared,
+    is_filled,
+    is_message,
+    read_message,
+    read_tools,
+    show_message,
+    without_filling,
+)
 from tdfunc.llm.templates.base import AbstractTemplate
 from tdfunc.llm.templates.find import find_template
 from tdfunc.spec import Composite, NonTensor
@@ -114,7 +124,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
         Args:
             chats: A conversation, or (nested) lists of conversations. A conversation is a list of messages, or a dict
-                `{"messages": [...], "tools": [...]}`; a message is a dict with a role.
+                `{"messages": [...], "tools": [...]}`; a message is a dict with a role. Tools and calls may be JSON
+                text.
 
         Shapes:
             A conversation of T messages becomes (T,). A list of B conversations becomes (B, -1), even if all have the
@@ -316,9 +327,10 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             list, a padded tensor, or a tree with their batch; without padding the tree is a lazy stack.
 
         Raises:
-            ValueError: An option is unknown, the template cannot render a message, a content has a control string and
-                the result is text, or a mask would be empty although there is an assistant message.
+            ValueError: An option is unknown, a content has a control string and the result is text, or a mask would be
+                empty although there is an assistant message.
             TypeError: Neither a tokenizer nor a template is given.
+            UnsupportedError: The template cannot render a message, or leaves out a field; the error names the field.
         """
         if return_tensors not in (None, "pt"):
             raise error(
@@ -335,7 +347,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             "as_tree": bool(as_tree),
             "masks": return_assistant_tokens_mask,
         }
-        tools = kwargs.pop("tools", None)
+        tools = read_tools(kwargs.pop("tools", None), "apply_chat_template")
         template = chat_template if chat_template_name is None else chat_template_name
         rest = {**kwargs, "padding": padding, "truncation": truncation}
         return apply_template(self, read_options(template, tokenizer, given, rest), tools)
@@ -366,10 +378,13 @@ def _is_rows(value: Any, size: Sequence[int]) -> bool:
 
 def _read_chats(cls: Any, chats: Any, where: str) -> Any:
     if isinstance(chats, Mapping):
-        messages, tools = chats.get("messages"), chats.get("tools")
+        messages = chats.get("messages")
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise error(TypeError, f"{where}: a conversation must have a list of messages.", got=repr(chats)[:200])
         read = [read_message(message, f"{where}, message {i}") for i, message in enumerate(messages)]
+        if is_filled(messages):
+            read = without_filling(read)
+        tools = read_tools(chats.get("tools"), where)
         return conversation_of(cls, [{**message, "tools": tools} for message in read] if tools else read)
     if not isinstance(chats, Sequence) or isinstance(chats, str):
         raise error(

@@ -55,7 +55,7 @@ def template_report(tokenizer: Any, *, chat_template: str | None = None) -> Temp
         `append-only with system`, `thinking`, `end of turn`, `assistant masks`, `generation tag`, `tools`,
         `tool calls`, `arguments`, `system message`, `control strings`, `bos`, `parsing`.
     """
-    template = JinjaTemplate(tokenizer, chat_template)
+    template = JinjaTemplate(tokenizer, chat_template, lossy=True)
     tokens = TokenTemplate(tokenizer, template)
     tests: dict[str, Callable[[], tuple[bool | None, str]]] = {
         "append-only": lambda: _appends_only(template),

@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from tdfunc._tensorclass import TensorClass
 from tdfunc._tensordict import TensorDict
 from tdfunc.llm.datasets.tokens import load_tokens
+from tdfunc.llm.encoding.padding import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,6 +94,7 @@ class PairwiseDataset(TensorClass):
         rejected: str = "rejected",
         max_length: int | None = 550,
         padding_side: str = "left",
+        untrained: str = "raise",
         cache_dir: "str | os.PathLike[str] | None" = None,
     ) -> "Self":
         """Return all pairs of a data set, padded; `split` and `unbind` make batches of them.
@@ -107,16 +108,21 @@ class PairwiseDataset(TensorClass):
             rejected: The entry with the rejected response.
             max_length: The maximum number of tokens in a row; None for no truncation.
             padding_side: "left" or "right".
+            untrained: "raise" an error for a pair that truncation makes equal, or leaves without a token of a response;
+                or "drop" such pairs, with a warning that counts them.
             cache_dir: A folder for the tokens.
 
         Raises:
             MissingKeyError: A record lacks an entry.
+            ValueError: Truncation leaves nothing to train on in a pair.
         """
         columns = {"chosen": chosen, "rejected": rejected}
         given = columns if prompt is None else {name: (prompt, entry) for name, entry in columns.items()}
         data = load_tokens(tokenizer, source, columns=given, cache_dir=cache_dir)
+        layout = Layout(truncation=max_length is not None, max_length=max_length)
+        pairs = data._trainable("from_dataset", range(len(data)), layout, untrained, is_pair=True)
         rows = data.batch(
-            torch.arange(len(data)),
+            pairs,
             truncation=max_length is not None,
             max_length=max_length,
             padding_side=padding_side,

@@ -12,9 +12,10 @@ from torch import Tensor
 from tdfunc._tensorclass import TensorClass
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import encode_texts
+from tdfunc.llm.encoding.following import Following
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of
-from tdfunc.llm.encoding.text import added_around
+from tdfunc.llm.encoding.text import Around, text_rows
+from tdfunc.llm.encoding.trained import check_rows
 from tdfunc.llm.templates.base import text_tokenizer
 
 if TYPE_CHECKING:
@@ -97,17 +98,19 @@ def prompt_rows(
 ) -> list[EncodedRow]:
     """Return the complete row of each prompt with its response; `assistant_masks` is True on the response.
 
-    Both are tokenized separately, as a model samples: no token belongs to both. Tokens that the tokenizer adds after a
-    text follow the response.
+    A prompt has the ids that it has without a response, and the response those that it has behind the prompt: no token
+    belongs to both. Tokens that the tokenizer adds after a text follow the response.
     """
-    around = added_around(tokenizer) if add_special_tokens else (0, 0)
     own = text_tokenizer(tokenizer)
-    before = encode_texts(own, prompts, special=add_special_tokens)
-    after = encode_texts(own, responses)
+    around = Around(own)
+    before = text_rows(own, prompts, add_special_tokens=add_special_tokens)
+    after = Following(own).text_ids(prompts, responses)
     rows: list[EncodedRow] = []
-    for prompt, response in zip(before, after, strict=True):
-        first = len(prompt.ids) - around[1]
-        ids = [*prompt.ids[:first], *response.ids, *prompt.ids[first:]]
+    for row, prompt, response_ids in zip(before, prompts, after, strict=True):
+        ids: list[int] = row["input_ids"].tolist()
+        added = around.counts[1] if add_special_tokens and around.adds_to(prompt) else 0
+        first = len(ids) - added
+        ids[first:first] = response_ids
         masks = torch.arange(len(ids)) >= first
         rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64), "assistant_masks": masks})
     return rows
@@ -125,7 +128,7 @@ def tokenize_prompts(
 ) -> PromptData:
     """Return prompts followed by their responses, padded to one length, with the last positions of the prompts.
 
-    A prompt and its response are tokenized separately, as a model samples: no token belongs to both.
+    A prompt has the ids that it has without a response, as a model reads it: no token belongs to both.
 
     Args:
         tokenizer: A tokenizer or processor of transformers.
@@ -140,7 +143,8 @@ def tokenize_prompts(
         `input_ids`, `attention_mask` and `labels`, which are the ids, are (N, T), and `prompt_rindex` is (N,).
 
     Raises:
-        ValueError: The numbers of prompts and responses differ, or an option has an invalid value.
+        ValueError: The numbers of prompts and responses differ, truncation removes a whole response, or an option has
+            an invalid value.
 
     Source:
         `torchrl.data.PromptTensorDictTokenizer`.
@@ -155,5 +159,6 @@ def tokenize_prompts(
     layout = Layout(True, truncation, max_length, padding_side)
     layout.check("tokenize_prompts")
     rows = prompt_rows(tokenizer, prompts, responses, add_special_tokens=add_special_tokens)
+    check_rows("tokenize_prompts", rows, layout)
     padded = layout.pad([layout.cut(row) for row in rows], pad_id_of(text_tokenizer(tokenizer)))
     return PromptData.from_rows(padded)

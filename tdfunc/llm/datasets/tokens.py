@@ -23,11 +23,12 @@ from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import CorruptCheckpointError, as_count, error
 from tdfunc.llm.datasets.prompts import prompt_rows
 from tdfunc.llm.datasets.sources import Records
-from tdfunc.llm.encoding.chat import chat_rows, check_masks
+from tdfunc.llm.encoding.chat import chat_rows
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree, unmask_first
 from tdfunc.llm.encoding.text import text_rows, tokenizer_digest
+from tdfunc.llm.encoding.trained import check_masks, check_untrained, find_loss, report_losses
 from tdfunc.llm.messages.columns import Conversation
-from tdfunc.llm.messages.message import read_message
+from tdfunc.llm.messages.message import read_message, read_tools, without_filling
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
@@ -36,7 +37,7 @@ from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
 
 # In the key of a cache: another number where stored rows change.
-_FORMAT = 1
+_FORMAT = 2
 _CHUNK = 1024
 _WHOLE = "rows"
 # One entry of a record, or a prompt and its response.
@@ -83,6 +84,7 @@ class TokenDataset:
         max_length: int | None = None,
         padding_side: str = "left",
         truncation_side: str = "right",
+        untrained: str = "raise",
     ) -> Any:
         """Return rows, padded, as a tree with `input_ids` (B, T), `attention_mask` and other masks.
 
@@ -93,9 +95,11 @@ class TokenDataset:
             max_length: The maximum number of tokens in a row.
             padding_side: "left" or "right".
             truncation_side: The side at which tokens are removed.
+            untrained: "raise" an error for a row that truncation leaves without a trained token, or whose columns it
+                makes equal; or "drop" such rows, with a warning that counts them.
 
         Raises:
-            ValueError: An option has an invalid value.
+            ValueError: An option has an invalid value, or truncation leaves nothing to train on in a row.
             IndexError: A row does not exist.
         """
         layout = Layout(padding, truncation, max_length, padding_side, truncation_side)
@@ -104,12 +108,43 @@ class TokenDataset:
             raise error(
                 ValueError, "batch: rows must be padded.", got=f"padding={padding!r}", hint="data[i] has no pads."
             )
-        places = self._places(rows)
+        places = self._trainable("batch", self._places(rows), layout, untrained)
 
         def one(column: TensorDict) -> TensorDict:
             return layout.pad([unmask_first(layout.cut(_row_at(column, at))) for at in places], self.pad_id)
 
         return self._by_column(one, [len(places)])
+
+    def _trainable(
+        self, call: str, rows: Sequence[int], layout: Layout, untrained: str, *, is_pair: bool | None = None
+    ) -> list[int]:
+        """Return the rows that have something to train on if they are truncated.
+
+        Args:
+            call: The name of the call, for messages.
+            rows: Row numbers.
+            layout: The truncation.
+            untrained: "raise" an error for other rows, or "drop" them.
+            is_pair: The columns are pairs; by default those with masks.
+
+        Raises:
+            ValueError: A row has nothing to train on, and `untrained` is "raise".
+        """
+        check_untrained(call, untrained)
+        if not layout.cuts or layout.max_length is None:
+            return list(rows)
+        longest = torch.stack([column["offsets"].diff() for column in self.columns.values()]).amax(0)
+        # Only rows that are truncated can lose anything.
+        is_long: list[bool] = (longest > layout.max_length).tolist()
+        losses: dict[int, str] = {}
+        for row in rows:
+            if is_long[row] and row not in losses:
+                columns = {name: _row_at(column, row) for name, column in self.columns.items()}
+                reason = find_loss(columns, layout, is_pair=is_pair)
+                if reason is not None:
+                    losses[row] = reason
+        report_losses(call, losses, len(rows), layout, untrained=untrained)
+        return [row for row in rows if row not in losses]
 
     def batches(
         self, batch_size: int, *, key: Tensor | None = None, start: int = 0, drop_last: bool = False, **options: Any
@@ -122,16 +157,29 @@ class TokenDataset:
                 are in order.
             start: The number of the first batch.
             drop_last: Leave out a last batch with fewer rows.
-            **options: The options of `batch`.
+            **options: The options of `batch`. With `untrained="drop"` all batches are full but the last one.
 
         Raises:
-            ValueError: `batch_size` is not positive.
+            ValueError: `batch_size` is not positive, or truncation leaves nothing to train on in a row.
         """
         batch_size = as_count("batches: batch_size", batch_size)
-        n = len(self)
-        rows = torch.arange(n) if key is None else permutation(key, n)
-        parts = rows[: n - n % batch_size if drop_last else n][start * batch_size :].split(batch_size)
+        rows = torch.tensor(self._trained_rows(options), dtype=torch.int64)
+        n = len(rows)
+        if key is not None:
+            rows = rows[permutation(key, n)]
+        if drop_last:
+            rows = rows[: n - n % batch_size]
+        parts = rows[start * batch_size :].split(batch_size)
         return (self.batch(part, **options) for part in parts if len(part))
+
+    def _trained_rows(self, options: Mapping[str, Any]) -> list[int]:
+        """Return the numbers of all rows that batches contain; an error comes before the first batch."""
+        rows = list(range(len(self)))
+        if not options.get("truncation"):
+            return rows
+        layout = Layout(**{name: value for name, value in options.items() if name != "untrained"})
+        layout.check("batches")
+        return self._trainable("batches", rows, layout, options.get("untrained", "raise"))
 
     def _places(self, rows: "Tensor | Sequence[int]") -> list[int]:
         n = len(self)
@@ -178,16 +226,18 @@ def load_tokens(
             text counts as a dict with `text`. Files are streamed; the records of an iterable are kept in memory while
             they are tokenized.
         columns: The entry of a record to tokenize. It is a text, or a conversation (a list of messages), which the chat
-            template renders with the record's `tools`. A tuple of two entries is a prompt with its response. A dict
-            makes several columns, by name. Conversations and responses have `assistant_masks`.
+            template renders with the record's `tools`, a list or its JSON text. A tuple of two entries is a prompt with
+            its response. A dict makes several columns, by name. Conversations and responses have `assistant_masks`. A
+            response has no end of turn unless its text has one.
         cache_dir: The folder of caches; without it the tokens are in a temporary file.
         chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own template.
-        add_special_tokens: Add the tokens that the tokenizer puts around a text.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text, unless the text begins with the first.
         verify: Verify the checksums of a cache, which reads it once.
 
     Raises:
         TypeError: A record, or an entry of it, has another type; the error names its number.
         MissingKeyError: A record lacks an entry.
+        UnsupportedError: The chat template leaves out a field of a message; the error names the field.
         ConcurrencyError: The file changed while it was read.
 
     Source:
@@ -269,10 +319,10 @@ class _Plan:
         chats: list[Conversation] = []
         for i, (messages, record) in enumerate(zip(values, records, strict=True), first):
             read = [read_message(message, f"Record {i}, message {j}") for j, message in enumerate(messages)]
-            chats.append(Conversation(read, record.get("tools") or None))
+            chats.append(Conversation(without_filling(read), read_tools(record.get("tools"), f"Record {i}")))
         template = find_template(self.chat_template, self.tokenizer)
         rows = chat_rows(self.tokenizer, template, chats, masks=True)
-        check_masks(rows, chats, first)
+        check_masks(rows, chats, first=first, call="load_tokens")
         return rows
 
 

@@ -9,13 +9,13 @@ import torch
 from tdfunc.core.errors import error
 from tdfunc.llm.encoding.encode import encode_marked, encode_texts, mask_of
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
-from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation
+from tdfunc.llm.encoding.trained import check_masks
+from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation, without_ids
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
     Marked,
     check_safe,
     control_strings,
-    describe,
     find_forged,
     text_tokenizer,
 )
@@ -43,7 +43,7 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
     flat: list[Conversation] = []
 
     def number(chat: Any) -> int:
-        conversation = conversation_in(chat)
+        conversation = without_ids(conversation_in(chat))
         flat.append(conversation._replace(tools=list(tools)) if tools and not conversation.tools else conversation)
         return len(flat) - 1
 
@@ -84,6 +84,7 @@ def chat_rows(
 
     Conversations without control strings in contents are encoded in one call.
     """
+    conversations = [without_ids(each) for each in conversations]
     own, control = text_tokenizer(tokenizer), control_strings(tokenizer, template)
     forged = set(find_forged(conversations, control))
     ends = {"generation_prompt": generation_prompt, "open_end": open_end}
@@ -103,23 +104,6 @@ def chat_rows(
             row["assistant_masks"] = torch.tensor(mask_of(made, marked[i].replies), dtype=torch.bool)
         rows.append(row)
     return rows
-
-
-def check_masks(rows: Sequence[EncodedRow], conversations: Sequence[Conversation], first: int = 0) -> None:
-    """Raise if the assistant mask of a conversation with a reply is empty; `first` is the first number.
-
-    Raises:
-        ValueError: The message names the reply.
-    """
-    for i, (row, conversation) in enumerate(zip(rows, conversations, strict=True)):
-        replies = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if replies and not bool(row["assistant_masks"].any()):
-            raise error(
-                ValueError,
-                f"apply_chat_template: the assistant mask of conversation {first + i} would be empty.",
-                expected=f"tokens of {describe(conversation, replies[0])}",
-                hint="use a larger max_length; a template with {% generation %} must mark its replies.",
-            )
 
 
 # Any: nested lists of places, as deep as the batch.

@@ -3,6 +3,8 @@
 import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ def tokenize_text(
     Args:
         tokenizer: A tokenizer or processor of transformers.
         text: A text, or (nested) lists of texts.
-        add_special_tokens: Add the tokens that the tokenizer puts around a text; truncation keeps them.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text; truncation keeps them. A text that
+            begins with the first of them, such as a rendered conversation, gets none.
         padding: True or "longest", "max_length", or False.
         truncation: Truncate rows to `max_length`.
         max_length: The maximum number of tokens in a row, including the added tokens.
@@ -56,10 +59,8 @@ def tokenize_text(
     layout.check("tokenize_text")
     flat: list[str] = []
     nested = _number(text, flat)
-    rows = text_rows(tokenizer, flat, add_special_tokens=add_special_tokens)
-    ends = added_around(tokenizer) if add_special_tokens and layout.cuts else (0, 0)
-    cut = [layout.cut(row, first=ends[0], last=ends[1]) for row in rows]
-    return arrange(nested, cut, layout, pad_id_of(text_tokenizer(tokenizer)))
+    rows = text_rows(tokenizer, flat, add_special_tokens=add_special_tokens, layout=layout)
+    return arrange(nested, rows, layout, pad_id_of(text_tokenizer(tokenizer)))
 
 
 def _number(text: Any, flat: list[str]) -> Any:
@@ -73,18 +74,63 @@ def _number(text: Any, flat: list[str]) -> Any:
     raise error(TypeError, "tokenize_text: each element must be a text or a list of texts.", got=repr(text)[:200])
 
 
-def text_rows(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[EncodedRow]:
-    """Return the complete row of each text."""
-    made = encode_texts(text_tokenizer(tokenizer), texts, special=add_special_tokens)
-    return [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]
+def text_rows(
+    tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = True, layout: Layout | None = None
+) -> list[EncodedRow]:
+    """Return the row of each text: every call that takes texts encodes them here.
 
+    A text that begins with the token that a tokenizer puts in front was rendered by a chat template. It gets no second
+    one, and no token behind it.
 
-def added_around(tokenizer: Any) -> tuple[int, int]:
-    """Return the numbers of tokens that a tokenizer adds before and after a text."""
+    Args:
+        tokenizer: A tokenizer or processor.
+        texts: The texts.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text.
+        layout: A truncation, which keeps the added tokens.
+    """
     own = text_tokenizer(tokenizer)
-    plain, full = [encode_texts(own, ["a"], special=special)[0].ids for special in (False, True)]
-    first = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
-    return first, len(full) - len(plain) - first
+    around = Around(own) if add_special_tokens else None
+    rows: dict[int, EncodedRow] = {}
+    for special in (False, True):
+        places = [i for i, text in enumerate(texts) if special == (around is not None and around.adds_to(text))]
+        made = encode_texts(own, [texts[i] for i in places], special=special)
+        first, last = around.counts if special and around is not None else (0, 0)
+        for i, each in zip(places, made, strict=True):
+            row: EncodedRow = {"input_ids": torch.tensor(each.ids, dtype=torch.int64)}
+            rows[i] = row if layout is None else layout.cut(row, first=first, last=last)
+    return [rows[i] for i in range(len(texts))]
+
+
+@dataclass(frozen=True)
+class Around:
+    """The tokens that a tokenizer puts around a text."""
+
+    # Any: a tokenizer of transformers.
+    tokenizer: Any
+
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of tokens before and after a text."""
+        plain, full = self._ids
+        first = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
+        return first, len(full) - len(plain) - first
+
+    @cached_property
+    def _ids(self) -> tuple[list[int], list[int]]:
+        plain, full = [encode_texts(self.tokenizer, ["a"], special=special)[0].ids for special in (False, True)]
+        return plain, full
+
+    @cached_property
+    def _leads(self) -> tuple[str, ...]:
+        """The strings of which a text that a template rendered begins with one."""
+        leads = [self.tokenizer.bos_token] if self.tokenizer.bos_token else []
+        if self.counts[0]:
+            leads.append(self.tokenizer.convert_ids_to_tokens(self._ids[1][0]))
+        return tuple(leads)
+
+    def adds_to(self, text: str) -> bool:
+        """Return whether the tokens are put around a text: not if it has the first of them already."""
+        return not text.startswith(self._leads)
 
 
 # Any: texts, nested as the batch.

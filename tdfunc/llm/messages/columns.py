@@ -14,7 +14,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.nontensor import NonTensorData, NonTensorStack
 from tdfunc.llm.messages.content import as_content
-from tdfunc.llm.messages.message import FIELDS, Message
+from tdfunc.llm.messages.message import FIELDS, Message, read_tools
 
 _ALWAYS = ("role", "content", "is_complete")
 
@@ -76,10 +76,20 @@ def messages_of(history: Any) -> list[Message]:
 def conversation_in(history: Any) -> Conversation:
     """Return the messages and tools of a history of one dimension (or of one message)."""
     messages = messages_of(history)
-    tools = tools_of(messages)
-    if tools:
+    given = tools_of(messages)
+    tools = read_tools(given, "History") if given else None
+    if given:
         messages = [{k: v for k, v in each.items() if k != "tools"} for each in messages]
     return Conversation(messages, tools)
+
+
+def without_ids(conversation: Conversation) -> Conversation:
+    """Return a conversation whose replies are rendered, not taken from the ids that they were sampled as."""
+    messages = conversation.messages
+    if not any(["token_ids" in message for message in messages]):
+        return conversation
+    kept = [{name: value for name, value in message.items() if name != "token_ids"} for message in messages]
+    return conversation._replace(messages=kept)
 
 
 def conversations_in(histories: Sequence[Any]) -> list[Conversation]:

@@ -51,7 +51,7 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
                 hint=did_you_mean(key, FIELDS) or "leave it out, because a History would lose it.",
             )
     if "content" in message:
-        message["content"] = as_content(message["content"])
+        message["content"] = _without_empty(as_content(message["content"]))
         if not isinstance(message["content"], (str, list)):
             raise error(
                 TypeError,
@@ -65,12 +65,21 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
     return message
 
 
+def _without_empty(content: Any) -> Any:
+    """Return a content whose parts have no entries that are None: a template may ask whether a part has an entry."""
+    return without_nulls(content) if isinstance(content, list) else content
+
+
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's form; arguments stay a dict or JSON text.
 
     Raises:
-        TypeError: A call has no function with a name.
+        TypeError: The calls are not a list, or a call has no function with a name.
     """
+    # Data sets store nested values as JSON text.
+    calls = read_json(calls)
+    if calls is None:
+        return []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise error(TypeError, f"{where}: tool_calls must be a list.", got=repr(calls)[:200])
     return [_read_call(call, where) for call in calls]
@@ -90,11 +99,93 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments")
     given: Mapping[str, Any] = call
+    rest = {key: value for key, value in given.items() if value is not None and key not in ("function", "type")}
     return {
-        **{key: value for key, value in given.items() if key not in ("function", "type")},
-        "type": given.get("type", "function"),
+        **rest,
+        "type": given.get("type") or "function",
         "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
     }
+
+
+# Any: a value of a data set.
+def read_tools(given: Any, where: str) -> list[Any] | None:
+    """Return the schemas of tools as dicts; None without tools.
+
+    Tools may be a list of dicts, a list of JSON texts, or one JSON text of a list. In dicts, entries that are None
+    count as missing.
+
+    Raises:
+        TypeError: The tools are something else.
+    """
+    value = None if given == "" else read_json(given)
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise error(
+            TypeError,
+            f"{where}: `tools` is not a list of schemas.",
+            expected="a list of dicts, or the JSON text of such a list",
+            got=repr(given)[:200],
+            hint="put a single schema into a list: [schema]." if isinstance(value, Mapping) else None,
+        )
+    # A null in JSON text was written there by somebody.
+    is_text = isinstance(given, str)
+    tools = [_read_tool(tool, where) for tool in value]
+    return [tool if is_text else without_nulls(tool) for tool in tools] or None
+
+
+def _read_tool(given: Any, where: str) -> Any:
+    tool = read_json(given)
+    # transformers makes a schema of a Python function.
+    if callable(tool):
+        return tool
+    if not isinstance(tool, Mapping):
+        raise error(
+            TypeError,
+            f"{where}: a schema in `tools` is not a dict.",
+            expected="{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}, or its JSON text",
+            got=repr(given)[:200],
+        )
+    return dict(tool)
+
+
+# Any: a nested value.
+def without_nulls(value: Any) -> Any:
+    """Return a value without the entries of dicts that are None.
+
+    Arrow gives all records of a list the same entries and fills up with nulls, so that they stand for missing ones.
+    """
+    if isinstance(value, Mapping):
+        given: Mapping[Any, Any] = value
+        return {key: without_nulls(item) for key, item in given.items() if item is not None}
+    if isinstance(value, list):
+        items: list[Any] = value
+        return [without_nulls(item) for item in items]
+    return value
+
+
+def without_filling(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have no arguments that are None, as Arrow fills them up; JSON text is unchanged."""
+    return [_without_filling(message) for message in messages]
+
+
+def _without_filling(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls: list[dict[str, Any]] = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        calls.append({**call, "function": {**function, "arguments": without_nulls(function["arguments"])}})
+    return {**message, "tool_calls": calls}
+
+
+def is_filled(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether messages have the form of Arrow's records: the same entries, which are null where one is missing.
+
+    A message of a user with an entry for calls shows it, because nobody writes one.
+    """
+    names = {frozenset(message) for message in messages}
+    return len(names) == 1 and any([each["role"] == "user" and "tool_calls" in each for each in messages])
 
 
 def show_message(message: Message) -> Message:

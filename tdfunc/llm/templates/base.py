@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation
+from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation, without_ids
 from tdfunc.llm.messages.content import text_of, texts_of
 from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
+from tdfunc.llm.templates.fields import Coverage, known_kinds
+from tdfunc.llm.templates.thinking import closing_tag, continue_thinking
 
 
 class Piece(NamedTuple):
@@ -43,6 +45,23 @@ class Marked(NamedTuple):
     text: str
     contents: list[Span]
     replies: list[Span]
+
+    def part(self, start: int, stop: int | None = None) -> "Marked":
+        """Return a stretch of the text, with the spans of the contents inside it."""
+        end = len(self.text) if stop is None else stop
+        inside: list[Span] = []
+        for first, last, message in self.contents:
+            first, last = max(first, start), min(last, end)
+            if first < last:
+                inside.append(Span(first - start, last - start, message))
+        return Marked(self.text[start:end], inside, [])
+
+
+def join_marked(first: Marked, second: Marked) -> Marked:
+    """Return two texts as one text, with the spans of the contents of both."""
+    by = len(first.text)
+    moved = [Span(start + by, stop + by, message) for start, stop, message in second.contents]
+    return Marked(first.text + second.text, [*first.contents, *moved], [])
 
 
 class AbstractTemplate(ABC):
@@ -78,7 +97,7 @@ class AbstractTemplate(ABC):
             open_end: Leave the last message without its end.
 
         Raises:
-            UnsupportedError: The template cannot render a message; the error names it.
+            UnsupportedError: The template cannot render a message, or leaves out a field; the error names it.
         """
 
     @abstractmethod
@@ -125,6 +144,19 @@ class AbstractTemplate(ABC):
         It never raises. If a part cannot be parsed, `content` is the complete reply, and `parse_error` the reason.
         """
 
+    def parse_after(self, prompt: str, text: str) -> Message:
+        """Return the message of a reply to a prompt, given without its end of turn.
+
+        It differs from `parse_reply` if the prompt ends inside of a thinking, as the prompts of some models do. If the
+        reply does not close it, `content` is the complete reply, and `parse_error` the reason.
+
+        Args:
+            prompt: The text before the reply, or its end.
+            text: The reply.
+        """
+        closing = closing_tag(prompt)
+        return self.parse_reply(text) if closing is None else continue_thinking(text, closing, self.parse_reply)
+
     def render(
         self,
         history: Any,
@@ -157,7 +189,7 @@ class AbstractTemplate(ABC):
         """
 
         def one(chat: Any) -> str:
-            conversation = conversation_in(chat)
+            conversation = without_ids(conversation_in(chat))
             options = {"generation_prompt": add_generation_prompt, "open_end": continue_final_message}
             text = self.texts([conversation], **options)[0]
             if not unsafe:
@@ -312,8 +344,16 @@ class AbstractPieceTemplate(AbstractTemplate):
     def texts(  # noqa: D102 - as the interface
         self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
     ) -> list[str]:
+        self._coverage.check(conversations, is_prompt=generation_prompt)
         ends = {"generation_prompt": generation_prompt, "open_end": open_end}
         return ["".join([piece.text for piece in self.pieces(each, **ends)]) for each in conversations]
+
+    @property
+    def _coverage(self) -> Coverage:
+        def render(conversation: Conversation) -> str:
+            return "".join([piece.text for piece in self.pieces(conversation)])
+
+        return Coverage(render, known_kinds(self))
 
     def marked_all(  # noqa: D102 - as the interface
         self,
@@ -323,6 +363,7 @@ class AbstractPieceTemplate(AbstractTemplate):
         open_end: bool = False,
         replies: bool = True,
     ) -> list[Marked]:
+        self._coverage.check(conversations, is_prompt=generation_prompt)
         ends = {"generation_prompt": generation_prompt, "open_end": open_end}
         return [_marked(self.pieces(each, **ends)) for each in conversations]
 

@@ -23,8 +23,10 @@ from tdfunc.llm.templates.base import (
     text_tokenizer,
     to_json,
 )
+from tdfunc.llm.templates.fields import Coverage, known_kinds
 from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
 from tdfunc.llm.templates.named import TEMPLATES
+from tdfunc.llm.templates.thinking import closing_tag, continue_thinking
 from tdfunc.llm.templates.turns import Turns, learn_turns
 
 # Conversations by which a template of ours is recognised: one that renders all of them alike parses the rest, too.
@@ -33,6 +35,8 @@ _PROBES = (
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
     [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
 )
+# A value of an argument.
+_SHOWN = "qzxwv"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Fields that a template may read.
 _RENDERED = frozenset(("role", "content", "tool_calls", "tool_responses", "name", "tool_call_id", "reasoning_content"))
@@ -47,11 +51,13 @@ class JinjaTemplate(AbstractTemplate):
         tokenizer: The tokenizer or processor; it is not changed.
         chat_template: A Jinja text, or the name of a template of the tokenizer. The default is the tokenizer's default.
         options: Variables of the template, such as `enable_thinking`.
+        lossy: Render messages although the template leaves out some of their fields; otherwise they are refused.
     """
 
     tokenizer: Any
     chat_template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    lossy: bool = False
 
     @cached_property
     def _own(self) -> Any:
@@ -77,7 +83,8 @@ class JinjaTemplate(AbstractTemplate):
     def header(self) -> str:
         """The generation prompt; empty if the template has none."""
         chat = Conversation([{"role": "user", "content": "a"}])
-        without, with_prompt = self.texts([chat])[0], self.texts([chat], generation_prompt=True)[0]
+        without = self._texts([chat])[0]
+        with_prompt = self._texts([chat], generation_prompt=True)[0]
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
     @cached_property
@@ -86,7 +93,7 @@ class JinjaTemplate(AbstractTemplate):
         mark = MARKS[0]
         try:
             chat = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
-            after = self.texts([chat])[0].rpartition(mark)[2]
+            after = self._texts([chat])[0].rpartition(mark)[2]
         # A template in Jinja may raise any error.
         except Exception:
             after = ""
@@ -111,16 +118,29 @@ class JinjaTemplate(AbstractTemplate):
         """The form of call arguments that the template expects: "dict", "text" (JSON) or "any"."""
         if not self._writes_call({"k": "v"}, "{'k': 'v'}"):
             return "text"
-        return "any" if self._writes_call('{"k": "v"}', r"\"k\"") else "dict"
+        if not self._writes_call('{"k": "v"}', r"\"k\""):
+            return "dict"
+        # A template may ignore a dict, and write only text.
+        if not self._shows_call({"k": _SHOWN}) and self._shows_call(to_json({"k": _SHOWN})):
+            return "text"
+        return "any"
 
     def _writes_call(self, arguments: Any, mistake: str) -> bool:
+        text = self._render_call(arguments)
+        return text is not None and mistake not in text
+
+    def _shows_call(self, arguments: Any) -> bool:
+        text = self._render_call(arguments)
+        return text is not None and _SHOWN in text
+
+    def _render_call(self, arguments: Any) -> str | None:
         call = {"type": "function", "id": "a" * 9, "function": {"name": "f", "arguments": arguments}}
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
-            return mistake not in self._render([chat], None)[0]
+            return self._render([chat], None)[0]
         # A template in Jinja may raise any error.
         except Exception:
-            return False
+            return None
 
     @cached_property
     def alike(self) -> AbstractTemplate | None:
@@ -208,6 +228,28 @@ class JinjaTemplate(AbstractTemplate):
     def texts(  # noqa: D102 - as the interface
         self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
     ) -> list[str]:
+        self._check_fields(conversations, is_prompt=generation_prompt)
+        return self._texts(conversations, generation_prompt=generation_prompt, open_end=open_end)
+
+    def _check_fields(self, conversations: Sequence[Conversation], *, is_prompt: bool) -> None:
+        if not self.lossy:
+            self._coverage.check(conversations, is_prompt=is_prompt)
+
+    @cached_property
+    def _coverage(self) -> Coverage:
+        def render(conversation: Conversation) -> str:
+            return self._texts([conversation])[0]
+
+        # The text that a tokenizer renders itself may depend on anything in it.
+        if renders_itself(self.tokenizer):
+            return Coverage(render, set())
+        sources = self.chat_template, self.tokenizer.chat_template, sorted(self.options.items())
+        return Coverage(render, known_kinds(repr(sources)))
+
+    def _texts(
+        self, conversations: Sequence[Conversation], *, generation_prompt: bool = False, open_end: bool = False
+    ) -> list[str]:
+        """Return the texts of conversations, without a check of their fields."""
         options = {"add_generation_prompt": generation_prompt, "continue_final_message": open_end}
         chats = self._as_dicts(conversations)
         if all([not each.tools for each in conversations]):
@@ -222,8 +264,10 @@ class JinjaTemplate(AbstractTemplate):
         open_end: bool = False,
         replies: bool = True,
     ) -> list[Marked]:
+        self._check_fields(conversations, is_prompt=generation_prompt)
+
         def render_all(chats: Sequence[Conversation]) -> list[str]:
-            return self.texts(chats, generation_prompt=generation_prompt, open_end=open_end)
+            return self._texts(chats, generation_prompt=generation_prompt, open_end=open_end)
 
         texts = render_all(conversations)
         found = [Marked(text, [], []) for text in texts]
@@ -286,7 +330,7 @@ class JinjaTemplate(AbstractTemplate):
         """Return whether this template renders a text, whose end may be missing."""
         for prompt in (False, True):
             try:
-                made = self.texts([conversation], generation_prompt=prompt)[0]
+                made = self._texts([conversation], generation_prompt=prompt)[0]
             # A template in Jinja may raise any error.
             except Exception:
                 return False
@@ -295,7 +339,22 @@ class JinjaTemplate(AbstractTemplate):
         return False
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
+        if self._closing is None:
+            return self._parse_alike(text)
+        return continue_thinking(text, self._closing, self._parse_alike)
+
+    def _parse_alike(self, text: str) -> Message:
         return {"role": "assistant", "content": text} if self.alike is None else self.alike.parse_reply(text)
+
+    @cached_property
+    def _closing(self) -> str | None:
+        """The tag that ends the thinking which the generation prompt opens, if it does."""
+        chat = Conversation([{"role": "user", "content": "a"}])
+        # A template in Jinja may raise any error.
+        try:
+            return closing_tag(self._texts([chat], generation_prompt=True)[0])
+        except Exception:
+            return None
 
 
 # Any: transformers is optional.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tdfunc.core.errors import error
 from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.message import Message, read_json
+from tdfunc.llm.messages.windows import FEW_REPLIES, reply_places, windows_of
 from tdfunc.llm.templates.base import Span, describe, strings_in
 
 # First characters of markers: of the private use areas, which no tokenizer or template gives a meaning.
@@ -224,6 +225,10 @@ class ReplySearch(NamedTuple):
 
     def _by_prefixes(self, conversation: Conversation, text: str) -> list[Span] | None:
         """Return the spans where each render is a prefix of the next; None where one is not."""
+        if len(reply_places(conversation)) > FEW_REPLIES:
+            spans = self._by_windows(conversation, text)
+            if spans is not None:
+                return spans
         messages, tools = conversation
         replies: list[Span] = []
         for i, message in enumerate(messages):
@@ -238,7 +243,41 @@ class ReplySearch(NamedTuple):
                 return None
             if len(turn) == len(prompt) or not (turn.startswith(prompt) and text.startswith(turn)):
                 return None
-            end = self.template.end
-            ended = turn.rfind(end, len(prompt)) if end else -1
-            replies.append(Span(len(prompt), ended + len(end) if ended != -1 else len(turn), i))
+            replies.append(Span(len(prompt), self._end_of_turn(turn, len(prompt)), i))
+        return replies
+
+    def _end_of_turn(self, turn: str, start: int) -> int:
+        """Return the place behind the end of turn of a reply that starts at a place."""
+        end = self.template.end
+        ended = turn.rfind(end, start) if end else -1
+        return ended + len(end) if ended != -1 else len(turn)
+
+    def _by_windows(self, conversation: Conversation, text: str) -> list[Span] | None:
+        """Return the spans of replies whose windows follow each other in the text; None if they do not."""
+        windows = windows_of(conversation)
+        is_open = self.open_end and windows[-1].place == len(conversation.messages) - 1
+        try:
+            prompts = self.template.texts([each.prompt for each in windows], generation_prompt=True)
+            turns = self.template.texts([each.turn for each in windows[:-1]])
+            turns += self.template.texts([windows[-1].turn], open_end=is_open)
+            followings = self.template.texts([each.following for each in windows[:-1]], generation_prompt=True)
+        # For example for a window that ends with a tool call.
+        except Exception:
+            return None
+        at = len(prompts[0])
+        if not text.startswith(prompts[0]):
+            return None
+        replies: list[Span] = []
+        for window, prompt, turn, following in zip(windows, prompts, turns, [*followings, ""], strict=True):
+            reply = turn[len(prompt) :]
+            if not reply or not turn.startswith(prompt) or not text.startswith(reply, at):
+                return None
+            replies.append(Span(at, at + self._end_of_turn(turn, len(prompt)) - len(prompt), window.place))
+            at += len(reply)
+            if window.is_last:
+                break
+            between = following[len(turn) :]
+            if not following.startswith(turn) or not text.startswith(between, at):
+                return None
+            at += len(between)
         return replies

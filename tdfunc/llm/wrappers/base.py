@@ -450,11 +450,11 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             return values
         whole = reply_texts(self._text_tokenizer, prompts, responses)
         before = row_texts(self._text_tokenizer, inputs.rows) if inputs.texts is None else inputs.texts
+        before = [text for text in before for _ in range(count)]
         if inputs.chats is not None:
-            values["history"] = self._replied(inputs.chats, responses, whole, lead)
+            values["history"] = self._replied(inputs.chats, before, responses, whole, lead)
         skips = options.skip_special_tokens
         texts = reply_texts(self._text_tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
-        before = [text for text in before for _ in range(count)]
         full, ends = [a + b for a, b in zip(before, texts, strict=True)], [each.finish_reason for each in responses]
         lists = nest_all(lead, list, prompt=before, response=texts, full=full, finish_reason=ends)
         values["text"] = Text(**lists, batch_size=lead)
@@ -473,12 +473,14 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         return [response for future in futures for response in future.result()]
 
     # Any: conversations.
-    def _replied(self, chats: list[Any], responses: list[Response], texts: list[str], lead: Size) -> ChatHistory:
-        """Return the conversations with their replies."""
+    def _replied(
+        self, chats: list[Any], prompts: list[str], responses: list[Response], texts: list[str], lead: Size
+    ) -> ChatHistory:
+        """Return the conversations with their replies to prompts."""
         assert self._template is not None
         count = self._generation.num_return_sequences
         given = [chat for chat in chats for _ in range(count)]
-        messages = reply_messages(self._template, responses, texts, self._generation.stop_sequences)
+        messages = reply_messages(self._template, prompts, responses, texts, self._generation.stop_sequences)
         replies, full = with_replies(given, messages)
         parts = nest_all(lead, prompt=given, response=replies, full=full)
         return ChatHistory(**parts, batch_size=lead)

@@ -11,10 +11,10 @@ from tdfunc.core.errors import LeafMismatchError
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.llm.conversations.exact import TokenTemplate, grown_ids
 from tdfunc.llm.conversations.history import History
-from tdfunc.llm.encoding.chat import chat_rows, check_masks
-from tdfunc.llm.encoding.encode import encode_texts
+from tdfunc.llm.encoding.chat import chat_rows
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, unmask_first
-from tdfunc.llm.encoding.text import added_around
+from tdfunc.llm.encoding.text import text_rows
+from tdfunc.llm.encoding.trained import check_masks
 from tdfunc.llm.messages.columns import Conversation, conversations_in
 from tdfunc.llm.rows.batch import Row, TokenBatch, check_prompts, flat_list
 from tdfunc.llm.rows.read import TokenKeys, check_batch, missing_field, ragged_values, read_tokens
@@ -115,22 +115,9 @@ class Reader:
         return texts
 
     def _encode_texts(self, texts: Sequence[str]) -> list[Row]:
-        """Return the ids of texts, with the special tokens that the tokenizer adds, which truncation keeps.
-
-        A text that begins with the tokenizer's `bos_token` was rendered by a template: it gets no second one.
-        """
-        bos = self.tokenizer.bos_token or ""
-        whole = [self.add_special_tokens and not (bos and text.startswith(bos)) for text in texts]
-        found: dict[int, Row] = {}
-        for special in set(whole):
-            places = [i for i, is_whole in enumerate(whole) if is_whole == special]
-            made = encode_texts(self.tokenizer, [texts[i] for i in places], special=special)
-            rows: list[EncodedRow] = [{"input_ids": torch.tensor(each.ids, dtype=torch.int64)} for each in made]
-            if self.layout.truncation:
-                first, last = added_around(self.tokenizer) if special else (0, 0)
-                rows = [self.layout.cut(row, first=first, last=last) for row in rows]
-            found |= zip(places, map(_row, rows), strict=True)
-        return [found[i] for i in range(len(texts))]
+        """Return the ids of texts, with the special tokens that the tokenizer adds, which truncation keeps."""
+        rows = text_rows(self.tokenizer, texts, add_special_tokens=self.add_special_tokens, layout=self.layout)
+        return [_row(row) for row in rows]
 
     # Any: histories.
     def _chats(self, td: TensorCollection, field: str) -> tuple[list[Any], list[Conversation]]:
@@ -156,9 +143,11 @@ class Reader:
         kept = [any([message.get("token_ids") for message in each.messages]) for each in conversations]
         plain = [each for each, is_kept in zip(conversations, kept, strict=True) if not is_kept]
         made = chat_rows(self.tokenizer, self.template.template, plain, generation_prompt=prompts, masks=not prompts)
+        # Of complete rows: log-probs of truncated rows are right without a reply.
         if not prompts:
-            check_masks(made, plain)
-        rest, rows = iter(made), list[EncodedRow]()
+            check_masks(made, plain, call=self.call)
+        rest = iter(made)
+        rows: list[EncodedRow] = []
         for conversation, is_kept in zip(conversations, kept, strict=True):
             if not is_kept:
                 rows.append(next(rest))
@@ -167,7 +156,7 @@ class Reader:
             rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64)})
             if not prompts:
                 rows[-1]["assistant_masks"] = torch.tensor(wrote, dtype=torch.bool)
-        return [_row(self.layout.cut(row) if self.layout.truncation else row) for row in rows]
+        return [_row(self.layout.cut(row)) for row in rows]
 
 
 def _row(row: EncodedRow) -> Row:

@@ -50,12 +50,17 @@ def reply_texts(
 
 
 def reply_messages(
-    template: TokenTemplate, responses: Sequence[Response], texts: Sequence[str], stops: Sequence[str]
+    template: TokenTemplate,
+    prompts: Sequence[str],
+    responses: Sequence[Response],
+    texts: Sequence[str],
+    stops: Sequence[str],
 ) -> list[Message]:
     """Return the messages of responses, with the ids that they were sampled as.
 
     Args:
         template: The template, which parses a text without its end of turn.
+        prompts: The texts of their prompts, which may have opened the thinking.
         responses: The responses.
         texts: Their texts, control tokens included.
         stops: The stop sequences.
@@ -65,7 +70,7 @@ def reply_messages(
     contents = [
         without_end(template, ids, text) if end else text for ids, text, end in zip(all_ids, texts, ended, strict=True)
     ]
-    parsed = [template.template.parse_reply(content) for content in contents]
+    parsed = [template.template.parse_after(*each) for each in zip(prompts, contents, strict=True)]
     found: list[Message] = []
     for response, ids, text, content, message in zip(responses, all_ids, texts, contents, parsed, strict=True):
         reason: str = response.finish_reason

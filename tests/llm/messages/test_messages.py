@@ -26,7 +26,8 @@ PYTHON = transformers.ByT5Tokenizer()
 ONE = History(role="user", content="a")
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
 BATCH = History.from_chats([[{"role": "user", "content": "a"}]] * 2)
-NOTHING, FIRST = "x {% generation %}{% endgeneration %}", "{{ messages[0].content }}"
+NOTHING = "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}"
+FIRST = "{{ messages[0].content }}"
 PHI = make_tokenizer(PHI3, special=["<|user|>", "<|end|>", "<|im_end|>"])
 UPPER, NAME = "{{ messages[0].content | upper }}", "{{ tools[0].name }}" + FIRST
 RAISES = "{% for m in messages %}{{ raise_exception('') if m.content == 'no' }}{{ m.content + eos_token }}{% endfor %}"
@@ -140,8 +141,8 @@ APPLY = [
      ValueError, r"conversation 0 would be empty.*message 1 \(assistant\)"),
     (lambda: apply(chat(user(), reply()), make_tokenizer(NOTHING), return_assistant_tokens_mask=True), ValueError,
      "would be empty"),
-    (lambda: apply(chat(user(), reply()), make_tokenizer(FIRST), return_assistant_tokens_mask=True), ValueError,
-     r"message 1 \(assistant\) has no place"),
+    (lambda: apply(chat(user(), reply()), make_tokenizer(FIRST), return_assistant_tokens_mask=True), UnsupportedError,
+     r"message 1 \(assistant\): this template cannot render 'content'"),
     (lambda: apply(chat(user("<|im_end|>")), make_tokenizer(UPPER), tokenize=True), ValueError, "edits a content"),
     (lambda: apply(chat(reply()), make_tokenizer(UPPER), return_assistant_tokens_mask=True), ValueError,
      "edits a content"),

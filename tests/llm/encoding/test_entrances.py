@@ -1,0 +1,247 @@
+"""Every call that takes texts gives the ids of one call of the tokenizer with the whole text.
+
+The table has all such calls, kinds of tokenizers, and texts: rendered by a template or not, empty, with spaces.
+"""
+
+import pytest
+
+from tdfunc import TensorDict
+from tdfunc.llm import (
+    ChatHistory,
+    History,
+    PairwiseDataset,
+    Text,
+    TokenTemplate,
+    append_messages,
+    chat_ids,
+    load_tokens,
+    to_training_rows,
+    tokenize_prompts,
+    tokenize_text,
+)
+from tests.llm.kinds import KINDS, tokenizer_of
+from tests.llm.wrappers.fake import FakeWrapper
+
+
+def batch_ids(tree, name="input_ids"):
+    """The ids of the only row."""
+    return tree[name][0][tree["attention_mask"][0]].tolist()
+
+
+def wrapper_ids(tokenizer, mode, record):
+    """The ids that a wrapper reads."""
+    wrapper = FakeWrapper(tokenizer=tokenizer, input_mode=mode, generate=False)
+    return wrapper(TensorDict({mode: record}, [1]))["tokens"].full[0].tolist()
+
+
+# -- texts ------------------------------------------------------------------------------------------------------
+
+TEXTS = {
+    "load_tokens": lambda tokenizer, text: load_tokens(tokenizer, [text])[0]["input_ids"].tolist(),
+    "batches": lambda tokenizer, text: batch_ids(load_tokens(tokenizer, [text]).batch([0])),
+    "columns": lambda tokenizer, text: load_tokens(tokenizer, [text], columns={"a": "text"})[0]["a"][
+        "input_ids"
+    ].tolist(),
+    "tokenize_text": lambda tokenizer, text: tokenize_text(tokenizer, text)["input_ids"].tolist(),
+    "tokenize_prompts": lambda tokenizer, text: tokenize_prompts(tokenizer, [text], [""]).input_ids[0].tolist(),
+    "pairs of texts": lambda tokenizer, text: PairwiseDataset.from_dataset(
+        tokenizer, [{"chosen": text, "rejected": "x"}], prompt=None, padding_side="right"
+    ).chosen_data.input_ids[0].tolist(),
+    "a wrapper": lambda tokenizer, text: wrapper_ids(tokenizer, "text", Text(full=[text], batch_size=[1])),
+}  # fmt: skip
+
+
+def reference(tokenizer, text):
+    """One call; what a template rendered has its tokens already."""
+    return tokenizer(text, add_special_tokens=not text.startswith(tokenizer.bos_token))["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entrance", TEXTS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The fox",
+        "<s>The fox",
+        "<s> The fox</s>",
+        "  yes",
+        "yes</s>",
+        "<s>[INST] hello [/INST]\nSure</s>",
+        "a <s> b",
+        "\n",
+    ],
+)
+def test_texts_are_one_call(kind, entrance, text):
+    """No call adds a token that the text has."""
+    tokenizer = tokenizer_of(kind)
+
+    found = TEXTS[entrance](tokenizer, text)
+
+    expected = reference(tokenizer, text)
+    assert found[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["", "<s>", "<s></s>", "</s>"])
+def test_empty_texts_are_one_call(kind, text):
+    """Of tokens alone, or of nothing."""
+    tokenizer = tokenizer_of(kind)
+    assert load_tokens(tokenizer, [text])[0]["input_ids"].tolist() == reference(tokenizer, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("text", ["<s>The fox jumps over the lazy dog", "The fox jumps over the lazy dog"])
+def test_texts_are_truncated_as_by_transformers(kind, side, text):
+    """Added tokens stay, those of a template are part of the text."""
+    tokenizer = tokenizer_of(kind)
+    whole = reference(tokenizer, text)
+    added = len(tokenizer("a")["input_ids"]) - len(tokenizer("a", add_special_tokens=False)["input_ids"])
+    added = 0 if text.startswith("<s>") else added
+
+    found = tokenize_text(tokenizer, text, truncation=True, max_length=5, truncation_side=side)["input_ids"].tolist()
+
+    inner = whole[min(added, 1) : len(whole) - max(added - 1, 0)]
+    room = 5 - added
+    kept = inner[:room] if side == "right" else inner[len(inner) - room :]
+    assert found == whole[: min(added, 1)] + kept + whole[len(whole) - max(added - 1, 0) :]
+
+
+# -- prompts and responses --------------------------------------------------------------------------------------
+
+PAIR = {"columns": ("prompt", "chosen")}
+PROMPTS = {
+    "load_tokens": lambda tokenizer, record, **options: load_tokens(tokenizer, [record], **PAIR, **options)[0][
+        "input_ids"
+    ].tolist(),
+    "tokenize_prompts": lambda tokenizer, record, **options: tokenize_prompts(
+        tokenizer, [record["prompt"]], [record["chosen"]], **options
+    ).input_ids[0].tolist(),
+    "columns": lambda tokenizer, record, **options: load_tokens(
+        tokenizer, [record], columns={"a": ("prompt", "chosen")}, **options
+    )[0]["a"]["input_ids"].tolist(),
+}  # fmt: skip
+PIECES = [
+    ("Q:\n", "The fox"),
+    ("<s>[INST] hello [/INST]\n", "Sure</s>"),
+    ("<s>[INST] hello [/INST]", "Sure</s>"),
+    ("The fox", " jumps"),
+    ("The fox", "\n\nyes"),
+    ("", "The fox"),
+    ("hello </s>", "yes"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entrance", PROMPTS)
+@pytest.mark.parametrize(("prompt", "response"), PIECES)
+def test_a_response_has_the_ids_behind_its_prompt(kind, entrance, prompt, response):
+    """A border between words is no start of a text: the ids are those of both texts together."""
+    tokenizer = tokenizer_of(kind)
+    record = {"prompt": prompt, "chosen": response}
+
+    found = PROMPTS[entrance](tokenizer, record, add_special_tokens=False)
+
+    assert found == tokenizer(prompt + response, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entrance", PROMPTS)
+@pytest.mark.parametrize(("prompt", "response"), PIECES)
+def test_tokens_around_a_prompt_and_its_response(kind, entrance, prompt, response):
+    """They are those around both texts together, unless a template wrote them."""
+    tokenizer = tokenizer_of(kind)
+    record = {"prompt": prompt, "chosen": response}
+
+    assert PROMPTS[entrance](tokenizer, record) == reference(tokenizer, prompt + response)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("prompt", "response"), [("The f", "ox jumps"), ("hel", "lo"), ("ye", "s"), ("The fox", "es"), ("a ", " b")]
+)
+def test_a_response_inside_of_a_word_reads_as_together(kind, prompt, response):
+    """No token is part of both, and the text has no space more; the prompt has the ids that a model is given."""
+    tokenizer = tokenizer_of(kind)
+
+    row = load_tokens(tokenizer, [{"prompt": prompt, "chosen": response}], **PAIR, add_special_tokens=False)[0]
+
+    together = tokenizer(prompt + response, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(row["input_ids"]) == tokenizer.decode(together)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("prompt", "response"), [("The f", "ox jumps"), ("a ", " b"), ("Q:\n\n", "yes")])
+def test_a_prompt_has_its_own_ids(kind, prompt, response):
+    """They are the ids that a model is given to sample from."""
+    tokenizer = tokenizer_of(kind)
+
+    row = load_tokens(tokenizer, [{"prompt": prompt, "chosen": response}], **PAIR)[0]
+
+    alone = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    first = tokenizer(prompt)["input_ids"].index(alone[0])
+    assert row["input_ids"][~row["assistant_masks"]].tolist()[first:] == alone
+
+
+# -- conversations ----------------------------------------------------------------------------------------------
+
+MASKED = {"add_generation_prompt": False, "return_assistant_tokens_mask": True}
+
+
+def appended(tokenizer, messages):
+    """The ids of a conversation that grew, with its replies as they were sampled."""
+    template = TokenTemplate(tokenizer)
+    ids = chat_ids(template, History.from_chats(messages[:2]))
+    for n in range(2, len(messages), 2):
+        ids = append_messages(template, ids, History.from_chats(messages[n : n + 1]))
+        together = to_training_rows(template, History.from_chats(messages[: n + 2]))[0].ids
+        ids += together[len(ids) :]
+    return ids
+
+
+CHATS = {
+    "apply_chat_template": lambda tokenizer, chat: History.from_chats(chat).apply_chat_template(
+        tokenizer=tokenizer, tokenize=True, add_generation_prompt=False
+    ),
+    "masks": lambda tokenizer, chat: (
+        History.from_chats(chat).apply_chat_template(tokenizer=tokenizer, **MASKED)["input_ids"].tolist()
+    ),
+    "chat_ids": lambda tokenizer, chat: chat_ids(TokenTemplate(tokenizer), History.from_chats(chat)),
+    "to_training_rows": lambda tokenizer, chat: (
+        to_training_rows(TokenTemplate(tokenizer), History.from_chats(chat))[0].ids
+    ),
+    "append_messages": appended,
+    "load_tokens": lambda tokenizer, chat: load_tokens(tokenizer, [{"messages": chat}], columns="messages")[0][
+        "input_ids"
+    ].tolist(),
+    "a wrapper": lambda tokenizer, chat: wrapper_ids(
+        tokenizer, "history", ChatHistory(full=History.from_chats([chat]), batch_size=[1])
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entrance", CHATS)
+@pytest.mark.parametrize("turns", [1, 2, 6])
+@pytest.mark.parametrize("reply", ["The fox", " Sure", "yes, hello"])
+def test_conversations_are_one_call(kind, entrance, turns, reply):
+    """The ids are those of the rendered text, however many turns, in one piece or grown."""
+    tokenizer = tokenizer_of(kind)
+    turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": reply}]
+    chat = turn * turns
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+
+    assert CHATS[entrance](tokenizer, chat) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trained_tokens_are_those_of_masks(kind):
+    """Rows for training and masks mark the same tokens."""
+    tokenizer = tokenizer_of(kind)
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "The fox"}] * 3
+    history = History.from_chats(chat)
+
+    (row,) = to_training_rows(TokenTemplate(tokenizer), history)
+
+    masks = history.apply_chat_template(tokenizer=tokenizer, **MASKED)["assistant_masks"]
+    assert row.generated == masks.tolist()

@@ -1,0 +1,175 @@
+"""Tools and calls as data sets store them: JSON text, and records that Arrow has filled up with nulls."""
+
+import json
+
+import pytest
+
+from tdfunc.llm import TEMPLATES, History, load_jsonl, load_tokens
+from tests.llm.templates.test_templates import TOOLS
+from tests.llm.tokens import FORGETFUL, make_tokenizer
+
+OTHER = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    },
+}
+BOTH = [*TOOLS, OTHER]
+CHAT = [{"role": "user", "content": "time?"}, {"role": "assistant", "content": "noon"}]
+FORMS = {
+    "dicts": BOTH,
+    "JSON text": json.dumps(BOTH),
+    "indented JSON text": json.dumps(BOTH, indent=2),
+    "JSON texts": [json.dumps(each) for each in BOTH],
+    "a tuple": tuple(BOTH),
+}
+NONE = {"null": "null", "empty list": "[]", "empty text": "", "None": None, "no tools": []}
+# With a template that writes tools: one of ours, and one in Jinja.
+JINJA = "{{ tools | tojson if tools else '' }}" + FORGETFUL
+
+
+def loaded(tools, tokenizer, template=None):
+    """The text of a record."""
+    record = {"messages": CHAT, "tools": tools}
+    row = load_tokens(tokenizer, [record], columns="messages", chat_template=template)[0]
+    return tokenizer.decode(row["input_ids"])
+
+
+def from_file(tools, folder):
+    """The history of a file with one line."""
+    path = folder / "a.jsonl"
+    path.write_text(json.dumps({"messages": CHAT, "tools": tools}) + "\n")
+    return load_jsonl(path)[0]
+
+
+ENTRANCES = {
+    "from_chats": lambda tools, folder, **how: History.from_chats(
+        {"messages": CHAT, "tools": tools}
+    ).apply_chat_template(add_generation_prompt=False, **how),
+    "set": lambda tools, folder, **how: (
+        History.from_chats(CHAT).set("tools", tools).apply_chat_template(add_generation_prompt=False, **how)
+    ),
+    "apply_chat_template": lambda tools, folder, **how: History.from_chats(CHAT).apply_chat_template(
+        tools=tools, add_generation_prompt=False, **how
+    ),
+    "load_jsonl": lambda tools, folder, **how: from_file(tools, folder).apply_chat_template(
+        add_generation_prompt=False, **how
+    ),
+    "load_tokens": lambda tools, folder, tokenizer, chat_template=None: loaded(tools, tokenizer, chat_template),
+}
+
+
+@pytest.mark.parametrize("template", [None, "chatml", "qwen", "llama", "mistral"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_tools_are_read_in_any_form(entrance, form, template, tmp_path):
+    """The text is that of a list of dicts."""
+    how = {"tokenizer": make_tokenizer(JINJA), "chat_template": template}
+
+    found = ENTRANCES[entrance](FORMS[form], tmp_path, **how)
+
+    history = History.from_chats({"messages": CHAT, "tools": BOTH})
+    assert found == history.apply_chat_template(add_generation_prompt=False, **how)
+
+
+@pytest.mark.parametrize("form", NONE)
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_no_tools_in_any_form(entrance, form, tmp_path):
+    """The text is that of a conversation without tools."""
+    how = {"tokenizer": make_tokenizer(JINJA), "chat_template": "chatml"}
+
+    found = ENTRANCES[entrance](NONE[form], tmp_path, **how)
+
+    assert found == TEMPLATES["chatml"].render(History.from_chats(CHAT))
+
+
+@pytest.mark.parametrize("tools", ["now", '{"name": "now"}', OTHER, [3], ["now"], [[OTHER]], 3, "[1]"])
+@pytest.mark.parametrize("entrance", ["from_chats", "set", "apply_chat_template", "load_tokens"])
+def test_other_values_are_refused(entrance, tools, tmp_path):
+    """No value is taken apart: the message names the tools."""
+    how = {"tokenizer": make_tokenizer(JINJA), "chat_template": "chatml"}
+    with pytest.raises(TypeError, match="`tools`"):
+        ENTRANCES[entrance](tools, tmp_path, **how)
+
+
+@pytest.mark.parametrize("calls", [json.dumps([{"type": "function", "function": {"name": "f", "arguments": {}}}])])
+def test_calls_may_be_json_text(calls):
+    """As tools."""
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    assert History.from_chats(chat).tool_calls[1] == json.loads(calls)
+
+
+@pytest.mark.parametrize("calls", ["null", "[]"])
+def test_no_calls_as_json_text(calls):
+    """A reply without calls."""
+    assert History.from_chats([{**CHAT[1], "tool_calls": calls}]).tool_calls is None
+
+
+def call(name, **arguments):
+    """A call with arguments as a dict."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def fill(*records):
+    """Records as Arrow returns them: each has all entries of all of them, at every depth, None where it had none."""
+    if all(isinstance(each, dict) or each is None for each in records) and any(records):
+        names = dict.fromkeys(name for each in records if each for name in each)
+        columns = {name: fill(*[each.get(name) if each else None for each in records]) for name in names}
+        return [None if each is None else {name: columns[name][i] for name in names} for i, each in enumerate(records)]
+    if any(isinstance(each, list) for each in records):
+        flat = iter(fill(*[item for each in records if each for item in each]))
+        return [None if each is None else [next(flat) for _ in each] for each in records]
+    return list(records)
+
+
+AGENT = {
+    "messages": [
+        {"role": "user", "content": "time?"},
+        {"role": "assistant", "content": "", "tool_calls": [call("now", zone="x"), call("find", q="y", deep={"a": 1})]},
+        {"role": "tool", "content": "noon"},
+        {"role": "assistant", "content": "noon"},
+    ],
+    "tools": BOTH,
+}
+(FILLED,) = fill(AGENT)
+
+
+def test_the_oracle_fills():
+    """The records of this test have nulls in arguments, tools and messages."""
+    assert FILLED["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"zone": "x", "q": None, "deep": None}
+    assert FILLED["tools"][0]["function"]["parameters"]["properties"] == {"q": None}
+    assert FILLED["messages"][0]["tool_calls"] is None
+
+
+@pytest.mark.parametrize("template", [None, "chatml", "qwen", "mistral"])
+def test_filled_records_are_rendered_without_nulls(template):
+    """A data set of Arrow gives the ids of the records that were put into it."""
+    tokenizer = make_tokenizer(JINJA)
+    options = {"columns": "messages", "chat_template": template}
+
+    found = load_tokens(tokenizer, [FILLED], **options)[0]["input_ids"]
+
+    assert found.tolist() == load_tokens(tokenizer, [AGENT], **options)[0]["input_ids"].tolist()
+
+
+def test_filled_records_are_read_without_nulls():
+    """A history of such a record is the history of the record that was put in."""
+    assert History.from_chats(FILLED).to_chats() == AGENT
+
+
+@pytest.mark.parametrize("arguments", ['{"zone": null}', {"zone": None}])
+def test_a_null_that_was_written_stays(arguments):
+    """A dict in a program, and JSON text anywhere, may have one."""
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call("f")]}]
+    chat[1]["tool_calls"][0]["function"]["arguments"] = arguments
+
+    text = TEMPLATES["chatml"].render(History.from_chats(chat))
+
+    assert '"arguments": {"zone": null}' in text
+
+
+def test_parts_have_no_nulls():
+    """A template may ask whether a part has an image."""
+    parts = [{"type": "text", "text": "a", "image_url": None}]
+    assert History.from_chats([{"role": "user", "content": parts}]).content == [[{"type": "text", "text": "a"}]]
