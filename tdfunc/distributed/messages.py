@@ -88,13 +88,13 @@ class _Lane(NamedTuple):
         return self.ranks.device.type == "cpu"
 
     @property
-    def count(self) -> LaneCount:
+    def counter(self) -> LaneCount:
         """The count of the messages of this lane, which both ranks keep."""
         return self.ranks.counts.lanes[self.direction, self.peer, self.tag]
 
     def next_number(self) -> int:
         """Return the number of the next message."""
-        count = self.count
+        count = self.counter
         with _lock:
             number = count.next
             count.next = number + 1
@@ -258,7 +258,7 @@ class _Inbox:
 
     def _follow(self, number: int) -> int:
         """Return the number that was expected, and go on from the sender's, which differs if a rank left a message."""
-        count = self.lane.count
+        count = self.lane.counter
         with _lock:
             expected = self.number + count.shift
             count.shift += number - expected

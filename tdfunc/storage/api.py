@@ -76,11 +76,12 @@ def save(
         >>> bool((back == td).all()), back.names, back["note"]
         (True, ['row'], 'first')
     """
+    leaf = find_sharded(td)
+    if leaf is not None:
+        save_by_ranks(td, path, leaf, max_shard_size, fsync)
+        return
     target, max_bytes = check_target(path, max_shard_size)
     tree = as_tree(td, f"save {target}")
-    if max_bytes is None and not is_remote(target) and find_sharded(tree) is not None:
-        save_by_ranks(tree, target, fsync=fsync)
-        return
     save_outline(outline(tree), target, max_bytes, fsync=fsync)
 
 

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import struct
 import sys
 import threading
@@ -26,6 +27,8 @@ from tdfunc.core.nontensor import NonTensorData
 _FRAME_BYTES = 4096
 _ROUND_TAG = 1 << 30
 _SHOWN = 10
+# A new one for each start of a Linux kernel.
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # The root waits for less time than the others wait for it, so that it can name the rank that is missing.
 _ROOT_PATIENCE = 0.8
 _LEAST_PATIENCE_S = 0.001
@@ -429,6 +432,21 @@ def group_of(leaf: Any) -> Any:
     return mesh.get_group() if mesh.ndim == 1 and mesh.size() < dist.get_world_size() else None
 
 
+def machine_of(folder: str) -> list[Any] | None:
+    """Return what tells the kernel and the file system of a folder from others, or None if the system has no name.
+
+    Processes with equal results have one copy of each page of a file in that folder.
+    """
+    # The first save of a run makes the folder.
+    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    try:
+        with open(_BOOT_ID) as file:
+            return [file.read().strip(), os.stat(folder).st_dev]
+    except OSError:
+        return None
+
+
 def own_part(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """Return the start and shape of this rank's part of a DTensor, and True if no earlier rank has the same part."""
     utils: Any = sys.modules["torch.distributed.tensor._utils"]
@@ -461,7 +479,8 @@ def write_error(err: Exception, rank: int | None = None) -> bytes:
     code, text = None, str(err)
     if isinstance(err, OSError) and err.errno is not None:
         code, text = err.errno, f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
-    text = text if rank is None else f"{text} (raised by rank {rank})"
+    if rank is not None and "(raised by rank " not in text:
+        text = f"{text} (raised by rank {rank})"
     return json.dumps([type(err).__name__, text, code]).encode()
 
 
