@@ -219,10 +219,13 @@ def gather(
 def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -> list[Any] | None:
     packed: list[Packed] = []
 
-    ranks.terms = _terms(ranks.call, dst) + ("" if strict else ", strict=False")
+    is_to_all = ranks.call == "all_gather"
+    ranks.terms = ranks.call if is_to_all else f"{ranks.call} to rank {dst}"
+    if not strict:
+        ranks.terms += ", strict=False"
 
     def make() -> Structure:
-        if dst is not None:
+        if not is_to_all:
             ranks.check_member("dst", dst)
         packed.append(pack(td, ranks.call))
         return packed[0].structure
@@ -230,9 +233,9 @@ def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -
     sizes = _check_alike(ranks, make, strict=strict)
     longest = max(map(sum, sizes))
     wire = _wire(ranks, packed[0], longest)
-    takes = dst is None or dst == dist.get_rank()
+    takes = is_to_all or dst == dist.get_rank()
     wires = [ranks.empty(longest) for _ in sizes] if takes else None
-    if dst is None:
+    if is_to_all:
         _run(ranks, lambda: dist.all_gather(wires, wire, group=ranks.group))
     else:
         _run(ranks, lambda: dist.gather(wire, wires, dst, group=ranks.group))
@@ -268,7 +271,8 @@ def reduce(td: T, dst: int, op: str = "sum", *, group: Any = None, timeout_s: fl
 
 def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
     name = op.lower() if isinstance(op, str) else repr(op)
-    ranks.terms = _terms(f"{ranks.call} {name!r}", dst)
+    is_to_all = ranks.call == "all_reduce"
+    ranks.terms = f"{ranks.call} {name!r}" if is_to_all else f"{ranks.call} {name!r} to rank {dst}"
 
     def make() -> Structure:
         if name not in _OPS:
@@ -279,7 +283,7 @@ def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
                 expected=f"one of {', '.join(map(repr, _OPS))}",
                 hint="the mean is 'avg'.",
             )
-        if dst is not None:
+        if not is_to_all:
             ranks.check_member("dst", dst)
         return pack(td, ranks.call).structure
 
@@ -303,7 +307,7 @@ def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
         # One tensor comes back as it is, and the collective writes to it.
         flat = _flatten_dense_tensors(parts) if len(parts) > 1 else parts[0].flatten().clone()
         flat = flat.to(ranks.device)
-        if dst is None:
+        if is_to_all:
             collective = partial(dist.all_reduce, flat, kind, group=ranks.group)
         else:
             collective = partial(dist.reduce, flat, dst, kind, group=ranks.group)
@@ -312,7 +316,3 @@ def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
             # Not a view of the others to autograd, so that each may be written to.
             leaves[i] = part.data.to(leaves[i].device)
     return rebuild(td, leaves)
-
-
-def _terms(call: str, dst: int | None) -> str:
-    return call if dst is None else f"{call} to rank {dst}"

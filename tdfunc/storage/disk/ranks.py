@@ -138,7 +138,7 @@ class Ranks:
         if self._refusal is not None:
             raise self._refusal
 
-    def check_member(self, name: str, rank: int) -> int:
+    def check_member(self, name: str, rank: int | None) -> int:
         """Return the rank in the group of a global rank; raise if it is not in the group.
 
         Args:
@@ -146,7 +146,7 @@ class Ranks:
             rank: A global rank.
         """
         members = dist.get_process_group_ranks(self.pg)
-        if rank in members:
+        if rank is not None and rank in members:
             return members.index(rank)
         shown = ", ".join(map(str, members[:_SHOWN])) + (", ..." if len(members) > _SHOWN else "")
         raise error(

@@ -125,7 +125,7 @@ class RankSave:
         self._table: dict[int, list[Block]] = {}
         differ = json.loads(self._agree(lambda: self._prepare(check), self._compare))
         if differ:
-            check_ranks(self.ranks, found_in(self.outline.names, self.outline.specs))
+            check_ranks(self.ranks, found_in(self.outline.names, self.outline.specs), self.outline.text)
 
     def _prepare(self, check: Callable[[], Checked]) -> bytes:
         checked = check()
@@ -192,8 +192,8 @@ class RankSave:
             if digest != first.get(name):
                 raise LeafMismatchError(
                     f"{self.ranks.call}: leaf {name} is not a DTensor: its values must be the same on all ranks.",
-                    expected=f"the values of rank 0, with the digest {first.get(name)}",
-                    got=f"the digest {digest} on rank {rank}",
+                    expected=f"the values of rank {self.ranks.world_rank(0)}, with the digest {first.get(name)}",
+                    got=f"the digest {digest} on rank {self.ranks.world_rank(rank)}",
                     hint="td.broadcast(0) gives all ranks one; leave out what belongs to a rank alone.",
                 )
 
