@@ -148,6 +148,7 @@ def _sender(td: TensorCollection, lane: _Lane) -> Callable[[], None]:
         packed = pack(td, lane.ranks.call)
     except Exception as err:
         refusal = Envelope(True, number, _TERMS, write_error(err, dist.get_rank()))
+        lane.ranks.wait_on()
         lane.start(partial(lane.ranks.send_bytes, refusal.encode(), lane.peer, lane.tags[0]))
         raise
     return partial(_send, packed, lane, number)
@@ -207,6 +208,7 @@ class _Inbox:
                 self.classes = classes_of(like)
         except Exception as err:
             self.refusal = err
+            lane.ranks.wait_on()
             lane.start(self.receive)
             raise
 

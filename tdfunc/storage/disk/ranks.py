@@ -32,6 +32,7 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # The root waits for less time than the others wait for it, so that it can name the rank that is missing.
 _ROOT_PATIENCE = 0.8
 _LEAST_PATIENCE_S = 0.001
+_NO_END = timedelta(days=3650)
 # Waits for one transfer, as long as the call does or as given.
 Wait = Callable[..., None]
 
@@ -95,7 +96,7 @@ class Ranks:
         timeout_s: The time that the call waits for another rank; without it the group's timeout.
 
     Raises:
-        ValueError: There is no default group, or this process is not in the group.
+        ValueError: The default group does not exist, or this process is not in the group.
     """
 
     # Any: torch.distributed may be built without process groups.
@@ -132,6 +133,10 @@ class Ranks:
             self._refusal.__cause__ = err
         else:
             self.patience_s = seconds
+
+    def wait_on(self) -> None:
+        """Wait without an end: what nobody waits for here must not close the connections by a timeout of gloo's."""
+        self._patience = _NO_END
 
     def check(self) -> None:
         """Raise if an argument of the call was wrong."""

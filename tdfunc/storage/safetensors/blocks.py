@@ -57,8 +57,8 @@ def cover_once(parts: Sequence[Block], size: tuple[int, ...]) -> bool:
     """Return whether boxes cover each element of a leaf exactly once.
 
     The corners of a box, each with the sign of its number of upper sides, are the differences of the box's indicator
-    along all dimensions. Only the zero function has no differences. So the corners of the boxes add up to those of the
-    leaf exactly if each element is in one box, and no two boxes have to be compared.
+    along all dimensions. Only the zero function has no differences. So the corners of the boxes add up to the corners
+    of the leaf exactly if each element is in one box, and no two boxes have to be compared.
     """
     if any([len(part.start) != len(size) or len(part.shape) != len(size) for part in parts]):
         return False

@@ -379,7 +379,7 @@ def save_by_ranks(
     def commit(write: Callable[[int, str], None], size_bytes: int) -> None:
         replace_named(targets[0], write, size_bytes=size_bytes, fsync=fsync)
 
-    saving = RankSave(check, f"save {os.fspath(path)}", group_of(leaf), fsync=fsync)
+    saving = RankSave(check, f"save {path}", group_of(leaf), fsync=fsync)
     saving.write(commit, os.path.dirname(os.path.abspath(targets[0])))
 
 
@@ -387,8 +387,8 @@ def refuse_shards(call: str, max_bytes: int | None) -> None:
     """Raise if ranks are to save a tree with DTensors in shards."""
     if max_bytes is not None:
         raise UnsupportedError(
-            f"{call}: ranks save a tree with a DTensor in one file.",
-            expected="no max_shard_size",
-            got=f"max_shard_size={max_bytes}",
-            hint="each rank writes its parts into that file, and readers read slices of it.",
+            f"{call}: a tree with a DTensor cannot be saved in shards; nothing was written.",
+            expected="no max_shard_size, or a plain tensor or Parameter in place of each DTensor",
+            got=f"a DTensor, and max_shard_size={max_bytes}",
+            hint="each rank writes its parts into one file; .full_tensor() is a plain tensor.",
         )

@@ -63,7 +63,7 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 
 def map_parts(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """Return a plain object around other tensors and trees; the depth is that of `pack`, which refuses more."""
+    """Return a plain object around other tensors and trees. It may be as deep as `pack` allows."""
     if isinstance(value, (Tensor, TensorCollection)):
         return fn(value)
     kind = type(value)
