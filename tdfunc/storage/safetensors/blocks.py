@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,26 +66,26 @@ def cover_once(parts: Sequence[Block], size: tuple[int, ...]) -> bool:
     if 0 in size:
         return not filled
     whole = Block((0,) * len(size), size)
-    cut = [dim for dim in range(len(size)) if any([_side(part, dim) != (0, size[dim]) for part in filled])]
+    cut = [dim for dim in range(len(size)) if any([_is_cut(part, dim, size[dim]) for part in filled])]
     left: defaultdict[tuple[int, ...], int] = defaultdict(int)
-    for corner, sign in _corners(whole, cut):
-        left[corner] += sign
+    # Of each corner, which of its sides are upper ones, and its sign.
+    kinds = [(ends, -1 if sum(ends) % 2 else 1) for ends in itertools.product((0, 1), repeat=len(cut))]
+    for ends, sign in kinds:
+        left[_corner(whole, cut, ends)] += sign
     for part in filled:
-        for corner, sign in _corners(part, cut):
-            left[corner] -= sign
+        for ends, sign in kinds:
+            left[_corner(part, cut, ends)] -= sign
     return not any(left.values())
 
 
-def _side(box: Block, dim: int) -> tuple[int, int]:
-    return box.start[dim], box.start[dim] + box.shape[dim]
+def _is_cut(box: Block, dim: int, length: int) -> bool:
+    return box.shape[dim] != length or box.start[dim] != 0
 
 
-def _corners(box: Block, dims: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the corners of a box in some dimensions, with -1 for an odd number of upper sides, else 1."""
-    sides = [_side(box, dim) for dim in dims]
-    for ends in itertools.product((0, 1), repeat=len(dims)):
-        corner = tuple([side[end] for side, end in zip(sides, ends, strict=True)])
-        yield corner, -1 if sum(ends) % 2 else 1
+def _corner(box: Block, dims: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
+    """Return a corner of a box in some dimensions: at its end where `ends` has a 1, else at its start."""
+    start, shape = box
+    return tuple([start[dim] + end * shape[dim] for dim, end in zip(dims, ends, strict=True)])
 
 
 def write_box(
