@@ -5,8 +5,10 @@ A wrong value is refused on its rank, so the message has only the words for that
 """
 
 import json
+import os
 import random
 import re
+import time
 from typing import NamedTuple
 
 import pytest
@@ -536,13 +538,18 @@ def test_ranks_outside_of_a_group(tmp_path):
     run_ranks(check_groups, 3, tmp_path, timeout_s=TIMEOUT_S)
 
 
-def check_lost(rank):
+def check_lost(rank, home):
     """Rank 1 makes no call: rank 0 says so after the time of the call."""
     if rank == 0:
         with pytest.raises(PeerError, match="all_reduce: rank 1 must answer rank 0(?s:.)*within 0.5 s"):
             ONE.all_reduce(timeout_s=0.5)
+        (home / "done").touch()
+    while not (home / "done").exists():
+        time.sleep(0.05)
+    # A thread of rank 0 still listens to rank 1, so the group cannot be taken apart.
+    os._exit(0)
 
 
 def test_a_call_that_one_rank_does_not_make(tmp_path):
     """It is a `PeerError` after `timeout_s`."""
-    run_ranks(check_lost, 2, tmp_path, timeout_s=TIMEOUT_S)
+    assert run_ranks(check_lost, 2, tmp_path, tmp_path, timeout_s=TIMEOUT_S, join=False) == [0, 0]
