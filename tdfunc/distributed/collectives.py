@@ -1,8 +1,8 @@
 """Trees of all ranks of a group: a round in which the ranks agree on what goes, and one collective of torch."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,29 +23,25 @@ from tdfunc.storage.tree.build import Classes
 T = TypeVar("T", bound=TensorCollection)
 
 
-def _check_alike(
-    ranks: Ranks, call: str, make: Callable[[], Structure | None], *, strict: bool = True
-) -> list[tuple[int, int]]:
+# Torch's reductions; `ReduceOp` has other names, which are not for callers.
+_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
+
+
+def _check_alike(ranks: Ranks, make: Callable[[], Structure | None], *, strict: bool = True) -> list[tuple[int, int]]:
     """Return the lengths of each rank's block and description; every rank raises if their calls or trees differ."""
     made: list[Structure | None] = []
 
     def first() -> bytes:
-        made.append(make())
-        own = made[0]
-        size = (0, 0) if own is None else (own.block.size_bytes, len(own.text))
-        return json.dumps([call, own and own.digest.hex(), size]).encode()
+        own = make()
+        made.append(own)
+        if own is None:
+            return json.dumps([None, (0, 0)]).encode()
+        return json.dumps([own.digest.hex(), (own.block.size_bytes, len(own.text))]).encode()
 
-    def compare(headers: list[bytes]) -> bytes:
-        calls, digests, sizes = zip(*map(json.loads, headers), strict=True)
-        for rank, other in enumerate(calls):
-            if other != call:
-                raise error(
-                    ValueError,
-                    f"{ranks.call}: all ranks of the group must make the same call.",
-                    expected=f"{call}, as on rank {ranks.world_rank(0)}",
-                    got=f"{other} on rank {ranks.world_rank(rank)}",
-                )
-        return json.dumps([strict and len({*digests} - {None}) > 1, sizes]).encode()
+    def compare(described: list[bytes]) -> bytes:
+        digests, sizes = zip(*map(json.loads, described), strict=True)
+        differ = strict and len({*digests} - {None}) > 1
+        return json.dumps([differ, sizes]).encode()
 
     differ, sizes = json.loads(ranks.agree(first, compare))
     if differ:
@@ -69,11 +65,22 @@ def _unwire(wire: Tensor, sizes: Sequence[int], classes: Classes) -> TensorColle
     return structure.build(structure.block.cut(wire[:block]), classes)
 
 
-def _run(ranks: Ranks, collective: Callable[[], Any]) -> None:
+def _run(
+    ranks: Ranks, collective: Callable[[], Any], refuse: Callable[[Exception], Exception] = lambda err: err
+) -> None:
+    """Run a collective of torch; raise what `refuse` makes of an error, or `PeerError` if a rank is lost."""
     try:
         collective()
-    except RuntimeError as err:
-        raise ranks.lost("each rank of the group", err) from err
+    except (RuntimeError, ValueError) as err:
+        # Torch's refusal and a lost rank raise alike. After a refusal all ranks are here, and take part in a round.
+        try:
+            ranks.agree(lambda: b"")
+        except Exception:
+            raise ranks.lost("each rank of the group", err) from err
+        refusal = refuse(err)
+        if refusal is err:
+            raise
+        raise refusal from err
 
 
 def broadcast(
@@ -94,16 +101,18 @@ def broadcast(
         PeerError: A rank did not take part in time, or died.
     """
     ranks = Ranks("broadcast", group, timeout_s)
+    ranks.terms = f"broadcast from rank {src}"
     is_source = dist.get_rank() == src
     packed: list[Packed] = []
 
     def make() -> Structure | None:
+        ranks.check_member("src", src)
         if is_source and td is None:
             raise error(TypeError, "broadcast: the rank that sends must give a tree.", got="None")
         packed.extend([] if td is None else [pack(td, "broadcast")])
         return packed[0].structure if packed else None
 
-    sizes = _check_alike(ranks, f"broadcast from rank {src}", make)[_group_rank(ranks, src)]
+    sizes = _check_alike(ranks, make)[ranks.check_member("src", src)]
     wire = _wire(ranks, packed[0], sum(sizes)) if is_source else ranks.empty(sum(sizes))
     _run(ranks, lambda: dist.broadcast(wire, src, group=group))
     return td if is_source else _unwire(wire, sizes, classes if td is None else classes_of(td))
@@ -135,10 +144,12 @@ def scatter(
         PeerError: A rank did not take part in time, or died.
     """
     ranks = Ranks("scatter", group, timeout_s)
-    is_source, origin = dist.get_rank() == src, _group_rank(ranks, src)
+    ranks.terms = f"scatter from rank {src}"
+    is_source = dist.get_rank() == src
     packed: list[Packed] = []
 
     def make() -> bytes:
+        ranks.check_member("src", src)
         wanted = None if like is None else [*pack(like, "scatter").structure.found.items()]
         if is_source:
             packed.extend([pack(tree, "scatter") for tree in trees or ()])
@@ -151,13 +162,11 @@ def scatter(
 
     def decide(made: list[bytes]) -> bytes:
         parsed = [json.loads(raw) for raw in made]
+        origin = ranks.check_member("src", src)
         for rank, ((wanted, *_), found) in enumerate(zip(parsed, parsed[origin][2], strict=True)):
             if wanted is not None and wanted != found:
-                pairs = [
-                    [(tuple(path), (tuple(shape), dtype)) for path, (shape, dtype) in of] for of in (wanted, found)
-                ]
-                expected, got = [Found(of) for of in pairs]
-                raise mismatch("scatter", f"the tree of rank {rank} and the one for it", expected, got)
+                who = f"the tree of rank {ranks.world_rank(rank)} and the one for it"
+                raise mismatch("scatter", who, _as_found(wanted), _as_found(found))
         return json.dumps(parsed[origin][1]).encode()
 
     sizes: list[tuple[int, int]] = json.loads(ranks.agree(make, decide))
@@ -167,6 +176,11 @@ def scatter(
     _run(ranks, lambda: dist.scatter(wire, wires, src, group=group))
     known = classes if like is None else classes_of(like)
     return _unwire(wire, sizes[ranks.rank], known)
+
+
+# Any: as JSON returns it.
+def _as_found(items: list[Any]) -> Found:
+    return {tuple(path): (tuple(shape), dtype) for path, (shape, dtype) in items}
 
 
 def all_gather(
@@ -205,16 +219,23 @@ def gather(
 def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -> list[Any] | None:
     packed: list[Packed] = []
 
+    is_to_all = ranks.call == "all_gather"
+    ranks.terms = ranks.call if is_to_all else f"{ranks.call} to rank {dst}"
+    if not strict:
+        ranks.terms += ", strict=False"
+
     def make() -> Structure:
+        if not is_to_all:
+            ranks.check_member("dst", dst)
         packed.append(pack(td, ranks.call))
         return packed[0].structure
 
-    where = "" if dst is None else f" to rank {dst}"
-    sizes = _check_alike(ranks, f"{ranks.call}{where}", make, strict=strict)
+    sizes = _check_alike(ranks, make, strict=strict)
     longest = max(map(sum, sizes))
-    wire, takes = _wire(ranks, packed[0], longest), dst is None or dst == dist.get_rank()
+    wire = _wire(ranks, packed[0], longest)
+    takes = is_to_all or dst == dist.get_rank()
     wires = [ranks.empty(longest) for _ in sizes] if takes else None
-    if dst is None:
+    if is_to_all:
         _run(ranks, lambda: dist.all_gather(wires, wire, group=ranks.group))
     else:
         _run(ranks, lambda: dist.gather(wire, wires, dst, group=ranks.group))
@@ -249,38 +270,49 @@ def reduce(td: T, dst: int, op: str = "sum", *, group: Any = None, timeout_s: fl
 
 
 def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
-    kind = getattr(dist.ReduceOp, op.upper())
-    where = "" if dst is None else f" to rank {dst}"
-    _check_alike(ranks, f"{ranks.call} {op!r}{where}", lambda: pack(td, ranks.call).structure)
+    name = op.lower() if isinstance(op, str) else repr(op)
+    is_to_all = ranks.call == "all_reduce"
+    ranks.terms = f"{ranks.call} {name!r}" if is_to_all else f"{ranks.call} {name!r} to rank {dst}"
+
+    def make() -> Structure:
+        if name not in _OPS:
+            # AttributeError: it is the name of an attribute of ReduceOp.
+            raise error(
+                AttributeError,
+                f"{ranks.call}: {op!r} is not a reduction of torch; it has no ReduceOp.{name.upper()}.",
+                expected=f"one of {', '.join(map(repr, _OPS))}",
+                hint="the mean is 'avg'.",
+            )
+        if not is_to_all:
+            ranks.check_member("dst", dst)
+        return pack(td, ranks.call).structure
+
+    _check_alike(ranks, make)
+    kind = getattr(dist.ReduceOp, name.upper())
     leaves: list[Tensor] = [leaf.detach() for leaf in list_leaves(td)]
     runs: dict[torch.dtype, list[int]] = {}
     for i, leaf in enumerate(leaves):
         runs.setdefault(leaf.dtype, []).append(i)
-    for dtype, run in runs.items():
+
+    def refuse(err: Exception, first: int) -> UnsupportedError:
+        return UnsupportedError(
+            f"{ranks.call}: leaf {dotted(list_paths(td)[first])!r} cannot be reduced by this backend.",
+            expected=f"a dtype that {dist.get_backend(ranks.group)} reduces by {op!r}",
+            got=f"{leaves[first].dtype}: {err}",
+            hint="cast it first: td.to(torch.int32), say; or all_gather and reduce here.",
+        )
+
+    for run in runs.values():
         parts = [leaves[i] for i in run]
         # One tensor comes back as it is, and the collective writes to it.
         flat = _flatten_dense_tensors(parts) if len(parts) > 1 else parts[0].flatten().clone()
         flat = flat.to(ranks.device)
-        try:
-            if dst is None:
-                dist.all_reduce(flat, kind, group=ranks.group)
-            else:
-                dist.reduce(flat, dst, kind, group=ranks.group)
-        except (RuntimeError, ValueError) as err:
-            # "Invalid scalar type" of gloo, and those of the kernels that compute a mean.
-            if re.search(r"\btype\b", str(err)) is None:
-                raise ranks.lost("each rank of the group", err) from err
-            raise UnsupportedError(
-                f"{ranks.call}: leaf {dotted(list_paths(td)[run[0]])!r} cannot be reduced by this backend.",
-                expected=f"a dtype that {dist.get_backend(ranks.group)} reduces by {op!r}",
-                got=str(dtype),
-                hint="cast it first: td.to(torch.int32), say; or all_gather and reduce here.",
-            ) from err
+        if is_to_all:
+            collective = partial(dist.all_reduce, flat, kind, group=ranks.group)
+        else:
+            collective = partial(dist.reduce, flat, dst, kind, group=ranks.group)
+        _run(ranks, collective, partial(refuse, first=run[0]))
         for i, part in zip(run, _unflatten_dense_tensors(flat, parts), strict=True):
             # Not a view of the others to autograd, so that each may be written to.
             leaves[i] = part.data.to(leaves[i].device)
     return rebuild(td, leaves)
-
-
-def _group_rank(ranks: Ranks, rank: int) -> int:
-    return rank if ranks.group is None else dist.get_group_rank(ranks.group, rank)

@@ -1,18 +1,21 @@
 """Members of an ensemble over a device mesh: each rank computes on plain tensors between DTensors."""
 
 import importlib
+import json
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from tdfunc.core.errors import LeafMismatchError
-from tdfunc.storage.disk.ranks import is_sharded
+from tdfunc.core.errors import LeafMismatchError, PeerError, TreeStructureError
+from tdfunc.storage.disk.ranks import Ranks, is_sharded
+
+# The most places that a message lists.
+_SHOWN = 10
 
 
 def _tensor_module() -> Any:
@@ -53,35 +56,119 @@ def from_local(tree: Any, mesh: DeviceMesh, placements: Sequence[Any] | None = N
         tree: This rank's tree, tensor, or container of these.
         mesh: The mesh of the ranks.
         placements: As for `shard`.
-    """
-    given = _over_members(mesh) if placements is None else list(placements)
-    counts: dict[tuple[int, int], int] = {}
 
-    def count(leaf: Tensor, axis: int, dim: int) -> int:
-        # One sum for each length that occurs, not for each leaf.
-        size = leaf.shape[dim]
-        if (axis, size) not in counts:
-            total = torch.tensor(size, device=mesh.device_type)
-            dist.all_reduce(total, group=mesh.get_group(axis))
-            counts[axis, size] = int(total)
-        return counts[axis, size]
+    Raises:
+        TreeStructureError: The ranks have leaves at different places; every rank raises, as for all errors here.
+        LeafMismatchError: Leaves differ in their dtypes, or in other dimensions than those that are sharded.
+        ValueError: The placements of the ranks differ.
+        PeerError: A rank did not take part in time, or died.
+    """
+    return _join(lambda: tree, mesh, placements)
+
+
+def _join(make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any] | None) -> Any:
+    """Return DTensors around the parts that `make` returns on each rank; an error of one rank is raised on all."""
+    given = _over_members(mesh) if placements is None else list(placements)
+    module = _tensor_module()
+    axes = [axis for axis, placement in enumerate(given) if placement.is_shard()]
+    if mesh.get_coordinate() is None or not axes:
+        # This rank is not in the mesh, or has complete leaves: nobody waits for it.
+        tree = make()
+        shapes = [list(leaf.shape) for _, leaf in _tensors(tree)]
+    else:
+        tree, shapes = _sum_lengths(make, mesh, given, axes)
+    places = iter(shapes)
 
     def wrap(leaf: Tensor) -> Any:
-        shape = list(leaf.shape)
-        for axis, placement in enumerate(given):
-            if placement.is_shard():
-                if placement.dim >= leaf.dim():
-                    raise LeafMismatchError(
-                        "from_local: each leaf must have the dimension of the members.",
-                        expected=f"{placement.dim + 1} dimensions or more",
-                        got=f"shape {list(leaf.shape)}",
-                    )
-                shape[placement.dim] = count(leaf, axis, placement.dim)
-        whole = torch.empty(shape, device="meta")
-        make = _tensor_module().DTensor.from_local
-        return make(leaf, mesh, given, shape=whole.shape, stride=whole.stride())
+        whole = torch.empty(next(places), device="meta")
+        return module.DTensor.from_local(leaf, mesh, given, shape=whole.shape, stride=whole.stride())
 
     return pytree.tree_map_only(Tensor, wrap, tree)
+
+
+def _tensors(tree: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors in a container, in the order of a map, each with its place."""
+    found = pytree.tree_flatten_with_path(tree)[0]
+    return [(pytree.keystr(path), leaf) for path, leaf in found if isinstance(leaf, Tensor)]
+
+
+def _sum_lengths(
+    make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any], axes: Sequence[int]
+) -> tuple[Any, list[list[int]]]:
+    """Return this rank's tree, and the shapes of its leaves over all ranks: sums along each sharded dimension."""
+    made: list[Any] = []
+    leaves: list[tuple[str, Tensor]] = []
+    shapes: list[list[int]] = []
+    failures: list[Exception] = []
+
+    def describe(dim: int) -> bytes:
+        if failures:
+            raise failures[0]
+        if not made:
+            made.append(make())
+            leaves.extend(_tensors(made[0]))
+            shapes.extend([list(leaf.shape) for _, leaf in leaves])
+        return _describe(leaves, shapes, dim)
+
+    # One round along each dimension of the mesh. In the first one the parts are made. After an error the others follow,
+    # so that ranks hear of it that are in none of the rounds of its rank.
+    for axis in axes:
+        dim: int = placements[axis].dim
+        ranks = Ranks("from_local", mesh.get_group(axis))
+        ranks.terms = f"from_local with the placements {tuple(placements)}"
+        try:
+            totals: dict[str, int] = json.loads(ranks.agree(partial(describe, dim), partial(_add_lengths, ranks)))
+        except PeerError:
+            raise
+        except Exception as err:
+            failures.append(err)
+            continue
+        for (name, _), shape in zip(leaves, shapes, strict=True):
+            shape[dim] = totals[name]
+    if failures:
+        raise failures[0]
+    return made[0], shapes
+
+
+def _describe(leaves: Sequence[tuple[str, Tensor]], shapes: Sequence[list[int]], dim: int) -> bytes:
+    """Return by place the dtype, the length along a dimension, and the rest of the shape of each leaf."""
+    found: dict[str, tuple[str, int, list[int]]] = {}
+    for (name, leaf), shape in zip(leaves, shapes, strict=True):
+        if dim >= len(shape):
+            raise LeafMismatchError(
+                "from_local: each leaf must have the dimension of the members.",
+                expected=f"{dim + 1} dimensions or more",
+                got=f"shape {shape}",
+            )
+        rest = [*shape[:dim], *shape[dim + 1 :]]
+        found[name] = (str(leaf.dtype), shape[dim], rest)
+    return json.dumps(found).encode()
+
+
+def _add_lengths(ranks: Ranks, described: list[bytes]) -> bytes:
+    """Return the sum of the lengths of each leaf; raise unless the ranks have the same leaves otherwise."""
+    found: list[dict[str, Any]] = [json.loads(raw) for raw in described]
+    totals = dict.fromkeys(found[0], 0)
+    for rank, own in enumerate(found):
+        who = f"rank {ranks.world_rank(0)} (expected) and rank {ranks.world_rank(rank)}"
+        if own.keys() != totals.keys():
+            lacking = sorted(totals.keys() - own.keys())
+            others = sorted(own.keys() - totals.keys())
+            raise TreeStructureError(
+                f"from_local: {who} must have the same leaves.",
+                expected=f"the leaves {list(totals)[:_SHOWN]}",
+                got=f"missing {lacking[:_SHOWN]}, unexpected {others[:_SHOWN]}",
+            )
+        for name, (dtype, length, rest) in own.items():
+            first_dtype, _, first_rest = found[0][name]
+            if dtype != first_dtype or rest != first_rest:
+                raise LeafMismatchError(
+                    f"from_local: {who} must have leaves that differ only in the number of members.",
+                    expected=f"{name}: {first_dtype}, {first_rest} without the members",
+                    got=f"{dtype}, {rest}",
+                )
+            totals[name] += length
+    return json.dumps(totals).encode()
 
 
 def on_members(fn: Callable[..., Any], mesh: DeviceMesh, placements: Sequence[Any] | None = None) -> Callable[..., Any]:
@@ -96,11 +183,20 @@ def on_members(fn: Callable[..., Any], mesh: DeviceMesh, placements: Sequence[An
         mesh: The mesh of the ranks.
         placements: The placements of the results, as for `shard`: `[Shard(0), Shard(1)]` if the second dimension of the
             mesh has parts of a batch.
+
+    Raises:
+        Exception: The error of `fn` on any rank; every rank raises it.
     """
 
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = to_local((args, kwargs))
-        return from_local(fn(*args, **kwargs), mesh, placements)
+        return _join(partial(_call_local, fn, args, kwargs), mesh, placements)
 
     return run
+
+
+# Any: of the function of a user.
+def _call_local(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with this rank's parts."""
+    args, kwargs = to_local((args, kwargs))
+    return fn(*args, **kwargs)

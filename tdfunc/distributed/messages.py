@@ -4,21 +4,28 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, final
 
+import torch.distributed as dist
+from torch import Tensor
+
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, PeerError
+from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, PeerError, error
 from tdfunc.core.keys import dotted
 from tdfunc.ops.edits.storage_writes import check_writable, write_tree
-from tdfunc.parallel.block import find_structure, key_of, pack, read_structure
-from tdfunc.storage.disk.ranks import Ranks, Wait, read_error, write_error
+from tdfunc.parallel.block import Packed, Structure, find_structure, key_of, pack, read_structure
+from tdfunc.storage.disk.ranks import Envelope, LaneCount, Ranks, Wait, read_envelope, read_error, write_error
 from tdfunc.storage.safetensors.like import describe_found, mismatch, parse_found
-from tdfunc.storage.tree.build import Classes
+from tdfunc.storage.tree.build import Classes, check_classes
 
 T = TypeVar("T", bound=TensorCollection)
 
-# Of the leaves; the description follows, or its key if it does not fit into a frame.
-_DIGEST_BYTES, _KEY_BYTES, _SHORT_BYTES = 8, 16, 4000
+# The contents of a header: the digest of the leaves, the length of the piece that is sent before the answer, and the
+# description, or its key if it does not fit into a frame.
+_DIGEST_BYTES, _LENGTH_BYTES, _KEY_BYTES, _SHORT_BYTES = 8, 8, 16, 4000
+# The terms of a header: where a backend has no tags, a rank tells it from the calls of all ranks.
+_TERMS = "a message"
 # The answers of a receiver.
 _GO, _MISFIT, _DESCRIBE, _REFUSED = b"\0", b"\1", b"\2", b"\3"
 # The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
@@ -80,6 +87,19 @@ class _Lane(NamedTuple):
         """Whether the first piece is sent before the receiver's answer: nccl has no tags to tell descriptions apart."""
         return self.ranks.device.type == "cpu"
 
+    @property
+    def counter(self) -> LaneCount:
+        """The count of the messages of this lane, which both ranks keep."""
+        return self.ranks.counts.lanes[self.direction, self.peer, self.tag]
+
+    def next_number(self) -> int:
+        """Return the number of the next message."""
+        count = self.counter
+        with _lock:
+            number = count.next
+            count.next = number + 1
+        return number
+
     def start(self, run: Callable[[], Any]) -> "Future[Any]":
         """Run in a thread, after the messages that started earlier."""
         future: Future[Any] = Future()
@@ -107,75 +127,184 @@ class _Lane(NamedTuple):
         return run() if is_idle else self.start(run).result()
 
 
+def _lane(call: str, group: Any, timeout_s: float | None, direction: str, peer: int, tag: int) -> _Lane:
+    """Return the lane of a message; raise if the peer is not in the group."""
+    ranks = Ranks(call, group, timeout_s)
+    ranks.check_member("dst" if direction == "to" else "src", peer)
+    if peer == dist.get_rank():
+        raise error(
+            ValueError,
+            f"{call}: rank {peer} cannot exchange messages with itself.",
+            expected="another rank of the group",
+        )
+    return _Lane(ranks, direction, peer, tag)
+
+
 def _sender(td: TensorCollection, lane: _Lane) -> Callable[[], None]:
-    ranks, peer = lane.ranks, lane.peer
-    packed = pack(td, ranks.call)
-    structure, (tag, back, described) = packed.structure, lane.tags
-
-    def run() -> None:
-        text = structure.text
-        ranks.send_bytes(structure.digest + (text if len(text) < _SHORT_BYTES else key_of(text)), peer, tag)
-        expect = ranks.expect_bytes(peer, back)
-        pieces, sent = structure.block.pieces(packed.leaves, ranks.device), deque[Wait]()
-        piece = next(pieces, None)
-        if piece is not None and lane.is_eager:
-            sent.append(ranks.post(piece, peer, tag))
-            piece = next(pieces, None)
-        answer = expect()
-        if answer == _DESCRIBE:
-            ranks.send_bytes(text, peer, described)
-            answer = ranks.recv_bytes(peer, back)
-        while piece is not None and answer == _GO:
-            sent.append(ranks.post(piece, peer, tag))
-            # One piece is packed while the one before it is on its way.
-            if len(sent) > 1:
-                sent.popleft()()
-            piece = next(pieces, None)
-        for wait in sent:
-            wait()
-        if answer[:1] == _REFUSED:
-            raise read_error(answer[1:])
-        if answer[:1] == _MISFIT:
-            raise mismatch(
-                ranks.call, f"rank {peer} (expected) and this rank", parse_found(answer[1:]), structure.found
-            )
-
-    return run
+    """Return the function that sends a tree; if it cannot be sent, the receiver hears of it in its place."""
+    number = lane.next_number()
+    try:
+        lane.ranks.check()
+        packed = pack(td, lane.ranks.call)
+    except Exception as err:
+        refusal = Envelope(True, number, _TERMS, write_error(err, dist.get_rank()))
+        lane.ranks.wait_on()
+        lane.start(partial(lane.ranks.send_bytes, refusal.encode(), lane.peer, lane.tags[0]))
+        raise
+    return partial(_send, packed, lane, number)
 
 
-def _receiver(like: T | None, lane: _Lane, classes: Classes = (), refusal: Exception | None = None) -> Callable[[], T]:
-    ranks, peer = lane.ranks, lane.peer
-    structure = None if like is None else pack(like, ranks.call).structure
-    known = classes if like is None else classes_of(like)
+def _send(packed: Packed, lane: _Lane, number: int) -> None:
+    ranks, peer, structure = lane.ranks, lane.peer, packed.structure
     tag, back, described = lane.tags
+    runs = structure.block.runs if lane.is_eager else []
+    eager_bytes = runs[0][2] if runs else 0
+    text = structure.text
+    description = text if len(text) < _SHORT_BYTES else key_of(text)
+    content = structure.digest + eager_bytes.to_bytes(_LENGTH_BYTES, "little") + description
+    ranks.send_bytes(Envelope(False, number, _TERMS, content).encode(), peer, tag)
+    expect = ranks.expect_bytes(peer, back)
+    pieces = structure.block.pieces(packed.leaves, ranks.device)
+    piece = next(pieces, None)
+    sent = deque[Wait]()
+    if piece is not None and lane.is_eager:
+        sent.append(ranks.post(piece, peer, tag))
+        piece = next(pieces, None)
+    answer = expect()
+    if answer == _DESCRIBE:
+        ranks.send_bytes(text, peer, described)
+        answer = ranks.recv_bytes(peer, back)
+    while piece is not None and answer == _GO:
+        sent.append(ranks.post(piece, peer, tag))
+        # One piece is packed while the one before it is on its way.
+        if len(sent) > 1:
+            sent.popleft()()
+        piece = next(pieces, None)
+    for wait in sent:
+        wait()
+    if answer[:1] == _REFUSED:
+        raise read_error(answer[1:])
+    if answer[:1] == _MISFIT:
+        raise mismatch(ranks.call, f"rank {peer} (expected) and this rank", parse_found(answer[1:]), structure.found)
 
-    def run() -> Any:
-        raw = ranks.recv_bytes(peer, tag)
-        digest, text = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
-        theirs = find_structure(text) if len(text) == _KEY_BYTES else read_structure(text)
-        if theirs is None:
-            ranks.send_bytes(_DESCRIBE, peer, back)
-            theirs = read_structure(ranks.recv_bytes(peer, described))
-        err, answer = refusal, _REFUSED + write_error(refusal, ranks.rank) if refusal is not None else _GO
-        if err is None and structure is not None and digest != structure.digest:
-            who = f"this rank (expected) and rank {peer}"
-            err = mismatch(ranks.call, who, structure.found, theirs.found)
-            answer = _MISFIT + describe_found(structure.found)
+
+@final
+class _Inbox:
+    """What a receiver expects of one message."""
+
+    def __init__(
+        self, like: TensorCollection | None, lane: _Lane, classes: Classes = (), refusal: Exception | None = None
+    ) -> None:
+        self.lane = lane
+        self.number: int = lane.next_number()
+        # The answer to any message: this rank cannot take it.
+        self.refusal = refusal
+        self.structure: Structure | None = None
+        self.classes: Classes = classes
+        try:
+            lane.ranks.check()
+            if like is not None:
+                self.structure = pack(like, lane.ranks.call).structure
+                self.classes = classes_of(like)
+        except Exception as err:
+            self.refusal = err
+            lane.ranks.wait_on()
+            lane.start(self.receive)
+            raise
+
+    # Any: the tree of the sender, of any class.
+    def receive(self) -> Any:
+        """Receive the message, and return its tree."""
+        ranks, peer = self.lane.ranks, self.lane.peer
+        tag, back, _ = self.lane.tags
+        header = read_envelope(ranks.recv_bytes(peer, tag))
+        expected = self._follow(header.number)
+        if header.is_failed:
+            # The sender does not wait for an answer.
+            raise self.refusal or read_error(header.content)
+        begin = _DIGEST_BYTES + _LENGTH_BYTES
+        eager_bytes = int.from_bytes(header.content[_DIGEST_BYTES:begin], "little")
+        theirs: Structure | None = None
+        err: Exception | None = None
+        answer = _GO
+        try:
+            self._check(header, expected)
+            theirs = self._describe(header.content[begin:])
+            err = self._misfit(header.content[:_DIGEST_BYTES], theirs)
+            if err is not None and self.structure is not None:
+                answer = _MISFIT + describe_found(self.structure.found)
+        except PeerError:
+            raise
+        except Exception as refusal:
+            err = refusal
+            answer = _REFUSED + write_error(refusal, dist.get_rank())
         waits = ranks.post_bytes(answer, peer, back)
-        runs = theirs.block.runs if err is None else theirs.block.runs[: lane.is_eager]
-        wire = ranks.empty(sum([size_bytes for _, _, size_bytes in runs]))
-        waits += [ranks.post_into(part, peer, tag) for part in wire.split_with_sizes([run[2] for run in runs])]
+        if err is not None or theirs is None:
+            sizes = [eager_bytes] if eager_bytes else []
+        else:
+            sizes = [size_bytes for _, _, size_bytes in theirs.block.runs]
+        wire = ranks.empty(sum(sizes))
+        waits += [ranks.post_into(part, peer, tag) for part in wire.split_with_sizes(sizes)]
+        leaves: list[Tensor] = []
         try:
             # While the bytes are on their way.
-            leaves = theirs.block.cut(wire) if err is None else []
+            if err is None and theirs is not None:
+                leaves = theirs.block.cut(wire)
         finally:
             for wait in waits:
                 wait()
         if err is not None:
             raise err
-        return theirs.build(leaves, known)
+        assert theirs is not None
+        return theirs.build(leaves, self.classes)
 
-    return run
+    def _follow(self, number: int) -> int:
+        """Return the number that was expected, and go on from the sender's, which differs if a rank left a message."""
+        count = self.lane.counter
+        with _lock:
+            expected = self.number + count.shift
+            count.shift += number - expected
+        return expected
+
+    def _check(self, header: Envelope, expected: int) -> None:
+        """Raise if this rank cannot take the message."""
+        if self.refusal is not None:
+            raise self.refusal
+        call, peer = self.lane.ranks.call, self.lane.peer
+        if header.terms != _TERMS:
+            raise error(
+                ValueError,
+                f"{call}: rank {peer} makes another call.",
+                expected=f"a message to rank {dist.get_rank()}",
+                got=header.terms,
+            )
+        if header.number != expected:
+            raise ConcurrencyError(
+                f"{call}: rank {peer} and this rank are not at the same message of tag {self.lane.tag}.",
+                expected=f"message {expected}, as on rank {dist.get_rank()}",
+                got=f"message {header.number} of rank {peer}",
+                hint="one rank left an earlier message before its end; the next message works.",
+            )
+
+    def _describe(self, text: bytes) -> Structure:
+        """Return the structure that a header describes; ask for it if it is long and unknown."""
+        ranks, peer = self.lane.ranks, self.lane.peer
+        theirs = find_structure(text) if len(text) == _KEY_BYTES else read_structure(text)
+        if theirs is None:
+            _, back, described = self.lane.tags
+            ranks.send_bytes(_DESCRIBE, peer, back)
+            theirs = read_structure(ranks.recv_bytes(peer, described))
+        assert theirs.plan is not None
+        check_classes(theirs.plan, self.classes)
+        return theirs
+
+    def _misfit(self, digest: bytes, theirs: Structure) -> Exception | None:
+        """Return the error for a tree that is not like the expected one, or None."""
+        own = self.structure
+        if own is None or digest == own.digest:
+            return None
+        who = f"this rank (expected) and rank {self.lane.peer}"
+        return mismatch(self.lane.ranks.call, who, own.found, theirs.found)
 
 
 def send(td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, timeout_s: float | None = None) -> None:
@@ -199,7 +328,7 @@ def send(td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, tim
         TreeStructureError: The other rank expects other keys; both ranks raise.
         PeerError: The other rank did not answer in time, or died.
     """
-    lane = _Lane(Ranks("send", group, timeout_s), "to", dst, tag)
+    lane = _lane("send", group, timeout_s, "to", dst, tag)
     lane.run(_sender(td, lane))
 
 
@@ -207,7 +336,7 @@ def isend(
     td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, timeout_s: float | None = None
 ) -> PendingMessage:
     """Start to send a tree in a thread, like `send`. Its leaves must not be written to before `wait()` returns."""
-    lane = _Lane(Ranks("isend", group, timeout_s), "to", dst, tag)
+    lane = _lane("isend", group, timeout_s, "to", dst, tag)
     return PendingMessage(lane.start(_sender(td, lane)))
 
 
@@ -236,8 +365,8 @@ def recv(
         TreeStructureError: Keys differ from the keys of `like`; both ranks raise.
         PeerError: The other rank did not answer in time, or died.
     """
-    lane = _Lane(Ranks("recv", group, timeout_s), "from", src, tag)
-    return lane.run(_receiver(like, lane, classes))
+    lane = _lane("recv", group, timeout_s, "from", src, tag)
+    return lane.run(_Inbox(like, lane, classes).receive)
 
 
 def irecv(
@@ -250,8 +379,8 @@ def irecv(
     classes: Classes = (),
 ) -> PendingMessage:
     """Start to receive a tree, which `wait()` returns; the arguments are the same as for `recv`."""
-    lane = _Lane(Ranks("irecv", group, timeout_s), "from", src, tag)
-    return PendingMessage(lane.start(_receiver(like, lane, classes)))
+    lane = _lane("irecv", group, timeout_s, "from", src, tag)
+    return PendingMessage(lane.start(_Inbox(like, lane, classes).receive))
 
 
 def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMessage":
@@ -263,12 +392,12 @@ def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMes
     except LeafMismatchError as err:
         # It is this rank's answer to the message, so that the sender raises it as well.
         refusal = err
-    lane = _Lane(Ranks(call, options["group"], options["timeout_s"]), "from", src, options["tag"])
-    receive = _receiver(td, lane, refusal=refusal)
+    lane = _lane(call, options["group"], options["timeout_s"], "from", src, options["tag"])
+    inbox = _Inbox(td, lane, refusal=refusal)
 
     def run() -> T:
         try:
-            write_tree(td, receive(), complete=True)
+            write_tree(td, inbox.receive(), complete=True)
         except PeerError as err:
             raise err if refusal is None else refusal from err
         return td

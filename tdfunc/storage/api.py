@@ -44,8 +44,8 @@ def save(
 
     All ranks of the default process group save a tree with DTensors together: all of them call this with the same path.
     If the mesh has one dimension and only some of the ranks, these ranks call it. Each rank writes its own parts into
-    one file, and nothing is gathered. All other leaves must be equal on all ranks. If one rank fails or dies, all ranks
-    raise, and the old file stays.
+    one file, and nothing is gathered. All other leaves and the options must be equal on all ranks. If one rank fails or
+    dies, or its call differs, all ranks raise, and the old file stays.
 
     With `max_shard_size`, `path` is a folder in the layout of Hugging Face: shards and `model.safetensors.index.json`.
     The save replaces the checkpoint in that folder and leaves other files alone. In the same way, a save of one file as
@@ -76,11 +76,12 @@ def save(
         >>> bool((back == td).all()), back.names, back["note"]
         (True, ['row'], 'first')
     """
+    leaf = find_sharded(td)
+    if leaf is not None:
+        save_by_ranks(td, path, leaf, max_shard_size, fsync)
+        return
     target, max_bytes = check_target(path, max_shard_size)
     tree = as_tree(td, f"save {target}")
-    if max_bytes is None and not is_remote(target) and find_sharded(tree) is not None:
-        save_by_ranks(tree, target, fsync=fsync)
-        return
     save_outline(outline(tree), target, max_bytes, fsync=fsync)
 
 

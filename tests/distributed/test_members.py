@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tdfunc as tdf
@@ -77,3 +77,31 @@ def _members(rank, folder):
 def test_members_over_ranks(tmp_path):
     """A step with dropout, statistics and attention, jitted on four ranks, equals the step of one process."""
     run_ranks(_members, 4, tmp_path, tmp_path / "demo")
+
+
+def _join_parts(rank):
+    grid = init_device_mesh("cpu", (2, 2))
+    twice = from_local(torch.full((rank + 1, 3), float(rank)), grid, [Shard(0), Shard(0)])
+    assert twice.shape == (1 + 2 + 3 + 4, 3)
+    rows, columns = (1, 3)[rank // 2], (2, 1)[rank % 2]
+    block = from_local({"x": [torch.full((rows, columns), float(rank))]}, grid, [Shard(0), Shard(1)])
+    assert block["x"][0].shape == (4, 3)
+    copies = from_local(torch.ones(2), grid, [Replicate(), Replicate()])
+    assert copies.full_tensor().tolist() == [1.0, 1.0]
+
+    def fail():
+        if rank == 2:
+            raise FloatingPointError("rank 2 alone")
+        return torch.ones(2, 2)
+
+    # On a mesh of two dimensions, rank 1 is in no round of rank 2.
+    with pytest.raises(FloatingPointError, match="rank 2 alone"):
+        on_members(fail, grid, [Shard(0), Shard(1)])()
+    assert on_members(lambda: torch.ones(2, 2), grid, [Shard(0), Shard(1)])().shape == (4, 4)
+    # A rank that is not in a mesh has nothing of it.
+    assert from_local(torch.ones(2), DeviceMesh("cpu", [0, 1, 2])).shape == ((6,) if rank < 3 else (2,))
+
+
+def test_parts_on_two_dimensions_of_a_mesh(tmp_path):
+    """Lengths are summed along each dimension, twice for one that both shard; an error of one rank is raised on all."""
+    run_ranks(_join_parts, 4, tmp_path)

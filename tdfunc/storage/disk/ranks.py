@@ -2,11 +2,17 @@
 
 import builtins
 import json
+import os
+import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,16 +20,70 @@ from torch import Tensor
 
 from tdfunc.core import errors
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import PeerError
+from tdfunc.core.errors import ConcurrencyError, PeerError, error
+from tdfunc.core.nontensor import NonTensorData
 
 # The first frame of a message, with its length and as much of it as fits.
 _FRAME_BYTES = 4096
 _ROUND_TAG = 1 << 30
+_SHOWN = 10
+# A new one for each start of a Linux kernel.
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # The root waits for less time than the others wait for it, so that it can name the rank that is missing.
 _ROOT_PATIENCE = 0.8
-_OK, _FAILED = b"\0", b"\1"
+_LEAST_PATIENCE_S = 0.001
+_NO_END = timedelta(days=3650)
 # Waits for one transfer, as long as the call does or as given.
 Wait = Callable[..., None]
+
+
+class Envelope(NamedTuple):
+    """What one rank tells others in a round or at the begin of a message."""
+
+    # The content is an error of this rank.
+    is_failed: bool
+    # Of the round in its group, or of the message in its lane.
+    number: int
+    # The call with all that the ranks must have in common.
+    terms: str
+    content: bytes
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        terms = self.terms.encode(errors="replace")
+        return _HEAD.pack(self.is_failed, self.number, len(terms)) + terms + self.content
+
+
+_HEAD = struct.Struct("<?QI")
+
+
+def read_envelope(raw: bytes) -> Envelope:
+    """Return the envelope that was encoded."""
+    is_failed, number, length = _HEAD.unpack_from(raw)
+    end = _HEAD.size + length
+    return Envelope(is_failed, number, raw[_HEAD.size : end].decode(), raw[end:])
+
+
+@dataclass
+class LaneCount:
+    """The messages from one rank to another under one tag."""
+
+    # The number of the next message that this rank starts.
+    next: int = 0
+    # By how much the sender's numbers are larger than the receiver's.
+    shift: int = 0
+
+
+@dataclass
+class _Counts:
+    """The number of the next round of a group, and its messages by direction, peer and tag."""
+
+    rounds: int = 0
+    lanes: defaultdict[tuple[str, int, int], LaneCount] = field(default_factory=lambda: defaultdict(LaneCount))
+
+
+# By the group itself: a later group may have the name of one that was destroyed.
+_counts: WeakKeyDictionary[Any, _Counts] = WeakKeyDictionary()
 
 
 @final
@@ -34,22 +94,73 @@ class Ranks:
         call: The name of the call, for messages.
         group: A process group; None is the default group.
         timeout_s: The time that the call waits for another rank; without it the group's timeout.
+
+    Raises:
+        ValueError: The default group does not exist, or this process is not in the group.
     """
 
     # Any: torch.distributed may be built without process groups.
     def __init__(self, call: str, group: Any = None, timeout_s: float | None = None) -> None:
         self.call: str = call
+        # The call with all that the ranks must have in common; each round compares it.
+        self.terms: str = call
         self.group: Any = group
-        self.pg: Any = dist.group.WORLD if group is None else group
+        self.pg: Any = _find_group(call, group)
+        self.counts: _Counts = _counts.setdefault(self.pg, _Counts())
         types = [device.type for device in self.pg._device_types]
         # Where tensors must be to be sent: the CPU, if the group has a backend for it.
         self.device: torch.device = (
             torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
         )
-        self.patience_s: float = (
-            self.pg._get_backend(self.device).options._timeout.total_seconds() if timeout_s is None else timeout_s
+        self.patience_s: float = self.pg._get_backend(self.device).options._timeout.total_seconds()
+        self._refusal: Exception | None = None
+        if timeout_s is not None:
+            self._take_timeout(timeout_s)
+        self._patience = timedelta(seconds=self.patience_s)
+
+    def _take_timeout(self, timeout_s: float) -> None:
+        """Take the time of a call; one that is not a time is refused in the round, where all ranks hear of it."""
+        try:
+            seconds = max(float(timeout_s), _LEAST_PATIENCE_S)
+            timedelta(seconds=seconds)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as err:
+            self._refusal = error(
+                ValueError,
+                f"{self.call}: timeout_s is not a number of seconds.",
+                expected="a finite number, or None for the group's timeout",
+                got=repr(timeout_s)[:100],
+            )
+            self._refusal.__cause__ = err
+        else:
+            self.patience_s = seconds
+
+    def wait_on(self) -> None:
+        """Wait without an end: what nobody waits for here must not close the connections by a timeout of gloo's."""
+        self._patience = _NO_END
+
+    def check(self) -> None:
+        """Raise if an argument of the call was wrong."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def check_member(self, name: str, rank: int | None) -> int:
+        """Return the rank in the group of a global rank; raise if it is not in the group.
+
+        Args:
+            name: The name of the argument, for the message.
+            rank: A global rank.
+        """
+        members = dist.get_process_group_ranks(self.pg)
+        if rank is not None and rank in members:
+            return members.index(rank)
+        shown = ", ".join(map(str, members[:_SHOWN])) + (", ..." if len(members) > _SHOWN else "")
+        raise error(
+            ValueError,
+            f"{self.call}: {name}={rank} is not a rank of the group.",
+            expected=f"one of the global ranks {shown}",
+            got=repr(rank)[:100],
+            hint="ranks are global: torch.distributed.get_global_rank(group, rank).",
         )
-        self._patience = timedelta(seconds=max(self.patience_s, 0.001))
 
     @property
     def rank(self) -> int:
@@ -146,33 +257,78 @@ class Ranks:
     def agree(self, make: Callable[[], bytes], decide: Callable[[list[bytes]], bytes] = lambda _: b"") -> bytes:
         """Return the decision of the first rank about the bytes that each rank makes; an error of one is raised on all.
 
+        Everything that can fail on one rank must run in `make`: a rank that raises before a round leaves the others in
+        it, and takes part in another one with its next call.
+
         Raises:
+            ValueError: The calls of the ranks differ; every rank raises, and the next round works.
+            ConcurrencyError: A rank left an earlier call before its end; every rank raises, and the next round works.
             PeerError: A rank did not take part in time; the message names it on every rank.
             Exception: The error of `decide`, or of `make` on any rank.
         """
+        number = self.counts.rounds
+        # A rank that is interrupted here is in the next round.
+        self.counts.rounds = number + 1
         own: Exception | None = None
         try:
-            mine = _OK + make()
+            self.check()
+            content = make()
+            mine = Envelope(False, number, self.terms, content)
         except Exception as err:
-            own, mine = err, _FAILED + write_error(err, self.rank)
-        root = self.world_rank(0)
+            own = err
+            mine = Envelope(True, number, self.terms, write_error(err, dist.get_rank()))
         if self.rank:
-            self.send_bytes(mine, root, _ROUND_TAG)
-            answer = self.recv_bytes(root, _ROUND_TAG)
+            answer = self._ask(mine)
         else:
             answer, own = self._decide(mine, decide, own)
+        # All are in step again, whatever their numbers were.
+        self.counts.rounds = answer.number + 1
         if own is not None:
             raise own
-        if answer[:1] == _FAILED:
-            raise read_error(answer[1:])
-        return answer[1:]
+        if answer.is_failed:
+            raise read_error(answer.content)
+        return answer.content
+
+    def _ask(self, mine: Envelope) -> Envelope:
+        """Send the root what this rank has, and return the answer."""
+        root = self.world_rank(0)
+        self.send_bytes(mine.encode(), root, _ROUND_TAG)
+        while True:
+            answer = read_envelope(self.recv_bytes(root, _ROUND_TAG))
+            # An earlier one is of a round that this rank was interrupted in.
+            if answer.number >= mine.number:
+                return answer
 
     def _decide(
-        self, mine: bytes, decide: Callable[[list[bytes]], bytes], own: Exception | None
-    ) -> tuple[bytes, Exception | None]:
+        self, mine: Envelope, decide: Callable[[list[bytes]], bytes], own: Exception | None
+    ) -> tuple[Envelope, Exception | None]:
         """Hear all ranks and answer them; return the answer, or this rank's own error."""
-        heard, silent, is_done = [mine], list[int](), threading.Event()
+        heard, silent = self._hear(mine)
+        number = max([envelope.number for envelope in heard])
+        failed = next((envelope for envelope in heard if envelope.is_failed), None)
+        if failed is not None:
+            answer = failed._replace(number=number)
+        else:
+            try:
+                self._compare(heard)
+                content = decide([envelope.content for envelope in heard])
+                answer = Envelope(False, number, self.terms, content)
+            except Exception as err:
+                own = err
+                answer = Envelope(True, number, self.terms, write_error(err))
+        raw = answer.encode()
+        for rank in set(range(1, self.size)) - silent:
+            try:
+                self.send_bytes(raw, self.world_rank(rank), _ROUND_TAG)
+            except PeerError as err:
+                own = own or (err if failed is None else None)
+        return answer, own
 
+    def _hear(self, mine: Envelope) -> tuple[list[Envelope], set[int]]:
+        """Return what the ranks say, in their order up to the first that is late, and the ranks that are silent."""
+        heard: list[Envelope] = [mine]
+        silent: set[int] = set()
+        is_done = threading.Event()
         # A send of gloo ends when its receiver is ready: all are, so that the ranks can go on to hear the answer.
         peers = [self.world_rank(rank) for rank in range(1, self.size)]
         frames = [self.empty(_FRAME_BYTES) for _ in peers]
@@ -189,32 +345,61 @@ class Ranks:
                     if isinstance(wait, PeerError):
                         raise wait
                     wait(2 * self._patience)
-                    heard.append(self._finish(frame, peer, _ROUND_TAG))
+                    heard.append(read_envelope(self._finish(frame, peer, _ROUND_TAG)))
                 except PeerError as err:
-                    silent.append(rank)
-                    heard.append(_FAILED + write_error(err))
+                    silent.add(rank)
+                    heard.append(self._failed(err))
             is_done.set()
 
         # In a thread: a timeout of gloo's own closes the connections to all ranks, which then could not be told.
         threading.Thread(target=listen, name="tdfunc-round", daemon=True).start()
-        if not is_done.wait(self.patience_s * _ROOT_PATIENCE):
-            silent.append(len(heard))
-            late = self.lost(f"rank {self.world_rank(len(heard))}", TimeoutError("nothing"))
-            heard = [*heard, _FAILED + write_error(late)]
-        failed = next((answer for answer in heard if answer[:1] == _FAILED), None)
-        if failed is None:
-            try:
-                answer = _OK + decide([answer[1:] for answer in heard])
-            except Exception as err:
-                own, answer = err, _FAILED + write_error(err)
-        else:
-            answer = failed
-        for rank in set(range(1, self.size)) - {*silent}:
-            try:
-                self.send_bytes(answer, self.world_rank(rank), _ROUND_TAG)
-            except PeerError as err:
-                own = own or (err if failed is None else None)
-        return answer, own
+        if is_done.wait(self.patience_s * _ROOT_PATIENCE):
+            return heard, silent
+        late = len(heard)
+        error_of_late = self.lost(f"rank {self.world_rank(late)}", TimeoutError("nothing"))
+        return [*heard[:late], self._failed(error_of_late)], silent | {late}
+
+    def _failed(self, err: PeerError) -> Envelope:
+        """Return what stands for a rank that said nothing."""
+        return Envelope(True, 0, self.terms, write_error(err))
+
+    def _compare(self, heard: Sequence[Envelope]) -> None:
+        """Raise unless all ranks make the same call in the same round."""
+        first, root = heard[0], self.world_rank(0)
+        for rank, other in enumerate(heard):
+            if other.terms != first.terms:
+                raise error(
+                    ValueError,
+                    f"{self.call}: all ranks of the group must make the same call.",
+                    expected=f"{first.terms}, as on rank {root}",
+                    got=f"{other.terms} on rank {self.world_rank(rank)}",
+                    hint="this call had no effect on any rank; the next one that is equal on all ranks works.",
+                )
+            if other.number != first.number:
+                raise ConcurrencyError(
+                    f"{self.call}: the ranks of the group are not in the same call.",
+                    expected=f"round {first.number} of the group, as on rank {root}",
+                    got=f"round {other.number} on rank {self.world_rank(rank)}",
+                    hint="one rank left an earlier call before its end, or made one alone; the next call works.",
+                )
+
+
+# Any: torch.distributed may be built without process groups.
+def _find_group(call: str, group: Any) -> Any:
+    """Return a process group, or the default one; raise if this process is not in it."""
+    # Torch's own error, if there is no default group.
+    rank = dist.get_rank()
+    if group is None:
+        return dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise error(
+            ValueError,
+            f"{call}: this process is not in the group.",
+            expected=f"a group that contains rank {rank}",
+            got="GroupMember.NON_GROUP_MEMBER, which torch.distributed.new_group returns on other ranks",
+            hint="only the ranks of a group make its calls.",
+        )
+    return group
 
 
 # Any: DTensor, whose module takes long to import.
@@ -225,23 +410,46 @@ def is_sharded(leaf: Any) -> bool:
     return module is not None and isinstance(leaf, module.DTensor)
 
 
-def find_sharded(tree: TensorCollection) -> Any:
-    """Return a DTensor of a tree, or None if it has none."""
+# Any: a tree, or a mapping, list or tuple of anything.
+def find_sharded(tree: Any) -> Any:
+    """Return a DTensor in a tree or in a plain object, or None if there is none."""
     # Not by recursion: a tree may be deep.
     stack = [tree] if "torch.distributed.tensor" in sys.modules else []
     while stack:
-        for node in stack.pop()._data.values():
-            if isinstance(node, TensorCollection):
-                stack.append(node)
-            elif is_sharded(node):
-                return node
+        node = stack.pop()
+        if isinstance(node, TensorCollection):
+            stack.extend(node._data.values())
+        elif isinstance(node, NonTensorData):
+            stack.append(node.data)
+        elif isinstance(node, Mapping):
+            stack.extend(node.values())
+        elif isinstance(node, (list, tuple)):
+            stack.extend(node)
+        elif is_sharded(node):
+            return node
     return None
 
 
-def group_of(tree: TensorCollection) -> Any:
-    """Return the group of the ranks that have a tree: of its mesh, if that has one dimension and not all ranks."""
-    mesh = find_sharded(tree).device_mesh
+# Any: a DTensor, and a process group.
+def group_of(leaf: Any) -> Any:
+    """Return the group of the ranks that have a DTensor: of its mesh, if that has one dimension and not all ranks."""
+    mesh = leaf.device_mesh
     return mesh.get_group() if mesh.ndim == 1 and mesh.size() < dist.get_world_size() else None
+
+
+def machine_of(folder: str) -> list[Any] | None:
+    """Return what tells the kernel and the file system of a folder from others, or None if the system has no name.
+
+    Processes with equal results have one copy of each page of a file in that folder.
+    """
+    # The first save of a run makes the folder.
+    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    try:
+        with open(_BOOT_ID) as file:
+            return [file.read().strip(), os.stat(folder).st_dev]
+    except OSError:
+        return None
 
 
 def own_part(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
@@ -276,7 +484,8 @@ def write_error(err: Exception, rank: int | None = None) -> bytes:
     code, text = None, str(err)
     if isinstance(err, OSError) and err.errno is not None:
         code, text = err.errno, f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
-    text = text if rank is None else f"{text} (raised by rank {rank})"
+    if rank is not None and "(raised by rank " not in text:
+        text = f"{text} (raised by rank {rank})"
     return json.dumps([type(err).__name__, text, code]).encode()
 
 
@@ -286,4 +495,8 @@ def read_error(raw: bytes) -> Exception:
     if code is not None:
         return OSError(code, text)
     kind = getattr(errors, name, getattr(builtins, name, None))
-    return kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError(f"{name}: {text}")
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        # Some have more arguments than a text.
+        with suppress(TypeError):
+            return kind(text)
+    return RuntimeError(f"{name}: {text}")

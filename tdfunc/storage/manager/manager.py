@@ -7,7 +7,7 @@ import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from tdfunc.core.errors import (
 from tdfunc.core.keys import FilterLike
 from tdfunc.core.types import Device
 from tdfunc.storage.disk.commit import naming, settle, sweep
-from tdfunc.storage.disk.ranks import find_sharded
+from tdfunc.storage.disk.ranks import find_sharded, group_of
 from tdfunc.storage.disk.remote import anchored, local_folder
 from tdfunc.storage.manager.background import PendingSave, SaveQueue, Snapshot, WaitMethods, Write, take_snapshot
 from tdfunc.storage.manager.steps import (
@@ -43,7 +43,7 @@ from tdfunc.storage.manager.steps import (
     write_step,
 )
 from tdfunc.storage.safetensors.plan import as_bytes
-from tdfunc.storage.safetensors.ranks import RankSave
+from tdfunc.storage.safetensors.ranks import Checked, RankSave, refuse_shards
 from tdfunc.storage.safetensors.select import Choice
 from tdfunc.storage.tree.build import Classes
 from tdfunc.storage.tree.encode import outline
@@ -146,7 +146,8 @@ class CheckpointManager(WaitMethods):
         """Save a step, then remove the steps that are not kept.
 
         All ranks of the default process group save a tree with DTensors together, and not in the background. Each rank
-        writes its own parts; the metadata come from the first rank.
+        writes its own parts. The step and the options must be equal on all ranks. The metadata come from the first
+        rank; the other ranks give equal metadata or none. If one rank raises an error, all ranks raise it.
 
         Args:
             step: The number of the step.
@@ -173,50 +174,22 @@ class CheckpointManager(WaitMethods):
         Warns:
             RuntimeWarning: The step is below a step that was there when the run began or went back to a step.
         """
-        number = as_step(step, "save")
-        described: dict[str, Any] = {}
-        for key, value in (metadata or {}).items():
-            entry = {key: value}
-            try:
-                back: Any = json.loads(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode())
-            except (TypeError, ValueError, RecursionError) as err:
-                back = f"{type(err).__name__}: {err}"
-            # Types too: JSON makes a list of a tuple, and text of a number that is a key.
-            if repr(back) != repr(entry):
-                raise UnsupportedError(
-                    f"save: metadata[{key!r}] cannot be stored; nothing was written.",
-                    expected="str, bool, None, finite numbers, lists, and dicts with str keys",
-                    got=f"{type(value).__name__}, which JSON turns into {back!r}"[:300],
-                    hint="convert it: float(x), list(x), str(x); None stands for a missing value.",
-                )
-            described.update(back)
-        metric = described.get(self._metric) if self._metric is not None else None
-        if metric is not None and not _is_number(metric):
-            raise error(
-                TypeError,
-                f"save: the metric {self._metric!r} must be a number.",
-                expected="an int or float, or None for a step that is never best",
-                got=repr(metric),
-            )
-        td = as_tree(tree, f"save {self._folder}")
-        path = self.path(number)
-        self._warn_above(number)
-        if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
-            raise exists_error(self._folder, number)
-        is_sharded = self._max_bytes is None and find_sharded(td) is not None
-        if is_sharded or not self._async:
-            now = RankSave(td, f"save {path}", fsync=self._fsync) if is_sharded else Snapshot(outline(td), {})
-            save = PendingSave(path)
-            save.set_result(self._commit(number, now, described, overwrite))
+        leaf = find_sharded(tree)
+        if leaf is not None:
+            return self._save_by_ranks(leaf, lambda: self._check(step, tree, metadata, overwrite))
+        given = self._check(step, tree, metadata, overwrite)
+        if not self._async:
+            save = PendingSave(given.path)
+            save.set_result(self._commit(given.step, Snapshot(outline(given.tree), {}), given.metadata, overwrite))
             return save
 
         def prepare() -> Write:
-            return partial(self._commit, number, take_snapshot(td, copy), described, overwrite)
+            return partial(self._commit, given.step, take_snapshot(given.tree, copy), given.metadata, overwrite)
 
         def write_here() -> pathlib.Path:
-            return self._commit(number, Snapshot(outline(td), {}), described, overwrite)
+            return self._commit(given.step, Snapshot(outline(given.tree), {}), given.metadata, overwrite)
 
-        return self._queue.submit(path, prepare, write_here)
+        return self._queue.submit(given.path, prepare, write_here)
 
     def delete(self, step: int) -> None:
         """Remove a step, also if it is the latest or the best.
@@ -351,6 +324,50 @@ class CheckpointManager(WaitMethods):
 
     # -- parts --------------------------------------------------------------------------------------------------
 
+    def _check(
+        self,
+        step: int,
+        tree: "TensorCollection | Mapping[str, Any]",
+        metadata: Mapping[str, Any] | None,
+        overwrite: bool,
+    ) -> "_Submission":
+        """Return the arguments of a save; raise if one of them is wrong."""
+        number = as_step(step, "save")
+        described = _describe(metadata or {})
+        metric = described.get(self._metric) if self._metric is not None else None
+        if metric is not None and not _is_number(metric):
+            raise error(
+                TypeError,
+                f"save: the metric {self._metric!r} must be a number.",
+                expected="an int or float, or None for a step that is never best",
+                got=repr(metric),
+            )
+        td = as_tree(tree, f"save {self._folder}")
+        path = self.path(number)
+        self._warn_above(number)
+        if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
+            raise exists_error(self._folder, number)
+        return _Submission(number, td, described, overwrite, path)
+
+    # Any: a DTensor.
+    def _save_by_ranks(self, leaf: Any, check: "Callable[[], _Submission]") -> PendingSave:
+        """Save with the other ranks, which hear of all that is wrong on this one."""
+        made: list[_Submission] = []
+
+        def prepare() -> Checked:
+            given = check()
+            made.append(given)
+            refuse_shards(f"save {given.path}", self._max_bytes)
+            options = f"overwrite={given.overwrite}, fsync={self._fsync}, keep_last={self._keep_last}"
+            rule = f"keep_best={self._keep_best}, metric={self._metric!r}, mode={self._mode!r}"
+            return Checked(given.tree, f"save step {given.step}, {options}, {rule}")
+
+        saving = RankSave(prepare, f"save {self._folder}", group_of(leaf), fsync=self._fsync)
+        given = made[0]
+        save = PendingSave(given.path)
+        save.set_result(self._commit(given.step, saving, given.metadata, given.overwrite))
+        return save
+
     def _commit(
         self, step: int, snapshot: Snapshot | RankSave, metadata: dict[str, Any], overwrite: bool
     ) -> pathlib.Path:
@@ -401,7 +418,7 @@ class CheckpointManager(WaitMethods):
         what = f"save {self._folder}: step {step} is below step {highest}, which was there before."
         got = f"load() loads step {highest}, and keep_last does not count or remove steps above {step}"
         hint = f"delete({highest}) if the run does not continue it; load(step) loads any other."
-        warnings.warn(explain(what, got=got, hint=hint), RuntimeWarning, stacklevel=3)
+        warnings.warn(explain(what, got=got, hint=hint), RuntimeWarning, stacklevel=4)
 
     def _warn_abandoned(self, number: int) -> None:
         """Warn if lower steps were saved after the highest one, by a run that had gone back."""
@@ -459,6 +476,37 @@ class CheckpointManager(WaitMethods):
                     raise
                 broken.add(number)
                 warnings.warn(f"{err}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)
+
+
+class _Submission(NamedTuple):
+    """The checked arguments of a save."""
+
+    step: int
+    tree: TensorCollection
+    metadata: dict[str, Any]
+    overwrite: bool
+    path: pathlib.Path
+
+
+def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata as JSON returns them; raise if they change on the way."""
+    described: dict[str, Any] = {}
+    for key, value in metadata.items():
+        entry = {key: value}
+        try:
+            back: Any = json.loads(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode())
+        except (TypeError, ValueError, RecursionError) as err:
+            back = f"{type(err).__name__}: {err}"
+        # Types too: JSON makes a list of a tuple, and text of a number that is a key.
+        if repr(back) != repr(entry):
+            raise UnsupportedError(
+                f"save: metadata[{key!r}] cannot be stored; nothing was written.",
+                expected="str, bool, None, finite numbers, lists, and dicts with str keys",
+                got=f"{type(value).__name__}, which JSON turns into {back!r}"[:300],
+                hint="convert it: float(x), list(x), str(x); None stands for a missing value.",
+            )
+        described.update(back)
+    return described
 
 
 def _is_number(value: Any) -> bool:

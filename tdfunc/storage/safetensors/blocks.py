@@ -1,7 +1,11 @@
 """Leaves whose bytes several ranks write: a digest of each block, and of the table of blocks."""
 
+import itertools
 import json
 import math
+import mmap
+import os
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +17,12 @@ from tdfunc.storage.tree.specs import Spec, malformed
 
 # A block is one row, or some rows of at most this many bytes, of the part of a leaf that one rank has.
 BLOCK_BYTES = 16 << 20
+# From this length on, a system call for each run of a box costs little beside the copy.
+_LONG_RUN_BYTES = 1 << 16
+# The unit of `st_blocks`.
+_STAT_BYTES = 512
+# The words that numpy copies at once, by their size.
+_WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Block(NamedTuple):
@@ -41,6 +51,112 @@ def cut_blocks(part: Block, itemsize: int) -> list[Block]:
     rows = max(1, BLOCK_BYTES // (itemsize * math.prod(part.shape[1:])))
     (first, *starts), (count, *shape) = part
     return [Block((first + done, *starts), (min(rows, count - done), *shape)) for done in range(0, count, rows)]
+
+
+def cover_once(parts: Sequence[Block], size: tuple[int, ...]) -> bool:
+    """Return whether boxes cover each element of a leaf exactly once.
+
+    The corners of a box, each with the sign of its number of upper sides, are the differences of the box's indicator
+    along all dimensions. Only the zero function has no differences. So the corners of the boxes add up to the corners
+    of the leaf exactly if each element is in one box, and no two boxes have to be compared.
+    """
+    if any([len(part.start) != len(size) or len(part.shape) != len(size) for part in parts]):
+        return False
+    filled = [part for part in parts if 0 not in part.shape]
+    if 0 in size:
+        return not filled
+    whole = Block((0,) * len(size), size)
+    cut = [dim for dim in range(len(size)) if any([_is_cut(part, dim, size[dim]) for part in filled])]
+    left: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    # Of each corner, which of its sides are upper ones, and its sign.
+    kinds = [(ends, -1 if sum(ends) % 2 else 1) for ends in itertools.product((0, 1), repeat=len(cut))]
+    for ends, sign in kinds:
+        left[_corner(whole, cut, ends)] += sign
+    for part in filled:
+        for ends, sign in kinds:
+            left[_corner(part, cut, ends)] -= sign
+    return not any(left.values())
+
+
+def _is_cut(box: Block, dim: int, length: int) -> bool:
+    return box.shape[dim] != length or box.start[dim] != 0
+
+
+def _corner(box: Block, dims: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
+    """Return a corner of a box in some dimensions: at its end where `ends` has a 1, else at its start."""
+    start, shape = box
+    return tuple([start[dim] + end * shape[dim] for dim, end in zip(dims, ends, strict=True)])
+
+
+def write_box(
+    fd: int,
+    raw: memoryview,
+    at: int,
+    block: Block,
+    size: tuple[int, ...],
+    itemsize: int,
+    is_one_machine: bool = False,
+) -> None:
+    """Write the bytes of a box into a leaf that begins at `at`.
+
+    Args:
+        fd: The file, open to read and write.
+        raw: The bytes of the box, row by row.
+        at: The place of the leaf in the file.
+        block: The box.
+        size: The shape of the leaf.
+        itemsize: The bytes of an element.
+        is_one_machine: All processes that write to the file have its pages in common. A page holds parts of several
+            of them, so that two kernels would write theirs over each other's.
+    """
+    if not len(raw):
+        return
+    strides = [itemsize * math.prod(size[dim + 1 :]) for dim in range(len(size))]
+    base = at + sum([start * stride for start, stride in zip(block.start, strides, strict=True)])
+    inner = len(size)
+    while inner and block.shape[inner - 1] == size[inner - 1]:
+        inner -= 1
+    # The last dimension that is cut is contiguous with the complete ones after it.
+    lead = max(inner - 1, 0)
+    run = itemsize * math.prod(block.shape[lead:])
+    if is_one_machine and lead and run < _LONG_RUN_BYTES and _copy_box(fd, raw, base, block.shape, strides, itemsize):
+        return
+    steps = itertools.product(*map(range, block.shape[:lead]))
+    for k, index in enumerate(steps):
+        offset = base + sum([i * stride for i, stride in zip(index, strides, strict=False)])
+        piece = raw[k * run : (k + 1) * run]
+        while len(piece):
+            done = os.pwrite(fd, piece, offset)
+            piece = piece[done:]
+            offset += done
+
+
+def _copy_box(
+    fd: int, raw: memoryview, base: int, shape: tuple[int, ...], strides: Sequence[int], itemsize: int
+) -> bool:
+    """Copy a box into a shared map of the file; return False if the file cannot be mapped."""
+    last = sum([(count - 1) * stride for count, stride in zip(shape, strides, strict=True)])
+    begin = base - base % mmap.ALLOCATIONGRANULARITY
+    end = base + last + itemsize
+    info = os.fstat(fd)
+    # Where the file has no space yet, a full disk would end the process by a signal instead of an error.
+    if info.st_size < end or info.st_blocks * _STAT_BYTES < info.st_size:
+        return False
+    word = _WORDS.get(itemsize)
+    if word is None:
+        word = np.uint8
+        shape = (*shape, itemsize)
+        strides = (*strides, 1)
+    try:
+        mapped = mmap.mmap(fd, end - begin, offset=begin)
+    except (OSError, ValueError):
+        return False
+    with mapped:
+        target = np.ndarray(shape, word, mapped, base - begin, tuple(strides))
+        target[...] = np.frombuffer(raw, word).reshape(shape)
+        # A map with an array in it cannot be closed.
+        del target
+    return True
 
 
 def table_text(blocks: Sequence[Block], digests: Sequence[str]) -> str:

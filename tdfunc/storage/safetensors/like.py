@@ -12,6 +12,7 @@ from tdfunc.core.types import Kind, Path
 from tdfunc.storage.disk.ranks import Ranks
 from tdfunc.storage.tree.specs import Spec
 
+_SHOWN = 200
 # Shape and dtype (by name, as numpy and torch call it) of each leaf; None where any will do.
 Found: TypeAlias = dict[Path, tuple[tuple[int, ...] | None, str | None]]
 
@@ -86,21 +87,60 @@ def list_differences(
     return kind, lines
 
 
-def check_ranks(ranks: Ranks, found: Found | None) -> NoReturn:
-    """Raise the difference between the first two trees that differ, on every rank."""
+def check_ranks(ranks: Ranks, found: Found | None, text: str | None = None) -> NoReturn:
+    """Raise the difference between the first two trees that differ, on every rank.
 
-    def name(described: list[bytes]) -> bytes:
-        trees = [(rank, parse_found(raw)) for rank, raw in enumerate(described) if raw]
-        rank, other = next(((rank, tree) for rank, tree in trees if tree != trees[0][1]), (0, None))
-        if other is None:
-            raise TreeStructureError(
-                f"{ranks.call}: the trees of all ranks must have equal values, batch sizes, kinds and classes.",
-                hint="td.broadcast(0) gives all ranks one tree.",
-            )
-        raise mismatch(ranks.call, f"rank {trees[0][0]} (expected) and rank {rank}", trees[0][1], other)
+    Args:
+        ranks: The ranks.
+        found: The leaves of this rank's tree; None for a rank without a tree.
+        text: The description of the tree, if all of it is compared.
+    """
 
-    ranks.agree(lambda: b"" if found is None else describe_found(found), name)
+    def tell() -> bytes:
+        return b"" if found is None else json.dumps([describe_found(found).decode(), text]).encode()
+
+    def name(told: list[bytes]) -> bytes:
+        trees = [(rank, *json.loads(raw)) for rank, raw in enumerate(told) if raw]
+        first, first_found, first_text = trees[0]
+        for rank, other_found, other_text in trees[1:]:
+            who = f"rank {ranks.world_rank(first)} (expected) and rank {ranks.world_rank(rank)}"
+            expected, got = parse_found(first_found.encode()), parse_found(other_found.encode())
+            if expected != got:
+                raise mismatch(ranks.call, who, expected, got)
+            if first_text != other_text:
+                place, own, theirs = _first_difference(first_text, other_text)
+                raise TreeStructureError(
+                    f"{ranks.call}: the trees of all ranks must have equal values, batch sizes, kinds and classes.",
+                    expected=f"{place}: {own}, as on rank {ranks.world_rank(first)}",
+                    got=f"{place}: {theirs} on rank {ranks.world_rank(rank)}",
+                    hint="td.broadcast(0) gives all ranks one tree.",
+                )
+        raise TreeStructureError(f"{ranks.call}: the trees of all ranks must have the same leaves.")
+
+    ranks.agree(tell, name)
     raise AssertionError("the first rank has raised")
+
+
+def _first_difference(first: str, other: str) -> tuple[str, str, str]:
+    """Return where two descriptions with equal leaves differ first, and what is there in each."""
+    nodes, others = json.loads(first)["nodes"], json.loads(other)["nodes"]
+    for node, twin in zip(nodes, others, strict=False):
+        for field in sorted(node.keys() | twin.keys()):
+            if field != "items" and node.get(field) != twin.get(field):
+                where = ", ".join(node["keys"])
+                return (
+                    f"{field} of the tree with {where}"[:_SHOWN],
+                    _shown_value(node, field),
+                    _shown_value(twin, field),
+                )
+        for key, item, own in zip(node["keys"], node["items"], twin["items"], strict=True):
+            if item != own:
+                return key, json.dumps(item)[:_SHOWN], json.dumps(own)[:_SHOWN]
+    return "the tree", "one order of trees, specs and ties", "another"
+
+
+def _shown_value(node: dict[str, Any], field: str) -> str:
+    return json.dumps(node.get(field, "that of the tree around it"))[:_SHOWN]
 
 
 def mismatch(call: str, who: str, expected: Found, got: Found) -> TreeStructureError | LeafMismatchError:

@@ -1,77 +1,144 @@
 """One file from many ranks: each writes its parts of the leaves to their places, and the first rank commits."""
 
-import itertools
 import json
-import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
 from tdfunc.core.collection import LeafOp, TensorCollection
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
+from tdfunc.core.nontensor import NonTensorData
 from tdfunc.storage.disk.commit import Descriptor, replace_named
-from tdfunc.storage.disk.ranks import Ranks, group_of, is_sharded, own_part
+from tdfunc.storage.disk.ranks import Ranks, find_sharded, group_of, is_sharded, machine_of, own_part
 from tdfunc.storage.disk.raw import raw_bytes, write_all
-from tdfunc.storage.safetensors.blocks import Block, check_cover, cut_blocks, table_text
+from tdfunc.storage.disk.remote import is_remote
+from tdfunc.storage.safetensors.blocks import Block, cover_once, cut_blocks, table_text, write_box
 from tdfunc.storage.safetensors.header import DIGITS, Layout, lay_out, render, seal
 from tdfunc.storage.safetensors.like import check_ranks, found_in
+from tdfunc.storage.safetensors.save import check_target
 from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.encode import Outline, outline
+from tdfunc.storage.tree.objects import as_tree, map_parts
 
 # Calls a function with the descriptor and name of a new file of a size, and gives the file its place.
 Commit = Callable[[Callable[[int, str], None], int], None]
 _EMPTY = xxhash.xxh3_64_hexdigest(b"")
 
 
+class Checked(NamedTuple):
+    """A save whose arguments one rank has checked."""
+
+    tree: TensorCollection
+    # What all ranks must have in common: the call, its target, step and options.
+    terms: str
+
+
+class _Plan(NamedTuple):
+    """What one rank knows of a save."""
+
+    # Of the tree without its values.
+    digest: str
+    # Of the leaves that are not DTensors, by name.
+    leaves: dict[str, str]
+    # The number, start and shape of each part that the rank writes.
+    parts: list[tuple[int, list[int], list[int]]]
+
+
+class _Shells:
+    """Leaves without values in the places of DTensors, so that a tree can be outlined."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        # By the id of a shell its DTensor, and the other way round; both are kept, so that an id stays theirs.
+        self._wholes: dict[int, tuple[Tensor, Any]] = {}
+        self._shells: dict[int, Tensor] = {}
+
+    # Any: a DTensor, or the leaf itself.
+    def whole(self, leaf: Tensor) -> Any:
+        """Return the DTensor in whose place a leaf is."""
+        return self._wholes[id(leaf)][1] if id(leaf) in self._wholes else leaf
+
+    def of_tree(self, tree: TensorCollection) -> TensorCollection:
+        """Return a tree with shells, in its plain objects as well."""
+        return self._of_objects(tree._map(LeafOp(self._call, self._of_leaf)))
+
+    # Any: a leaf or DTensor.
+    def _of_leaf(self, leaf: Any) -> Any:
+        if not is_sharded(leaf):
+            return leaf
+        if id(leaf) not in self._shells:
+            empty = without_values(leaf, leaf.dtype)
+            self._shells[id(leaf)] = empty
+            self._wholes[id(empty)] = (empty, leaf)
+        return self._shells[id(leaf)]
+
+    # Any: a tensor or tree in a plain object.
+    def _of_part(self, part: Any) -> Any:
+        return self.of_tree(part) if isinstance(part, TensorCollection) else self._of_leaf(part)
+
+    def _of_objects(self, tree: TensorCollection) -> TensorCollection:
+        data = dict(tree._data)
+        is_changed = False
+        for key, node in tree._data.items():
+            if isinstance(node, TensorCollection):
+                data[key] = self._of_objects(node)
+            elif isinstance(node, NonTensorData) and find_sharded(node) is not None:
+                data[key] = NonTensorData(map_parts(node.data, self._of_part), node.shape)
+            is_changed = is_changed or data[key] is not node
+        if not is_changed:
+            return tree
+        return tree._make(data, tree._batch_size, tree._device, tree._names, tree._static)
+
+
 class RankSave:
     """A save by the ranks of a mesh or of the default group, which agree on the tree and on the parts of each rank.
 
     Args:
-        td: This rank's tree.
+        check: Checks the arguments of this rank's call. It runs in a round, so that its errors are raised on all ranks.
         call: The call, for messages.
+        group: The group of the ranks.
         fsync: Wait until the disk has it.
 
     Raises:
-        TreeStructureError: The trees of the ranks differ; every rank raises, as for all errors here.
+        ValueError: The targets, steps or options of the ranks differ; every rank raises, as for all errors here.
+        TreeStructureError: The trees of the ranks differ.
         LeafMismatchError: Leaves differ in shape, or the values of a leaf that is not a DTensor differ.
         UnsupportedError: A leaf cannot be stored.
         PeerError: A rank did not take part in time, or died.
     """
 
-    def __init__(self, td: TensorCollection, call: str, *, fsync: bool) -> None:
-        self.ranks: Ranks = Ranks(call, group_of(td))
+    # Any: a process group.
+    def __init__(self, check: Callable[[], Checked], call: str, group: Any, *, fsync: bool) -> None:
+        self.ranks: Ranks = Ranks(call, group)
         self.fsync = fsync
         self._told = False
         # For each leaf this rank's part, as far as it writes one.
         self._parts: list[tuple[int, Block, Tensor]] = []
         self._table: dict[int, list[Block]] = {}
-        differ = json.loads(self._agree(lambda: self._plan(td), self._compare))
+        differ = json.loads(self._agree(lambda: self._prepare(check), self._compare))
         if differ:
-            check_ranks(self.ranks, found_in(self.outline.names, self.outline.specs))
+            check_ranks(self.ranks, found_in(self.outline.names, self.outline.specs), self.outline.text)
+
+    def _prepare(self, check: Callable[[], Checked]) -> bytes:
+        checked = check()
+        self.ranks.terms = checked.terms
+        return json.dumps(self._plan(checked.tree)).encode()
 
     # -- the plan -------------------------------------------------------------------------------------------------
 
-    def _plan(self, td: TensorCollection) -> bytes:
-        originals: dict[int, Any] = {}
+    def _plan(self, td: TensorCollection) -> _Plan:
         call = self.ranks.call
-
-        def shell(leaf: Any) -> Any:
-            if not is_sharded(leaf):
-                return leaf
-            empty = without_values(leaf, leaf.dtype)
-            originals[id(empty)] = leaf
-            return empty
-
-        self.outline: Outline = outline(td._map(LeafOp(call, shell)), call=call, values=False)
+        shells = _Shells(call)
+        self.outline: Outline = outline(shells.of_tree(td), call=call, values=False)
         out = self.outline
         self.layout: Layout = lay_out(out.names, out.specs)
         digests: dict[str, str] = {}
         for i, (name, leaf) in enumerate(zip(out.names, out.leaves, strict=True)):
-            whole = originals.get(id(leaf), leaf)
+            whole = shells.whole(leaf)
             start, shape, is_first = (0,) * leaf.dim(), tuple(leaf.shape), self.ranks.rank == 0
             values: Tensor = whole
             if whole is not leaf:
@@ -91,39 +158,48 @@ class RankSave:
             if is_first and tuple(values.shape) == shape:
                 self._parts.append((i, Block(start, shape), values))
         assert out.text is not None
-        parts = [[i, *part] for i, part, _ in self._parts]
-        return json.dumps([xxhash.xxh3_64_hexdigest(out.text.encode()), digests, parts]).encode()
+        parts = [(i, list(part.start), list(part.shape)) for i, part, _ in self._parts]
+        return _Plan(xxhash.xxh3_64_hexdigest(out.text.encode()), digests, parts)
 
-    def _compare(self, plans: list[bytes]) -> bytes:
+    def _compare(self, described: list[bytes]) -> bytes:
         """Compare the plans of all ranks, and put them together (on the first rank)."""
-        texts, digests, parts = zip(*map(json.loads, plans), strict=True)
-        if len({*texts}) > 1:
+        plans = [_Plan(*json.loads(raw)) for raw in described]
+        if len({plan.digest for plan in plans}) > 1:
             return json.dumps(True).encode()
-        for rank, other in enumerate(digests):
-            for name, digest in other.items():
-                if digest != digests[0].get(name):
-                    raise LeafMismatchError(
-                        f"{self.ranks.call}: leaf {name} is not a DTensor: its values must be the same on all ranks.",
-                        expected=f"the values of rank 0, with the digest {digests[0].get(name)}",
-                        got=f"the digest {digest} on rank {rank}",
-                        hint="td.broadcast(0) gives all ranks one; leave out what belongs to a rank alone.",
-                    )
+        for rank, plan in enumerate(plans):
+            self._compare_leaves(plans[0].leaves, plan.leaves, rank)
+        self._lay_table(plans)
+        return json.dumps(False).encode()
+
+    def _compare_leaves(self, first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:
+        for name, digest in other.items():
+            if digest != first.get(name):
+                raise LeafMismatchError(
+                    f"{self.ranks.call}: leaf {name} is not a DTensor: its values must be the same on all ranks.",
+                    expected=f"the values of rank {self.ranks.world_rank(0)}, with the digest {first.get(name)}",
+                    got=f"the digest {digest} on rank {self.ranks.world_rank(rank)}",
+                    hint="td.broadcast(0) gives all ranks one; leave out what belongs to a rank alone.",
+                )
+
+    def _lay_table(self, plans: list[_Plan]) -> None:
+        """List the blocks of each leaf; raise unless the parts of the ranks cover it once."""
         found: dict[int, list[Block]] = {}
-        for i, start, shape in [part for of_rank in parts for part in of_rank]:
-            found.setdefault(i, []).append(Block(tuple(start), tuple(shape)))
+        for plan in plans:
+            for i, start, shape in plan.parts:
+                found.setdefault(i, []).append(Block(tuple(start), tuple(shape)))
         for i, (name, spec) in enumerate(zip(self.outline.names, self.outline.specs, strict=True)):
-            blocks = found.get(i, [])
-            overlap = any([a.meets(b) for k, a in enumerate(blocks) for b in blocks[:k]])
-            if overlap or sum([math.prod(b.shape) for b in blocks]) != spec.size.numel():
+            parts = found.get(i, [])
+            if not cover_once(parts, tuple(spec.size)):
                 raise UnsupportedError(
                     f"{self.ranks.call}: the parts of leaf {name} must cover it once; nothing was written.",
                     expected=f"parts of {list(spec.size)}",
-                    got=str([[*b.start, *b.shape] for b in blocks])[:300],
+                    got=str([[*part.start, *part.shape] for part in parts[:10]])[:300],
                     hint="all ranks of the default group save together; redistribute() the leaf over one mesh of them.",
                 )
-            check_cover(name, spec, blocks)
-            self._table[i] = [block for part in blocks for block in cut_blocks(part, spec.dtype.itemsize)]
-        return json.dumps(False).encode()
+            blocks: list[Block] = []
+            for part in parts:
+                blocks += cut_blocks(part, spec.dtype.itemsize)
+            self._table[i] = blocks
 
     # -- the writing ----------------------------------------------------------------------------------------------
 
@@ -134,20 +210,36 @@ class RankSave:
             commit: Makes the file and gives it its place.
             anchor: A folder that all ranks share and that contains the file, also while it is written.
         """
-        ranks = self.ranks
-        if ranks.rank:
-            name, begin = json.loads(self._agree(lambda: b""))
-            self._agree(lambda: self._write_parts(os.path.join(anchor, name), begin))
-            self._agree(lambda: b"")
+        if self.ranks.rank:
+            self._follow(anchor)
             return
         self._told = False
         try:
-            commit(lambda fd, name: self._lead(fd, os.path.relpath(name, anchor), name), self._size_bytes())
+            commit(lambda fd, name: self._lead(fd, name, anchor), self._size_bytes())
         except BaseException as err:
             failure = err if isinstance(err, Exception) else RuntimeError(f"{type(err).__name__}: {err}")
             if not self._told:
                 self._tell(failure)
             raise
+        self._agree(lambda: b"")
+
+    def _follow(self, anchor: str) -> None:
+        """Write this rank's parts into the file that the first rank makes."""
+        place = _Place(*json.loads(self._agree(lambda: json.dumps(machine_of(anchor)).encode())))
+
+        def write() -> bytes:
+            try:
+                return self._write_parts(os.path.join(anchor, place.name), place)
+            except FileNotFoundError as err:
+                raise error(
+                    ValueError,
+                    f"{self.ranks.call}: the ranks save to different folders.",
+                    expected=f"a folder that all ranks share: {place.anchor}, as on rank {self.ranks.world_rank(0)}",
+                    got=anchor,
+                    hint="give one path on all ranks; a relative path begins in the current folder of each rank.",
+                ) from err
+
+        self._agree(write)
         self._agree(lambda: b"")
 
     def _tell(self, failure: Exception) -> None:
@@ -181,9 +273,16 @@ class RankSave:
     def _size_bytes(self) -> int:
         return len(self._head()) + self.layout.size_bytes
 
-    def _lead(self, fd: int, name: str, path: str) -> None:
+    def _lead(self, fd: int, path: str, anchor: str) -> None:
         begin = len(self._head())
-        self._agree(lambda: b"", lambda _: json.dumps([name, begin]).encode())
+        places: list[_Place] = []
+
+        def decide(machines: list[bytes]) -> bytes:
+            is_one_machine = len({*machines}) == 1 and json.loads(machines[0]) is not None
+            places.append(_Place(os.path.relpath(path, anchor), begin, is_one_machine, anchor))
+            return json.dumps(places[0]).encode()
+
+        self._agree(lambda: json.dumps(machine_of(anchor)).encode(), decide)
         digests: dict[int, list[str]] = {i: [] for i in self._table}
 
         def join(made: list[bytes]) -> bytes:
@@ -192,50 +291,84 @@ class RankSave:
                     digests[i] += found
             return b""
 
-        self._agree(lambda: self._write_parts(path, begin), join)
+        self._agree(lambda: self._write_parts(path, places[0]), join)
         os.lseek(fd, 0, os.SEEK_SET)
         write_all(fd, memoryview(self._head(digests)))
 
-    def _write_parts(self, path: str, begin: int) -> bytes:
+    def _write_parts(self, path: str, place: "_Place") -> bytes:
         """Write this rank's parts; return the digests of their blocks."""
         digests: list[tuple[int, list[str]]] = []
-        with Descriptor(path, os.O_WRONLY) as fd, torch.no_grad():
+        with Descriptor(path, os.O_RDWR) as fd, torch.no_grad():
             for i, part, values in self._parts:
-                spec, at = self.outline.specs[i], begin + self.layout.begins[i]
+                spec = self.outline.specs[i]
+                at = place.begin + self.layout.begins[i]
+                size, itemsize = tuple(spec.size), spec.dtype.itemsize
                 found: list[str] = []
-                for block in cut_blocks(part, spec.dtype.itemsize):
+                for block in cut_blocks(part, itemsize):
                     inner = Block(tuple([a - b for a, b in zip(block.start, part.start, strict=True)]), block.shape)
                     raw = memoryview(raw_bytes(values.detach()[inner.box]))
                     found.append(xxhash.xxh3_64_hexdigest(raw))
-                    write_box(fd, raw, at, block, tuple(spec.size), spec.dtype.itemsize)
+                    write_box(fd, raw, at, block, size, itemsize, place.is_one_machine)
                 digests.append((i, found))
             if self.fsync:
                 os.fsync(fd)
         return json.dumps(digests).encode()
 
 
-def write_box(fd: int, raw: memoryview, at: int, block: Block, size: tuple[int, ...], itemsize: int) -> None:
-    """Write the bytes of a box into a leaf that begins at `at`, in contiguous runs."""
-    inner = len(size)
-    while inner and block.shape[inner - 1] == size[inner - 1]:
-        inner -= 1
-    # The last dimension that is cut is contiguous with the complete ones after it.
-    lead = max(inner - 1, 0)
-    strides = [itemsize * math.prod(size[k + 1 :]) for k in range(len(size))]
-    base = at + sum([start * stride for start, stride in zip(block.start, strides, strict=True)])
-    run = itemsize * math.prod(block.shape[lead:])
-    for k, index in enumerate(itertools.product(*map(range, block.shape[:lead]))):
-        offset = base + sum([i * stride for i, stride in zip(index, strides, strict=False)])
-        piece = raw[k * run : (k + 1) * run]
-        while len(piece):
-            done = os.pwrite(fd, piece, offset)
-            piece, offset = piece[done:], offset + done
+class _Place(NamedTuple):
+    """Where the ranks write."""
+
+    # The name of the new file below the folder that all ranks share.
+    name: str
+    # The length of its header.
+    begin: int
+    # All ranks have the file from one kernel.
+    is_one_machine: bool
+    # That folder, as the first rank calls it.
+    anchor: str
 
 
-def save_by_ranks(td: TensorCollection, target: str, *, fsync: bool) -> None:
-    """Save a tree with DTensors: every rank of the default group calls this with its parts."""
+# Any: a DTensor of the tree.
+def save_by_ranks(
+    td: TensorCollection | Mapping[str, Any], path: str | os.PathLike[str], leaf: Any, max_shard_size: Any, fsync: bool
+) -> None:
+    """Save a tree with DTensors: every rank of the default group calls this with its parts.
+
+    Args:
+        td: This rank's tree, unchecked like the other arguments.
+        path: The file.
+        leaf: A DTensor of the tree.
+        max_shard_size: As for `save`; shards are refused.
+        fsync: Wait until the disk has it.
+    """
+    targets: list[str] = []
+
+    def check() -> Checked:
+        target, max_bytes = check_target(path, max_shard_size)
+        tree = as_tree(td, f"save {target}")
+        if is_remote(target):
+            raise UnsupportedError(
+                f"save {target}: ranks save a tree with a DTensor to a file system that they share.",
+                got="a URL",
+                hint="save to a local file and upload it, or save .full_tensor() of each leaf on one rank.",
+            )
+        refuse_shards(f"save {target}", max_bytes)
+        targets.append(target)
+        return Checked(tree, f"save {os.path.basename(target)}, fsync={fsync}")
 
     def commit(write: Callable[[int, str], None], size_bytes: int) -> None:
-        replace_named(target, write, size_bytes=size_bytes, fsync=fsync)
+        replace_named(targets[0], write, size_bytes=size_bytes, fsync=fsync)
 
-    RankSave(td, f"save {target}", fsync=fsync).write(commit, os.path.dirname(os.path.abspath(target)))
+    saving = RankSave(check, f"save {path}", group_of(leaf), fsync=fsync)
+    saving.write(commit, os.path.dirname(os.path.abspath(targets[0])))
+
+
+def refuse_shards(call: str, max_bytes: int | None) -> None:
+    """Raise if ranks are to save a tree with DTensors in shards."""
+    if max_bytes is not None:
+        raise UnsupportedError(
+            f"{call}: a tree with a DTensor cannot be saved in shards; nothing was written.",
+            expected="no max_shard_size, or a plain tensor or Parameter in place of each DTensor",
+            got=f"a DTensor, and max_shard_size={max_bytes}",
+            hint="each rank writes its parts into one file; .full_tensor() is a plain tensor.",
+        )

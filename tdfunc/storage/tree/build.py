@@ -196,6 +196,14 @@ def _stack(
     return made._make(made._data, size, device, names, static)
 
 
+def check_classes(plan: Description, classes: Classes) -> None:
+    """Raise unless this process has the classes of all nodes of a description."""
+    for number in plan.rich:
+        name = plan.nodes[number].get("class")
+        if name is not None and name not in (OBJECT, lazy_name()):
+            resolve_class(name, classes, plan.keys[number])
+
+
 # Any: the class may be a TensorClass, which is of a higher layer.
 def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
     """Raise unless a class of fixed fields has all saved fields; fields may be missing, also required ones."""

@@ -18,6 +18,7 @@ from tdfunc.core.errors import BatchSizeError, CorruptCheckpointError, TieError,
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.types import Kind, Path, Ties
+from tdfunc.storage.disk.ranks import is_sharded
 from tdfunc.storage.tree.objects import OBJECT, PlainObject, is_json, pack
 from tdfunc.storage.tree.specs import FILE_CODES, Spec, find_surrogate, spec_for
 
@@ -215,7 +216,11 @@ class _Writer:
         if kind is nn.Parameter:
             flags += IS_PARAMETER
         elif kind is not Tensor:
-            hint = "save a plain tensor of it: .full_tensor(), .as_subclass(torch.Tensor), or leave the transformation."
+            hint = "save a plain tensor of it: .as_subclass(torch.Tensor), or leave the transformation."
+            if is_sharded(leaf):
+                hint = (
+                    "tdfunc.save and CheckpointManager.save write DTensors in parts; .full_tensor() is a plain tensor."
+                )
             if leaf.layout is torch.jagged:
                 hint = "save its parts as leaves, .values() and .offsets(), or .to_padded_tensor(...)."
             raise self._refusal(name, f"a {kind.__name__}", "a plain tensor or Parameter", hint)

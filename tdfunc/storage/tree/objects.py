@@ -70,6 +70,18 @@ def parts_of(value: Any) -> Iterator[Any]:
             yield from parts_of(part)
 
 
+def map_parts(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Return a plain object around other tensors and trees. It may be as deep as `pack` allows."""
+    if isinstance(value, (Tensor, TensorCollection)):
+        return fn(value)
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind([map_parts(part, fn) for part in value])
+    if kind in _NAMES:
+        return kind({key: map_parts(part, fn) for key, part in value.items()})
+    return value
+
+
 def is_json(value: Any) -> bool:
     """Return whether JSON returns a value unchanged: exact types, finite numbers, str keys."""
     level = [value]

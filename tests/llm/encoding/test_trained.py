@@ -67,16 +67,20 @@ def test_an_error_comes_before_the_first_batch():
         data.batches(1, **CUT)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+SIDES = {"left": lambda mask, limit: mask[-limit:], "right": lambda mask, limit: mask[:limit]}
+
+
+@pytest.mark.parametrize(("side", "cut"), SIDES.items(), ids=SIDES)
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=8), st.integers(1, 12))
-def test_dropped_rows_are_those_without_a_trained_token(side, lengths, limit):
-    """Oracle: lists of lengths. The rows that stay are as without the option, in their order."""
+def test_dropped_rows_are_those_without_a_trained_token(side, cut, lengths, limit):
+    """Oracle: lists of masks. The rows that stay are as without the option, in their order."""
     records = [{"prompt": "0" * first, "response": "1" * last} for first, last in lengths]
     data = load_tokens(TOKENIZER, records, columns=COLUMNS)
     options = {"truncation": True, "max_length": limit, "truncation_side": side}
-    # Texts of digits that no token of this tokenizer joins: a digit is a token.
-    kept = [i for i, (first, last) in enumerate(lengths) if side == "left" or not last or first < limit]
+    # Texts of digits that no token of this tokenizer joins: a digit is a token. Nothing predicts the first token.
+    masks = [[False] * first + [True] * last for first, last in lengths]
+    kept = [i for i, mask in enumerate(masks) if not any(mask[1:]) or any(cut(mask, limit)[1:])]
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
