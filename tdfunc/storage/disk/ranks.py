@@ -7,7 +7,7 @@ import struct
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -415,19 +415,29 @@ def find_sharded(tree: Any) -> Any:
     """Return a DTensor in a tree or in a plain object, or None if there is none."""
     # Not by recursion: a tree may be deep.
     stack = [tree] if "torch.distributed.tensor" in sys.modules else []
+    # A plain object may contain itself.
+    seen: set[int] = set()
     while stack:
         node = stack.pop()
-        if isinstance(node, TensorCollection):
-            stack.extend(node._data.values())
-        elif isinstance(node, NonTensorData):
-            stack.append(node.data)
-        elif isinstance(node, Mapping):
-            stack.extend(node.values())
-        elif isinstance(node, (list, tuple)):
-            stack.extend(node)
-        elif is_sharded(node):
+        if is_sharded(node):
             return node
+        parts = _parts_of(node)
+        if parts and id(node) not in seen:
+            seen.add(id(node))
+            stack.extend(parts)
     return None
+
+
+# Any: a node of a tree, or a plain object.
+def _parts_of(node: Any) -> Collection[Any]:
+    """Return the parts of a tree or of a container; nothing of any other object."""
+    if isinstance(node, TensorCollection):
+        return node._data.values()
+    if isinstance(node, NonTensorData):
+        return (node.data,)
+    if isinstance(node, Mapping):
+        return node.values()
+    return node if isinstance(node, (list, tuple)) else ()
 
 
 # Any: a DTensor, and a process group.
