@@ -68,7 +68,7 @@ VALUES = {
     "bytes": b"x",
     "set": {1},
     "enum": Level.LOW,
-    "numpy": np.float32(1),
+    "numpy": np.longdouble(1),
     "dtype": torch.float32,
 }
 TREES = {
