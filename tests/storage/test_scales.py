@@ -137,6 +137,14 @@ def test_a_part_of_a_file_is_dequantized(tmp_path):
     assert torch.equal(flat(tree)["q.weight"], numbers["q.weight"].float())
 
 
+def test_a_cast_of_a_part_sees_the_scale_beside_it(tmp_path):
+    """A filter that leaves the scale out does not make numbers of the codes."""
+    state, _ = FP8["blocks at the edge"](0)
+
+    with pytest.raises(tdf.UnsupportedError, match="q.weight"):
+        tdf.load(write(state, tmp_path), where="q.weight", dtype=torch.bfloat16)
+
+
 def test_a_part_without_codes_is_cast(tmp_path):
     """Leaves that are no codes are cast in a file that has some."""
     state, _ = FP8["blocks"](0)

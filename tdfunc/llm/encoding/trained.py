@@ -60,12 +60,12 @@ def report_losses(call: str, losses: Mapping[int, str], count: int, layout: Layo
         untrained: "raise" or "drop".
 
     Raises:
-        ValueError: A row has nothing to train on, and `untrained` is "raise".
+        ValueError: A row has nothing to train on, and `untrained` is "raise", or all rows would be left out.
     """
     if not losses:
         return
     row, reason = next(iter(losses.items()))
-    if untrained == "drop":
+    if untrained == "drop" and len(losses) < count:
         warnings.warn(
             f"{call}: {len(losses)} of {count} rows are left out, because truncation to {layout.max_length} tokens "
             f"leaves nothing to train on (row {row}: {reason}).",

@@ -125,6 +125,7 @@ class Contents:
         self._is_part = False
         self._keys: dict[int, dict[str, int]] = {}
         self._tables: dict[int, dict[str, tuple[int, str]]] = {}
+        self._digests: dict[int, dict[str, str | None]] = {}
 
     # -- open and closed --------------------------------------------------------------------------------------
 
@@ -316,8 +317,11 @@ class Contents:
                 raise damaged("the header's entries must fit its tree.", layout.entries[:200], header.rest[:200])
         if not self.is_ours:
             table = self._entries(source)
+            recorded = self._recorded(source)
             for i, name, spec in zip(mine, names, specs, strict=True):
-                begins[i] = source.begin + _same(table.find(json.loads(name)), name, spec).begin
+                plain = json.loads(name)
+                begins[i] = source.begin + _same(table.find(plain), name, spec).begin
+                digests[i] = recorded.get(plain)
             return
         # Another program wrote the header, or the index; leaves are found by their names.
         entries = self._entries(source).all()
@@ -330,6 +334,21 @@ class Contents:
             begins[i] = source.begin + _same(entry, name, spec).begin
         if found:
             raise damaged("the file has leaves that its tree does not have.", got=", ".join(list(found)[:5]))
+
+    def _recorded(self, source: Source) -> dict[str, str | None]:
+        """Return the digests of a file that tdfunc wrote, by the names of its leaves; nothing for other files.
+
+        Another program may have written the index of such files.
+        """
+        header = source.header
+        if header.entries is not None or not self.verify:
+            return {}
+        if id(source) not in self._digests:
+            # Two threads may do this at the same time, with the same result.
+            names = self._entries(source).names
+            digests = split_digests(header.metadata["tdfunc.leaves"], len(names))
+            self._digests[id(source)] = dict(zip(names, digests, strict=True))
+        return self._digests[id(source)]
 
     # -- one path ---------------------------------------------------------------------------------------------
 
@@ -443,7 +462,8 @@ class Contents:
         entry = self._entries(source).find(name)
         if entry is None:
             return None
-        return Leaf(source, source.begin + entry.begin, entry.spec, quote(name), "", None, None)
+        digest = self._recorded(source).get(name)
+        return Leaf(source, source.begin + entry.begin, entry.spec, quote(name), "", None, digest)
 
     def _table(self, number: int) -> dict[str, tuple[int, str]]:
         """Return the place and text of each entry of a header of ours by its name (JSON without quotes).

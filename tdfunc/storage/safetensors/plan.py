@@ -3,6 +3,7 @@
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -145,8 +146,9 @@ def as_bytes(size: int | str) -> int:
     Raises:
         ValueError: It is not a size of a byte or more.
     """
-    if not isinstance(size, str):
-        return as_count("save: max_shard_size", size)
+    if not isinstance(size, (str, bool)):
+        with suppress(TypeError, ValueError):
+            return as_count("save: max_shard_size", size)
     found = _SIZE.fullmatch(size) if isinstance(size, str) else None
     count = int(float(found[1]) * _UNITS[(found[2] or " ").upper()]) if found is not None else 0
     if count <= 0:

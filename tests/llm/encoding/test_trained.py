@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tdfunc as tdf
@@ -82,6 +82,7 @@ def test_dropped_rows_are_those_without_a_trained_token(side, cut, lengths, limi
     masks = [[False] * first + [True] * last for first, last in lengths]
     kept = [i for i, mask in enumerate(masks) if not any(mask[1:]) or any(cut(mask, limit)[1:])]
 
+    assume(kept)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         batch = data.batch(range(len(records)), untrained="drop", **options)
@@ -92,6 +93,14 @@ def test_dropped_rows_are_those_without_a_trained_token(side, cut, lengths, limi
     assert [f"{lost} of {len(records)} rows are left out" in str(each.message) for each in caught] == [True] * (
         lost > 0
     )
+
+
+def test_a_batch_without_a_row_is_an_error():
+    """An empty batch has no columns, and would be found far from its cause."""
+    data = load_tokens(TOKENIZER, [LONG, LONG], columns=COLUMNS)
+
+    with pytest.raises(ValueError, match="nothing to train on in row 0(?s:.)*2 of 2 rows"):
+        data.batch([0, 1], untrained="drop", **CUT)
 
 
 def test_batches_are_full_without_dropped_rows():
