@@ -13,7 +13,7 @@ from tdfunc.cli.numbers import FINITE, cast, has_values, not_finite
 from tdfunc.cli.output import listed, note, progress, safe
 from tdfunc.cli.scales import check_cast, decoded, kept_leaves, note_lost_scales, without_scales
 from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
-from tdfunc.cli.torch_files import write_torch
+from tdfunc.cli.torch_files.files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.errors import FilterError, UnsupportedError, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tdfunc.cli.torch_files import LeftOut, TorchLeaf, find_torch, read_torch
+from tdfunc.cli.torch_files.files import LeftOut, TorchLeaf, find_torch, read_torch
 from tdfunc.cli.values import read_object
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from tdfunc.cli.output import print_json, progress, safe
 from tdfunc.cli.sources import FileLeaf, Source, Stored, Tick, open_source, step_of, steps_in, stored_leaves
-from tdfunc.cli.torch_files import damaged_entry
+from tdfunc.cli.torch_files.files import damaged_entry
 from tdfunc.core.errors import CorruptCheckpointError, damaged
 from tdfunc.ops.display.text import bytes_text, count_text
 from tdfunc.storage.disk.remote import LocalBytes, MappedBytes, local_path

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.cli.torch_pickles import NumpyArray, Unknown, load_pickled
+from tdfunc.cli.torch_files.pickles import NumpyArray, Unknown, load_pickled
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import dotted

@@ -1,0 +1,1 @@
+"""Files of `torch.save` and shards of transformers in its format, read without running code."""
