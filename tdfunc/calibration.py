@@ -147,9 +147,11 @@ def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
         >>> conformal_threshold(torch.arange(1.0, 11.0), 0.2)  # the 9th of 10
         tensor(9.)
     """
-    if isinstance(alpha, str) or alpha is None:
-        raise error(TypeError, "conformal_threshold: alpha is not a number.", got=repr(alpha)[:80])
-    alpha = float(alpha)
+    # Any: a number of a configuration may be a text.
+    given: Any = alpha
+    if isinstance(given, str) or given is None:
+        raise error(TypeError, "conformal_threshold: alpha is not a number.", got=repr(given)[:80])
+    alpha = float(given)
     if not 0.0 < alpha < 1.0:
         raise error(ValueError, "conformal_threshold: alpha must be between 0 and 1.", got=alpha)
     # An infinite threshold is no integer.

@@ -393,10 +393,9 @@ def permutation(key: Tensor, x: int | Tensor, *, dim: int = 0) -> Tensor:
         >>> permutation(key(0), 5).sort().values
         tensor([0, 1, 2, 3, 4])
     """
-    is_table = isinstance(x, Tensor) and x.dim() > 0
-    size = x.shape[dim] if is_table else as_count("permutation: x", x, 0)
-    order = bits(key, (size,)).argsort()
-    return x.index_select(dim, order) if is_table else order
+    if isinstance(x, Tensor) and x.dim() > 0:
+        return x.index_select(dim, bits(key, (x.shape[dim],)).argsort())
+    return bits(key, (as_count("permutation: x", x, 0),)).argsort()
 
 
 def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = True, p: Tensor | None = None) -> Tensor:
