@@ -6,7 +6,7 @@ of one model serves each member of an ensemble. Lists and numpy arrays are accep
 """
 
 import math
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
