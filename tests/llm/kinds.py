@@ -71,6 +71,17 @@ def byte_level(single=None, *, is_stripped=False):
     return as_transformers(made, unk_token=None)
 
 
+def letters(single="<s> $A </s>"):
+    """Four letters and no token for others, which are dropped: DNA."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *"ACGT"])}, merges=[])
+    )
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(SPECIAL)
+    around(made, single)
+    return as_transformers(made)
+
+
 KINDS = {
     "bytes": byte_level,
     "bytes with BOS": lambda: byte_level("<s> $A"),

@@ -52,6 +52,22 @@ def encode_texts(
     return [_without_pads(each, offsets) for each in found]
 
 
+def known_text(tokenizer: Any) -> str:
+    """Return a letter, or another short text, that has a token: some tokenizers drop characters that they do not know.
+
+    An alphabet of four letters, such as that of DNA, is one of these.
+    """
+    if encode_texts(tokenizer, ["a"])[0].ids:
+        return "a"
+    texts = {tokenizer.convert_tokens_to_string([token]).strip() for token in tokenizer.get_vocab()}
+    special = set(tokenizer.all_special_tokens)
+    known = sorted(
+        [text for text in texts if text.isalnum() and text not in special], key=lambda text: (len(text), text)
+    )
+    found = (text for text in known if encode_texts(tokenizer, [text])[0].ids)
+    return next(found, "a")
+
+
 def _whole(tokenizer: Any) -> Any:
     """Return a copy of the backend without truncation; pads are removed later."""
     from tokenizers import Tokenizer

@@ -19,7 +19,7 @@ from tdfunc.llm import (
     tokenize_prompts,
     tokenize_text,
 )
-from tests.llm.kinds import KINDS, tokenizer_of
+from tests.llm.kinds import KINDS, letters, tokenizer_of
 from tests.llm.wrappers.fake import FakeWrapper
 
 
@@ -105,6 +105,67 @@ def test_texts_are_truncated_as_by_transformers(kind, side, text):
     room = 5 - added
     kept = inner[:room] if side == "right" else inner[len(inner) - room :]
     assert found == whole[: min(added, 1)] + kept + whole[len(whole) - max(added - 1, 0) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("limit", [2, 3, 5, 50])
+@pytest.mark.parametrize("text", ["<s>The fox jumps over the lazy dog", "The fox jumps over the lazy dog", ""])
+def test_batches_are_truncated_as_texts(kind, side, limit, text):
+    """A data set and one call give a model the same row."""
+    tokenizer = tokenizer_of(kind)
+    options = {"truncation": True, "max_length": limit, "truncation_side": side}
+
+    found = batch_ids(load_tokens(tokenizer, ["yes", text]).batch([1], **options))
+
+    assert found == tokenize_text(tokenizer, text, **options)["input_ids"].tolist()
+
+
+CUT = {"truncation": True, "max_length": 5}
+ANSWER = {"prompt": "T", "chosen": "he fox jumps over the lazy dog"}
+
+
+def answer(side):
+    """The ids of a truncated answer, and those of all of it."""
+    tokenizer = tokenizer_of("bytes with BOS and EOS")
+    data = load_tokens(tokenizer, [ANSWER], columns=("prompt", "chosen"))
+    return batch_ids(data.batch([0], truncation_side=side, **CUT)), data[0]["input_ids"].tolist()
+
+
+def test_a_truncated_response_has_no_end():
+    """A model that learns from it would learn to stop there."""
+    found, whole = answer("right")
+    assert found == whole[:5]
+
+
+def test_an_answer_without_its_start_has_the_first_token():
+    """A model reads it in front of every text."""
+    found, whole = answer("left")
+    assert found == whole[:1] + whole[-4:]
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A </s>", "$A </s>"])
+@pytest.mark.parametrize(("prompt", "response"), [("GAT", "TACA"), ("G", "A"), ("", "GATTACA"), ("GATTACA", "")])
+def test_an_alphabet_of_four_letters(single, prompt, response):
+    """A tokenizer may drop the letters that it is tried with."""
+    tokenizer = letters(single)
+    record = {"prompt": prompt, "chosen": response}
+
+    row = load_tokens(tokenizer, [record], columns=("prompt", "chosen"))[0]
+
+    assert row["input_ids"].tolist() == tokenizer(prompt + response)["input_ids"]
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A </s>", "$A </s>"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_four_letters_are_truncated_as_by_transformers(single, side):
+    """The tokens around the text stay at their places."""
+    tokenizer = letters(single)
+    tokenizer.truncation_side = side
+
+    found = tokenize_text(tokenizer, "GATTACA", truncation=True, max_length=4, truncation_side=side)
+
+    assert found["input_ids"].tolist() == tokenizer("GATTACA", truncation=True, max_length=4)["input_ids"]
 
 
 # -- prompts and responses --------------------------------------------------------------------------------------
