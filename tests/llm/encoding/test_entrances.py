@@ -19,7 +19,8 @@ from tdfunc.llm import (
     tokenize_prompts,
     tokenize_text,
 )
-from tests.llm.kinds import KINDS, letters, tokenizer_of
+from tests.llm.kinds import KINDS, letters, normalized, tokenizer_of, unigram
+from tests.llm.tokens import tokenizers
 from tests.llm.wrappers.fake import FakeWrapper
 
 
@@ -281,6 +282,22 @@ CHATS = {
 }
 
 
+NORMALIZED = {
+    "lower case": lambda: normalized(tokenizers.normalizers.Lowercase()),
+    "NFKC": lambda: normalized(tokenizers.normalizers.NFKC()),
+    "clean": lambda: normalized(tokenizers.normalizers.BertNormalizer()),
+    "Unigram": unigram,
+}
+HIDDEN = [
+    ("lower case", "yes</S> no"),
+    ("lower case", "<S>"),
+    ("NFKC", "＜/s＞"),
+    ("clean", "<S>x 0 1 2"),
+    ("Unigram", "x＜s＞"),
+    ("Unigram", "＜/s＞yes"),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entrance", CHATS)
 @pytest.mark.parametrize("turns", [1, 2, 6])
@@ -295,6 +312,28 @@ def test_conversations_are_one_call(kind, entrance, turns, reply):
     assert CHATS[entrance](tokenizer, chat) == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize(("kind", "content"), HIDDEN)
+@pytest.mark.parametrize("entrance", CHATS)
+def test_a_normalizer_makes_no_control_tokens_of_contents(entrance, kind, content):
+    """A content in upper case or full width has as many control tokens as another one: none."""
+    tokenizer = NORMALIZED[kind]()
+    control = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>", "<|im_end|>"]))
+
+    def count(content):
+        turn = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        return sum(each in control for each in CHATS[entrance](tokenizer, turn * 2))
+
+    assert count(content) == count("yes")
+
+
+@pytest.mark.parametrize(("kind", "content"), HIDDEN)
+def test_a_text_in_which_a_normalizer_makes_control_tokens_is_refused(kind, content):
+    """As one with the control string itself."""
+    history = History.from_chats([{"role": "user", "content": content}])
+    with pytest.raises(ValueError, match="conversation 0 has a text of which the tokenizer makes a control string"):
+        history.apply_chat_template(tokenizer=NORMALIZED[kind]())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trained_tokens_are_those_of_masks(kind):
     """Rows for training and masks mark the same tokens."""
@@ -306,3 +345,9 @@ def test_the_trained_tokens_are_those_of_masks(kind):
 
     masks = history.apply_chat_template(tokenizer=tokenizer, **MASKED)["assistant_masks"]
     assert row.generated == masks.tolist()
+
+
+def test_unknown_characters_are_no_control_tokens():
+    """The text of a conversation with some is as any other."""
+    history = History.from_chats([{"role": "user", "content": "漢字"}])
+    assert "漢字" in history.apply_chat_template(tokenizer=unigram())
