@@ -55,7 +55,7 @@ def encode_texts(
 def known_text(tokenizer: Any) -> str:
     """Return a letter, or another short text, that has a token: some tokenizers drop characters that they do not know.
 
-    An alphabet of four letters, such as that of DNA, is one of these.
+    A tokenizer of DNA knows four letters.
     """
     if encode_texts(tokenizer, ["a"])[0].ids:
         return "a"

@@ -228,3 +228,12 @@ def test_two_thinkings_are_refused():
     """One would be lost."""
     with pytest.raises(ValueError, match="two values"):
         History.from_chats([{"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}])
+
+
+def test_other_entries_of_a_conversation_are_named(tmp_path):
+    """They are no part of a history, and a file of it does not have them."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"id": 1, "messages": CHAT, "functions": [{"name": "f"}], "tools": None, "x": None}))
+    with pytest.warns(UserWarning, match=r"\['id', 'functions'\] of a conversation are left out"):
+        history = load_jsonl(path)
+    assert history.to_chats() == [CHAT]
