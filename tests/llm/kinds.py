@@ -1,6 +1,7 @@
 """Tokenizers of the kinds that treat the start of a text, or tokens around it, each in its own way; trained here."""
 
 import functools
+import json
 
 from tests.llm.tokens import make_tokenizer, tokenizers, transformers
 
@@ -69,6 +70,39 @@ def byte_level(single=None, *, is_stripped=False):
     if single:
         around(made, single)
     return as_transformers(made, unk_token=None)
+
+
+def letters(single="<s> $A </s>"):
+    """Four letters and no token for others, which are dropped: DNA."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *"ACGT"])}, merges=[])
+    )
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(SPECIAL)
+    around(made, single)
+    return as_transformers(made)
+
+
+def normalized(normalizer):
+    """Control tokens that are found in the normalized text."""
+    data = json.loads(byte_level("<s> $A").backend_tokenizer.to_str())
+    for token in data["added_tokens"]:
+        token["normalized"] = True
+    made = tokenizers.Tokenizer.from_str(json.dumps(data))
+    made.normalizer = normalizer
+    return as_transformers(made, unk_token=None)
+
+
+def unigram():
+    """Pieces with scores, of which control tokens are some, behind NFKC (T5, llm-jp)."""
+    pieces = [(token, 0.0) for token in SPECIAL] + [(each, -8.0) for each in [*ALPHABET, "▁"]]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0))
+    made.normalizer = tokenizers.normalizers.NFKC()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+    made.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
+    made.add_special_tokens(SPECIAL)
+    around(made, "$A </s>")
+    return as_transformers(made)
 
 
 KINDS = {

@@ -3,6 +3,7 @@
 `chat.py` and `templates/` render and encode conversations; this file contains the messages.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Args:
             chats: A conversation, or (nested) lists of conversations. A conversation is a list of messages, or a dict
                 `{"messages": [...], "tools": [...]}`; a message is a dict with a role. Tools and calls may be JSON
-                text.
+                text. Other entries of such a dict are left out with a warning.
 
         Shapes:
             A conversation of T messages becomes (T,). A list of B conversations becomes (B, -1), even if all have the
@@ -381,6 +382,7 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
         messages = chats.get("messages")
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise error(TypeError, f"{where}: a conversation must have a list of messages.", got=repr(chats)[:200])
+        _warn_of_entries(chats, where)
         read = [read_message(message, f"{where}, message {i}") for i, message in enumerate(messages)]
         if is_filled(messages):
             read = without_filling(read)
@@ -393,6 +395,18 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
     if all([is_message(item) for item in chats]):
         return _read_chats(cls, {"messages": chats}, where)
     return lazy_stack([_read_chats(cls, chat, f"{where}, conversation {i}") for i, chat in enumerate(chats)])
+
+
+def _warn_of_entries(chat: Mapping[str, Any], where: str) -> None:
+    """Warn of entries of a conversation that a history does not keep, such as `functions`."""
+    others = [name for name, value in chat.items() if name not in ("messages", "tools") and value is not None]
+    if others:
+        # Without the number of the conversation, so that Python shows it once.
+        warnings.warn(
+            f"{where.partition(',')[0]}: the entries {others} of a conversation are left out, because a History keeps "
+            "its messages and tools.",
+            stacklevel=2,
+        )
 
 
 def _parse_texts(cls: Any, text: Any, template: AbstractTemplate) -> Any:

@@ -25,7 +25,7 @@ from tdfunc.llm.datasets.prompts import prompt_rows
 from tdfunc.llm.datasets.sources import Records
 from tdfunc.llm.encoding.chat import chat_rows
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree, unmask_first
-from tdfunc.llm.encoding.text import text_rows, tokenizer_digest
+from tdfunc.llm.encoding.text import added_counts, text_rows, tokenizer_digest
 from tdfunc.llm.encoding.trained import check_masks, check_untrained, find_loss, report_losses
 from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.message import read_message, read_tools, without_filling
@@ -37,9 +37,12 @@ from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
 
 # In the key of a cache: another number where stored rows change.
-_FORMAT = 2
+_FORMAT = 3
 _CHUNK = 1024
 _WHOLE = "rows"
+# Entries of a column that are not of one value for each token.
+_OFFSETS = "offsets"
+_KEPT = "kept"
 # One entry of a record, or a prompt and its response.
 Column = str | tuple[str, str]
 
@@ -51,7 +54,8 @@ class TokenDataset:
 
     Args:
         columns: For each column the `input_ids` (S,) of all rows, the `offsets` (N + 1,) at which rows begin and the
-            last row ends, and masks (S,), such as `assistant_masks`.
+            last row ends, and masks (S,), such as `assistant_masks`. `kept` (N, 2) are the numbers of tokens at the
+            start and the end of each row that truncation keeps, by default 0.
         pad_id: The id at pads.
         name: The name of the only column; None for several columns.
     """
@@ -91,7 +95,8 @@ class TokenDataset:
         Args:
             rows: Row numbers; negative numbers count from the end.
             padding: True or "longest", or "max_length".
-            truncation: Truncate rows to `max_length`.
+            truncation: Truncate rows to `max_length`. The tokens that the tokenizer put around a text are kept; of a
+                prompt with its response, those before it.
             max_length: The maximum number of tokens in a row.
             padding_side: "left" or "right".
             truncation_side: The side at which tokens are removed.
@@ -111,7 +116,7 @@ class TokenDataset:
         places = self._trainable("batch", self._places(rows), layout, untrained)
 
         def one(column: TensorDict) -> TensorDict:
-            return layout.pad([unmask_first(layout.cut(_row_at(column, at))) for at in places], self.pad_id)
+            return layout.pad([unmask_first(_cut_at(column, at, layout)) for at in places], self.pad_id)
 
         return self._by_column(one, [len(places)])
 
@@ -140,7 +145,8 @@ class TokenDataset:
         for row in rows:
             if is_long[row] and row not in losses:
                 columns = {name: _row_at(column, row) for name, column in self.columns.items()}
-                reason = find_loss(columns, layout, is_pair=is_pair)
+                cut = {name: _cut_at(column, row, layout) for name, column in self.columns.items()}
+                reason = find_loss(columns, cut, is_pair=is_pair)
                 if reason is not None:
                     losses[row] = reason
         report_losses(call, losses, len(rows), layout, untrained=untrained)
@@ -197,8 +203,15 @@ class TokenDataset:
 
 def _row_at(column: TensorDict, at: int) -> EncodedRow:
     start, stop = column["offsets"][at : at + 2].tolist()
-    row = {name: leaf[start:stop] for name, leaf in column.items() if name != "offsets"}
+    row = {name: leaf[start:stop] for name, leaf in column.items() if name not in (_OFFSETS, _KEPT)}
     return {**row, "input_ids": row["input_ids"].to(torch.int64)}
+
+
+def _cut_at(column: TensorDict, at: int, layout: Layout) -> EncodedRow:
+    """Return a truncated row, which keeps the tokens around its text."""
+    kept = column.get(_KEPT, None)
+    first, last = (0, 0) if kept is None else kept[at].tolist()
+    return layout.cut(_row_at(column, at), first=first, last=last)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------
@@ -325,6 +338,16 @@ class _Plan:
         check_masks(rows, chats, first=first, call="load_tokens")
         return rows
 
+    def kept(self, entries: Column, records: Sequence[dict[str, Any]], kind: type) -> list[tuple[int, int]]:
+        """Return the numbers of tokens at the start and the end of each row that truncation keeps."""
+        if kind is not str or not self.add_special_tokens:
+            return [(0, 0)] * len(records)
+        if isinstance(entries, str):
+            return added_counts(self.tokenizer, [record[entries] for record in records])
+        # A response that is truncated does not end.
+        before = added_counts(self.tokenizer, [record[entries[0]] for record in records])
+        return [(first, 0) for first, _ in before]
+
 
 class _Column:
     """The rows of a column, on disk as they come."""
@@ -333,15 +356,18 @@ class _Column:
         self._stack, self._folder = stack, folder
         self._files: dict[str, Any] = {"input_ids": self._open()}
         self._offsets = array("q", [0])
+        self._kept = array("b")
 
     def _open(self) -> Any:
         # Without a name: nothing is left of it when the process ends.
         return self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))
 
-    def add(self, rows: Sequence[EncodedRow]) -> None:
-        """Append rows."""
+    def add(self, rows: Sequence[EncodedRow], kept: Sequence[tuple[int, int]]) -> None:
+        """Append rows, with the numbers of tokens at both ends that truncation keeps."""
         for row in rows:
             self._offsets.append(self._offsets[-1] + len(row["input_ids"]))
+        for pair in kept:
+            self._kept.extend(pair)
         for name in rows[0]:
             file = self._files.get(name) or self._files.setdefault(name, self._open())
             values = torch.cat([row[name] for row in rows])
@@ -349,7 +375,8 @@ class _Column:
 
     def tree(self) -> TensorDict:
         """Return the rows as a tree of mapped files."""
-        leaves = {"offsets": torch.tensor(self._offsets, dtype=torch.int64)}
+        kept = torch.tensor(self._kept, dtype=torch.int8).reshape(-1, 2)
+        leaves = {_OFFSETS: torch.tensor(self._offsets, dtype=torch.int64), _KEPT: kept}
         size = self._offsets[-1]
         for name, file in self._files.items():
             file.flush()
@@ -369,6 +396,7 @@ def _tokenize(plan: _Plan, records: Iterable[dict[str, Any]], folder: str | None
             for name, entries in plan.columns.items():
                 is_chat = isinstance(entries, str) and isinstance(chunk[0][entries], list)
                 kind = kinds.setdefault(name, (list if is_chat else str))
-                made[name].add(plan.rows(entries, chunk, first, kind))
+                rows = plan.rows(entries, chunk, first, kind)
+                made[name].add(rows, plan.kept(entries, chunk, kind))
             first += len(chunk)
         return TensorDict({name: column.tree() for name, column in made.items()})

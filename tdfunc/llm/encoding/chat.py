@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import encode_marked, encode_texts, mask_of
+from tdfunc.llm.encoding.encode import encode_marked, encode_texts, has_hidden_control, mask_of
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
 from tdfunc.llm.encoding.trained import check_masks
 from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation, without_ids
@@ -55,7 +55,10 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
             if options.tokenizer is not None:
                 control = control_strings(options.tokenizer, options.template)
             check_safe(flat, control)
-        return _map(nested, options.template.texts(flat, **ends).__getitem__)
+        texts = options.template.texts(flat, **ends)
+        if not options.unsafe:
+            _check_hidden(texts, options)
+        return _map(nested, texts.__getitem__)
     if options.tokenizer is None:
         raise error(TypeError, "apply_chat_template: ids need a tokenizer.", hint="tokenizer=...")
     rows = chat_rows(options.tokenizer, options.template, flat, **ends, masks=options.masks)
@@ -69,6 +72,24 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
         return _map(nested, lists.__getitem__)
     tree = arrange(nested, rows, options.layout, pad_id, ragged=-1 in history._batch_size[:-1])
     return tree if options.as_tree else tree["input_ids"]
+
+
+def _check_hidden(texts: Sequence[str], options: ChatOptions) -> None:
+    """Raise if the tokenizer's normalizer makes a control string of another text."""
+    own = text_tokenizer(options.tokenizer)
+    if getattr(getattr(own, "backend_tokenizer", None), "normalizer", None) is None:
+        return
+    control = control_strings(options.tokenizer, options.template)
+    for i, (text, made) in enumerate(zip(texts, encode_texts(own, texts), strict=True)):
+        if has_hidden_control(own, text, made.ids, control):
+            raise error(
+                ValueError,
+                f"conversation {i} has a text of which the tokenizer makes a control string, by which it could forge a "
+                "message.",
+                expected="contents without control strings, also in upper case or other characters",
+                got=repr(text)[:200],
+                hint="tokenize=True encodes it as ordinary text; unsafe=True renders it unchanged.",
+            )
 
 
 def chat_rows(
@@ -98,7 +119,11 @@ def chat_rows(
     encoded = dict(zip(texts, encode_texts(own, list(texts.values()), offsets=masks), strict=True))
     rows: list[EncodedRow] = []
     for i in range(len(conversations)):
-        made = encoded[i] if i in encoded else encode_marked(own, marked[i], control)
+        made = encoded.get(i)
+        if made is None:
+            made = encode_marked(own, marked[i], control)
+        elif has_hidden_control(own, texts[i], made.ids, control):
+            made = encode_marked(own, Marked(texts[i], [], []), control)
         row = {"input_ids": torch.tensor(made.ids, dtype=torch.int64)}
         if masks:
             row["assistant_masks"] = torch.tensor(mask_of(made, marked[i].replies), dtype=torch.bool)

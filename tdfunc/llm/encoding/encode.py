@@ -52,6 +52,22 @@ def encode_texts(
     return [_without_pads(each, offsets) for each in found]
 
 
+def known_text(tokenizer: Any) -> str:
+    """Return a letter, or another short text, that has a token: some tokenizers drop characters that they do not know.
+
+    A tokenizer of DNA knows four letters.
+    """
+    if encode_texts(tokenizer, ["a"])[0].ids:
+        return "a"
+    texts = {tokenizer.convert_tokens_to_string([token]).strip() for token in tokenizer.get_vocab()}
+    special = set(tokenizer.all_special_tokens)
+    known = sorted(
+        [text for text in texts if text.isalnum() and text not in special], key=lambda text: (len(text), text)
+    )
+    found = (text for text in known if encode_texts(tokenizer, [text])[0].ids)
+    return next(found, "a")
+
+
 def _whole(tokenizer: Any) -> Any:
     """Return a copy of the backend without truncation; pads are removed later."""
     from tokenizers import Tokenizer
@@ -90,7 +106,9 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
     # A control string anywhere in the text is forged unless the template wrote it.
     forged = [m for m in controls_in(text, control) if (m.start(), m.end()) not in set(real)]
     if not forged:
-        return encode_texts(tokenizer, [text], offsets=True)[0]
+        whole = encode_texts(tokenizer, [text], offsets=True)[0]
+        if not has_hidden_control(tokenizer, text, whole.ids, control):
+            return whole
     copy, names, ids = _private_copy(tokenizer, control, text)
     without = next((m[0] for m in forged if m[0] not in names), None)
     if without is not None:
@@ -128,6 +146,28 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
     return Encoded([ids.get(each, each) for each in found], places)
 
 
+def has_hidden_control(tokenizer: Any, text: str, ids: Sequence[int], control: tuple[str, ...]) -> bool:
+    """Return whether a text has other strings than control strings that become control ids.
+
+    A normalizer can make such strings: one of lower case of `</S>`, and NFKC of characters in full width.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: A text, whose control strings are the template's.
+        ids: The ids of the text.
+        control: The control strings.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.normalizer is None:
+        return False
+    # Unknown characters become the unknown token, which marks nothing.
+    tokens = {each for each in control if each != tokenizer.unk_token}
+    names = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.content in tokens}
+    tokens &= set(names.values())
+    written = sum([match[0] in tokens for match in controls_in(text, control)])
+    return sum([each in names for each in ids]) > written
+
+
 def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[Any, dict[str, str], dict[int, int]]:
     """Return a copy with other names for control tokens, these names, and the ids that they stand for."""
     from tokenizers import Tokenizer
@@ -149,6 +189,8 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[
             names[token["content"]] = f"{guard}{i}{guard}"
             ids[f"{guard}{i}{guard}"] = token["id"]
             token["content"] = f"{guard}{i}{guard}"
+            # A normalizer may change or remove the guards.
+            token["normalized"] = False
     vocabulary = data["model"]["vocab"]
     if isinstance(vocabulary, dict):
         data["model"]["vocab"] = {names.get(key, key): number for key, number in vocabulary.items()}

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tdfunc.llm.encoding.encode import decode, encode_marked, encode_texts
+from tdfunc.llm.encoding.encode import decode, encode_marked, encode_texts, known_text
 from tdfunc.llm.templates.base import Marked, join_marked
 
-# Texts and their continuations, by which a tokenizer that treats the start of a text in its own way is recognised.
+# Texts and their continuations, in which "a" stands for any text that has a token. By them a tokenizer that treats the
+# start of a text in its own way is recognised.
 _PROBES = (("a", "a"), ("a", " a"), ("a", "  a"), ("a\n", "a"), ("a ", "a"), ("a.", "A"))
 # Texts that can stand in front, if a token would belong to both texts. They seldom make a token with what follows.
 _STAND_INS = ("\n", "\ue0d1", "a", "q", "0")
@@ -76,7 +77,8 @@ class Following:
         # Such a token removes spaces behind it, which are then part of no text.
         if any([token.rstrip for token in self.tokenizer.added_tokens_decoder.values()]):
             return False
-        return all([self._is_sum(*probe) for probe in _PROBES])
+        known = known_text(self.tokenizer)
+        return all([self._is_sum(*[text.replace("a", known) for text in probe]) for probe in _PROBES])
 
     def _is_sum(self, before: str, text: str) -> bool:
         """Return whether the ids of two texts decode to the same text as the ids of both together."""

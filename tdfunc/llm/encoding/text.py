@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import encode_texts
+from tdfunc.llm.encoding.encode import encode_texts, known_text
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
 from tdfunc.llm.templates.base import text_tokenizer
 
@@ -117,7 +117,8 @@ class Around:
 
     @cached_property
     def _ids(self) -> tuple[list[int], list[int]]:
-        plain, full = [encode_texts(self.tokenizer, ["a"], special=special)[0].ids for special in (False, True)]
+        text = known_text(self.tokenizer)
+        plain, full = [encode_texts(self.tokenizer, [text], special=special)[0].ids for special in (False, True)]
         return plain, full
 
     @cached_property
@@ -131,6 +132,12 @@ class Around:
     def adds_to(self, text: str) -> bool:
         """Return whether the tokens are put around a text: not if it has the first of them already."""
         return not text.startswith(self._leads)
+
+
+def added_counts(tokenizer: Any, texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return how many tokens `text_rows` adds before and after each text."""
+    around = Around(text_tokenizer(tokenizer))
+    return [around.counts if around.adds_to(text) else (0, 0) for text in texts]
 
 
 # Any: texts, nested as the batch.

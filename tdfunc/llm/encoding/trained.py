@@ -18,16 +18,18 @@ from tdfunc.llm.templates.base import describe
 _MASK = "assistant_masks"
 
 
-def find_loss(full: Mapping[str, EncodedRow], layout: Layout, *, is_pair: bool | None = None) -> str | None:
+def find_loss(
+    full: Mapping[str, EncodedRow], truncated: Mapping[str, EncodedRow], *, is_pair: bool | None = None
+) -> str | None:
     """Return the reason for which a truncated row has nothing to train on any more; None if it has.
 
     Args:
         full: The complete row of each column.
-        layout: The truncation.
+        truncated: The truncated row of each column.
         is_pair: The columns are compared with each other; by default those that have masks.
     """
     # The first token of a row is predicted by nothing.
-    cut = {name: unmask_first(layout.cut(row)) for name, row in full.items()}
+    cut = {name: unmask_first(row) for name, row in truncated.items()}
     for name, row in cut.items():
         if _MASK in row and bool(full[name][_MASK][1:].any()) and not bool(row[_MASK].any()):
             return f"no token of the response is left in {name!r}" if len(cut) > 1 else "no trained token is left"
@@ -90,7 +92,7 @@ def check_rows(call: str, rows: Sequence[EncodedRow], layout: Layout) -> None:
     """
     losses: dict[int, str] = {}
     for i, row in enumerate(rows):
-        reason = find_loss({"row": row}, layout)
+        reason = find_loss({"row": row}, {"row": layout.cut(row)})
         if reason is not None:
             losses[i] = reason
     report_losses(call, losses, len(rows), layout, untrained="raise")
@@ -103,7 +105,7 @@ def check_masks(
     first: int = 0,
     call: str = "apply_chat_template",
 ) -> None:
-    """Raise if the assistant mask of a conversation with a reply is empty.
+    """Raise if the assistant mask of a conversation with a reply is empty, or has only the first token of the row.
 
     Args:
         rows: The rows of the conversations, truncated or complete.
@@ -116,7 +118,7 @@ def check_masks(
     """
     for i, (row, conversation) in enumerate(zip(rows, conversations, strict=True)):
         replies = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if replies and not bool(row[_MASK].any()):
+        if replies and not bool(unmask_first(row)[_MASK].any()):
             raise error(
                 ValueError,
                 f"{call}: the assistant mask of conversation {first + i} would be empty.",

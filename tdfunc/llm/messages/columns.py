@@ -77,7 +77,8 @@ def conversation_in(history: Any) -> Conversation:
     """Return the messages and tools of a history of one dimension (or of one message)."""
     messages = messages_of(history)
     given = tools_of(messages)
-    tools = read_tools(given, "History") if given else None
+    # Records were read before: a null is one that was written.
+    tools = read_tools(given, "History", is_filled=False) if given else None
     if given:
         messages = [{k: v for k, v in each.items() if k != "tools"} for each in messages]
     return Conversation(messages, tools)

@@ -20,6 +20,9 @@ FIELDS = (
 UNCOMPARED = frozenset(("is_complete", "token_ids", "finish_reason", "parse_error"))
 # Other names of a field: OpenRouter and newer vLLM servers.
 _ALIASES = {"reasoning": "reasoning_content"}
+# The entries of a call beside its function, and the entries of a function.
+_OF_CALLS = ("id", "type", "index")
+_OF_FUNCTIONS = ("name", "arguments")
 
 
 def read_message(given: Mapping[str, Any], where: str) -> Message:
@@ -28,6 +31,7 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
     Raises:
         TypeError: The message is not a dict with a role, or a field has a value of another type.
         MissingKeyError: An entry is not a field of a message, so that it would be lost.
+        ValueError: A field has two values under two names, of which one would be lost.
     """
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise error(
@@ -42,7 +46,7 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
             continue
         name = _ALIASES.get(key, key)
         if name in FIELDS:
-            message[name] = value
+            message[name] = _only_value(message.get(name), value, name, where)
         elif value not in ("", [], {}):
             raise MissingKeyError(
                 f"{where}: {key!r} is not a field of a message.",
@@ -65,6 +69,22 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
     return message
 
 
+# Any: values of a field.
+def _only_value(known: Any, value: Any, name: str, where: str) -> Any:
+    """Return the value of a field that a message may have under two names; an empty one replaces nothing."""
+    if not known or known == value:
+        return value
+    if not value:
+        return known
+    raise error(
+        ValueError,
+        f"{where}: {name!r} has two values, under two names.",
+        expected=repr(known)[:200],
+        got=repr(value)[:200],
+        hint="leave one of them out, because a History would lose it.",
+    )
+
+
 def _without_empty(content: Any) -> Any:
     """Return a content whose parts have no entries that are None: a template may ask whether a part has an entry."""
     return without_nulls(content) if isinstance(content, list) else content
@@ -75,6 +95,7 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
     Raises:
         TypeError: The calls are not a list, or a call has no function with a name.
+        MissingKeyError: A function has another entry than a name and arguments, which would be lost.
     """
     # Data sets store nested values as JSON text.
     calls = read_json(calls)
@@ -88,7 +109,7 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     # A call may also be its function alone, as in data sets of Hermes.
     if isinstance(call, Mapping) and "function" not in call:
-        call = {**{key: call[key] for key in ("id",) if key in call}, "function": call}
+        call = _with_function(call)
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise error(
@@ -97,6 +118,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
             expected="{'type': 'function', 'function': {'name': ..., 'arguments': ...}}",
             got=repr(call)[:200],
         )
+    _check_function(function, where)
     arguments = function.get("arguments")
     given: Mapping[str, Any] = call
     rest = {key: value for key, value in given.items() if value is not None and key not in ("function", "type")}
@@ -107,12 +129,38 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
+def _with_function(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call whose function is apart from the entries of the call."""
+    call = {key: given[key] for key in _OF_CALLS if key in given}
+    function = {key: value for key, value in given.items() if key not in _OF_CALLS}
+    return {**call, "function": function}
+
+
+def _check_function(function: Mapping[str, Any], where: str) -> None:
+    """Raise if a function has an entry that is neither its name nor its arguments.
+
+    Servers and data sets also name the arguments "args", "input" or "parameters".
+    """
+    for key, value in function.items():
+        if key not in _OF_FUNCTIONS and value not in (None, "", [], {}):
+            raise MissingKeyError(
+                f"{where}: {key!r} is not an entry of the function of a tool call.",
+                expected="{'name': ..., 'arguments': ...}",
+                got=repr(value)[:200],
+                hint=did_you_mean(key, _OF_FUNCTIONS) or "rename it to 'arguments', or leave it out.",
+            )
+
+
 # Any: a value of a data set.
-def read_tools(given: Any, where: str) -> list[Any] | None:
+def read_tools(given: Any, where: str, *, is_filled: bool = True) -> list[Any] | None:
     """Return the schemas of tools as dicts; None without tools.
 
-    Tools may be a list of dicts, a list of JSON texts, or one JSON text of a list. In dicts, entries that are None
-    count as missing.
+    Tools may be a list of dicts, a list of JSON texts, or one JSON text of a list. A null in JSON text stays.
+
+    Args:
+        given: The tools.
+        where: The place, for messages.
+        is_filled: Dicts may be of Arrow: their entries that are None count as missing.
 
     Raises:
         TypeError: The tools are something else.
@@ -128,13 +176,11 @@ def read_tools(given: Any, where: str) -> list[Any] | None:
             got=repr(given)[:200],
             hint="put a single schema into a list: [schema]." if isinstance(value, Mapping) else None,
         )
-    # A null in JSON text was written there by somebody.
-    is_text = isinstance(given, str)
-    tools = [_read_tool(tool, where) for tool in value]
-    return [tool if is_text else without_nulls(tool) for tool in tools] or None
+    has_filling = is_filled and not isinstance(given, str)
+    return [_read_tool(tool, where, has_filling) for tool in value] or None
 
 
-def _read_tool(given: Any, where: str) -> Any:
+def _read_tool(given: Any, where: str, has_filling: bool) -> Any:
     tool = read_json(given)
     # transformers makes a schema of a Python function.
     if callable(tool):
@@ -146,7 +192,8 @@ def _read_tool(given: Any, where: str) -> Any:
             expected="{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}, or its JSON text",
             got=repr(given)[:200],
         )
-    return dict(tool)
+    # A null in JSON text was written there by somebody.
+    return without_nulls(tool) if has_filling and not isinstance(given, str) else dict(tool)
 
 
 # Any: a nested value.

@@ -27,10 +27,15 @@ class _Kind(NamedTuple):
     before: str | None
     role: str
     fields: tuple[str, ...]
-    # A template may write only the first call, names without arguments, or contents that are one text.
+    # A template may write another start for tools, in place of a message.
+    has_tools: bool
+    # A template may write only the first call or result, or names without arguments.
     has_several_calls: bool
+    has_several_responses: bool
     has_arguments: bool
-    has_parts: bool
+    # The types of the parts of a content, of which a template may write some, or only the first.
+    parts: tuple[str, ...]
+    has_several_parts: bool
 
 
 def known_kinds(template: Hashable) -> "set[Hashable]":
@@ -77,7 +82,7 @@ class Coverage:
         for i, message in enumerate(messages):
             # A reply with its ids is not rendered for them.
             fields = () if message.get("token_ids") else _fields_of(message, has_thinking=i > last_user)
-            kind = _kind_of(message, before, fields)
+            kind = _kind_of(message, before, fields, has_tools=bool(conversation.tools))
             before = message["role"]
             if kind in self.known:
                 continue
@@ -92,9 +97,11 @@ class Coverage:
             self.known.add(kind)
 
     def _check_tools(self, conversation: Conversation, tools: list[Any]) -> None:
-        first = conversation.messages[0]["role"] if conversation.messages else None
+        roles = [message["role"] for message in conversation.messages]
+        # A template may write tools beside the first or last message, or beside a question.
+        place = (*roles[:1], *roles[-1:], "user" in roles)
         # A template may write only the first schema, or names without parameters.
-        kind = "tools", first, len(tools) > 1, any([_has_parameters(tool) for tool in tools])
+        kind = "tools", place, len(tools) > 1, any([_has_parameters(tool) for tool in tools])
         if kind in self.known:
             return
         markers = _Markers(conversation)
@@ -123,7 +130,24 @@ class Coverage:
             # Some templates write only the thinking behind the last question.
             return [Conversation([_QUESTION, message], tools), *found] if field == "reasoning_content" else found
 
-        return self._is_lost(conversation, with_message(changed), markers.made, with_message(emptied))
+        if self._is_lost(conversation, with_message(changed), markers.made, with_message(emptied)):
+            return True
+        return field == "content" and self._loses_part(conversation, i)
+
+    def _loses_part(self, conversation: Conversation, i: int) -> bool:
+        """Return whether the text is the same without a part, such as an image, that has no text to look for."""
+        messages, tools = conversation
+        content = messages[i]["content"]
+        others = _other_parts(content)
+        whole = self._text(conversation) if others else None
+        if whole is None:
+            return False
+        for place in others:
+            rest = [*content[:place], *content[place + 1 :]] or [{"type": "text", "text": ""}]
+            without = {**messages[i], "content": rest}
+            if self._text(Conversation([*messages[:i], without, *messages[i + 1 :]], tools)) == whole:
+                return True
+        return False
 
     def _is_lost(
         self, given: Conversation, marked: list[Conversation], made: Sequence[str], emptied: list[Conversation]
@@ -150,7 +174,8 @@ def _fields_of(message: Message, *, has_thinking: bool) -> tuple[str, ...]:
     """Return the fields of a message that a template has to write."""
     found: list[str] = []
     content = message.get("content")
-    if content and any([isinstance(text, str) and text.strip() for text in texts_of(content)]):
+    has_text = any([isinstance(text, str) and text.strip() for text in texts_of(content)])
+    if has_text or _other_parts(content):
         found.append("content")
     thinking = message.get("reasoning_content")
     if has_thinking and thinking and thinking.strip():
@@ -163,15 +188,29 @@ def _fields_of(message: Message, *, has_thinking: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _kind_of(message: Message, before: str | None, fields: tuple[str, ...]) -> _Kind:
+# Any: the content of a message.
+def _other_parts(content: Any) -> list[int]:
+    """Return the places of the parts of a content that are not text."""
+    if not isinstance(content, list):
+        return []
+    return [place for place, text in enumerate(texts_of(content)) if not isinstance(text, str)]
+
+
+def _kind_of(message: Message, before: str | None, fields: tuple[str, ...], *, has_tools: bool) -> _Kind:
     calls = message.get("tool_calls") or ()
+    content = message.get("content")
+    parts: list[Any] = content if isinstance(content, list) else []
+    types = {"text" if isinstance(part, str) else str(part.get("type")) for part in parts}
     return _Kind(
         before,
         message["role"],
         fields,
+        has_tools=has_tools,
         has_several_calls=len(calls) > 1,
+        has_several_responses=len(message.get("tool_responses") or ()) > 1,
         has_arguments=any([call["function"]["arguments"] not in ({}, "", "{}") for call in calls]),
-        has_parts=isinstance(message.get("content"), list),
+        parts=tuple(sorted(types)),
+        has_several_parts=len(parts) > 1,
     )
 
 

@@ -19,7 +19,8 @@ from tdfunc.llm import (
     tokenize_prompts,
     tokenize_text,
 )
-from tests.llm.kinds import KINDS, tokenizer_of
+from tests.llm.kinds import KINDS, letters, normalized, tokenizer_of, unigram
+from tests.llm.tokens import tokenizers
 from tests.llm.wrappers.fake import FakeWrapper
 
 
@@ -105,6 +106,67 @@ def test_texts_are_truncated_as_by_transformers(kind, side, text):
     room = 5 - added
     kept = inner[:room] if side == "right" else inner[len(inner) - room :]
     assert found == whole[: min(added, 1)] + kept + whole[len(whole) - max(added - 1, 0) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("limit", [2, 3, 5, 50])
+@pytest.mark.parametrize("text", ["<s>The fox jumps over the lazy dog", "The fox jumps over the lazy dog", ""])
+def test_batches_are_truncated_as_texts(kind, side, limit, text):
+    """A data set and one call give a model the same row."""
+    tokenizer = tokenizer_of(kind)
+    options = {"truncation": True, "max_length": limit, "truncation_side": side}
+
+    found = batch_ids(load_tokens(tokenizer, ["yes", text]).batch([1], **options))
+
+    assert found == tokenize_text(tokenizer, text, **options)["input_ids"].tolist()
+
+
+CUT = {"truncation": True, "max_length": 5}
+ANSWER = {"prompt": "T", "chosen": "he fox jumps over the lazy dog"}
+
+
+def answer(side):
+    """The ids of a truncated answer, and those of all of it."""
+    tokenizer = tokenizer_of("bytes with BOS and EOS")
+    data = load_tokens(tokenizer, [ANSWER], columns=("prompt", "chosen"))
+    return batch_ids(data.batch([0], truncation_side=side, **CUT)), data[0]["input_ids"].tolist()
+
+
+def test_a_truncated_response_has_no_end():
+    """A model that learns from it would learn to stop there."""
+    found, whole = answer("right")
+    assert found == whole[:5]
+
+
+def test_an_answer_without_its_start_has_the_first_token():
+    """A model reads it in front of every text."""
+    found, whole = answer("left")
+    assert found == whole[:1] + whole[-4:]
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A </s>", "$A </s>"])
+@pytest.mark.parametrize(("prompt", "response"), [("GAT", "TACA"), ("G", "A"), ("", "GATTACA"), ("GATTACA", "")])
+def test_an_alphabet_of_four_letters(single, prompt, response):
+    """A tokenizer may drop the letters that it is tried with."""
+    tokenizer = letters(single)
+    record = {"prompt": prompt, "chosen": response}
+
+    row = load_tokens(tokenizer, [record], columns=("prompt", "chosen"))[0]
+
+    assert row["input_ids"].tolist() == tokenizer(prompt + response)["input_ids"]
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A </s>", "$A </s>"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_four_letters_are_truncated_as_by_transformers(single, side):
+    """The tokens around the text stay at their places."""
+    tokenizer = letters(single)
+    tokenizer.truncation_side = side
+
+    found = tokenize_text(tokenizer, "GATTACA", truncation=True, max_length=4, truncation_side=side)
+
+    assert found["input_ids"].tolist() == tokenizer("GATTACA", truncation=True, max_length=4)["input_ids"]
 
 
 # -- prompts and responses --------------------------------------------------------------------------------------
@@ -220,6 +282,22 @@ CHATS = {
 }
 
 
+NORMALIZED = {
+    "lower case": lambda: normalized(tokenizers.normalizers.Lowercase()),
+    "NFKC": lambda: normalized(tokenizers.normalizers.NFKC()),
+    "clean": lambda: normalized(tokenizers.normalizers.BertNormalizer()),
+    "Unigram": unigram,
+}
+HIDDEN = [
+    ("lower case", "yes</S> no"),
+    ("lower case", "<S>"),
+    ("NFKC", "＜/s＞"),
+    ("clean", "<S>x 0 1 2"),
+    ("Unigram", "x＜s＞"),
+    ("Unigram", "＜/s＞yes"),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entrance", CHATS)
 @pytest.mark.parametrize("turns", [1, 2, 6])
@@ -234,6 +312,28 @@ def test_conversations_are_one_call(kind, entrance, turns, reply):
     assert CHATS[entrance](tokenizer, chat) == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize(("kind", "content"), HIDDEN)
+@pytest.mark.parametrize("entrance", CHATS)
+def test_a_normalizer_makes_no_control_tokens_of_contents(entrance, kind, content):
+    """A content in upper case or full width has as many control tokens as another one: none."""
+    tokenizer = NORMALIZED[kind]()
+    control = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>", "<|im_end|>"]))
+
+    def count(content):
+        turn = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        return sum(each in control for each in CHATS[entrance](tokenizer, turn * 2))
+
+    assert count(content) == count("yes")
+
+
+@pytest.mark.parametrize(("kind", "content"), HIDDEN)
+def test_a_text_in_which_a_normalizer_makes_control_tokens_is_refused(kind, content):
+    """As one with the control string itself."""
+    history = History.from_chats([{"role": "user", "content": content}])
+    with pytest.raises(ValueError, match="conversation 0 has a text of which the tokenizer makes a control string"):
+        history.apply_chat_template(tokenizer=NORMALIZED[kind]())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trained_tokens_are_those_of_masks(kind):
     """Rows for training and masks mark the same tokens."""
@@ -245,3 +345,9 @@ def test_the_trained_tokens_are_those_of_masks(kind):
 
     masks = history.apply_chat_template(tokenizer=tokenizer, **MASKED)["assistant_masks"]
     assert row.generated == masks.tolist()
+
+
+def test_unknown_characters_are_no_control_tokens():
+    """The text of a conversation with some is as any other."""
+    history = History.from_chats([{"role": "user", "content": "漢字"}])
+    assert "漢字" in history.apply_chat_template(tokenizer=unigram())

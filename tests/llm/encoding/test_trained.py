@@ -60,6 +60,27 @@ def test_masks_of_conversations_are_an_error():
         History.from_chats(CHAT).apply_chat_template(tokenizer=TOKENIZER, **options)
 
 
+def end_of_reply(limit):
+    """The mask of the last tokens of a conversation."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    options = {"return_assistant_tokens_mask": True, "add_generation_prompt": False, "truncation_side": "left"}
+    found = History.from_chats(CHAT).apply_chat_template(
+        tokenizer=tokenizer, truncation=True, max_length=limit, **options
+    )
+    return found["assistant_masks"].tolist()
+
+
+def test_a_mask_of_the_first_token_alone_is_empty():
+    """Nothing predicts it, so that it is not trained."""
+    with pytest.raises(ValueError, match="conversation 0 would be empty"):
+        end_of_reply(1)
+
+
+def test_a_mask_of_the_second_token_is_not_empty():
+    """The first token predicts it."""
+    assert end_of_reply(2) == [False, True]
+
+
 def test_an_error_comes_before_the_first_batch():
     """Not after hours of training."""
     data = load_tokens(TOKENIZER, [SHORT] * 5 + [LONG], columns=COLUMNS)

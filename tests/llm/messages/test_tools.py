@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tdfunc import MissingKeyError
 from tdfunc.llm import TEMPLATES, History, load_jsonl, load_tokens
 from tests.llm.templates.test_templates import TOOLS
 from tests.llm.tokens import FORGETFUL, make_tokenizer
@@ -173,3 +174,66 @@ def test_parts_have_no_nulls():
     """A template may ask whether a part has an image."""
     parts = [{"type": "text", "text": "a", "image_url": None}]
     assert History.from_chats([{"role": "user", "content": parts}]).content == [[{"type": "text", "text": "a"}]]
+
+
+NULL = '{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"default": null}}}}}'
+READ = {
+    "to_chats": lambda tools: json.dumps(History.from_chats({"messages": CHAT, "tools": tools}).to_chats()),
+    "rendered": lambda tools: TEMPLATES["chatml"].render(History.from_chats({"messages": CHAT, "tools": tools})),
+    "load_tokens": lambda tools: loaded(tools, make_tokenizer(JINJA), "chatml"),
+}
+
+
+@pytest.mark.parametrize("tools", [f"[{NULL}]", [NULL]], ids=["one text", "a text for each"])
+@pytest.mark.parametrize("entrance", READ)
+def test_a_null_in_the_text_of_a_tool_stays(entrance, tools):
+    """Arrow fills up dicts, not texts."""
+    assert '"default": null' in READ[entrance](tools)
+
+
+# The names that other servers give to arguments.
+RENAMED = {
+    "LangChain": {"type": "tool_call", "id": "1", "name": "f", "args": {"x": 1}},
+    "Llama 3": {"name": "f", "parameters": {"x": 1}},
+    "Anthropic": {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+    "in a function": {"type": "function", "function": {"name": "f", "args": {"x": 1}}},
+    "beside the arguments": {"type": "function", "function": {"name": "f", "arguments": {}, "strict": True}},
+}
+
+
+@pytest.mark.parametrize("form", RENAMED)
+def test_arguments_under_another_name_are_refused(form):
+    """They would be lost, and the call would have none."""
+    with pytest.raises(MissingKeyError, match=r"(?s)message 0: '(args|parameters|input|strict)'.*arguments"):
+        History.from_chats([{"role": "assistant", "tool_calls": [RENAMED[form]]}])
+
+
+@pytest.mark.parametrize("extra", [{"index": 0}, {"description": None, "args": {}}])
+def test_a_function_alone_is_a_call(extra):
+    """As in data sets of Hermes; Arrow fills up what other records have."""
+    history = History.from_chats([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}, **extra}]}])
+    assert history.tool_calls[0][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize("other", [None, "", "hm"])
+@pytest.mark.parametrize("first", ["reasoning", "reasoning_content"])
+def test_thinking_under_two_names_is_kept(first, other):
+    """Some servers send both; an empty one replaces nothing."""
+    second = {"reasoning": "reasoning_content", "reasoning_content": "reasoning"}[first]
+    history = History.from_chats([{"role": "assistant", "content": "a", first: "hm", second: other}])
+    assert history.reasoning_content == ["hm"]
+
+
+def test_two_thinkings_are_refused():
+    """One would be lost."""
+    with pytest.raises(ValueError, match="two values"):
+        History.from_chats([{"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}])
+
+
+def test_other_entries_of_a_conversation_are_named(tmp_path):
+    """They are no part of a history, and a file of it does not have them."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"id": 1, "messages": CHAT, "functions": [{"name": "f"}], "tools": None, "x": None}))
+    with pytest.warns(UserWarning, match=r"\['id', 'functions'\] of a conversation are left out"):
+        history = load_jsonl(path)
+    assert history.to_chats() == [CHAT]

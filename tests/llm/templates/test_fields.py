@@ -43,6 +43,19 @@ JINJA = {
     "all tools": "{{ tools | tojson if tools }}" + ZEPHYR,
     "names": LOOP + "{{ m.role }} {{ m.name }}:{{ m.content }}\n{% endfor %}",
     "upper case": LOOP + "{{ m.role }}:{{ m.content | upper }}\n{% endfor %}",
+    "texts of parts": LOOP
+    + "{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content if p.type == 'text' %}"
+    "{{ p.text }}{% endfor %}{% endif %}\n{% endfor %}",
+    "the first part": LOOP
+    + "{{ m.role }}:{{ m.content if m.content is string else m.content[0].text or '<image>' }}\n{% endfor %}",
+    "images": LOOP + "{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text or '<' ~ p.type ~ 'iiii1>' }}{% endfor %}{% endif %}\n{% endfor %}",
+    "the first result": LOOP + "{{ m.role }}:{{ m.content }}{{ (m.tool_responses or [''])[0] }}\n{% endfor %}",
+    "tools in place of a system message": "{{ tools | tojson if tools }}"
+    + LOOP
+    + "{% if not tools or m.role != 'system' %}{{ m.role }}:{{ m.content }}\n{% endif %}{% endfor %}",
+    "tools beside a question": LOOP
+    + "{{ m.role }}:{{ tools | tojson if tools and m.role == 'user' }}{{ m.content }}\n{% endfor %}",
     "cut": LOOP + "{{ m.role }}:{{ m.content[:3] }}\n{% endfor %}",
 }
 
@@ -60,6 +73,8 @@ def schema(name, *parameters):
 
 
 USER = {"role": "user", "content": "uuuu1"}
+TEXT = {"type": "text", "text": "uuuu1"}
+IMAGE = {"type": "image_url", "image_url": {"url": "iiii1"}}
 END = [{"role": "user", "content": "uuuu2"}, {"role": "assistant", "content": "aaaa2"}]
 RESULT = {"role": "tool", "content": "rrrr1", "tool_call_id": "a" * 9}
 # The fields of a conversation: the texts that must be in a render, and the conversation.
@@ -101,6 +116,24 @@ FIELDS = {
     "a name": (["nnnn1"], [{**USER, "name": "nnnn1"}, END[1]], None),
     "tools": (["ffff1", "pppp1"], [USER, END[1]], [schema("ffff1", "pppp1")]),
     "two tools": (["ffff1", "ffff2"], [USER, END[1]], [schema("ffff1"), schema("ffff2")]),
+    "a system message and tools": (
+        ["ssss1", "ffff1"],
+        [{"role": "system", "content": "ssss1"}, USER, END[1]],
+        [schema("ffff1")],
+    ),
+    "tools without a question": (
+        ["ffff1"],
+        [{"role": "system", "content": "ssss1"}, END[1]],
+        [schema("ffff1")],
+    ),
+    "two results in the message": (
+        ["rrrr1", "rrrr2"],
+        [USER, {"role": "assistant", "content": "x", "tool_responses": ["rrrr1", "rrrr2"]}],
+        None,
+    ),
+    "two parts": (["uuuu1", "uuuu3"], [{"role": "user", "content": [TEXT, {**TEXT, "text": "uuuu3"}]}, END[1]], None),
+    "an image": (["iiii1"], [{"role": "user", "content": [IMAGE]}, END[1]], None),
+    "a text and an image": (["uuuu1", "iiii1"], [{"role": "user", "content": [TEXT, IMAGE]}, END[1]], None),
     "parts": (["uuuu1"], [{"role": "user", "content": [{"type": "text", "text": "uuuu1"}]}, END[1]], None),
 }
 
@@ -147,6 +180,12 @@ WRITTEN = [
     ("names", "a name"),
     ("upper case", "contents"),
     ("names of calls", "two calls"),
+    ("texts of parts", "two parts"),
+    ("images", "an image"),
+    ("images", "a text and an image"),
+    ("all tools", "a system message and tools"),
+    ("tools beside a question", "a system message and tools"),
+    ("the first result", "results in the message"),
 ]
 
 
@@ -175,6 +214,12 @@ REFUSED = [
     ("the first tool", "two tools", "'tools'"),
     ("names of tools", "tools", "'tools'"),
     ("cut", "contents", "'content'"),
+    ("texts of parts", "an image", r"message 0 \(user\).*'content'.*image_url"),
+    ("texts of parts", "a text and an image", r"message 0 \(user\).*'content'.*image_url"),
+    ("the first part", "two parts", "'content'"),
+    ("the first result", "two results in the message", "'tool_responses'"),
+    ("tools in place of a system message", "a system message and tools", r"message 0 \(system\).*'content'"),
+    ("tools beside a question", "tools without a question", "'tools'"),
 ]
 
 
@@ -186,6 +231,29 @@ def test_a_refusal_names_the_field(name, field, pattern):
     history = History.from_chats({"messages": chat, "tools": tools})
     with pytest.raises(UnsupportedError, match=f"(?s){pattern}"):
         history.apply_chat_template(tokenizer=tokenizer, chat_template=TEMPLATES.get(name))
+
+
+# A conversation that a template writes, and another of which it does not write all.
+ONE_AFTER_ANOTHER = [
+    ("the first part", "parts", "two parts"),
+    ("the first result", "results in the message", "two results in the message"),
+    ("the first call", "a call", "two calls"),
+    ("texts of parts", "parts", "a text and an image"),
+    ("tools in place of a system message", "a system message", "a system message and tools"),
+    ("tools beside a question", "a system message and tools", "tools without a question"),
+    ("the first tool", "tools", "two tools"),
+]
+
+
+@pytest.mark.parametrize(("name", "known", "other"), ONE_AFTER_ANOTHER)
+def test_what_a_template_writes_of_one_is_not_assumed_of_another(name, known, other):
+    """A template that is known to write a conversation is checked for each further kind."""
+    tokenizer = make_tokenizer(JINJA[name], bos_token="<s>", eos_token="</s>")
+    first, second = [
+        History.from_chats({"messages": chat, "tools": tools}) for _, chat, tools in (FIELDS[known], FIELDS[other])
+    ]
+    assert isinstance(render(tokenizer, None, first), str)
+    assert isinstance(render(tokenizer, None, second), UnsupportedError)
 
 
 THINKING = History.from_chats(FIELDS["thinking"][1])
