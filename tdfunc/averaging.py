@@ -303,7 +303,7 @@ def update_bn(
     """Return the buffers with the statistics that the BatchNorm layers have for these parameters.
 
     An average of models does not have the statistics of any of them. This function computes them anew, as the average
-    over the batches, by forward passes in training mode.
+    over the batches, by forward passes in training mode. Statistics of 16 bits are averaged in float32.
 
     Args:
         apply: The pure function of the model, or of one member.

@@ -37,7 +37,7 @@ def long_arc(t: Tensor, a: Tensor, b: Tensor, gap: Tensor) -> Tensor:
         t: The place.
         a: The start.
         b: The end.
-        gap: The length of the sum of their directions. Their cosine rounds to that of opposites long before it is 0.
+        gap: The length of the sum of their directions, which is above 0 where their cosine already rounds to -1.
     """
     is_line = gap <= 2 * torch.finfo(gap.dtype).eps
     # In float64, as the digits of the angle itself would be lost beside pi.
