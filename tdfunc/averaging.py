@@ -19,6 +19,7 @@ from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, as_count, check_least, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
+from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.modules.functional import Apply
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T", bound=TensorCollection)
+# The buffer of BatchNorm that counts the passes in its average.
+_TRACKED = "num_batches_tracked"
 
 
 class SWA:
@@ -300,7 +303,7 @@ def update_bn(
     """Return the buffers with the statistics that the BatchNorm layers have for these parameters.
 
     An average of models does not have the statistics of any of them. This function computes them anew, as the average
-    over the batches, by forward passes in training mode.
+    over the batches, by forward passes in training mode. Statistics of 16 bits are averaged in float32.
 
     Args:
         apply: The pure function of the model, or of one member.
@@ -329,14 +332,16 @@ def update_bn(
                 part.momentum = None
 
     norms = [name for name, part in apply.module.named_modules() if isinstance(part, _BatchNorm)]
-    fresh: dict[Any, Any] = {}
+    fresh: dict[Path, Tensor] = {}
     for name in norms:
-        for buffer, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
+        for buffer, value in (("running_mean", 0), ("running_var", 1), (_TRACKED, 0)):
             path = (*name.split("."), buffer) if name else (buffer,)
             if has(buffers, path):
                 fresh[path] = torch.full_like(get(buffers, path), value)
     if not fresh:
         return buffers
+    narrow = _narrow_norms(fresh)
+    totals: dict[Path, Tensor] = {}
     run = apply._vary(cumulative)
     # The share of a batch is a Python number in torch's BatchNorm, which vmap cannot read.
     run = Ensemble(run, "loop") if params._batch_size else run
@@ -348,11 +353,47 @@ def update_bn(
             own = None if key is None else random.fold_in(key, seen)
             _, buffers = run.with_buffers(params, buffers, x, rng=own)
             seen += 1
+            if narrow:
+                totals = _add_statistics(totals, buffers, narrow)
+                # Each batch begins anew, so that its statistics are rounded once.
+                buffers = replace(buffers, narrow)
     if not seen:
         raise error(
             ValueError, "update_bn: there must be a batch.", got="no batches", hint="an iterator can be used up."
         )
-    return buffers
+    return replace(buffers, _mean_statistics(totals, narrow)) if narrow else buffers
+
+
+def _narrow_norms(fresh: dict[Path, Tensor]) -> dict[Path, Tensor]:
+    """Return the buffers of layers whose statistics have 16 bits, in which an average stops moving."""
+    layers = {path[:-1] for path, leaf in fresh.items() if leaf.is_floating_point() and leaf.dtype != _wide(leaf)}
+    return {path: leaf for path, leaf in fresh.items() if path[:-1] in layers}
+
+
+def _add_statistics(
+    totals: dict[Path, Tensor], buffers: TensorCollection, narrow: dict[Path, Tensor]
+) -> dict[Path, Tensor]:
+    """Return sums over all passes, given those before a batch and the averages over the passes of the batch."""
+    new: dict[Path, Tensor] = {}
+    for path in narrow:
+        # A cast of all buffers makes a number of 16 bits of the count, which ends at 256.
+        passes = get(buffers, (*path[:-1], _TRACKED)).long()
+        leaf = get(buffers, path)
+        own = passes if path[-1] == _TRACKED else leaf.to(_wide(leaf)) * passes.unsqueeze(-1)
+        new[path] = totals[path] + own if path in totals else own
+    return new
+
+
+def _mean_statistics(totals: dict[Path, Tensor], narrow: dict[Path, Tensor]) -> dict[Path, Tensor]:
+    """Return sums over all passes as averages, and the numbers of passes as they are."""
+    means: dict[Path, Tensor] = {}
+    for path, total in totals.items():
+        if path[-1] != _TRACKED:
+            # A layer that no pass reached keeps what it begins with.
+            passes = totals[(*path[:-1], _TRACKED)].unsqueeze(-1)
+            total = torch.where(passes > 0, total / passes.clamp(min=1), narrow[path])
+        means[path] = total.to(narrow[path].dtype)
+    return means
 
 
 # -- states -----------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
     scores = as_real(as_tensor(scores))
     count = scores.shape[-1]
     # Rounded, since (10 + 1) * (1 - 0.2) is a little more than 8.8, and so may be what should be whole.
-    place = math.ceil(round((count + 1) * (1 - alpha), 9))
+    place = max(math.ceil(round((count + 1) * (1 - alpha), 9)), 1)
     if place > count:
         return scores.new_full(scores.shape[:-1], math.inf)
     # Sorted last; every comparison with a threshold of nan would be False, and every set empty.

@@ -207,6 +207,33 @@ def test_update_bn_is_torchs(make):
         assert_trees_equal(together[i], expected, atol=1e-12)
 
 
+class TwoPasses(nn.Module):
+    """A layer that runs twice, on numbers of other sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(x) + self.norm(4 * x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(3), TwoPasses])
+@pytest.mark.parametrize("members", [None, 2])
+def test_statistics_of_16_bits_are_averages_in_float32(make, dtype, members, generator):
+    """Hundreds of batches: in 16 bits the average would stop moving."""
+    batches = [(torch.randn(16, 3, generator=generator) + 3 + i / 100).to(dtype) for i in range(300)]
+    apply, params, buffers = tdf.functional(make())
+    if members is not None:
+        params, buffers = [torch.stack([tree] * members) for tree in (params, buffers)]
+
+    found = averaging.update_bn(apply, params.to(dtype), buffers.to(dtype), batches)
+
+    exact = averaging.update_bn(apply, params.double(), buffers.double(), [x.double() for x in batches])
+    tdf.assert_close(found, exact.to(dtype), rtol=3 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_update_bn_draws_from_a_key():
     """Batch i drops by `fold_in(key, i)`, in each member as it would alone."""
     make = lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))  # noqa: E731

@@ -259,3 +259,9 @@ def test_messages(call, error, pattern):
     """Each refusal names the call and both values."""
     with pytest.raises(error, match=f"(?s){pattern}"):
         call()
+
+
+@pytest.mark.parametrize("alpha", [0.95, 1 - 1e-9, 1 - 1e-12, 1 - 2**-53])
+def test_the_smallest_threshold_is_the_smallest_score(alpha):
+    """However near to 1 the share is that may be missed."""
+    assert cal.conformal_threshold(torch.arange(1.0, 11.0), alpha).item() == 1.0

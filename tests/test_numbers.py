@@ -243,7 +243,47 @@ def test_distances_and_angles_follow_the_formula(dtype, size, kind, generator):
     torch.testing.assert_close(cosine.double(), angle, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1e-12, 1e-9, 1.0, 1e10, 1e15])
+SIZES = [1e-37, 1e-30, 1e-23, 1e-12, 1e-9, 1.0, 1e10, 1e15, 1e20, 1e30, 1e37]
+
+
+def stacks(generator, size):
+    """Two stacks of three models of two leaves, whose last member is of ordinary size."""
+    sizes = torch.tensor([size, size, 1.0])
+    shapes = {"w": (3, 4, 5), "b": (3,)}
+    return [
+        TensorDict(
+            {
+                name: torch.randn(shape, generator=generator) * sizes.reshape(3, *[1] * (len(shape) - 1))
+                for name, shape in shapes.items()
+            },
+            [3],
+        )
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_distances_of_any_size_are_those_of_float64(size, generator):
+    """Squares leave float32's range long before the weights do; each member has its own size."""
+    a, b = stacks(generator, size)
+
+    found = weights.distance(a, b)
+
+    torch.testing.assert_close(found.double(), weights.distance(a.double(), b.double()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_angles_of_members_of_any_size_are_those_of_float64(size, generator):
+    """A stack against a stack, and against one model."""
+    a, b = stacks(generator, size)
+
+    found = torch.stack([weights.cosine(a, b), weights.cosine(a, b[0])])
+
+    wide = torch.stack([weights.cosine(a.double(), b.double()), weights.cosine(a.double(), b[0].double())])
+    torch.testing.assert_close(found.double(), wide, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_angles_of_small_and_large_differences(size, generator):
     """A product of squared norms leaves float32's range long before the norms do."""
     base = TensorDict({"w": torch.zeros(20)})

@@ -383,3 +383,15 @@ def test_a_generator_is_not_drawn_from_where_values_are_hidden(mode):
     """A dual level and a mode of fake tensors refuse a generator, as transforms do."""
     with mode(), pytest.raises(tdf.UnsupportedError, match="cannot be drawn from inside"):
         random.key_of(torch.Generator())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32], ids=str)
+def test_a_choice_without_replacement_does_not_round_its_weights(dtype):
+    """The draws are those of the same weights in float32: no logarithm is rounded to 16 bits."""
+    p = torch.tensor([1024, 1032, 1040, 1048, 1056, 1064]).to(dtype)
+    keys = random.split(random.key(0), 2000)
+
+    def drawn(p):
+        return torch.vmap(lambda key: random.choice(key, 6, (6,), replace=False, p=p))(keys)
+
+    assert torch.equal(drawn(p), drawn(p.float()))

@@ -97,7 +97,8 @@ class _Layer(Adapted):
         inputs = dropped.to(wide) if dropped.is_floating_point() else dropped
         low = self._low(inputs, a.to(wide), b.to(wide), scale)
         if "bias" in parts:
-            low = low + self._by_channel(parts["bias"]) * scale
+            bias = parts["bias"].to(torch.promote_types(parts["bias"].dtype, wide))
+            low = low + self._by_channel(bias) * scale
         if "magnitude" in parts:
             c = self._by_channel(gain(weight, parts, scale))
             low = c * low + (c - 1) * self._product(dropped, weight)

@@ -220,7 +220,7 @@ class Lora:
             delta = change(target.leaf, parts, target.scale)
             new = set_(new, target.path, (target.leaf.to(delta.dtype) - delta).to(target.leaf.dtype))
             if "bias" in parts:
-                new = biases.add(new, target, parts["bias"] * -target.scale)
+                new = biases.add(new, target, parts["bias"].to(delta.dtype) * -target.scale)
         return new
 
     def extract(self, base: TensorCollection, tuned: TensorCollection, *, apply: Apply | None = None) -> TensorDict:

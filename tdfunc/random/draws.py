@@ -446,7 +446,9 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         sums = p.to(torch.float64).cumsum(0)
         drawn = torch.searchsorted(sums, unit(key, size, torch.float64) * sums[-1], right=True)
     else:
-        drawn = (gumbel(key, (count,)) + p.log()).topk(number).indices.reshape(size)
+        # As the noise: the logarithm of 16 bits has a few digits.
+        weights = p.to(torch.promote_types(p.dtype, torch.float32))
+        drawn = (gumbel(key, (count,)) + weights.log()).topk(number).indices.reshape(size)
     return drawn if isinstance(a, int) else a[drawn]
 
 

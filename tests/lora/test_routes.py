@@ -215,3 +215,30 @@ def test_a_bias_of_two_layers_is_merged_for_both():
 
     with pytest.raises(tdf.UnsupportedError, match="'0.bias' is the bias of several layers"):
         lora.merge(params, adapters)
+
+
+def narrow_biases(dtype):
+    """A layer in float32, and adapters of 16 bits with a bias whose product with the scale has more digits."""
+    apply, params, lora, adapters, x = setup("linear", {"bias": True, "rslora": True}, torch.float32)
+    return apply, params, lora, adapters.to(dtype), x
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_unmerge_takes_away_the_bias_that_merge_adds(dtype):
+    """The product with the scale is not rounded to the dtype of the adapter by one of the two."""
+    _, params, lora, adapters, _ = narrow_biases(dtype)
+
+    undone = lora.unmerge(lora.merge(params, adapters), adapters)
+
+    tdf.assert_close(undone, params, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_an_attached_bias_is_the_merged_one(dtype):
+    """At an input of zeros, of which biases alone are left."""
+    apply, params, lora, adapters, x = narrow_biases(dtype)
+    nothing = torch.zeros_like(x)
+
+    out = lora.attach(apply)((params, adapters), nothing)
+
+    torch.testing.assert_close(out, apply(lora.merge(params, adapters), nothing), atol=1e-5, rtol=1e-5)

@@ -214,3 +214,19 @@ def test_sizes_whose_squares_overflow(method, scale):
     expected = merge(method, weights_of(method), scale=scale, dtype=torch.float64)
     known = expected.apply(lambda x, y: torch.where(y.isfinite(), x, y.double()), merged)
     tdf.assert_close(merged.double() / scale, known / scale, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.3])
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.5, 1.0])
+@seeds
+def test_nuslerp_of_directions_that_are_nearly_opposite(gap, place, seed):
+    """Their cosine rounds to -1 in float32, or to its neighbour: the arc between them is found by their sum."""
+    generator = torch.Generator().manual_seed(seed)
+    x, away = torch.randn(2, 50, generator=generator)
+    models = tdf.TensorDict({"w": torch.stack([x, gap * away - x])}, [2])
+
+    merged = tdf.weights.nuslerp(None, models, [1 - place, place])
+
+    expected = tdf.weights.nuslerp(None, models.double(), [1 - place, place])
+    error = (merged["w"].double() - expected["w"]).norm() / x.norm()
+    assert error < 1e-5 + 5e-7 / max(gap, 1e-7) * (gap > 0)

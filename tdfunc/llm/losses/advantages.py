@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from tdfunc._mixture import widen
 from tdfunc.core.errors import LeafMismatchError, check_choice
 from tdfunc.llm.losses.streams import clean
+from tdfunc.ops.math.squares import square_scale
 
 
 def group_normalized(
@@ -56,8 +57,8 @@ def group_normalized(
     if scale is None:
         return centred
     if scale == "group":
-        return centred / (_deviation(centred, mask, -1) + eps)
-    return centred / (_deviation(_centred(rewards, mask), mask) + eps)
+        return _divided(centred, _deviation(centred, mask, -1) + eps)
+    return _divided(centred, _deviation(_centred(rewards, mask), mask) + eps)
 
 
 def leave_one_out(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -115,7 +116,7 @@ def batch_normalized(values: Tensor, mask: Tensor | None = None, *, eps: float =
     """
     values, mask = _read("batch_normalized", values, mask)
     centred = _centred(values, mask)
-    return centred / (_deviation(centred, mask) + eps)
+    return _divided(centred, _deviation(centred, mask) + eps)
 
 
 def penalized_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
@@ -188,7 +189,17 @@ def mc_returns(rewards: Tensor, mask: Tensor, *, gamma: float | Tensor = 1.0) ->
 
 def _read(call: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+    if not values.is_floating_point() and values.shape == mask.shape and values.numel():
+        values = _without_offset(values.long(), mask)
     return clean(f"{call}: the values", values, mask), mask
+
+
+def _without_offset(counts: Tensor, mask: Tensor) -> Tensor:
+    """Return counts minus the least of them if float32 would round them; advantages do not depend on it."""
+    kept = torch.where(mask, counts, 0)
+    is_large = kept.abs().amax() > int(2 / torch.finfo(torch.float32).eps)
+    least = torch.where(mask, counts, kept.amax()).amin()
+    return counts - torch.where(is_large, least, 0)
 
 
 def _centred(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -202,4 +213,13 @@ def _centred(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def _deviation(centred: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     count = (mask.sum(dim, keepdim=True) - 1).clamp(min=1)
-    return (centred.square().sum(dim, keepdim=True) / count).sqrt()
+    if not centred.numel():
+        return centred.sum(dim, keepdim=True)
+    largest = centred.abs().amax(() if dim is None else dim, keepdim=True)
+    scale = square_scale(largest)
+    return ((centred / scale).square().sum(dim, keepdim=True) / count).sqrt() * scale
+
+
+def _divided(centred: Tensor, divisor: Tensor) -> Tensor:
+    """Return centred values over their divisor; without an `eps` the divisor of equal values is 0, as they are."""
+    return centred / torch.where(divisor == 0, 1, divisor)

@@ -80,7 +80,8 @@ def masked_is(
         tensor([[1.6487, 0.0000]])
     """
     weights = _weights("masked_is", log_probs, behaviour, mask, level)
-    return torch.where((weights >= low) & (weights <= high), weights, 0)
+    # What is not a number is in no range, and stays.
+    return torch.where((weights < low) | (weights > high), 0, weights)
 
 
 def reject(

@@ -168,7 +168,8 @@ def orpo(log_probs: Tensor, mask: Tensor, *, beta: float | Tensor = 0.1) -> Loss
     p = torch.where(counted.unsqueeze(-1), means, -1)
     odds = p - log1mexp(p)
     log_odds = odds[..., 0] - odds[..., 1]
-    part = sft(new[..., 0, :], mask[..., 0, :])
+    # Of all chosen rows, also of those whose rejected row is empty.
+    part = sft(log_probs[..., 0, :], mask[..., 0, :])
     found = _finish(-beta * F.logsigmoid(log_odds), counted, beta * means, means)
     extra = {"nll": part.metrics["nll"], "log_odds": row_mean(log_odds.detach() * counted)}
     return Loss(part.loss + found.loss, found.metrics.update(extra))
@@ -235,7 +236,7 @@ def kto(
     total = row_sums(new, mask, average=False).detach()
     values = {"rewards": beta * gaps.detach(), "logps": total}
     metrics = {
-        name: {kind: (rows * among).sum() / among.sum().clamp(min=1) for kind, among in kinds.items()}
+        name: {kind: torch.where(among, rows, 0).sum() / among.sum().clamp(min=1) for kind, among in kinds.items()}
         for name, rows in values.items()
     }
     return Loss(row_mean(losses * counted), TensorCollection._open(metrics))  # pyright: ignore[reportArgumentType]
@@ -279,11 +280,14 @@ def _pairs(
             got=list(mask.shape),
             hint="torch.stack([chosen, rejected], -2).",
         )
-    new = clean(f"{call}: log_probs", log_probs, mask)
+    counted = mask.bool().any(-1).all(-1)
+    # Of a pair with an empty row the other row is not read either: 0 times its infinities would be NaN.
+    kept = mask.bool() & counted[..., None, None]
+    new = clean(f"{call}: log_probs", log_probs, kept)
     ref = torch.zeros_like(new)
     if ref_log_probs is not None:
-        ref = clean(f"{call}: ref_log_probs", ref_log_probs, mask).detach()
-    return new, ref, mask.bool().any(-1).all(-1)
+        ref = clean(f"{call}: ref_log_probs", ref_log_probs, kept).detach()
+    return new, ref, counted
 
 
 def _finish(losses: Tensor, counted: Tensor, rewards: Tensor, log_probs: Tensor) -> Loss:

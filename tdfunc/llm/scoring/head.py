@@ -67,7 +67,9 @@ def chosen_log_probs(
     if isinstance(temperature, Tensor):
         heat = temperature.unsqueeze(-1)
     else:
-        heat = None if temperature == 1.0 else hidden_ND.new_full((1, 1), temperature)
+        # 16 bits would round it.
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        heat = None if temperature == 1.0 else hidden_ND.new_full((1, 1), temperature, dtype=wide)
     weight, bias = output
     flat = hidden_ND, weight, bias, ids_NK, heat
     if is_compiling():

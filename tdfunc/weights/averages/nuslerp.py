@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tdfunc.weights.averages.sphere import arc, units
+from tdfunc.weights.averages.sphere import arc, is_far, long_arc, units
 from tdfunc.weights.method import method
 
 
@@ -40,7 +40,10 @@ def nuslerp(
     t = torch.where(is_zero, 0.5, weights[1] / torch.where(is_zero, 1, total))
     u, _ = units(x, 1e-7)
     cos = (u[0] * u[1]).sum(-1, keepdim=True)
-    merged = arc(t, x[0], x[1], cos, 1 - cos.square() <= 1e-16)
+    far = is_far(cos)
+    gap = torch.linalg.vector_norm(torch.where(far, u[0] + u[1], 0), dim=-1, keepdim=True)
+    near = arc(t, x[0], x[1], cos, far | (1 - cos.square() <= 1e-16))
+    merged = torch.where(far, long_arc(t, x[0], x[1], gap), near)
     if row_wise and not flatten:
         merged = merged.transpose(0, -1)
     merged = merged.reshape(stacked.shape[1:])

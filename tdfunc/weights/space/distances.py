@@ -6,6 +6,7 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves
 from tdfunc.ops.base.foreach import check_keys
+from tdfunc.ops.math.squares import square_scale
 from tdfunc.storage.scales import check_unscaled
 
 
@@ -28,7 +29,9 @@ def distance(a: TensorCollection, b: TensorCollection) -> Tensor:
         tensor(1.7321)
     """
     delta = [x - y for x, y in _pairs("distance", a, b)]
-    return _dot(delta, delta, max(len(a._batch_size), len(b._batch_size))).sqrt()
+    dims = max(len(a._batch_size), len(b._batch_size))
+    scale = _scale(delta, dims)
+    return _dot(delta, delta, dims, scale, scale).sqrt() * scale
 
 
 def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection | None = None) -> Tensor:
@@ -55,9 +58,13 @@ def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection |
         zeros = [z for _, z in _pairs("cosine", a, base)]
         xs, ys = ([x - z for x, z in zip(side, zeros, strict=True)] for side in (xs, ys))
     dims = [len(a._batch_size), len(b._batch_size)]
-    both = _dot(xs, ys, max(dims))
+    scale_x = _scale(xs, dims[0])
+    scale_y = _scale(ys, dims[1])
+    both = _dot(xs, ys, max(dims), scale_x, scale_y)
+    of_x = _dot(xs, xs, dims[0], scale_x, scale_x)
+    of_y = _dot(ys, ys, dims[1], scale_y, scale_y)
     # The product of two squared norms leaves the range of float32 before they do.
-    norms = (_dot(xs, xs, dims[0]).double() * _dot(ys, ys, dims[1]).double()).sqrt()
+    norms = (of_x.double() * of_y.double()).sqrt()
     return (both / norms).to(both.dtype)
 
 
@@ -74,7 +81,26 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _dot(xs: list[Tensor], ys: list[Tensor], dims: int) -> Tensor:
-    """Return the sum of products over all but the first dimensions."""
-    parts = [(x * y)[..., None].flatten(dims).sum(-1) for x, y in zip(xs, ys, strict=True)]
+def _scale(xs: list[Tensor], dims: int) -> Tensor:
+    """Return the power of two that brings the squares of each model into range."""
+    sizes = [_rows(x, dims).abs().amax(-1) if x.numel() else x.new_zeros(x.shape[:dims]) for x in xs]
+    return square_scale(torch.stack(sizes).amax(0))
+
+
+def _dot(xs: list[Tensor], ys: list[Tensor], dims: int, scale_x: Tensor, scale_y: Tensor) -> Tensor:
+    """Return the sum of products, each number over the scale of its model, over all but the first dimensions."""
+    parts: list[Tensor] = []
+    for x, y in zip(xs, ys, strict=True):
+        product = _over(x, scale_x) * _over(y, scale_y)
+        parts.append(_rows(product, dims).sum(-1))
     return torch.stack(parts).sum(0)
+
+
+def _rows(x: Tensor, dims: int) -> Tensor:
+    """Return a leaf with one dimension for the numbers of a model."""
+    return x[..., None].flatten(dims)
+
+
+def _over(x: Tensor, scale: Tensor) -> Tensor:
+    """Return a leaf over the scales of its models."""
+    return x / scale.reshape((*scale.shape, *[1] * (x.dim() - scale.dim()))).to(x.dtype)

@@ -146,3 +146,50 @@ def test_members_and_narrow_rewards(function):
     assert torch.equal(function(narrow), function(narrow.float()))
     counts = torch.tensor([[0, 1, 1], [2, 0, 0]])
     assert torch.equal(function(counts), function(counts.float()))
+
+
+DIVIDED = [
+    group_normalized,
+    lambda r, **options: group_normalized(r, scale="batch", **options),
+    batch_normalized,
+]
+
+
+@pytest.mark.parametrize("function", DIVIDED)
+@pytest.mark.parametrize("shape", [(3, 1), (3, 5), (1, 2)])
+def test_equal_rewards_have_no_advantage_without_eps(function, shape):
+    """Nothing is added to a deviation of 0, and nothing is divided by it."""
+    given = torch.full(shape, 0.1)
+
+    assert torch.equal(function(given, eps=0.0), torch.zeros_like(given))
+
+
+@pytest.mark.parametrize("function", DIVIDED)
+@pytest.mark.parametrize("size", [1e-35, 1e-25, 1e-12, 1.0, 1e12, 1e20, 1e30])
+def test_rewards_of_any_size_have_the_advantages_of_float64(function, size, generator):
+    """Squares leave the range of float32 long before the rewards do."""
+    given = torch.randn(4, 6, generator=generator) * size
+
+    found = function(given, eps=0.0)
+
+    torch.testing.assert_close(found.double(), function(given.double(), eps=0.0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_of_large_rewards_does_not_change_the_others(generator):
+    """Each group has its own scale."""
+    small = torch.randn(1, 6, generator=generator)
+
+    found = group_normalized(torch.cat([small * 1e30, small, small * 1e-3]))
+
+    torch.testing.assert_close(found[1:], group_normalized(torch.cat([small, small * 1e-3])))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_large_counts_are_not_rounded(function):
+    """float32 has no number for 2^24 + 1."""
+    counts = torch.tensor([[0, 1, 3], [7, 2, 2]])
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+
+    found = function(counts + 2**40, mask)
+
+    torch.testing.assert_close(found, function(counts, mask))

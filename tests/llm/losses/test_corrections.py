@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,3 +42,14 @@ def test_corrections_are_their_formulas(seed, level, low, high):
     torch.testing.assert_close(truncated_is(s.log_probs, s.old, s.mask, **options), cut)
     torch.testing.assert_close(masked_is(s.log_probs, s.old, s.mask, **options), left)
     assert torch.equal(reject(s.log_probs, s.old, s.mask, **options), kept.bool())
+
+
+@pytest.mark.parametrize("correction", [truncated_is, masked_is])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_that_is_no_number_is_handed_on(correction, level):
+    """An engine's NaN does not become a token of weight 0."""
+    log_probs = torch.tensor([[-1.0, math.nan, -2.0]])
+
+    found = correction(log_probs, torch.full((1, 3), -1.0), torch.ones(1, 3), level=level)
+
+    assert found[0, 1].isnan()

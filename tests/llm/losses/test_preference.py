@@ -152,3 +152,38 @@ def test_certain_responses_have_finite_odds(dtype):
     for loss in (orpo(log_probs, torch.ones(2, 2, 2)).loss, orpo(log_probs[0], torch.ones(2, 2)).loss):
         assert loss.isfinite()
         assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
+
+
+PAIRED = {
+    "dpo": lambda x, mask: dpo(x, torch.zeros_like(x), mask),
+    "ipo": lambda x, mask: ipo(x, torch.zeros_like(x), mask),
+    "simpo": simpo,
+    "orpo": orpo,
+}
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_pair_with_an_empty_row_is_not_read(name, value):
+    """Whatever its other row has: neither loss nor gradient is 0 times an infinity."""
+    x = torch.tensor([[[-1.0, -2.0], [value, -1.0]], [[-1.0, -2.0], [-3.0, -1.0]]], requires_grad=True)
+    mask = torch.tensor([[[False, False], [True, True]], [[True, True], [True, True]]])
+    found = PAIRED[name](x, mask)
+
+    (slope,) = torch.autograd.grad(found.loss, x)
+
+    finite = x.detach().nan_to_num(-5.0, neginf=-5.0).requires_grad_()
+    expected = PAIRED[name](finite, mask)
+    (wanted,) = torch.autograd.grad(expected.loss, finite)
+    torch.testing.assert_close((found.loss, slope), (expected.loss, wanted))
+
+
+@pytest.mark.parametrize("kind", ["chosen", "rejected"])
+def test_metrics_of_kto_are_of_their_own_rows(kind):
+    """An infinity among the rows of the other kind does not reach them."""
+    is_chosen = kind == "chosen"
+    x = torch.tensor([[-math.inf, -1.0], [-1.0, -2.0]])
+
+    found = kto(x, torch.zeros_like(x), torch.ones(2, 2), torch.tensor([not is_chosen, is_chosen]))
+
+    assert found.metrics["logps", kind].item() == -3.0

@@ -37,3 +37,17 @@ def test_the_peak_is_one_chunk_of_logits():
 
     chunk = size * 1000 * 4
     assert chunk <= max(live) < 1.2 * chunk
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("temperature", [0.7, 0.3, 1.3])
+def test_a_temperature_is_not_rounded_to_the_dtype_of_the_states(dtype, temperature, generator):
+    """The log-probs of a chunk are those of the same logits in full."""
+    hidden = torch.randn(4, 16, generator=generator).to(dtype)
+    weight = (torch.randn(32, 16, generator=generator) * 3).to(dtype)
+    ids = torch.randint(32, (4, 2), generator=generator)
+
+    found = chosen_log_probs(Head(), hidden, (weight, None), ids, temperature=temperature)
+
+    expected = log_probs_of(Head().logits(hidden, weight, None), ids, temperature)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
