@@ -18,7 +18,7 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, WorkerError, as_count, check_choice, check_least, error
+from tdfunc.core.errors import BatchSizeError, WorkerError, as_count, check_choice, check_finite, check_least, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.surface import surface
 from tdfunc.distributed.messages import classes_of
@@ -190,6 +190,7 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int, *, min_delta: float = 0.0, mode: Mode = "min") -> None:
+        check_finite("EarlyStopping: min_delta", min_delta)
         self.patience: int = as_count("EarlyStopping: patience", patience)
         self.min_delta = min_delta
         self.sign: int = _sign(mode)

@@ -70,6 +70,8 @@ COUNTS = {
     "max_pending": lambda n, _: tdf.AsyncSaver(max_pending=n)._queue._max_pending,
     "max_shard_size": lambda n, folder: tdf.save(PARAMS, folder / "m", max_shard_size=n * 16),
     "EarlyStopping": lambda n, _: stop(n),
+    "ReduceOnPlateau: patience": lambda n, _: optim.schedules.ReduceOnPlateau(patience=n).patience,
+    "ReduceOnPlateau: cooldown": lambda n, _: optim.schedules.ReduceOnPlateau(cooldown=n).cooldown,
     "Snapshots": lambda n, _: Snapshots(n).init(PARAMS),
     "successive_halving": lambda n, _: sweep.successive_halving(RUN, rung, n),
     "train_blocks: rungs": lambda n, folder: sweep.train_blocks(RUN, rung, n, folder=folder, block=4)[1],
@@ -112,6 +114,20 @@ WRONG = {
     "a text": "2",
     "a fraction in a tensor": torch.tensor(2.5),
 }
+
+
+MARGINS = {
+    "EarlyStopping": lambda margin: sweep.EarlyStopping(3, min_delta=margin),
+    "ReduceOnPlateau": lambda margin: optim.schedules.ReduceOnPlateau(threshold=margin),
+}
+
+
+@pytest.mark.parametrize("margin", [float("nan"), float("inf"), np.float64("nan")])
+@pytest.mark.parametrize("call", MARGINS.values(), ids=MARGINS)
+def test_a_margin_is_finite(call, margin):
+    """With a NaN nothing would ever be an improvement."""
+    with pytest.raises(ValueError, match="must be finite"):
+        call(margin)
 
 
 def plain(result):

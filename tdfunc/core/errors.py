@@ -3,6 +3,7 @@
 Each is a subclass of the builtin error that a caller would catch anyway; `error` builds plain builtin errors likewise.
 """
 
+import math
 import os
 import reprlib
 import traceback
@@ -116,6 +117,12 @@ def needs(call: str, package: str, install: str) -> Generator[None, None, None]:
         raise error(
             ImportError, f"{call} needs {package}, which cannot be imported.", got=str(err), hint=f"pip install {name}"
         ) from err
+
+
+def check_finite(what: str, number: float) -> None:
+    """Raise unless a number is finite: with a NaN as a margin, nothing is ever an improvement."""
+    if not math.isfinite(number):
+        raise error(ValueError, f"{what} must be finite.", got=number)
 
 
 def user_line(err: BaseException | None = None) -> str:

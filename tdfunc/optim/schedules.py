@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import check_least, error
+from tdfunc.core.errors import as_count, check_finite, check_least, error
 from tdfunc.core.surface import surface
 from tdfunc.optim._optimizer import Schedule
 
@@ -255,10 +255,11 @@ class ReduceOnPlateau:
     ) -> None:
         if not 0.0 < factor < 1.0:
             raise error(ValueError, "ReduceOnPlateau: factor must be between 0 and 1.", got=factor)
+        check_finite("ReduceOnPlateau: threshold", threshold)
         self.factor = factor
-        self.patience = patience
+        self.patience: int = as_count("ReduceOnPlateau: patience", patience, 0)
         self.threshold = threshold
-        self.cooldown = cooldown
+        self.cooldown: int = as_count("ReduceOnPlateau: cooldown", cooldown, 0)
         self.min_scale = min_scale
         self.mode = mode
 
