@@ -112,9 +112,9 @@ class SWAG:
     """
 
     def __init__(self, rank: int = 20) -> None:
-        if rank < 0 or rank == 1:
+        self.rank: int = as_count("SWAG: rank", rank, 0)
+        if self.rank == 1:
             raise error(ValueError, "SWAG: rank must be 0, or at least 2.", got=rank)
-        self.rank = rank
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first update, which reads only the shapes of `params`.

@@ -198,6 +198,7 @@ def ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | None = Non
         >>> ece(torch.tensor([[0.0, 9.0], [0.0, 9.0]]), torch.tensor([1, 0]))
         tensor(0.4999)
     """
+    bins = as_count("ece: bins", bins)
     confidence, right, inside = _binned("ece", y, t, bins, weights)
     # count / N * |accuracy - confidence| is the difference of two sums over N: an empty bin adds 0.
     return ((right - confidence).unsqueeze(-1) * inside).sum(0).abs().sum() / len(right) + 0 * confidence.sum()
@@ -223,6 +224,7 @@ def adaptive_ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | N
         Nguyen and O'Connor, "Posterior calibration and exploratory analysis for natural language processing models"
         (2015).
     """
+    bins = as_count("adaptive_ece: bins", bins)
     log_p, t = predicted("adaptive_ece", y, t, weights)
     top, voted = log_p.exp().max(-1)
     order = top.flatten().argsort(stable=True)
@@ -248,6 +250,7 @@ def reliability_curve(y: Numbers, t: Numbers, *, bins: int = 15, weights: Number
         >>> curve["count"], curve["accuracy"]
         (tensor([0, 2]), tensor([   nan, 0.5000]))
     """
+    bins = as_count("reliability_curve: bins", bins)
     confidence, right, inside = _binned("reliability_curve", y, t, bins, weights)
     count = inside.sum(0)
     borders = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype, device=confidence.device)
@@ -265,7 +268,6 @@ def reliability_curve(y: Numbers, t: Numbers, *, bins: int = 15, weights: Number
 
 def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return for all predictions the confidence, 1 if right, and True for the bin of the confidence."""
-    bins = as_count(f"{call}: bins", bins)
     log_p, t = predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)

@@ -165,7 +165,9 @@ class _Ensemble(BaseEstimator):
 
     def _run(self, apply: Apply, rows: _Rows, held: _Rows | None, losses: Losses, key: Tensor) -> None:
         """Train until the last epoch, or until no member improves."""
-        members, count, device = self.n_estimators, len(rows.x), rows.x.device
+        # A whole number may be a float.
+        members = int(self.n_estimators)
+        count, device = len(rows.x), rows.x.device
         rate, decay = self._rate("learning_rate"), self._rate("weight_decay")
         optimizer = optim.adamw(lr=rate, weight_decay=decay)
         step = _step(apply.train(), optimizer, losses)
@@ -184,7 +186,7 @@ class _Ensemble(BaseEstimator):
         def keys_of(key: Tensor, i: int) -> Tensor:
             return random.fold_in(random.fold_in(key, i), torch.arange(members, device=device))
 
-        for epoch in range(1, self.max_iter + 1):
+        for epoch in range(1, int(self.max_iter) + 1):
             epoch_key, index = random.fold_in(key, epoch), own
             if batches > 1:
                 index = own.gather(1, torch.vmap(lambda k: random.permutation(k, count))(keys_of(epoch_key, 0)))

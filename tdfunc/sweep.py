@@ -66,8 +66,8 @@ def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
     Args:
         key: A random key, a seed or a generator.
         members: The number of members.
-        **spaces: The values to choose from for each name, or a function of a key and a shape: `log_uniform(1e-4, 0.1)`,
-            `uniform(0.0, 1.0)`, `tdf.random.normal`.
+        **spaces: For each name the values to choose from, one number for all members, or a function of a key and a
+            shape: `log_uniform(1e-4, 0.1)`, `uniform(0.0, 1.0)`, `tdf.random.normal`.
 
     Raises:
         TypeError: The values of a name are not numbers.
@@ -85,7 +85,9 @@ def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
         if callable(space):
             drawn[name] = space(own, members)
         else:
-            drawn[name] = random.choice(own, _numbers("random_search", name, space), (members,))
+            # One number is one choice, as in `grid`: `choice` would draw from the numbers below it.
+            choices = torch.atleast_1d(_numbers("random_search", name, space))
+            drawn[name] = random.choice(own, choices, (members,))
     return TensorCollection._open(drawn, [members])
 
 

@@ -6,25 +6,39 @@ import torch
 from torch import nn
 
 import tdfunc as tdf
-from tdfunc import calibration, metrics, optim, random, sweep
-from tdfunc.averaging import Snapshots
+from tdfunc import calibration, llm, metrics, optim, random, sweep
+from tdfunc.averaging import SWAG, Snapshots
 from tdfunc.core.errors import as_count
 from tdfunc.nn import BatchEnsembleLinear
 
 PARAMS = tdf.TensorDict({"w": torch.ones(4)})
-GRADS = tdf.TensorDict({"w": torch.full((4,), 0.5)})
+MATRIX = tdf.TensorDict({"w": torch.arange(6.0).reshape(2, 3)})
 RUN = tdf.TensorDict({"w": torch.arange(8.0)}, [8])
 KEY = random.key(0)
 APPLY, WEIGHTS, _ = tdf.functional(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)))
 LOGITS = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
 
 
-def train(opt, steps=5):
+def train(opt, steps=5, params=PARAMS):
     """Return the parameters after some steps."""
-    params, state = PARAMS, opt.init(PARAMS)
+    grads, state = params * 0.5, opt.init(params)
     for _ in range(steps):
-        params, state = opt.update(params, GRADS, state)
+        params, state = opt.update(params, grads, state)
     return params["w"]
+
+
+def plateau(**counts):
+    """Return the scale after updates without an improvement."""
+    rule = optim.schedules.ReduceOnPlateau(0.5, **counts)
+    state = rule.init()
+    for _ in range(8):
+        state = rule.update(1.0, state)
+    return state["scale"]
+
+
+def choose_rows(**counts):
+    """Return the rows that are chosen of four of one prompt."""
+    return llm.topk_rewards(["a"] * 4, torch.arange(4.0), **counts).chosen
 
 
 def stop(patience):
@@ -64,6 +78,14 @@ COUNTS = {
     "MCDropout": lambda n, _: tdf.MCDropout(APPLY, n)(WEIGHTS, torch.ones(3, 2), rng=0),
     "Lora": lambda n, _: tdf.lora.Lora("0.weight", rank=n).init(WEIGHTS, key=0),
     "ece": lambda n, _: metrics.ece(LOGITS, LOGITS.argmax(-1), bins=n),
+    "adaptive_ece": lambda n, _: metrics.adaptive_ece(LOGITS, LOGITS.argmax(-1), bins=n),
+    "reliability_curve": lambda n, _: metrics.reliability_curve(LOGITS, LOGITS.argmax(-1), bins=n).nan_to_num(),
+    "ReduceOnPlateau: patience": lambda n, _: plateau(patience=n),
+    "ReduceOnPlateau: cooldown": lambda n, _: plateau(patience=0, cooldown=n),
+    "SWAG": lambda n, _: SWAG(n).init(PARAMS),
+    "muon": lambda n, _: train(optim.muon(0.1, ns_steps=n), params=MATRIX),
+    "topk_rewards: group_size": lambda n, _: choose_rows(group_size=n, k=1),
+    "topk_rewards: k": lambda n, _: choose_rows(group_size=4, k=n),
     "keep_last": lambda n, folder: steps(folder, keep_last=n),
     "keep_best": lambda n, folder: steps(folder, keep_best=n),
     "save": lambda n, folder: saved_step(folder, n),
@@ -233,3 +255,86 @@ def test_what_is_not_a_number_is_not_a_rate(call, number):
     """A text of a configuration, for example."""
     with pytest.raises(TypeError, match="is not a number"):
         call(number)
+
+
+TEXTS = {
+    "names": lambda: tdf.TensorDict({"a": torch.zeros(2, 3)}, [2, 3], names="ab"),
+    "with_names": lambda: tdf.TensorDict({"a": torch.zeros(2, 3)}, [2, 3]).with_names("ab"),
+    "split_keys": lambda: PARAMS.split_keys("w"),
+    "split_keys, of absent keys": lambda: PARAMS.split_keys("wide", strict=False),
+    "topk_rewards": lambda: llm.topk_rewards("aabb", torch.arange(4.0), group_size=2, k=1),
+    "tokenize_prompts: prompts": lambda: llm.tokenize_prompts(None, "ab", ["c", "d"]),
+    "tokenize_prompts: responses": lambda: llm.tokenize_prompts(None, ["a", "b"], "cd"),
+}
+
+
+@pytest.mark.parametrize("call", TEXTS.values(), ids=TEXTS)
+def test_one_text_is_not_several(call):
+    """Its characters would be names, keys or prompts."""
+    with pytest.raises(TypeError, match="must be several, not one text"):
+        call()
+
+
+@pytest.mark.parametrize("number", [32, 32.0, np.int64(32), torch.tensor(32), True])
+def test_one_number_of_a_search_is_the_value_of_all_members(number):
+    """As in a grid; `random.choice` would draw from the numbers below it."""
+    found = sweep.random_search(KEY, 5, batch=number)["batch"]
+
+    assert found.tolist() == [number] * 5
+
+
+@pytest.mark.parametrize("name", ["max", "min", "argmax", "argmin"])
+@pytest.mark.parametrize("dim", [np.int64(0), torch.tensor(0), np.int64(-1)], ids=["numpy", "tensor", "negative"])
+def test_a_dimension_is_an_integer_of_any_kind(name, dim):
+    """Reductions to one position take what the others take."""
+    found, expected = getattr(RUN, name)(dim), getattr(RUN, name)(0)
+
+    assert tdf.tree_equal(found[0], expected[0]) if name in ("max", "min") else tdf.tree_equal(found, expected)
+
+
+@pytest.mark.parametrize("mode", ["MIN", "minimum", None])
+def test_a_plateau_has_one_of_two_modes(mode):
+    """Another one would count as `max`."""
+    with pytest.raises(ValueError, match="mode must be one of 'min', 'max'"):
+        optim.schedules.ReduceOnPlateau(mode=mode)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (),
+        (optim.sgd(0.1), optim.clip_by_global_norm(1.0)),
+        ([optim.clip_by_global_norm(1.0), optim.sgd(0.1)],),
+        (optim.sgd(0.1), optim.sgd(0.1)),
+        (optim.clip_by_global_norm(1.0), optim.sgd),
+    ],
+)
+def test_a_chain_ends_with_its_one_optimizer(members):
+    """Found where the chain is made."""
+    with pytest.raises(TypeError, match="maps of gradients, then one optimizer"):
+        optim.chain(*members)
+
+
+@pytest.mark.parametrize("share", [20, 1.5, -0.1, [0.5, 2]])
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [
+        ("ties", "density"),
+        ("breadcrumbs", "density"),
+        ("breadcrumbs", "gamma"),
+        ("della_linear", "density"),
+    ],
+)
+def test_a_share_is_not_a_percentage(method, option, share):
+    """Of 20 all numbers would be kept."""
+    stacked = tdf.TensorDict({"w": torch.randn(2, 4)}, [2])
+    options = {option: share} | ({"key": 0} if method == "della_linear" else {})
+
+    with pytest.raises(ValueError, match=f"{option} is a share of the numbers"):
+        getattr(tdf.weights, method)(PARAMS, stacked, [1.0, 1.0], **options)
+
+
+def test_a_class_is_not_a_filter():
+    """It would be called with each leaf."""
+    with pytest.raises(tdf.FilterError, match=r"a class does not choose.*\n.*\n.*Linear\n.*tdfunc\.of_type"):
+        tdf.Filter(nn.Linear)

@@ -6,6 +6,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from decimal import Decimal
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -40,14 +41,26 @@ class Same:
         return id(self.value)
 
 
+# Any: values of every type.
+def by_equality(value: Any) -> Any:
+    """Return the key of an object that counts by its own `==`, or else as itself; dataclasses count by their fields."""
+    kind = type(value)
+    if kind.__eq__ is object.__eq__ or kind.__hash__ is None:
+        return Same(value)
+    if is_dataclass(value):
+        parts = [freeze(getattr(value, field.name), by_tensor=True, other=by_equality) for field in fields(value)]
+        return kind, tuple(parts)
+    return kind, value
+
+
 # Any: values of every type are frozen into hashable ones.
-def freeze(value: Any, depth: int = 0, *, by_tensor: bool = False) -> Any:
+def freeze(value: Any, depth: int = 0, *, by_tensor: bool = False, other: Callable[[Any], Any] = Same) -> Any:
     """Return a hashable key that differs when the value does: contents of containers, else the object itself.
 
-    Containers and arrays of more items than a configuration has, or nested deeper, count as objects. A tensor counts by
-    its shape, dtype and device, or as an object.
+    Containers and arrays of more items than a configuration has, or nested deeper, count as objects, whose keys are
+    made by `other`. A tensor counts by its shape, dtype and device, or as an object.
     """
-    inner = functools.partial(freeze, depth=depth + 1, by_tensor=by_tensor)
+    inner = functools.partial(freeze, depth=depth + 1, by_tensor=by_tensor, other=other)
     kind = type(value)
     if isinstance(value, (float, complex)):
         # 0.0 == -0.0 and nan != nan: their text tells them apart, and finds them again.
@@ -56,15 +69,18 @@ def freeze(value: Any, depth: int = 0, *, by_tensor: bool = False) -> Any:
         return kind, value
     if isinstance(value, Tensor):
         return Same(value) if by_tensor else (kind, value.shape, value.dtype, value.device)
-    if isinstance(value, np.ndarray) and value.size <= _MAX_ITEMS and not value.dtype.hasobject:
+    if isinstance(value, (np.ndarray, np.generic)) and value.size <= _MAX_ITEMS and not value.dtype.hasobject:
         return kind, value.shape, value.dtype.str, value.tobytes()
+    if isinstance(value, Decimal):
+        # Zeros of both signs are equal, and so are numbers with other numbers of digits.
+        return kind, str(value)
     if isinstance(value, nn.Module):
         held = map(Same, (*value.parameters(), *value.buffers())) if by_tensor else ()
         return Same(value), tuple([module.training for module in value.modules()]), *held
     if isinstance(value, (slice, range)):
         return kind, freeze((value.start, value.stop, value.step))
     if not isinstance(value, _CONTAINERS) or len(value) > _MAX_ITEMS or depth > _MAX_DEPTH:
-        return Same(value)
+        return other(value)
     if isinstance(value, dict):
         return kind, tuple([(inner(key), inner(item)) for key, item in value.items()])
     frozen = list(map(inner, value))

@@ -12,7 +12,7 @@ from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[
 from torch.utils import _pytree as torch_pytree
 from torch.utils._device import DeviceContext
 
-from tdfunc._jit.environment import freeze, static_part
+from tdfunc._jit.environment import by_equality, freeze, static_part
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
@@ -57,7 +57,7 @@ class Contexts:
             self.clear()
         # All that a context holds: its own == leaves most of it out.
         static = context.static or Static()
-        own = (tuple(static.kinds.items()), static.ties, _hashable(static.own))
+        own = (tuple(static.kinds.items()), static.ties, _frozen(static.own))
         size = context.batch_size, context.device, context.names
         key = (cls, context.keys, context.order, context.ties, *size, own, context.grafts)
         number = self._numbers.get(key)
@@ -67,12 +67,14 @@ class Contexts:
         return number
 
 
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return freeze(value)
-    return value
+def _frozen(value: Any) -> Any:
+    """Return the key of static data: 1, 1.0 and True are equal, and a function can tell them apart."""
+    return freeze(value, by_tensor=True, other=by_equality)
+
+
+def _key_part(key: Any) -> Any:
+    """Return the key of a dict's key: nearly all are texts, which equal no value of another type."""
+    return key if type(key) is str else _frozen(key)
 
 
 def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") -> None:
@@ -94,7 +96,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         out.parts.append((kind, len(value)))
         _describe_each(contexts, value, out, where, numbered=True)
     elif kind is dict:
-        out.parts.append((kind, tuple(value)))
+        out.parts.append((kind, tuple([_key_part(key) for key in value])))
         for key, item in value.items():
             describe(contexts, item, out, f"{where}[{key!r}]")
     elif isinstance(value, NonTensorBase):
@@ -105,7 +107,7 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         out.parts.append((kind, frozen, value.shape))
     elif kind in torch_pytree.SUPPORTED_NODES:
         children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-        out.parts.append((kind, _hashable(context), len(children)))
+        out.parts.append((kind, _frozen(context), len(children)))
         _describe_each(contexts, children, out, where, numbered=True)
     else:
         out.parts.append(static_part(value, where))

@@ -36,7 +36,7 @@ from tdfunc.core.context import in_functorch, is_tracing
 from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.pytree import flatten
+from tdfunc.core.pytree import flatten, flatten_with_paths
 from tdfunc.core.walk import node_like
 
 # Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`, or
@@ -498,10 +498,10 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
 def named_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], *kinds: type) -> list[tuple[str, Any]]:
     """Return (name, value) for the leaves of these classes among the arguments, in their order."""
     found: list[tuple[str, Any]] = []
-    for entries, leaf in torch_pytree.tree_flatten_with_path((args, kwargs))[0]:
-        if isinstance(leaf, kinds):
-            key = getattr(entries[1], "key", getattr(entries[1], "idx", ""))
-            found.append((f"argument {key}{torch_pytree.keystr(entries[2:])}", leaf))
+    for key, value in (*enumerate(args), *kwargs.items()):
+        for path, leaf in flatten_with_paths(value)[0]:
+            if isinstance(leaf, kinds):
+                found.append((f"argument {key}{torch_pytree.keystr(path)}", leaf))
     return found
 
 

@@ -101,6 +101,12 @@ def as_count(what: str, number: object, least: int = 1) -> int:
     return count
 
 
+def refuse_text(what: str, values: object) -> None:
+    """Raise if one text is given for several: its characters would count as them."""
+    if isinstance(values, str):
+        raise error(TypeError, f"{what} must be several, not one text.", got=brief(values), hint=f"[{brief(values)}]")
+
+
 def check_least(what: str, number: float, least: int = 1) -> None:
     """Raise unless a number has at least a value."""
     if not number >= least:

@@ -172,6 +172,14 @@ class Filter:
             self._mask, self._text = partial(_having, "kind", spec), str(spec)
         elif isinstance(spec, torch.dtype):
             self._mask, self._text = partial(_having, "dtype", spec), str(spec)
+        elif isinstance(spec, type):
+            # A call of a class makes an instance, which is true.
+            raise FilterError(
+                "Filter: a class does not choose leaves.",
+                expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
+                got=spec.__name__,
+                hint="tdfunc.of_type(module, kind) chooses the leaves of the layers of a class.",
+            )
         elif callable(spec):
             self._mask, self._text = partial(_wanted, spec), getattr(spec, "__name__", "fn")
         else:

@@ -314,3 +314,15 @@ def _restore(dumped: Any) -> Context:
         tuple(dumped["features"]), None if static == NO_STATIC else static,
         tuple(Graft(tuple(path), place, tuple(source)) for path, place, source in dumped["grafts"]),
     )  # fmt: skip
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return what torch's `tree_flatten_with_path` does: the leaves with their paths, and the spec.
+
+    Classes may be registered without names for their children; the leaves of such a tree have numbers.
+    """
+    try:
+        return torch_pytree.tree_flatten_with_path(tree)
+    except ValueError:
+        leaves, spec = torch_pytree.tree_flatten(tree)
+        return [((torch_pytree.SequenceKey(i),), leaf) for i, leaf in enumerate(leaves)], spec

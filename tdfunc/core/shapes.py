@@ -10,7 +10,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.context import has_values, is_compiling
-from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.errors import BatchSizeError, error, refuse_text
 from tdfunc.core.types import Names
 
 EMPTY = Size(())
@@ -49,6 +49,7 @@ def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
     """Check dimension names; all-None names are None."""
     if names is None:
         return None
+    refuse_text("names: the names of dimensions", names)
     result = tuple(names)
     given = [name for name in result if name is not None]
     if not all(isinstance(name, str) for name in given):

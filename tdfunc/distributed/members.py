@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from tdfunc.core.errors import LeafMismatchError, PeerError, TreeStructureError
+from tdfunc.core.pytree import flatten_with_paths
 from tdfunc.storage.disk.ranks import Ranks, is_sharded
 
 # The most places that a message lists.
@@ -88,7 +89,7 @@ def _join(make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any] |
 
 def _tensors(tree: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors in a container, in the order of a map, each with its place."""
-    found = pytree.tree_flatten_with_path(tree)[0]
+    found = flatten_with_paths(tree)[0]
     return [(pytree.keystr(path), leaf) for path, leaf in found if isinstance(leaf, Tensor)]
 
 

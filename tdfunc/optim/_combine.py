@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import FilterError
+from tdfunc.core.errors import FilterError, brief, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
@@ -167,6 +167,9 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
     Args:
         *members: Any number of maps (`clip_by_global_norm`, ...), then one optimizer.
 
+    Raises:
+        TypeError: The last argument is not an optimizer, or another one is.
+
     Examples:
         >>> opt = tdf.optim.chain(tdf.optim.clip_by_member_norm(1.0), tdf.optim.adamw(lr=1e-3))
         >>> params = TensorDict({"w": torch.ones(4, 3)}, [4])
@@ -176,6 +179,14 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
     """
     # Any: maps, and an optimizer.
     given: Any = members
+    are_maps = [callable(each) and not hasattr(each, "update") for each in members]
+    if not members or not hasattr(given[-1], "update") or not all(are_maps[:-1]):
+        raise error(
+            TypeError,
+            "chain: the arguments must be maps of gradients, then one optimizer.",
+            expected="chain(clip_by_global_norm(1.0), adamw())",
+            got=brief(members),
+        )
     *maps, last = given
     return Chain(tuple(maps), last)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import as_count, check_finite, check_least, error
+from tdfunc.core.errors import as_count, check_choice, check_finite, check_least, error
 from tdfunc.core.surface import surface
 from tdfunc.optim._optimizer import Schedule
 
@@ -230,6 +230,10 @@ class ReduceOnPlateau:
         min_scale: The smallest scale.
         mode: `min` if small metrics are good, `max` if large ones are.
 
+    Raises:
+        TypeError: `patience` or `cooldown` is not a whole number.
+        ValueError: `factor` is not between 0 and 1, `mode` is another one, or a count is negative.
+
     Source:
         `torch.optim.lr_scheduler.ReduceLROnPlateau`, with `threshold_mode="rel"`; below zero its margin
         points the other way.
@@ -256,6 +260,7 @@ class ReduceOnPlateau:
         if not 0.0 < factor < 1.0:
             raise error(ValueError, "ReduceOnPlateau: factor must be between 0 and 1.", got=factor)
         check_finite("ReduceOnPlateau: threshold", threshold)
+        check_choice("ReduceOnPlateau: mode", mode, ("min", "max"))
         self.factor = factor
         self.patience: int = as_count("ReduceOnPlateau: patience", patience, 0)
         self.threshold = threshold

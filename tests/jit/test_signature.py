@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import OrderedDict, defaultdict
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tdfunc import NonTensorData, TensorDict
+from tdfunc import NonTensorData, TensorDict, UnsupportedError
 from tdfunc._jit import jit
 from tdfunc._jit.signature import Contexts
 from tdfunc.core.pytree import flatten
@@ -66,6 +67,55 @@ def test_keys_and_their_order_are_in_the_key(kind):
     ]
     assert names == [["a", "b"], ["b", "a"]]
     assert fn.cache_info().misses == 3
+
+
+class Scaled:
+    """A tensor and a number that is no leaf."""
+
+    def __init__(self, x, scale):
+        self.x, self.scale = x, scale
+
+
+pytree.register_pytree_node(Scaled, lambda node: ([node.x], node.scale), lambda leaves, scale: Scaled(*leaves, scale))
+ZEROS = torch.tensor([1, 2])
+EQUAL = {
+    "numpy": (lambda x, given: x * given, np.float32(0.0), np.float32(-0.0)),
+    "a decimal": (lambda x, given: x * float(given), Decimal("0"), Decimal("-0")),
+    "the key of a dict": (lambda x, given: x * next(iter(given)), {1.0: None}, {True: None}),
+    "static data of a node": (lambda _, given: given.x * given.scale, Scaled(ZEROS, 1), Scaled(ZEROS, 1.0)),
+    "static data in a tuple": (
+        lambda _, given: given.x * given.scale[0],
+        Scaled(ZEROS, (0.0,)),
+        Scaled(ZEROS, (-0.0,)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "first", "second"), EQUAL.values(), ids=EQUAL)
+def test_values_that_are_equal_and_not_the_same_are_recorded_apart(function, first, second):
+    """1 == 1.0 == True and 0.0 == -0.0, whose results have other dtypes and signs."""
+    fn = jit(function)
+    fn(ZEROS, first)
+    found, expected = fn(ZEROS, second), function(ZEROS, second)
+
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.double().signbit(), expected.double().signbit())
+
+
+@pytest.mark.parametrize("make", [lambda: np.float32("nan"), lambda: np.float32(0.5), lambda: Decimal("0.5")])
+def test_a_number_of_another_library_is_recorded_once(make):
+    """Also nan, which does not equal itself."""
+    fn = jit(lambda x, given: x * float(given))
+    for _ in range(3):
+        fn(torch.ones(2), make())
+
+    assert fn.cache_info().misses == 1
+
+
+def test_the_leaves_of_a_node_without_names_have_numbers():
+    """Torch registers classes without names for their children."""
+    with pytest.raises(UnsupportedError, match=r"argument 0\[0\] requires grad"):
+        jit(lambda given: given.x * 2)(Scaled(torch.ones(2, requires_grad=True), 1))
 
 
 def test_which_arguments_are_one_object_is_in_the_key():

@@ -106,7 +106,7 @@ MESSAGES = [
      "dense()"),
     (lambda: optim.clip_by_member_norm(1.0)(ROWS), tdf.UnsupportedError, "clip_by_member_norm", "a lazy stack"),
     # Optimizers made of others.
-    (lambda: step(opt=optim.chain(optim.sgd(), optim.adam())), TypeError, "'Optimizer' object is not callable"),
+    (lambda: step(opt=optim.chain(optim.sgd(), optim.adam())), TypeError, "maps of gradients, then one optimizer"),
     (lambda: GROUPS.init({"a": RATES}), TypeError, "multi: params must be a tree", "dict"),
     (lambda: step(opt=GROUPS, state=optim.sgd().init(make_tree())), tdf.TreeStructureError, "['0', '1']", "['step']"),
     (lambda: step(opt=GROUPS, grads=make_tree().delete("b")), tdf.TreeStructureError, "multi.update", "['a', 'b']"),

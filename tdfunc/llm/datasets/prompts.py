@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tdfunc._tensorclass import TensorClass
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import error
+from tdfunc.core.errors import error, refuse_text
 from tdfunc.llm.encoding.following import Following
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of
 from tdfunc.llm.encoding.text import Around, text_rows
@@ -149,6 +149,8 @@ def tokenize_prompts(
     Source:
         `torchrl.data.PromptTensorDictTokenizer`.
     """
+    refuse_text("tokenize_prompts: prompts", prompts)
+    refuse_text("tokenize_prompts: responses", responses)
     if len(prompts) != len(responses):
         raise error(
             ValueError,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tdfunc._lazystack import lazy_stack
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import check_choice, error
+from tdfunc.core.errors import as_count, check_choice, error
 
 # The `input_ids` of a row and its masks, each of shape (T,).
 EncodedRow = dict[str, Tensor]
@@ -53,6 +53,13 @@ class Layout:
             check_choice(f"{call}: {name}", getattr(self, name), allowed)
         if self.max_length is None and (self.padding == "max_length" or self.cuts):
             raise error(ValueError, f"{call}: max_length must be given.", got="None")
+        if self.max_length is not None:
+            as_count(f"{call}: max_length", self.max_length, 0)
+
+    @property
+    def limit(self) -> int | None:
+        """The number of tokens of a row as a plain int."""
+        return None if self.max_length is None else as_count("max_length", self.max_length, 0)
 
     @property
     def pads(self) -> bool:
@@ -66,7 +73,8 @@ class Layout:
 
     def cut(self, row: EncodedRow, *, first: int = 0, last: int = 0) -> EncodedRow:
         """Return a row of at most `max_length` tokens, which keeps its `first` and `last` tokens."""
-        length, limit = len(row["input_ids"]), self.max_length
+        length = len(row["input_ids"])
+        limit = self.limit
         if not self.cuts or limit is None or length <= limit:
             return row
         room, end = max(limit - first - last, 0), length - last
@@ -79,8 +87,8 @@ class Layout:
         """Return rows as tensors (N, T), with their `attention_mask`; the other masks are False at pads."""
         lengths = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64)
         width = int(lengths.max()) if rows else 0
-        if self.padding == "max_length" and self.max_length is not None:
-            width = max(width, self.max_length)
+        if self.padding == "max_length" and self.limit is not None:
+            width = max(width, self.limit)
         positions = torch.arange(width)
         if self.padding_side == "left":
             real = positions >= width - lengths.unsqueeze(-1)

@@ -1,20 +1,25 @@
 """`GenerationOptions`, the options of generation under one meaning for every engine, and `Response`, its results."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tdfunc.core.errors import as_count, check_choice, error
+from tdfunc.core.errors import as_count, brief, check_choice, error
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 # If both are given, the legacy name prevails.
 _LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
+_IDS = ("stop_token_ids", "eos_token_ids")
+_SWITCHES = ("do_sample", "logprobs", "skip_special_tokens")
+# The least value of each.
+_COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "num_return_sequences": 1, "num_beams": 1, "top_k": 1}
 # The names of a GenerationConfig, and those of ours.
 _CONFIG = {"stop_strings": "stop_sequences", "eos_token_id": "eos_token_ids"}
 # Entries of a GenerationConfig that concern the form of its results, which is another one here.
@@ -131,12 +136,18 @@ class GenerationOptions:
                 expected=num_samples,
                 got=given["num_return_sequences"],
             )
+        for name in _SWITCHES:
+            # A text of a configuration is true, also "false".
+            check_choice(f"generate: {name}", given.get(name, False), (True, False))
         given["temperature"] = _temperature(given.pop("do_sample", None), given.get("temperature"))
-        for name in ("stop_sequences", "stop_token_ids", "eos_token_ids"):
+        if "stop_sequences" in given:
+            given["stop_sequences"] = _texts(given["stop_sequences"])
+        for name in _IDS:
             if name in given:
-                value = given[name]
-                one = isinstance(value, str) or not isinstance(value, Sequence)
-                given[name] = (value,) if one else tuple(value)
+                given[name] = _ids(name, given[name])
+        for name, least in _COUNTS.items():
+            if name in given:
+                given[name] = as_count(f"generate: {name}", given[name], least)
         # These values truncate nothing.
         for name, off in (("top_p", 1), ("min_p", 0)):
             if given.get(name) == off:
@@ -147,11 +158,6 @@ class GenerationOptions:
 
     def _check(self) -> None:
         """Raise for options out of range, and for those that contradict each other."""
-        least: dict[str, int] = {"max_new_tokens": 0, "min_new_tokens": 0, "num_return_sequences": 1, "num_beams": 1}
-        for name, bound in (least | {"top_k": 1}).items():
-            value = getattr(self, name)
-            if value is not None:
-                as_count(f"generate: {name}", value, bound)
         cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), "top_k")
         rules = {
             "top_p must be above 0 and at most 1.": self.top_p is None or 0 < self.top_p <= 1,
@@ -206,6 +212,25 @@ def empty_response(options: GenerationOptions, *, drawn: bool, device: torch.dev
     none = torch.zeros(0, device=device)
     log_probs, behaviour = none if options.logprobs else None, none if drawn else None
     return Response(none.to(torch.int64), "length", log_probs, behaviour)
+
+
+# Any: the values are what the caller passed.
+def _texts(given: Any) -> tuple[str, ...]:
+    """Return one stop sequence, or several."""
+    texts = (given,) if isinstance(given, str) or not isinstance(given, Collection) else tuple(given)
+    for text in texts:
+        if not isinstance(text, str):
+            raise error(TypeError, "generate: a stop sequence must be a text.", got=brief(text))
+    return texts
+
+
+# Any: the values are what the caller passed.
+def _ids(name: str, given: Any) -> tuple[int, ...]:
+    """Return one id, or those of a list, set, array or tensor."""
+    if isinstance(given, (Tensor, np.ndarray, np.generic)):
+        given = given.tolist()
+    ids: Iterable[Any] = given if isinstance(given, Collection) and not isinstance(given, str) else (given,)
+    return tuple([as_count(f"generate: an id of {name}", each, -1) for each in ids])
 
 
 def _temperature(do_sample: bool | None, temperature: float | None) -> float:

@@ -38,24 +38,38 @@ class Way(NamedTuple):
     cached: bool
 
 
-_FOUND: WeakKeyDictionary[Apply | LoraApply, Way] = WeakKeyDictionary()
+# Of each precision: what rounding hides in bfloat16 shows in float32.
+_FOUND: WeakKeyDictionary[Apply | LoraApply, dict[tuple[object, ...], Way]] = WeakKeyDictionary()
 
 
 def find_way(lm: CausalLM, params: Any, buffers: Any, length: int) -> Way:
     """Return the fastest way in which each row, up to a length, has the results of the row alone."""
-    found = _FOUND.get(lm.apply)
+    ways = _FOUND.setdefault(lm.apply, {})
+    precision = _precision(_first_floating(params))
+    found = ways.get(precision)
     if found is None:
-        found = _FOUND[lm.apply] = _measure(lm, params, buffers)
+        found = ways[precision] = _measure(lm, params, buffers)
     if not lm.by_length:
         return found
     # Beyond these positions the frequencies of all earlier positions change, including those in the cache.
     return Way(padded=False, cached=found.cached and length <= lm.first_length)
 
 
+def _precision(leaf: Tensor) -> tuple[object, ...]:
+    """Return what decides how a model with such leaves rounds."""
+    device = leaf.device
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return leaf.dtype, device, torch.get_float32_matmul_precision(), autocast
+
+
+def _first_floating(params: Any) -> Tensor:
+    return next(leaf for leaf in params.leaves() if leaf.is_floating_point())
+
+
 def _measure(lm: CausalLM, params: Any, buffers: Any) -> Way:
     weights, rest = split(params)
     weights, rest = _random_weights(weights), rest if buffers is None else buffers
-    leaf = next(leaf for leaf in weights.leaves() if leaf.is_floating_point())
+    leaf = _first_floating(weights)
     vocabulary = lm.apply.module.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue]
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocabulary, (length,), generator=generator).to(leaf.device) for length in _ROWS]

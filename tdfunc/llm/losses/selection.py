@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tdfunc._mixture import widen
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import error
+from tdfunc.core.errors import as_count, error, refuse_text
 
 
 class TopK(NamedTuple):
@@ -52,6 +52,9 @@ def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k:
         >>> topk_rewards(["a", "a", "a", "a", "b"], rewards, group_size=4, k=1)
         TopK(chosen=tensor([1]), pending=tensor([4]))
     """
+    refuse_text("topk_rewards: prompts", prompts)
+    group_size = as_count("topk_rewards: group_size", group_size)
+    k = as_count("topk_rewards: k", k)
     if len(prompts) != rewards.shape[0]:
         raise error(
             ValueError,
@@ -59,7 +62,7 @@ def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k:
             expected=f"{len(prompts)} rewards",
             got=f"shape {list(rewards.shape)}",
         )
-    if not 1 <= k <= group_size:
+    if k > group_size:
         raise error(ValueError, "topk_rewards: k must be in 1 to group_size.", got=f"k={k}, group_size={group_size}")
     per_row = rewards if rewards.ndim == 1 else rewards.flatten(1).double().mean(1)
     if bool(per_row.isnan().any()):

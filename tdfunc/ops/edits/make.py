@@ -8,6 +8,7 @@ import torch
 from torch import Size
 
 from tdfunc.core.collection import LeafOp, TensorCollection, by_shape, per_tree
+from tdfunc.core.errors import refuse_text
 from tdfunc.core.keys import unravel
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import as_names, as_size, put_first
@@ -72,6 +73,7 @@ def split_keys(tree: T, key_sets: Sequence[Any], strict: bool) -> tuple[T, ...]:
     parts: list[T] = []
     rest = tree
     for keys in key_sets:
+        refuse_text("split_keys: the keys of a set", keys)
         names: dict[Any, Any] = dict(keys) if isinstance(keys, Mapping) else {key: key for key in keys}
         part = select(rest, list(names), strict)
         for old, new in names.items():

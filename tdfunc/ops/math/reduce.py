@@ -12,7 +12,7 @@ from torch import Size, Tensor
 from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, iter_leaves, leaf_items, note_leaf, with_leaves
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import check_choice, error
-from tdfunc.core.shapes import EMPTY, dim_index, dims_of, one_shape, put_first
+from tdfunc.core.shapes import EMPTY, as_int, dim_index, dims_of, one_shape, put_first
 from tdfunc.core.ties import node_at
 from tdfunc.core.types import LeafFn, Names
 from tdfunc.ops.base.reading import check_dense
@@ -170,6 +170,9 @@ _OWN: dict[str, Callable[..., Tensor]] = {"norm": _norm, "prod": _prod, "quantil
 def extremes(tree: T, name: str, dim: Any, keepdim: bool) -> T:
     """Reduce with `torch.max`, `min`, `argmax` or `argmin` over one dimension, all features, or whole leaves."""
     fn: Callable[..., Any] = getattr(torch, name)
+    if getattr(dim, "ndim", None) == 0:
+        # An integer of numpy or of a tensor.
+        dim = as_int(dim)
     if dim not in (None, "feature") and not isinstance(dim, int):
         raise error(
             ValueError,

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_unflatten
 
 from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.pytree import flatten_with_paths
 
 
 def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -35,7 +36,7 @@ def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         >>> vector, unravel(vector + 1)["b"]
         (tensor([0., 0., 0., 0., 1.]), tensor([2.]))
     """
-    found, spec = tree_flatten_with_path(tree)
+    found, spec = flatten_with_paths(tree)
     leaves: list[Tensor] = []
     dtype: torch.dtype | None = None
     for path, leaf in found:

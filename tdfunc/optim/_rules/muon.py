@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, check_choice
+from tdfunc.core.errors import LeafMismatchError, as_count, check_choice
 from tdfunc.optim._checks import path_of
 from tdfunc.optim._lists import Leaves, Lists
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
@@ -55,6 +55,7 @@ def muon(
         >>> opt.init(params)["0", "momentum_buffer"].paths()
         [('weight',)]
     """
+    ns_steps = as_count("muon: ns_steps", ns_steps, 0)
     check_choice("muon: adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
     hyper: dict[str, Hyper] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
     options = {"nesterov": nesterov, "coefficients": ns_coefficients, "steps": ns_steps, "adjust": adjust_lr_fn}

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from tdfunc import random
+from tdfunc.core.context import require_values
+from tdfunc.core.errors import brief, error
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.weights.method import PerModel, columns, is_cancelled
 
@@ -11,6 +13,19 @@ from tdfunc.weights.method import PerModel, columns, is_cancelled
 def per_model(value: PerModel, flat: Tensor) -> Tensor:
     """Return a number, or one for each model, as a column in float64, in which counts are exact."""
     return torch.as_tensor(value, dtype=torch.float64, device=flat.device).reshape(-1, 1)
+
+
+def share_of(name: str, value: PerModel, flat: Tensor) -> Tensor:
+    """Return a share, or one for each model, as a column in float64.
+
+    Raises:
+        ValueError: A share is not between 0 and 1: a percentage, for example, would keep all numbers.
+    """
+    share = per_model(value, flat)
+    what = f"{name} is a share of the numbers."
+    fits = (share >= 0) & (share <= 1)
+    require_values(fits, lambda: error(ValueError, what, expected=f"0 <= {name} <= 1", got=brief(value)))
+    return share
 
 
 def keep_ranks(flat: Tensor, first: Tensor, last: Tensor) -> Tensor:
@@ -31,7 +46,8 @@ def rescale_l1(x: Tensor, masked: Tensor) -> Tensor:
 def keep_largest(x: Tensor, density: PerModel, rescale: bool) -> Tensor:
     """Return task vectors [K, *S] with the share `density` of their largest numbers, at least one; others are 0."""
     flat = x.reshape(x.shape[0], -1)
-    share, n = per_model(density, flat), flat.shape[1]
+    share = share_of("density", density, flat)
+    n = flat.shape[1]
     count = torch.where(share > 0, (share * n).floor().clamp(1, n), 0)
     masked = x * keep_ranks(flat, n - count, count.new_tensor(n)).reshape(x.shape)
     return rescale_l1(x, masked) if rescale else masked
@@ -40,8 +56,10 @@ def keep_largest(x: Tensor, density: PerModel, rescale: bool) -> Tensor:
 def keep_middle(x: Tensor, density: PerModel, gamma: PerModel, rescale: bool) -> Tensor:
     """Return task vectors without the share `gamma` of their largest numbers, and with the next `density`."""
     flat = x.reshape(x.shape[0], -1)
-    share, n = per_model(density, flat), flat.shape[1]
-    count, top = (share * n).floor(), (per_model(gamma, flat) * n).floor()
+    share = share_of("density", density, flat)
+    n = flat.shape[1]
+    count = (share * n).floor()
+    top = (share_of("gamma", gamma, flat) * n).floor()
     first = torch.where(share >= 1, 0, (n - count - top).clamp(min=0))
     masked = x * keep_ranks(flat, first, first + torch.where(share >= 1, n, count)).reshape(x.shape)
     return rescale_l1(x, masked) if rescale else masked
@@ -65,7 +83,7 @@ def keep_by_rank(x: Tensor, density: PerModel, epsilon: PerModel, key: KeyLike, 
     rank = rows.abs().sort(dim=-1, stable=True).indices.argsort(-1).to(torch.float64)
     # A row of one number has the middle rank.
     place = rank / (n - 1) if n > 1 else rank + 0.5
-    share = columns(per_model(density, x).reshape(-1), rows).clamp(0, 1)
+    share = columns(share_of("density", density, x).reshape(-1), rows)
     spread = columns(per_model(epsilon, x).reshape(-1), rows)
     spread = torch.minimum(spread, torch.minimum(share, 1 - share))
     return keep_random(x, (share + spread * (2 * place - 1)).clamp(0, 1).reshape(x.shape), key, rescale)

@@ -154,3 +154,19 @@ def test_tokenizers_in_python():
     assert detokenize(tokenizer, tokenizer(texts)["input_ids"]) == texts
     digests = [tokenizer_digest(transformers.ByT5Tokenizer(extra_ids=n)) for n in (125, 125, 100)]
     assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("length", [-1, -8])
+def test_a_length_is_not_negative(length):
+    """Other programs write -1 for no limit, and here no token would be left."""
+    with pytest.raises(ValueError, match="max_length must be at least 0"):
+        tokenize_text(make_tokenizer(), "the quick fox", truncation=True, max_length=length)
+
+
+@pytest.mark.parametrize("padding", [True, "max_length"])
+def test_a_length_may_be_a_whole_float(padding):
+    """As a count of other functions."""
+    options = {"truncation": True, "padding": padding}
+    found = tokenize_text(make_tokenizer(), ["the quick fox", "a"], max_length=2.0, **options)
+
+    assert tdf.tree_equal(found, tokenize_text(make_tokenizer(), ["the quick fox", "a"], max_length=2, **options))

@@ -1,6 +1,8 @@
 """The rules of generation options: one table of what is accepted and its meaning, one of what is refused."""
 
+import numpy as np
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from tdfunc.llm.generation.options import GenerationOptions
@@ -59,7 +61,24 @@ REFUSED = [
     ({"num_beams": 2, "n": 3}, ValueError, "several responses to a prompt must come from sampling"),
     ({"do_sample": True, "n": 0}, ValueError, "num_return_sequences must be at least 1"),
     ({"stop_sequences": ["a", ""]}, ValueError, "a stop sequence must not be empty"),
+    ({"stop_sequences": [3]}, TypeError, "a stop sequence must be a text"),
+    ({"stop_sequences": 3}, TypeError, "a stop sequence must be a text"),
+    ({"stop_token_ids": "3"}, TypeError, "an id of stop_token_ids must be a whole number"),
+    ({"stop_token_ids": [3.5]}, TypeError, "an id of stop_token_ids must be a whole number"),
+    ({"eos_token_ids": torch.tensor([0.5])}, TypeError, "an id of eos_token_ids must be a whole number"),
+    ({"do_sample": "false"}, ValueError, "do_sample must be one of True, False"),
+    ({"logprobs": "no"}, ValueError, "logprobs must be one of True, False"),
+    ({"skip_special_tokens": "false"}, ValueError, "skip_special_tokens must be one of True, False"),
 ]
+IDS = {
+    "a list": [3, 5],
+    "a set": {3, 5},
+    "a tensor": torch.tensor([3, 5]),
+    "an array": np.array([3, 5]),
+    "numbers of numpy": (np.int64(3), np.uint8(5)),
+    "whole floats": [3.0, 5.0],
+}
+COUNTS = ("max_new_tokens", "min_new_tokens", "num_return_sequences", "num_beams", "top_k")
 
 
 @pytest.mark.parametrize(("kwargs", "changed"), ACCEPTED, ids=str)
@@ -73,6 +92,29 @@ def test_contradictions_and_unknown_options_are_errors(kwargs, kind, pattern):
     """Each raises, and names the option."""
     with pytest.raises(kind, match=pattern):
         GenerationOptions.parse(kwargs)
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+@pytest.mark.parametrize("name", ["stop_token_ids", "eos_token_ids"])
+def test_ids_are_those_of_any_container(name, ids):
+    """A set that was one id would never end a response."""
+    assert sorted(getattr(GenerationOptions.parse({name: ids}), name)) == [3, 5]
+
+
+@pytest.mark.parametrize("one", [7, np.int64(7), torch.tensor(7)], ids=["int", "numpy", "tensor"])
+def test_one_id_is_one(one):
+    """Without a container around it."""
+    assert GenerationOptions.parse({"stop_token_ids": one}).stop_token_ids == (7,)
+
+
+@pytest.mark.parametrize("number", [4.0, np.int64(4), torch.tensor(4)], ids=["float", "numpy", "tensor"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_is_kept_as_a_plain_int(name, number):
+    """Engines and servers read it."""
+    options = {"num_beams": 4, **{name: number}} if name == "num_return_sequences" else {name: number}
+    options |= {"do_sample": True} if name == "top_k" else {}
+
+    assert type(getattr(GenerationOptions.parse(options), name)) is int
 
 
 def test_num_samples_is_num_return_sequences():

@@ -130,6 +130,17 @@ def test_a_cache_that_is_nearly_right_is_not_used(name):
         torch.testing.assert_close(made.log_probs, scored, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", MAMBA)
+def test_the_way_of_a_precision_is_not_that_of_another(name):
+    """The same cached step is within the rounding of bfloat16, in which the model runs first."""
+    torch.manual_seed(2)
+    config = getattr(hf, f"{name}Config")(**FAMILIES["llama"][1] | MAMBA[name])
+    lm, params, buffers = causal_lm(getattr(hf, f"{name}ForCausalLM")(config).eval())
+    find_way(lm, params.bfloat16(), buffers.bfloat16(), 20)
+
+    assert find_way(lm, params, buffers, 20) == (False, False)
+
+
 def test_positions_that_depend_on_the_length_are_those_of_each_prefix():
     """Dynamic rotary positions are computed anew beyond the trained length, without a cache of the old ones."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
