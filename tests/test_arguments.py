@@ -92,8 +92,6 @@ COUNTS = {
     "max_pending": lambda n, _: tdf.AsyncSaver(max_pending=n)._queue._max_pending,
     "max_shard_size": lambda n, folder: tdf.save(PARAMS, folder / "m", max_shard_size=n * 16),
     "EarlyStopping": lambda n, _: stop(n),
-    "ReduceOnPlateau: patience": lambda n, _: optim.schedules.ReduceOnPlateau(patience=n).patience,
-    "ReduceOnPlateau: cooldown": lambda n, _: optim.schedules.ReduceOnPlateau(cooldown=n).cooldown,
     "Snapshots": lambda n, _: Snapshots(n).init(PARAMS),
     "successive_halving": lambda n, _: sweep.successive_halving(RUN, rung, n),
     "train_blocks: rungs": lambda n, folder: sweep.train_blocks(RUN, rung, n, folder=folder, block=4)[1],
