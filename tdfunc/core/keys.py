@@ -15,6 +15,8 @@ from tdfunc.core.errors import FilterError, MissingKeyError, error, explain
 from tdfunc.core.types import Kind, NestedKey, Path
 
 V = TypeVar("V")
+# The most paths in the text of a filter.
+_SHOWN_PATHS = 3
 
 
 def unravel(key: NestedKey) -> Path:
@@ -237,6 +239,19 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     return _combined(partial(_owned, owners), text)
 
 
+def at_paths(paths: Iterable[Path]) -> Filter:
+    """Return a filter for the leaves at these paths, of which there may be thousands.
+
+    Args:
+        paths: The paths. A filter that matches none of a tree's leaves raises an error, as a pattern does.
+    """
+    names = frozenset(map(dotted, paths))
+    shown = ", ".join(map(repr, sorted(names)[:_SHOWN_PATHS]))
+    more = f" and {len(names) - _SHOWN_PATHS} more" if len(names) > _SHOWN_PATHS else ""
+    text = f"at_paths({shown}{more})"
+    return _combined(partial(_listed, names, text), text)
+
+
 # The masks are partials of these, so that filters (and optimizers with them) can be pickled.
 
 
@@ -250,6 +265,13 @@ def _of_both(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], en
 
 def _owned(owners: set[Path], entries: Sequence[Entry]) -> list[bool]:
     return [any(path[:-1] in owners for path in e.paths) for e in entries]
+
+
+def _listed(names: frozenset[str], text: str, entries: Sequence[Entry]) -> list[bool]:
+    found = [any(dotted(path) in names for path in e.paths) for e in entries]
+    if not any(found):
+        raise FilterError(f"Filter: {text} matches no leaf.", got=f"{len(entries)} leaves")
+    return found
 
 
 def _having(field: str, value: object, entries: Sequence[Entry]) -> list[bool]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tdfunc.core.errors import UnsupportedError, damaged
-from tdfunc.lora._patterns import Pattern, PatternTable
+from tdfunc.lora._patterns import Ends, Modules, Pattern, PatternTable
 
 # Entries that do not change the numbers of a saved adapter: its origin, its training, and the start of its training.
 _WITHOUT_EFFECT = {
@@ -37,12 +37,12 @@ class Targets:
         parameters: The ends of the names of parameters that are adapted themselves.
     """
 
-    modules: tuple[str, ...] | Pattern | None = None
-    excluded: tuple[str, ...] | Pattern = ()
+    modules: Ends | Pattern | None = None
+    excluded: Ends | Pattern = Ends()
     layers: tuple[int, ...] | None = None
     layers_pattern: tuple[Pattern, ...] = ()
-    saved: tuple[Pattern, ...] = ()
-    parameters: tuple[str, ...] = ()
+    saved: Modules = Modules((), "")
+    parameters: Ends = Ends()
 
     def has_module(self, name: str) -> bool:
         """Return whether a module is adapted.
@@ -50,11 +50,11 @@ class Targets:
         Source:
             `check_target_module_exists` of PEFT 0.21.
         """
-        if _chooses(self.excluded, name) or any(pattern.matches(name) for pattern in self.saved):
+        if _chooses(self.excluded, name) or self.saved.has(name):
             return False
         if self.modules is None or not _chooses(self.modules, name):
             return False
-        if self.layers is None or isinstance(self.modules, Pattern) or name in self.modules:
+        if self.layers is None or isinstance(self.modules, Pattern) or name in self.modules.ends:
             return True
         return self._layer_of(name) in self.layers
 
@@ -76,11 +76,9 @@ class Targets:
         return None
 
 
-def _chooses(choice: tuple[str, ...] | Pattern, name: str) -> bool:
+def _chooses(choice: Ends | Pattern, name: str) -> bool:
     """Return whether a pattern matches a name, or one of several ends is its end."""
-    if isinstance(choice, Pattern):
-        return choice.matches(name)
-    return any(name == end or name.endswith(f".{end}") for end in choice)
+    return choice.matches(name) if isinstance(choice, Pattern) else choice.has(name)
 
 
 @dataclass(frozen=True)
@@ -156,13 +154,13 @@ def read_config(entries: Mapping[str, Any]) -> Config:
         version=_version_of(entries.get("peft_version")),
         targets=Targets(
             modules=reader.modules(),
-            excluded=reader.choice("exclude_modules") or (),
+            excluded=reader.choice("exclude_modules") or Ends(),
             layers=reader.layers(),
             layers_pattern=tuple(
                 [Pattern(text, "'layers_pattern'") for text in reader.names("layers_pattern", single=True)]
             ),
-            saved=tuple([Pattern(rf"(^|.*\.){name}($|\..*)", "'modules_to_save'") for name in modules_to_save]),
-            parameters=reader.names("target_parameters"),
+            saved=Modules(modules_to_save, "'modules_to_save'"),
+            parameters=Ends(reader.names("target_parameters")),
         ),
     )
     reader.check_rest()
@@ -244,16 +242,16 @@ class _Reader:
             raise self._refusal(name, "a list of texts")
         return tuple(given)
 
-    def choice(self, name: str) -> tuple[str, ...] | Pattern | None:
+    def choice(self, name: str) -> Ends | Pattern | None:
         """Return an entry that is a list of ends of names, or a pattern."""
         given = self._get(name)
         if given is None:
             return None
         if isinstance(given, str):
             return Pattern(given, repr(name))
-        return self.names(name)
+        return Ends(self.names(name))
 
-    def modules(self) -> tuple[str, ...] | Pattern | None:
+    def modules(self) -> Ends | Pattern | None:
         """Return the layers that are adapted; None if the configuration does not name them."""
         if self._get("target_modules") == "all-linear":
             return None

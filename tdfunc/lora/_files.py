@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
-from tdfunc.core.keys import Filter, FilterLike, dotted
+from tdfunc.core.keys import Filter, FilterLike, at_paths, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
 from tdfunc.lora._config import Config, load_config, read_config
@@ -43,6 +42,8 @@ from tdfunc.storage.disk.commit import replace_folder
 if TYPE_CHECKING:
     from tdfunc.core.keys import Entry
 
+# More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
+_MAX_GLOBS = 32
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -180,16 +181,19 @@ def _by_value(values: Mapping[Path, Any], found: "Sequence[Entry]") -> Any:
 
 
 def _filter(paths: "Mapping[Path, Any] | Sequence[Path]", found: "Sequence[Entry]") -> FilterLike:
-    """Return a filter for the leaves at these paths: globs by their last keys where these choose no others."""
+    """Return a filter for the leaves at these paths: globs by their last keys where a few of these choose no others."""
     wanted = set(paths)
-    first, *others = [f"*{end}" for end in sorted({".".join(path[-2:]) for path in wanted})]
+    ends = {".".join(path[-2:]) for path in wanted}
+    if len(ends) > _MAX_GLOBS:
+        return at_paths(wanted)
+    first, *others = [f"*{end}" for end in sorted(ends)]
     globs: FilterLike = first
     for other in others:
         globs = Filter(globs) | other
     chosen = Filter(globs).mask(found)
     if {entry.paths[0] for entry, is_in in zip(found, chosen, strict=True) if is_in} == wanted:
         return globs
-    return Filter(re.compile("|".join(re.escape(dotted(path)) for path in sorted(wanted))))
+    return at_paths(wanted)
 
 
 def save(
@@ -226,9 +230,13 @@ def save(
     given = check_leaves("lora.save", shapes | {entry.paths[0]: entry.leaf.shape for entry in whole}, adapters)
     tensors: dict[str, Tensor] = {}
     written = Written(set(), set(), {}, {})
+    experts: dict[Path, list[Path]] = {}
+    for target in targets:
+        if target.layout.is_experts:
+            experts.setdefault(target.path[:-1], []).append(target.path)
     for target in targets:
         check_target(target, lora, module)
-        tensors |= _tensors_of(lora, target, targets, given)
+        tensors |= _tensors_of(lora, target, experts, given)
         rank = target.rank * (1 if lora.start == "kaiming" else 2)
         add_names(written, target, rank, rslora=lora.rslora)
     replaced = whole_modules(whole, written.modules, base, module)
@@ -252,16 +260,16 @@ def save(
 
 
 def _tensors_of(
-    lora: Lora, target: Target, targets: Sequence[Target], given: Mapping[Path, Tensor]
+    lora: Lora, target: Target, experts: Mapping[Path, Sequence[Path]], given: Mapping[Path, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of one weight's adapter, for each of its layers."""
+    """Return the tensors of one weight's adapter, for each of its layers; `experts` are the parameters by module."""
     parts = {name: given[(*target.path, name)].detach() for name in parts_of(lora, target)}
     parts["A"], parts["B"] = factors(parts)
     plain = {name: part for name, part in parts.items() if name not in FROZEN}
     tensors: dict[str, Tensor] = {}
     for path in target.paths:
         # Parameters of one module are nested, in the order of the targets.
-        same = [other.path for other in targets if target.layout.is_experts and other.path[:-1] == path[:-1]]
+        same = experts.get(path[:-1], []) if target.layout.is_experts else []
         outer = len(same) - 1 - same.index(path) if same else 0
         tensors |= write_parts(target, path, plain, outer)
     return tensors

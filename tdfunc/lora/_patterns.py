@@ -207,6 +207,102 @@ def _in_class(name: str, arg: Any, char: str) -> bool:
     return re.fullmatch(_CATEGORIES[str(arg)], char) is not None
 
 
+class Names:
+    """Values for names that are written out, of which a file can have thousands; a dot stands for any character.
+
+    A name is found by its own text, and not by a comparison with each of them.
+    """
+
+    def __init__(self) -> None:
+        # By the length and the places of the dots: the values, by the text with dots there.
+        self._shapes: dict[int, dict[tuple[int, ...], dict[str, tuple[int, Any]]]] = {}
+
+    def add(self, parts: Iterable[_Part], place: int, value: Any) -> bool:
+        """Enter a parsed pattern and its value; return False if it has more than characters and dots.
+
+        Args:
+            parts: The parts of the pattern.
+            place: Its place among all patterns: the first counts.
+            value: The value.
+        """
+        text = ""
+        dots: list[int] = []
+        for op, arg in parts:
+            if str(op) not in ("LITERAL", "ANY"):
+                return False
+            if str(op) == "ANY":
+                dots.append(len(text))
+            text += chr(arg) if str(op) == "LITERAL" else "."
+        shapes = self._shapes.setdefault(len(text), {})
+        shapes.setdefault(tuple(dots), {}).setdefault(text, (place, value))
+        return True
+
+    def find(self, text: str) -> "tuple[int, Any] | None":
+        """Return the place and value of the first pattern that matches a complete text, or None."""
+        found: list[tuple[int, Any]] = []
+        for dots, values in self._shapes.get(len(text), {}).items():
+            masked = text
+            for dot in dots:
+                masked = f"{masked[:dot]}.{masked[dot + 1 :]}"
+            if masked in values:
+                found.append(values[masked])
+        return min(found, key=operator.itemgetter(0), default=None)
+
+
+def ends_of(name: str) -> list[str]:
+    """Return a name and its ends behind each of its dots."""
+    keys = name.split(".")
+    return [".".join(keys[start:]) for start in range(len(keys))]
+
+
+class Ends:
+    """Ends of names, each of complete keys, of which a file can have thousands."""
+
+    def __init__(self, ends: Iterable[str] = ()) -> None:
+        self.ends: frozenset[str] = frozenset(ends)
+
+    def __bool__(self) -> bool:
+        return bool(self.ends)
+
+    def has(self, name: str) -> bool:
+        """Return whether one of them is the end of a name."""
+        return not self.ends.isdisjoint(ends_of(name))
+
+
+class Modules:
+    """Names of modules, of which each also stands for the modules inside, by patterns as in PEFT's `modules_to_save`.
+
+    Args:
+        texts: The patterns.
+        where: The place in the file, for messages.
+    """
+
+    def __init__(self, texts: Iterable[str], where: str) -> None:
+        self._names = Names()
+        self._others: list[Pattern] = []
+        for text in texts:
+            pattern = Pattern(rf"(^|.*\.){text}($|\..*)", where)
+            parts = _parts_of(text)
+            if parts is None or not self._names.add(parts, 0, True):
+                self._others.append(pattern)
+
+    def has(self, name: str) -> bool:
+        """Return whether a module is one of them, or inside one."""
+        keys = name.split(".")
+        stretches = [".".join(keys[i:j]) for i in range(len(keys)) for j in range(i + 1, len(keys) + 1)]
+        if any(self._names.find(each) is not None for each in stretches):
+            return True
+        return any(pattern.matches(name) for pattern in self._others)
+
+
+def _parts_of(text: str) -> "Sequence[_Part] | None":
+    """Return the parts of a pattern, or None if it is one only together with what stands around it."""
+    try:
+        return list(_parser.parse(text))
+    except re.error:
+        return None
+
+
 class PatternTable:
     """Values for names, by patterns of which the first that matches the end of a name counts, as in PEFT.
 
@@ -218,27 +314,28 @@ class PatternTable:
 
     def __init__(self, entries: Iterable[tuple[str, Any]], where: str, default: Any) -> None:
         self._default = default
-        # Names that are written out, as `^model\.fc`, of which a file can have thousands.
-        self._exact: dict[str, tuple[int, Any]] = {}
+        # Patterns without a choice, of complete names (`^model\.fc`) and of ends of names.
+        self._complete = Names()
+        self._ends = Names()
         self._others: list[tuple[int, Pattern, Any]] = []
         for place, (text, value) in enumerate(entries):
-            name = _name_of(text)
-            if name is not None:
-                self._exact.setdefault(name, (place, value))
-            else:
-                self._others.append((place, Pattern(rf"(.*\.)?({text})$", where), value))
+            pattern = Pattern(rf"(.*\.)?({text})$", where)
+            if not self._add(_parts_of(text), place, value):
+                self._others.append((place, pattern, value))
+
+    def _add(self, parts: "Sequence[_Part] | None", place: int, value: Any) -> bool:
+        """Enter a pattern that is a name; return False if it is another one."""
+        if parts is None:
+            return False
+        if parts and (str(parts[0][0]), str(parts[0][1])) == ("AT", "AT_BEGINNING"):
+            return self._complete.add(parts[1:], place, value)
+        return self._ends.add(parts, place, value)
 
     def __getitem__(self, name: str) -> Any:
-        place, value = self._exact.get(name, (sys.maxsize, self._default))
+        found = [self._complete.find(name), *[self._ends.find(end) for end in ends_of(name)]]
+        known = [each for each in found if each is not None]
+        place, value = min(known, key=operator.itemgetter(0), default=(sys.maxsize, self._default))
         for other, pattern, its_value in self._others:
             if other < place and pattern.matches(name):
                 return its_value
         return value
-
-
-def _name_of(text: str) -> str | None:
-    """Return the only name that a pattern matches, or None if it may match several."""
-    if not text.startswith("^"):
-        return None
-    name = re.sub(r"\\(\W)", r"\1", text[1:])
-    return name if re.escape(name) == text[1:] else None

@@ -17,6 +17,7 @@ from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.lora._config import read_config
+from tdfunc.lora._patterns import Ends
 from tdfunc.lora._targets import Layout, Target
 from tdfunc.ops.base.reading import entries
 
@@ -184,8 +185,9 @@ def _target_parameters(chosen: set[str], parameters: Sequence[str]) -> list[str]
         UnsupportedError: There are none: the complete name of one is the end of another's.
     """
     names = short_names(chosen, parameters)
+    ends = Ends(names)
     for name in parameters:
-        if name not in chosen and any(f".{name}".endswith(f".{end}") for end in names):
+        if name not in chosen and ends.has(name):
             raise no_peft(tuple(name.split(".")), f"a parameter whose name has the same end as {names}")
     return names or None
 
@@ -195,9 +197,9 @@ def short_names(chosen: Iterable[str], everything: Sequence[str]) -> list[str]:
     chosen = sorted(chosen)
     every = sorted(everything)
     for count in (1, 2, 3):
-        ends = {".".join(name.split(".")[-count:]) for name in chosen}
-        if [name for name in every if any(f".{name}".endswith(f".{end}") for end in ends)] == chosen:
-            return sorted(ends)
+        ends = Ends([".".join(name.split(".")[-count:]) for name in chosen])
+        if [name for name in every if ends.has(name)] == chosen:
+            return sorted(ends.ends)
     return chosen
 
 

@@ -1,5 +1,6 @@
 """Adapter files without PEFT: round trips, orientations of experts, Kohya's names, and what is refused."""
 
+import copy
 import json
 import pickle
 import re
@@ -447,3 +448,31 @@ def test_patterns_are_those_of_complete_names(tmp_path):
     lora, _ = tdf.lora.load(folder, LINEAR(), prefix="base_model.model.text.")
 
     assert lora.alpha == 6
+
+
+class Chain(nn.Module):
+    """Many layers, each with its own name."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(length)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_of_a_thousand_names_load(tmp_path):
+    """The choice is by complete paths, where names have more ends than can be globs; PEFT names each one's rank."""
+    apply, params, _ = tdf.functional(Chain(1000))
+    tensors = {}
+    for i in range(0, 1000, 2):
+        tensors |= under(f"layers.{i}", pair(2, 2))
+    ranks = {f"layers.{i}": 2 for i in range(0, 1000, 2)}
+    folder = folder_of(tmp_path / "a", tensors, r=1, rank_pattern=ranks, target_modules=list(ranks))
+
+    lora, adapters = tdf.lora.load(folder, params, apply=apply)
+
+    again = copy.deepcopy(lora).init(params, key=0, apply=apply)
+    assert again.paths() == adapters.paths()

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc.lora._patterns import Pattern, PatternTable
+from tdfunc.lora._patterns import Modules, Pattern, PatternTable
 
 # As PEFT, Unsloth and ms-swift write them.
 REAL = [
@@ -119,13 +119,49 @@ def test_the_first_pattern_of_a_table_counts(name):
     assert PatternTable(ENTRIES, "a test", 0)[name] == expected
 
 
-def test_a_table_of_many_names_is_read_in_time():
+# The names of complete modules, as PEFT, diffusers and AdaLora write them.
+WRITTEN = {
+    "complete, escaped": lambda name: "^" + re.escape(name),
+    "complete": lambda name: "^" + name,
+    "the end": lambda name: name,
+    "the end, escaped": re.escape,
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_table_of_many_names_is_read_in_time(written):
     """Each of thousands of layers has its own entry, and is looked up once."""
     names = [f"model.layers.{i}.q" for i in range(5000)]
     start = time.perf_counter()
-    table = PatternTable([("^" + re.escape(name), i) for i, name in enumerate(names)], "a test", 0)
+    table = PatternTable([(WRITTEN[written](name), i) for i, name in enumerate(names)], "a test", 0)
 
     found = [table[name] for name in names]
 
     assert found == list(range(5000))
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 4
+
+
+CHARACTERS = st.text("ab.1", max_size=3)
+ENTRY = st.one_of(
+    CHARACTERS,
+    CHARACTERS.map(lambda text: "^" + text),
+    CHARACTERS.map(re.escape),
+    CHARACTERS.map(lambda text: text + "|b"),
+    CHARACTERS.map(lambda text: text + ".*"),
+)
+
+
+@given(st.lists(ENTRY, max_size=5), st.text("ab.1", max_size=6))
+def test_a_table_finds_what_re_finds(texts, name):
+    """Names that are written out, and other patterns, in any order."""
+    expected = next((i for i, text in enumerate(texts) if re.match(rf"(.*\.)?({text})$", name)), -1)
+
+    assert PatternTable([(text, i) for i, text in enumerate(texts)], "a test", -1)[name] == expected
+
+
+@given(st.lists(ENTRY, max_size=5), st.text("ab.1", max_size=6))
+def test_modules_are_those_that_re_finds(texts, name):
+    """The modules of `modules_to_save`, and what is inside of them."""
+    expected = any(re.fullmatch(rf"(?:(^|.*\.){text}($|\..*))", name) for text in texts)
+
+    assert Modules(texts, "a test").has(name) == expected

@@ -29,7 +29,8 @@ _CALLS = (
     '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
     "</tool_call>"
 )
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_SPACE = re.compile(r"\s*")
 _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>(?:\n|$)", re.DOTALL)
 _START, _END = "<|im_start|>", "<|im_end|>"
 _HEADER = re.compile(rf"{re.escape(_START)}([^\n]*)\n")
@@ -142,9 +143,11 @@ class ChatML(AbstractPieceTemplate):
     def _read_turn(self, role: str, body: str) -> list[Message]:
         if role == "assistant":
             return [self.parse_reply(body)]
-        responses = [match[1] for match in _RESPONSE.finditer(body)]
+        # Without an end each start would be searched for one.
+        may_have = role == "user" and body.startswith("<tool_response>") and body.endswith("</tool_response>")
+        responses = [match[1] for match in _RESPONSE.finditer(body)] if may_have else []
         joined = "\n".join(f"<tool_response>\n{each}\n</tool_response>" for each in responses)
-        if role == "user" and responses and joined == body:
+        if responses and joined == body:
             return [{"role": "tool", "content": each} for each in responses]
         return [{"role": role, "content": body}]
 
@@ -161,7 +164,7 @@ class ChatML(AbstractPieceTemplate):
             # The prompt may have started it.
             thinking = inside if started else before
             thinking, rest = thinking.strip("\n"), rest.lstrip("\n")
-        content, opened, calls = rest.partition("<tool_call>")
+        content, opened, calls = rest.partition(_CALL)
         if opened:
             try:
                 message["tool_calls"] = _read_calls(opened + calls)
@@ -190,17 +193,20 @@ def _read_calls(text: str) -> "list[dict[str, object]]":
     calls: list[dict[str, object]] = []
     at = 0
     while at < len(text):
-        match = _CALL.match(text, at)
-        if match is None:
+        # Not by one pattern: it would try each place in a run of spaces as the end of the call.
+        stop = text.find(_CALL_END, at)
+        if stop == -1 or not text.startswith(_CALL, at):
             raise ValueError(f"tool call {len(calls)} is not closed, or text follows it: {text[at : at + 40]!r}")
         try:
-            given = load_json(match[1])
+            given = load_json(text[at + len(_CALL) : stop].strip())
         except ValueError as err:
             raise ValueError(f"tool call {len(calls)}: {err}") from err
         if not isinstance(given, dict) or not {"name"} <= given.keys() <= {"name", "arguments"}:
             raise ValueError(f"tool call {len(calls)} must be an object with a name and arguments")
         calls.append(make_call(given["name"], given.get("arguments", {})))
-        at = match.end()
+        after = _SPACE.match(text, stop + len(_CALL_END))
+        assert after is not None
+        at = after.end()
     return calls
 
 

@@ -112,15 +112,16 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
         ValueError: The texts between the markers differ from those between the contents.
     """
     places = list(re.finditer(rf"{alignment.mark}(\d+){_OPEN}", marked))
-    pattern, at = "", 0
-    for place in places:
-        forms = dict.fromkeys([form for text in alignment.originals[int(place[1])] for form in _forms(text)])
-        choices = "|".join(map(re.escape, forms))
-        pattern += f"{re.escape(marked[at : place.start()])}({choices})"
-        at = place.end()
-    match = re.compile(pattern + re.escape(marked[at:]), re.DOTALL).fullmatch(text)
+    stops = [place.end() for place in places]
+    starts = [place.start() for place in places]
+    between = [marked[at:start] for at, start in zip([0, *stops], [*starts, len(marked)], strict=True)]
+    choices = [
+        list(dict.fromkeys([form for text in alignment.originals[int(place[1])] for form in _forms(text)]))
+        for place in places
+    ]
+    spans = _align(text, between, choices)
     missing = sorted(set(range(len(alignment.originals))) - {int(place[1]) for place in places})
-    if match is None:
+    if spans is None:
         raise error(
             ValueError,
             "The template edits a content, so that its place in the text cannot be found.",
@@ -133,7 +134,49 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
         raise error(
             ValueError, "The template drops a text of the tools.", got=repr(alignment.originals[dropped[0]][0])[:200]
         )
-    return [Span(*match.span(n + 1), alignment.owners[int(place[1])]) for n, place in enumerate(places)]
+    return [Span(*span, alignment.owners[int(place[1])]) for span, place in zip(spans, places, strict=True)]
+
+
+def _align(text: str, between: Sequence[str], choices: Sequence[Sequence[str]]) -> list[tuple[int, int]] | None:
+    """Return the span of a choice in each place of a text, or None if there are none.
+
+    Of several alignments it is the one that a regular expression of the choices finds. All of them are followed at
+    once: contents of spaces, side by side, have more than can be tried one after the other.
+
+    Args:
+        text: The complete text.
+        between: The texts before, between and after the places.
+        choices: The possible texts in each place, the first preferred.
+    """
+    reached = [{len(between[0])} if text.startswith(between[0]) else set[int]()]
+    for forms, following in zip(choices, between[1:], strict=True):
+        found: set[int] = set()
+        for start in reached[-1]:
+            found.update([_end(text, start, form, following) for form in forms])
+        found.discard(-1)
+        reached.append(found)
+    if len(text) not in reached[-1]:
+        return None
+    # Only the ways that lead to the end.
+    leading = [{len(text)}]
+    steps = list(zip(choices, between[1:], strict=True))
+    for starts, (forms, following) in zip(reversed(reached[:-1]), reversed(steps), strict=True):
+        ends = leading[-1]
+        leading.append({start for start in starts if any([_end(text, start, f, following) in ends for f in forms])})
+    at = len(between[0])
+    spans: list[tuple[int, int]] = []
+    for (forms, following), ends in zip(steps, reversed(leading[:-1]), strict=True):
+        form = next(form for form in forms if _end(text, at, form, following) in ends)
+        spans.append((at, at + len(form)))
+        at += len(form) + len(following)
+    return spans
+
+
+def _end(text: str, start: int, form: str, following: str) -> int:
+    """Return the place after a form and the text that follows it, or -1 if they are not at this place."""
+    middle = start + len(form)
+    is_here = text.startswith(form, start) and text.startswith(following, middle)
+    return middle + len(following) if is_here else -1
 
 
 def _forms(text: str) -> list[str]:

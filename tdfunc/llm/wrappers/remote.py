@@ -272,6 +272,7 @@ class RemoteWrapper(LLMWrapperBase):
     def _request_response(self, index: int, ids: list[int], seed: int | None, options: GenerationOptions) -> Response:
         """Return the response to one prompt, from the endpoint that the server has."""
         where, sampling = f"RemoteWrapper: response {index}", sampling_options("RemoteWrapper", options)
+        tokens = options.max_new_tokens or 0
         if seed is not None:
             sampling["seed"] = seed
 
@@ -281,7 +282,7 @@ class RemoteWrapper(LLMWrapperBase):
         if self._endpoint != _COMPLETIONS:
             body = {"model": self.model, "token_ids": ids, "sampling_params": sampling}
             try:
-                found = self._server.request(_IDS, body, read, where=where, stream=self._stream)
+                found = self._server.request(_IDS, body, read, where=where, stream=self._stream, tokens=tokens)
             except RemoteError as err:
                 # A server that has the endpoint has it for every request.
                 if err.status not in _ABSENT or self._endpoint == _IDS:
@@ -290,7 +291,7 @@ class RemoteWrapper(LLMWrapperBase):
                 self._endpoint = _IDS
                 return found
         body = {"model": self.model, "prompt": ids, **_WITH_IDS, **sampling}
-        found = self._server.request(_COMPLETIONS, body, read, where=where, stream=self._stream)
+        found = self._server.request(_COMPLETIONS, body, read, where=where, stream=self._stream, tokens=tokens)
         self._endpoint = _COMPLETIONS
         return found
 

@@ -5,8 +5,9 @@ httpx2 makes the connections and tenacity the retries. The caller interprets req
 
 import math
 import os
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,6 +23,10 @@ R = TypeVar("R")
 
 # The longest time between two attempts, in seconds.
 _LONGEST_WAIT_S = 60.0
+# The largest answer: more than a prompt of a million tokens with its log-probs.
+_MOST_BYTES = 1 << 30
+# A server may send empty events, or some for its own ends, but not for ever.
+_MOST_EVENTS, _EVENTS_PER_TOKEN = 1000, 4
 # The errors of code that reads an answer of another form: numbers of any size and nesting of any depth are valid JSON.
 _FORM_ERRORS = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RecursionError)
 
@@ -85,6 +90,7 @@ class Server:
         *,
         where: str,
         stream: bool = False,
+        tokens: int = 0,
     ) -> T:
         """Return `read` of the answer to a POST, or without a body to a GET.
 
@@ -99,6 +105,7 @@ class Server:
                 Python in it means that the answer has the wrong form.
             where: The purpose of the request, for messages.
             stream: Receive the answer in parts.
+            tokens: The number of tokens that the request asks for: a stream with many more objects has no end.
 
         Raises:
             RemoteError: The server could not be reached, refused the request, or returned an answer of another form.
@@ -119,7 +126,7 @@ class Server:
             reraise=True,
         )
         try:
-            return read(retrying(self._send, path, body, where, stream))
+            return read(retrying(self._send, path, body, where, stream, tokens))
         except (httpx2.HTTPError, httpx2.InvalidURL) as err:
             raise RemoteError(
                 f"{where}: {self.options.base_url}{path} must answer.", got=f"{type(err).__name__}: {err}"
@@ -129,20 +136,28 @@ class Server:
                 f"{where}: the answer of {path} must have the form of its endpoint.", got=f"{type(err).__name__}: {err}"
             ) from err
 
-    def _send(self, path: str, body: dict[str, Any] | None, where: str, stream: bool) -> list[Any]:
+    def _send(self, path: str, body: dict[str, Any] | None, where: str, stream: bool, tokens: int) -> list[Any]:
         """Return the objects of one attempt."""
         import httpx2
 
+        watch = _Watch(where, self.options.timeout_s)
         method = "GET" if body is None else "POST"
         with self._connect().stream(
             method, path, json={**body, "stream": True} if body and stream else body
         ) as response:
+            watch.hear()
+            kind = {"Content-Type": response.headers.get("Content-Type", "")}
+            watched = httpx2.Response(200, headers=kind, content=watch.parts(response), request=response.request)
             if not response.is_success:
-                raise _refusal(response, where)
+                raise _refusal(response, watched.read(), where)
             if not stream:
-                response.read()
-                return [response.json()]
-            events = [event.data for event in httpx2.EventSource(response, max_event_size=None)]
+                watched.read()
+                return [watched.json()]
+            events: list[str] = []
+            for event in httpx2.EventSource(watched, max_event_size=None):
+                watch.hear()
+                events.append(event.data)
+                watch.check_count(len(events), tokens)
         objects = [httpx2.Response(200, text=event).json() for event in events if event != "[DONE]"]
         for each in objects:
             # The status was sent before the failure.
@@ -164,6 +179,45 @@ class Server:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+class _Watch:
+    """The time and the size of one answer, which a server may send for ever, byte by byte."""
+
+    def __init__(self, where: str, patience_s: float) -> None:
+        self._where = where
+        self._patience_s = patience_s
+        self._heard_s = time.monotonic()
+
+    def hear(self) -> None:
+        """Begin to wait for the next event, or for the complete answer."""
+        self._heard_s = time.monotonic()
+
+    def parts(self, response: "httpx2.Response") -> Iterator[bytes]:
+        """Yield the bytes of an answer; raise if they take too long, or are too many.
+
+        Raises:
+            ReadTimeout: Bytes come, and no event or end.
+            RemoteError: The answer is too large.
+        """
+        import httpx2
+
+        size = 0
+        for part in response.iter_bytes():
+            size += len(part)
+            if time.monotonic() - self._heard_s > self._patience_s:
+                raise httpx2.ReadTimeout(f"bytes, but no complete answer or event within {self._patience_s:g} s")
+            if size > _MOST_BYTES:
+                raise self._endless(f"more than {_MOST_BYTES} bytes")
+            yield part
+
+    def check_count(self, events: int, tokens: int) -> None:
+        """Raise if a stream has more events than the tokens that were asked for can need."""
+        if events > _MOST_EVENTS + _EVENTS_PER_TOKEN * tokens:
+            raise self._endless(f"more than {events - 1} events for {tokens} tokens")
+
+    def _endless(self, got: str) -> RemoteError:
+        return RemoteError(f"{self._where}: the answer must have an end.", got=got)
+
+
 def _may_pass(err: BaseException) -> bool:
     """Return True for errors that another attempt may not have."""
     import httpx2
@@ -177,16 +231,15 @@ def _may_pass(err: BaseException) -> bool:
     return isinstance(err, httpx2.TransportError) and not isinstance(err, own)
 
 
-def _refusal(response: "httpx2.Response", where: str) -> RemoteError:
+def _refusal(response: "httpx2.Response", content: bytes, where: str) -> RemoteError:
     """Return the error of a response that is not a success."""
-    response.read()
     retry_after_s = _retry_after_s(response)
     hint = None
     if retry_after_s is not None and retry_after_s > _LONGEST_WAIT_S:
         hint = f"the server asks to wait {retry_after_s:.0f} s; waits of more than {_LONGEST_WAIT_S:.0f} s are yours."
     err = RemoteError(
         f"{where}: {response.request.url} must accept the request.",
-        got=f"{response.status_code} {response.reason_phrase}: {response.text[:500]}",
+        got=f"{response.status_code} {response.reason_phrase}: {content[:2000].decode(errors='replace')[:500]}",
         hint=hint,
     )
     err.status = response.status_code

@@ -1,6 +1,8 @@
 """Templates in Python: rendering against Jinja, parsing back, replies that cannot be parsed, and spans."""
 
+import contextlib
 import json
+import time
 
 import pytest
 from hypothesis import example, given
@@ -155,6 +157,24 @@ def test_a_reply_of_one_repeated_bracket_stays_text(name, start):
     message = ALL[name].parse_reply(start + DEEP)
 
     assert message["content"] == start + DEEP
+
+
+REPEATED = [*["\n", " ", "</think>", "<tool_response>\n"], *[mark for t in ALL.values() for mark in t.control]]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("start", ["", "<tool_call>", "[TOOL_CALLS]", "<|im_start|>user\n", '{"name":'])
+@pytest.mark.parametrize("repeated", REPEATED, ids=repr)
+def test_a_text_of_one_repeated_token_is_parsed_in_time(name, start, repeated):
+    """Also the line breaks of a model that never closes its call: no run is tried from each of its places."""
+    text = start + repeated * 4000
+    began_s = time.perf_counter()
+
+    ALL[name].parse_reply(text)
+    with contextlib.suppress(ValueError):
+        ALL[name].parse_chat(text)
+
+    assert time.perf_counter() - began_s < 2
 
 
 @pytest.mark.parametrize(

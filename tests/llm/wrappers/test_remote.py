@@ -324,6 +324,42 @@ def test_a_silent_server_raises_and_a_slow_stream_does_not(serve):
     check(connect(service, stream=True, timeout_s=0.3).generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
 
 
+def write_on(handler, kind, text, pause_s):
+    """An answer without an end: the same text again and again, until the client is gone."""
+    handler.send_response(200)
+    handler.send_header("Content-Type", kind)
+    handler.send_header("Connection", "close")
+    handler.end_headers()
+    handler.close_connection = True
+    for _ in range(20_000):
+        handler.wfile.write(text)
+        time.sleep(pause_s)
+
+
+TOKEN = b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}}]}\n\n'
+ENDLESS = {
+    "a body": (False, "application/json", b" ", 0.02, "ReadTimeout"),
+    "signs of life": (True, "text/event-stream", b": wait\n\n", 0.02, "ReadTimeout"),
+    "an event": (True, "text/event-stream", b"data: {", 0.02, "ReadTimeout"),
+    "tokens": (True, "text/event-stream", TOKEN, 0.0, "must have an end"),
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_an_answer_without_an_end_raises(serve, case):
+    """`timeout_s` is the time of a complete response, or of the next token; a stream ends soon after its tokens."""
+    stream, kind, text, pause_s, pattern = ENDLESS[case]
+    service = serve(ids_endpoint=False)
+    service.faults = [lambda handler: write_on(handler, kind, text, pause_s)]
+    wrapper = connect(service, stream=stream, max_retries=0, timeout_s=0.5)
+    wrapper._endpoint = COMPLETIONS
+    began_s = time.monotonic()
+
+    with pytest.raises(RemoteError, match=pattern):
+        wrapper.generate_tokens(PROMPTS[:1], parse())
+    assert time.monotonic() - began_s < 5
+
+
 def test_the_limit_of_concurrency_holds_for_all_threads(serve):
     """Requests run at the same time, and no more than the limit; after an error no more begin."""
     service = serve(delay_s=0.02)
