@@ -26,6 +26,7 @@ from tdfunc.metrics import uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply, functional
 from tdfunc.modules.random import seeded
+from tdfunc.parallel.progress import progress_bar
 
 with needs("tdfunc.sklearn", "scikit-learn", "tdfunc[demo]"):
     from sklearn.utils import check_random_state
@@ -100,6 +101,7 @@ class _Ensemble(BaseEstimator):
         n_iter_no_change: int = 10,
         tol: float = 1e-4,
         device: str = "cpu",
+        progress: bool = False,
         random_state: Any = None,
     ) -> None:
         _keep_options(self, locals())
@@ -186,24 +188,29 @@ class _Ensemble(BaseEstimator):
         def keys_of(key: Tensor, i: int) -> Tensor:
             return random.fold_in(random.fold_in(key, i), torch.arange(members, device=device))
 
-        for epoch in range(1, int(self.max_iter) + 1):
-            epoch_key, index = random.fold_in(key, epoch), own
-            if batches > 1:
-                index = own.gather(1, torch.vmap(lambda k: random.permutation(k, count))(keys_of(epoch_key, 0)))
-                index = torch.cat([index, index[:, : batches * size - count]], 1)
-            for i, part in enumerate(index.reshape(members, batches, size).unbind(1)):
-                batch = rows.take(part)
-                batch = batch._replace(w=batch.w * counts[i])
-                params, buffers, state = step(params, buffers, state, tuple(batch), keys_of(epoch_key, i + 1), active)
-            self.n_iter_ = epoch
-            if measure is None:
-                continue
-            stopping = patience.update(measure(params, buffers), stopping)
-            active = stopping["active"]
-            self.params_ = sweep.keep_best(self.params_, params, stopping["improved"])
-            self.buffers_ = sweep.keep_best(self.buffers_, buffers, stopping["improved"])
-            if not bool(active.any()):
-                break
+        bar = progress_bar("progress=True", show=self.progress, unit="epoch", total=int(self.max_iter))
+        with bar as report:
+            for epoch in range(1, int(self.max_iter) + 1):
+                epoch_key, index = random.fold_in(key, epoch), own
+                if batches > 1:
+                    index = own.gather(1, torch.vmap(lambda k: random.permutation(k, count))(keys_of(epoch_key, 0)))
+                    index = torch.cat([index, index[:, : batches * size - count]], 1)
+                for i, part in enumerate(index.reshape(members, batches, size).unbind(1)):
+                    batch = rows.take(part)
+                    batch = batch._replace(w=batch.w * counts[i])
+                    params, buffers, state = step(
+                        params, buffers, state, tuple(batch), keys_of(epoch_key, i + 1), active
+                    )
+                self.n_iter_ = epoch
+                report(1)
+                if measure is None:
+                    continue
+                stopping = patience.update(measure(params, buffers), stopping)
+                active = stopping["active"]
+                self.params_ = sweep.keep_best(self.params_, params, stopping["improved"])
+                self.buffers_ = sweep.keep_best(self.buffers_, buffers, stopping["improved"])
+                if not bool(active.any()):
+                    break
         if held is None:
             self.params_, self.buffers_ = params, buffers
         self.validation_loss_: Array | None = None if held is None else stopping["best"].numpy(force=True)
@@ -234,6 +241,7 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
         n_iter_no_change: The number of epochs without an improvement that stops a member.
         tol: The smallest change of the loss that is an improvement.
         device: The device on which to train and predict.
+        progress: Show a progress bar of the epochs. Requires tqdm.
         random_state: A seed or generator, as in scikit-learn; with an int, fits repeat.
 
     Attributes:
@@ -332,6 +340,7 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         n_iter_no_change: int = 10,
         tol: float = 1e-4,
         device: str = "cpu",
+        progress: bool = False,
         random_state: Any = None,
     ) -> None:
         _keep_options(self, locals())

@@ -197,6 +197,10 @@ class EarlyStopping:
         self.min_delta = min_delta
         self.sign: int = _sign(mode)
 
+    def __repr__(self) -> str:
+        mode = "min" if self.sign == 1 else "max"
+        return f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta}, mode={mode!r})"
+
     def init(self, members: int, *, device: torch.device | str | None = None) -> "TensorDict":
         """Return the state before the first metric: `best`, `waited`, `improved` and `active`, of shape (E,)."""
         best = torch.full((members,), self.sign * math.inf, dtype=torch.float64, device=device)
@@ -435,6 +439,7 @@ def train_blocks(
     num_workers: int = 0,
     executor: Any = None,
     retries: int = 2,
+    progress: bool = False,
 ) -> tuple[T, Tensor]:
     """Train blocks of members side by side, with a checkpoint of each block after each rung.
 
@@ -457,6 +462,7 @@ def train_blocks(
         num_workers: The number of processes to start here; 0 trains in this process.
         executor: An executor in place of these processes, as for `td.map`: a `RayExecutor`, for example.
         retries: The number of times in a row that a worker may die without a new checkpoint in the folder.
+        progress: Show a progress bar of the blocks that are left. Requires tqdm.
 
     Returns:
         The run and the scores of the last rung, in the order of the members.
@@ -489,7 +495,7 @@ def train_blocks(
     done = [blocks.rung(first) for first in firsts]
     # An executor has its own number of workers.
     workers = num_workers if executor is None else None
-    options: Any = {"chunksize": block, "num_workers": workers, "executor": executor, "key": 0}
+    options: Any = {"chunksize": block, "num_workers": workers, "executor": executor, "key": 0, "pbar": progress}
     while min(done) < rungs:
         # A shorter block is the last.
         left: Any = torch.cat([members[i : i + block] for i, rung in zip(firsts, done, strict=True) if rung < rungs])

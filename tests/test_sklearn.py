@@ -324,3 +324,10 @@ def test_messages(cls, options, pattern):
     """Each refusal names the option; without an example of a weight above 0 held out no member could improve."""
     with pytest.raises(ValueError, match=f"(?s){pattern}"):
         cls(**{**SMALL, **options}).fit(X, Y, sample_weight=np.arange(150) == 3)
+
+
+def test_progress_is_shown(capfd):
+    """`progress=True` counts epochs."""
+    EnsembleClassifier(**SMALL, progress=True).fit(X, Y)
+
+    assert "10/10" in capfd.readouterr().err

@@ -113,6 +113,13 @@ def test_early_stopping_is_the_loop_in_python(history, patience, min_delta, mode
     assert state["waited"].tolist() == waited
 
 
+def test_the_repr_of_early_stopping_has_its_options():
+    """All three, as the constructor takes them."""
+    stopping = sweep.EarlyStopping(3, min_delta=0.1, mode="max")
+
+    assert repr(stopping) == "EarlyStopping(patience=3, min_delta=0.1, mode='max')"
+
+
 @examples(0.4)
 @given(scores=SCORES, mode=MODES, data=st.data())
 def test_elites_are_the_sorted_members(scores, mode, data):
@@ -290,6 +297,14 @@ def test_rungs_come_back_with_all_members(change):
 
     with pytest.raises(tdf.BatchSizeError, match="successive_halving: train returned another number of members"):
         sweep.successive_halving(run, lambda r, _: (change(r), r["w"]), rungs=2)
+
+
+def test_progress_of_blocks_is_shown(tmp_path, capfd):
+    """`progress=True` counts blocks."""
+    run = tdf.TensorDict({"w": torch.arange(11.0)}, [11])
+    sweep.train_blocks(run, lambda r, _: (r, r["w"]), rungs=1, folder=tmp_path, block=3, progress=True)
+
+    assert "4/4" in capfd.readouterr().err
 
 
 @pytest.fixture

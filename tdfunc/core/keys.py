@@ -189,6 +189,7 @@ class Filter:
                 "Filter: the choice must be of a kind that filters are made from.",
                 expected="a glob (str), compiled regex, Kind, torch.dtype, predicate(path, leaf) or Filter",
                 got=f"{spec!r} ({type(spec).__name__})",
+                hint='Filter("*.q_proj.weight") | "*.v_proj.weight" chooses what one of them chooses.',
             )
 
     def mask(self, entries: Sequence[Entry]) -> list[bool]:

@@ -160,7 +160,7 @@ class Ensemble:
     ) -> Any:
         """Return the members' outputs, stacked along a new first dimension.
 
-        It warns once if forward writes the given buffers, as BatchNorm does: `with_buffers` returns the new ones.
+        It warns once if forward writes buffers, as BatchNorm does in training mode; `with_buffers` returns them.
 
         Args:
             params: The stacked tree, complete as `stack_modules` returns it, or its parameters.
@@ -179,7 +179,7 @@ class Ensemble:
                 that cannot be stacked; or it wrote to an argument that members share.
         """
         out = self._run(params, buffers, args, in_dims, rng, kwargs, keep=False)[0]
-        if buffers is None or self._warned or is_compiling():
+        if self._warned or is_compiling():
             return out
         if written := self.apply.written_buffers:
             self._warned = True

@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, as_count, error, explain, needs
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, WorkerError, as_count, error, explain
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
@@ -24,6 +24,7 @@ from tdfunc.ops.batch import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk, wait_cancelled
+from tdfunc.parallel.progress import progress_bar
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.raw import is_wrapped
 
@@ -219,12 +220,8 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
     """Yield (number, result) of each chunk in order; few chunks are under way at a time."""
     plan, ahead = work.plan, max(1, _AHEAD * work.workers)
     numbers, pending = iter(range(plan.chunks)), deque[tuple[int, "Future[Any]"]]()
-    bar: Any = None
-    if work.options.pbar:
-        with needs("map: pbar=True", "tqdm", "tdfunc[cli]"):
-            from tqdm.auto import tqdm
-        bar = tqdm(total=plan.chunks, unit="chunk")
-    with nullcontext() if bar is None else bar, _executor(work) as executor:
+    bar = progress_bar("map: pbar=True", show=work.options.pbar, unit="chunk", total=plan.chunks)
+    with bar as report, _executor(work) as executor:
         try:
             while True:
                 for number in islice(numbers, ahead - len(pending)):
@@ -245,8 +242,7 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
                     warnings.warn(_LOST, stacklevel=4)
                     result = None
                 yield number, result
-                if bar is not None:
-                    bar.update()
+                report(1)
         except BrokenExecutor as err:
             raise _broken(work, pending, err) from err
         finally:

@@ -83,6 +83,37 @@ def test_options_give_the_merge_in_memory(method, tmp_path, models):
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".json", ".safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("m.safetensors", tdf.save), ("m.pt", lambda tree, path: torch.save(tree.state_dict(), path))],
+    ids=["safetensors", "torch"],
+)
+def test_a_sequential_is_a_tree_of_layers(name, write, tmp_path):
+    """The layers of an `nn.Sequential` are the tree itself."""
+    trees = [tdf.TensorDict({str(i): {"w": torch.full((2,), float(i + 10 * k))} for i in range(3)}) for k in range(2)]
+    paths = [tmp_path / f"{k}{name}" for k in range(2)]
+    for tree, path in zip(trees, paths, strict=True):
+        write(tree, path)
+
+    result = run("merge", *paths, "--method", "linear", "-o", tmp_path / "out.safetensors")
+
+    assert result.code == 0, result.err
+    merged = tdf.load(tmp_path / "out.safetensors")
+    assert [merged[str(i), "w"].tolist() for i in range(3)] == [[5.0 + i] * 2 for i in range(3)]
+
+
+def test_layers_of_a_sequential_are_stacked(tmp_path):
+    """Slices take the layers of the tree itself."""
+    tree = tdf.TensorDict({str(i): {"w": torch.full((2,), float(i))} for i in range(3)})
+    tdf.save(tree, tmp_path / "a", max_shard_size=10**6)
+    ranges = [[0, 2], [1, 3]]
+    slices = [{"sources": [{"model": "a", "layer_range": numbers}]} for numbers in ranges]
+
+    merged = merge_file(tmp_path, {"slices": slices, **PASS})
+
+    assert [merged[str(i), "w"][0].item() for i in range(4)] == [0.0, 1.0, 1.0, 2.0]
+
+
 def test_values_by_filter_and_depth(tmp_path, models):
     """The first filter that is part of the name counts; a list is interpolated over the layers."""
     merged = merge_file(

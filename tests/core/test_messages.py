@@ -50,6 +50,7 @@ FILTERS = [
     ],
     (lambda: TensorDict().partition("*"), FilterError, "no leaves"),
     (lambda: Filter(3), FilterError, r"glob \(str\).*3 \(int\)"),
+    (lambda: Filter(["a", "b"]), FilterError, r"\(list\).*hint: .*Filter\(.*\) \| "),
     (lambda: of_type(nn.Linear(1, 1), nn.LSTM), FilterError, r"of_type\(LSTM\).*Linear"),
 ]
 INDICES = [

@@ -160,6 +160,7 @@ FALLBACKS = {
 
 
 @pytest.mark.parametrize("name", FALLBACKS)
+@pytest.mark.filterwarnings("ignore:Ensemble. forward wrote the buffers:UserWarning")
 def test_falls_back_to_the_loop(name):
     """A forward that vmap cannot run goes to the loop, and the plan gives the reason."""
     make, reason = FALLBACKS[name]

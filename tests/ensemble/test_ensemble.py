@@ -144,6 +144,7 @@ class Branches(nn.Module):
     dim=st.sampled_from([None, 0, 1]),
     where=st.sampled_from(["trunk*", "*.weight", "*0.bias", "trunk.1.*", lambda path, leaf: False]),
 )
+@pytest.mark.filterwarnings("ignore:Ensemble. forward wrote the buffers:UserWarning")
 def test_law_shared_leaves_are_stacked_copies(members, how, chunk, training, dim, where):
     """Members that share leaves compute what they compute with copies of them, and a shared leaf gets all gradients."""
     seed = 7 if training and how != "traced" else None
@@ -170,6 +171,7 @@ def test_law_shared_leaves_are_stacked_copies(members, how, chunk, training, dim
 
 
 @pytest.mark.parametrize("how", WAYS)
+@pytest.mark.filterwarnings("ignore:Ensemble. forward wrote the buffers:UserWarning")
 def test_nothing_given_is_written(how, generator):
     """BatchNorm leaves the caller's stacked statistics as they are."""
     ensemble, tree = ensemble_of([make_cnn() for _ in range(3)], how)
@@ -279,6 +281,16 @@ def test_buffers_inside_params_or_beside_them(generator):
     assert torch.equal(new["0", "weight"], tree["0", "weight"])
 
 
+def test_a_prediction_in_training_mode_is_noticed(generator):
+    """A call with the whole tree drops the new statistics with a warning; in evaluation mode nothing is written."""
+    ensemble, tree = ensemble_of([nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(3)])
+    x = torch.randn(5, 3, generator=generator)
+    tdf.Ensemble(ensemble.apply.eval())(tree, x)
+
+    with pytest.warns(UserWarning, match=r"(?s)wrote the buffers.*apply\.eval\(\) writes none"):
+        ensemble(tree, x)
+
+
 # -- transforms -------------------------------------------------------------------------------------------------
 
 
@@ -317,6 +329,7 @@ def test_compile_in_one_graph(how, members, generator):
 
 
 @pytest.mark.parametrize("how", WAYS)
+@pytest.mark.filterwarnings("ignore:Ensemble. forward wrote the buffers:UserWarning")
 def test_inference_mode(how, generator):
     """A call in inference mode gives the same outputs, and later calls are not affected."""
     ensemble, tree = ensemble_of([make_cnn() for _ in range(2)], how)

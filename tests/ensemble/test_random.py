@@ -27,6 +27,7 @@ def make_dropout():
 
 @examples(0.4)
 @given(seed=st.integers(-(2**40), 2**40), members=st.integers(1, 5), chunk=st.none() | st.integers(1, 3))
+@pytest.mark.filterwarnings("ignore:Ensemble. forward wrote the buffers:UserWarning")
 def test_law_member_i_is_apply_with_its_own_seed(seed, members, chunk):
     """Dropout under vmap equals the loop, whatever the chunks; members are the same among fewer."""
     tree = init_ensemble(make_dropout, members)
@@ -40,6 +41,7 @@ def test_law_member_i_is_apply_with_its_own_seed(seed, members, chunk):
         assert_close(way(tree[:2], x, rng=seed), expected[:2])
 
 
+@pytest.mark.filterwarnings("ignore:Ensemble. forward wrote the buffers:UserWarning")
 def test_a_generator_gives_another_seed_each_call(generator):
     """A generator gives other masks at each step, decided by its state."""
     ensemble, tree = ensemble_of([make_dropout() for _ in range(3)])

@@ -254,6 +254,7 @@ def test_registered_modules_are_compared_by_their_paths():
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*_norm.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Ensemble. forward wrote the buffers:UserWarning")
 def test_computed_weights_may_differ(change):
     """A weight that a hook before forward, or a parametrization, computes anew is not a hyperparameter."""
     models = [change(nn.Linear(3, 2)) for _ in range(2)]

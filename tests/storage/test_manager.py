@@ -149,8 +149,8 @@ CYCLE = {}
 CYCLE["self"] = CYCLE
 ALTERED = {
     "nan": float("nan"), "inf": float("inf"), "tuple": (1, 2), "int key": {1: 2}, "None key": {None: 1},
-    "tensor": torch.ones(()), "numpy": np.float32(1), "set": {1}, "surrogate": "\ud800", "cycle": CYCLE,
-    "bool key": {True: 1}, "deep": [0, {"b": (1,)}], "text": np.str_("x"),
+    "tensor": torch.ones(()), "numpy": np.ones(1), "numpy nan": np.float32("nan"), "set": {1}, "surrogate": "\ud800",
+    "cycle": CYCLE, "complex": np.complex64(1), "bool key": {True: 1}, "deep": [0, {"b": (1,)}], "text": np.str_("x"),
 }  # fmt: skip
 
 
@@ -160,6 +160,30 @@ def test_metadata_that_json_would_alter_are_refused(name, manager):
     with pytest.raises(UnsupportedError, match=r"save: metadata\['a'\] cannot be stored"):
         manager.save(0, tree_of(1), metadata={"fine": 1, "a": ALTERED[name]})
     assert manager.steps() == []
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.float16(2), np.int64(3), np.bool_(True)])
+def test_numbers_of_numpy_are_metadata(value, manager):
+    """They are stored as the equal numbers of Python, also inside lists and dicts."""
+    manager.save(0, tree_of(1), metadata={"a": value, "b": [{"c": value}]}).result()
+
+    assert manager.metadata(0) == {"a": value, "b": [{"c": value}]}
+    assert type(manager.metadata(0)["a"]) in (float, int, bool)
+
+
+def test_a_number_of_numpy_is_a_metric(tmp_path):
+    """`np.mean` of a metric chooses the best step."""
+    manager = CheckpointManager(tmp_path, metric="loss")
+    for step, losses in enumerate(([3.0, 5.0], [1.0, 2.0], [2.0, 4.0])):
+        manager.save(step, tree_of(1), metadata={"loss": np.mean(losses)})
+
+    assert manager.best() == 1
+
+
+def test_the_reason_is_named(manager):
+    """The message for a value that JSON has no form for has JSON's reason."""
+    with pytest.raises(UnsupportedError, match=r"Tensor: Object of type Tensor is not JSON serializable"):
+        manager.save(0, tree_of(1), metadata={"a": torch.ones(())})
 
 
 def test_metadata_are_as_they_were(tmp_path):

@@ -124,6 +124,15 @@ def test_layers_are_stacked_in_order():
     assert deep["embed"] is a["embed"]
 
 
+def test_layers_of_the_tree_itself():
+    """An `nn.Sequential` is a tree of layers."""
+    model = tdf.TensorDict({str(i): {"w": torch.full((1,), float(i))} for i in range(2)})
+
+    deep = tdf.weights.stack_layers([(model, [1, 0, 1])])
+
+    assert [deep[str(i), "w"].item() for i in range(3)] == [1.0, 0.0, 1.0]
+
+
 W, T, MISFIT = tdf.weights, tdf.TensorDict, tdf.LeafMismatchError
 PAIR = T({"a": torch.zeros(3, 2), "b": torch.zeros(2, 4)})
 ONES = PAIR.apply(torch.ones_like)

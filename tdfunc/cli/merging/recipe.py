@@ -15,11 +15,10 @@ from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import TieError, TreeStructureError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
-from tdfunc.core.walk import replace
-from tdfunc.ops.base.reading import get, has
+from tdfunc.ops.base.reading import has
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.tree.build import without_values
-from tdfunc.weights.swaps.stack_layers import find_layers, stack_layers
+from tdfunc.weights.swaps.stack_layers import find_layers, node_at, stack_layers, with_node
 
 
 class Part(NamedTuple):
@@ -138,11 +137,11 @@ def _form_of(slices: Sequence[Slice], tree: TensorCollection, models: Models, at
         ranges = [one.inputs[0].layers or range(0) for one in slices]
         firsts = [one.inputs[0].model for one in slices]
         taken = [(models.sources[model].tree, numbers) for model, numbers in zip(firsts, ranges, strict=True)]
-        tree = replace(tree, {where: get(stack_layers([(tree, ()), *taken], at=where), where)})
+        tree = with_node(tree, where, node_at(stack_layers([(tree, ()), *taken], at=where), where))
         for model, numbers in zip(firsts, ranges, strict=True):
             layers += [Taken(model, number) for number in numbers]
     else:
-        ranges = [range(len(get(tree, where)._data) if where is not None else 0)]
+        ranges = [range(len(node_at(tree, where)._data) if where is not None else 0)]
     for model in dict.fromkeys(each.model for one in slices for each in one.inputs):
         if model != origin and not layers:
             _check_same(models, origin, model, at, where)

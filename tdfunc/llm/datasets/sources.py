@@ -90,6 +90,11 @@ class Records:
         """Yield each record."""
         return iter(self._records) if self._records is not None else self._select(read_records(self._path))
 
+    @property
+    def count(self) -> int | None:
+        """The number of records; None for a file, which is not read for it."""
+        return None if self._records is None else len(self._records)
+
     def _select(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
         for i, given in enumerate(records):
             record = {"text": given} if isinstance(given, str) else given

@@ -32,6 +32,7 @@ from tdfunc.llm.messages.message import read_message, read_tools, without_fillin
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
+from tdfunc.parallel.progress import progress_bar
 from tdfunc.random import permutation
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
@@ -226,6 +227,7 @@ def load_tokens(
     chat_template: Any = None,
     add_special_tokens: bool = True,
     verify: bool = True,
+    progress: bool = False,
 ) -> TokenDataset:
     """Tokenize the records of a file or an iterable, or read the tokens from the cache if nothing has changed.
 
@@ -246,6 +248,7 @@ def load_tokens(
         chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own template.
         add_special_tokens: Add the tokens that the tokenizer puts around a text, unless the text begins with the first.
         verify: Verify the checksums of a cache, which reads it once.
+        progress: Show a progress bar of the records while they are tokenized. Requires tqdm.
 
     Raises:
         TypeError: A record, or an entry of it, has another type; the error names its number.
@@ -261,7 +264,7 @@ def load_tokens(
     pad_id, name = pad_id_of(text_tokenizer(tokenizer)), None if several else _WHOLE
     records = Records(source, plan.entries, ("tools",))
     if cache_dir is None:
-        return TokenDataset(_tokenize(plan, records, None), pad_id, name)
+        return TokenDataset(_tokenize(plan, records, None, progress), pad_id, name)
     key = f"{plan.digest()}{records.digest}"
     folder = os.path.abspath(os.fspath(cache_dir))
     make_folder(folder, fsync=False)
@@ -274,7 +277,7 @@ def load_tokens(
                 lock(fd, wait=True)
             found = _read_cache(path, key, verify)
             if found is None:
-                made = _tokenize(plan, records, folder)
+                made = _tokenize(plan, records, folder, progress)
                 records.check_unchanged()
                 save(TensorDict({"key": key, "columns": made}), path)
                 found = _read_cache(path, key, verify=False)
@@ -387,8 +390,10 @@ class _Column:
         return TensorDict(leaves)
 
 
-def _tokenize(plan: _Plan, records: Iterable[dict[str, Any]], folder: str | None) -> TensorDict:
+def _tokenize(plan: _Plan, records: Records, folder: str | None, progress: bool) -> TensorDict:
     with ExitStack() as stack:
+        bar = progress_bar("load_tokens: progress=True", show=progress, unit="record", total=records.count)
+        report = stack.enter_context(bar)
         made = {name: _Column(stack, folder) for name in plan.columns}
         kinds: dict[str, type] = {}
         each, first = iter(records), 0
@@ -399,4 +404,5 @@ def _tokenize(plan: _Plan, records: Iterable[dict[str, Any]], folder: str | None
                 rows = plan.rows(entries, chunk, first, kind)
                 made[name].add(rows, plan.kept(entries, chunk, kind))
             first += len(chunk)
+            report(len(chunk))
         return TensorDict({name: column.tree() for name, column in made.items()})

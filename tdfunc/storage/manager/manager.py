@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from tdfunc.core.collection import TensorCollection
@@ -153,8 +154,9 @@ class CheckpointManager(WaitMethods):
             step: The number of the step.
             tree: A tree, or several trees, tensors and plain objects by name: `{"params": params, "optim":
                 optim.state_dict(), "epoch": 3}` is loaded as a tree with these keys. Dicts, lists, tuples, numbers,
-                None and strings are loaded unchanged, with the tensors and trees in them.
-            metadata: Values that JSON returns unchanged: numbers, strings, lists, and dicts with `str` keys.
+                None, strings, and arrays and numbers of numpy are loaded unchanged, with the tensors and trees in them.
+            metadata: Values that JSON returns unchanged: numbers, strings, lists, and dicts with `str` keys. Numbers of
+                numpy are stored as equal numbers of Python.
             overwrite: Replace an existing step.
             copy: The leaves to copy before a save in the background: all (True), none (False), or by default the
                 leaves that are likely to be written to (Parameters and the buffers of modules).
@@ -489,24 +491,37 @@ class _Submission(NamedTuple):
 
 
 def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata as JSON returns them; raise if they change on the way."""
+    """Return metadata as JSON returns them, with numbers of Python for those of numpy; raise if others change."""
     described: dict[str, Any] = {}
     for key, value in metadata.items():
-        entry = {key: value}
+        entry, reason = {key: value}, ""
         try:
+            entry = {key: _without_numpy(value)}
             back: Any = json.loads(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode())
         except (TypeError, ValueError, RecursionError) as err:
-            back = f"{type(err).__name__}: {err}"
+            back, reason = None, str(err)
         # Types too: JSON makes a list of a tuple, and text of a number that is a key.
         if repr(back) != repr(entry):
+            reason = reason or f"JSON turns it into {back[key]!r}"
             raise UnsupportedError(
                 f"save: metadata[{key!r}] cannot be stored; nothing was written.",
                 expected="str, bool, None, finite numbers, lists, and dicts with str keys",
-                got=f"{type(value).__name__}, which JSON turns into {back!r}"[:300],
+                got=f"{type(value).__name__}: {reason}"[:300],
                 hint="convert it: float(x), list(x), str(x); None stands for a missing value.",
             )
         described.update(back)
     return described
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return the value with equal numbers of Python for numpy's, also inside lists and dicts."""
+    if isinstance(value, (np.number, np.bool_)):
+        return value.item()  # pyright: ignore[reportUnknownVariableType]
+    if type(value) is list:
+        return [_without_numpy(one) for one in value]
+    if type(value) is dict:
+        return {key: _without_numpy(one) for key, one in value.items()}
+    return value
 
 
 def _is_number(value: Any) -> bool:

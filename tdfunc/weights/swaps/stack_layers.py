@@ -1,7 +1,7 @@
 """`stack_layers`: a deeper or shallower model, made by renaming the layers of others."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import TieError, TreeStructureError, error
@@ -27,6 +27,17 @@ def find_layers(paths: Iterable[Path]) -> Path | None:
     return whole[0] if len(whole) == 1 else None
 
 
+def node_at(tree: TensorCollection, where: Path) -> TensorCollection:
+    """Return the node of the layers; in an `nn.Sequential` it is the tree itself, at an empty path."""
+    return get(tree, where) if where else tree
+
+
+# Any: a node of any class, which is then the whole tree.
+def with_node(tree: T, where: Path, node: Any) -> T:
+    """Return the tree with another node of layers."""
+    return replace(tree, {where: node}) if where else node
+
+
 def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | None" = None) -> T:
     """Return a model with the layers of the parts, one after the other.
 
@@ -35,7 +46,8 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
 
     Args:
         parts: Models, each with the numbers of the layers to take from it.
-        at: The path of the layers, such as `("model", "layers")`; by default the one node with the keys 0, 1, 2, ...
+        at: The path of the layers, such as `("model", "layers")`, or `()` if the tree itself has the layers; by default
+            the one node with the keys 0, 1, 2, ...
 
     Raises:
         TreeStructureError: There is not exactly one such node.
@@ -49,14 +61,14 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
         ['0', '1', '2']
     """
     first = parts[0][0]
-    where = find_layers(list_paths(first)) if at is None else unravel(at)
+    where = find_layers(list_paths(first)) if at is None else unravel(at) if at else ()
     if where is None:
         raise TreeStructureError(
             "stack_layers: one node must have the keys 0, 1, 2, ...", hint='name it: at=("model", "layers").'
         )
     taken: list[TensorCollection] = []
     for tree, numbers in parts:
-        layers = get(tree, where)
+        layers = node_at(tree, where)
         if any(path[: len(where)] == where for group in tree._ties for path in group):
             raise TieError(f"stack_layers: no leaf under {dotted(where)!r} may be tied.", hint="untie it first.")
         for number in numbers:
@@ -64,5 +76,5 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
                 what = f"stack_layers: {dotted(where)!r} must have the layer {number}."
                 raise error(ValueError, what, expected=f"0 to {len(layers._data) - 1}", got=number)
             taken.append(layers._data[str(number)])
-    node = get(first, where)
-    return replace(first, {where: node._replace({str(i): layer for i, layer in enumerate(taken)})})
+    node = node_at(first, where)
+    return with_node(first, where, node._replace({str(i): layer for i, layer in enumerate(taken)}))

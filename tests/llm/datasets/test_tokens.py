@@ -33,6 +33,13 @@ def rows_of(batch):
     return [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
 
 
+def test_progress_is_shown(capfd):
+    """`progress=True` counts records."""
+    load_tokens(TOKENIZER, ["a", "b", "c"], progress=True)
+
+    assert "3/3" in capfd.readouterr().err
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.text("the fox\n", max_size=20), max_size=6),
