@@ -11,7 +11,7 @@ from torch import Tensor
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
 from tdfunc.cli.numbers import FINITE, Difference, average, cast, has_values, not_finite
 from tdfunc.cli.output import listed, progress, safe, shown
-from tdfunc.cli.scales import check_equal_codes, kept_leaves
+from tdfunc.cli.scales import check_equal_codes, kept_leaves, note_lost_scales
 from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
 from tdfunc.cli.ties import share_ties
 from tdfunc.cli.values import differing_values, texts_apart
@@ -49,6 +49,7 @@ def average_files(
         def is_averaged(one: Stored) -> bool:
             return id(one.leaf) not in kept and _has_mean(one)
 
+        note_lost_scales(sources[0], trees[0])
         check_equal_codes("average", sources, [[row[one.paths] for row in rows] for one in leaves])
         if not take_first:
             _check_unaveraged(sources, trees, rows)

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from tdfunc.cli.numbers import FINITE, cast, has_values, not_finite
 from tdfunc.cli.output import listed, note, progress, safe
-from tdfunc.cli.scales import check_cast, decoded, kept_leaves, note_lost_scales, without_scales
+from tdfunc.cli.scales import (
+    check_cast,
+    decoded,
+    kept_leaves,
+    note_described_codes,
+    note_lost_scales,
+    without_scales,
+)
 from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
 from tdfunc.cli.torch_files.files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
@@ -64,9 +71,11 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
         codes: dict[int, Scaled] = {}
         if dequantize:
             tree, codes = without_scales(source, tree)
-        elif dtype is not None:
-            check_cast("cast", source, tree, dtype)
-        note_lost_scales(source, tree)
+            note_described_codes(target.path)
+        else:
+            if dtype is not None:
+                check_cast("cast", source, tree, dtype)
+            note_lost_scales(source, tree)
         kept = set[int]() if dequantize else kept_leaves(source)
         origins: dict[int, Tensor] = {}
 

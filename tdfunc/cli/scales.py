@@ -1,5 +1,7 @@
 """Leaves of codes in a checkpoint, as the commands see them: which leaves are scaled by which, and their numbers."""
 
+import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -89,6 +91,19 @@ def note_lost_scales(source: Source, tree: TensorCollection) -> None:
     codes = [one for one in quantized(source).codes.values() if one.name in chosen and one.scale not in chosen]
     if codes:
         note(f"{safe(source.path)}: the result has codes and not their scales: {shown_codes(codes)}")
+
+
+def note_described_codes(path: str) -> None:
+    """Note on stderr that a file beside the numbers that are written describes codes, which transformers looks for."""
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    name = os.path.join(folder, "config.json")
+    try:
+        with open(name, encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError):
+        return
+    if isinstance(config, dict) and "quantization_config" in config:
+        note(f"{safe(name)} has quantization_config, and the result has no codes: remove the entry for transformers")
 
 
 def shown_codes(codes: Sequence[Scaled]) -> str:

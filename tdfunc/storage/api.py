@@ -160,9 +160,9 @@ def load_choice(name: str, choice: Choice, *, verify: bool, mapped: bool = True)
     contents = open_contents(name, files, verify=verify)
     try:
         warn_unlisted(contents)
-        # A cast, and numbers in place of codes, need the scales beside the chosen leaves.
-        is_plain = choice.like is None and choice.dtype is None and not choice.dequantize
-        if isinstance(choice.where, str) and is_plain:
+        # Codes are told apart from numbers by the leaves beside them, which the glob may not choose.
+        is_cast = choice.dtype is not None or choice.dequantize
+        if isinstance(choice.where, str) and choice.like is None and not is_cast:
             contents.narrow(choice.where)
         return read_tree(contents, choice, mapped=mapped and not (is_remote(name) and choice.where is not None))
     finally:

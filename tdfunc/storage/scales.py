@@ -80,6 +80,24 @@ _RULES = (
     # ComfyUI, Mistral, DeepSeek's own programs.
     Rule("FP8", _FP8, r"[^.]+", ("{stem}scale_{key}", "{stem}qscale_{key}"), _INPUTS),
     Rule("FP8", _FP8, "weight", ("{stem}scale", "{stem}scale_inv"), _INPUTS),
+    # Programs that divide by a number, or whose rule differs between versions: never codes times scale.
+    Rule(
+        "FP8 with another scale",
+        _FP8,
+        r"[^.]+",
+        (
+            "{stem}{key}_descale",
+            "{stem}{key}_scaling_factor",
+            "{stem}{key}s_scaling_factor",
+            "{stem}{key}_inv_scale",
+            "{stem}{key}_scales",
+            "{stem}{key}.scale",
+            "{stem}{key}.scale_inv",
+            "{stem}{key}_amax",
+        ),
+        (*_INPUTS, *_MORE),
+    ),
+    Rule("FP8 with another scale", _FP8, "weight", ("{stem}scales", "{stem}inv_scale", "{stem}descale"), _INPUTS),
     # compressed-tensors, TensorRT Model Optimizer (NVFP4).
     Rule("integer", _INTEGERS, r"[^.]+", ("{stem}{key}_scale", "{stem}{key}_scale_inv"), (*_INPUTS, *_MORE)),
     # bitsandbytes (LLM.int8), ComfyUI, MLX.

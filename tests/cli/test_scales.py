@@ -12,11 +12,7 @@ from tests.storage.layouts import FP8, OTHERS, bits
 LAYOUTS = {**FP8, **{name: make for name, (_, make) in OTHERS.items()}}
 CODES = {name: next(iter(make(0)[1])) for name, make in FP8.items()}
 CODES |= {name: codes for name, (codes, _) in OTHERS.items()}
-INTEGER = [
-    name
-    for name in OTHERS
-    if name not in ("bitsandbytes nf4 in bfloat16", "FP8 with zero points", "FP8 in unknown blocks")
-]
+INTEGER = [name for name in OTHERS if name != "bitsandbytes nf4 in bfloat16" and not name.startswith("FP8")]
 NUMBERS = [name for name in LAYOUTS if name not in INTEGER]
 # The others are slow together, and differ in what `test_scales.py` of the storage has for all.
 FEW = ("blocks at the edge", "rows", "tensor", "ComfyUI", *OTHERS)
@@ -206,6 +202,24 @@ def test_codes_without_their_scale_are_noted(tmp_path):
 
     assert "the result has codes and not their scales: q.weight (FP8, scale in 'q.weight_scale')" in result.err
     assert bits(leaves(tmp_path / "out.safetensors")) == bits({"q.weight": state["q.weight"]})
+
+
+def test_a_mean_without_scales_is_noted(tmp_path):
+    """`average` of a part that leaves the scale out says so."""
+    path, _ = write("rows", 0, tmp_path)
+
+    result = run("average", path, path, "-x", "*scale*", "-o", tmp_path / "out.safetensors")
+
+    assert "the result has codes and not their scales: q.weight" in result.err
+
+
+def test_numbers_of_a_part_have_no_note(tmp_path):
+    """Codes that are multiplied by a scale outside of the part are numbers."""
+    path, _ = write("rows", 0, tmp_path)
+
+    result = run("extract", path, "-f", "q.weight", "--dequantize", "-o", tmp_path / "out.safetensors")
+
+    assert "codes" not in result.err
 
 
 def test_models_of_two_precisions_are_not_merged(tmp_path):

@@ -141,4 +141,9 @@ OTHERS = {
         integers(WEIGHT, E4M3, (4, 6), **{SCALE: ((4, 1), F32), "q.weight_zero_point": ((4, 1), torch.int8)}),
     ),
     "FP8 in unknown blocks": (WEIGHT, integers(WEIGHT, E4M3, (100, 4), **{INV: ((3, 1), F32)})),
+    "FP8 of TensorRT-LLM": (WEIGHT, integers(WEIGHT, E4M3, (4, 6), **{"q.weights_scaling_factor": ((1,), F32)})),
+    "FP8 with a divisor": (WEIGHT, integers(WEIGHT, E4M3, (4, 6), **{"q.weight_descale": ((1,), F32)})),
+    "FP8 with a scale below the weight": (WEIGHT, integers(WEIGHT, E4M3, (4, 6), **{"q.weight.scale": ((), F32)})),
+    "FP8 with the largest value": (WEIGHT, integers(WEIGHT, E4M3, (4, 6), **{"q.weight_amax": ((), F32)})),
+    "FP8 with scales of MLX": (WEIGHT, integers(WEIGHT, E4M3, (4, 6), **{"q.scales": ((4, 1), F32)})),
 }

@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent / "golden" / "fp8_blocks.safetensors"
 each_fp8 = pytest.mark.parametrize("layout", FP8)
 each_seed = pytest.mark.parametrize("seed", [0, 1])
 # The codes that a cast would change.
-FLOATING = ["bitsandbytes nf4 in bfloat16", "FP8 with zero points", "FP8 in unknown blocks"]
+FLOATING = [name for name in OTHERS if name == "bitsandbytes nf4 in bfloat16" or name.startswith("FP8")]
 INTEGER = [name for name in OTHERS if name not in FLOATING]
 
 
@@ -137,12 +137,22 @@ def test_a_part_of_a_file_is_dequantized(tmp_path):
     assert torch.equal(flat(tree)["q.weight"], numbers["q.weight"].float())
 
 
-def test_a_cast_of_a_part_sees_the_scale_beside_it(tmp_path):
-    """A filter that leaves the scale out does not make numbers of the codes."""
-    state, _ = FP8["blocks at the edge"](0)
+@pytest.mark.parametrize("where", ["*.weight", "q.weight", tdf.Filter("*.weight")], ids=["glob", "path", "filter"])
+def test_a_cast_of_a_part_of_a_file_is_refused(where, tmp_path):
+    """Codes are found by a scale that `where` does not choose."""
+    state, _ = FP8["rows"](0)
 
-    with pytest.raises(tdf.UnsupportedError, match="q.weight"):
-        tdf.load(write(state, tmp_path), where="q.weight", dtype=torch.bfloat16)
+    with pytest.raises(tdf.UnsupportedError, match=r"the leaf 'q\.weight' has codes"):
+        tdf.load(write(state, tmp_path), dtype=torch.bfloat16, where=where)
+
+
+def test_scales_alone_keep_their_dtype(tmp_path):
+    """The scale of integer codes is not cast, also if `where` does not choose the codes."""
+    _, make = OTHERS["bitsandbytes int8"]
+
+    tree = tdf.load(write(make(0), tmp_path), dtype=torch.bfloat16, where="*.SCB")
+
+    assert tree["q", "SCB"].dtype is torch.float32
 
 
 def test_a_part_without_codes_is_cast(tmp_path):

@@ -217,6 +217,26 @@ def test_an_index_that_does_not_fit_its_files(tmp_path):
         load(tmp_path)
 
 
+def test_an_index_that_names_a_leaf_of_no_file(tmp_path):
+    """The error names the leaf, and nothing that is not so."""
+    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "c": "x.safetensors"}}))
+
+    with pytest.raises(CorruptCheckpointError, match=r"1 leaves; missing \['\"c\"'\]\n"):
+        load(tmp_path)
+
+
+def test_a_leaf_in_two_files(tmp_path):
+    """A leaf that two files have is named."""
+    for name in "xy":
+        safetensors.torch.save_file({name: torch.ones(2), "both": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    homes = {"x": "x.safetensors", "y": "y.safetensors", "both": "y.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": homes}))
+
+    with pytest.raises(CorruptCheckpointError, match=r'have leaves twice[\s\S]*"both"'):
+        load(tmp_path)
+
+
 def test_one_shard_alone(folder):
     """One shard alone is refused with the hint to load the folder."""
     with pytest.raises(UnsupportedError, match=r"one shard of a larger save[\s\S]*load the folder"):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tdfunc.cli.merging.entries import Document, check_named_layers, read_config
 from tdfunc.cli.output import safe
 from tdfunc.core.errors import UnsupportedError, brief
 from tdfunc.core.keys import dotted
@@ -24,8 +25,6 @@ _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _RULES = re.compile(
     r"(^|_)(layers|pattern|interval|period|offset|every|step|freq|frequency|stride|first|last|idx|index|window)(_|$)"
 )
-# Any: JSON.
-Document = dict[str, Any]
 
 
 class Taken(NamedTuple):
@@ -51,7 +50,7 @@ def relayer(config: Document, taken: Sequence[Taken], where: Path) -> None:
         what = "merge: config.json must have the number of layers, which changes."
         raise UnsupportedError(what, expected=" or ".join(_COUNTS))
     before = config[names[0]]
-    sources = {one.model: _read(one.model) for one in taken}
+    sources = {one.model: read_config(one.model) for one in taken}
     first = dict(config)
     config |= {
         name: [_entry(sources, one, name) for one in taken]
@@ -62,6 +61,8 @@ def relayer(config: Document, taken: Sequence[Taken], where: Path) -> None:
     is_moved = [one.number for one in taken] != list(range(before))
     if not is_moved and all(source == first for source in sources.values()):
         return
+    renumbered = [one.model for i, one in enumerate(taken) if one != Taken(taken[0].model, i)]
+    check_named_layers(list(dict.fromkeys(renumbered)), where)
     difference = _difference(config, sources, taken, where)
     if difference:
         raise UnsupportedError(
@@ -71,6 +72,9 @@ def relayer(config: Document, taken: Sequence[Taken], where: Path) -> None:
     rules = [name for name, value in first.items() if _is_by_number(name, value, before)]
     if difference is None:
         rules += [name for name, value in first.items() if name not in names and _is_rule(name, value, before)]
+        rules += [
+            name for name in first if _is_shared(name) and any(one.get(name) != first[name] for one in sources.values())
+        ]
     if rules:
         shown = safe(", ".join(rules[:10]))
         raise UnsupportedError(
@@ -79,14 +83,6 @@ def relayer(config: Document, taken: Sequence[Taken], where: Path) -> None:
             got=brief({name: first[name] for name in rules}),
             hint="with transformers installed, and a model that it knows, the layers themselves are compared.",
         )
-
-
-def _read(folder: str) -> Document:
-    try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-            return json.load(file)
-    except FileNotFoundError:
-        return {}
 
 
 def _entry(sources: Mapping[str, Document], one: Taken, name: str) -> Any:
@@ -114,6 +110,11 @@ def _is_rule(name: str, value: Any, before: int) -> bool:
     # A step of 1 takes each layer.
     is_neutral = not value or (value == 1 and not isinstance(value, bool))
     return _RULES.search(name) is not None and not is_neutral
+
+
+def _is_shared(name: str) -> bool:
+    """Return whether an entry says how all layers compute, outside of their modules: positions, codes."""
+    return "rope" in name or name == "quantization_config"
 
 
 # -- the layers as transformers makes them --------------------------------------------------------------------------
@@ -163,7 +164,8 @@ def _layers_of(config: Document, where: Path) -> list[Facts] | None:
         layers = list(model.get_submodule(dotted(where)).children())
         lists = {name: value for name, value in vars(known).items() if isinstance(value, list) and "layer" in name}
         lists = {name: value for name, value in lists.items() if len(value) == len(layers)}
-        return [_facts(layer, i, lists) for i, layer in enumerate(layers)]
+        shared = {("config", name): value for name, value in vars(known).items() if _is_shared(name)}
+        return [shared | _facts(layer, i, lists) for i, layer in enumerate(layers)]
     # Any error: without the model the entries are judged by their names.
     except Exception:
         return None

@@ -142,6 +142,9 @@ def _form_of(slices: Sequence[Slice], tree: TensorCollection, models: Models, at
             layers += [Taken(model, number) for number in numbers]
     else:
         ranges = [range(len(node_at(tree, where)._data) if where is not None else 0)]
+    if layers and where is not None:
+        for one in slices:
+            _check_layers(models, one, where)
     for model in dict.fromkeys(each.model for one in slices for each in one.inputs):
         if model != origin and not layers:
             _check_same(models, origin, model, at, where)
@@ -168,6 +171,30 @@ def _check_same(models: Models, origin: str, model: str, at: Path, where: Path |
         raise TieError(what, hint="its values would be lost: take a base that does not tie them.")
     if others:
         note(f"{safe(model)}: {count_text(len(others), 'leaf')} not in {safe(origin)} left out: {shown(others[0])}")
+
+
+def _check_layers(models: Models, chosen: Slice, where: Path) -> None:
+    """Raise if a layer of a slice has a leaf that the layer of its first model, which gives the form, does not have."""
+    first = chosen.inputs[0]
+    others = [(each.model, each.layers) for each in chosen.inputs[1:]]
+    if chosen.base is not None:
+        others.append((chosen.base, first.layers))
+    for model, numbers in others:
+        for number, own in zip(numbers or (), first.layers or (), strict=True):
+            known = _leaves_of_layer(models, first.model, (*where, str(own)))
+            added = [rest for rest in _leaves_of_layer(models, model, (*where, str(number))) if rest not in known]
+            if added:
+                raise TreeStructureError(
+                    f"merge: the layer {number} of {safe(model)} must have the leaves of the layer {own} of "
+                    f"{safe(first.model)}.",
+                    got=f"{shown(added[0])}, which would be lost",
+                    hint="merge models of one architecture.",
+                )
+
+
+def _leaves_of_layer(models: Models, model: str, at: Path) -> dict[Path, None]:
+    """Return the paths of the leaves of a layer, below it."""
+    return {path[len(at) :]: None for path in models.leaves[model] if path[: len(at)] == at}
 
 
 def _check_heads(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:

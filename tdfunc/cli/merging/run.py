@@ -17,6 +17,7 @@ from tdfunc import random
 from tdfunc.cli.average import unequal_values
 from tdfunc.cli.convert import Target, find_dtype, make_target, write
 from tdfunc.cli.merging.config import Config
+from tdfunc.cli.merging.entries import note_differences, renumber_tokens
 from tdfunc.cli.merging.layers import relayer
 from tdfunc.cli.merging.recipe import Models, Part, Recipe, Row, plan
 from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
@@ -64,7 +65,7 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
             _check_values(every)
         # Other folders, such as a step of a run, have files that would make the result one of their kind.
         has_config = target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json"))
-        beside = _describe(origin, recipe, vocabulary, out_dtype) if has_config else {}
+        beside = _describe(config, origin, recipe, vocabulary, out_dtype) if has_config else {}
         if beside and is_remote(target.path):
             raise UnsupportedError(f"merge {target.path}: a folder with config.json must be on this machine.")
         lost = Counter[int]()
@@ -234,10 +235,12 @@ def _same(row: Row, leaves: dict[str, Tensor], take_first: bool) -> Tensor:
 
 
 def _describe(
-    origin: Source, recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None
+    merge: Config, origin: Source, recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None
 ) -> dict[str, bytes]:
     """Return the files of the first model that transformers reads beside the weights, with the new entries."""
     files = read_beside(origin.path)
+    if vocabulary is not None and merge.tokenizer not in ("base", "union"):
+        renumber_tokens(files, vocabulary.numbers(origin.path))
     config = json.loads(files["config.json"])
     if len(recipe.layers) > 1:
         what = "merge: config.json describes one stack of layers, and several change."
@@ -249,6 +252,7 @@ def _describe(
     for name in ("dtype", "torch_dtype"):
         if dtype is not None and name in config:
             config[name] = str(dtype).removeprefix("torch.")
+    note_differences(merge.models[1:], config)
     files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
     if vocabulary is not None:
         with tempfile.TemporaryDirectory() as made:

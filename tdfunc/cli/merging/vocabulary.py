@@ -42,6 +42,10 @@ class Vocabulary:
             raise UnsupportedError(what, got=list(shapes[0][0]), hint="leave tokenizer out, and keep one vocabulary.")
         return is_vocabulary
 
+    def numbers(self, model: str) -> dict[int, int]:
+        """Return the number in the result of each token of a model, by its number there."""
+        return {row: number for number, row in enumerate(self.rows[model].tolist()) if row >= 0}
+
     def align(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return embeddings of 32 bits or more with one row for each token.
 

@@ -7,7 +7,8 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from json.encoder import encode_basestring as quote
@@ -218,18 +219,10 @@ class Contents:
     def _implied(self) -> dict[str, Any]:
         tables = [self._entries(source) for source in self.sources]
         places = {quote(name): (table, i) for table in tables for i, name in enumerate(table.names)}
-        count = sum([len(table) for table in tables])
         names = list(places)
         if self.homes is not None:
             # In the order of the index. The files may have further leaves.
-            lacking = [name for name in self.homes if name not in places]
-            if lacking or len(places) != count:
-                stray = [name for name in places if name not in self.homes] or ["a name in two files"]
-                raise damaged(
-                    "the index does not fit its files.",
-                    f"{len(self.homes)} leaves",
-                    f"{count} leaves; missing {lacking[:5]}, not in the index {stray[:5]}",
-                )
+            self._check_index(self.homes, [quote(name) for table in tables for name in table.names])
             names = list(self.homes)
         if '""' in names:
             raise UnsupportedError("a leaf must have a name.", hint="safetensors.torch.load_file reads the file.")
@@ -240,6 +233,21 @@ class Contents:
             self._is_part = bool(wanted)
             names = wanted or names
         return describe([table.entry(i) for table, i in map(places.__getitem__, names)], is_nested=self._nests)
+
+    @staticmethod
+    def _check_index(homes: Mapping[str, int], names: Sequence[str]) -> None:
+        """Raise unless the files of another program's index have each leaf that it names, and no leaf twice."""
+        known = set(names)
+        lacking = [name for name in homes if name not in known]
+        if lacking:
+            stray = [name for name in names if name not in homes]
+            others = f", not in the index {stray[:5]}" if stray else ""
+            got = f"{len(names)} leaves; missing {lacking[:5]}{others}"
+            raise damaged("the index does not fit its files.", f"{len(homes)} leaves", got)
+        if len(known) != len(names):
+            twice = [name for name, count in Counter(names).items() if count > 1]
+            what = "the files of the index have leaves twice, and one of them would be lost."
+            raise damaged(what, "each leaf in one file", ", ".join(twice[:5]))
 
     def _entries(self, source: Source) -> Entries:
         found = source.header.entries
