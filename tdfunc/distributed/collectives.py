@@ -112,10 +112,12 @@ def broadcast(
         packed.extend([] if td is None else [pack(td, "broadcast")])
         return packed[0].structure if packed else None
 
-    sizes = _check_alike(ranks, make)[ranks.check_member("src", src)]
-    wire = _wire(ranks, packed[0], sum(sizes)) if is_source else ranks.empty(sum(sizes))
-    _run(ranks, lambda: dist.broadcast(wire, src, group=group))
-    return td if is_source else _unwire(wire, sizes, classes if td is None else classes_of(td))
+    # To the end: the other ranks wait for the values.
+    with ranks.entered():
+        sizes = _check_alike(ranks, make)[ranks.check_member("src", src)]
+        wire = _wire(ranks, packed[0], sum(sizes)) if is_source else ranks.empty(sum(sizes))
+        _run(ranks, lambda: dist.broadcast(wire, src, group=group))
+        return td if is_source else _unwire(wire, sizes, classes if td is None else classes_of(td))
 
 
 def scatter(
@@ -169,13 +171,15 @@ def scatter(
                 raise mismatch("scatter", who, _as_found(wanted), _as_found(found))
         return json.dumps(parsed[origin][1]).encode()
 
-    sizes: list[tuple[int, int]] = json.loads(ranks.agree(make, decide))
-    longest = max([block + text for block, text in sizes])
-    wires = [_wire(ranks, one, longest) for one in packed] if is_source else None
-    wire = ranks.empty(longest)
-    _run(ranks, lambda: dist.scatter(wire, wires, src, group=group))
-    known = classes if like is None else classes_of(like)
-    return _unwire(wire, sizes[ranks.rank], known)
+    # To the end: the other ranks wait for the values.
+    with ranks.entered():
+        sizes: list[tuple[int, int]] = json.loads(ranks.agree(make, decide))
+        longest = max([block + text for block, text in sizes])
+        wires = [_wire(ranks, one, longest) for one in packed] if is_source else None
+        wire = ranks.empty(longest)
+        _run(ranks, lambda: dist.scatter(wire, wires, src, group=group))
+        known = classes if like is None else classes_of(like)
+        return _unwire(wire, sizes[ranks.rank], known)
 
 
 # Any: as JSON returns it.
@@ -230,17 +234,19 @@ def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -
         packed.append(pack(td, ranks.call))
         return packed[0].structure
 
-    sizes = _check_alike(ranks, make, strict=strict)
-    longest = max(map(sum, sizes))
-    wire = _wire(ranks, packed[0], longest)
-    takes = is_to_all or dst == dist.get_rank()
-    wires = [ranks.empty(longest) for _ in sizes] if takes else None
-    if is_to_all:
-        _run(ranks, lambda: dist.all_gather(wires, wire, group=ranks.group))
-    else:
-        _run(ranks, lambda: dist.gather(wire, wires, dst, group=ranks.group))
-    known = classes_of(td)
-    return None if wires is None else [_unwire(one, size, known) for one, size in zip(wires, sizes, strict=True)]
+    # To the end: the other ranks wait for the values.
+    with ranks.entered():
+        sizes = _check_alike(ranks, make, strict=strict)
+        longest = max(map(sum, sizes))
+        wire = _wire(ranks, packed[0], longest)
+        takes = is_to_all or dst == dist.get_rank()
+        wires = [ranks.empty(longest) for _ in sizes] if takes else None
+        if is_to_all:
+            _run(ranks, lambda: dist.all_gather(wires, wire, group=ranks.group))
+        else:
+            _run(ranks, lambda: dist.gather(wire, wires, dst, group=ranks.group))
+        known = classes_of(td)
+        return None if wires is None else [_unwire(one, size, known) for one, size in zip(wires, sizes, strict=True)]
 
 
 def all_reduce(td: T, op: str = "sum", *, group: Any = None, timeout_s: float | None = None) -> T:
@@ -270,6 +276,13 @@ def reduce(td: T, dst: int, op: str = "sum", *, group: Any = None, timeout_s: fl
 
 
 def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
+    # To the end: the other ranks wait for the values.
+    with ranks.entered():
+        return _reduce_alike(td, ranks, op, dst)
+
+
+def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
+    """Reduce the trees of all ranks, once they are alike."""
     name = op.lower() if isinstance(op, str) else repr(op)
     is_to_all = ranks.call == "all_reduce"
     ranks.terms = f"{ranks.call} {name!r}" if is_to_all else f"{ranks.call} {name!r} to rank {dst}"

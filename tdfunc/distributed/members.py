@@ -71,13 +71,12 @@ def _join(make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any] |
     """Return DTensors around the parts that `make` returns on each rank; an error of one rank is raised on all."""
     given = _over_members(mesh) if placements is None else list(placements)
     module = _tensor_module()
-    axes = [axis for axis, placement in enumerate(given) if placement.is_shard()]
-    if mesh.get_coordinate() is None or not axes:
-        # This rank is not in the mesh, or has complete leaves: nobody waits for it.
+    if mesh.get_coordinate() is None:
+        # This rank is not in the mesh: nobody waits for it.
         tree = make()
         shapes = [list(leaf.shape) for _, leaf in _tensors(tree)]
     else:
-        tree, shapes = _sum_lengths(make, mesh, given, axes)
+        tree, shapes = _sum_lengths(make, mesh, given)
     places = iter(shapes)
 
     def wrap(leaf: Tensor) -> Any:
@@ -93,16 +92,15 @@ def _tensors(tree: Any) -> list[tuple[str, Tensor]]:
     return [(pytree.keystr(path), leaf) for path, leaf in found if isinstance(leaf, Tensor)]
 
 
-def _sum_lengths(
-    make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any], axes: Sequence[int]
-) -> tuple[Any, list[list[int]]]:
+def _sum_lengths(make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Any, list[list[int]]]:
     """Return this rank's tree, and the shapes of its leaves over all ranks: sums along each sharded dimension."""
     made: list[Any] = []
     leaves: list[tuple[str, Tensor]] = []
     shapes: list[list[int]] = []
     failures: list[Exception] = []
 
-    def describe(dim: int) -> bytes:
+    def describe(axis: int) -> bytes:
+        dim = _sharded_dim(placements, axis)
         if failures:
             raise failures[0]
         if not made:
@@ -111,30 +109,42 @@ def _sum_lengths(
             shapes.extend([list(leaf.shape) for _, leaf in leaves])
         return _describe(leaves, shapes, dim)
 
-    # One round along each dimension of the mesh. In the first one the parts are made. After an error the others follow,
-    # so that ranks hear of it that are in none of the rounds of its rank.
-    for axis in axes:
-        dim: int = placements[axis].dim
+    # One round along each dimension of the mesh, also where nothing is sharded here: it may be on another rank. In the
+    # first one the parts are made. After an error the others follow, so that ranks hear of it that are in none of the
+    # rounds of its rank.
+    for axis in range(mesh.ndim):
         ranks = Ranks("from_local", mesh.get_group(axis))
         ranks.terms = f"from_local with the placements {tuple(placements)}"
         try:
-            totals: dict[str, int] = json.loads(ranks.agree(partial(describe, dim), partial(_add_lengths, ranks)))
+            totals: dict[str, int] = json.loads(ranks.agree(partial(describe, axis), partial(_add_lengths, ranks)))
         except PeerError:
             raise
         except Exception as err:
             failures.append(err)
             continue
-        for (name, _), shape in zip(leaves, shapes, strict=True):
-            shape[dim] = totals[name]
+        dim = _sharded_dim(placements, axis)
+        if dim is not None:
+            for (name, _), shape in zip(leaves, shapes, strict=True):
+                shape[dim] = totals[name]
     if failures:
         raise failures[0]
     return made[0], shapes
 
 
-def _describe(leaves: Sequence[tuple[str, Tensor]], shapes: Sequence[list[int]], dim: int) -> bytes:
-    """Return by place the dtype, the length along a dimension, and the rest of the shape of each leaf."""
+def _sharded_dim(placements: Sequence[Any], axis: int) -> int | None:
+    """Return the dimension of leaves that is spread over a dimension of the mesh, or None."""
+    if axis >= len(placements) or not placements[axis].is_shard():
+        return None
+    return placements[axis].dim
+
+
+def _describe(leaves: Sequence[tuple[str, Tensor]], shapes: Sequence[list[int]], dim: int | None) -> bytes:
+    """Return by place the dtype, the length along a dimension (0 without one), and the rest of each leaf's shape."""
     found: dict[str, tuple[str, int, list[int]]] = {}
     for (name, leaf), shape in zip(leaves, shapes, strict=True):
+        if dim is None:
+            found[name] = (str(leaf.dtype), 0, shape)
+            continue
         if dim >= len(shape):
             raise LeafMismatchError(
                 "from_local: each leaf must have the dimension of the members.",

@@ -105,3 +105,33 @@ def _join_parts(rank):
 def test_parts_on_two_dimensions_of_a_mesh(tmp_path):
     """Lengths are summed along each dimension, twice for one that both shard; an error of one rank is raised on all."""
     run_ranks(_join_parts, 4, tmp_path)
+
+
+def _differ(rank, placements):
+    line = init_device_mesh("cpu", (2,)) if len(placements[0]) == 1 else init_device_mesh("cpu", (1, 2))
+    with pytest.raises(ValueError, match=r"(?s)same call.*expected: .*Replicate.*got: .*Shard"):
+        from_local(torch.ones(2), line, placements[rank])
+    assert from_local(torch.ones(2), line).shape == (4 // line.ndim,)
+
+
+PLACEMENTS = {
+    "one dimension": ([Replicate()], [Shard(0)]),
+    "the other dimension": ([Replicate(), Replicate()], [Replicate(), Shard(0)]),
+}
+
+
+@pytest.mark.parametrize("case", PLACEMENTS)
+def test_placements_of_ranks_that_differ_in_what_is_sharded(tmp_path, case):
+    """Also a rank that shards nothing hears of it, at once; the next equal call works."""
+    run_ranks(_differ, 2, tmp_path, PLACEMENTS[case], timeout_s=20)
+
+
+def _copies(rank):
+    line = init_device_mesh("cpu", (2,))
+    with pytest.raises(tdf.LeafMismatchError, match="differ only in the number of members"):
+        from_local(torch.ones(2 + rank), line, [Replicate()])
+
+
+def test_copies_have_one_shape(tmp_path):
+    """A leaf that is complete on each rank has the same shape on all."""
+    run_ranks(_copies, 2, tmp_path, timeout_s=20)

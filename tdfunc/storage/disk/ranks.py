@@ -7,8 +7,8 @@ import struct
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, final
@@ -82,6 +82,8 @@ class _Counts:
     lanes: defaultdict[tuple[str, int, int], LaneCount] = field(default_factory=lambda: defaultdict(LaneCount))
 
 
+# The calls in which threads are, with the threads. Only a signal handler makes another one in a thread's call.
+_entered: list[tuple["Ranks", int]] = []
 # By the group itself: a later group may have the name of one that was destroyed.
 _counts: WeakKeyDictionary[Any, _Counts] = WeakKeyDictionary()
 
@@ -263,9 +265,11 @@ class Ranks:
         Raises:
             ValueError: The calls of the ranks differ; every rank raises, and the next round works.
             ConcurrencyError: A rank left an earlier call before its end; every rank raises, and the next round works.
+                Or a signal handler calls in the middle of another call; only this rank raises.
             PeerError: A rank did not take part in time; the message names it on every rank.
             Exception: The error of `decide`, or of `make` on any rank.
         """
+        self._refuse_handler()
         number = self.counts.rounds
         # A rank that is interrupted here is in the next round.
         self.counts.rounds = number + 1
@@ -277,10 +281,11 @@ class Ranks:
         except Exception as err:
             own = err
             mine = Envelope(True, number, self.terms, write_error(err, dist.get_rank()))
-        if self.rank:
-            answer = self._ask(mine)
-        else:
-            answer, own = self._decide(mine, decide, own)
+        with self.entered():
+            if self.rank:
+                answer = self._ask(mine)
+            else:
+                answer, own = self._decide(mine, decide, own)
         # All are in step again, whatever their numbers were.
         self.counts.rounds = answer.number + 1
         if own is not None:
@@ -288,6 +293,27 @@ class Ranks:
         if answer.is_failed:
             raise read_error(answer.content)
         return answer.content
+
+    @contextmanager
+    def entered(self) -> Generator[None, None, None]:
+        """Refuse other calls of this thread in the group: a handler's, which would wait for what it interrupted."""
+        entry = (self, threading.get_ident())
+        _entered.append(entry)
+        try:
+            yield
+        finally:
+            _entered.remove(entry)
+
+    def _refuse_handler(self) -> None:
+        """Raise if this thread is in the middle of another call of the group."""
+        thread = threading.get_ident()
+        found = next((other for other, at in _entered if at == thread and other.counts is self.counts), self)
+        if found is not self:
+            raise ConcurrencyError(
+                f"{self.call}: this thread is in another call of the group; nothing was sent.",
+                got=f"a call from a signal handler, in the middle of {found.call}",
+                hint="note the signal in the handler, and make the call after that one has returned.",
+            )
 
     def _ask(self, mine: Envelope) -> Envelope:
         """Send the root what this rank has, and return the answer."""
@@ -353,7 +379,9 @@ class Ranks:
 
         # In a thread: a timeout of gloo's own closes the connections to all ranks, which then could not be told.
         threading.Thread(target=listen, name="tdfunc-round", daemon=True).start()
-        if is_done.wait(self.patience_s * _ROOT_PATIENCE):
+        is_done.wait(self.patience_s * _ROOT_PATIENCE)
+        # Not what `wait` returns: a signal handler may have taken all of its time.
+        if is_done.is_set():
             return heard, silent
         late = len(heard)
         error_of_late = self.lost(f"rank {self.world_rank(late)}", TimeoutError("nothing"))

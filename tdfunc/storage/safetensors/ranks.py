@@ -210,6 +210,11 @@ class RankSave:
             commit: Makes the file and gives it its place.
             anchor: A folder that all ranks share and that contains the file, also while it is written.
         """
+        with self.ranks.entered():
+            self._write(commit, anchor)
+
+    def _write(self, commit: Commit, anchor: str) -> None:
+        """Write the file between rounds."""
         if self.ranks.rank:
             self._follow(anchor)
             return
