@@ -240,3 +240,78 @@ def test_an_average_that_differs_takes_a_few_lines(tmp_path):
 
     assert (refused.code, part.code, first.code) == (2, 0, 0)
     assert len(refused.err.splitlines()) <= 14
+
+
+# -- views and containers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conjugate", "negative"])
+def test_a_view_with_other_values_is_not_tied(view, tmp_path):
+    """A conjugate and a negative have the memory of a tensor, and other values."""
+    plain = torch.randn(3, dtype=torch.complex64)
+    torch.save({"plain": plain, "view": view(plain)}, tmp_path / "v.pt")
+
+    assert run("convert", tmp_path / "v.pt", tmp_path / "v.safetensors").code == 0
+
+    assert torch.equal(load(tmp_path / "v.safetensors")["view"], view(plain).clone())
+
+
+def nest(levels, make):
+    """A value in containers."""
+    value = 1
+    for _ in range(levels):
+        value = make(value)
+    return value
+
+
+def list_in_itself():
+    """A list that contains itself."""
+    made = []
+    made.append(made)
+    return made
+
+
+def dict_in_itself():
+    """A dict that contains itself, and a tensor."""
+    made = {"w": torch.ones(2)}
+    made["own"] = made
+    return made
+
+
+ENDLESS = {
+    "a list in itself": (list_in_itself(), "a list that contains itself"),
+    "a dict in itself": (dict_in_itself(), "a dict that contains itself"),
+    "deep lists": (nest(300, lambda x: [x]), "a list that is nested over 200 deep"),
+    "deep tuples": (nest(300, lambda x: (x,)), "a tuple that is nested over 200 deep"),
+    "one list many times": (nest(60, lambda x: [x, x]), "a list that has over 10,000,000 values"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_container_without_end_is_left_out_by_name(name, write):
+    """The rest of the file is shown."""
+    value, text = ENDLESS[name]
+
+    result = run("show", write(value))
+
+    assert result.code == 0, result.err
+    assert f"left out: extra: {text}" in result.out
+    assert "model.weight" in result.out
+
+
+def test_a_tensor_in_a_container_without_end_is_not_dropped(write, tmp_path):
+    """A tensor is left out by --exclude only."""
+    path = write(dict_in_itself())
+
+    assert run("convert", path, tmp_path / "a.safetensors").code == 2
+    assert run("extract", path, "-x", "extra", "-o", tmp_path / "a.safetensors").code == 0
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named(layout, write):
+    """The rest of a file with a nested tensor is shown."""
+    result = run("show", write(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)))
+
+    assert result.code == 0, result.err
+    assert "left out: extra: a tensor of" in result.out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 
 import numpy as np
@@ -370,6 +371,21 @@ def test_ties_that_a_part_does_not_know(tmp_path):
 
     with pytest.raises(CorruptCheckpointError, match="'n' and the folder around it must have the same ties"):
         TensorDict.load_memmap(tmp_path / "d")
+
+
+@pytest.mark.parametrize("path", [("v",), ("n", "v")], ids=".".join)
+def test_the_hint_for_pickles_writes_the_rest(path, tmp_path):
+    """The line of the hint makes a folder with everything else."""
+    tree = Incumbent({"a": torch.ones(2), "n": {"b": torch.zeros(1)}})
+    tree[path] = IncumbentNonTensor[0](np.arange(3))
+    tree.memmap(tmp_path / "d")
+    with pytest.raises(UnsupportedError) as caught:
+        load(tmp_path / "d")
+
+    line = re.search(r"TensorDict(\.load_memmap.*\.memmap\(other, .*\))", str(caught.value))[1]
+    eval(f"Incumbent{line}", {"Incumbent": Incumbent, "folder": tmp_path / "d", "other": tmp_path / "o"})
+
+    assert load(tmp_path / "o").paths() == [("a",), ("n", "b")]
 
 
 @pytest.mark.parametrize("name", ["other.pickle", "pickle.pkl"])

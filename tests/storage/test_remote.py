@@ -136,6 +136,18 @@ def test_file_urls(tmp_path, tree):
     assert tdfunc.CheckpointManager(f"file://{tmp_path}").path(1).parent == tmp_path
 
 
+def test_a_remote_memmap_folder_is_named(tmp_path, system):
+    """The hint fetches a folder whose leaves cannot be mapped where they are."""
+    TensorDict({"a": torch.ones(3)}).memmap(tmp_path / "d")
+    system.put(str(tmp_path / "d"), "/mapped", recursive=True)
+
+    with pytest.raises(FileNotFoundError, match=r"this is a memmap folder[\s\S]*get\(path, folder, recursive=True\)"):
+        load("memory://mapped")
+    system.get("memory://mapped", str(tmp_path / "o"), recursive=True)
+
+    assert load(tmp_path / "o")["a"].tolist() == [1.0] * 3
+
+
 def test_without_fsspec(monkeypatch, tree):
     """A missing package is named with the line that installs it."""
     monkeypatch.setitem(sys.modules, "fsspec", None)

@@ -128,7 +128,7 @@ def _renumbered_value(value: Any, numbers: Mapping[int, int], entry: str) -> Any
 
 
 def note_differences(folders: Sequence[str], made: Document) -> None:
-    """Note on stderr the entries of other models that differ from those of the result."""
+    """Note on stderr the entries of other models that differ from the configuration of the result."""
     lines: list[str] = []
     for folder in folders:
         for name, value in read_config(folder).items():

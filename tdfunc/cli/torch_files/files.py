@@ -1,5 +1,6 @@
 """Files of torch.save: read by torch's restricted reader only, and written by torch.save."""
 
+import math
 import os
 import tempfile
 import zipfile
@@ -11,7 +12,11 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
+<<<<<<< HEAD:tdfunc/cli/torch_files/files.py
 from tdfunc.cli.torch_files.pickles import NumpyArray, Unknown, load_pickled
+=======
+from tdfunc.cli.torch_pickles import Extents, NumpyArray, Unknown, load_pickled
+>>>>>>> 711602e781cab2bf0a99f8b5b01493a50921e840:tdfunc/cli/torch_files.py
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import dotted
@@ -26,13 +31,17 @@ from tdfunc.storage.safetensors.index import TORCH_INDEX, TORCH_NAMES, is_index
 from tdfunc.storage.safetensors.read import parsing
 from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.foreign import nests
-from tdfunc.storage.tree.objects import is_json, is_plain, is_plain_dtype, pack
+from tdfunc.storage.tree.objects import MAX_DEPTH, is_json, is_plain, is_plain_dtype, pack
 from tdfunc.storage.tree.specs import parse_json
 
 _EMPTY = Size(())
 # In place of a value that is left out.
 _OMITTED = object()
 _ALIGN = 64
+# Sub-trees in sub-trees, which are read by recursion.
+_MAX_LEVELS = 250
+# Of a plain object, whose text has each of them.
+_MAX_VALUES = 10_000_000
 
 
 class TorchLeaf(NamedTuple):
@@ -142,6 +151,7 @@ class _Builder:
         self.paths: dict[Any, list[Path]] = {}
         self.altered: list[str] = []
         self.left_out: dict[Path, LeftOut] = {}
+        self.extents = Extents()
 
     def tree(self, found: Mapping[Any, Any], at: Path) -> TensorCollection:
         """Make a tree of a dict."""
@@ -170,8 +180,13 @@ class _Builder:
             return self._build(value, at)
         if isinstance(value, Tensor):
             return self._leaf(value, at)
+        extent = self.extents.of(value)
+        if extent.depth > _MAX_LEVELS or extent.values > _MAX_VALUES:
+            return self._omit_container(value, at)
         if isinstance(value, Mapping) and _is_tree(value):
             return self.tree(value, at)
+        if extent.depth > MAX_DEPTH:
+            return self._omit_container(value, at)
         plain = self._plain(value, at)
         if plain is _OMITTED or is_json(plain):
             return plain if plain is _OMITTED else NonTensorData(plain, _EMPTY)
@@ -210,9 +225,11 @@ class _Builder:
     def _leaf(self, leaf: Tensor, at: Path, *, in_object: bool = False) -> Any:
         if not _is_dense(leaf):
             return self._omit(leaf, at)
+        # A conjugate and a negative are views of the same memory, with other values.
+        signs = leaf.is_conj(), leaf.is_neg()
         memory = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
         # Empty tensors have no memory to share.
-        mark = (in_object, *memory) if leaf.numel() else at
+        mark = (in_object, *signs, *memory) if leaf.numel() else at
         if mark not in self.known:
             made = self.known[mark] = without_values(leaf, leaf.dtype)
             self.leaves[id(made)] = TorchLeaf(leaf)
@@ -223,12 +240,26 @@ class _Builder:
     def _omit(self, value: Any, at: Path) -> Any:
         """Leave a value out, and remember what it is."""
         if isinstance(value, Tensor):
-            text = f"a tensor of {value.layout}, {value.dtype}, {value.device}, {list(value.shape)}"
+            # A nested tensor has no one shape.
+            size = "nested" if value.is_nested else str(list(value.shape))
+            text = f"a tensor of {value.layout}, {value.dtype}, {value.device}, {size}"
         elif isinstance(value, type):
             text = f"the class or function {getattr(value, 'name', value.__name__)}"
         else:
             text = repr(value) if type(value).__module__ in ("builtins", "torch") else _name_of(value)
         self.left_out[at] = LeftOut(text, isinstance(value, Tensor))
+        return _OMITTED
+
+    def _omit_container(self, value: Any, at: Path) -> Any:
+        """Leave a container out whose text would be without end."""
+        extent = self.extents.of(value)
+        if math.isinf(extent.depth):
+            what = "contains itself"
+        elif extent.depth > MAX_DEPTH:
+            what = f"is nested over {MAX_DEPTH} deep"
+        else:
+            what = f"has over {_MAX_VALUES:,} values"
+        self.left_out[at] = LeftOut(f"a {type(value).__name__} that {what}", extent.has_tensors)
         return _OMITTED
 
     def _refusal(self, at: Path, expected: str, got: str) -> UnsupportedError:

@@ -8,11 +8,12 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
 
@@ -187,3 +188,66 @@ def _refusal(path: str, text: str) -> UnsupportedError | CorruptCheckpointError:
         got="".join(named)[:300] or None,
         hint="in a program that trusts the file, save its state dict anew.",
     )
+
+
+# -- the size of an object ------------------------------------------------------------------------------------------
+
+
+class Extent(NamedTuple):
+    """How much a value is if each part counts as often as it occurs: a pickle of a few bytes can be without end."""
+
+    # Infinite for a container that contains itself.
+    depth: float
+    values: float
+    has_tensors: bool
+
+
+_ENDLESS = Extent(math.inf, math.inf, has_tensors=True)
+_ONE = Extent(0, 1, has_tensors=False)
+
+
+class Extents:
+    """The extents of containers, each found once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Extent] = {}
+        # So that no other object gets the id of one of these.
+        self._alive: list[Any] = []
+
+    def of(self, value: Any) -> Extent:
+        """Return the extent of a value."""
+        # A container is begun, then its parts are found, then it is finished.
+        begun: set[int] = set()
+        waiting: list[Any] = [value]
+        while waiting:
+            current = waiting[-1]
+            parts = _parts(current)
+            if id(current) in self._known or parts is None:
+                waiting.pop()
+            elif id(current) in begun:
+                waiting.pop()
+                self._alive.append(current)
+                self._known[id(current)] = self._sum(parts)
+            else:
+                begun.add(id(current))
+                waiting += [part for part in parts if id(part) not in begun]
+        return self._found(value)
+
+    def _found(self, value: Any) -> Extent:
+        if _parts(value) is None:
+            return Extent(0, 1, isinstance(value, Tensor))
+        # A container that is begun and not finished contains itself.
+        return self._known.get(id(value), _ENDLESS)
+
+    def _sum(self, parts: Sequence[Any]) -> Extent:
+        found = [self._found(part) for part in parts] or [_ONE]
+        depth = 1 + max([one.depth for one in found])
+        return Extent(depth, sum([one.values for one in found]), any([one.has_tensors for one in found]))
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    """Return the parts of a container; None for another value."""
+    if isinstance(value, Mapping):
+        found: Mapping[Any, Any] = value
+        return list(found.values())
+    return value if isinstance(value, list | tuple) else None

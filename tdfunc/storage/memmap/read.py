@@ -467,11 +467,14 @@ class FolderReader:
     def _check_pickles(self, folder: str, path: Path) -> None:
         for name in PICKLES:
             if self._mode(join_name(folder, name)):
+                # A folder cannot lack an entry that the description of its parent names.
+                rest = f".exclude({path!r})" if path else ""
                 raise UnsupportedError(
                     f"{where(path)} has pickled data, which can run any code when it is read.",
                     expected="non-tensor data as JSON",
                     got=join_name(folder, name),
-                    hint="tdfunc never reads pickles: delete the file, or write the folder again without that data.",
+                    hint="tdfunc never reads pickles. If the folder is trusted, tensordict writes the rest: "
+                    f"TensorDict.load_memmap(folder, allow_pickle=True){rest}.memmap(other, copy_existing=True).",
                 )
 
     def _mode(self, name: str) -> int:

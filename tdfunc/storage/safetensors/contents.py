@@ -21,7 +21,7 @@ from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
 from tdfunc.storage.disk.commit import STEP_NAME
 from tdfunc.storage.disk.raw import outside_transforms
-from tdfunc.storage.disk.remote import Files, LocalBytes, LocalFiles, MappedBytes
+from tdfunc.storage.disk.remote import Files, LocalBytes, LocalFiles, MappedBytes, is_remote
 from tdfunc.storage.safetensors.blocks import Blocks
 from tdfunc.storage.safetensors.header import (
     BLOCKS_VERSION,
@@ -560,6 +560,9 @@ def _no_checkpoint(path: str, names: list[str], variants: list[str]) -> FileNotF
         hint = f"load the path of one: {join(path, variants[0])}."
     elif any([name in TORCH_NAMES for name in names]):
         return torch_refusal(path)
+    elif _META in names and is_remote(path):
+        what = f"load {path}: this is a memmap folder, whose files are mapped on this machine."
+        hint = "fsspec.filesystem(protocol).get(path, folder, recursive=True) fetches it; then load(folder)."
     elif _META in names:
         what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
