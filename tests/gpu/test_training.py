@@ -22,6 +22,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Ensemble. forward wrote the buffers:UserWarning")
 @pytest.mark.parametrize("how", ["vmap", "loop", "traced"])
 @pytest.mark.parametrize("name", MODELS)
 def test_ensembles(name, how, device):

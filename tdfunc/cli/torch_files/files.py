@@ -12,11 +12,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-<<<<<<< HEAD:tdfunc/cli/torch_files/files.py
-from tdfunc.cli.torch_files.pickles import NumpyArray, Unknown, load_pickled
-=======
-from tdfunc.cli.torch_pickles import Extents, NumpyArray, Unknown, load_pickled
->>>>>>> 711602e781cab2bf0a99f8b5b01493a50921e840:tdfunc/cli/torch_files.py
+from tdfunc.cli.torch_files.pickles import Extents, NumpyArray, Unknown, load_pickled
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import dotted

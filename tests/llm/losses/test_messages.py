@@ -77,7 +77,7 @@ MISTAKES = [
     (lambda: penalized_rewards(X[:, 0], X[:1], X), LeafMismatchError, "penalty must have the shape of the mask"),
     (lambda: mc_returns(X[:1], X), LeafMismatchError, "mc_returns: rewards must have the shape"),
     (lambda: topk_rewards(["a"], ROWS, group_size=2, k=1), ValueError, "one reward for each prompt.*1 rewards"),
-    (lambda: topk_rewards(["a"], ROWS[:1], group_size=2, k=0), ValueError, "k must be in 1 to group_size"),
+    (lambda: topk_rewards(["a"], ROWS[:1], group_size=2, k=0), ValueError, "k must be at least 1"),
     (lambda: topk_rewards(["a"], ROWS[:1], group_size=2, k=3), ValueError, "k must be in 1 to group_size.*k=3"),
     (lambda: topk_rewards(["a", "a"], torch.tensor([0, torch.nan]), group_size=2, k=1), ValueError, "NaN.*row 1"),
 ]  # fmt: skip
