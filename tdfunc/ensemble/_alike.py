@@ -317,6 +317,9 @@ def _parts(value: Any) -> list[Any]:
         return [value.__code__, value.__defaults__, value.__kwdefaults__, value.__dict__, *cells]
     if kind is types.MappingProxyType:
         return [dict(value)]
+    if kind is functools.partial:
+        # Its reduction has None in place of attributes until somebody asks for them.
+        return [value.func, value.args, value.keywords, vars(value)]
     if isinstance(value, Apply):
         # Without its copies, and what its calls have noted.
         return [value.module, value._spec.name, value.paths, value._spec.first, value._reserved]

@@ -1,5 +1,6 @@
 """Members that hold equal things besides their weights stack; where these differ, the message shows how."""
 
+import copy
 import functools
 import types
 from dataclasses import dataclass
@@ -159,3 +160,24 @@ def test_an_ensemble_of_models_with_ensembles(how):
     out = tdf.Ensemble(apply, how)(tdf.stack_modules(models), x)
 
     torch.testing.assert_close(out, torch.stack([model(x) for model in models]))
+
+
+class Active(nn.Module):
+    """A layer with a function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.act = functools.partial(F.leaky_relu, negative_slope=0.2)
+
+    def forward(self, x):
+        return self.act(self.layer(x))
+
+
+@pytest.mark.parametrize("look", [tdf.functional, copy.deepcopy, lambda model: vars(model.act)])
+def test_a_look_at_one_member_does_not_make_it_another(look):
+    """A partial function has no attributes until somebody asks for them."""
+    models = [Active(), Active()]
+    look(models[0])
+
+    assert tdf.stack_modules(models).batch_size == torch.Size([2])
