@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,20 @@ def pytest_collect_file(file_path):
     """Look for doctests in the package: other files are read once, and programs among them are not imported."""
     found = yield
     return found if file_path.is_relative_to(PACKAGE) else [one for one in found if not isinstance(one, DoctestModule)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Make all cases of a large table slow, except one of every n; CI runs them all."""
+    numbers = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sample")
+        if marker is None:
+            continue
+        (n,) = marker.args
+        if numbers[item.path] % n:
+            item.add_marker(pytest.mark.slow)
+        numbers[item.path] += 1
 
 
 def pytest_collection_finish():

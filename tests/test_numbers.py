@@ -9,6 +9,8 @@ from tdfunc import TensorDict, metrics, weights
 from tdfunc import calibration as cal
 from tdfunc.averaging import SWA, SWAG
 
+pytestmark = pytest.mark.sample(3)
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -11,6 +11,8 @@ import tdfunc as tdf
 from tdfunc.cli.merging.config import from_options, make_config, read_config
 from tests.cli.helpers import run
 
+pytestmark = pytest.mark.sample(5)
+
 MODEL = {"model": "m", "parameters": {"weight": 1.0}}
 SLICE = {"sources": [{"model": "m", "layer_range": [0, 2], "parameters": {"scale": 1.0}}], "parameters": {}}
 MODELS = {"merge_method": "linear", "models": [MODEL, {"model": "n"}], "parameters": {"weight": [0.1, 0.9]}}

@@ -11,6 +11,8 @@ from tdfunc.cli import convert
 from tests.cli.helpers import run
 from tests.weights.matrix import options_of
 
+pytestmark = pytest.mark.sample(3)
+
 NAN, INF = math.nan, math.inf
 METHODS = tdf.weights.METHODS
 every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

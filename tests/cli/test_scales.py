@@ -9,6 +9,8 @@ from tests.cli.helpers import run
 from tests.helpers import quick
 from tests.storage.layouts import FP8, OTHERS, bits
 
+pytestmark = pytest.mark.sample(5)
+
 LAYOUTS = {**FP8, **{name: make for name, (_, make) in OTHERS.items()}}
 CODES = {name: next(iter(make(0)[1])) for name, make in FP8.items()}
 CODES |= {name: codes for name, (codes, _) in OTHERS.items()}

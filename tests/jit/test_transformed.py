@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from tdfunc import UnsupportedError
 from tdfunc._jit import jit
 
+pytestmark = pytest.mark.sample(5)
+
 CLASSES, ROWS = 5, 4
 
 

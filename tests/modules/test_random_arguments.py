@@ -9,6 +9,8 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc.modules.random import seeded
 
+pytestmark = pytest.mark.sample(5)
+
 X = torch.ones(4, 3)
 
 

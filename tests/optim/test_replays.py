@@ -13,6 +13,8 @@ from tdfunc.optim import AbstractOptimizer, Optimizer
 from tests.helpers import quick
 from tests.optim.table import FAST, RULES, WRAPPERS, make_optimizer
 
+pytestmark = pytest.mark.sample(3)
+
 MEMBERS = 4
 # From 0 and to 0, another sign, nan, a whole number, a fraction: in the state, and so for the first replay.
 ORDERS = {"from 0": [0.0, 0.3, float("nan"), 1.0, -0.2], "to 0": [0.3, 0.0, 1.0, -0.2, float("nan"), 0.3]}

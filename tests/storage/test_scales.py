@@ -11,6 +11,8 @@ import tdfunc as tdf
 from tdfunc.storage.scales import find_blocks, find_scaled, may_have_codes, specs_of
 from tests.storage.layouts import FP8, OTHERS, bits
 
+pytestmark = pytest.mark.sample(3)
+
 GOLDEN = Path(__file__).parent / "golden" / "fp8_blocks.safetensors"
 each_fp8 = pytest.mark.parametrize("layout", FP8)
 each_seed = pytest.mark.parametrize("seed", [0, 1])

@@ -8,6 +8,8 @@ import torch
 import tdfunc as tdf
 from tests.weights.matrix import METHODS, models_of, options_of, weights_of
 
+pytestmark = pytest.mark.sample(5)
+
 NAN, INF = math.nan, math.inf
 every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 MEANS = [one for one in METHODS.values() if one.is_mean({})]

@@ -23,6 +23,8 @@ from tests.llm.kinds import KINDS, letters, normalized, tokenizer_of, unigram
 from tests.llm.tokens import tokenizers
 from tests.llm.wrappers.fake import FakeWrapper
 
+pytestmark = pytest.mark.sample(7)
+
 
 def batch_ids(tree, name="input_ids"):
     """The ids of the only row."""

@@ -7,6 +7,8 @@ from tdfunc.llm import losses
 from tdfunc.llm.losses.divergences import k1, k2, k3
 from tests.llm.losses.test_transforms import ALL, EACH, gradient, streams
 
+pytestmark = pytest.mark.sample(3)
+
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # log q - log p, in nats.

@@ -18,6 +18,8 @@ from tdfunc.llm.templates import jinja as module
 from tests.llm.templates.test_turns import DEFAULT, FALCON, LLAMA2, LLAMA3, PHI3, THINKS
 from tests.llm.tokens import CHATML, FORGETFUL, GENERATION, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
 
+pytestmark = pytest.mark.sample(5)
+
 LOOP = "{% for m in messages %}"
 # What templates of the hub do with a field: leave it out, write a part of it, or write it for some roles.
 JINJA = {
