@@ -652,7 +652,10 @@ def make_convert(rng, given=None, kinds=False):
         "state_dict": (lambda t: t.apply(torch.zeros_like).load_state_dict(t.clone().state_dict()),) * 2,
         "detach_numpy": (lambda t: t.detach().numpy(),) * 2,
         "unlazy": (lambda t: t.contiguous(),) * 2,
-        "with_names": (lambda t: t.with_names("pqrstu"[:n]), _edit(lambda t: t.rename(*"pqrstu"[:n]) if n else t)),
+        "with_names": (
+            lambda t: t.with_names(list("pqrstu"[:n])),
+            _edit(lambda t: t.rename(*"pqrstu"[:n]) if n else t),
+        ),
         "with_batch_size": (
             lambda t: t.with_batch_size(branch.size[: n // 2]),
             lambda t: resized(t, branch.size[: n // 2]),
