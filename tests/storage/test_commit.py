@@ -328,3 +328,16 @@ def test_a_folder_that_cannot_take_its_place(error, tmp_path, monkeypatch):
             BIG.memmap(tmp_path / "c", sync=True)
         assert (load(tmp_path / "c") == OLD).all()
         assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_file_system_that_finds_no_folder_is_an_error(tmp_path, monkeypatch):
+    """Not an endless search for the parent of the root."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(commit.os.path, "isdir", lambda path: False)
+    monkeypatch.setattr(commit.os, "mkdir", refuse)
+
+    with pytest.raises(PermissionError):
+        commit.make_folder(str(tmp_path / "a"), fsync=False)

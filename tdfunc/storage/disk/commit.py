@@ -364,7 +364,10 @@ def make_folder(path: str, *, fsync: bool) -> None:
     """Make a folder and its missing parents."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
-        make_folder(os.path.dirname(path), fsync=fsync)
+        parent = os.path.dirname(path)
+        # The root has no parent; a file system that fails says that nothing is a folder.
+        if parent != path:
+            make_folder(parent, fsync=fsync)
         with suppress(FileExistsError):
             os.mkdir(path)
         if fsync:
