@@ -94,7 +94,7 @@ def value_and_grad(
         chosen = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
         groups = [[entry.paths for entry in column] for column in chosen]
 
-        # Of the second value: its structure, and what is no tensor in it, which torch.func does not pass on.
+        # Of the second value: its structure, and what torch.func does not pass on because it is not a tensor.
         seen: list[Any] = []
 
         def inner(columns: list[list[Tensor]]) -> Any:
@@ -136,7 +136,7 @@ def value_and_grad(
 
 # Any: a structure of torch's pytrees, and its leaves.
 def _fill(structure: Any, parts: list[Any], tensors: list[Tensor]) -> Any:
-    """Return a structure with other tensors in the places of its own."""
+    """Return a structure with other tensors in place of its tensors."""
     others = iter(tensors)
     return tree_unflatten([next(others) if isinstance(part, Tensor) else part for part in parts], structure)
 

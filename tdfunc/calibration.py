@@ -154,7 +154,7 @@ def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
     alpha = float(given)
     if not 0.0 < alpha < 1.0:
         raise error(ValueError, "conformal_threshold: alpha must be between 0 and 1.", got=alpha)
-    # An infinite threshold is no integer.
+    # An infinite threshold is not an integer.
     scores = as_real(as_tensor(scores))
     count = scores.shape[-1]
     # Rounded, since (10 + 1) * (1 - 0.2) is a little more than 8.8, and so may be what should be whole.

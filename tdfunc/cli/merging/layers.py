@@ -178,7 +178,7 @@ def _facts(layer: nn.Module, number: int, lists: Mapping[str, Sequence[Any]]) ->
         for name, leaf in module.named_parameters(recurse=False):
             found[path, name] = tuple(leaf.shape)
         for name, value in vars(module).items():
-            # Training is no part of the result.
+            # Training is not part of the result.
             if isinstance(value, bool | int | float | str | None) and "dropout" not in name:
                 found[path, name] = value
     return found
