@@ -3,6 +3,7 @@
 B prompts, W beams of a prompt, C candidates for the next beams, T positions, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +43,18 @@ class Beams(NamedTuple):
 
 
 def search(
-    model: Any, ids_BT: Tensor, mask_BT: Tensor | None, options: GenerationOptions, stop: Stop, *, cached: bool
+    model: Any,
+    ids_BT: Tensor,
+    mask_BT: Tensor | None,
+    options: GenerationOptions,
+    stop: Stop,
+    *,
+    cached: bool,
+    tick: Callable[[int], object] = lambda done: None,
 ) -> Beams:
     """Return the best responses to prompts that are padded at the left.
+
+    `tick` is called with the number of steps that are done, `max_new_tokens` of them in all.
 
     Source:
         `transformers.GenerationMixin._beam_search`, which has the same results.
@@ -65,7 +75,10 @@ def search(
     none = torch.zeros(count, width, dtype=torch.bool, device=device)
     ended = _Finished(tokens, torch.zeros_like(none, dtype=torch.int64), torch.full_like(running, _NONE), none, none)
     open_B1 = torch.ones(count, 1, dtype=torch.bool, device=device)
+    steps = 0
     for step in range(limit):
+        tick(1)
+        steps += 1
         banned = stop.ids if step < options.min_new_tokens else None
         found = penalize(logits.to(wide).log_softmax(-1), seen, options.repetition_penalty, banned)
         totals = (found.view(count, width, size) + running.unsqueeze(-1)).flatten(1)
@@ -87,6 +100,7 @@ def search(
         index = (parents + torch.arange(count, device=device).unsqueeze(1) * width).flatten()
         seen = None if seen is None else seen[index].scatter(1, ids.reshape(-1, 1), True)
         logits, context = read_tokens(select(context, index), ids.flatten())
+    tick(limit - steps)
     return Beams(
         [
             [row[:length].clone() for row, length in zip(rows, lengths, strict=True)]

@@ -112,6 +112,7 @@ def decode(
     uniforms: Callable[[int], Tensor] | None,
     cached: bool,
     repeats: int = 1,
+    tick: Callable[[int], object] = lambda done: None,
 ) -> Decoded:
     """Return the responses to prompts, greedy or sampled.
 
@@ -124,6 +125,7 @@ def decode(
         uniforms: The function of the uniform numbers (B * N, BLOCK) of a block of steps; None for greedy search.
         cached: Use the model's cache.
         repeats: The number N of responses to each prompt.
+        tick: Called with the number of steps that are done, `max_new_tokens` of them in all.
     """
     logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)
     penalty = options.repetition_penalty
@@ -137,6 +139,7 @@ def decode(
     lengths = torch.full((count,), limit, device=ids_BT.device)
     block = None
     for step in range(limit):
+        tick(1)
         raw = logits.to(torch.promote_types(logits.dtype, torch.float32))
         banned = stop.ids if step < options.min_new_tokens else None
         scores = penalize(raw, seen, penalty, banned)
@@ -155,6 +158,7 @@ def decode(
         if seen is not None:
             seen = seen.scatter(1, choice.ids.unsqueeze(1), True)
         logits, context = read_tokens(context, choice.ids)
+    tick(limit - len(steps))
     return Decoded(steps, lengths.tolist(), done.tolist())
 
 

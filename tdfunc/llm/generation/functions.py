@@ -30,6 +30,7 @@ def generate(
     tokenizer: Any = None,
     prompt_log_probs: bool = False,
     pad_output: bool | None = None,
+    progress: bool = False,
     tokens_key: NestedKey = "tokens",
     mask_key: NestedKey = "attention_mask",
     masks_key: NestedKey = "masks",
@@ -53,6 +54,7 @@ def generate(
         prompt_log_probs: Also score the prompts.
         pad_output: Return rows of one length, with prompts padded at the left and responses at the right; otherwise a
             ragged stack. The default is the layout of the prompts.
+        progress: Show a progress bar of the tokens that are generated for each row. Requires tqdm.
         tokens_key: The place of the tokens, of the prompts and of the result.
         mask_key: The place of the mask of the prompts, True at tokens. Without it the mask at `masks_key` is read;
             without both all positions are tokens.
@@ -68,6 +70,7 @@ def generate(
         MissingKeyError: The tree has no prompts.
         LeafMismatchError: The mask has another shape than the prompts.
         TypeError: An option is unknown.
+        ImportError: `progress` is True and tqdm is not installed.
         ValueError: A prompt is empty or too long, options are out of range or contradict each other, or sampling has no
             key.
         UnsupportedError: The call is inside a transform.
@@ -101,6 +104,7 @@ def generate(
         buffers=buffers,
         tokenizer=tokenizer,
         prompt_log_probs=prompt_log_probs,
+        progress=progress,
     )
     rows = joined_rows([row for row in prompts for _ in range(count)], responses, options, batch.ids.device)
     # Any: its methods are those of a class in a higher layer.

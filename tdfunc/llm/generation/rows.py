@@ -11,7 +11,7 @@ from torch import Tensor
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.encoding.encode import decode as decode_text
-from tdfunc.llm.generation.beams import search
+from tdfunc.llm.generation.beams import Beams, search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
 from tdfunc.llm.generation.options import GenerationOptions, Response, empty_response
 from tdfunc.llm.generation.probe import find_way
@@ -19,6 +19,7 @@ from tdfunc.llm.rows.batch import Row, rows_on
 from tdfunc.llm.rows.packing import equal_lengths
 from tdfunc.llm.scoring.ids import score_rows
 from tdfunc.llm.scoring.model import CausalLM
+from tdfunc.parallel.progress import progress_bar
 from tdfunc.random import fold_in, uniform
 
 
@@ -33,6 +34,7 @@ def generate_tokens(
     # Any: a tokenizer of transformers.
     tokenizer: Any = None,
     prompt_log_probs: bool = False,
+    progress: bool = False,
 ) -> list[Response]:
     """Return responses to rows of tokens.
 
@@ -47,11 +49,13 @@ def generate_tokens(
         buffers: The buffers of the model, unless `params` has them.
         tokenizer: The tokenizer that decodes responses to find stop sequences.
         prompt_log_probs: Also score the prompts.
+        progress: Show a progress bar of the tokens that are generated for each row. Requires tqdm.
 
     Shapes:
         B prompts give B * N responses; the responses to one prompt are next to each other.
 
     Raises:
+        ImportError: `progress` is True and tqdm is not installed.
         ValueError: A prompt is empty or too long for its response, `max_new_tokens` is missing, sampling has no keys,
             stop sequences have no tokenizer, or the logits of a row are NaN.
         UnsupportedError: The call is inside a transform, which hides the tokens.
@@ -82,7 +86,7 @@ def generate_tokens(
         if not options.max_new_tokens:
             found = [empty_response(options, drawn=options.samples, device=device)] * (count * len(rows))
         else:
-            found = _generate(lm, params, rows, options, stop, keys, buffers)
+            found = _generate(lm, params, rows, options, stop, keys, buffers, progress)
             found = found if options.num_beams == 1 else _scored(lm, params, rows, found, options, buffers)
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
 
@@ -119,6 +123,7 @@ def _generate(
     stop: Stop,
     keys: Tensor | None,
     buffers: Any,
+    progress: bool,
 ) -> list[Response]:
     """Return the responses to each prompt, in batches of prompts that can be read together."""
     count, lengths = options.num_return_sequences, [len(row) for row in rows]
@@ -127,26 +132,33 @@ def _generate(
     way = find_way(base, own, buffers, max(lengths) + (options.max_new_tokens or 0))
     groups = [list(range(len(rows)))] if way.padded else equal_lengths(lengths)
     found: dict[int, Response] = {}
-    for members in groups:
-        ids, mask = pad_left([rows[i] for i in members])
-        places = [i * count + n for i in members for n in range(count)]
-        if options.num_beams > 1:
-            fn = functools.partial(search, cached=way.cached)
-            beams = lm.run(params, fn, ids, mask, options, stop, buffers=buffers)
-            responses = [
-                Response(tokens, "stop" if stopped else "length")
-                for pair in zip(*beams, strict=True)
-                for tokens, stopped in list(zip(*pair, strict=True))[:count]
-            ]
-        else:
-            draw = None if keys is None else _uniforms(keys[places])
-            fn = functools.partial(decode, uniforms=draw, cached=way.cached, repeats=count)
-            responses = _responses(lm.run(params, fn, ids, mask, options, stop, buffers=buffers))
-        found |= zip(places, responses, strict=True)
+    steps = len(groups) * (options.max_new_tokens or 0)
+    with progress_bar("generate: progress=True", show=progress, unit="token", total=steps) as tick:
+        for members in groups:
+            ids, mask = pad_left([rows[i] for i in members])
+            places = [i * count + n for i in members for n in range(count)]
+            if options.num_beams > 1:
+                fn = functools.partial(search, cached=way.cached, tick=tick)
+                beams = lm.run(params, fn, ids, mask, options, stop, buffers=buffers)
+                responses = _best_beams(beams, count)
+            else:
+                draw = None if keys is None else _uniforms(keys[places])
+                fn = functools.partial(decode, uniforms=draw, cached=way.cached, repeats=count, tick=tick)
+                responses = _responses(lm.run(params, fn, ids, mask, options, stop, buffers=buffers))
+            found |= zip(places, responses, strict=True)
     for i, response in found.items():
         if response.log_probs is not None and bool(response.log_probs.isnan().any()):
             raise error(ValueError, f"generate: the logits of row {i // count} must be numbers.", got="NaN")
     return [found[i] for i in range(len(found))]
+
+
+def _best_beams(beams: Beams, count: int) -> list[Response]:
+    """Return the `count` best responses to each prompt."""
+    responses: list[Response] = []
+    for tokens, stopped in zip(beams.tokens, beams.stopped, strict=True):
+        for ids, is_stopped in zip(tokens[:count], stopped[:count], strict=True):
+            responses.append(Response(ids, "stop" if is_stopped else "length"))
+    return responses
 
 
 def _scored(

@@ -217,3 +217,16 @@ def test_an_empty_batch_gives_an_empty_batch():
     for record in (out["tokens"], out["log_probs"]):
         assert record.prompt.shape == record.full.shape == (0, 3)
         assert record.response.shape == (0, 0)
+
+
+ENDS = {"greedy": {}, "beams": {"num_beams": 2}, "an early end": {"eos_token_ids": tuple(range(1000))}}
+
+
+@pytest.mark.parametrize("options", ENDS.values(), ids=ENDS)
+def test_progress_is_shown(capfd, options):
+    """`progress=True` counts the tokens of a row, as many as are allowed."""
+    lm, params, buffers = causal_lm(make("llama"))
+
+    generate(lm, params, TD, buffers=buffers, max_new_tokens=3, progress=True, **options)
+
+    assert "3/3" in capfd.readouterr().err
