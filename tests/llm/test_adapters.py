@@ -1,10 +1,12 @@
 """A language model with adapters scores and generates as the model into whose weights they are merged."""
 
+import functools
+
 import pytest
 import torch
 
 import tdfunc as tdf
-from tdfunc.llm import GenerationOptions, causal_lm, generate_tokens, score_ids
+from tdfunc.llm import GenerationOptions, Tokens, causal_lm, generate, generate_tokens, logits, score, score_ids
 from tests.lora.layers import llama, trained
 
 WHERE = {"body": "*_proj.weight", "head": "lm_head.weight", "both": tdf.Filter("*_proj.weight") | "lm_head.weight"}
@@ -93,3 +95,27 @@ def test_functions_of_adapters_name_what_they_take(call, tmp_path):
 
     with pytest.raises(TypeError, match="pass lm.apply"):
         calls[call]()
+
+
+CALLS = {
+    "score": score,
+    "logits": logits,
+    "generate": functools.partial(generate, max_new_tokens=2),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("given", ["a model", "an apply", "adapters of an apply"])
+def test_another_model_than_a_causal_lm_is_refused(call, given):
+    """The message says how a `CausalLM` is made."""
+    model = llama()
+    apply = tdf.functional(model)[0]
+    models = {
+        "a model": model,
+        "an apply": apply,
+        "adapters of an apply": tdf.lora.Lora("*_proj.weight", rank=2).attach(apply),
+    }
+    td = tdf.TensorDict({"tokens": Tokens(full=IDS, prompt=IDS, batch_size=[3])}, [3])
+
+    with pytest.raises(TypeError, match=rf"(?s){call}: the model must be a CausalLM.*causal_lm\(model\)"):
+        CALLS[call](models[given], tdf.from_module(model), td)

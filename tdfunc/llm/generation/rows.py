@@ -18,7 +18,7 @@ from tdfunc.llm.generation.probe import find_way
 from tdfunc.llm.rows.batch import Row, rows_on
 from tdfunc.llm.rows.packing import equal_lengths
 from tdfunc.llm.scoring.ids import score_rows
-from tdfunc.llm.scoring.model import CausalLM
+from tdfunc.llm.scoring.model import CausalLM, check_lm
 from tdfunc.parallel.progress import progress_bar
 from tdfunc.random import fold_in, uniform
 
@@ -226,6 +226,7 @@ def _check(
     tokenizer: Any,
 ) -> None:
     """Raise if the prompts, the options or the keys do not allow a generation."""
+    check_lm("generate", lm)
     if not has_values():
         raise UnsupportedError(
             "generate: tokens cannot be sampled inside a transform.",

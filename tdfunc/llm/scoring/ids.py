@@ -18,7 +18,7 @@ from tdfunc.core.context import has_values, is_known
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.llm.rows.packing import Rows, as_mask, compact, equal_lengths, pack, pad_rows
 from tdfunc.llm.scoring.head import chosen_log_probs, log_probs_of
-from tdfunc.llm.scoring.model import CausalLM, hidden_states, own_logits
+from tdfunc.llm.scoring.model import CausalLM, check_lm, hidden_states, own_logits
 
 
 class Scores(NamedTuple):
@@ -69,6 +69,7 @@ def score_ids(
         tensor([[False,  True,  True],
                 [False, False,  True]])
     """
+    check_lm("score", lm)
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise error(ValueError, "score: temperature must be above 0.", got=temperature)
     rows = _rows_of(lm, ids, mask, at)
@@ -114,6 +115,7 @@ def logits_of_ids(
     Shapes:
         (B, T, V), with the logits of token i at position i; 0, which is uniform, where the mask is False.
     """
+    check_lm("logits", lm)
     rows = _rows_of(lm, ids, mask, None)
     states, weight, bias = _states(lm, params, rows, buffers=buffers, rng=rng)
     logits = states if lm.head is None else lm.head.logits(states, weight, bias)

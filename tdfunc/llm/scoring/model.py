@@ -126,6 +126,18 @@ class CausalLM:
         return self.apply.call(params, (fn, *args), buffers=buffers, rng=rng)
 
 
+def check_lm(call: str, lm: object) -> None:
+    """Raise if `lm` is not a `CausalLM`, for example the model itself."""
+    if isinstance(lm, CausalLM):
+        return
+    raise error(
+        TypeError,
+        f"{call}: the model must be a CausalLM.",
+        got=f"a {type(lm).__name__}",
+        hint="lm, params, buffers = causal_lm(model); with adapters lora.attach(lm).",
+    )
+
+
 def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, TensorDict, TensorDict]":
     """Return a language model as a `CausalLM`, with its parameters and buffers as trees.
 
