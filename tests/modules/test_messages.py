@@ -239,7 +239,7 @@ CALLS = {
                           "'_extra_state' of a member.*'scale': 1.0.*'scale': 9.0.*one by one"),
     "tensors as states": (lambda: members_of_two_states(X, X + 1), UnsupportedError, "'_extra_state' of a member"),
     "norm": (lambda: over_members(Norm()), RuntimeError, "batched tensor.*its own statistics.*apply.eval"),
-    "forward": (lambda: functional(MLP)[0](functional(MLP)[1], X[:, :2]), RuntimeError, "^mat1 and mat2"),
+    "forward": (lambda: functional(MLP)[0](functional(MLP)[1], X[:, :2]), RuntimeError, "mat1 and mat2 shapes"),
     "probability": (lambda: draw(Calls(lambda y: F.dropout(y, 1.5))), ValueError, "between 0 and 1, but got 1.5"),
     "rng, bool": (lambda: draw(MLP, True), TypeError, "a seed or a torch.Generator.*True"),
     "rng, text": (lambda: draw(MLP, "0"), TypeError, "a seed or a torch.Generator.*'0'"),

@@ -243,7 +243,8 @@ class _Builder:
             text = f"the class or function {getattr(value, 'name', value.__name__)}"
         else:
             text = repr(value) if type(value).__module__ in ("builtins", "torch") else _name_of(value)
-        self.left_out[at] = LeftOut(text, isinstance(value, Tensor))
+        is_tensor = value.is_tensor if isinstance(value, Unknown) else isinstance(value, Tensor)
+        self.left_out[at] = LeftOut(text, is_tensor)
         return _OMITTED
 
     def _omit_container(self, value: Any, at: Path) -> Any:

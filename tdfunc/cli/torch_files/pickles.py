@@ -30,6 +30,8 @@ class Unknown:
     """A value of a class that is not read; subclasses carry the names of the classes."""
 
     name = "an object"
+    # Whether it stands for a tensor.
+    is_tensor = False
 
     def __new__(cls, *_: Any) -> Any:
         """Make a value, whatever the file gives for it."""
@@ -37,6 +39,12 @@ class Unknown:
 
     def __setstate__(self, _: Any) -> None:
         """Ignore the state."""
+
+    def as_subclass(self, kind: type[Any]) -> "Unknown":
+        """Become a value of another class, as torch asks of what rebuilds a subclass of Tensor."""
+        found = kind() if issubclass(kind, Unknown) else self
+        found.is_tensor = True
+        return found
 
     def __repr__(self) -> str:
         return self.name
@@ -155,7 +163,10 @@ def _known_parts() -> Sequence[tuple[Any, str]]:
 
 def _stand_in(name: str, kind: type[Unknown]) -> type[Unknown]:
     """Make the class of values of a class that is not imported."""
-    return type(name, (kind,), {"name": name, "__module__": __name__, "__qualname__": name})
+    # torch's functions that make tensors again.
+    is_tensor = name.startswith("torch._utils._rebuild_")
+    members = {"name": name, "is_tensor": is_tensor, "__module__": __name__, "__qualname__": name}
+    return type(name, (kind,), members)
 
 
 def _check_protocol(path: str, is_archive: bool) -> None:
