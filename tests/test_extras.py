@@ -37,6 +37,7 @@ def test_a_missing_package_is_named(call, package, install, monkeypatch):
         call()
 
 
+@pytest.mark.slow
 def test_the_module_of_estimators_names_its_package():
     """`tdfunc.sklearn` imports scikit-learn when it is imported."""
     script = """

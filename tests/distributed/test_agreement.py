@@ -368,6 +368,7 @@ def check_messages(rank, home):
     (home / f"{rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_messages_that_one_rank_refuses(tmp_path):
     """Both ranks raise what is wrong on one of them, and the next message arrives."""
     run_ranks(check_messages, 2, tmp_path, tmp_path, timeout_s=TIMEOUT_S)

@@ -12,6 +12,8 @@ import tdfunc as tdf
 from tdfunc import ConcurrencyError, TensorDict
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.sample(4)
+
 TIMEOUT_S = 20
 ONE = TensorDict({"x": torch.ones(2)})
 CALLS = {

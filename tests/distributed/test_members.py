@@ -74,6 +74,7 @@ def _members(rank, folder):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+@pytest.mark.slow
 def test_members_over_ranks(tmp_path):
     """A step with dropout, statistics and attention, jitted on four ranks, equals the step of one process."""
     run_ranks(_members, 4, tmp_path, tmp_path / "demo")
@@ -102,6 +103,7 @@ def _join_parts(rank):
     assert from_local(torch.ones(2), DeviceMesh("cpu", [0, 1, 2])).shape == ((6,) if rank < 3 else (2,))
 
 
+@pytest.mark.slow
 def test_parts_on_two_dimensions_of_a_mesh(tmp_path):
     """Lengths are summed along each dimension, twice for one that both shard; an error of one rank is raised on all."""
     run_ranks(_join_parts, 4, tmp_path)

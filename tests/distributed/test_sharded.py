@@ -269,6 +269,7 @@ def _save_optimizer(rank, folder):
         assert torch.equal(one.full_tensor(), two.full_tensor())
 
 
+@pytest.mark.slow
 def test_the_state_of_an_optimizer_under_fsdp(tmp_path):
     """It is saved nested as torch gives it, with DTensors in plain dicts, and the run continues bit for bit."""
     run_ranks(_save_optimizer, 2, tmp_path, tmp_path)

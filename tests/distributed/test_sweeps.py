@@ -104,6 +104,7 @@ def _work(rank, folder):
     (folder / f"rank-{rank}").touch()
 
 
+@pytest.mark.slow
 def test_killed_ranks(tmp_path):
     """Four ranks, two of which are killed: the others train all members, and each has the whole result."""
     codes = run_ranks(_work, 4, tmp_path, tmp_path, join=False)
@@ -124,6 +125,7 @@ def test_a_job_that_starts_again(tmp_path):
     assert calls_of(tmp_path) == {0: [1, 2], 8: [1, 2], 16: [1, 2]}
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_dies(tmp_path):
     """Two attempts after a death without progress it is an error, and the other blocks are trained."""
     work = Deadly(tmp_path, members=(9,), always=True)
@@ -140,6 +142,7 @@ def fail_at_37(run, rung):
     return train(run, rung)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_worker_that_raises(tmp_path, num_workers):
     """The error names the member, its values and the rung; nothing is trained again."""

@@ -44,6 +44,7 @@ def is_small(state):
     return state.position.sum() < 100
 
 
+@pytest.mark.slow
 @each_seed
 def test_a_typed_tree_is_the_carry_of_a_compiled_loop(seed):
     """The compiled loop returns an instance with the values of Python's `while`."""

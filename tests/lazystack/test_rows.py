@@ -9,6 +9,8 @@ from tdfunc._lazystack import LazyStack
 from tdfunc.core.errors import LeafMismatchError
 from tests.lazystack.rows import OPERATIONS, assert_rows_equal, random_stack, rows_of
 
+pytestmark = pytest.mark.sample(3)
+
 # What a lazy stack refuses, and only where its own dimension is concerned.
 REFUSALS = {
     IndexError: "a lazy stack must keep one tree at least",

@@ -463,6 +463,7 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_of_a_thousand_names_load(tmp_path):
     """The choice is by complete paths, where names have more ends than can be globs; PEFT names each one's rank."""
     apply, params, _ = tdf.functional(Chain(1000))

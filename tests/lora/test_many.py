@@ -1,5 +1,6 @@
 """Many adapters of one base in one step equal as many runs of torch's layers."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -52,6 +53,7 @@ def train_plain(adapters, rate, xs, ts):
     return [leaf.detach() for leaf in leaves]
 
 
+@pytest.mark.slow
 def test_sixty_four_adapters_equal_sixty_four_runs():
     """Each has its own start, rate, clip, data and state of Adam, in one jitted step without a tensor of K weights."""
     apply, params, _ = tdf.functional(net())

@@ -23,7 +23,7 @@ COURSES = {
     "huge": [(300.0, 1)] * 20,
 }
 each_course = pytest.mark.parametrize("course", COURSES)
-pytestmark = [pytest.mark.sample(3), rounds_steps]
+pytestmark = [pytest.mark.sample(9), rounds_steps]
 
 
 def make_rule(name):

@@ -13,7 +13,7 @@ from tdfunc.optim import AbstractOptimizer, Optimizer
 from tests.helpers import quick
 from tests.optim.table import FAST, RULES, WRAPPERS, make_optimizer
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(9)
 
 MEMBERS = 4
 # From 0 and to 0, another sign, nan, a whole number, a fraction: in the state, and so for the first replay.

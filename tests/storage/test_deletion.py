@@ -27,6 +27,7 @@ WRITERS = [kind for kind in KINDS if not kind.endswith("async_save")]
 PLANS = st.builds(Disturbance, st.integers(1, 150), st.sampled_from(MODES), st.sampled_from(CODES), st.booleans())
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(WRITERS),
     foreign=st.sets(st.sampled_from(sorted(FOREIGN))).map(lambda names: {name: FOREIGN[name] for name in names}),

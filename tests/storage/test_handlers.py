@@ -7,6 +7,8 @@ import pytest
 from tests.storage.handlers import KINDS
 from tests.storage.scripts import ended, run
 
+pytestmark = pytest.mark.sample(3)
+
 SCRIPT = """
     import pathlib, sys
     from tests.storage.handlers import main

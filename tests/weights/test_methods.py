@@ -93,6 +93,7 @@ def test_gradient_by_the_models_is_finite(method):
     assert all(x.isfinite().all() for x in torch.func.grad(run)(stacked).leaves())
 
 
+@pytest.mark.slow
 @every
 def test_traced(method):
     """A jitted merge replays with other weights."""

@@ -18,7 +18,7 @@ from tests.llm.templates.test_templates import TOOLS
 from tests.llm.templates.test_turns import FALCON, LLAMA2, LLAMA3, PHI3, THINKS
 from tests.llm.tokens import CHATML, make_tokenizer
 
-pytestmark = pytest.mark.sample(7)
+pytestmark = pytest.mark.sample(14)
 
 LOOP = "{% for m in messages %}"
 # Templates whose windows differ from the conversation: they count messages, or change when there are many.

@@ -116,6 +116,7 @@ MAMBA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAMBA)
 def test_a_cache_that_is_nearly_right_is_not_used(name):
     """A cached step that is off by a hundredth of a nat is found: log-probs are those of the scorer."""
