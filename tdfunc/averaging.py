@@ -25,7 +25,7 @@ from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base import cast
 from tdfunc.ops.base.convert import join_nodes
-from tdfunc.ops.base.foreach import check_keys
+from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.ops.base.reading import get, has
 from tdfunc.ops.edits import maps
 from tdfunc.optim._checks import check_dense, check_tree, list_trainable
@@ -74,6 +74,7 @@ class SWA:
 
         Raises:
             TreeStructureError: The state is of another class, or `params` has other leaves than in `init`.
+            TieError: `params` ties other paths than in `init`.
             LeafMismatchError: A leaf has another shape.
             BatchSizeError: `params` has another batch size, or `active` does not fit it.
 
@@ -144,7 +145,7 @@ class SWAG:
         )
         if self.rank:
             away = mean.apply(lambda mean, x: x.detach() - mean, params)
-            new["deviations"] = _pushed(old["deviations"], away)
+            new["deviations"] = _pushed("SWAG.update", old["deviations"], away)
         return _advance("SWAG.update", state, new, active)
 
     def sample(self, state: TensorCollection, members: int, *, key: KeyLike, scale: float = 1.0) -> "TensorDict":
@@ -243,7 +244,7 @@ class Snapshots:
         """Return the state with this model as the newest member; arguments as in `SWA.update`."""
         old = _parts("Snapshots.update", state, {"members"})
         count = _next_count("Snapshots.update", old, params, old["members"])
-        members = _pushed(old["members"], maps.apply(params, lambda x: x.detach(), ()))
+        members = _pushed("Snapshots.update", old["members"], maps.apply(params, lambda x: x.detach(), ()))
         return _advance("Snapshots.update", state, {"count": count, "members": members}, active)
 
     def stack(self, state: TensorCollection) -> "TensorDict":
@@ -435,12 +436,12 @@ def _rows(tree: T, n: int) -> T:
     return maps.apply(tree, lambda x: x.new_zeros((*x.shape[:dims], n, *x.shape[dims:])), (), batch_size=size)
 
 
-def _pushed(rows: T, tree: TensorCollection) -> T:
+def _pushed(call: str, rows: T, tree: TensorCollection) -> T:
     """Return the rows without the oldest one, and with a new one at the end."""
     dims = len(tree._batch_size)
     leaves = [
         torch.cat([old.narrow(dims, 1, old.shape[dims] - 1), new.to(old.dtype).unsqueeze(dims)], dims)
-        for old, new in zip(list_leaves(rows), list_leaves(tree), strict=True)
+        for old, new in zip(list_leaves(rows), leaves_like(rows, tree, call), strict=True)
     ]
     return rebuild(rows, leaves)
 
@@ -463,10 +464,10 @@ def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept
             expected=list(count.shape),
             got=list(params._batch_size),
         )
-    check_keys(kept, params, call)
+    leaves = leaves_like(kept, params, call)
     # The rows of `Snapshots` have a further dimension.
     dims, extra = len(params._batch_size), len(kept._batch_size) - len(params._batch_size)
-    for path, old, new in zip(list_paths(params), list_leaves(kept), list_leaves(params), strict=True):
+    for path, old, new in zip(list_paths(kept), list_leaves(kept), leaves, strict=True):
         if (*old.shape[:dims], *old.shape[dims + extra :]) != new.shape:
             raise LeafMismatchError(
                 f"{call}: the leaf {dotted(path)!r} must have its shape in the state.",

@@ -313,3 +313,81 @@ def test_the_buffers_that_a_model_returns_keep_their_kinds(whole):
     _, new = apply.with_buffers(params, buffers, torch.tensor([1, 2]))
 
     assert marks(new) == marks(buffers)
+
+
+class Three(nn.Module):
+    """Three matrices of one shape, two of which are one leaf."""
+
+    def __init__(self, names, tied):
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(3, 3, bias=False))
+        first, second = tied
+        getattr(self, second).weight = getattr(self, first).weight
+
+
+def three(names="abc", tied="ab"):
+    """Return two stacked models."""
+    return tdf.split(tdf.stack_modules([Three(names, tied) for _ in range(MEMBERS)]))[0]
+
+
+def averaged(average, one, other):
+    """Return the state of an average that took one model, and then the other."""
+    return average.update(other, average.update(one, average.init(one)))
+
+
+def continued(wrapper, one, other):
+    """Return the parameters of the other model after a step with the state of the first."""
+    optimizer = wrapper(optim.sgd(lr=0.1))
+    return optimizer.update(other, other, optimizer.init(one))
+
+
+def evaluated(wrapper, one, other):
+    """Return the parameters to evaluate of the other model, with the state of the first."""
+    optimizer = wrapper(optim.sgd(lr=0.1))
+    return optimizer.eval_params(other, optimizer.init(one))
+
+
+HOLDERS = {
+    "ema": lambda inner: optim.ema(inner, 0.9),
+    "lookahead": optim.lookahead,
+    "schedule_free": optim.schedule_free,
+}
+# Functions of two trees, whose leaves belong together.
+TWO = {
+    "add": lambda one, other: one + other,
+    "where": lambda one, other: torch.where(NO, one, other),
+    "stack": lambda one, other: torch.stack([one, other]),
+    "distance": tdf.weights.distance,
+    "cosine": tdf.weights.cosine,
+    "linear": lambda one, other: tdf.weights.linear(one[0], other, [0.5, 0.5]),
+    "task_arithmetic": lambda one, other: tdf.weights.task_arithmetic(one[0], other, [1.0, 1.0]),
+    "SWA": lambda one, other: averaged(averaging.SWA(), one, other)["mean"],
+    "SWAG": lambda one, other: averaged(averaging.SWAG(2), one, other)["deviations"],
+    "Snapshots": lambda one, other: averaged(averaging.Snapshots(2), one, other)["members"],
+}
+STATES = {f"{name}.update": lambda a, b, w=wrapper: continued(w, a, b) for name, wrapper in HOLDERS.items()}
+STATES |= {f"{name}.eval_params": lambda a, b, w=wrapper: evaluated(w, a, b) for name, wrapper in HOLDERS.items()}
+STATES["accumulate.update"] = lambda a, b: continued(lambda inner: optim.accumulate(inner, 2), a, b)
+
+
+@pytest.mark.parametrize("call", (TWO | STATES).values(), ids=TWO | STATES)
+@pytest.mark.parametrize("tied", ["bc", "ac"])
+def test_trees_that_tie_other_leaves_are_not_paired_by_number(call, tied):
+    """Lists of leaves of one length, whose leaves have one shape, are not lists of the same leaves."""
+    with pytest.raises((tdf.TieError, tdf.TreeStructureError), match="tie"):
+        call(three(), three(tied=tied))
+
+
+@pytest.mark.parametrize("call", TWO.values(), ids=TWO)
+def test_groups_in_another_order_are_the_same_groups(call):
+    """Trees of modules whose parts were registered in another order are paired by path."""
+    one, other = three("abc", "ac"), three("cba", "ca")
+    apart = [tree.untie(("a", "weight")) for tree in (one, other)]
+    tied = call(one, other)
+    if not isinstance(tied, torch.Tensor):
+        torch.testing.assert_close(tied.untie(("a", "weight")).to_dict(), call(*apart).to_dict())
+        return
+    # Of a tied leaf each number counts once.
+    alone = [tree.exclude("c") for tree in apart]
+    torch.testing.assert_close(tied, call(*alone))

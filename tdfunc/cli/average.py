@@ -11,7 +11,7 @@ from torch import Tensor
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
 from tdfunc.cli.numbers import FINITE, Difference, average, cast, has_values, not_finite
 from tdfunc.cli.output import listed, progress, safe, shown
-from tdfunc.cli.scales import check_equal_codes, kept_leaves, note_lost_scales
+from tdfunc.cli.scales import check_equal_codes, kept_leaves, note_lost_scales, refuse_adapters
 from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
 from tdfunc.cli.ties import share_ties
 from tdfunc.cli.values import differing_values, texts_apart
@@ -41,6 +41,8 @@ def average_files(
         sources = [stack.enter_context(open_source(path)) for path in paths]
         target = make_target(target, sources[0])
         trees = share_ties(sources, [chosen_part(source, part) for source in sources])
+        for source, tree in zip(sources, trees, strict=True):
+            refuse_adapters("average", source.path, tree)
         rows = [{one.paths: one for one in stored_leaves(tree)} for tree in trees]
         _check_same(paths, rows)
         leaves = list(rows[0].values())

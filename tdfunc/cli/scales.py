@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,6 +18,8 @@ from tdfunc.core.keys import dotted
 from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.storage.scales import Dequantizing, Quantized, Scaled, dequantize, specs_of
 
+# The factors of an adapter, as PEFT and Kohya name them.
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<side>A|B|down|up)(\..*)?")
 HINT = "tdfunc cast MODEL --dtype bf16 --dequantize --out PLAIN makes numbers of FP8 codes."
 
 
@@ -140,3 +143,21 @@ def _read(source: Source, leaf: Tensor, tick: Tick) -> Tensor:
         made.view(-1)[at : at + piece.numel()] = piece
         at += piece.numel()
     return made
+
+
+def refuse_adapters(call: str, path: str, tree: TensorCollection) -> None:
+    """Raise if a part of a checkpoint has both factors of an adapter: a mean of each is not one of their products."""
+    first: dict[str, re.Match[str]] = {}
+    for leaf, _ in iter_leaves(tree):
+        found = _FACTOR.fullmatch(dotted(leaf))
+        if found is None:
+            continue
+        other = first.setdefault(found["module"], found)
+        if other["side"] != found["side"]:
+            what = "this must be a model and not an adapter, whose factors cannot be merged one by one."
+            raise UnsupportedError(
+                f"{call} {safe(path)}: {what}",
+                expected="weights, or one of the two factors of each module",
+                got=f"{safe(other.group())} and {safe(found.group())}",
+                hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
+            )

@@ -10,7 +10,7 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, check_choice, error
+from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError, check_choice, error
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
@@ -235,6 +235,7 @@ class Lora:
             FilterError: A pattern matches no leaf of the base.
             TreeStructureError: `tuned` does not have a leaf.
             LeafMismatchError: A leaf has another shape in `tuned`.
+            TieError: A tied leaf of the base has several values in `tuned`.
             UnsupportedError: `start` is not `"kaiming"`: these adapters are relative to a start.
 
         Source:
@@ -256,7 +257,7 @@ class Lora:
         for target in targets:
             check_scale("extract", target)
             old = target.leaf.detach()
-            new = _twin(tuned, target.path, target.leaf).detach()
+            new = _twin(tuned, target.paths, target.leaf).detach()
             parts = extracted(old, new, parts_of(self, target), target)
             if self.bias:
                 delta = _bias_change(base, tuned, target)
@@ -264,11 +265,18 @@ class Lora:
             dtype = torch.float32 if old.dtype in _HALF else old.dtype
             leaves |= {(*target.path, name): part.to(dtype).contiguous() for name, part in parts.items()}
         for entry in whole:
-            leaves[entry.paths[0]] = _twin(tuned, entry.paths[0], entry.leaf).detach().clone()
+            leaves[entry.paths[0]] = _twin(tuned, entry.paths, entry.leaf).detach().clone()
         return make_tree(leaves)
 
 
-def _twin(tuned: TensorCollection, path: Path, leaf: Tensor) -> Tensor:
+def _twin(tuned: TensorCollection, paths: Sequence[Path], leaf: Tensor) -> Tensor:
+    """Return the leaf of the tuned model for one of the base, given all of its paths.
+
+    Raises:
+        LeafMismatchError: It has another shape.
+        TieError: The tuned model has other values at another of the paths, which one adapter cannot give.
+    """
+    path = paths[0]
     other = get(tuned, path)
     if not isinstance(other, Tensor) or other.shape != leaf.shape:
         raise LeafMismatchError(
@@ -276,6 +284,16 @@ def _twin(tuned: TensorCollection, path: Path, leaf: Tensor) -> Tensor:
             expected=f"shape {tuple(leaf.shape)}",
             got=f"shape {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__,
         )
+    # A file may have a tied leaf under its first name alone.
+    for name in paths[1:]:
+        second = get(tuned, name, other)
+        if second is not other and not torch.equal(second, other):
+            raise TieError(
+                f"extract: {dotted(path)!r} and {dotted(name)!r} are one leaf of the base, and differ in `tuned`.",
+                expected="equal values, because a tied weight has one adapter",
+                got="two leaves that were tuned apart",
+                hint=f"base.untie({name!r}) is a base with two leaves, for an adapter of each.",
+            )
     return other
 
 
@@ -307,7 +325,7 @@ def _bias_change(base: TensorCollection, tuned: TensorCollection, target: Target
     rounding = 0.0
     for path in _bias_paths(base, target):
         before = get(base, path).detach()
-        after = _twin(tuned, path, before).detach()
+        after = _twin(tuned, [path], before).detach()
         wide = wide_dtype(before.dtype, after.dtype)
         changes.append(after.to(wide) - before.to(wide))
         eps = max(torch.finfo(leaf.dtype).eps for leaf in (before, after))

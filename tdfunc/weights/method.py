@@ -14,7 +14,7 @@ from tdfunc.core.context import has_values, is_known, require_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, UnsupportedError, brief, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
-from tdfunc.ops.base.foreach import check_keys
+from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.random.draws import fold_in, key_of
 from tdfunc.storage.scales import codes_in, refusal
 
@@ -96,6 +96,7 @@ class Method(Generic[P]):
             ValueError: The method requires a base or another number of models; a weight or an option is not finite; or
                 the sum of the weights is 0 and the method divides by it.
             TreeStructureError: The trees have different paths.
+            TieError: The trees tie different paths.
             LeafMismatchError: A leaf has another shape than in the base, or integers differ.
             UnsupportedError: Codes or scales of quantized weights differ between the models.
             BatchSizeError: `stacked` has no batch dimension, or `weights` has another length.
@@ -112,10 +113,8 @@ class Method(Generic[P]):
         if w.shape != (count,):
             what = f"{self.name}: each model must have a weight."
             raise BatchSizeError(what, expected=[count], got=list(w.shape))
-        rows = list_leaves(stacked)
-        if base is not None:
-            check_keys(base, stacked, self.name)
         like = stacked._index(0) if base is None else base
+        rows = leaves_like(like, stacked, self.name)
         paths = list_paths(like)
         # Any: the type of one keyword of a ParamSpec is not known.
         given = cast("dict[str, Any]", kwargs)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from tdfunc import Filter, Kind, NonTensorData, TensorDict, lazy_stack, load, partition, save
 from tdfunc.core.collection import TensorCollection
@@ -373,3 +374,42 @@ def test_urls(tmp_path):
     assert run("verify", url).code == 0
     assert_same(load(url), load(path))
     assert f"{url}.no: No such file or directory" in run("show", f"{url}.no").err
+
+
+FACTORS = {
+    "PEFT": ("base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"),
+    "PEFT in memory": ("q.lora_A.default.weight", "q.lora_B.default.weight"),
+    "PEFT embedding": ("wte.lora_embedding_A", "wte.lora_embedding_B"),
+    "Kohya": ("lora_unet_q.lora_down.weight", "lora_unet_q.lora_up.weight"),
+}
+MEANS = {"average": ["average"], "merge": ["merge", "--method", "linear"]}
+
+
+def write_factors(names, folder):
+    """Write two adapters, and return their paths."""
+    paths = [folder / f"{number}.safetensors" for number in range(2)]
+    for path in paths:
+        save_file({name: torch.randn(2, 2) for name in names}, path)
+    return paths
+
+
+@pytest.mark.parametrize("names", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("command", MEANS.values(), ids=MEANS)
+def test_factors_of_adapters_are_not_averaged_one_by_one(names, command, tmp_path):
+    """The product of two means is not the mean of the products, and each file has its own scale."""
+    result = run(*command, *write_factors(names, tmp_path), "-o", tmp_path / "out.safetensors")
+
+    assert result.code == 2
+    assert "must be a model and not an adapter" in result.err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("names", FACTORS.values(), ids=FACTORS)
+def test_one_factor_of_each_module_has_a_mean(names, tmp_path):
+    """With a filter, for adapters that share the other factor."""
+    paths = write_factors(names, tmp_path)
+
+    assert run("average", *paths, "-f", names[1], "-o", tmp_path / "out.safetensors").code == 0
+
+    expected = (load_file(paths[0])[names[1]] + load_file(paths[1])[names[1]]) / 2
+    torch.testing.assert_close(load_file(tmp_path / "out.safetensors")[names[1]], expected)

@@ -155,3 +155,52 @@ def test_a_start_and_whole_leaves_are_parts_of_the_tree():
     tdf.assert_close(new, expected[1], atol=1e-4, rtol=1e-4)
     tuned = replace(lora, start="kaiming").extract(params, lora.merge(params, adapters))
     tdf.assert_close(tuned["1"], adapters["1"])
+
+
+class Tied(nn.Module):
+    """A head that is the table of an embedding, and two norms."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.one, self.two = nn.LayerNorm(4), nn.LayerNorm(4)
+        if is_tied:
+            self.head.weight, self.two.weight = self.table.weight, self.one.weight
+        else:
+            nn.init.normal_(self.two.weight)
+
+
+def tied_pair():
+    """Return a tied base, and a model that was tuned without the ties."""
+    return [tdf.split(tdf.from_module(Tied(is_tied)))[0] for is_tied in (True, False)]
+
+
+@pytest.mark.parametrize("where", ["table.weight", "head.weight"])
+def test_extract_does_not_lose_a_leaf_that_was_tuned_apart(where):
+    """One adapter of a tied weight cannot bring it to two values."""
+    base, tuned = tied_pair()
+
+    with pytest.raises(tdf.TieError, match=r"'table.weight' and 'head.weight' are one leaf of the base"):
+        Lora(where, rank=4).extract(base, tuned)
+
+
+def test_extract_does_not_lose_a_leaf_that_was_trained_whole_apart():
+    """The same of a leaf without factors."""
+    base, tuned = tied_pair()
+    base = base.untie(("head", "weight"))
+
+    with pytest.raises(tdf.TieError, match=r"'one.weight' and 'two.weight' are one leaf of the base"):
+        Lora("table.weight", rank=4, whole="one.weight").extract(base, tuned)
+
+
+@pytest.mark.parametrize("change", [lambda tree: tree, lambda tree: tree.exclude("head"), lambda tree: tree.clone()])
+def test_extract_takes_equal_leaves_of_a_tied_weight(change):
+    """Under both names, as two equal tensors, or under the first name alone, as files have it."""
+    base = tied_pair()[0]
+    tuned = base.apply(lambda leaf: leaf.detach() + torch.randn_like(leaf))
+    given = change(tuned.untie(("head", "weight")))
+
+    found = Lora("table.weight", rank=4).extract(base, given)
+
+    merged = Lora("table.weight", rank=4).merge(base, found)
+    torch.testing.assert_close(merged["head", "weight"], tuned["table", "weight"], atol=1e-4, rtol=1e-4)

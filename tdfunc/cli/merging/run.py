@@ -23,7 +23,7 @@ from tdfunc.cli.merging.recipe import Models, Part, Recipe, Row, plan
 from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
 from tdfunc.cli.numbers import FINITE, cast, has_values, not_finite
 from tdfunc.cli.output import note, progress, safe, shown
-from tdfunc.cli.scales import HINT, check_cast, check_equal_codes, kept_leaves
+from tdfunc.cli.scales import HINT, check_cast, check_equal_codes, kept_leaves, refuse_adapters
 from tdfunc.cli.sources import Source, Tick, open_source, stored_leaves
 from tdfunc.cli.ties import share_ties
 from tdfunc.core.collection import LeafOp
@@ -53,6 +53,7 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
         target = make_target(target, origin)
         for source, tree in zip(every, share_ties(every, [source.tree for source in every]), strict=True):
             source.tree = tree
+            refuse_adapters("merge", source.path, tree)
         recipe = plan(config, Models(sources))
         vocabulary = make_vocabulary(config, config.models) if config.tokenizer is not None else None
         if out_dtype is not None:

@@ -91,12 +91,12 @@ def distill(
     elif tail == "renormalize":
         p, q = (x.log_softmax(-1) for x in (p, q))
     if beta == 0:
-        values = _divergence(q, p)
+        values = _expected(q, q - p)
     elif beta == 1:
-        values = _divergence(p, q)
+        values = _expected(p, p - q)
     else:
-        middle = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
-        values = beta * _divergence(q, middle) + (1 - beta) * _divergence(p, middle)
+        of_student, of_teacher = _above_mixture(p, q, beta)
+        values = beta * _expected(q, of_teacher) + (1 - beta) * _expected(p, of_student)
     values = torch.where(mask.bool(), values, 0)
     metrics = {"divergence": mean(values.detach(), mask), "tokens": mask.bool().sum()}
     if weights is not None:
@@ -151,7 +151,19 @@ def distill_on_policy(
     return Loss(found.loss, found.metrics.update({"divergence": -mean(gain.detach(), mask)}))
 
 
-def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) of log-probs along the last dimension; a p of 0 adds nothing."""
-    gap = torch.where(p == -torch.inf, 0, p - q)
+def _above_mixture(p: Tensor, q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return log p - log m and log q - log m, for the mixture m = (1 - beta) p + beta q, of log-probs."""
+    middle = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
+    # Where p and q are near, little is left of a difference from the mixture.
+    gap = q - p
+    is_near = gap.abs() < 1
+    d = torch.where(is_near, gap, 0)
+    of_p = torch.where(is_near, -(beta * d.expm1()).log1p(), p - middle)
+    of_q = torch.where(is_near, -((1 - beta) * (-d).expm1()).log1p(), q - middle)
+    return of_p, of_q
+
+
+def _expected(p: Tensor, gap: Tensor) -> Tensor:
+    """Return the sum of gaps weighed by log-probs, along the last dimension; a p of 0 adds nothing."""
+    gap = torch.where(p == -torch.inf, 0, gap)
     return (p.exp() * gap).sum(-1)

@@ -117,6 +117,9 @@ def policy_gradient(
     gain = spread("policy_gradient: advantages", advantages, mask).detach()
     log_share = log_ratio(new, old.detach(), mask, ratio)
     share = log_share.exp()
+    if clip is not None:
+        # 1 plus a small distance of 16 bits is 1.
+        clip = (_wide(clip[0]), _wide(clip[1]))
     limited = share if clip is None else share.clamp(min=1 - clip[0]).clamp(max=1 + clip[1])
     if surrogate == "weighted":
         value = limited.detach() * gain * new
@@ -386,6 +389,10 @@ def _describe(
         parts = {"low_mean": low, "high_mean": high, "region_mean": low | high}
         found["clip_ratio"] = {name: mean(part.to(share.dtype), mask) for name, part in parts.items()}
     return found
+
+
+def _wide(value: float | Tensor) -> float | Tensor:
+    return widen(value) if isinstance(value, Tensor) else value
 
 
 def _check_coefficient(name: str, value: float | Tensor, measured: Tensor | None, other: str) -> None:

@@ -144,7 +144,8 @@ class AdaptiveKLController:
             kl: The divergence of the policy from its reference, in nats.
             n_steps: The number of steps, or samples, over which `kl` is averaged.
         """
-        deviation = (kl.detach() / self.target - 1).clamp(-0.2, 0.2)
+        # In 16 bits a factor near 1 would not change the coefficient.
+        deviation = (widen(kl.detach()) / self.target - 1).clamp(-0.2, 0.2)
         coef = state["kl_coef"]
         return state.set("kl_coef", (coef * (1 + deviation * n_steps / self.horizon)).to(coef.dtype))
 

@@ -159,11 +159,20 @@ class _Chosen(torch.autograd.Function):
                 of_hidden.append(slope @ weight)
             if needs[1]:
                 one = slope.transpose(-2, -1) @ x
-                of_weight = one if of_weight is None else of_weight + one
+                of_weight = _added(of_weight, one)
             if needs[2]:
-                of_bias = slope.sum(0) if of_bias is None else of_bias + slope.sum(0)
+                of_bias = _added(of_bias, slope.sum(0))
+        of_weight = of_weight.to(weight.dtype) if needs[1] else None
+        of_bias = of_bias.to(weight.dtype) if needs[2] else None
         spread = torch.cat(of_heat).sum_to_size(heat.shape) if needs[4] else None
         return torch.cat(of_hidden) if needs[0] else None, of_weight, of_bias, None, spread, None, None
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """Return the sum over chunks with one more; a sum of 16 bits would lose chunks that are small beside it."""
+    if total is None:
+        return part
+    return total.to(torch.promote_types(part.dtype, torch.float32)).add_(part)
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:

@@ -15,7 +15,8 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import broadcast, fits_into, shape_of
 from tdfunc.core.types import LeafFn, Path
-from tdfunc.core.walk import Difference, gather, refill, zip_trees
+from tdfunc.core.walk import Difference, gather, list_leaves, list_paths, refill, zip_trees
+from tdfunc.ops.base.reading import get
 
 T = TypeVar("T", bound=TensorCollection)
 _NUMBERS = (bool, int, float, complex)
@@ -283,11 +284,31 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
 
 
 def check_ties(tree: TensorCollection, other: TensorCollection, call: str) -> None:
-    """Raise unless two trees tie the same paths."""
-    if other._ties != tree._ties:
+    """Raise unless two trees tie the same paths, in any order."""
+    if other._ties != tree._ties and _groups(other) != _groups(tree):
         mine, theirs = ([list(map(dotted, group)) for group in each._ties] for each in (tree, other))
         hint = "untie() the paths that are tied in only one of them, or make the second by mapping the first."
         raise TieError(f"{call}: the trees tie different paths.", expected=mine, got=theirs, hint=hint)
+
+
+def _groups(tree: TensorCollection) -> set[frozenset[Path]]:
+    return set(map(frozenset, tree._ties))
+
+
+# Any: inside tree transformations a leaf may be anything.
+def leaves_like(tree: TensorCollection, other: TensorCollection, call: str) -> list[Any]:
+    """Return the leaves of another tree in the order of `list_leaves(tree)`.
+
+    Raises:
+        TreeStructureError: The trees have different paths.
+        TieError: They tie different paths, so that their lists of leaves do not belong together.
+    """
+    check_keys(tree, other, call)
+    if other._ties == tree._ties:
+        return list_leaves(other)
+    check_ties(tree, other, call)
+    # A tied leaf is at the place of its first path, which is another one here.
+    return [get(other, path) for path in list_paths(tree)]
 
 
 def check_keys(tree: TensorCollection, other: TensorCollection, call: str, at: Path = ()) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves, rebuild
+from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_hyper, list_trainable
 from tdfunc.optim._lists import Lists, restore, widen
@@ -49,7 +50,8 @@ class Ema(AbstractOptimizer):
 
     def eval_params(self, params: T, state: "TensorDict") -> T:
         """Return the average; before the first step the parameters themselves."""
-        leaves, average = list_leaves(params), list_leaves(state._data["average"])
+        leaves = list_leaves(params)
+        average = leaves_like(params, state._data["average"], "ema.eval_params")
         if self.debias:
             count = state._data["count"].double()
             # Before the first step the average is not used.

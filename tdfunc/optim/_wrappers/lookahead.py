@@ -8,6 +8,7 @@ import torch
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import as_count
 from tdfunc.core.walk import list_leaves, rebuild
+from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_hyper, list_trainable
 from tdfunc.optim._lists import restore, widen
@@ -51,7 +52,8 @@ class Lookahead(AbstractOptimizer):
 
     def eval_params(self, params: T, state: "TensorDict") -> T:
         """Return the slow parameters."""
-        return rebuild(params, restore(list_leaves(state._data["slow"]), list_leaves(params)))
+        slow = leaves_like(params, state._data["slow"], "lookahead.eval_params")
+        return rebuild(params, restore(slow, list_leaves(params)))
 
 
 def lookahead(optimizer: AbstractOptimizer, every: int = 6, slow_step_size: float = 0.5) -> Lookahead:

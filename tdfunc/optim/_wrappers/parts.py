@@ -16,7 +16,7 @@ from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.optim._base import AbstractOptimizer, How
-from tdfunc.optim._checks import check_active, check_dense, check_state, list_matching, list_trainable
+from tdfunc.optim._checks import check_active, check_dense, check_keys, check_state, list_matching, list_trainable
 from tdfunc.optim._lists import LOW_PRECISION, Leaves, restore, widen
 from tdfunc.optim._run import grads_of, lie_apart, select_members, takes_kernels
 
@@ -44,6 +44,10 @@ def begin_step(
     """Return the leaves of params and gradients after all checks, and whether memory may be overwritten."""
     leaves = list_trainable(name, params)
     check_state(name, state, {"optimizer", *wanted})
+    for what in wanted:
+        # The rest of `masters` has the 16-bit leaves alone, and is read by path.
+        if what != "rest" and isinstance(state._data[what], TensorCollection):
+            check_keys(name, what, params, state._data[what])
     given = list_matching(name, "gradient", params, leaves, grads)
     check_active(name, how.active, params._batch_size)
     if not how.donate or not takes_kernels([*leaves, *given]):

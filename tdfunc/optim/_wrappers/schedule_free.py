@@ -9,6 +9,7 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.walk import list_leaves, rebuild
+from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.ops.edits import maps
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
@@ -103,7 +104,7 @@ class ScheduleFree(AbstractOptimizer):
             if _has_low(leaves):
                 state = _upgrade(params, state)
                 points = add_rest(params, leaves, state._data["rest"])
-            rows = zip(points, list_leaves(state._data["z"]), strict=True)
+            rows = zip(points, leaves_like(params, state._data["z"], "schedule_free.eval_params"), strict=True)
             average = [point.lerp(z, 1 - 1 / self.beta) for point, z in rows]
             return rebuild(params, restore(average, leaves))
 

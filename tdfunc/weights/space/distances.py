@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves
-from tdfunc.ops.base.foreach import check_keys
+from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.ops.math.squares import square_scale
 from tdfunc.storage.scales import check_unscaled
 
@@ -22,6 +22,7 @@ def distance(a: TensorCollection, b: TensorCollection) -> Tensor:
 
     Raises:
         TreeStructureError: The trees have different paths.
+        TieError: The trees tie different paths.
 
     Examples:
         >>> a, b = TensorDict({"w": torch.zeros(3)}), TensorDict({"w": torch.ones(3)})
@@ -47,6 +48,7 @@ def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection |
 
     Raises:
         TreeStructureError: The trees have different paths.
+        TieError: The trees tie different paths.
 
     Examples:
         >>> a, b = TensorDict({"w": torch.tensor([1.0, 0.0])}), TensorDict({"w": torch.tensor([1.0, 1.0])})
@@ -69,10 +71,10 @@ def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection |
 
 
 def _pairs(call: str, a: TensorCollection, b: TensorCollection) -> list[tuple[Tensor, Tensor]]:
-    check_keys(a, b, call)
+    others = leaves_like(a, b, call)
     check_unscaled(call, a)
     check_unscaled(call, b)
-    pairs = zip(list_leaves(a), list_leaves(b), strict=True)
+    pairs = zip(list_leaves(a), others, strict=True)
     # Counters have no distance. Sums of squares would overflow in 16 bits.
     return [(x.to(_wide(x)), y.to(_wide(y))) for x, y in pairs if x.is_floating_point()]
 

@@ -108,3 +108,32 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_divergence():
     for drawn_from, old in ((log_p.detach(), None), (older, older.unsqueeze(1))):
         loss = distill_on_policy(*streams, old, weights=drawn_from.exp(), normalize=1.0).loss
         torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], exact)
+
+
+@pytest.mark.parametrize("beta", [1e-3, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("size", [1e-2, 1.0])
+def test_a_student_near_its_teacher_has_the_gradient_of_float64(beta, size, generator):
+    """The distance from the mixture is not a difference of two log-probs that are nearly equal."""
+    student = (torch.randn(2, 3, 8, generator=generator, dtype=torch.float64) * 10).log_softmax(-1)
+    teacher = (student + size * torch.randn(2, 3, 8, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    narrow, wide = student.float().requires_grad_(), student.float().double().requires_grad_()
+    mask = torch.ones(2, 3)
+
+    (found,) = torch.autograd.grad(distill(narrow, teacher.float(), mask, beta=beta).loss, narrow)
+
+    (expected,) = torch.autograd.grad(distill(wide, teacher.float().double(), mask, beta=beta).loss, wide)
+    assert (found.double() - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("beta", [1e-3, 0.5, 0.999])
+@pytest.mark.parametrize("size", [1e-3, 1e-1])
+def test_the_divergence_of_a_near_mixture_is_that_of_float64(beta, size, generator):
+    """It is of second order in the distance, and above 0."""
+    student = torch.randn(2, 3, 8, generator=generator, dtype=torch.float64).log_softmax(-1)
+    teacher = (student + size * torch.randn(2, 3, 8, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    given = [each.float() for each in (student, teacher)]
+
+    found = distill(*given, torch.ones(2, 3), beta=beta).loss
+
+    expected = distill(*[each.double() for each in given], torch.ones(2, 3), beta=beta).loss
+    torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=0.0)

@@ -176,3 +176,15 @@ def test_the_weighted_divergence_has_the_gradient_of_the_divergence():
     torch.testing.assert_close(gradient(kl="k2"), exact)
     assert (gradient(kl="k3") - exact).abs().max() > 1e-2
     torch.testing.assert_close(gradient(kl="k1"), torch.zeros(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_narrow_clip_range_of_16_bits_is_not_rounded_away(dtype):
+    """One plus a distance of GSPO is one in 16 bits."""
+    s = make(3)
+    low, high = (torch.tensor(x, dtype=dtype) for x in (3e-4, 4e-4))
+
+    found = gspo(s.log_probs, s.advantages, s.mask, s.old, clip=(low, high))
+
+    expected = gspo(s.log_probs, s.advantages, s.mask, s.old, clip=(low.item(), high.item()))
+    torch.testing.assert_close(found.loss, expected.loss)

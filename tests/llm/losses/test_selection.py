@@ -3,6 +3,7 @@
 import statistics
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -94,3 +95,13 @@ def test_members_have_their_own_coefficients_under_vmap_and_jit():
     assert torch.equal(mapped(controller.init(), kls), expected["kl_coef"])
     jitted = tdf.jit(lambda state, kl: controller.update(state, kl, n_steps=4))
     assert torch.equal(jitted(controller.init(), kls.detach())["kl_coef"], expected["kl_coef"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_coefficient_moves_by_a_divergence_of_16_bits(dtype):
+    """A step of 2e-5 is not lost in the dtype of the divergence."""
+    controller = AdaptiveKLController(0.1, target=6.0, horizon=10_000)
+
+    found = controller.update(controller.init(), torch.tensor(60.0, dtype=dtype), n_steps=1)
+
+    torch.testing.assert_close(found["kl_coef"] / 0.1 - 1, torch.tensor(2e-5), rtol=0.01, atol=0.0)

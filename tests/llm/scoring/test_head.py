@@ -51,3 +51,22 @@ def test_a_temperature_is_not_rounded_to_the_dtype_of_the_states(dtype, temperat
 
     expected = log_probs_of(Head().logits(hidden, weight, None), ids, temperature)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_gradients_of_many_chunks_are_rounded_once(dtype, part, generator):
+    """The gradient of the head is as near to float64 as that of whole logits, however many chunks it is a sum of."""
+    hidden = torch.randn(2048, 16, generator=generator).to(dtype)
+    output = {"weight": (torch.randn(64, 16, generator=generator) / 4).to(dtype), "bias": torch.zeros(64, dtype=dtype)}
+    # Chunks of one sign: the sum grows, and each chunk is small beside it.
+    ids = torch.zeros(2048, 1, dtype=torch.int64)
+    wide = {name: leaf.double().requires_grad_() for name, leaf in output.items()}
+    whole = log_probs_of(Head().logits(hidden.double(), **wide), ids).mean()
+    (expected,) = torch.autograd.grad(whole, wide[part])
+    output[part].requires_grad_()
+
+    chunks = chosen_log_probs(Head(), hidden, tuple(output.values()), ids, chunk_size=8).mean()
+
+    (found,) = torch.autograd.grad(chunks, output[part])
+    assert (found.double() - expected).norm() < torch.finfo(dtype).eps * expected.norm() + 1e-5
