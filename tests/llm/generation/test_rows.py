@@ -8,9 +8,11 @@ import transformers as hf
 
 from tdfunc import random
 from tdfunc.llm import GenerationOptions, LogProbs, causal_lm, generate_tokens, score_ids
+from tdfunc.llm.encoding.encode import texts_behind
 from tdfunc.llm.generation.probe import find_way
 from tdfunc.llm.scoring.trees import keep_draws
 from tests.helpers import quick
+from tests.llm.kinds import tokenizer_of
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
 pytestmark = [
@@ -192,6 +194,25 @@ def test_stops_end_a_response_with_the_token_that_completes_them():
     assert one.tokens.tolist() == ids[1][: ids[1].index(stop) + 1]
     (late,) = generate_tokens(lm, params, rows[1:2], parse(stop_token_ids=stop, min_new_tokens=6), buffers=buffers)
     assert stop not in late.tokens[:6].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "beams"),
+    [("metaspace first with BOS", 1), ("metaspace first with BOS", 2), ("Llama 2", 1), ("word pieces", 1)],
+)
+def test_a_stop_sequence_may_begin_with_the_space_behind_the_prompt(kind, beams):
+    """These tokenizers drop the space of a first token where a response is decoded alone."""
+    tokenizer = tokenizer_of(kind)
+    lm, params, buffers = causal_lm(make("gpt2", vocab_size=len(tokenizer)))
+    prompt = torch.tensor(tokenizer("yes")["input_ids"])
+    (plain,) = generate_tokens(lm, params, [prompt], parse(num_beams=beams), buffers=buffers)
+    (text,) = texts_behind(tokenizer, [prompt.tolist()], [plain.tokens.tolist()])
+    options = parse(num_beams=beams, stop_sequences=[text[:2]])
+
+    (found,) = generate_tokens(lm, params, [prompt], options, buffers=buffers, tokenizer=tokenizer)
+
+    assert text[0] == " "
+    assert (len(found.tokens), found.finish_reason) == (1, "stop")
 
 
 def test_no_new_tokens_are_empty_responses():
