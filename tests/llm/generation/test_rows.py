@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from tdfunc import random
+from tdfunc import lazy_stack, random
 from tdfunc.llm import GenerationOptions, LogProbs, causal_lm, generate_tokens, score_ids
 from tdfunc.llm.encoding.encode import texts_behind
 from tdfunc.llm.generation.probe import find_way
@@ -295,3 +295,18 @@ def test_scores_keep_the_record_of_draws():
     for support, expected in ((None, [True, False]), (torch.zeros(2, 4, 1), [True, True])):
         old = LogProbs(adjusted=torch.tensor([True, False]), support=support, batch_size=[2])
         assert keep_draws(new, old).adjusted.tolist() == expected
+
+
+@pytest.mark.parametrize("adjusted", [None, True], ids=["raw", "adjusted"])
+@pytest.mark.parametrize("old_lazy", [False, True], ids=["from dense", "from ragged"])
+@pytest.mark.parametrize("new_lazy", [False, True], ids=["to dense", "to ragged"])
+def test_scores_keep_the_versions_of_weights(adjusted, old_lazy, new_lazy):
+    """The version that sampled a response is still known when it is scored."""
+    flags = None if adjusted is None else torch.ones(2, dtype=torch.bool)
+    old = LogProbs(version=["7", "8"], adjusted=flags, response=torch.zeros(2, 2), batch_size=[2])
+    new = LogProbs(full=torch.zeros(2, 3), response=torch.zeros(2, 2), batch_size=[2])
+    old, new = (lazy_stack(each.unbind(0)) if lazy else each for each, lazy in ((old, old_lazy), (new, new_lazy)))
+
+    kept = keep_draws(new, old)
+
+    assert [row.version for row in kept.unbind(0)] == ["7", "8"]
