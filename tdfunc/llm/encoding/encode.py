@@ -229,6 +229,10 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[
         data["model"]["vocab"] = {names.get(key, key): number for key, number in vocabulary.items()}
     else:
         data["model"]["vocab"] = [[names.get(key, key), score] for key, score in vocabulary]
+    if data["model"].get("merges"):
+        # A word that was made a control token keeps no way to be made of its pieces.
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in data["model"]["merges"]]
+        data["model"]["merges"] = [pair for pair in pairs if names.keys().isdisjoint([*pair, "".join(pair)])]
     if data["model"].get("unk_token") in names:
         data["model"]["unk_token"] = names[data["model"]["unk_token"]]
     # Offsets are of whole tokens, spaces included; nothing is added, cut or padded.
