@@ -77,7 +77,7 @@ def save_pretrained(
         folder: The folder to write.
         model: The model of transformers from which the tree was made; it is only read.
         source: The folder with the other files to keep, and with the names to compare; by default the folder from which
-            the model was loaded. Without a folder the configurations are those of the model, and there is no tokenizer.
+            the model was loaded. Without a folder, the configurations of the model are written, and no tokenizer.
         max_shard_size: The maximum size of one shard in bytes.
 
     Raises:
