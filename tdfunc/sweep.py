@@ -20,12 +20,15 @@ from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, WorkerError, as_count, check_choice, check_finite, check_least, error
 from tdfunc.core.keys import dotted
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.surface import surface
 from tdfunc.distributed.messages import classes_of
+from tdfunc.ops.base.reading import iter_items
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.commit import Descriptor, lock
 from tdfunc.storage.disk.raw import raw_bytes
 from tdfunc.storage.manager.manager import CheckpointManager
+from tdfunc.storage.tree.encode import outline
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -525,10 +528,18 @@ def _device_of(tree: TensorCollection) -> torch.device:
 
 
 def _digest(tree: TensorCollection) -> str:
+    """Return a digest of the leaves and of the non-tensor data, which are hyperparameters as well."""
     state = xxhash.xxh3_128()
     for path, leaf in iter_leaves(tree):
         state.update(repr((path, leaf.dtype, tuple(leaf.shape))).encode())
         state.update(raw_bytes(leaf).data)
+    others = {dotted(path): node for path, node in iter_items(tree, True, True) if isinstance(node, NonTensorBase)}
+    if others:
+        values = {name: NonTensorData(node._array.ravel().tolist()) for name, node in sorted(others.items())}
+        described = outline(TensorCollection._open(values), call="train_blocks")
+        state.update((described.text or "").encode())
+        for leaf in described.leaves:
+            state.update(raw_bytes(leaf).data)
     return state.hexdigest()
 
 

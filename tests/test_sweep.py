@@ -299,6 +299,39 @@ def test_rungs_come_back_with_all_members(change):
         sweep.successive_halving(run, lambda r, _: (change(r), r["w"]), rungs=2)
 
 
+PLAIN = {
+    "texts": (["relu", "tanh", "silu"], ["relu", "gelu", "silu"]),
+    "one value for all": (tdf.NonTensorData({"depth": 2}), tdf.NonTensorData({"depth": 3})),
+    "arrays": (tdf.NonTensorData({"a": np.arange(2000)}), tdf.NonTensorData({"a": np.arange(2000) % 1999})),
+}
+
+
+def scored(run, rung):
+    """The run, and a score of each member."""
+    return run, run["w"]
+
+
+@pytest.mark.parametrize(("first", "second"), PLAIN.values(), ids=PLAIN)
+def test_blocks_of_another_run_are_not_resumed(first, second, tmp_path):
+    """A hyperparameter that is not a tensor makes another run, too."""
+    run = tdf.TensorDict({"w": torch.arange(3.0), "option": first}, [3])
+    sweep.train_blocks(run, scored, rungs=1, folder=tmp_path, block=2)
+
+    with pytest.raises(ValueError, match="must be new, or have the checkpoints of the same run"):
+        sweep.train_blocks(run.set("option", second), scored, rungs=1, folder=tmp_path, block=2)
+
+
+@pytest.mark.parametrize(("first", "_"), PLAIN.values(), ids=PLAIN)
+def test_blocks_of_the_same_run_are_resumed(first, _, tmp_path):
+    """Plain values are those of the first call."""
+    run = tdf.TensorDict({"w": torch.arange(3.0), "option": first}, [3])
+    sweep.train_blocks(run, scored, rungs=1, folder=tmp_path, block=2)
+
+    _, scores = sweep.train_blocks(run, scored, rungs=2, folder=tmp_path, block=2)
+
+    assert scores.tolist() == [0, 1, 2]
+
+
 def test_progress_of_blocks_is_shown(tmp_path, capfd):
     """`progress=True` counts blocks."""
     run = tdf.TensorDict({"w": torch.arange(11.0)}, [11])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 
 from tdfunc.core.errors import error
 from tdfunc.llm.conversations.fresh import FreshReplies
-from tdfunc.llm.encoding.encode import decode, encode_marked
+from tdfunc.llm.encoding.encode import decode, encode_marked, texts_behind
 from tdfunc.llm.encoding.following import Following
 from tdfunc.llm.messages.columns import Conversation, conversation_in, conversation_of, per_conversation
 from tdfunc.llm.messages.message import Message, as_compared
@@ -227,7 +227,7 @@ class _Growth:
         ids = template.encode(lead)
         generated = [False] * len(ids)
         for place, after in pairwise([*replies, stop]):
-            own = self._reply_ids(place, lead)
+            own = self._reply_ids(place, lead, ids)
             ids += own
             generated += [True] * len(own)
             new = messages[place + 1 : after]
@@ -240,15 +240,15 @@ class _Growth:
                 lead = join_marked(before, lead)
         return ids, generated
 
-    def _reply_ids(self, place: int, lead: Marked) -> list[int]:
-        """Return the ids of a reply as it was sampled, or as it follows a text.
+    def _reply_ids(self, place: int, lead: Marked, before: list[int]) -> list[int]:
+        """Return the ids of a reply as it was sampled behind ids, or as it follows a text.
 
         Raises:
             ValueError: The sampled ids are not those of the message.
         """
         message = self.fresh.conversation.messages[place]
         own = message.get("token_ids")
-        if own is not None and self._fits(message, place, own):
+        if own is not None and self._fits(message, place, own, before):
             return list(own)
         if own is not None and not self.retokenize:
             raise error(
@@ -260,12 +260,13 @@ class _Growth:
             )
         return self.template.following.ids(lead, self.fresh.reply(place))
 
-    def _fits(self, message: Message, place: int, ids: Sequence[int]) -> bool:
+    def _fits(self, message: Message, place: int, ids: Sequence[int], before: list[int]) -> bool:
         """Return whether ids parse to a message, or are its render, spaces around it aside."""
         template = self.template.template
-        text = decode(self.template.text_tokenizer, ids)
+        # The text of a message that was sampled is that behind its prompt.
+        texts = texts_behind(self.template.text_tokenizer, [before, ()], [ids, ids])
         # An incomplete reply may itself end with a special token.
-        forms = {text, without_end(self.template, ids, text)}
+        forms = {form for text in texts for form in (text, without_end(self.template, ids, text))}
         # The content may also be the text as it was sampled.
         readings = [template.parse_reply(form) for form in forms]
         readings += [{"role": "assistant", "content": form} for form in forms]

@@ -30,12 +30,10 @@ from tdfunc.llm.messages.message import (
     FIELDS,
     UNCOMPARED,
     as_compared,
-    is_filled,
     is_message,
-    read_message,
+    read_messages,
     read_tools,
     show_message,
-    without_filling,
 )
 from tdfunc.llm.templates.base import AbstractTemplate
 from tdfunc.llm.templates.find import find_template
@@ -383,9 +381,7 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise error(TypeError, f"{where}: a conversation must have a list of messages.", got=repr(chats)[:200])
         _warn_of_entries(chats, where)
-        read = [read_message(message, f"{where}, message {i}") for i, message in enumerate(messages)]
-        if is_filled(messages):
-            read = without_filling(read)
+        read = read_messages(messages, where)
         tools = read_tools(chats.get("tools"), where)
         return conversation_of(cls, [{**message, "tools": tools} for message in read] if tools else read)
     if not isinstance(chats, Sequence) or isinstance(chats, str):

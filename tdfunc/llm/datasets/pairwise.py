@@ -26,6 +26,7 @@ class RewardData(TensorClass):
         attention_mask: True at tokens, False at pads, shape (B, T).
         rewards: A reward for each token, shape (B, T).
         end_scores: The reward of each row, at its last token, shape (B,).
+        assistant_masks: True at the tokens of the response, shape (B, T): the mask of losses of preferences.
 
     Raises:
         TypeError: `input_ids` or `attention_mask` is missing.
@@ -45,6 +46,7 @@ class RewardData(TensorClass):
     attention_mask: Tensor
     rewards: Tensor | None = None
     end_scores: Tensor | None = None
+    assistant_masks: Tensor | None = None
 
 
 class PairwiseDataset(TensorClass):
@@ -74,12 +76,16 @@ class PairwiseDataset(TensorClass):
         """Return padded rows as pairs.
 
         Args:
-            rows: A tree with `chosen` and `rejected`, each with `input_ids` and `attention_mask`.
+            rows: A tree with `chosen` and `rejected`, each with `input_ids`, `attention_mask`, and `assistant_masks` if
+                responses are known.
         """
 
         def side(name: str) -> RewardData:
             part = rows[name]
-            return RewardData(part["input_ids"], part["attention_mask"], batch_size=rows.batch_size)
+            masks = part.get("assistant_masks", None)
+            return RewardData(
+                part["input_ids"], part["attention_mask"], assistant_masks=masks, batch_size=rows.batch_size
+            )
 
         return cls(side("chosen"), side("rejected"), batch_size=rows.batch_size)
 

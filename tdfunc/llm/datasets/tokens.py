@@ -28,7 +28,7 @@ from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree,
 from tdfunc.llm.encoding.text import added_counts, text_rows, tokenizer_digest
 from tdfunc.llm.encoding.trained import check_masks, check_untrained, find_loss, report_losses
 from tdfunc.llm.messages.columns import Conversation
-from tdfunc.llm.messages.message import read_message, read_tools, without_filling
+from tdfunc.llm.messages.message import read_messages, read_tools
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
@@ -38,7 +38,7 @@ from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
 
 # In the key of a cache: another number where stored rows change.
-_FORMAT = 3
+_FORMAT = 4
 _CHUNK = 1024
 _WHOLE = "rows"
 # Entries of a column that are not of one value for each token.
@@ -334,8 +334,8 @@ class _Plan:
             return text_rows(self.tokenizer, values, add_special_tokens=special)
         chats: list[Conversation] = []
         for i, (messages, record) in enumerate(zip(values, records, strict=True), first):
-            read = [read_message(message, f"Record {i}, message {j}") for j, message in enumerate(messages)]
-            chats.append(Conversation(without_filling(read), read_tools(record.get("tools"), f"Record {i}")))
+            read = read_messages(messages, f"Record {i}")
+            chats.append(Conversation(read, read_tools(record.get("tools"), f"Record {i}")))
         template = find_template(self.chat_template, self.tokenizer)
         rows = chat_rows(self.tokenizer, template, chats, masks=True)
         check_masks(rows, chats, first=first, call="load_tokens")

@@ -17,6 +17,8 @@ from tdfunc.llm.templates.base import Marked, Span, controls_in
 
 # Characters around the new names of control tokens, of which one is in no text.
 _GUARDS = ("\ue0d1", "\uf0d3", "\U000f1c05")
+# The number of tokens in front with which ids are decoded as they follow others.
+CONTEXT = 4
 
 
 class Encoded(NamedTuple):
@@ -50,6 +52,37 @@ def encode_texts(
     if found is None or any([each.overflowing for each in found]):
         found = _whole(tokenizer).encode_batch(list(texts), add_special_tokens=special)
     return [_without_pads(each, offsets) for each in found]
+
+
+def texts_behind(
+    tokenizer: Any,
+    before: Sequence[Sequence[int]],
+    rows: Sequence[Sequence[int]],
+    *,
+    skip_special_tokens: bool = False,
+) -> list[str]:
+    """Return the texts of rows of ids as they follow other ids: every call that reads a response decodes it here.
+
+    Some tokenizers drop the space in front of the first token of a text, or write its first piece in another way.
+
+    Args:
+        tokenizer: A tokenizer of texts.
+        before: The ids in front of each row, of which the last are read.
+        rows: The ids.
+        skip_special_tokens: Leave out control tokens.
+    """
+
+    def text(first: Sequence[int], ids: Sequence[int]) -> str:
+        tail = list(first[-CONTEXT:])
+        lead, whole = (
+            decode(tokenizer, part, skip_special_tokens=skip_special_tokens) for part in (tail, [*tail, *ids])
+        )
+        if whole.startswith(lead):
+            return whole[len(lead) :]
+        # A token in front may be part of a character.
+        return decode(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+
+    return [text(*pair) for pair in zip(before, rows, strict=True)]
 
 
 def known_text(tokenizer: Any) -> str:
@@ -196,6 +229,10 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[
         data["model"]["vocab"] = {names.get(key, key): number for key, number in vocabulary.items()}
     else:
         data["model"]["vocab"] = [[names.get(key, key), score] for key, score in vocabulary]
+    if data["model"].get("merges"):
+        # A word that was made a control token keeps no way to be made of its pieces.
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in data["model"]["merges"]]
+        data["model"]["merges"] = [pair for pair in pairs if names.keys().isdisjoint([*pair, "".join(pair)])]
     if data["model"].get("unk_token") in names:
         data["model"]["unk_token"] = names[data["model"]["unk_token"]]
     # Offsets are of whole tokens, spaces included; nothing is added, cut or padded.
@@ -226,6 +263,6 @@ def mask_of(encoded: Encoded, spans: Sequence[Span]) -> list[bool]:
     return inside
 
 
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of ids, control tokens included."""
-    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+def decode(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Return the text of ids, with control tokens or without them."""
+    return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

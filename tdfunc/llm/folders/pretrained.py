@@ -77,7 +77,7 @@ def save_pretrained(
         folder: The folder to write.
         model: The model of transformers from which the tree was made; it is only read.
         source: The folder with the other files to keep, and with the names to compare; by default the folder from which
-            the model was loaded.
+            the model was loaded. Without a folder, the configurations of the model are written, and no tokenizer.
         max_shard_size: The maximum size of one shard in bytes.
 
     Raises:
@@ -98,6 +98,10 @@ def save_pretrained(
         _check_names(named, os.fspath(loaded))
     elif source is not None:
         raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} must be a folder with a config.json.")
+    generation = getattr(model, "generation_config", None)
+    if not kept and generation is not None:
+        # It alone may have the tokens that end a response.
+        kept["generation_config.json"] = generation.to_json_string().encode()
     described = {"architectures": [type(model).__name__], **config.to_diff_dict()}
     described = json.loads(kept["config.json"]) if "config.json" in kept else described
     dtype = next((str(leaf.dtype).removeprefix("torch.") for leaf in named.values() if leaf.is_floating_point()), None)

@@ -60,7 +60,7 @@ def search(
         `transformers.GenerationMixin._beam_search`, which has the same results.
     """
     width, limit = options.num_beams, options.max_new_tokens or 0
-    count, device = ids_BT.shape[0], ids_BT.device
+    count, device, tails = ids_BT.shape[0], ids_BT.device, stop.tails(ids_BT, mask_BT)
     spread = torch.arange(count, device=device).repeat_interleave(width)
     logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)
     seen = seen_in(logits, ids_BT, mask_BT) if options.repetition_penalty != 1.0 else None
@@ -86,7 +86,7 @@ def search(
         parents, ids = places // size, places % size
         drafts = _gather(tokens, parents)
         drafts[:, :, step] = ids
-        stopped = torch.isin(ids, stop.ids) | stop.ended(drafts[:, :, : step + 1])
+        stopped = torch.isin(ids, stop.ids) | stop.ended(drafts[:, :, : step + 1], tails)
         hits = torch.ones_like(stopped) if step + 1 == limit else stopped
         ended = _merge(ended, drafts, scores, hits, stopped, step + 1, options, open_B1)
         running, chosen = (scores + hits * _NONE).topk(width)

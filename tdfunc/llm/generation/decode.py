@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tdfunc.llm.encoding.encode import CONTEXT
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.sampling import Choice, choose, penalize
 from tdfunc.llm.rows.packing import pad_rows
@@ -38,18 +39,33 @@ class Stop(NamedTuple):
     Attributes:
         ids: The tokens that end it (S,), on the device of the rows.
         texts: The texts that end it.
-        decode: The function from tokens to text; None without texts.
+        decode: The function from tokens, and those in front of them, to texts; None without texts.
     """
 
     ids: Tensor
     texts: tuple[str, ...]
-    decode: Callable[[list[int]], str] | None
+    decode: Callable[[list[list[int]], list[list[int]]], list[str]] | None
 
-    def ended(self, tokens: Tensor) -> Tensor:
-        """Return True for rows of tokens (*B, T) whose text has an end."""
+    def tails(self, ids_BT: Tensor, mask_BT: Tensor | None) -> list[list[int]]:
+        """Return the last tokens of prompts that are padded at the left, as `ended` takes them."""
+        if self.decode is None:
+            return []
+        valid = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
+        pairs = zip(ids_BT[:, -CONTEXT:], valid[:, -CONTEXT:].bool(), strict=True)
+        return [ids[real].tolist() for ids, real in pairs]
+
+    def ended(self, tokens: Tensor, tails: list[list[int]]) -> Tensor:
+        """Return True for rows of tokens (*B, T) whose text has an end.
+
+        Args:
+            tokens: The responses; those to one prompt are next to each other.
+            tails: The last tokens of each prompt.
+        """
         if self.decode is None:
             return torch.zeros(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
-        texts = [self.decode(row) for row in tokens.flatten(0, -2).tolist()]
+        rows = tokens.flatten(0, -2).tolist()
+        repeats = len(rows) // len(tails)
+        texts = self.decode([tail for tail in tails for _ in range(repeats)], rows)
         found = [any([end in text for end in self.texts]) for text in texts]
         return torch.tensor(found, device=tokens.device).reshape(tokens.shape[:-1])
 
@@ -133,7 +149,7 @@ def decode(
     if repeats > 1:
         spread = torch.arange(len(ids_BT), device=ids_BT.device).repeat_interleave(repeats)
         logits, context, seen = logits[spread], select(context, spread), None if seen is None else seen[spread]
-    count, limit = logits.shape[0], options.max_new_tokens or 0
+    count, limit, tails = logits.shape[0], options.max_new_tokens or 0, stop.tails(ids_BT, mask_BT)
     steps: list[Choice] = []
     done = torch.zeros(count, dtype=torch.bool, device=ids_BT.device)
     lengths = torch.full((count,), limit, device=ids_BT.device)
@@ -150,7 +166,7 @@ def decode(
         steps.append(choice)
         ended = torch.isin(choice.ids, stop.ids)
         if stop.texts:
-            ended = ended | stop.ended(torch.stack([each.ids for each in steps], 1))
+            ended = ended | stop.ended(torch.stack([each.ids for each in steps], 1), tails)
         lengths = torch.where(ended & ~done, step + 1, lengths)
         done = done | ended
         if step + 1 == limit or bool(done.all()):

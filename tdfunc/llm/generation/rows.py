@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.llm.encoding.encode import decode as decode_text
+from tdfunc.llm.encoding.encode import texts_behind
 from tdfunc.llm.generation.beams import Beams, search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
 from tdfunc.llm.generation.options import GenerationOptions, Response, empty_response
@@ -78,7 +78,7 @@ def generate_tokens(
     rows = [row.to(device, torch.int64) for row in prompts]
     count = options.num_return_sequences
     ends = {*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids}
-    text_of = functools.partial(decode_text, tokenizer) if options.stop_sequences else None
+    text_of = functools.partial(texts_behind, tokenizer) if options.stop_sequences else None
     stop = Stop(torch.tensor(sorted(ends), dtype=torch.int64, device=device), options.stop_sequences, text_of)
     keys = keys.to(device) if keys is not None and options.samples else None
     with torch.no_grad():

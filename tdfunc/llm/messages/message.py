@@ -25,6 +25,22 @@ _OF_CALLS = ("id", "type", "index")
 _OF_FUNCTIONS = ("name", "arguments")
 
 
+def read_messages(given: Sequence[Mapping[str, Any]], where: str) -> list[Message]:
+    """Return the messages of a conversation of a data set or server: every call that reads one reads it here.
+
+    Args:
+        given: The messages.
+        where: The place of the conversation, for messages of errors.
+
+    Raises:
+        TypeError: A message is not a dict with a role, or a field has a value of another type.
+        MissingKeyError: An entry is not a field of a message, so that it would be lost.
+        ValueError: A field has two values under two names, of which one would be lost.
+    """
+    read = [read_message(message, f"{where}, message {i}") for i, message in enumerate(given)]
+    return [_without_filling(message) for message in read] if _is_filled(given) else read
+
+
 def read_message(given: Mapping[str, Any], where: str) -> Message:
     """Return the fields of a message of a data set or server; empty entries are left out.
 
@@ -211,12 +227,8 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def without_filling(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose calls have no arguments that are None, as Arrow fills them up; JSON text is unchanged."""
-    return [_without_filling(message) for message in messages]
-
-
 def _without_filling(message: Message) -> Message:
+    """Return a message whose calls have no arguments that are None, as Arrow fills them up; JSON text is unchanged."""
     if "tool_calls" not in message:
         return message
     calls: list[dict[str, Any]] = []
@@ -226,13 +238,13 @@ def _without_filling(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def is_filled(messages: Sequence[Mapping[str, Any]]) -> bool:
+def _is_filled(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether messages have the form of Arrow's records: the same entries, which are null where one is missing.
 
-    A message of a user with an entry for calls shows it, because nobody writes one.
+    A message with an entry for calls that is not of the assistant shows it, because nobody writes one.
     """
     names = {frozenset(message) for message in messages}
-    return len(names) == 1 and any([each["role"] == "user" and "tool_calls" in each for each in messages])
+    return len(names) == 1 and any([each["role"] != "assistant" and "tool_calls" in each for each in messages])
 
 
 def show_message(message: Message) -> Message:

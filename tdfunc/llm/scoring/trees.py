@@ -15,7 +15,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import MissingKeyError, UnsupportedError, check_choice
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
-from tdfunc.llm.rows.batch import TokenBatch, flat_list
+from tdfunc.llm.rows.batch import TokenBatch, flat_list, nest
 from tdfunc.llm.rows.read import TokenKeys, read_tokens
 from tdfunc.llm.rows.records import LogProbs
 from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
@@ -190,17 +190,21 @@ class MaskedCategorical(Categorical):
 
 # Any: log-probs, or another entry in the place of the old ones.
 def keep_draws(new: Any, old: Any) -> Any:
-    """Return log-probs with the `support` and `adjusted` of the old entry, since these describe the tokens."""
+    """Return log-probs with what describes the tokens in the old entry: `support`, `adjusted` and `version`."""
     rows = flat_list(old, len(old._batch_size)) if isinstance(old, LogProbs) and old._is_lazy else [old]
-    if all([not isinstance(row, LogProbs) or row.support is row.adjusted is None for row in rows]):
+    if all([not isinstance(row, LogProbs) or row.support is row.adjusted is row.version is None for row in rows]):
         return new
     if new._is_lazy:
         return lazy_stack([keep_draws(*pair) for pair in zip(new.unbind(0), old.unbind(0), strict=True)])
     drawn, kept = new.response, None if old._is_lazy else old.support
     if old._is_lazy or (drawn is not None and kept is not None and kept.shape[:-1] != drawn.shape[: kept.dim() - 1]):
         # In another layout.
-        return new.replace(adjusted=torch.ones(new._batch_size, dtype=torch.bool, device=new.full.device))
-    return new.replace(support=kept, adjusted=old.adjusted)
+        has_versions = any([row.version is not None for row in rows])
+        versions = nest([row.version for row in rows], new._batch_size, list) if has_versions and old._is_lazy else None
+        is_drawn = any([row.support is not None or row.adjusted is not None for row in rows])
+        adjusted = torch.ones(new._batch_size, dtype=torch.bool, device=new.full.device) if is_drawn else None
+        return new.replace(adjusted=adjusted, version=versions if old._is_lazy else old.version)
+    return new.replace(support=kept, adjusted=old.adjusted, version=old.version)
 
 
 def _read(td: TensorCollection, tokens_key: NestedKey, mask_key: NestedKey, call: str) -> TokenBatch:

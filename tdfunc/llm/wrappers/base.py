@@ -88,7 +88,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         generate: Generate responses; otherwise compute log-probs.
         generate_kwargs: The options of `GenerationOptions`, or a `GenerationConfig` of transformers.
         tokenizer_kwargs: `add_special_tokens` for texts, options of the template for histories, and for both
-            `truncation`, `max_length` and `truncation_side`.
+            `truncation`, `max_length` and `truncation_side`. Prompts of conversations are truncated at the left only.
         pad_output: Return rows of one length, with prompts padded at the left and responses at the right; scored
             tokens keep their places. Otherwise the results are ragged.
         pad_model_input: Score padded rows; False packs them if the model family allows it.

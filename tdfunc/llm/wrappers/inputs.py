@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.llm.conversations.exact import TokenTemplate, grown_ids
 from tdfunc.llm.conversations.history import History
@@ -156,7 +156,25 @@ class Reader:
             rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64)})
             if not prompts:
                 rows[-1]["assistant_masks"] = torch.tensor(wrote, dtype=torch.bool)
+        if prompts:
+            self._check_headers(rows)
         return [_row(self.layout.cut(row)) for row in rows]
+
+    def _check_headers(self, rows: Sequence[EncodedRow]) -> None:
+        """Raise if truncation removes the end of a prompt: without the header of a reply no reply would follow.
+
+        Raises:
+            ValueError: The message has the number of the conversation.
+        """
+        cut = [i for i, row in enumerate(rows) if self.layout.cut(row) is not row]
+        if cut and self.layout.truncation_side == "right":
+            raise error(
+                ValueError,
+                f"{self.call}: truncation would remove the end of the prompt of conversation {cut[0]}.",
+                expected=f"at most {self.layout.max_length} tokens",
+                got=f"{len(rows[cut[0]]['input_ids'])} tokens, and truncation_side='right'",
+                hint='tokenizer_kwargs={"truncation_side": "left", ...} keeps the end.',
+            )
 
 
 def _row(row: EncodedRow) -> Row:

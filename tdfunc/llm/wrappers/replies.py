@@ -3,31 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tdfunc.llm.conversations.exact import TokenTemplate, without_end
+from tdfunc.llm.encoding.encode import CONTEXT, texts_behind
 from tdfunc.llm.generation.options import Response
 from tdfunc.llm.messages.message import Message
 from tdfunc.llm.rows.batch import Row
 
-# The tokens of the prompt that the text of a response is decoded with: some tokenizers drop the space in front of the
-# first token of a text.
-_CONTEXT = 4
-
-
-def _decode_all(tokenizer: Any, rows: Sequence[Tensor], *, skip_special_tokens: bool = False) -> list[str]:
-    """Return the texts of rows of ids."""
-    return tokenizer.batch_decode(
-        [row.tolist() for row in rows],
-        skip_special_tokens=skip_special_tokens,
-        clean_up_tokenization_spaces=False,
-    )
-
 
 def row_texts(tokenizer: Any, rows: Sequence[Row]) -> list[str]:
     """Return the texts of rows of tokens."""
-    return _decode_all(tokenizer, [row.ids for row in rows])
+    return texts_behind(tokenizer, [()] * len(rows), [row.ids.tolist() for row in rows])
 
 
 def reply_texts(
@@ -36,16 +21,10 @@ def reply_texts(
     """Return the texts of responses as they follow their prompts; for responses without tokens the backend's text."""
     with_ids = [i for i, each in enumerate(responses) if each.tokens is not None]
     texts = {i: each.text or "" for i, each in enumerate(responses) if each.tokens is None}
-    tails = [prompts[i].ids[-_CONTEXT:] for i in with_ids]
-    found = [responses[i].tokens for i in with_ids]
-    tokens = [each.to(tail.device) for tail, each in zip(tails, found, strict=True) if each is not None]
-    joined = [torch.cat(pair) for pair in zip(tails, tokens, strict=True)]
-    decoded = _decode_all(tokenizer, [*tails, *joined, *tokens], skip_special_tokens=skip_special_tokens)
-    count = len(with_ids)
-    for place, i in enumerate(with_ids):
-        before, both, alone = decoded[place], decoded[count + place], decoded[2 * count + place]
-        # A token of the prompt may be part of a character.
-        texts[i] = both[len(before) :] if both.startswith(before) else alone
+    before = [prompts[i].ids[-CONTEXT:].tolist() for i in with_ids]
+    found = [each.tokens.tolist() for each in responses if each.tokens is not None]
+    decoded = texts_behind(tokenizer, before, found, skip_special_tokens=skip_special_tokens)
+    texts |= zip(with_ids, decoded, strict=True)
     return [texts[i] for i in range(len(responses))]
 
 

@@ -22,9 +22,11 @@ from tdfunc.llm import (
     qwen,
     to_training_rows,
 )
+from tdfunc.llm.encoding.encode import texts_behind
 from tdfunc.llm.messages.columns import conversation_in
 from tdfunc.llm.templates.base import make_call
 from tests.llm.encoding.test_chat import masked
+from tests.llm.kinds import tokenizer_of
 from tests.llm.templates.test_templates import TOOLS
 from tests.llm.templates.test_turns import DEFAULT
 from tests.llm.tokens import CHATML, FORGETFUL, SPECIAL, TEXT_ARGUMENTS, ZEPHYR, make_tokenizer
@@ -250,6 +252,19 @@ def test_edited_messages_are_noticed(said, data):
             chat_ids(template, history)
         again = chat_ids(template, history, retokenize=True)
         assert template.tokenizer.decode(again).endswith(f"{text}<|im_end|>")
+
+
+def test_a_sampled_reply_may_begin_inside_a_word():
+    """WordPiece writes such a piece as `##x` at the start of a text, and as `x` behind the prompt."""
+    template = TokenTemplate(tokenizer_of("word pieces"))
+    question = History.from_chats([{"role": "user", "content": "fox"}])
+    prompt = chat_ids(template, question, add_generation_prompt=True)
+    ids = template.text_tokenizer.convert_tokens_to_ids(["##o", "fox", "</s>"])
+    (content,) = texts_behind(template.text_tokenizer, [prompt], [ids[:-1]])
+
+    reply = History(role="assistant", content=content, token_ids=ids)
+
+    assert chat_ids(template, question.append(reply)) == prompt + ids
 
 
 def test_replies_of_other_fields_keep_their_ids():

@@ -1,10 +1,11 @@
-"""`RewardData`: its fields; files and other operations are those of any typed tree."""
+"""`RewardData` and `PairwiseDataset`: their fields; files and other operations are those of any typed tree."""
 
 import pytest
 import torch
 
 from tdfunc.core.errors import BatchSizeError
-from tdfunc.llm import RewardData
+from tdfunc.llm import PairwiseDataset, RewardData, load_tokens
+from tests.llm.kinds import tokenizer_of
 
 ONES = torch.ones(2, 4)
 
@@ -19,3 +20,29 @@ def test_rewards_are_optional_and_tokens_are_not():
         RewardData(ONES, batch_size=[2])
     with pytest.raises(BatchSizeError, match="input_ids"):
         RewardData(ONES, ONES, batch_size=[3])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pairs_have_the_masks_of_their_responses(side):
+    """The losses of preferences need them: a mask of all tokens would also learn prompts."""
+    tokenizer = tokenizer_of("Llama 2")
+    records = [
+        {"prompt": "The fox", "chosen": " jumps over", "rejected": " yes"},
+        {"prompt": "hello the lazy dog", "chosen": " A:", "rejected": " Sure yes"},
+    ]
+
+    data = PairwiseDataset.from_dataset(tokenizer, records, padding_side=side)
+
+    rows = load_tokens(tokenizer, records, columns={"chosen": ("prompt", "chosen"), "rejected": ("prompt", "rejected")})
+    expected = rows.batch([0, 1], padding_side=side)
+    assert torch.equal(data.chosen_data.assistant_masks, expected["chosen", "assistant_masks"])
+    assert torch.equal(data.rejected_data.assistant_masks, expected["rejected", "assistant_masks"])
+
+
+def test_pairs_of_complete_texts_have_no_masks():
+    """It is not known where their responses begin."""
+    records = [{"chosen": "The fox jumps", "rejected": "hello"}]
+
+    data = PairwiseDataset.from_dataset(tokenizer_of("bytes"), records, prompt=None)
+
+    assert data.chosen_data.assistant_masks is None

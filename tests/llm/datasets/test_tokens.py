@@ -296,3 +296,13 @@ def test_the_first_token_of_a_row_is_never_trained(pairs, length, padding, trunc
     lost = [not bool(data[i]["assistant_masks"][:1].any()) for i in range(len(data))]
     assert not (batch["assistant_masks"] & is_first).any()
     assert all(lost)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "lines"), [(".jsonl", '{"text": "fox"}\n{"text": "dog"}\n'), (".txt", "fox\ndog\n")]
+)
+def test_a_mark_at_the_start_of_a_file_is_no_text(suffix, lines, tmp_path):
+    """Programs of Windows write it in front of UTF-8."""
+    (path := tmp_path / f"a{suffix}").write_text(lines, encoding="utf-8-sig")
+
+    assert [record["text"] for record in read_records(path)] == ["fox", "dog"]

@@ -1,5 +1,6 @@
 """`apply_chat_template`: transformers' own results are the oracle; masks, control strings, padding."""
 
+import copy
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tdfunc import LazyStack, TensorDict, lazy_stack
 from tdfunc.llm import History, JinjaTemplate, chatml, qwen, tokenize_text
+from tests.llm.kinds import tokenizer_of
 from tests.llm.templates.test_templates import FORGED, TOOLS
 from tests.llm.tokens import (
     CHATML,
@@ -322,3 +324,16 @@ def test_a_tokenizer_that_renders_itself_is_asked():
     history = History.from_chats([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}] * 2])
 
     assert history.apply_chat_template(tokenizer=tokenizer) == ["1 messages: ['a']", "2 messages: ['b', 'b']"]
+
+
+def test_a_word_that_became_a_control_token_is_ordinary_text_in_contents():
+    """The vocabulary of BPE can make it of its pieces; in a content it stays in pieces."""
+    tokenizer = copy.deepcopy(tokenizer_of("metaspace first"))
+    assert "The" in tokenizer.get_vocab()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["The"]})
+    history = History.from_chats([{"role": "user", "content": "The"}])
+
+    ids = history.apply_chat_template(tokenizer=tokenizer, tokenize=True)
+
+    assert tokenizer.convert_tokens_to_ids("The") not in ids
+    assert "The" in tokenizer.decode(ids)

@@ -1,5 +1,6 @@
 """Folders of transformers go into trees and back under their names, or are refused."""
 
+import copy
 import json
 import os
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import tdfunc as tdf
-from tdfunc.llm import History, load_pretrained, save_jsonl, save_pretrained
+from tdfunc.llm import History, causal_lm, load_pretrained, save_jsonl, save_pretrained
 from tdfunc.llm.folders.files import write_beside
 from tests.cli.helpers import run
 from tests.helpers import quick
@@ -78,6 +79,44 @@ def test_without_a_source(tmp_path):
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
     assert ("lm_head", "weight") not in tdf.load(out).paths()
     assert load_pretrained(out).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_the_generation_of_a_model_without_a_folder_is_kept(tmp_path):
+    """The tokens that end a response may be there and not in the configuration."""
+    model = copy.deepcopy(make("llama"))
+    model.generation_config.eos_token_id = [1, 5]
+
+    save_pretrained(tdf.from_module(model), tmp_path, model=model)
+
+    assert causal_lm(load_pretrained(tmp_path))[0].eos_ids == (1, 5)
+
+
+BESIDE = ["additional_chat_templates/tool_use.jinja", "modeling_own.py", "own.tiktoken", "source.spm", "vocab.bpe"]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_files_of_tokenizers_and_code_are_kept(name, tmp_path):
+    """Further templates have a folder of their own."""
+    model, file = write("llama", tmp_path / "source"), tmp_path / "source" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("own")
+
+    save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "source")
+
+    assert (tmp_path / "out" / name).read_text() == "own"
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_merge_keeps_files_of_tokenizers_and_code(name, tmp_path):
+    """Those of the first model."""
+    for place in ("0", "1"):
+        write("llama", tmp_path / place)
+    (tmp_path / "0" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "0" / name).write_text("own")
+
+    result = run("merge", tmp_path / "0", tmp_path / "1", "--method", "linear", "-o", tmp_path / "out")
+
+    assert (result.code, (tmp_path / "out" / name).read_text()) == (0, "own")
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])

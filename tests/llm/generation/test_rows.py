@@ -6,11 +6,13 @@ import pytest
 import torch
 import transformers as hf
 
-from tdfunc import random
+from tdfunc import lazy_stack, random
 from tdfunc.llm import GenerationOptions, LogProbs, causal_lm, generate_tokens, score_ids
+from tdfunc.llm.encoding.encode import texts_behind
 from tdfunc.llm.generation.probe import find_way
 from tdfunc.llm.scoring.trees import keep_draws
 from tests.helpers import quick
+from tests.llm.kinds import tokenizer_of
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
 pytestmark = [
@@ -195,6 +197,25 @@ def test_stops_end_a_response_with_the_token_that_completes_them():
     assert stop not in late.tokens[:6].tolist()
 
 
+@pytest.mark.parametrize(
+    ("kind", "beams"),
+    [("metaspace first with BOS", 1), ("metaspace first with BOS", 2), ("Llama 2", 1), ("word pieces", 1)],
+)
+def test_a_stop_sequence_may_begin_with_the_space_behind_the_prompt(kind, beams):
+    """These tokenizers drop the space of a first token where a response is decoded alone."""
+    tokenizer = tokenizer_of(kind)
+    lm, params, buffers = causal_lm(make("gpt2", vocab_size=len(tokenizer)))
+    prompt = torch.tensor(tokenizer("yes")["input_ids"])
+    (plain,) = generate_tokens(lm, params, [prompt], parse(num_beams=beams), buffers=buffers)
+    (text,) = texts_behind(tokenizer, [prompt.tolist()], [plain.tokens.tolist()])
+    options = parse(num_beams=beams, stop_sequences=[text[:2]])
+
+    (found,) = generate_tokens(lm, params, [prompt], options, buffers=buffers, tokenizer=tokenizer)
+
+    assert text[0] == " "
+    assert (len(found.tokens), found.finish_reason) == (1, "stop")
+
+
 def test_no_new_tokens_are_empty_responses():
     """The model is not run; log-probs and behaviour are empty where there would be some."""
     lm, params, buffers = causal_lm(make("llama"))
@@ -275,3 +296,18 @@ def test_scores_keep_the_record_of_draws():
     for support, expected in ((None, [True, False]), (torch.zeros(2, 4, 1), [True, True])):
         old = LogProbs(adjusted=torch.tensor([True, False]), support=support, batch_size=[2])
         assert keep_draws(new, old).adjusted.tolist() == expected
+
+
+@pytest.mark.parametrize("adjusted", [None, True], ids=["raw", "adjusted"])
+@pytest.mark.parametrize("old_lazy", [False, True], ids=["from dense", "from ragged"])
+@pytest.mark.parametrize("new_lazy", [False, True], ids=["to dense", "to ragged"])
+def test_scores_keep_the_versions_of_weights(adjusted, old_lazy, new_lazy):
+    """The version that sampled a response is still known when it is scored."""
+    flags = None if adjusted is None else torch.ones(2, dtype=torch.bool)
+    old = LogProbs(version=["7", "8"], adjusted=flags, response=torch.zeros(2, 2), batch_size=[2])
+    new = LogProbs(full=torch.zeros(2, 3), response=torch.zeros(2, 2), batch_size=[2])
+    old, new = (lazy_stack(each.unbind(0)) if lazy else each for each, lazy in ((old, old_lazy), (new, new_lazy)))
+
+    kept = keep_draws(new, old)
+
+    assert [row.version for row in kept.unbind(0)] == ["7", "8"]

@@ -170,6 +170,24 @@ def test_a_null_that_was_written_stays(arguments):
     assert '"arguments": {"zone": null}' in text
 
 
+def test_a_null_that_was_written_stays_in_tokens():
+    """A data set has the ids of the history of the same records."""
+    chat = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call("f", zone=None)]}]
+    tokenizer = make_tokenizer(JINJA)
+
+    found = load_tokens(tokenizer, [{"messages": chat}], columns="messages")[0]["input_ids"].tolist()
+
+    history = History.from_chats(chat)
+    assert found == history.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False, tokenize=True)
+
+
+def test_records_without_a_user_are_read_without_nulls():
+    """Arrow also fills up the message of a system and the result of a tool."""
+    (filled,) = fill({**AGENT, "messages": AGENT["messages"][1:]})
+
+    assert History.from_chats(filled).to_chats()["messages"] == AGENT["messages"][1:]
+
+
 def test_parts_have_no_nulls():
     """A template may ask whether a part has an image."""
     parts = [{"type": "text", "text": "a", "image_url": None}]

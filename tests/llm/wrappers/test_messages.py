@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tdfunc import ImmutableError, LeafMismatchError, MissingKeyError, TensorDict, UnsupportedError
-from tdfunc.llm import GenerationOptions, History, RemoteWrapper, Text, Tokens, TransformersWrapper
+from tdfunc.llm import ChatHistory, GenerationOptions, History, RemoteWrapper, Text, Tokens, TransformersWrapper
 from tests.llm.models import make
 from tests.llm.tokens import make_tokenizer
 from tests.llm.wrappers.fake import FakeWrapper
@@ -14,6 +14,10 @@ IDS = torch.ones(2, 3, dtype=torch.int64)
 TOKENS = TensorDict({"tokens": Tokens(prompt=IDS, full=IDS, batch_size=[2])}, [2])
 TEXTS = TensorDict({"text": Text(prompt=["a", ""], batch_size=[2])}, [2])
 CHAT = History.from_chats([{"role": "user", "content": "a"}])
+ASKED = TensorDict(
+    {"history": ChatHistory(prompt=History.from_chats([[{"role": "user", "content": "a"}]]), batch_size=[1])}, [1]
+)
+SHORT = {"truncation": True, "max_length": 3}
 SAID = TensorDict({"history": History.from_chats([[{"role": "assistant", "content": "a"}]])}, [1])
 EDITED = TensorDict({"history": History.from_chats([[{"role": "assistant", "content": "a", "token_ids": [5]}]])}, [1])
 EMPTY = "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
@@ -46,6 +50,7 @@ CASES = [
     (lambda: made("text", tokenizer_kwargs={"truncation": True}), ValueError, "max_length must be given"),
     (lambda: made("history", chat_template_name="no such"), ValueError, "does not exist"),
     (lambda: made("history", chat_template=EMPTY)(SAID), ValueError, "mask of conversation 0 would be empty"),
+    (lambda: made("history", generate=True, tokenizer_kwargs=SHORT)(ASKED), ValueError, "remove the end of the prompt"),
     (lambda: made("history")(EDITED), ValueError, r"message 0 \(assistant\): token_ids must decode"),
     (lambda: made(batching=False, max_batch_size=2), ValueError, "must come without batch sizes"),
     (lambda: made(min_batch_size=3, max_batch_size=2), ValueError, "sizes must be in order"),
