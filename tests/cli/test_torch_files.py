@@ -79,7 +79,7 @@ def test_extract_reads_around_it(name, write, tmp_path):
     assert load(tmp_path / "o.safetensors")["model", "bias"].shape == (2,)
 
 
-@pytest.mark.parametrize("name", ["dtype", "namespace"])
+@pytest.mark.parametrize("name", ["dtype", "path"])
 def test_convert_says_what_it_does_not_keep(name, write, tmp_path):
     """A value that is not kept is named on stderr."""
     value, says = LEFT_OUT[name]
@@ -124,6 +124,61 @@ def test_a_sparse_tensor_is_not_dropped(write, tmp_path):
 
     assert (refused.code, taken.code) == (2, 0)
     assert "--exclude extra" in refused.err
+
+
+class Averaged:
+    """A value with a tensor as its attribute, in itself by another one."""
+
+    def __init__(self, value):
+        self.value = value
+        self.itself = self
+
+
+WITH_TENSORS = {
+    "module": nn.Linear(1, 1), "attribute": Averaged(torch.ones(2)), "deep": Averaged([{"a": (torch.ones(2),)}]),
+    "namespace": argparse.Namespace(a=1, b=torch.ones(2)), "set": {torch.ones(2)}, "list": [nn.BatchNorm1d(2)],
+    "arguments": functools.partial(torch.add, torch.ones(2)), "storage": torch.ones(2).untyped_storage(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_TENSORS)
+@pytest.mark.parametrize("command", ["convert", "average", "merge"])
+def test_an_object_with_tensors_is_not_dropped(name, command, write, tmp_path):
+    """No command writes the rest of a file as if it were all."""
+    path, out = write(WITH_TENSORS[name]), tmp_path / "out.safetensors"
+    further = {"convert": (path, out), "average": (path, path, "-o", out)}
+    code, _, err = run(command, *further.get(command, (path, path, "--method", "linear", "-o", out)))
+    assert (code, out.exists()) == (2, False)
+    assert "--exclude extra" in err
+
+
+@pytest.mark.parametrize("value", [nn.CrossEntropyLoss(), Averaged([{"a": 1}])], ids=["loss", "cycle"])
+def test_an_object_without_tensors_is_left_out(value, write, tmp_path):
+    """Nothing of a model is lost with it."""
+    code, _, err = run("convert", write(value), tmp_path / "out.safetensors")
+    assert (code, "not kept: extra" in err) == (0, True)
+
+
+NOTHING = {"optimizer": {"state": {0: {"step": torch.ones(1)}}}, "list": [torch.ones(2)], "plain": {"epoch": 3}}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_state_dict_of_nothing_is_not_written(name, tmp_path):
+    """Plain objects have no place in a state dict."""
+    torch.save(NOTHING[name], tmp_path / "a.pt")
+    code, _, err = run("convert", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (code, (tmp_path / "b.pt").exists()) == (2, False)
+    assert "would be empty" in err
+
+
+def test_a_part_of_nothing_is_not_written(tmp_path):
+    """A tied leaf is excluded by any of its names."""
+    w = torch.ones(2)
+    torch.save({"a": {"w": w}, "b": {"w": w}, "c": torch.ones(1)}, tmp_path / "a.pt")
+    out = tmp_path / "out.safetensors"
+    code, _, err = run("extract", tmp_path / "a.pt", "-o", out, "-f", "a.*", "-x", "b.*")
+    assert (code, out.exists()) == (2, False)
+    assert "would be empty" in err
 
 
 def test_diff_compares_what_is_left_out(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.cli.torch_files.pickles import Extents, NumpyArray, Unknown, load_pickled
+from tdfunc.cli.torch_files.pickles import Extents, NumpyArray, Unknown, has_tensors, load_pickled
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import dotted
@@ -243,7 +243,7 @@ class _Builder:
             text = f"the class or function {getattr(value, 'name', value.__name__)}"
         else:
             text = repr(value) if type(value).__module__ in ("builtins", "torch") else _name_of(value)
-        self.left_out[at] = LeftOut(text, isinstance(value, Tensor))
+        self.left_out[at] = LeftOut(text, has_tensors(value))
         return _OMITTED
 
     def _omit_container(self, value: Any, at: Path) -> Any:

@@ -30,13 +30,18 @@ class Unknown:
     """A value of a class that is not read; subclasses carry the names of the classes."""
 
     name = "an object"
+    # What the file gives for it, in which there may be tensors.
+    parts: Sequence[Any] = ()
 
-    def __new__(cls, *_: Any) -> Any:
+    def __new__(cls, *parts: Any) -> Any:
         """Make a value, whatever the file gives for it."""
-        return object.__new__(cls)
+        made = object.__new__(cls)
+        made.parts = parts
+        return made
 
-    def __setstate__(self, _: Any) -> None:
-        """Ignore the state."""
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state beside what the value was made of."""
+        self.parts = (*self.parts, state)
 
     def __repr__(self) -> str:
         return self.name
@@ -75,6 +80,7 @@ class NumpyArray(Unknown):
         _, shape, dtype, is_fortran, raw = state
         found = dtype.find() if isinstance(dtype, _Dtype) else None
         if found is None or not isinstance(raw, bytes) or math.prod(shape) * found.itemsize != len(raw):
+            self.parts = (raw,)
             return
         flat = np.frombuffer(bytearray(raw), found)
         self.array = flat.reshape(shape, order="F" if is_fortran else "C")
@@ -204,6 +210,8 @@ class Extent(NamedTuple):
 
 _ENDLESS = Extent(math.inf, math.inf, has_tensors=True)
 _ONE = Extent(0, 1, has_tensors=False)
+# A storage has the numbers of a tensor.
+_TENSORS = (Tensor, torch.storage.TypedStorage, torch.UntypedStorage)
 
 
 class Extents:
@@ -243,6 +251,30 @@ class Extents:
         found = [self._found(part) for part in parts] or [_ONE]
         depth = 1 + max([one.depth for one in found])
         return Extent(depth, sum([one.values for one in found]), any([one.has_tensors for one in found]))
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether there is a tensor anywhere in a value, also in a set or an object of an unknown class."""
+    seen: set[int] = set()
+    # Each part is alive as long as the value is, so that no two have one id.
+    waiting: list[Any] = [value]
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, _TENSORS):
+            return True
+        if id(current) not in seen:
+            seen.add(id(current))
+            waiting += _inner(current)
+    return False
+
+
+def _inner(value: Any) -> Sequence[Any]:
+    """Return what is directly in a value that a file made."""
+    if isinstance(value, Unknown):
+        return value.parts
+    if isinstance(value, set | frozenset):
+        return list(value)
+    return _parts(value) or ()
 
 
 def _parts(value: Any) -> Sequence[Any] | None:
