@@ -321,6 +321,7 @@ def test_a_chain_ends_with_its_one_optimizer(members):
         ("breadcrumbs", "density"),
         ("breadcrumbs", "gamma"),
         ("della_linear", "density"),
+        ("sce", "select_topk"),
     ],
 )
 def test_a_share_is_not_a_percentage(method, option, share):
@@ -329,6 +330,24 @@ def test_a_share_is_not_a_percentage(method, option, share):
     options = {option: share} | ({"key": 0} if method == "della_linear" else {})
 
     with pytest.raises(ValueError, match=f"{option} is a share of the numbers"):
+        getattr(tdf.weights, method)(PARAMS, stacked, [1.0, 1.0], **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "expected", "says"),
+    [
+        ("linear", {"normalize": "false"}, TypeError, "normalize must be True or False"),
+        ("ties", {"rescale": "no"}, TypeError, "rescale must be True or False"),
+        ("karcher", {"max_iter": 2.5}, TypeError, "max_iter must be a whole number"),
+        ("karcher", {"max_iter": -1}, ValueError, "max_iter must be at least 0"),
+        ("della", {"epsilon": -0.1, "key": 0}, ValueError, "epsilon must not be negative"),
+    ],
+)
+def test_an_option_of_a_merge_has_its_kind(method, options, expected, says):
+    """A text would be True, and a negative number another merge."""
+    stacked = tdf.TensorDict({"w": torch.randn(2, 4)}, [2])
+
+    with pytest.raises(expected, match=says):
         getattr(tdf.weights, method)(PARAMS, stacked, [1.0, 1.0], **options)
 
 

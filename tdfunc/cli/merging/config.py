@@ -105,7 +105,13 @@ def from_options(
         raise error(ValueError, what, expected=f"{len(paths)} numbers", got=len(factors))
     settings = dict([_option(text) for text in options])
     _check_parameters(method, [settings])
-    inputs = [Input(path, None, {method.weight or "weight": w}) for path, w in zip(paths, factors, strict=True)]
+    weight = method.weight or "weight"
+    if weights is not None and weight in settings:
+        what = f"merge: --weight and --option {weight} are the same number of {name}."
+        raise error(ValueError, what, expected="one of them", got=brief(settings[weight]))
+    # An option of all models, in place of 1.
+    is_own = weight not in settings
+    inputs = [Input(path, None, {weight: w} if is_own else {}) for path, w in zip(paths, factors, strict=True)]
     return Config(method, base, {"": [Slice(inputs, base, {})]}, {}, settings)
 
 
