@@ -366,7 +366,7 @@ def test_an_alpha_is_finite(alpha):
 def test_an_adapter_has_plain_numbers(number, tmp_path):
     """Its configuration can be written and read."""
     own = tdf.lora.Lora("0.weight", rank=np.int64(2), alpha=number * 32, dropout=number)
-    tdf.lora.save(tmp_path, own, own.init(WEIGHTS, key=0), APPLY)
+    tdf.lora.save(tmp_path, own, own.init(WEIGHTS, key=0).apply(torch.ones_like), APPLY)
 
     found, _ = tdf.lora.load(tmp_path, WEIGHTS, apply=APPLY)
 

@@ -204,17 +204,32 @@ def test_tensors_in_lists_are_named(tmp_path):
     assert "not chosen: 2 tensors in plain objects, which stay whole: parts.0, parts.1.0" in taken.err
 
 
-def test_another_protocol_is_named(tmp_path):
+@pytest.mark.parametrize(("protocol", "value"), [(4, 1), (3, np.float64(0.5))])
+def test_another_protocol_is_named(protocol, value, tmp_path):
     """A protocol that torch's restricted reader does not know is named, and the hint's line repairs the file."""
     path = tmp_path / "c.pt"
-    torch.save({"w": torch.ones(2)}, path, pickle_protocol=4)
+    torch.save({"w": torch.ones(2), "n": value}, path, pickle_protocol=protocol)
 
     refused = run("show", path)
     line = refused.err.split("trusts the file: ")[1].strip().rstrip(".")
     exec(line, {"torch": torch, "path": path})
 
     assert (refused.code, run("show", path).code) == (2, 0)
-    assert "protocol 4" in refused.err
+    assert f"protocol {protocol}" in refused.err
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_the_protocol_that_torch_reads_is_read(command, is_archive, tmp_path):
+    """torch.load(weights_only=True) warns of protocol 3, and reads it."""
+    path = tmp_path / "c.pt"
+    torch.save(
+        {"w": torch.ones(2), "n": [0.5, "a", None]}, path, pickle_protocol=3, _use_new_zipfile_serialization=is_archive
+    )
+
+    result = run(command, path)
+
+    assert (result.code, result.err) == (3 if command == "verify" and not is_archive else 0, "")
 
 
 def test_an_optimizer_with_a_dtype_keeps_its_tensors(tmp_path):

@@ -7,6 +7,7 @@ put together here, from their bytes.
 import math
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
 
-# The protocol of torch.save, the only one that the restricted reader knows.
+# The protocol of torch.save, and the next one, of which the restricted reader knows most and warns.
 _PROTOCOL = 2
+_LAST_PROTOCOL = 3
 # Numbers, bools and texts: everything whose bytes are the value. The unit of dates is elsewhere.
 _NUMPY_KINDS = frozenset("biufcSU")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -120,9 +122,13 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
         UnsupportedError: It has a function that may do harm, or is of a protocol that torch's reader does not know.
         CorruptCheckpointError: It is damaged.
     """
-    _check_protocol(path, is_archive)
+    protocol = _protocol_of(path, is_archive)
+    if protocol > _LAST_PROTOCOL:
+        raise _unknown_protocol(path, protocol)
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_archive else []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_archive else []
     except Exception:
         # The reader below reports what is wrong.
         names = []
@@ -132,7 +138,8 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
     while True:
         known: list[Any] = [*parts, *[(_stand_in(name, kind), name) for name, kind in kinds.items()]]
         try:
-            with torch.serialization.safe_globals(known):
+            with torch.serialization.safe_globals(known), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
                 # Files of torch before 1.6 cannot be mapped.
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
         except pickle.UnpicklingError as err:
@@ -143,7 +150,7 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
                 # A class that is a dict or a list to pickle; its items are read as those of one.
                 kinds[name] = _Dict if "SETITEM" in text else _List
                 continue
-            raise _refusal(path, text) from err
+            raise (_refusal(path, text) if protocol == _PROTOCOL else _unknown_protocol(path, protocol)) from err
         # Damage raises errors of all kinds.
         except Exception as err:
             raise damaged(f"{path}: torch.load must read the file.", got=f"{type(err).__name__}: {err}"[:300]) from err
@@ -164,7 +171,8 @@ def _stand_in(name: str, kind: type[Unknown]) -> type[Unknown]:
     return type(name, (kind,), {"name": name, "__module__": __name__, "__qualname__": name})
 
 
-def _check_protocol(path: str, is_archive: bool) -> None:
+def _protocol_of(path: str, is_archive: bool) -> int:
+    """Return the pickle protocol of a file; the usual one if it cannot be read."""
     head = b""
     try:
         if is_archive:
@@ -177,14 +185,18 @@ def _check_protocol(path: str, is_archive: bool) -> None:
                 head = file.read(2)
     except (OSError, StopIteration, zipfile.BadZipFile):
         # The reader reports what is wrong.
-        return
-    if len(head) == 2 and head[0] == pickle.PROTO[0] and head[1] != _PROTOCOL:
-        raise UnsupportedError(
-            f"{path}: torch's restricted reader does not know this pickle protocol.",
-            expected=f"protocol {_PROTOCOL}, as torch.save writes it",
-            got=f"protocol {head[1]}",
-            hint="in a program that trusts the file: torch.save(torch.load(path, weights_only=False), path).",
-        )
+        return _PROTOCOL
+    is_named = len(head) == 2 and head[0] == pickle.PROTO[0]
+    return head[1] if is_named else _PROTOCOL
+
+
+def _unknown_protocol(path: str, protocol: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path}: torch's restricted reader does not know this pickle protocol.",
+        expected=f"protocol {_PROTOCOL}, as torch.save writes it",
+        got=f"protocol {protocol}",
+        hint="in a program that trusts the file: torch.save(torch.load(path, weights_only=False), path).",
+    )
 
 
 def _refusal(path: str, text: str) -> UnsupportedError | CorruptCheckpointError:
