@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tdfunc import load
+from tdfunc.cli.torch_files import pickles
 from tests.cli.helpers import run
 
 
@@ -157,6 +158,32 @@ def test_an_object_without_tensors_is_left_out(value, write, tmp_path):
     """Nothing of a model is lost with it."""
     code, _, err = run("convert", write(value), tmp_path / "out.safetensors")
     assert (code, "not kept: extra" in err) == (0, True)
+
+
+class Part:
+    """A value that knows the whole, as the parts of a model often do."""
+
+    def __init__(self, whole, value):
+        self.whole = whole
+        self.value = value
+        whole.append(self)
+
+
+@pytest.mark.parametrize("last", [0, torch.ones(2)], ids=["without tensors", "with one"])
+def test_parts_that_know_the_whole_are_searched_once(last, tmp_path, monkeypatch):
+    """The work grows with the parts, and not with their pairs."""
+    inner, looks = pickles._inner, []
+    monkeypatch.setattr(pickles, "_inner", lambda value: looks.append(1) or inner(value))
+    counts = []
+    for n in (50, 200):
+        whole = []
+        parts = [Part(whole, i if i < n - 1 else last) for i in range(n)]
+        torch.save({"w": torch.ones(2), "parts": parts}, tmp_path / "c.pt")
+        looks.clear()
+        run("show", tmp_path / "c.pt")
+        counts.append(len(looks))
+
+    assert counts[1] < 4.5 * counts[0]
 
 
 NOTHING = {"optimizer": {"state": {0: {"step": torch.ones(1)}}}, "list": [torch.ones(2)], "plain": {"epoch": 3}}

@@ -265,19 +265,37 @@ class Extents:
         return Extent(depth, sum([one.values for one in found]), any([one.has_tensors for one in found]))
 
 
-def has_tensors(value: Any) -> bool:
-    """Return whether there is a tensor anywhere in a value, also in a set or an object of an unknown class."""
-    seen: set[int] = set()
-    # Each part is alive as long as the value is, so that no two have one id.
-    waiting: list[Any] = [value]
-    while waiting:
-        current = waiting.pop()
-        if isinstance(current, _TENSORS):
-            return True
-        if id(current) not in seen:
-            seen.add(id(current))
-            waiting += _inner(current)
-    return False
+class TensorSearch:
+    """Finds tensors in values, also in sets and objects of unknown classes; no part is searched twice."""
+
+    def __init__(self) -> None:
+        # By id; the file's values are alive as long as they are searched.
+        self._with: set[int] = set()
+        self._without: set[int] = set()
+
+    def finds(self, value: Any) -> bool:
+        """Return whether there is a tensor anywhere in a value."""
+        # Each part that is found, and the part that it is in.
+        around: dict[int, int | None] = {id(value): None}
+        waiting: list[Any] = [value]
+        while waiting:
+            current = waiting.pop()
+            if isinstance(current, _TENSORS) or id(current) in self._with:
+                self._mark(id(current), around)
+                return True
+            for part in _inner(current):
+                if id(part) not in around and id(part) not in self._without:
+                    around[id(part)] = id(current)
+                    waiting.append(part)
+        self._without.update(around)
+        return False
+
+    def _mark(self, found: int, around: Mapping[int, int | None]) -> None:
+        """Record that a part has a tensor, and so has everything that it is in."""
+        at: int | None = found
+        while at is not None:
+            self._with.add(at)
+            at = around[at]
 
 
 def _inner(value: Any) -> Sequence[Any]:
