@@ -108,6 +108,8 @@ COUNTS = {
     "map: chunksize": lambda n, _: RUN.map(lambda r: r + 1, num_workers=2, chunksize=n, executor="threads"),
     "map: num_chunks": lambda n, _: RUN.map(lambda r: r + 1, num_workers=2, num_chunks=n, executor="threads"),
     "repeat": lambda n, _: RUN.repeat(n),
+    "line_losses": lambda n, _: tdf.weights.line_losses(lambda run: run["w"].sum(), RUN, RUN * 2, points=n),
+    "weight_matching": lambda n, _: tdf.weights.weight_matching(WEIGHTS, WEIGHTS, max_iter=n),
 }
 # Sizes of tensors: torch takes no floats.
 SIZES = {
@@ -230,6 +232,8 @@ RATES = {
     "beta": lambda rate: train(optim.adam(0.1, betas=(rate, 0.9))),
     "decay": lambda rate: train(optim.ema(optim.sgd(0.1), rate)),
     "alpha": lambda rate: calibration.conformal_threshold(LOGITS[:, 0], rate),
+    "Lora: dropout": lambda rate: tdf.lora.Lora("0.weight", 2, dropout=rate).dropout,
+    "Lora: alphas": lambda rate: tdf.lora.Lora("0.weight", 2, alpha={"*": rate}).alpha["*"],
 }
 NUMBERS = {
     "numpy": np.float64(0.25),
@@ -321,6 +325,7 @@ def test_a_chain_ends_with_its_one_optimizer(members):
         ("breadcrumbs", "density"),
         ("breadcrumbs", "gamma"),
         ("della_linear", "density"),
+        ("sce", "select_topk"),
     ],
 )
 def test_a_share_is_not_a_percentage(method, option, share):
@@ -330,6 +335,62 @@ def test_a_share_is_not_a_percentage(method, option, share):
 
     with pytest.raises(ValueError, match=f"{option} is a share of the numbers"):
         getattr(tdf.weights, method)(PARAMS, stacked, [1.0, 1.0], **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "expected", "says"),
+    [
+        ("linear", {"normalize": "false"}, TypeError, "normalize must be True or False"),
+        ("ties", {"rescale": "no"}, TypeError, "rescale must be True or False"),
+        ("karcher", {"max_iter": 2.5}, TypeError, "max_iter must be a whole number"),
+        ("karcher", {"max_iter": -1}, ValueError, "max_iter must be at least 0"),
+        ("della", {"epsilon": -0.1, "key": 0}, ValueError, "epsilon must not be negative"),
+    ],
+)
+def test_an_option_of_a_merge_has_its_kind(method, options, expected, says):
+    """A text would be True, and a negative number another merge."""
+    stacked = tdf.TensorDict({"w": torch.randn(2, 4)}, [2])
+
+    with pytest.raises(expected, match=says):
+        getattr(tdf.weights, method)(PARAMS, stacked, [1.0, 1.0], **options)
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), {"*": -np.inf}, torch.tensor(float("nan"))])
+def test_an_alpha_is_finite(alpha):
+    """The change of each weight would be NaN."""
+    with pytest.raises(ValueError, match="Lora: alpha must be finite"):
+        tdf.lora.Lora("0.weight", 2, alpha=alpha)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.25), np.float64(0.25), torch.tensor(0.25)], ids=repr)
+def test_an_adapter_has_plain_numbers(number, tmp_path):
+    """Its configuration can be written and read."""
+    own = tdf.lora.Lora("0.weight", rank=np.int64(2), alpha=number * 32, dropout=number)
+    tdf.lora.save(tmp_path, own, own.init(WEIGHTS, key=0).apply(torch.ones_like), APPLY)
+
+    found, _ = tdf.lora.load(tmp_path, WEIGHTS, apply=APPLY)
+
+    assert (found.rank, found.alpha, found.dropout) == (2, 8, 0.25)
+
+
+@pytest.mark.parametrize("flag", ["none", "false", "", None, 2, 0.5])
+@pytest.mark.parametrize("name", ["bias", "dora", "rslora"])
+def test_a_flag_is_true_or_false(name, flag):
+    """PEFT's `bias="none"` would be True."""
+    with pytest.raises(TypeError, match=f"Lora: {name} must be True or False"):
+        tdf.lora.Lora("0.weight", 2, **{name: flag})
+
+
+@pytest.mark.parametrize("flag", [1, np.bool_(True), torch.tensor(True), 1.0], ids=repr)
+def test_a_flag_of_any_kind_is_a_bool(flag):
+    """A plain one, which a file can have."""
+    assert tdf.lora.Lora("0.weight", 2, bias=flag).bias is True
+
+
+def test_a_line_has_two_points():
+    """The barrier on one point is 0."""
+    with pytest.raises(ValueError, match="points must be at least 2"):
+        tdf.weights.barrier(lambda run: run["w"].sum(), RUN, RUN, points=1)
 
 
 def test_a_class_is_not_a_filter():

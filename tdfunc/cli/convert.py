@@ -125,7 +125,7 @@ def chosen_part(source: Source, part: Part) -> TensorCollection:
     Raises:
         UnsupportedError: The part has a tensor that cannot be read.
     """
-    _check_left_out(source, part)
+    check_left_out(source, part)
     stored = stored_leaves(source.tree)
     # A pattern may exclude only what is left out anyway.
     exclude = [glob for glob in part.exclude if not _is_left_out(source, glob) or _matching(stored, Filter(glob))]
@@ -155,7 +155,7 @@ def _matching(leaves: Sequence[Stored], where: FilterLike) -> list[Stored]:
         return []
 
 
-def _check_left_out(source: Source, part: Part) -> None:
+def check_left_out(source: Source, part: Part) -> None:
     """Raise if a chosen part has a tensor that cannot be read; other values are noted by `write`."""
     for at, one in source.left_out.items():
         is_included = not part.include or any([_matches(glob, at) for glob in part.include])
@@ -163,7 +163,7 @@ def _check_left_out(source: Source, part: Part) -> None:
             name = dotted(at)
             raise UnsupportedError(
                 f"{safe(source.path)}: {safe(name)!r} cannot be read.",
-                expected="a dense tensor, in a file of the checkpoint that names it",
+                expected="dense tensors in plain containers, in a file of the checkpoint that names them",
                 got=safe(one.text),
                 hint=f"--exclude {shlex.quote(name)} leaves it out (extract).",
             )
@@ -254,12 +254,23 @@ def _noting(values: Values, leaves: Sequence[Stored], lost: Counter[int]) -> Val
     return counted
 
 
+def _empty(target: Target, names: Sequence[str]) -> Exception:
+    """Return the error for a result that would have nothing of what the source has."""
+    what = f"{safe(target.path)} would be empty: it would have none of {count_text(len(names), 'entry')}."
+    hint = "nothing was written. show lists the paths; a tied leaf has all of its names."
+    if target.format == "torch":
+        hint = "nothing was written. A state dict has named tensors only; x.safetensors also keeps plain objects."
+    return error(ValueError, what, got=", ".join(map(safe, names[:5])), hint=hint)
+
+
 def write(target: Target, tree: TensorCollection, values: Values, source: Source, lost: Counter[int]) -> None:
     """Write a tree leaf by leaf.
 
     Values that are not finite, and values that a cast lost, are noted with their leaf before anything is replaced.
     """
     leaves = stored_leaves(tree)
+    if not leaves and not plain_values(tree) and stored_leaves(source.tree):
+        raise _empty(target, [one.name for one in stored_leaves(source.tree)])
     values = _noting(values, leaves, lost)
     if source.metadata:
         note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
@@ -280,6 +291,8 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
             if path not in skipped:
                 state[name] = leaf
         hidden = [*map(dotted, [*sorted(skipped), *plain_values(tree)]), *(one.name for one in leaves if one.is_value)]
+        if hidden and not state:
+            raise _empty(target, hidden)
         if hidden:
             names = ", ".join(map(safe, hidden[:5])) + (", ..." if len(hidden) > 5 else "")
             note(f"{target.path} is a state dict, which cannot hold {count_text(len(hidden), 'entry')}: {names}")

@@ -101,6 +101,31 @@ def as_count(what: str, number: object, least: int = 1) -> int:
     return count
 
 
+def as_flag(what: str, value: object) -> bool:
+    """Return a yes or no as a plain bool: a bool of Python, numpy or torch, 0 or 1.
+
+    Raises:
+        TypeError: It is something else; every text but the empty one would be True.
+    """
+    if value is None or isinstance(value, str) or value not in (0, 1):
+        raise error(TypeError, f"{what} must be True or False.", got=brief(value))
+    return bool(value)
+
+
+def as_number(what: str, number: object) -> float:
+    """Return a finite number of Python, numpy or torch as one of Python.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is not finite.
+    """
+    if isinstance(number, str) or not hasattr(number, "__float__"):
+        raise error(TypeError, f"{what} is not a number.", got=brief(number))
+    plain = number if type(number) in (int, float) else float(cast(Any, number))
+    check_finite(what, cast(float, plain))
+    return cast(float, plain)
+
+
 def refuse_text(what: str, values: object) -> None:
     """Raise if one text is given for several: its characters would count as them."""
     if isinstance(values, str):

@@ -10,7 +10,16 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError, check_choice, error
+from tdfunc.core.context import is_known
+from tdfunc.core.errors import (
+    LeafMismatchError,
+    TieError,
+    UnsupportedError,
+    as_flag,
+    as_number,
+    check_choice,
+    error,
+)
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
@@ -46,6 +55,18 @@ class AbstractAttachable(Protocol):
     def with_adapters(self, lora: "Lora", *, rows: bool = False) -> Any:
         """Return the value, whose parameters are a pair of the base's and adapters."""
         ...
+
+
+def _plain(what: str, number: float | Tensor) -> Any:
+    """Return a number as one of Python, which a file can have; a tensor that is followed stays.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is not finite.
+    """
+    if isinstance(number, Tensor) and (number.requires_grad or not is_known(number)):
+        return number
+    return as_number(what, number)
 
 
 @dataclass(frozen=True)
@@ -100,8 +121,19 @@ class Lora:
 
     def __post_init__(self) -> None:
         check_choice("Lora: start", self.start, ("kaiming", "pissa", "olora"))
+        for name in ("rslora", "dora", "bias"):
+            self._set(name, as_flag(f"Lora: {name}", getattr(self, name)))
+        self._set("dropout", _plain("Lora: dropout", self.dropout))
         if not 0 <= self.dropout < 1:
             raise error(ValueError, "Lora: dropout must be a probability below 1.", got=self.dropout)
+        if isinstance(self.alpha, dict):
+            self._set("alpha", {key: _plain("Lora: alpha", one) for key, one in self.alpha.items()})
+        elif self.alpha is not None:
+            self._set("alpha", _plain("Lora: alpha", self.alpha))
+
+    # Any: a field, which is frozen after this.
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def init(
         self,

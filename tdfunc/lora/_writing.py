@@ -108,7 +108,7 @@ class Written(NamedTuple):
 
 def add_names(written: Written, target: Target, rank: int, *, rslora: bool) -> None:
     """Record the layers of a weight."""
-    alpha = target.scale * (math.sqrt(rank) if rslora else rank)
+    alpha = float(target.scale) * (math.sqrt(rank) if rslora else rank)
     # Some servers take whole numbers only.
     alpha = round(alpha) if math.isclose(alpha, round(alpha)) else alpha
     for path in target.paths:

@@ -185,6 +185,9 @@ class Method(Generic[P]):
                 ~is_cancelled(own, own.sum()), lambda: refuse("a finite sum other than 0, also after rounding")
             )
         for name, value in options.items():
+            if isinstance(value, str) and isinstance(self.options.get(name), bool):
+                # Every text but the empty one would be True.
+                raise error(TypeError, f"{self.name}: {name} must be True or False.", got=brief(value))
             if name != "key" and not isinstance(value, bool | str | None):
                 numbers = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
                 what = f"{self.name}: {name}{where} must be finite."

@@ -425,3 +425,29 @@ def test_ties_must_be_equal(tmp_path):
     assert (lost.code, "b.weight must be tied in" in lost.err) == (2, True)
     assert (told.code, "1 leaf not in" in told.err) == (0, True)
     tdf.assert_close(tdf.load(tmp_path / "o"), tied)
+
+
+@pytest.mark.parametrize(("method", "name"), [("slerp", "t"), ("nearswap", "t"), ("task_arithmetic", "weight")])
+def test_the_weight_as_an_option_is_the_weight(method, name, models, tmp_path):
+    """Under its name in files of mergekit; it is the weight of each model."""
+    paths = ("merge", tmp_path / "b", "--base", tmp_path / "a", "--method", method)
+
+    results = [
+        run(*paths, "--option", f"{name}=0.3", "-o", tmp_path / "x"),
+        run(*paths, "--weight", "0.3", "-o", tmp_path / "y"),
+    ]
+
+    assert [one.code for one in results] == [0, 0]
+    torch.testing.assert_close(
+        dict(tdf.load(tmp_path / "x").items(True, True)), dict(tdf.load(tmp_path / "y").items(True, True))
+    )
+
+
+def test_a_weight_given_twice_is_refused(models, tmp_path):
+    """One of the two numbers would have no meaning."""
+    twice = ("--weight", "0.3", "--option", "t=0.5")
+
+    result = run("merge", tmp_path / "b", "--base", tmp_path / "a", "--method", "slerp", *twice, "-o", tmp_path / "x")
+
+    assert (result.code, (tmp_path / "x").exists()) == (2, False)
+    assert "--weight and --option t are the same number of slerp" in result.err

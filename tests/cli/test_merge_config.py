@@ -257,3 +257,21 @@ def test_other_values_have_a_message(method, option, text, tmp_path):
 
     assert result.code == 2
     assert text in result.err
+
+
+@pytest.mark.parametrize(
+    ("method", "parameter"),
+    [("linear", "normalize"), ("task_arithmetic", "lambda"), ("dare_ties", "rescale"), ("breadcrumbs", "lambda_")],
+)
+def test_a_parameter_of_the_merge_is_not_of_one_model(method, parameter):
+    """It would not be used."""
+    doc = {
+        "merge_method": method,
+        "base_model": "a",
+        "models": [{"model": "b", "parameters": {"weight": 1, parameter: 0}}],
+    }
+
+    with pytest.raises(
+        tdf.UnsupportedError, match=rf"one model must not have these parameters of {method}: {parameter}\."
+    ):
+        make_config(doc)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tdfunc import load
+from tdfunc.cli.torch_files import pickles
 from tests.cli.helpers import run
 
 
@@ -80,7 +81,7 @@ def test_extract_reads_around_it(name, write, tmp_path):
     assert load(tmp_path / "o.safetensors")["model", "bias"].shape == (2,)
 
 
-@pytest.mark.parametrize("name", ["dtype", "namespace"])
+@pytest.mark.parametrize("name", ["dtype", "path"])
 def test_convert_says_what_it_does_not_keep(name, write, tmp_path):
     """A value that is not kept is named on stderr."""
     value, says = LEFT_OUT[name]
@@ -127,6 +128,87 @@ def test_a_sparse_tensor_is_not_dropped(write, tmp_path):
     assert "--exclude extra" in refused.err
 
 
+class Averaged:
+    """A value with a tensor as its attribute, in itself by another one."""
+
+    def __init__(self, value):
+        self.value = value
+        self.itself = self
+
+
+WITH_TENSORS = {
+    "module": nn.Linear(1, 1), "attribute": Averaged(torch.ones(2)), "deep": Averaged([{"a": (torch.ones(2),)}]),
+    "namespace": argparse.Namespace(a=1, b=torch.ones(2)), "set": {torch.ones(2)}, "list": [nn.BatchNorm1d(2)],
+    "arguments": functools.partial(torch.add, torch.ones(2)), "storage": torch.ones(2).untyped_storage(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_TENSORS)
+@pytest.mark.parametrize("command", ["convert", "average", "merge"])
+def test_an_object_with_tensors_is_not_dropped(name, command, write, tmp_path):
+    """No command writes the rest of a file as if it were all."""
+    path, out = write(WITH_TENSORS[name]), tmp_path / "out.safetensors"
+    further = {"convert": (path, out), "average": (path, path, "-o", out)}
+    code, _, err = run(command, *further.get(command, (path, path, "--method", "linear", "-o", out)))
+    assert (code, out.exists()) == (2, False)
+    assert "--exclude extra" in err
+
+
+@pytest.mark.parametrize("value", [nn.CrossEntropyLoss(), Averaged([{"a": 1}])], ids=["loss", "cycle"])
+def test_an_object_without_tensors_is_left_out(value, write, tmp_path):
+    """Nothing of a model is lost with it."""
+    code, _, err = run("convert", write(value), tmp_path / "out.safetensors")
+    assert (code, "not kept: extra" in err) == (0, True)
+
+
+class Part:
+    """A value that knows the whole, as the parts of a model often do."""
+
+    def __init__(self, whole, value):
+        self.whole = whole
+        self.value = value
+        whole.append(self)
+
+
+@pytest.mark.parametrize("last", [0, torch.ones(2)], ids=["without tensors", "with one"])
+def test_parts_that_know_the_whole_are_searched_once(last, tmp_path, monkeypatch):
+    """The work grows with the parts, and not with their pairs."""
+    inner, looks = pickles._inner, []
+    monkeypatch.setattr(pickles, "_inner", lambda value: looks.append(1) or inner(value))
+    counts = []
+    for n in (50, 200):
+        whole = []
+        parts = [Part(whole, i if i < n - 1 else last) for i in range(n)]
+        torch.save({"w": torch.ones(2), "parts": parts}, tmp_path / "c.pt")
+        looks.clear()
+        run("show", tmp_path / "c.pt")
+        counts.append(len(looks))
+
+    assert counts[1] < 4.5 * counts[0]
+
+
+NOTHING = {"optimizer": {"state": {0: {"step": torch.ones(1)}}}, "list": [torch.ones(2)], "plain": {"epoch": 3}}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_state_dict_of_nothing_is_not_written(name, tmp_path):
+    """Plain objects have no place in a state dict."""
+    torch.save(NOTHING[name], tmp_path / "a.pt")
+    code, _, err = run("convert", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (code, (tmp_path / "b.pt").exists()) == (2, False)
+    assert "would be empty" in err
+
+
+def test_a_part_of_nothing_is_not_written(tmp_path):
+    """A tied leaf is excluded by any of its names."""
+    w = torch.ones(2)
+    torch.save({"a": {"w": w}, "b": {"w": w}, "c": torch.ones(1)}, tmp_path / "a.pt")
+    out = tmp_path / "out.safetensors"
+    code, _, err = run("extract", tmp_path / "a.pt", "-o", out, "-f", "a.*", "-x", "b.*")
+    assert (code, out.exists()) == (2, False)
+    assert "would be empty" in err
+
+
 def test_diff_compares_what_is_left_out(tmp_path):
     """Two files that differ in a value that trees cannot contain are different."""
     for name, dtype in (("a", torch.float16), ("b", torch.float32)):
@@ -150,17 +232,32 @@ def test_tensors_in_lists_are_named(tmp_path):
     assert "not chosen: 2 tensors in plain objects, which stay whole: parts.0, parts.1.0" in taken.err
 
 
-def test_another_protocol_is_named(tmp_path):
+@pytest.mark.parametrize(("protocol", "value"), [(4, 1), (3, np.float64(0.5))])
+def test_another_protocol_is_named(protocol, value, tmp_path):
     """A protocol that torch's restricted reader does not know is named, and the hint's line repairs the file."""
     path = tmp_path / "c.pt"
-    torch.save({"w": torch.ones(2)}, path, pickle_protocol=4)
+    torch.save({"w": torch.ones(2), "n": value}, path, pickle_protocol=protocol)
 
     refused = run("show", path)
     line = refused.err.split("trusts the file: ")[1].strip().rstrip(".")
     exec(line, {"torch": torch, "path": path})
 
     assert (refused.code, run("show", path).code) == (2, 0)
-    assert "protocol 4" in refused.err
+    assert f"protocol {protocol}" in refused.err
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_the_protocol_that_torch_reads_is_read(command, is_archive, tmp_path):
+    """torch.load(weights_only=True) warns of protocol 3, and reads it."""
+    path = tmp_path / "c.pt"
+    torch.save(
+        {"w": torch.ones(2), "n": [0.5, "a", None]}, path, pickle_protocol=3, _use_new_zipfile_serialization=is_archive
+    )
+
+    result = run(command, path)
+
+    assert (result.code, result.err) == (3 if command == "verify" and not is_archive else 0, "")
 
 
 def test_an_optimizer_with_a_dtype_keeps_its_tensors(tmp_path):

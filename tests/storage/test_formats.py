@@ -65,6 +65,8 @@ OTHERS = {
     "gzip": (lambda: gzip.compress(b"x" * 99), "a gzip file"),
     "bzip2": (lambda: bz2.compress(b"x" * 99), "a bzip2 file"),
     "xz": (lambda: lzma.compress(b"x" * 99), "an xz file"),
+    "flax": (lambda: b"\x81\xa6params\x81\xa5Dense\xc7\x10\x01" + b"\0" * 64, "a msgpack file"),
+    "msgpack": (lambda: b"\xde\x00\x20\xd9\x28" + b"long_name_" * 9, "a msgpack file"),
     "parquet": (lambda: b"PAR1" + b"\x15" * 64, "a Parquet file"),
 }
 # What stands in place of the weights.

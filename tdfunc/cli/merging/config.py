@@ -105,7 +105,13 @@ def from_options(
         raise error(ValueError, what, expected=f"{len(paths)} numbers", got=len(factors))
     settings = dict([_option(text) for text in options])
     _check_parameters(method, [settings])
-    inputs = [Input(path, None, {method.weight or "weight": w}) for path, w in zip(paths, factors, strict=True)]
+    weight = method.weight or "weight"
+    if weights is not None and weight in settings:
+        what = f"merge: --weight and --option {weight} are the same number of {name}."
+        raise error(ValueError, what, expected="one of them", got=brief(settings[weight]))
+    # An option of all models, in place of 1.
+    is_own = weight not in settings
+    inputs = [Input(path, None, {weight: w} if is_own else {}) for path, w in zip(paths, factors, strict=True)]
     return Config(method, base, {"": [Slice(inputs, base, {})]}, {}, settings)
 
 
@@ -151,6 +157,7 @@ def make_config(doc: Any) -> Config:
     shared: Settings = entries.get("parameters") or {}
     of_inputs = [each.parameters for one in parts for each in one.inputs]
     _check_parameters(method, [shared, *own.values(), *[one.parameters for one in parts], *of_inputs])
+    _check_own(method, of_inputs)
     tokens: Mapping[str, Any] = entries.get("tokenizer") or {"source": entries.get("tokenizer_source")}
     return Config(
         method,
@@ -194,6 +201,20 @@ def _check_parameters(method: Method[...], every: Sequence[Settings]) -> None:
             f"merge: {method.name} must not have these parameters: {safe(', '.join(unknown[:10]))[:400]}.",
             expected=", ".join(sorted(name for name in known if name)),
             hint="--seed gives the random numbers." if "key" in unknown and method.is_random else None,
+        )
+
+
+def _check_own(method: Method[...], of_inputs: Sequence[Settings]) -> None:
+    """Raise if one model has a parameter of the whole merge, which would not be used."""
+    shared = {name for option in method.options if option not in method.per_model for name in spellings(method, option)}
+    found = [str(name) for settings in of_inputs for name in settings if name in shared and name != method.weight]
+    if found:
+        own = {name for option in method.per_model for name in spellings(method, option)}
+        names = safe(", ".join(dict.fromkeys(found)))
+        raise UnsupportedError(
+            f"merge: one model must not have these parameters of {method.name}: {names}.",
+            expected=", ".join(sorted({method.weight or "weight", *own})),
+            hint="give them once for all models, in the `parameters` of the configuration, a module or a slice.",
         )
 
 

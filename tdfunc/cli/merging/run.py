@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.cli.average import unequal_values
-from tdfunc.cli.convert import Target, find_dtype, make_target, write
+from tdfunc.cli.convert import Part as Globs
+from tdfunc.cli.convert import Target, check_left_out, find_dtype, make_target, write
 from tdfunc.cli.merging.config import Config
 from tdfunc.cli.merging.entries import note_differences, renumber_tokens
 from tdfunc.cli.merging.layers import relayer
@@ -51,6 +52,8 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
         if target.format is None and origin.format != "memmap" and not os.path.splitext(target.path)[1]:
             target = target._replace(format="shards")
         target = make_target(target, origin)
+        for source in every:
+            check_left_out(source, Globs())
         for source, tree in zip(every, share_ties(every, [source.tree for source in every]), strict=True):
             source.tree = tree
             refuse_adapters("merge", source.path, tree)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from tdfunc.cli.torch_files.pickles import Extents, NumpyArray, Unknown, load_pickled
+from tdfunc.cli.torch_files.pickles import Extents, NumpyArray, TensorSearch, Unknown, load_pickled
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import dotted
@@ -148,6 +148,7 @@ class _Builder:
         self.altered: list[str] = []
         self.left_out: dict[Path, LeftOut] = {}
         self.extents = Extents()
+        self.search = TensorSearch()
 
     def tree(self, found: Mapping[Any, Any], at: Path) -> TensorCollection:
         """Make a tree of a dict."""
@@ -243,8 +244,7 @@ class _Builder:
             text = f"the class or function {getattr(value, 'name', value.__name__)}"
         else:
             text = repr(value) if type(value).__module__ in ("builtins", "torch") else _name_of(value)
-        is_tensor = value.is_tensor if isinstance(value, Unknown) else isinstance(value, Tensor)
-        self.left_out[at] = LeftOut(text, is_tensor)
+        self.left_out[at] = LeftOut(text, self.search.finds(value))
         return _OMITTED
 
     def _omit_container(self, value: Any, at: Path) -> Any:

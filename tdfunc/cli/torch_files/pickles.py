@@ -7,6 +7,7 @@ put together here, from their bytes.
 import math
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
 
-# The protocol of torch.save, the only one that the restricted reader knows.
+# The protocol of torch.save, and the next one, of which the restricted reader knows most and warns.
 _PROTOCOL = 2
+_LAST_PROTOCOL = 3
 # Numbers, bools and texts: everything whose bytes are the value. The unit of dates is elsewhere.
 _NUMPY_KINDS = frozenset("biufcSU")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -30,21 +32,22 @@ class Unknown:
     """A value of a class that is not read; subclasses carry the names of the classes."""
 
     name = "an object"
-    # Whether it stands for a tensor.
-    is_tensor = False
+    # What the file gives for it, in which there may be tensors.
+    parts: Sequence[Any] = ()
 
-    def __new__(cls, *_: Any) -> Any:
+    def __new__(cls, *parts: Any) -> Any:
         """Make a value, whatever the file gives for it."""
-        return object.__new__(cls)
+        made = object.__new__(cls)
+        made.parts = parts
+        return made
 
-    def __setstate__(self, _: Any) -> None:
-        """Ignore the state."""
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state beside what the value was made of."""
+        self.parts = (*self.parts, state)
 
     def as_subclass(self, kind: type[Any]) -> "Unknown":
         """Become a value of another class, as torch asks of what rebuilds a subclass of Tensor."""
-        found = kind() if issubclass(kind, Unknown) else self
-        found.is_tensor = True
-        return found
+        return kind(*self.parts) if issubclass(kind, Unknown) else self
 
     def __repr__(self) -> str:
         return self.name
@@ -83,6 +86,7 @@ class NumpyArray(Unknown):
         _, shape, dtype, is_fortran, raw = state
         found = dtype.find() if isinstance(dtype, _Dtype) else None
         if found is None or not isinstance(raw, bytes) or math.prod(shape) * found.itemsize != len(raw):
+            self.parts = (raw,)
             return
         flat = np.frombuffer(bytearray(raw), found)
         self.array = flat.reshape(shape, order="F" if is_fortran else "C")
@@ -122,9 +126,13 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
         UnsupportedError: It has a function that may do harm, or is of a protocol that torch's reader does not know.
         CorruptCheckpointError: It is damaged.
     """
-    _check_protocol(path, is_archive)
+    protocol = _protocol_of(path, is_archive)
+    if protocol > _LAST_PROTOCOL:
+        raise _unknown_protocol(path, protocol)
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_archive else []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_archive else []
     except Exception:
         # The reader below reports what is wrong.
         names = []
@@ -134,7 +142,8 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
     while True:
         known: list[Any] = [*parts, *[(_stand_in(name, kind), name) for name, kind in kinds.items()]]
         try:
-            with torch.serialization.safe_globals(known):
+            with torch.serialization.safe_globals(known), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
                 # Files of torch before 1.6 cannot be mapped.
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
         except pickle.UnpicklingError as err:
@@ -145,7 +154,7 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
                 # A class that is a dict or a list to pickle; its items are read as those of one.
                 kinds[name] = _Dict if "SETITEM" in text else _List
                 continue
-            raise _refusal(path, text) from err
+            raise (_refusal(path, text) if protocol == _PROTOCOL else _unknown_protocol(path, protocol)) from err
         # Damage raises errors of all kinds.
         except Exception as err:
             raise damaged(f"{path}: torch.load must read the file.", got=f"{type(err).__name__}: {err}"[:300]) from err
@@ -163,13 +172,11 @@ def _known_parts() -> Sequence[tuple[Any, str]]:
 
 def _stand_in(name: str, kind: type[Unknown]) -> type[Unknown]:
     """Make the class of values of a class that is not imported."""
-    # torch's functions that make tensors again.
-    is_tensor = name.startswith("torch._utils._rebuild_")
-    members = {"name": name, "is_tensor": is_tensor, "__module__": __name__, "__qualname__": name}
-    return type(name, (kind,), members)
+    return type(name, (kind,), {"name": name, "__module__": __name__, "__qualname__": name})
 
 
-def _check_protocol(path: str, is_archive: bool) -> None:
+def _protocol_of(path: str, is_archive: bool) -> int:
+    """Return the pickle protocol of a file; the usual one if it cannot be read."""
     head = b""
     try:
         if is_archive:
@@ -182,14 +189,18 @@ def _check_protocol(path: str, is_archive: bool) -> None:
                 head = file.read(2)
     except (OSError, StopIteration, zipfile.BadZipFile):
         # The reader reports what is wrong.
-        return
-    if len(head) == 2 and head[0] == pickle.PROTO[0] and head[1] != _PROTOCOL:
-        raise UnsupportedError(
-            f"{path}: torch's restricted reader does not know this pickle protocol.",
-            expected=f"protocol {_PROTOCOL}, as torch.save writes it",
-            got=f"protocol {head[1]}",
-            hint="in a program that trusts the file: torch.save(torch.load(path, weights_only=False), path).",
-        )
+        return _PROTOCOL
+    is_named = len(head) == 2 and head[0] == pickle.PROTO[0]
+    return head[1] if is_named else _PROTOCOL
+
+
+def _unknown_protocol(path: str, protocol: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path}: torch's restricted reader does not know this pickle protocol.",
+        expected=f"protocol {_PROTOCOL}, as torch.save writes it",
+        got=f"protocol {protocol}",
+        hint="in a program that trusts the file: torch.save(torch.load(path, weights_only=False), path).",
+    )
 
 
 def _refusal(path: str, text: str) -> UnsupportedError | CorruptCheckpointError:
@@ -215,6 +226,8 @@ class Extent(NamedTuple):
 
 _ENDLESS = Extent(math.inf, math.inf, has_tensors=True)
 _ONE = Extent(0, 1, has_tensors=False)
+# A storage has the numbers of a tensor.
+_TENSORS = (Tensor, torch.storage.TypedStorage, torch.UntypedStorage)
 
 
 class Extents:
@@ -254,6 +267,48 @@ class Extents:
         found = [self._found(part) for part in parts] or [_ONE]
         depth = 1 + max([one.depth for one in found])
         return Extent(depth, sum([one.values for one in found]), any([one.has_tensors for one in found]))
+
+
+class TensorSearch:
+    """Finds tensors in values, also in sets and objects of unknown classes; no part is searched twice."""
+
+    def __init__(self) -> None:
+        # By id; the file's values are alive as long as they are searched.
+        self._with: set[int] = set()
+        self._without: set[int] = set()
+
+    def finds(self, value: Any) -> bool:
+        """Return whether there is a tensor anywhere in a value."""
+        # Each part that is found, and the part that it is in.
+        around: dict[int, int | None] = {id(value): None}
+        waiting: list[Any] = [value]
+        while waiting:
+            current = waiting.pop()
+            if isinstance(current, _TENSORS) or id(current) in self._with:
+                self._mark(id(current), around)
+                return True
+            for part in _inner(current):
+                if id(part) not in around and id(part) not in self._without:
+                    around[id(part)] = id(current)
+                    waiting.append(part)
+        self._without.update(around)
+        return False
+
+    def _mark(self, found: int, around: Mapping[int, int | None]) -> None:
+        """Record that a part has a tensor, and so has everything that it is in."""
+        at: int | None = found
+        while at is not None:
+            self._with.add(at)
+            at = around[at]
+
+
+def _inner(value: Any) -> Sequence[Any]:
+    """Return what is directly in a value that a file made."""
+    if isinstance(value, Unknown):
+        return value.parts
+    if isinstance(value, set | frozenset):
+        return list(value)
+    return _parts(value) or ()
 
 
 def _parts(value: Any) -> Sequence[Any] | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.api import save
+from tdfunc.storage.safetensors.index import SINGLE, TORCH_NAMES
 from tdfunc.storage.safetensors.saved import open as open_saved
 
 
@@ -162,6 +164,14 @@ def _reverted(state: dict[str, Tensor], model: nn.Module) -> Mapping[str, Tensor
 
 def _check_names(named: Mapping[str, Tensor], source: str) -> None:
     """Raise unless leaves have the names and shapes of a folder; tied ones may be there twice."""
+    others = sorted(set(os.listdir(source)).intersection(TORCH_NAMES))
+    if others and not any([name.endswith(".safetensors") for name in os.listdir(source)]):
+        made = shlex.quote(os.path.join(source, SINGLE))
+        raise UnsupportedError(
+            f"save_pretrained: {source} must have its leaves in safetensors, to compare their names.",
+            got=others[0],
+            hint=f"tdfunc convert {shlex.quote(source)} {made}, in a shell; then save again.",
+        )
     with open_saved(source) as saved:
         shapes = {dotted(path): list(leaf.shape) for path, leaf in iter_leaves(saved.spec())}
     unexpected = [name for name in named if name not in shapes]

@@ -12,6 +12,7 @@ rejection is a smaller mask, so that rejected tokens do not count in a mean. No 
 import torch
 from torch import Tensor
 
+from tdfunc.core.errors import error
 from tdfunc.llm.losses.streams import Level, clean, log_ratio
 
 
@@ -35,7 +36,7 @@ def truncated_is(
 
     Raises:
         LeafMismatchError: The shapes differ.
-        ValueError: `level` is unknown.
+        ValueError: `level` is unknown, or `low` is above `high`.
 
     Source:
         Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
@@ -45,6 +46,7 @@ def truncated_is(
         >>> truncated_is(new, old, mask)
         tensor([[1.6487, 2.0000]])
     """
+    _check_limits("truncated_is", low, high)
     return _weights("truncated_is", log_probs, behaviour, mask, level).clamp(low, high) * mask.bool()
 
 
@@ -69,7 +71,7 @@ def masked_is(
 
     Raises:
         LeafMismatchError: The shapes differ.
-        ValueError: `level` is unknown.
+        ValueError: `level` is unknown, or `low` is above `high`.
 
     Source:
         Liu et al., "When Speed Kills Stability" (2025); Zhao et al., "Small Leak Can Sink a Great Ship: IcePop" (2025).
@@ -79,6 +81,7 @@ def masked_is(
         >>> masked_is(new, old, mask)
         tensor([[1.6487, 0.0000]])
     """
+    _check_limits("masked_is", low, high)
     weights = _weights("masked_is", log_probs, behaviour, mask, level)
     # What is not a number is in no range, and stays.
     return torch.where((weights < low) | (weights > high), 0, weights)
@@ -106,7 +109,7 @@ def reject(
 
     Raises:
         LeafMismatchError: The shapes differ.
-        ValueError: `level` is unknown.
+        ValueError: `level` is unknown, or `low` is above `high`.
 
     Source:
         Li et al., "Trust Region Masking for Long-Horizon LLM Reinforcement Learning" (2025).
@@ -117,8 +120,15 @@ def reject(
         tensor([[ True,  True],
                 [False, False]])
     """
+    _check_limits("reject", low, high)
     weights = _weights("reject", log_probs, behaviour, mask, level)
     return mask.bool() & (weights >= low) & (weights <= high)
+
+
+def _check_limits(call: str, low: float, high: float) -> None:
+    """Raise unless a ratio can be between the limits; between others there is none, and nothing would be trained."""
+    if not low <= high:
+        raise error(ValueError, f"{call}: low must not be above high.", got=f"low={low}, high={high}")
 
 
 def _weights(call: str, log_probs: Tensor, behaviour: Tensor, mask: Tensor, level: Level) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.errors import LeafMismatchError, error
 from tdfunc.llm.losses.output import Loss
 from tdfunc.llm.losses.sft import sft
 from tdfunc.llm.losses.streams import clean, log1mexp, row_mean, row_sums
@@ -46,6 +46,7 @@ def dpo(
 
     Raises:
         LeafMismatchError: Shapes differ, or are not pairs.
+        ValueError: `label_smoothing` is not a probability.
 
     Source:
         Rafailov et al., "Direct Preference Optimization" (2023); Mitchell, "A note on DPO with noisy preferences"
@@ -57,6 +58,8 @@ def dpo(
         >>> dpo(ref, ref, mask).loss, dpo(better, ref, mask).loss
         (tensor(0.6931), tensor(0.5544))
     """
+    if not 0 <= label_smoothing <= 1:
+        raise error(ValueError, "dpo: label_smoothing must be a probability.", got=label_smoothing)
     new, ref, counted = _pairs("dpo", log_probs, mask, ref_log_probs)
     scores = row_sums(new - ref, mask, average=average)
     logits = beta * (scores[..., 0] - scores[..., 1])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tdfunc._mixture import widen
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import as_count, error, refuse_text
+from tdfunc.core.context import require_values
+from tdfunc.core.errors import as_count, as_number, brief, error, refuse_text
 
 
 class TopK(NamedTuple):
@@ -132,6 +133,11 @@ class AdaptiveKLController:
     target: float | Tensor
     horizon: int
 
+    def __post_init__(self) -> None:
+        # With a negative one, the coefficient would fall where it has to rise.
+        _check_positive("AdaptiveKLController: target", self.target)
+        _check_positive("AdaptiveKLController: horizon", self.horizon)
+
     def init(self) -> TensorDict:
         """Return the state: a tree with `kl_coef`."""
         return _kl_state(self.init_kl_coef)
@@ -142,12 +148,29 @@ class AdaptiveKLController:
         Args:
             state: The state from `init` or the last update.
             kl: The divergence of the policy from its reference, in nats.
-            n_steps: The number of steps, or samples, over which `kl` is averaged.
+            n_steps: The number of steps, or samples, over which `kl` is averaged; less than five horizons.
+
+        Raises:
+            ValueError: After `n_steps` steps the coefficient could be 0 or negative.
         """
+        if not isinstance(n_steps, Tensor) and not isinstance(self.horizon, Tensor) and n_steps >= 5 * self.horizon:
+            what = "AdaptiveKLController: an update changes the coefficient by a fifth for each horizon of steps."
+            raise error(
+                ValueError, what, expected=f"n_steps < {5 * self.horizon}", got=n_steps, hint="a longer horizon."
+            )
         # In 16 bits a factor near 1 would not change the coefficient.
         deviation = (widen(kl.detach()) / self.target - 1).clamp(-0.2, 0.2)
         coef = state["kl_coef"]
         return state.set("kl_coef", (coef * (1 + deviation * n_steps / self.horizon)).to(coef.dtype))
+
+
+def _check_positive(what: str, number: float | Tensor) -> None:
+    """Raise unless a number, or each of a tensor, is above 0 and finite."""
+    if isinstance(number, Tensor):
+        fits = (number > 0) & number.isfinite()
+        require_values(fits, lambda: error(ValueError, f"{what} must be above 0 and finite.", got=brief(number)))
+    elif not as_number(what, number) > 0:
+        raise error(ValueError, f"{what} must be above 0 and finite.", got=number)
 
 
 def _kl_state(coef: float | Tensor) -> TensorDict:

@@ -16,6 +16,8 @@ _TORCH_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 _ZIP_ENTRY = re.compile(rb"PK\x03\x04.{22}(..)..|PK\x01\x02.{24}(..).{16}", re.DOTALL)
 # onnx.ModelProto: its version (1 to 31), and then a text or message as field 2 to 8.
 _ONNX = re.compile(rb"\x08[\x01-\x1f][\x12\x1a\x22\x32\x3a\x42]")
+# A map of few entries or of many, whose first key is a text: no header of safetensors is as long as these bytes.
+_MSGPACK = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa2-\xbf]|\xd9.)[\x21-\x7e]{2}", re.DOTALL)
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{8,}")
 
 
@@ -90,6 +92,11 @@ def find_format(head: bytes, tail: bytes = b"") -> Format | None:
     if _ONNX.match(head):
         return Format(
             "a model of ONNX", "in Python: {x.name: onnx.numpy_helper.to_array(x) for x in model.graph.initializer}."
+        )
+    if _MSGPACK.match(head):
+        return Format(
+            "a msgpack file, such as flax writes",
+            "in Python: tdfunc.save(flax.serialization.msgpack_restore(open(path, 'rb').read()), 'x.safetensors').",
         )
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tdfunc.core.errors import as_count
 from tdfunc.weights.averages.sphere import units
 from tdfunc.weights.method import columns, is_cancelled, method, shares
 
@@ -39,7 +40,7 @@ def karcher(base: Tensor | None, stacked: Tensor, weights: Tensor, *, max_iter: 
     # Directions that cancel out start at the first one.
     mean = torch.where(length <= tol, (u * is_valid).gather(0, is_valid.int().argmax(0).expand_as(u[:1]))[0], mean)
     is_done = torch.zeros_like(length, dtype=torch.bool)
-    for _ in range(max_iter):
+    for _ in range(as_count("max_iter", max_iter, least=0)):
         cos = (u * mean).sum(-1, keepdim=True).clamp(-1, 1)
         is_same = cos.abs() == 1
         angle = torch.acos(torch.where(is_same, 0, cos))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import BatchSizeError
+from tdfunc.core.errors import BatchSizeError, as_count
 from tdfunc.core.walk import list_leaves
 from tdfunc.ops.edits.maps import apply
 from tdfunc.storage.scales import check_unscaled
@@ -43,6 +43,8 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
     dtypes = {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     device = leaves[0].device if leaves else None
+    # One point is no line: a barrier on it would be 0.
+    points = as_count("points", points, least=2)
     t = torch.linspace(0, 1, points, dtype=wide, device=device)
     return torch.vmap(lambda t: loss(apply(a, partial(_between, t), (b,))), chunk_size=chunk_size)(t)
 

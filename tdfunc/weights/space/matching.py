@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, as_count, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
@@ -121,7 +121,7 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
     counts = [get(b, path).shape[dim] for path, dim in (next(iter(group.items())) for group in groups)]
     orders = [torch.arange(count) for count in counts]
     with torch.no_grad():
-        for _ in range(max_iter):
+        for _ in range(as_count("max_iter", max_iter, least=0)):
             is_better = False
             for place, group in enumerate(groups):
                 others = [order if i != place else torch.arange(len(order)) for i, order in enumerate(orders)]

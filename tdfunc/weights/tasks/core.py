@@ -28,6 +28,18 @@ def share_of(name: str, value: PerModel, flat: Tensor) -> Tensor:
     return share
 
 
+def spread_of(name: str, value: PerModel, flat: Tensor) -> Tensor:
+    """Return a distance, or one for each model, as a column in float64.
+
+    Raises:
+        ValueError: It is negative.
+    """
+    spread = per_model(value, flat)
+    what = f"{name} must not be negative."
+    require_values(spread >= 0, lambda: error(ValueError, what, got=brief(value)))
+    return spread
+
+
 def keep_ranks(flat: Tensor, first: Tensor, last: Tensor) -> Tensor:
     """Return the mask of the numbers [K, N] whose place among the absolute values of their row is in [first, last)."""
     order = flat.abs().sort(dim=1, stable=True).indices
@@ -84,7 +96,7 @@ def keep_by_rank(x: Tensor, density: PerModel, epsilon: PerModel, key: KeyLike, 
     # A row of one number has the middle rank.
     place = rank / (n - 1) if n > 1 else rank + 0.5
     share = columns(share_of("density", density, x).reshape(-1), rows)
-    spread = columns(per_model(epsilon, x).reshape(-1), rows)
+    spread = columns(spread_of("epsilon", epsilon, x).reshape(-1), rows)
     spread = torch.minimum(spread, torch.minimum(share, 1 - share))
     return keep_random(x, (share + spread * (2 * place - 1)).clamp(0, 1).reshape(x.shape), key, rescale)
 

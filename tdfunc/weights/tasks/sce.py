@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.weights.method import columns, method
-from tdfunc.weights.tasks.core import elect, keep_ranks
+from tdfunc.weights.tasks.core import elect, keep_ranks, share_of
 
 
 @method(
@@ -29,7 +29,7 @@ def sce(base: Tensor, stacked: Tensor, weights: Tensor, *, select_topk: float | 
     x = stacked - base
     flat = x.reshape(x.shape[0], -1)
     variance = flat.var(0, unbiased=False, keepdim=True)
-    share = torch.as_tensor(select_topk, dtype=torch.float64, device=x.device)
+    share = share_of("select_topk", select_topk, flat)
     n = flat.shape[1]
     count = ((variance != 0).sum() * share).floor()
     kept = keep_ranks(variance, torch.where(share >= 1, 0, n - count), count.new_tensor(n))

@@ -178,6 +178,51 @@ def test_other_models_are_refused(tmp_path):
         load_pretrained(tmp_path / "llama", cls=transformers.LlamaForSequenceClassification)
 
 
+BESIDE = ("modeling_own.py", "words.tiktoken", "source.spm", "additional_chat_templates/rag.jinja")
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_code_words_and_further_templates_are_kept(name, tmp_path):
+    """Without one of them a model with its own code, a tokenizer or a kind of chat would not load."""
+    model = write("llama", tmp_path / "source")
+    (tmp_path / "source" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "source" / name).write_text("kept")
+
+    save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "source")
+
+    assert (tmp_path / "out" / name).read_text() == "kept"
+
+
+def test_a_merge_keeps_further_templates(tmp_path):
+    """As the first of them, which is a file beside the weights."""
+    for name in "ab":
+        write("llama", tmp_path / name)
+        (tmp_path / name / "additional_chat_templates").mkdir()
+        (tmp_path / name / "additional_chat_templates" / "rag.jinja").write_text(name)
+
+    result = run("merge", tmp_path / "a", tmp_path / "b", "--method", "linear", "-o", tmp_path / "out")
+
+    assert result.code == 0, result.err
+    assert (tmp_path / "out" / "additional_chat_templates" / "rag.jinja").read_text() == "a"
+
+
+def test_the_hint_for_a_folder_of_torch_makes_it_a_source(tmp_path):
+    """The names of files of torch.save are not read; the line of the error writes files whose names are."""
+    own = make("llama")
+    own.config.save_pretrained(tmp_path)
+    torch.save(own.state_dict(), tmp_path / "pytorch_model.bin")
+    model = load_pretrained(tmp_path)
+    tree = tdf.combine(*tdf.functional(model)[1:])
+
+    with pytest.raises(tdf.UnsupportedError, match="in safetensors, to compare their names") as refused:
+        save_pretrained(tree, tmp_path / "out", model=model)
+    line = str(refused.value).split("tdfunc convert ")[1].split(", in a shell")[0]
+
+    assert run("convert", *line.split()).code == 0
+    save_pretrained(tree, tmp_path / "out", model=model)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 def test_other_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
     """Files of a tokenizer and conversations are synchronised, as leaves are."""
     synced, fsync = [], os.fsync

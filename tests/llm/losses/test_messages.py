@@ -7,6 +7,7 @@ from tdfunc import LeafMismatchError
 from tdfunc.llm import LogProbs, topk_rewards
 from tdfunc.llm.losses import (
     cispo,
+    corrections,
     distill,
     distill_on_policy,
     dpo,
@@ -88,3 +89,28 @@ def test_mistakes_name_what_must_hold(call, kind, message):
     """A wrong shape or option raises before any work."""
     with pytest.raises(kind, match="(?s)" + message):
         call()
+
+
+LIMITS = (torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("limits", [(2.0, 0.5), (float("nan"), 1.0)], ids=repr)
+@pytest.mark.parametrize("correct", [corrections.truncated_is, corrections.masked_is, corrections.reject])
+def test_limits_are_in_their_order(correct, limits):
+    """Between others there is no ratio: no token would be trained."""
+    with pytest.raises(ValueError, match=f"{correct.__name__}: low must not be above high"):
+        correct(*LIMITS, low=limits[0], high=limits[1])
+
+
+@pytest.mark.parametrize("number", [0, -64, -1.0, float("nan")])
+def test_a_divisor_of_a_loss_is_above_zero(number):
+    """A negative one would train the opposite."""
+    with pytest.raises(ValueError, match="normalize must be above 0"):
+        policy_gradient(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), normalize=number)
+
+
+@pytest.mark.parametrize("share", [10, -0.1, float("nan")])
+def test_a_label_smoothing_is_a_probability(share):
+    """Of 10 (a percentage) the loss would prefer the rejected responses."""
+    with pytest.raises(ValueError, match="label_smoothing must be a probability"):
+        dpo(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.ones(1, 2, 3), label_smoothing=share)

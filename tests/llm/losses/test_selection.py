@@ -80,6 +80,23 @@ def test_adaptive_controller_is_the_published_formula(values, n_steps, horizon):
     np.testing.assert_allclose(state["kl_coef"].item(), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("number", [0, -1, -0.5, torch.tensor([1.0, -1.0]), torch.tensor(float("nan"))], ids=repr)
+@pytest.mark.parametrize("name", ["target", "horizon"])
+def test_a_target_and_a_horizon_are_above_zero(name, number):
+    """With a negative one, the coefficient would fall where it has to rise."""
+    with pytest.raises(ValueError, match=f"{name} must be above 0"):
+        AdaptiveKLController(0.1, **({"target": 6.0, "horizon": 10} | {name: number}))
+
+
+@pytest.mark.parametrize("n_steps", [50, 51, 500])
+def test_a_coefficient_does_not_change_its_sign(n_steps):
+    """The formula of the paper gives 1 - 0.2 * 500 / 10 as a factor."""
+    controller = AdaptiveKLController(0.1, 6.0, horizon=10)
+
+    with pytest.raises(ValueError, match=r"by a fifth(?s:.)*n_steps < 50"):
+        controller.update(controller.init(), torch.tensor(0.0), n_steps=n_steps)
+
+
 def test_members_have_their_own_coefficients_under_vmap_and_jit():
     """A loop over members is the oracle; no gradient flows into the coefficient."""
     coefs, kls = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0, 6.0, 30.0], requires_grad=True)
