@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.context import make_lock
 from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, PeerError, error
 from tdfunc.core.keys import dotted
 from tdfunc.ops.edits.storage_writes import check_writable, write_tree
@@ -30,7 +31,9 @@ _TERMS = "a message"
 _GO, _MISFIT, _DESCRIBE, _REFUSED = b"\0", b"\1", b"\2", b"\3"
 # The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
 _last: dict[tuple[str, str, int, int], "Future[Any]"] = {}
-_lock = threading.Lock()
+# The lanes in whose messages threads are, with the threads. Only a signal handler begins another one there.
+_entered: set[tuple[tuple[str, str, int, int], int]] = set()
+_lock = make_lock()
 
 
 def classes_of(tree: TensorCollection) -> dict[str, type[TensorCollection]]:
@@ -92,39 +95,68 @@ class _Lane(NamedTuple):
         """The count of the messages of this lane, which both ranks keep."""
         return self.ranks.counts.lanes[self.direction, self.peer, self.tag]
 
-    def next_number(self) -> int:
-        """Return the number of the next message."""
+    def _take_turn(self, own: "Future[Any]") -> "tuple[int, Future[Any] | None]":
+        """Return the number of the next message, and the message that is on its way before it.
+
+        Both are taken together: another thread may send at the same time.
+        """
         count = self.counter
         with _lock:
+            before, _last[self.key] = _last.get(self.key), own
             number = count.next
             count.next = number + 1
-        return number
+        return number, before
 
-    def start(self, run: Callable[[], Any]) -> "Future[Any]":
-        """Run in a thread, after the messages that started earlier."""
-        future: Future[Any] = Future()
+    def _leave(self, own: "Future[Any]") -> None:
+        """Let the next message begin."""
         with _lock:
-            before, _last[self.key] = _last.get(self.key), future
+            if _last.get(self.key) is own:
+                del _last[self.key]
+        if not own.done():
+            own.set_result(None)
 
+    def start(self, run: Callable[[int], Any]) -> "Future[Any]":
+        """Run in a thread with the number of the message, after the messages that started earlier."""
+        future: Future[Any] = Future()
+        self._start(run, future, *self._take_turn(future))
+        return future
+
+    def _start(self, run: Callable[[int], Any], own: "Future[Any]", number: int, before: "Future[Any] | None") -> None:
         def work() -> None:
             if before is not None:
                 before.exception()
             try:
-                future.set_result(run())
+                own.set_result(run(number))
             except BaseException as err:
-                future.set_exception(err)
-            with _lock:
-                if _last.get(self.key) is future:
-                    del _last[self.key]
+                own.set_exception(err)
+            self._leave(own)
 
         threading.Thread(target=work, name=f"tdfunc-{self.ranks.call}", daemon=True).start()
-        return future
 
-    def run(self, run: Callable[[], Any]) -> Any:
+    def run(self, run: Callable[[int], Any]) -> Any:
         """Run here, unless messages are under way that come first."""
-        with _lock:
-            is_idle = self.key not in _last
-        return run() if is_idle else self.start(run).result()
+        entry = self.key, threading.get_ident()
+        if entry in _entered:
+            raise ConcurrencyError(
+                f"{self.ranks.call}: this thread is in another message {self.direction} rank {self.peer}; "
+                "nothing was sent.",
+                got="a call from a signal handler, in the middle of that message",
+                hint="note the signal in the handler, and make the call after that one has returned; or another tag.",
+            )
+        future: Future[Any] = Future()
+        # In the block from the first line on: Ctrl-C must not leave the lane taken.
+        before: Future[Any] | None = None
+        try:
+            _entered.add(entry)
+            number, before = self._take_turn(future)
+            if before is None:
+                return run(number)
+        finally:
+            _entered.discard(entry)
+            if before is None:
+                self._leave(future)
+        self._start(run, future, number, before)
+        return future.result()
 
 
 def _lane(call: str, group: Any, timeout_s: float | None, direction: str, peer: int, tag: int) -> _Lane:
@@ -140,18 +172,21 @@ def _lane(call: str, group: Any, timeout_s: float | None, direction: str, peer: 
     return _Lane(ranks, direction, peer, tag)
 
 
-def _sender(td: TensorCollection, lane: _Lane) -> Callable[[], None]:
+def _sender(td: TensorCollection, lane: _Lane) -> Callable[[int], None]:
     """Return the function that sends a tree; if it cannot be sent, the receiver hears of it in its place."""
-    number = lane.next_number()
     try:
         lane.ranks.check()
         packed = pack(td, lane.ranks.call)
     except Exception as err:
-        refusal = Envelope(True, number, _TERMS, write_error(err, dist.get_rank()))
+        content = write_error(err, dist.get_rank())
         lane.ranks.wait_on()
-        lane.start(partial(lane.ranks.send_bytes, refusal.encode(), lane.peer, lane.tags[0]))
+
+        def refuse(number: int) -> None:
+            lane.ranks.send_bytes(Envelope(True, number, _TERMS, content).encode(), lane.peer, lane.tags[0])
+
+        lane.start(refuse)
         raise
-    return partial(_send, packed, lane, number)
+    return partial(_send, packed, lane)
 
 
 def _send(packed: Packed, lane: _Lane, number: int) -> None:
@@ -196,7 +231,6 @@ class _Inbox:
         self, like: TensorCollection | None, lane: _Lane, classes: Classes = (), refusal: Exception | None = None
     ) -> None:
         self.lane = lane
-        self.number: int = lane.next_number()
         # The answer to any message: this rank cannot take it.
         self.refusal = refusal
         self.structure: Structure | None = None
@@ -213,12 +247,12 @@ class _Inbox:
             raise
 
     # Any: the tree of the sender, of any class.
-    def receive(self) -> Any:
-        """Receive the message, and return its tree."""
+    def receive(self, number: int) -> Any:
+        """Receive the message of this number, and return its tree."""
         ranks, peer = self.lane.ranks, self.lane.peer
         tag, back, _ = self.lane.tags
         header = read_envelope(ranks.recv_bytes(peer, tag))
-        expected = self._follow(header.number)
+        expected = self._follow(number, header.number)
         if header.is_failed:
             # The sender does not wait for an answer.
             raise self.refusal or read_error(header.content)
@@ -258,12 +292,12 @@ class _Inbox:
         assert theirs is not None
         return theirs.build(leaves, self.classes)
 
-    def _follow(self, number: int) -> int:
+    def _follow(self, own: int, theirs: int) -> int:
         """Return the number that was expected, and go on from the sender's, which differs if a rank left a message."""
         count = self.lane.counter
         with _lock:
-            expected = self.number + count.shift
-            count.shift += number - expected
+            expected = own + count.shift
+            count.shift += theirs - expected
         return expected
 
     def _check(self, header: Envelope, expected: int) -> None:
@@ -395,9 +429,9 @@ def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMes
     lane = _lane(call, options["group"], options["timeout_s"], "from", src, options["tag"])
     inbox = _Inbox(td, lane, refusal=refusal)
 
-    def run() -> T:
+    def run(number: int) -> T:
         try:
-            write_tree(td, inbox.receive(), complete=True)
+            write_tree(td, inbox.receive(number), complete=True)
         except PeerError as err:
             raise err if refusal is None else refusal from err
         return td
