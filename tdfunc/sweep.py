@@ -461,8 +461,8 @@ def train_blocks(
         folder: The folder of the checkpoints, on a file system that all workers share.
         block: The number of members in one call of `train`.
         num_workers: The number of processes to start here; 0 trains in this process.
-        executor: An executor in place of these processes, as for `td.map`: a `RayExecutor`, for example. Threads train one
-            block at a time, because they share the default generator.
+        executor: An executor in place of these processes, as for `td.map`: a `RayExecutor`, for example. Threads train
+            one block at a time, because they share the default generator.
         retries: The number of times in a row that a worker may die without a new checkpoint in the folder.
         progress: Show a progress bar of the blocks that are left. Requires tqdm.
 
