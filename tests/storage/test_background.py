@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
 
-from tdfunc import AsyncSaver, ConcurrencyError, Kind, NonTensorData, TensorDict, UnsupportedError, load, save
+from tdfunc import AsyncSaver, ConcurrencyError, Kind, NonTensorData, TensorDict, UnsupportedError, jit, load, save
 from tdfunc.storage.manager import background
 from tests.helpers import run_in_threads
 from tests.storage.scripts import run
@@ -244,6 +244,25 @@ def test_ctrl_c_at_any_line_of_a_submission_frees_the_place(line, tmp_path):
     thread.join(20)
     assert not thread.is_alive()
     saver.wait()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, lambda fn: lambda x: torch.func.jvp(fn, (x,), (x,)), lambda fn: jit(torch.func.grad(fn))],
+)
+@pytest.mark.parametrize("copy", [None, True, False])
+def test_a_save_in_the_middle_of_a_transform(transform, copy, tmp_path):
+    """As from a signal handler: the copies are tensors of their own, not of the transform."""
+    tree = TensorDict({"p": nn.Parameter(torch.arange(3.0)), "x": torch.ones(2)})
+    saver = AsyncSaver()
+
+    def loss(x):
+        saver.save(tree, tmp_path / "t.safetensors", copy=copy)
+        return x.square()
+
+    transform(loss)(torch.tensor(2.0))
+    saver.wait()
+    assert load(tmp_path / "t.safetensors")["p"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("failing")

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from queue import SimpleQueue
@@ -27,6 +27,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_functorch, outside
 from tdfunc.core.errors import ConcurrencyError, as_count, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
@@ -89,7 +90,8 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
     live, leaves = _live_ids(td), list(out.leaves)
     kept: list[tuple[str, Tensor]] = []
     alone: list[_Private] = []
-    with torch.no_grad():
+    # A signal handler may save in the middle of a transform, in which a copy would belong to the transform or trace.
+    with torch.no_grad(), outside() if in_functorch() else nullcontext():
         for i, leaf in enumerate(leaves):
             if not leaf.is_cpu:
                 continue
