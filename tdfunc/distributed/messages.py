@@ -107,7 +107,7 @@ class _Lane(NamedTuple):
             count.next = number + 1
         return number, before
 
-    def _leave(self, own: "Future[Any]") -> None:
+    def _leave(self, own: "Future[Any]", _: Any = None) -> None:
         """Let the next message begin."""
         with _lock:
             if _last.get(self.key) is own:
@@ -115,10 +115,31 @@ class _Lane(NamedTuple):
         if not own.done():
             own.set_result(None)
 
-    def start(self, run: Callable[[int], Any]) -> "Future[Any]":
-        """Run in a thread with the number of the message, after the messages that started earlier."""
+    def _give_up(self, own: "Future[Any]", before: "Future[Any] | None") -> None:
+        """Leave the place of a message that was not begun; the next one still waits for those before it."""
+        if before is None:
+            self._leave(own)
+        else:
+            before.add_done_callback(partial(self._leave, own))
+
+    def start(self, prepare: "Callable[[], _Work]") -> "Future[Any]":
+        """Run in a thread, after the messages that started earlier.
+
+        The number is taken first: a message that an interrupt leaves counts, so that the other rank hears of it.
+        """
         future: Future[Any] = Future()
-        self._start(run, future, *self._take_turn(future))
+        before: Future[Any] | None = None
+        is_handed = False
+        try:
+            number, before = self._take_turn(future)
+            work = prepare()
+            self._start(work.run, future, number, before)
+            is_handed = True
+        finally:
+            if not is_handed:
+                self._give_up(future, before)
+        if work.error is not None:
+            raise work.error
         return future
 
     def _start(self, run: Callable[[int], Any], own: "Future[Any]", number: int, before: "Future[Any] | None") -> None:
@@ -133,7 +154,7 @@ class _Lane(NamedTuple):
 
         threading.Thread(target=work, name=f"tdfunc-{self.ranks.call}", daemon=True).start()
 
-    def run(self, run: Callable[[int], Any]) -> Any:
+    def run(self, prepare: "Callable[[], _Work]") -> Any:
         """Run here, unless messages are under way that come first."""
         entry = self.key, threading.get_ident()
         if entry in _entered:
@@ -144,19 +165,33 @@ class _Lane(NamedTuple):
                 hint="note the signal in the handler, and make the call after that one has returned; or another tag.",
             )
         future: Future[Any] = Future()
-        # In the block from the first line on: Ctrl-C must not leave the lane taken.
         before: Future[Any] | None = None
+        is_handed = False
+        # In the block from the first line on: Ctrl-C must not leave the lane taken.
         try:
             _entered.add(entry)
             number, before = self._take_turn(future)
-            if before is None:
-                return run(number)
+            work = prepare()
+            if before is None and work.error is None:
+                return work.run(number)
+            self._start(work.run, future, number, before)
+            is_handed = True
         finally:
             _entered.discard(entry)
-            if before is None:
-                self._leave(future)
-        self._start(run, future, number, before)
+            if not is_handed:
+                self._give_up(future, before)
+        if work.error is not None:
+            raise work.error
         return future.result()
+
+
+class _Work(NamedTuple):
+    """A message that is ready to go."""
+
+    # A function of the number of the message.
+    run: Callable[[int], Any]
+    # An error of this rank alone, of which `run` tells the other one.
+    error: Exception | None = None
 
 
 def _lane(call: str, group: Any, timeout_s: float | None, direction: str, peer: int, tag: int) -> _Lane:
@@ -172,11 +207,11 @@ def _lane(call: str, group: Any, timeout_s: float | None, direction: str, peer: 
     return _Lane(ranks, direction, peer, tag)
 
 
-def _sender(td: TensorCollection, lane: _Lane) -> Callable[[int], None]:
-    """Return the function that sends a tree; if it cannot be sent, the receiver hears of it in its place."""
+def _sender(td: TensorCollection, lane: _Lane) -> _Work:
+    """Return the work that sends a tree; if it cannot be sent, the receiver hears of it in its place."""
     try:
         lane.ranks.check()
-        packed = pack(td, lane.ranks.call)
+        return _Work(partial(_send, pack(td, lane.ranks.call), lane))
     except Exception as err:
         content = write_error(err, dist.get_rank())
         lane.ranks.wait_on()
@@ -184,9 +219,7 @@ def _sender(td: TensorCollection, lane: _Lane) -> Callable[[int], None]:
         def refuse(number: int) -> None:
             lane.ranks.send_bytes(Envelope(True, number, _TERMS, content).encode(), lane.peer, lane.tags[0])
 
-        lane.start(refuse)
-        raise
-    return partial(_send, packed, lane)
+        return _Work(refuse, err)
 
 
 def _send(packed: Packed, lane: _Lane, number: int) -> None:
@@ -233,6 +266,7 @@ class _Inbox:
         self.lane = lane
         # The answer to any message: this rank cannot take it.
         self.refusal = refusal
+        self._error: Exception | None = None
         self.structure: Structure | None = None
         self.classes: Classes = classes
         try:
@@ -241,10 +275,12 @@ class _Inbox:
                 self.structure = pack(like, lane.ranks.call).structure
                 self.classes = classes_of(like)
         except Exception as err:
-            self.refusal = err
+            self.refusal = self._error = err
             lane.ranks.wait_on()
-            lane.start(self.receive)
-            raise
+
+    def work(self, run: Callable[[int], Any] | None = None) -> _Work:
+        """Return the work that receives the message: `receive`, or a function around it."""
+        return _Work(self.receive if run is None or self._error is not None else run, self._error)
 
     # Any: the tree of the sender, of any class.
     def receive(self, number: int) -> Any:
@@ -363,7 +399,7 @@ def send(td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, tim
         PeerError: The other rank did not answer in time, or died.
     """
     lane = _lane("send", group, timeout_s, "to", dst, tag)
-    lane.run(_sender(td, lane))
+    lane.run(partial(_sender, td, lane))
 
 
 def isend(
@@ -371,7 +407,7 @@ def isend(
 ) -> PendingMessage:
     """Start to send a tree in a thread, like `send`. Its leaves must not be written to before `wait()` returns."""
     lane = _lane("isend", group, timeout_s, "to", dst, tag)
-    return PendingMessage(lane.start(_sender(td, lane)))
+    return PendingMessage(lane.start(partial(_sender, td, lane)))
 
 
 def recv(
@@ -400,7 +436,7 @@ def recv(
         PeerError: The other rank did not answer in time, or died.
     """
     lane = _lane("recv", group, timeout_s, "from", src, tag)
-    return lane.run(_Inbox(like, lane, classes).receive)
+    return lane.run(lambda: _Inbox(like, lane, classes).work())
 
 
 def irecv(
@@ -414,7 +450,7 @@ def irecv(
 ) -> PendingMessage:
     """Start to receive a tree, which `wait()` returns; the arguments are the same as for `recv`."""
     lane = _lane("irecv", group, timeout_s, "from", src, tag)
-    return PendingMessage(lane.start(_Inbox(like, lane, classes).receive))
+    return PendingMessage(lane.start(lambda: _Inbox(like, lane, classes).work()))
 
 
 def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMessage":
@@ -427,13 +463,17 @@ def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMes
         # It is this rank's answer to the message, so that the sender raises it as well.
         refusal = err
     lane = _lane(call, options["group"], options["timeout_s"], "from", src, options["tag"])
-    inbox = _Inbox(td, lane, refusal=refusal)
 
-    def run(number: int) -> T:
-        try:
-            write_tree(td, inbox.receive(number), complete=True)
-        except PeerError as err:
-            raise err if refusal is None else refusal from err
-        return td
+    def prepare() -> _Work:
+        inbox = _Inbox(td, lane, refusal=refusal)
 
-    return lane.run(run) if wait else PendingMessage(lane.start(run))
+        def run(number: int) -> T:
+            try:
+                write_tree(td, inbox.receive(number), complete=True)
+            except PeerError as err:
+                raise err if refusal is None else refusal from err
+            return td
+
+        return inbox.work(run)
+
+    return lane.run(prepare) if wait else PendingMessage(lane.start(prepare))
