@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.surface import surface
 from tdfunc.distributed.messages import classes_of
+from tdfunc.ensemble._draws import run_seeded
 from tdfunc.ops.base.reading import iter_items
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.commit import Descriptor, lock
@@ -410,9 +412,8 @@ class _Blocks(NamedTuple):
     def _step(self, run: Any, rung: int, first: int) -> tuple[Any, Tensor]:
         size, half = run._batch_size[0], (run._batch_size[0] + 1) // 2
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(rung)
-                new, scores = self.train(run, rung)
+            # Alone among threads, whose draws would mix: they share the generator.
+            new, scores = run_seeded([torch.default_generator], rung, partial(self.train, run, rung))
         except Exception as err:
             # Fewer members, which raise their own error, down to one.
             for i in range(0, size, half) if size > 1 else ():
@@ -463,7 +464,8 @@ def train_blocks(
         folder: The folder of the checkpoints, on a file system that all workers share.
         block: The number of members in one call of `train`.
         num_workers: The number of processes to start here; 0 trains in this process.
-        executor: An executor in place of these processes, as for `td.map`: a `RayExecutor`, for example.
+        executor: An executor in place of these processes, as for `td.map`: a `RayExecutor`, for example. Threads train
+            one block at a time, because they share the default generator.
         retries: The number of times in a row that a worker may die without a new checkpoint in the folder.
         progress: Show a progress bar of the blocks that are left. Requires tqdm.
 

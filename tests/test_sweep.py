@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from sklearn.model_selection import KFold
 from torch import nn
 
 import tdfunc as tdf
-from tdfunc import random, sweep
+from tdfunc import TensorDict, random, sweep
 from tests.helpers import assert_trees_equal, examples
 
 SCORES = st.lists(st.one_of(st.floats(-5, 5, width=32), st.just(math.nan)), min_size=1, max_size=8)
@@ -376,3 +377,20 @@ def test_members_of_blocks_of_any_size_are_alike_up_to_rounding(block, blocks):
 def test_blocks_of_the_same_members_give_the_same_bits(first, blocks):
     """A block knows nothing of the other ones."""
     assert_trees_equal(blocks(slice(0, 4), 2)[first : first + 2], blocks(slice(first, first + 2), 2))
+
+
+@pytest.mark.parametrize("executor", [lambda: "threads", lambda: ThreadPoolExecutor(4)])
+def test_blocks_in_threads_have_their_own_draws(executor, tmp_path):
+    """The default generator of torch belongs to all threads: their draws mixed, and the caller's state was lost."""
+
+    def train(run, rung):
+        for _ in range(20):
+            run = run.set("x", run["x"] + torch.randn(run["x"].shape))
+        return run, run["x"]
+
+    run = TensorDict({"x": torch.zeros(12)}, [12])
+    before = torch.default_generator.get_state()
+    expected, _ = sweep.train_blocks(run, train, 2, folder=tmp_path / "one", block=2)
+    found, _ = sweep.train_blocks(run, train, 2, folder=tmp_path / "four", block=2, num_workers=4, executor=executor())
+    assert torch.equal(found["x"], expected["x"])
+    assert torch.equal(torch.default_generator.get_state(), before)

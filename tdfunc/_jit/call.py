@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
@@ -28,7 +27,7 @@ from tdfunc._jit.signature import (
     modes,
 )
 from tdfunc._jit.tracing import name_of, named_leaves, state_of, trace
-from tdfunc.core.context import has_values
+from tdfunc.core.context import has_values, make_lock
 from tdfunc.core.errors import CaptureError, UnsupportedError, error, explain
 from tdfunc.core.generators import refuse_draws
 from tdfunc.core.memory import keep_freed_memory
@@ -80,7 +79,7 @@ class Jitted(Generic[P, R]):
         self._graphs = CudaGraphs() if backend == "cudagraphs" else backend if isinstance(backend, CudaGraphs) else None
         self._environment = Environment(fn, *reads, by_tensor=constants)
         self._contexts = Contexts()
-        self._lock = threading.RLock()
+        self._lock = make_lock()
         self.cache_clear()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -5,7 +5,6 @@ therefore copied into buffers that stay, and results out of memory that the next
 are captured where they are: the usual next step gets them back in the same place, and copies nothing.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +14,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tdfunc._jit.memory import writes_of
-from tdfunc.core.context import is_random
+from tdfunc.core.context import is_random, make_lock
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.memory import find_overlaps, repeats_itself, span_bytes, storage_id
 
@@ -92,7 +91,7 @@ class CudaGraphs:
     """
 
     def __init__(self, pool: Callable[[torch.device], AbstractPool] = CudaPool, kind: str = "cuda") -> None:
-        self._make_pool, self._kind, self._lock = pool, kind, threading.RLock()
+        self._make_pool, self._kind, self._lock = pool, kind, make_lock()
         self._pools: dict[torch.device, AbstractPool] = {}
 
     def capture(

@@ -5,7 +5,6 @@ A small container, not a second `TensorDict`: docs/ragged.md lists its operation
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from threading import RLock
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,6 +15,7 @@ from tdfunc._lazystack.ragged import Nesting, check_alike, check_same_ndim, nest
 from tdfunc._lazystack.shapes import HANDLERS, pick
 from tdfunc._tensordict import TreeMethods
 from tdfunc.core.collection import LeafOp, Static, TensorCollection, no_one_shape
+from tdfunc.core.context import make_lock
 from tdfunc.core.errors import BatchSizeError, check_choice, error
 from tdfunc.core.keys import missing
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
@@ -514,7 +514,7 @@ def _define_for(cls: Any) -> None:
 
 
 # A hook of the class, which runs when its stack is defined, may stack other classes.
-_DEFINING = RLock()
+_DEFINING = make_lock()
 
 
 # Dynamo, which traces no definition of a class, calls it when it traces: the mark that

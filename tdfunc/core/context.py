@@ -1,8 +1,12 @@
 """Where the caller runs: eager, or inside a compiler, a transform of torch.func, or a mode that sees every operation.
 
-Every test of this kind in the package is one of these predicates; each says when to use it. Modes use `is_random`.
+Every test of this kind in the package is one of these predicates; each says when to use it. Modes use `is_random`. The
+locks of the package are made here, because the caller may be in a forked process.
 """
 
+import os
+import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +27,32 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 # While dynamo or export reads the Python source. Use it around code that dynamo cannot read, such as C methods passed
 # to `map` or a change of class. Under its own name: the lookup in torch.compiler costs as much as the call.
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+
+
+# Any: the class of reentrant locks has no name, and its methods for forks are not in the stubs.
+_locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def make_lock() -> Any:
+    """Return a reentrant lock; in a process that is forked while another thread has it, it is free.
+
+    The thread that would give it up is missing there. So the process (a worker of a DataLoader, for example) would
+    wait for ever.
+    """
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _free_locks() -> None:
+    for lock in list(_locks):
+        # The thread that forks goes on in both processes, and gives up its locks itself.
+        if not lock._is_owned():
+            lock._at_fork_reinit()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_locks)
 
 
 def in_functorch() -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
+from tdfunc.core.context import make_lock
 from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, PeerError, error
 from tdfunc.core.keys import dotted
 from tdfunc.ops.edits.storage_writes import check_writable, write_tree
@@ -30,7 +31,9 @@ _TERMS = "a message"
 _GO, _MISFIT, _DESCRIBE, _REFUSED = b"\0", b"\1", b"\2", b"\3"
 # The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
 _last: dict[tuple[str, str, int, int], "Future[Any]"] = {}
-_lock = threading.Lock()
+# The lanes in whose messages threads are, with the threads. Only a signal handler begins another one there.
+_entered: set[tuple[tuple[str, str, int, int], int]] = set()
+_lock = make_lock()
 
 
 def classes_of(tree: TensorCollection) -> dict[str, type[TensorCollection]]:
@@ -92,39 +95,103 @@ class _Lane(NamedTuple):
         """The count of the messages of this lane, which both ranks keep."""
         return self.ranks.counts.lanes[self.direction, self.peer, self.tag]
 
-    def next_number(self) -> int:
-        """Return the number of the next message."""
+    def _take_turn(self, own: "Future[Any]") -> "tuple[int, Future[Any] | None]":
+        """Return the number of the next message, and the message that is on its way before it.
+
+        Both are taken together: another thread may send at the same time.
+        """
         count = self.counter
         with _lock:
+            before, _last[self.key] = _last.get(self.key), own
             number = count.next
             count.next = number + 1
-        return number
+        return number, before
 
-    def start(self, run: Callable[[], Any]) -> "Future[Any]":
-        """Run in a thread, after the messages that started earlier."""
-        future: Future[Any] = Future()
+    def _leave(self, own: "Future[Any]", _: Any = None) -> None:
+        """Let the next message begin."""
         with _lock:
-            before, _last[self.key] = _last.get(self.key), future
+            if _last.get(self.key) is own:
+                del _last[self.key]
+        if not own.done():
+            own.set_result(None)
 
+    def _give_up(self, own: "Future[Any]", before: "Future[Any] | None") -> None:
+        """Leave the place of a message that was not begun; the next one still waits for those before it."""
+        if before is None:
+            self._leave(own)
+        else:
+            before.add_done_callback(partial(self._leave, own))
+
+    def start(self, prepare: "Callable[[], _Work]") -> "Future[Any]":
+        """Run in a thread, after the messages that started earlier.
+
+        The number is taken first: a message that an interrupt leaves counts, so that the other rank hears of it.
+        """
+        future: Future[Any] = Future()
+        before: Future[Any] | None = None
+        is_handed = False
+        try:
+            number, before = self._take_turn(future)
+            work = prepare()
+            self._start(work.run, future, number, before)
+            is_handed = True
+        finally:
+            if not is_handed:
+                self._give_up(future, before)
+        if work.error is not None:
+            raise work.error
+        return future
+
+    def _start(self, run: Callable[[int], Any], own: "Future[Any]", number: int, before: "Future[Any] | None") -> None:
         def work() -> None:
             if before is not None:
                 before.exception()
             try:
-                future.set_result(run())
+                own.set_result(run(number))
             except BaseException as err:
-                future.set_exception(err)
-            with _lock:
-                if _last.get(self.key) is future:
-                    del _last[self.key]
+                own.set_exception(err)
+            self._leave(own)
 
         threading.Thread(target=work, name=f"tdfunc-{self.ranks.call}", daemon=True).start()
-        return future
 
-    def run(self, run: Callable[[], Any]) -> Any:
+    def run(self, prepare: "Callable[[], _Work]") -> Any:
         """Run here, unless messages are under way that come first."""
-        with _lock:
-            is_idle = self.key not in _last
-        return run() if is_idle else self.start(run).result()
+        entry = self.key, threading.get_ident()
+        if entry in _entered:
+            raise ConcurrencyError(
+                f"{self.ranks.call}: this thread is in another message {self.direction} rank {self.peer}; "
+                "nothing was sent.",
+                got="a call from a signal handler, in the middle of that message",
+                hint="note the signal in the handler, and make the call after that one has returned; or another tag.",
+            )
+        future: Future[Any] = Future()
+        before: Future[Any] | None = None
+        is_handed = False
+        # In the block from the first line on: Ctrl-C must not leave the lane taken.
+        try:
+            _entered.add(entry)
+            number, before = self._take_turn(future)
+            work = prepare()
+            if before is None and work.error is None:
+                return work.run(number)
+            self._start(work.run, future, number, before)
+            is_handed = True
+        finally:
+            _entered.discard(entry)
+            if not is_handed:
+                self._give_up(future, before)
+        if work.error is not None:
+            raise work.error
+        return future.result()
+
+
+class _Work(NamedTuple):
+    """A message that is ready to go."""
+
+    # A function of the number of the message.
+    run: Callable[[int], Any]
+    # An error of this rank alone, of which `run` tells the other one.
+    error: Exception | None = None
 
 
 def _lane(call: str, group: Any, timeout_s: float | None, direction: str, peer: int, tag: int) -> _Lane:
@@ -140,18 +207,19 @@ def _lane(call: str, group: Any, timeout_s: float | None, direction: str, peer: 
     return _Lane(ranks, direction, peer, tag)
 
 
-def _sender(td: TensorCollection, lane: _Lane) -> Callable[[], None]:
-    """Return the function that sends a tree; if it cannot be sent, the receiver hears of it in its place."""
-    number = lane.next_number()
+def _sender(td: TensorCollection, lane: _Lane) -> _Work:
+    """Return the work that sends a tree; if it cannot be sent, the receiver hears of it in its place."""
     try:
         lane.ranks.check()
-        packed = pack(td, lane.ranks.call)
+        return _Work(partial(_send, pack(td, lane.ranks.call), lane))
     except Exception as err:
-        refusal = Envelope(True, number, _TERMS, write_error(err, dist.get_rank()))
+        content = write_error(err, dist.get_rank())
         lane.ranks.wait_on()
-        lane.start(partial(lane.ranks.send_bytes, refusal.encode(), lane.peer, lane.tags[0]))
-        raise
-    return partial(_send, packed, lane, number)
+
+        def refuse(number: int) -> None:
+            lane.ranks.send_bytes(Envelope(True, number, _TERMS, content).encode(), lane.peer, lane.tags[0])
+
+        return _Work(refuse, err)
 
 
 def _send(packed: Packed, lane: _Lane, number: int) -> None:
@@ -196,9 +264,9 @@ class _Inbox:
         self, like: TensorCollection | None, lane: _Lane, classes: Classes = (), refusal: Exception | None = None
     ) -> None:
         self.lane = lane
-        self.number: int = lane.next_number()
         # The answer to any message: this rank cannot take it.
         self.refusal = refusal
+        self._error: Exception | None = None
         self.structure: Structure | None = None
         self.classes: Classes = classes
         try:
@@ -207,18 +275,20 @@ class _Inbox:
                 self.structure = pack(like, lane.ranks.call).structure
                 self.classes = classes_of(like)
         except Exception as err:
-            self.refusal = err
+            self.refusal = self._error = err
             lane.ranks.wait_on()
-            lane.start(self.receive)
-            raise
+
+    def work(self, run: Callable[[int], Any] | None = None) -> _Work:
+        """Return the work that receives the message: `receive`, or a function around it."""
+        return _Work(self.receive if run is None or self._error is not None else run, self._error)
 
     # Any: the tree of the sender, of any class.
-    def receive(self) -> Any:
-        """Receive the message, and return its tree."""
+    def receive(self, number: int) -> Any:
+        """Receive the message of this number, and return its tree."""
         ranks, peer = self.lane.ranks, self.lane.peer
         tag, back, _ = self.lane.tags
         header = read_envelope(ranks.recv_bytes(peer, tag))
-        expected = self._follow(header.number)
+        expected = self._follow(number, header.number)
         if header.is_failed:
             # The sender does not wait for an answer.
             raise self.refusal or read_error(header.content)
@@ -258,12 +328,12 @@ class _Inbox:
         assert theirs is not None
         return theirs.build(leaves, self.classes)
 
-    def _follow(self, number: int) -> int:
+    def _follow(self, own: int, theirs: int) -> int:
         """Return the number that was expected, and go on from the sender's, which differs if a rank left a message."""
         count = self.lane.counter
         with _lock:
-            expected = self.number + count.shift
-            count.shift += number - expected
+            expected = own + count.shift
+            count.shift += theirs - expected
         return expected
 
     def _check(self, header: Envelope, expected: int) -> None:
@@ -329,7 +399,7 @@ def send(td: TensorCollection, dst: int, *, group: Any = None, tag: int = 0, tim
         PeerError: The other rank did not answer in time, or died.
     """
     lane = _lane("send", group, timeout_s, "to", dst, tag)
-    lane.run(_sender(td, lane))
+    lane.run(partial(_sender, td, lane))
 
 
 def isend(
@@ -337,7 +407,7 @@ def isend(
 ) -> PendingMessage:
     """Start to send a tree in a thread, like `send`. Its leaves must not be written to before `wait()` returns."""
     lane = _lane("isend", group, timeout_s, "to", dst, tag)
-    return PendingMessage(lane.start(_sender(td, lane)))
+    return PendingMessage(lane.start(partial(_sender, td, lane)))
 
 
 def recv(
@@ -366,7 +436,7 @@ def recv(
         PeerError: The other rank did not answer in time, or died.
     """
     lane = _lane("recv", group, timeout_s, "from", src, tag)
-    return lane.run(_Inbox(like, lane, classes).receive)
+    return lane.run(lambda: _Inbox(like, lane, classes).work())
 
 
 def irecv(
@@ -380,7 +450,7 @@ def irecv(
 ) -> PendingMessage:
     """Start to receive a tree, which `wait()` returns; the arguments are the same as for `recv`."""
     lane = _lane("irecv", group, timeout_s, "from", src, tag)
-    return PendingMessage(lane.start(_Inbox(like, lane, classes).receive))
+    return PendingMessage(lane.start(lambda: _Inbox(like, lane, classes).work()))
 
 
 def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMessage":
@@ -393,13 +463,17 @@ def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMes
         # It is this rank's answer to the message, so that the sender raises it as well.
         refusal = err
     lane = _lane(call, options["group"], options["timeout_s"], "from", src, options["tag"])
-    inbox = _Inbox(td, lane, refusal=refusal)
 
-    def run() -> T:
-        try:
-            write_tree(td, inbox.receive(), complete=True)
-        except PeerError as err:
-            raise err if refusal is None else refusal from err
-        return td
+    def prepare() -> _Work:
+        inbox = _Inbox(td, lane, refusal=refusal)
 
-    return lane.run(run) if wait else PendingMessage(lane.start(run))
+        def run(number: int) -> T:
+            try:
+                write_tree(td, inbox.receive(number), complete=True)
+            except PeerError as err:
+                raise err if refusal is None else refusal from err
+            return td
+
+        return inbox.work(run)
+
+    return lane.run(prepare) if wait else PendingMessage(lane.start(prepare))

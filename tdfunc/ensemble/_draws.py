@@ -3,7 +3,6 @@
 Attention and LSTM dropout draw from the default generator inside torch, where no generator can be given to them.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -11,11 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Generator
 
+from tdfunc.core.context import make_lock
 from tdfunc.core.generators import Witness
 
 T = TypeVar("T")
 # Reentrant: an ensemble may run inside a member of another.
-_SEEDING = threading.RLock()
+_SEEDING = make_lock()
 
 
 def run_seeded(generators: Sequence[Generator], seed: int, run: Callable[[], T]) -> T:

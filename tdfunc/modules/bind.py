@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import in_transform, is_compiling
+from tdfunc.core.context import in_transform, is_compiling, make_lock
 from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, TreeStructureError
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
@@ -207,7 +207,7 @@ class _Owner:
 
 
 # Held while blocks are entered and left; reentrant, since collecting a generator may leave its block at any moment.
-_CLAIMS = threading.RLock()
+_CLAIMS = make_lock()
 _SERIAL = itertools.count()
 _LOADED, _UNBOUND, _OPEN, _CLOSED = "loaded", "unbound", "open", "closed"
 

@@ -214,5 +214,6 @@ def read_structure(text: bytes) -> Structure:
 def _keep(table: dict[Any, Structure], key: Hashable, structure: Structure) -> None:
     """Enter a structure (trees of a loop have one), and drop the oldest of many."""
     table[key] = structure
-    if len(table) > _MAX_KNOWN:
-        table.pop(next(iter(table)), None)
+    # A list: another thread may enter one at the same time.
+    for oldest in list(table)[:-_MAX_KNOWN]:
+        table.pop(oldest, None)

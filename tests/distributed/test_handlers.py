@@ -91,3 +91,30 @@ def test_a_signal_to_all_ranks(tmp_path):
     """The rank outside of the call meets it with its handler's save: both raise, and the next call works."""
     run_ranks(_preempt, 2, tmp_path, tmp_path, timeout_s=TIMEOUT_S)
     assert not os.path.exists(tmp_path / "tree.safetensors")
+
+
+def _send_in_a_handler(rank):
+    """Rank 0 waits in `send` for rank 1, and its handler sends to the same rank."""
+    sent, refusals = TensorDict({"x": torch.arange(3.0)}), []
+
+    def handle(*_):
+        with pytest.raises(ConcurrencyError, match="in another message to rank 1(?s:.)*signal handler"):
+            ONE.send(1)
+        refusals.append(True)
+
+    if rank:
+        # Past the signal, which Python handles when the first frame has been received.
+        time.sleep(1)
+        assert sent.recv(0)["x"].tolist() == [0, 1, 2]
+        assert ONE.recv(0)["x"].tolist() == [1, 1]
+    else:
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        sent.send(1)
+        assert refusals
+        ONE.send(1)
+
+
+def test_a_handler_in_the_middle_of_a_message(tmp_path):
+    """The frames of two messages are not mixed: the handler's call raises, and the next message works."""
+    run_ranks(_send_in_a_handler, 2, tmp_path, timeout_s=TIMEOUT_S)

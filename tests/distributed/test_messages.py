@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from operator import methodcaller
@@ -300,3 +301,18 @@ def _lose(rank, name):
 def test_lost_ranks_are_named(tmp_path, name):
     """A rank that was killed, or that does not answer in time, is named by all others; nothing hangs."""
     assert run_ranks(_lose, 3, tmp_path, name, join=False) == [0, 0, -signal.SIGKILL]
+
+
+def _send_in_threads(rank, count):
+    def one(i):
+        tree = TensorDict({"x": torch.full((2000,), float(i))})
+        return tree.send(1) if rank == 0 else tree.recv(0)["x"].unique().tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(one, range(count)))
+    assert rank == 0 or sorted(got) == [[float(i)] for i in range(count)]
+
+
+def test_threads_send_to_one_rank_under_one_tag(tmp_path):
+    """Each message arrives whole: number and place in the queue are taken together."""
+    run_ranks(_send_in_threads, 2, tmp_path, 60, timeout_s=20)

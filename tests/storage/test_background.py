@@ -2,11 +2,13 @@
 
 import gc
 import os
+import sys
 import threading
 import time
 import warnings
 import weakref
 from concurrent import futures
+from contextlib import suppress
 from unittest.mock import patch
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
 
-from tdfunc import AsyncSaver, ConcurrencyError, Kind, NonTensorData, TensorDict, UnsupportedError, load, save
+from tdfunc import AsyncSaver, ConcurrencyError, Kind, NonTensorData, TensorDict, UnsupportedError, jit, load, save
 from tdfunc.storage.manager import background
 from tests.helpers import run_in_threads
 from tests.storage.scripts import run
@@ -208,6 +210,59 @@ def test_refusals_and_interrupts_come_at_once_and_free_the_place(tmp_path):
         with patch.object(background, "outline", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             saver.save(TREE, tmp_path / "t.safetensors")
     assert saver.save(TREE, tmp_path / "t.safetensors").result().exists()
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at a line of the functions that submit a save, as Ctrl-C does between two calls."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code not in (background.SaveQueue.submit.__code__, background.SaveQueue._start_save.__code__):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("line", range(1, 24))
+def test_ctrl_c_at_any_line_of_a_submission_frees_the_place(line, tmp_path):
+    """The save may or may not be made; the next one does not wait for it."""
+    saver = AsyncSaver()
+    traced = sys.gettrace()
+    sys.settrace(Interrupt(line))
+    try:
+        with suppress(KeyboardInterrupt):
+            saver.save(TREE, tmp_path / "t.safetensors")
+    finally:
+        sys.settrace(traced)
+    thread = threading.Thread(target=lambda: saver.save(TREE, tmp_path / "t.safetensors").result(), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    saver.wait()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, lambda fn: lambda x: torch.func.jvp(fn, (x,), (x,)), lambda fn: jit(torch.func.grad(fn))],
+)
+@pytest.mark.parametrize("copy", [None, True, False])
+def test_a_save_in_the_middle_of_a_transform(transform, copy, tmp_path):
+    """As from a signal handler: the copies are tensors of their own, not of the transform."""
+    tree = TensorDict({"p": nn.Parameter(torch.arange(3.0)), "x": torch.ones(2)})
+    saver = AsyncSaver()
+
+    def loss(x):
+        saver.save(tree, tmp_path / "t.safetensors", copy=copy)
+        return x.square()
+
+    transform(loss)(torch.tensor(2.0))
+    saver.wait()
+    assert load(tmp_path / "t.safetensors")["p"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("failing")

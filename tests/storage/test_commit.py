@@ -341,3 +341,19 @@ def test_a_file_system_that_finds_no_folder_is_an_error(tmp_path, monkeypatch):
 
     with pytest.raises(PermissionError):
         commit.make_folder(str(tmp_path / "a"), fsync=False)
+
+
+def test_ctrl_c_in_a_close_leaves_no_descriptor(tmp_path, monkeypatch):
+    """Its lock would stay until the process ends, and other saves would wait for it."""
+    held = commit.Descriptor(str(tmp_path), commit.FOLDER)
+    number = held.fd
+    # Only the module's own name for it: the tests' other locks are real.
+    monkeypatch.setattr(commit, "_fcntl", SimpleNamespace(flock=_interrupted, LOCK_UN=0))
+    with pytest.raises(KeyboardInterrupt):
+        held.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def _interrupted(*_):
+    raise KeyboardInterrupt

@@ -40,9 +40,12 @@ class _Kind(NamedTuple):
 
 def known_kinds(template: Hashable) -> "set[Hashable]":
     """Return the set of kinds that a template is known to write, which `Coverage` fills."""
-    if template not in _KNOWN and len(_KNOWN) >= _MOST_TEMPLATES:
-        del _KNOWN[next(iter(_KNOWN))]
-    return _KNOWN.setdefault(template, set())
+    found = _KNOWN.setdefault(template, set())
+    if len(_KNOWN) > _MOST_TEMPLATES:
+        # A list: another thread may enter one at the same time.
+        for oldest in list(_KNOWN)[:-_MOST_TEMPLATES]:
+            _KNOWN.pop(oldest, None)
+    return found
 
 
 @dataclass(frozen=True)

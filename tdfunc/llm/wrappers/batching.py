@@ -90,7 +90,8 @@ class Batcher(Generic[Q, R]):
         with queue.changed:
             if self._closed:
                 raise RuntimeError("Batcher.submit: the batcher is closed.")
-            if queue.thread is None:
+            # It may not have started: Ctrl-C comes between calls, and a system may have no more threads.
+            if queue.thread is None or not queue.thread.is_alive():
                 queue.thread = threading.Thread(target=_serve, args=(queue,), name="tdfunc-batcher", daemon=True)
                 queue.thread.start()
             queue.put(_Entry(future, request, group, time.monotonic(), self))
@@ -334,5 +335,5 @@ def _end(queue: _Queue) -> None:
         return
     queue.close()
     thread = queue.thread
-    if thread is not None and thread is not threading.current_thread():
+    if thread is not None and thread.is_alive() and thread is not threading.current_thread():
         thread.join(_LAST_BATCH_S)

@@ -67,10 +67,14 @@ class Descriptor:
     def close(self) -> None:
         """Give up the lock and close the descriptor; a second call does nothing."""
         fd, self.fd = self.fd, -1
-        if fd != -1:
+        if fd == -1:
+            return
+        # No call between: Ctrl-C comes between calls, and would leave the lock to the end of the process.
+        try:
             if _fcntl is not None:
                 with suppress(OSError):
                     _fcntl.flock(fd, _fcntl.LOCK_UN)
+        finally:
             os.close(fd)
 
     def __enter__(self) -> int:

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from queue import SimpleQueue
@@ -26,6 +27,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_functorch, outside
 from tdfunc.core.errors import ConcurrencyError, as_count, explain
 from tdfunc.core.memory import mapped_file
 from tdfunc.core.nontensor import NonTensorData
@@ -88,7 +90,8 @@ def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
     live, leaves = _live_ids(td), list(out.leaves)
     kept: list[tuple[str, Tensor]] = []
     alone: list[_Private] = []
-    with torch.no_grad():
+    # A signal handler may save in the middle of a transform, in which a copy would belong to the transform or trace.
+    with torch.no_grad(), outside() if in_functorch() else nullcontext():
         for i, leaf in enumerate(leaves):
             if not leaf.is_cpu:
                 continue
@@ -351,21 +354,36 @@ class SaveQueue:
             save.result()
             return save
         places = self._places
-        places.get()
+        held: list[None] = []
+
+        def give_back(_: Any = None) -> None:
+            with suppress(IndexError):
+                held.pop()
+                places.put(None)
+
+        save = PendingSave(path, None, self)
         try:
+            # One call of C code takes the place and notes it: Ctrl-C, which comes between calls, cannot lose it.
+            held.extend(map(SimpleQueue.get, [places]))
             self.raise_failed()
-            save = PendingSave(path, prepare(), self)
+            save._write = prepare()
+            save.add_done_callback(give_back)
+            self._saves.append(save)
+            self._start_save(save)
         except BaseException:
-            places.put(None)
+            # A save that is running already ends by itself.
+            if save.cancel():
+                give_back()
             raise
-        save.add_done_callback(lambda _: places.put(None))
-        self._saves.append(save)
+        return save
+
+    def _start_save(self, save: PendingSave) -> None:
+        """Leave a save to the thread, or do it now if no thread can be started."""
         try:
             self._pool.submit(_run, save)
         except RuntimeError:
             # The interpreter is ending, or the system has no more threads.
             _run(save)
-        return save
 
     def wait(self) -> None:
         """Wait until nothing is pending; raise the first error."""

@@ -1,6 +1,5 @@
 """`CheckpointManager`: the checkpoints of a run, a folder for each step, with metadata and rules that keep the best."""
 
-import errno
 import json
 import os
 import pathlib
@@ -34,8 +33,10 @@ from tdfunc.storage.manager.steps import (
     StepReplacedError,
     as_step,
     exists_error,
+    is_damage,
     list_steps,
     load_step,
+    no_step,
     read_about,
     reading,
     remove_step,
@@ -43,6 +44,7 @@ from tdfunc.storage.manager.steps import (
     step_name,
     write_step,
 )
+from tdfunc.storage.manager.together import Request, Together, has_one_group
 from tdfunc.storage.safetensors.plan import as_bytes
 from tdfunc.storage.safetensors.ranks import Checked, RankSave, refuse_shards
 from tdfunc.storage.safetensors.select import Choice
@@ -54,10 +56,6 @@ if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T")
-# A disk that cannot read, and a file system that finds itself damaged.
-_UNREADABLE = frozenset(
-    [getattr(errno, name) for name in ("EIO", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ENXIO") if hasattr(errno, name)]
-)
 
 
 class CheckpointManager(WaitMethods):
@@ -268,6 +266,9 @@ class CheckpointManager(WaitMethods):
     ) -> "TensorDict":
         """Load the tree of a step.
 
+        With DTensors in `like`, all ranks that save such a tree together also load it together: each reads its parts of
+        the newest step that all of them see. (On a mesh of several dimensions without all ranks, each loads alone.)
+
         Args:
             step: The number of the step; without it the latest. If that is removed meanwhile, a newer one is loaded.
             fallback: If the latest step is damaged or the disk cannot read it, warn and load the newest undamaged one.
@@ -284,22 +285,21 @@ class CheckpointManager(WaitMethods):
             CorruptCheckpointError: The step is damaged; the message names it and the damage.
             ValueError: `fallback` was given with a step, or without `verify`.
         """
-        if fallback and (step is not None or not verify):
-            raise error(
-                ValueError,
-                "load: fallback must come without a step, and with verify=True.",
-                got=f"step {step}" if step is not None else "verify=False",
-            )
 
-        place = torch.device(device) if device is not None else None
-        if step is not None:
-            self._earlier = frozenset(self.steps())
-            self._has_gone_back = True
-        # A resumed run continues bit for bit only with leaves of the same alignment.
-        choice = Choice(where, like, dtype, place, classes, aligned=True)
-        # An error of the disk is an error where leaves are read, and the end of the process where they are mapped.
-        read = partial(load_step, choice=choice, verify=verify, mapped=not fallback)
-        return self._use(step, "load", read, fallback=fallback)
+        def check() -> Request[Any]:
+            number = self._check_load(step, fallback=fallback, verify=verify)
+            place = torch.device(device) if device is not None else None
+            # A resumed run continues bit for bit only with leaves of the same alignment.
+            choice = Choice(where, like, dtype, place, classes, aligned=True)
+            # An error of the disk is an error where leaves are read, and the end of the process where they are mapped.
+            read = partial(load_step, choice=choice, verify=verify, mapped=not fallback)
+            return Request(number, read, fallback)
+
+        leaf = find_sharded(like)
+        if leaf is not None and has_one_group(leaf):
+            return self._load_by_ranks(Together(leaf, self._folder, check))
+        request = check()
+        return self._use(request.step, "load", request.read, fallback=fallback)
 
     def verify(self, step: int | None = None) -> int:
         """Read all of a step and compare all checksums.
@@ -369,6 +369,29 @@ class CheckpointManager(WaitMethods):
         save = PendingSave(given.path)
         save.set_result(self._commit(given.step, saving, given.metadata, given.overwrite))
         return save
+
+    def _check_load(self, step: int | None, *, fallback: bool, verify: bool) -> int | None:
+        """Return the step; raise if an argument of a load is wrong."""
+        if fallback and (step is not None or not verify):
+            raise error(
+                ValueError,
+                "load: fallback must come without a step, and with verify=True.",
+                got=f"step {step}" if step is not None else "verify=False",
+            )
+        if step is None:
+            return None
+        self._earlier = frozenset(self.steps())
+        self._has_gone_back = True
+        return as_step(step, "load")
+
+    def _load_by_ranks(self, call: Together[T]) -> T:
+        """Load with the other ranks."""
+        number, found = call.load()
+        for reason in call.broken.values():
+            warnings.warn(f"{reason}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)
+        if call.request.step is None:
+            self._warn_abandoned(number)
+        return found
 
     def _commit(
         self, step: int, snapshot: Snapshot | RankSave, metadata: dict[str, Any], overwrite: bool
@@ -455,11 +478,7 @@ class CheckpointManager(WaitMethods):
             if number is None and broken:
                 raise damaged(f"{call} {self._folder}: one step must be undamaged.", got=f"damaged: {sorted(broken)}")
             if number is None:
-                raise error(
-                    FileNotFoundError,
-                    f"{call} {self._folder}: the folder must have a step.",
-                    hint="latest() is None before the first save.",
-                )
+                raise no_step(self._folder, call)
             try:
                 with reading(self._folder, number, call) as path:
                     found = read(path, number)
@@ -473,8 +492,7 @@ class CheckpointManager(WaitMethods):
                 if step is not None or number in self.steps():
                     raise
             except (CorruptCheckpointError, OSError) as err:
-                is_damage = isinstance(err, CorruptCheckpointError) or err.errno in _UNREADABLE
-                if not fallback or not is_damage:
+                if not fallback or not is_damage(err):
                     raise
                 broken.add(number)
                 warnings.warn(f"{err}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)

@@ -1,5 +1,6 @@
 """The folder of one step, `step-0000000042`: its name and files. It is held while it is read, and removed whole."""
 
+import errno
 import json
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -37,6 +38,12 @@ class About(NamedTuple):
     metadata: dict[str, Any]
     # Higher steps that were there already, by their digests: the run had gone back to a lower one.
     above: dict[str, str] | None = None
+
+
+# A disk that cannot read, and a file system that finds itself damaged.
+_UNREADABLE = frozenset(
+    [getattr(errno, name) for name in ("EIO", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ENXIO") if hasattr(errno, name)]
+)
 
 
 class StepRemovedError(FileNotFoundError):
@@ -181,6 +188,20 @@ def linked_error(path: str, call: str) -> OSError:
         f"{call} {path}: {undone}: its folder is a link, and nothing behind a link is removed.",
         got=f"a link to {os.readlink(path)}",
         hint="remove the link by hand (unlink), and the folder behind it if nobody needs it.",
+    )
+
+
+def is_damage(err: CorruptCheckpointError | OSError) -> bool:
+    """Return whether an error means that a step is damaged, or that the disk cannot read it."""
+    return isinstance(err, CorruptCheckpointError) or err.errno in _UNREADABLE
+
+
+def no_step(folder: str, call: str) -> FileNotFoundError:
+    """Return the error for a folder without steps."""
+    return error(
+        FileNotFoundError,
+        f"{call} {folder}: the folder must have a step.",
+        hint="latest() is None before the first save.",
     )
 
 

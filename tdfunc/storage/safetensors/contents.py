@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tdfunc.core.context import make_lock
 from tdfunc.core.errors import UnsupportedError, damaged, error, explain
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
@@ -113,10 +114,10 @@ class Contents:
                     got=", ".join(metadata),
                     hint="load the folder that it is in.",
                 )
-        self._lock = threading.RLock()
+        self._lock = make_lock()
         self._idle = threading.Condition(self._lock)
-        # The thread of each read that has begun.
-        self._readers: list[int] = []
+        # The process and thread of each read that has begun. A forked process does not have the reads of its parent.
+        self._readers: list[tuple[int, int]] = []
         self.closed: bool = False
         self._has_closed_files = False
         # The names of the leaves in the headers, as `plan` found them.
@@ -133,15 +134,16 @@ class Contents:
     @contextmanager
     def reading(self) -> Generator[None, None, None]:
         """Keep the files open and leave all transforms of `torch.func`; our errors in the block name the checkpoint."""
+        reader = os.getpid(), threading.get_ident()
         with self._lock:
             self.check_open()
-            self._readers.append(threading.get_ident())
+            self._readers.append(reader)
         try:
             with naming(self.path), outside_transforms():
                 yield
         finally:
             with self._lock:
-                self._readers.remove(threading.get_ident())
+                self._readers.remove(reader)
                 self._idle.notify_all()
                 self._close_if_idle()
 
@@ -150,17 +152,18 @@ class Contents:
 
         A read of this thread, which a signal handler has interrupted, ends after this call and closes the files.
         """
-        here = threading.get_ident()
+        process, here = os.getpid(), threading.get_ident()
         with self._lock:
             if self.closed:
                 return
             self.closed = True
-            while any([reader != here for reader in self._readers]):
+            while any([reader[0] == process and reader[1] != here for reader in self._readers]):
                 self._idle.wait()
             self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        if not self.closed or self._readers or self._has_closed_files:
+        process = os.getpid()
+        if not self.closed or self._has_closed_files or any([reader[0] == process for reader in self._readers]):
             return
         self._has_closed_files = True
         for source in self.sources:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, as_completed, wait
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -421,3 +422,14 @@ def test_the_check_of_a_script_can_fail(monkeypatch):
 
     with pytest.raises(AssertionError):
         check_script([["submit", "sleep"] * 3], (6, 0), 1.0, [0.0])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("can't start new thread")])
+def test_a_thread_that_could_not_start_is_started_by_the_next_request(error, monkeypatch):
+    """Later requests would wait for ever."""
+    with Batcher(lambda rows: rows) as batcher:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", Mock(side_effect=error))
+            with pytest.raises((KeyboardInterrupt, RuntimeError)):
+                batcher.submit(1)
+        assert batcher.submit(2).result(20) == 2
