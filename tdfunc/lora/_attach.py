@@ -62,7 +62,7 @@ class LoraApply:
                     layer.__class__ = (experts_class if target.layout.is_experts else layer_class)(type(layer))
         places = {path: i for i, path in enumerate(apply.paths)}
         self._plan = Plan(make_tree(leaves | {entry.paths[0]: entry.leaf for entry in whole}))
-        given = {path: len(apply.paths) + i for i, path in enumerate(self._plan.paths)}
+        given = {path: i for i, path in enumerate(self._plan.paths, len(places))}
         # The places of each leaf that is trained whole, and of the leaf in its stead.
         self._whole = [([places[path] for path in entry.paths], given[entry.paths[0]]) for entry in whole]
         places |= given
