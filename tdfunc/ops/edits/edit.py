@@ -226,13 +226,14 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     return tree._put(changes) if changes else tree
 
 
-def untie_path(tree: T, path: Path, leaf: Any) -> T:
-    """Return the tree with its own leaf at a path that was tied to others."""
-    key, rest = path[0], path[1:]
-    # Groups of tied paths lead through the stored nodes: of a stack, its trees.
-    inner: Any = tree._data[key]
-    node = untie_path(inner, rest, leaf) if rest else leaf
-    return tree._replace(tree._data | {key: node}, ties=remap(tree._ties, lambda tied: None if tied == path else tied))
+def untie_paths(tree: T, leaves: Mapping[Path, Any]) -> T:
+    """Return the tree with its own leaves at paths that were tied to others."""
+    changes, nested = by_head(leaves.items())
+    for key, inside in nested.items():
+        # Groups of tied paths lead through the stored nodes: of a stack, its trees.
+        inner: Any = tree._data[key]
+        changes[key] = untie_paths(inner, inside)
+    return tree._replace(tree._data | changes, ties=remap(tree._ties, lambda tied: None if tied in leaves else tied))
 
 
 class EditMethods(TensorCollection):
@@ -352,7 +353,7 @@ class EditMethods(TensorCollection):
         if len(group_of(self._ties, path)) == 1:
             groups = [[dotted(p) for p in group] for group in self._ties]
             raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
-        return untie_path(self, path, leaf.clone())
+        return untie_paths(self, {path: leaf.clone()})
 
     @property
     def at(self) -> "_AtGetter[Self]":
