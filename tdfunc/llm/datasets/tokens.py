@@ -314,7 +314,10 @@ class _Plan:
     def digest(self) -> str:
         template: Any = self.chat_template
         if isinstance(template, JinjaTemplate):
-            template = [template.source, dict(template.options)]
+            own = template.tokenizer
+            # Another tokenizer than that of the ids may have other special tokens, which a template writes.
+            special = [] if own is self.tokenizer else [text_tokenizer(own).special_tokens_map]
+            template = [template.source, dict(template.options), *special]
         options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens]
         return tokenizer_digest(self.tokenizer) + json.dumps(options, default=repr)
 
