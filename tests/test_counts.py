@@ -2,6 +2,7 @@
 
 import operator
 import sys
+import time
 import tracemalloc
 from functools import reduce
 
@@ -14,7 +15,10 @@ import tdfunc as tdf
 from tdfunc import Filter, TensorDict
 from tdfunc.cli import main
 from tdfunc.llm import TokenDataset
+from tdfunc.llm.encoding.encode import encode_marked
 from tdfunc.llm.rows.packing import bins
+from tdfunc.llm.templates.base import Marked, Span
+from tests.llm.tokens import make_tokenizer
 
 
 def flat(n):
@@ -202,3 +206,20 @@ def test_a_stack_shows_few_of_many_places():
     """The text does not grow with the number of trees."""
     trees = [TensorDict({"a": torch.zeros(1), **({"b": torch.zeros(1)} if i % 2 else {})}) for i in range(2000)]
     assert len(repr(tdf.lazy_stack(trees))) < 1000
+
+
+def cpu_time_of_an_encoding(n):
+    """Return the least of three times for a text of n turns."""
+    tokenizer, text = make_tokenizer(), "<|im_end|>a" * n
+    marked = Marked(text, [Span(11 * i + 10, 11 * i + 11) for i in range(n)], [])
+    times = []
+    for _ in range(3):
+        begin = time.process_time()
+        encode_marked(tokenizer, marked, ("<|im_end|>",))
+        times.append(time.process_time() - begin)
+    return min(times)
+
+
+def test_a_text_of_many_turns_is_encoded_in_time():
+    """A set for each control string took 60 times as long for 8 times as many."""
+    assert cpu_time_of_an_encoding(8000) <= 24 * cpu_time_of_an_encoding(1000)
