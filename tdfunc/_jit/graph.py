@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from tdfunc._jit.memory import Memory, writes_of
+from tdfunc._jit.memory import Memory, used_by, writes_of
 from tdfunc._jit.tracing import Deferred
 from tdfunc.core.context import is_random
 from tdfunc.core.memory import storage_id
@@ -172,7 +172,7 @@ def _merge_common(graph: fx.Graph, memory: Memory) -> None:
             continue
         if node in moved:
             continue
-        inputs = node.all_input_nodes
+        inputs = used_by(node)
         is_view = memory.of(node) <= set().union(*map(memory.of, inputs))
         # Memory that is written, or read by the caller, must be a node's own.
         if not is_view and not memory.is_private(node):

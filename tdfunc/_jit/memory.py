@@ -1,5 +1,6 @@
 """The memory of a recorded graph: when each storage is written and used, and which nodes share one."""
 
+import operator
 from typing import Any
 
 from torch import Tensor, fx
@@ -16,6 +17,12 @@ def writes_of(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     return node.meta.get("writes", written_by(node.target, node.args, node.kwargs))
+
+
+def used_by(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory a node uses: the item that it takes from a list, and not the whole list."""
+    # A step of an optimizer has thousands of results, and a node that takes each.
+    return [node] if node.target is operator.getitem else node.all_input_nodes
 
 
 class Memory:
@@ -42,7 +49,7 @@ class Memory:
             for target in writes_of(node):
                 for storage in self.of(target):
                     self._writes.setdefault(storage, []).append(place)
-            for operand in node.all_input_nodes:
+            for operand in used_by(node):
                 own = self.of(operand)
                 self._last_use.update(dict.fromkeys(own, place))
                 if node.op == "output":

@@ -50,12 +50,12 @@ def _is_whole(parts: tuple[Any, ...]) -> bool:
 def pick(stack: Any, parts: Sequence[Any]) -> Any:
     """Index a lazy stack."""
     here, rest, dim = _split_index(stack, parts, "index")
+    if not isinstance(here, slice) and not (isinstance(here, Tensor) and here.dim()):
+        return _indexed(stack._tree_at(int(here)), rest)
     trees = stack._trees
-    if isinstance(here, Tensor) and here.dim():
+    if isinstance(here, Tensor):
         done = [_indexed(trees[number], rest) for number in here.flatten().tolist()]
         return nest(stack, done, here.shape, dim)
-    if not isinstance(here, slice):
-        return _indexed(trees[int(here)], rest)
     done = [_indexed(tree, rest) for tree in trees[here]]
     return nest(stack, done, (len(done),), dim)
 

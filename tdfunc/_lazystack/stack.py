@@ -28,6 +28,9 @@ from tdfunc.ops.display.text import printable, tree_repr
 from tdfunc.ops.edits.edit import set_, update
 from tdfunc.ops.interop import list_of
 
+# Numbers of trees in the repr.
+_SHOWN_PLACES = 20
+
 
 class LazyStack(TreeMethods):
     """Trees side by side along a new batch dimension, each with its own shapes; made by `lazy_stack`.
@@ -111,6 +114,11 @@ class LazyStack(TreeMethods):
     @property
     def _trees(self) -> list[Any]:
         return list(self._data.values())
+
+    def _tree_at(self, number: int) -> Any:
+        """Return one tree without a list of all: a loop over numbers would make that list for each."""
+        found = self._data.get(str(number if number >= 0 else number + len(self._data)))
+        return self._trees[number] if found is None else found
 
     @property
     def trees(self) -> tuple[Any, ...]:
@@ -255,9 +263,14 @@ class LazyStack(TreeMethods):
 
     def __repr__(self) -> str:
         rest = f",\n    stack_dim={self._dim}"
-        keys = [set(tree._keys()) for tree in self._data.values() if isinstance(tree, TensorCollection)]
-        for key in sorted(set[str]().union(*keys).difference(self._keys())):
-            rest += f",\n    {printable(key)}: in trees {[i for i, each in enumerate(keys) if key in each]}"
+        places: dict[str, list[int]] = {}
+        for i, tree in enumerate([tree for tree in self._data.values() if isinstance(tree, TensorCollection)]):
+            for key in tree._keys():
+                places.setdefault(key, []).append(i)
+        for key in sorted(places.keys() - set(self._keys())):
+            numbers = places[key]
+            more = f" and {len(numbers) - _SHOWN_PLACES} more" if len(numbers) > _SHOWN_PLACES else ""
+            rest += f",\n    {printable(key)}: in trees {numbers[:_SHOWN_PLACES]}{more}"
         return f"{tree_repr(self)[:-1]}{rest})"
 
     def _show_heading(self) -> list[str]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from tdfunc.cli.output import note, safe, shown
 from tdfunc.cli.sources import Source, stored_leaves
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.types import Group, Path
 from tdfunc.ops.base.reading import get
-from tdfunc.ops.edits.edit import restore_ties, untie_path
+from tdfunc.ops.edits.edit import restore_ties, untie_paths
 from tdfunc.storage.tree.build import without_values
 
 # By path, all paths of its leaf.
@@ -25,8 +27,9 @@ def share_ties(sources: Sequence[Source], trees: Sequence[TensorCollection]) -> 
     for source, tree in zip(sources, trees, strict=True):
         made = tree
         if not source.is_described:
-            for group in tree._ties:
-                made = _split(source, made, _common_parts(group, every))
+            found = [_common_parts(group, every) for group in tree._ties]
+            if any([len(parts) > 1 for parts in found]):
+                made = _split(source, tree, found)
         shared.append(made)
     return shared
 
@@ -41,15 +44,16 @@ def _common_parts(group: Group, every: Sequence[Groups]) -> list[list[Path]]:
     return list(parts.values())
 
 
-def _split(source: Source, tree: TensorCollection, parts: Sequence[Sequence[Path]]) -> TensorCollection:
-    """Return a tree in which each part of a group is a leaf; the first part keeps the tensor."""
-    first = parts[0][0]
-    leaf = get(tree, first)
-    for part in parts[1:]:
-        own = without_values(leaf, leaf.dtype)
-        source.readers[id(own)] = source.readers[id(leaf)]
-        for path in part:
-            tree = untie_path(tree, path, own)
-        tree = restore_ties(tree, (tuple(part),) if len(part) > 1 else ())
-        note(f"{safe(source.path)}: {shown(part[0])} is tied to {shown(first)} here and not everywhere: both are read")
-    return tree
+def _split(source: Source, tree: TensorCollection, groups: Sequence[Sequence[Sequence[Path]]]) -> TensorCollection:
+    """Return a tree in which each part of a group is a leaf; the first part of a group keeps the tensor."""
+    leaves: dict[Path, Tensor] = {}
+    for first, *rest in groups:
+        leaf = get(tree, first[0])
+        for part in rest:
+            own = without_values(leaf, leaf.dtype)
+            source.readers[id(own)] = source.readers[id(leaf)]
+            leaves |= dict.fromkeys(part, own)
+            what = f"{shown(part[0])} is tied to {shown(first[0])}"
+            note(f"{safe(source.path)}: {what} here and not everywhere: both are read")
+    tied = [tuple(part) for _, *rest in groups for part in rest if len(part) > 1]
+    return restore_ties(untie_paths(tree, leaves), tuple(tied))

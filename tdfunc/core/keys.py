@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -17,6 +17,8 @@ from tdfunc.core.types import Kind, NestedKey, Path
 V = TypeVar("V")
 # The most paths in the text of a filter.
 _SHOWN_PATHS = 3
+# The characters that make a glob of a name.
+_WILD = frozenset("*?[")
 
 
 def unravel(key: NestedKey) -> Path:
@@ -166,6 +168,8 @@ class Filter:
         self._mask: Callable[[Sequence[Entry]], list[bool]]
         if isinstance(spec, Filter):
             self._mask, self._text = spec._mask, spec._text
+        elif isinstance(spec, str) and _WILD.isdisjoint(spec):
+            self._mask, self._text = partial(_named, str.__str__(spec)), repr(spec)
         elif isinstance(spec, str):
             self._mask, self._text = partial(_matching, re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
         elif isinstance(spec, re.Pattern):
@@ -201,10 +205,10 @@ class Filter:
         return self._mask(entries)
 
     def __or__(self, other: "FilterSpec") -> "Filter":
-        return _joined(self, Filter(other), operator.or_, "|")
+        return _joined(self, Filter(other), _of_any, "|")
 
     def __and__(self, other: "FilterSpec") -> "Filter":
-        return _joined(self, Filter(other), operator.and_, "&")
+        return _joined(self, Filter(other), _of_all, "&")
 
     def __ror__(self, other: "FilterSpec") -> "Filter":
         return Filter(other) | self
@@ -260,8 +264,37 @@ def _others(chosen: Filter, entries: Sequence[Entry]) -> list[bool]:
     return [not a for a in chosen.mask(entries)]
 
 
-def _of_both(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], entries: Sequence[Entry]) -> list[bool]:
-    return [rule(a, b) for a, b in zip(left.mask(entries), right.mask(entries), strict=True)]
+def _of_all(parts: Sequence[Filter], entries: Sequence[Entry]) -> list[bool]:
+    found = parts[0].mask(entries)
+    for part in parts[1:]:
+        found = list(map(operator.and_, found, part.mask(entries)))
+    return found
+
+
+def _of_any(parts: Sequence[Filter], entries: Sequence[Entry]) -> list[bool]:
+    found = [False] * len(entries)
+    for places in _places_of(parts, entries):
+        for place in places:
+            found[place] = True
+    return found
+
+
+def _places_of(parts: Sequence[Filter], entries: Sequence[Entry]) -> Iterator[Sequence[int]]:
+    """Yield the numbers of the entries that each filter chooses; names are looked up, and not compared with each."""
+    table: dict[str, list[int]] = {}
+    for part in parts:
+        mask = part._mask
+        if not isinstance(mask, partial) or mask.func is not _named or len(parts) == 1:
+            yield [place for place, chosen in enumerate(part.mask(entries)) if chosen]
+            continue
+        if not table:
+            for place, entry in enumerate(entries):
+                for path in entry.paths:
+                    table.setdefault(dotted(path), []).append(place)
+        (name,) = mask.args
+        if name not in table:
+            raise _no_match(repr(name), entries)
+        yield table[name]
 
 
 def _owned(owners: set[Path], entries: Sequence[Entry]) -> list[bool]:
@@ -283,8 +316,15 @@ def _wanted(predicate: Callable[..., object], entries: Sequence[Entry]) -> list[
     return [any(bool(predicate(p, e.leaf)) for p in e.paths) for e in entries]
 
 
-def _joined(left: Filter, right: Filter, rule: Callable[[bool, bool], bool], symbol: str) -> Filter:
-    return _combined(partial(_of_both, left, right, rule), f"({left._text} {symbol} {right._text})")
+def _joined(left: Filter, right: Filter, rule: Callable[..., list[bool]], symbol: str) -> Filter:
+    # Side by side: a filter of a thousand names would call itself a thousand times.
+    parts = (*_parts_of(left, rule), *_parts_of(right, rule))
+    return _combined(partial(rule, parts), f"({left._text} {symbol} {right._text})")
+
+
+def _parts_of(chosen: Filter, rule: Callable[..., list[bool]]) -> Sequence[Filter]:
+    mask = chosen._mask
+    return mask.args[0] if isinstance(mask, partial) and mask.func is rule else (chosen,)
 
 
 def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filter:
@@ -296,29 +336,41 @@ def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filte
 def _matching(regex: re.Pattern[str], text: str, entries: Sequence[Entry]) -> list[bool]:
     found = [any(regex.fullmatch(dotted(path)) for path in e.paths) for e in entries]
     if not any(found):
-        paths = [dotted(e.paths[0]) for e in entries]
-        close = difflib.get_close_matches(text.strip("'*"), paths, n=3)
-        shown = ", ".join(map(repr, close or paths[:5])) or "(the tree has no leaves)"
-        raise FilterError(
-            f"Filter: the pattern {text} matches no leaf.",
-            got=f"{len(paths)} leaves",
-            hint=f"paths here are like {shown}.",
-        )
+        raise _no_match(text, entries)
     return found
+
+
+def _named(name: str, entries: Sequence[Entry]) -> list[bool]:
+    found = [any(dotted(path) == name for path in e.paths) for e in entries]
+    if not any(found):
+        raise _no_match(repr(name), entries)
+    return found
+
+
+def _no_match(text: str, entries: Sequence[Entry]) -> FilterError:
+    paths = [dotted(e.paths[0]) for e in entries]
+    close = difflib.get_close_matches(text.strip("'*"), paths, n=3)
+    shown = ", ".join(map(repr, close or paths[:5])) or "(the tree has no leaves)"
+    return FilterError(
+        f"Filter: the pattern {text} matches no leaf.",
+        got=f"{len(paths)} leaves",
+        hint=f"paths here are like {shown}.",
+    )
 
 
 def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any]:
     """Return for each leaf the value of the first filter that matches it."""
-    masks = [(Filter(spec).mask(found), value) for spec, value in where.items()] if found else []
-    result: list[Any] = []
+    filters = [Filter(spec) for spec in where] if found else []
+    values: dict[int, Any] = {}
+    for places, value in zip(_places_of(filters, found), where.values(), strict=False):
+        for place in places:
+            values.setdefault(place, value)
     for i, entry in enumerate(found):
-        values = [value for mask, value in masks if mask[i]]
-        if not values:
+        if i not in values:
             name = dotted(entry.paths[0])
             raise FilterError(
                 f"{call}: no filter matches the leaf {name!r}.",
                 got=f"{list(where)}",
                 hint='end the dict with "*": value.',
             )
-        result.append(values[0])
-    return result
+    return [values[i] for i in range(len(found))]

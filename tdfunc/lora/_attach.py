@@ -61,9 +61,11 @@ class LoraApply:
                 if not isinstance(layer, Adapted):
                     layer.__class__ = (experts_class if target.layout.is_experts else layer_class)(type(layer))
         places = {path: i for i, path in enumerate(apply.paths)}
-        self._whole = [([places[path] for path in entry.paths], entry.paths[0]) for entry in whole]
         self._plan = Plan(make_tree(leaves | {entry.paths[0]: entry.leaf for entry in whole}))
-        places |= {path: len(apply.paths) + i for i, path in enumerate(self._plan.paths)}
+        given = {path: i for i, path in enumerate(self._plan.paths, len(places))}
+        # The places of each leaf that is trained whole, and of the leaf in its stead.
+        self._whole = [([places[path] for path in entry.paths], given[entry.paths[0]]) for entry in whole]
+        places |= given
         tree = from_module(template)
         params, rest = split(tree)
         spec = Spec(type(template).__name__, params, rest, tree)
@@ -151,10 +153,9 @@ class LoraApply:
             )
         params, adapters = trees
         leaves = self._base.leaves(params, buffers) + self._adapter_leaves(adapters)
-        for places, path in self._whole:
-            new = leaves[len(self._base.paths) + self._plan.paths.index(path)]
+        for places, given in self._whole:
             for place in places:
-                leaves[place] = new
+                leaves[place] = leaves[given]
         mode = seeded(key_of(rng), strict=True) if rng is not None else None
         return self._inner.run_leaves([leaves[i] for i in self._order], args, kwargs, mode, keep=keep)
 

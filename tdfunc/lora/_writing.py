@@ -6,7 +6,9 @@ adapt, wrap or refuse.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, takewhile
 from statistics import mode
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -236,8 +238,10 @@ def whole_modules(whole: "Sequence[Entry]", adapted: set[str], base: TensorColle
             bias = option
             taken = group
     modules = _outermost({dotted(path[:-1]) for path in paths - taken})
-    for name in modules:
-        _check_saved(name, paths, adapted, module)
+    if modules:
+        saved = _Saved(module, set(map(dotted, paths)), adapted)
+        for name in modules:
+            saved.check(name)
     names: dict[Path, str] = {}
     for path in paths:
         layer = dotted(path[:-1])
@@ -248,21 +252,35 @@ def whole_modules(whole: "Sequence[Entry]", adapted: set[str], base: TensorColle
 
 def _outermost(names: set[str]) -> list[str]:
     """Return the names of modules that are not inside another one of them."""
-    return sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+    return sorted(name for name in names if names.isdisjoint(accumulate(name.split(".")[:-1], "{}.{}".format)))
 
 
-def _check_saved(name: str, paths: set[Path], adapted: set[str], module: nn.Module) -> None:
-    """Raise unless PEFT saves and loads exactly the leaves of a module that are trained whole."""
-    key = (*name.split("."), "weight")
-    # A name ends another name also within a word.
-    alike = [other for other, _ in module.named_modules(remove_duplicate=False) if other.endswith(name)]
-    if not name or alike != [name]:
-        other = next((each for each in alike if each != name), "the model itself")
-        raise no_peft(key, f"a module whose name is also the end of {other!r}")
-    own = module.get_submodule(name)
-    if any(f"{name}.{leaf}" not in map(dotted, paths) for leaf, _ in own.named_parameters()):
-        raise no_peft(key, "a module of which some leaves are trained whole")
-    if any(layer == name or layer.startswith(f"{name}.") for layer in adapted):
-        raise no_peft(key, "a module of which some leaves are trained whole, and others have adapters")
-    if any(leaf in own.state_dict() for leaf, _ in own.named_buffers()):
-        raise no_peft(key, "a module with buffers, which PEFT saves with it")
+class _Saved:
+    """The names that decide which modules PEFT saves: in order, so that each module looks at its neighbours only."""
+
+    def __init__(self, module: nn.Module, leaves: set[str], adapted: set[str]) -> None:
+        self._module, self._leaves = module, leaves
+        self._backwards = sorted([name[::-1] for name, _ in module.named_modules(remove_duplicate=False)])
+        self._adapted = sorted([f"{layer}." for layer in adapted])
+
+    def check(self, name: str) -> None:
+        """Raise unless PEFT saves and loads exactly the leaves of a module that are trained whole."""
+        key = (*name.split("."), "weight")
+        # A name ends another name also within a word.
+        alike = [other[::-1] for other in _beginning(self._backwards, name[::-1])]
+        if not name or alike != [name]:
+            other = next((each for each in alike if each != name), "the model itself")
+            raise no_peft(key, f"a module whose name is also the end of {other!r}")
+        own = self._module.get_submodule(name)
+        if any(f"{name}.{leaf}" not in self._leaves for leaf, _ in own.named_parameters()):
+            raise no_peft(key, "a module of which some leaves are trained whole")
+        if any(_beginning(self._adapted, f"{name}.")):
+            raise no_peft(key, "a module of which some leaves are trained whole, and others have adapters")
+        if any(leaf in own.state_dict() for leaf, _ in own.named_buffers()):
+            raise no_peft(key, "a module with buffers, which PEFT saves with it")
+
+
+def _beginning(names: Sequence[str], start: str) -> Iterator[str]:
+    """Yield those of some names in order that begin with a text."""
+    places = range(bisect_left(names, start), len(names))
+    return takewhile(lambda name: name.startswith(start), map(names.__getitem__, places))

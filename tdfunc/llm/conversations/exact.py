@@ -8,7 +8,6 @@ that the template renders. `is_append_only` reports such templates, `find_mismat
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, final
 
@@ -23,6 +22,7 @@ from tdfunc.llm.templates.base import (
     Marked,
     control_strings,
     describe,
+    from_tokenizer,
     join_marked,
     text_tokenizer,
 )
@@ -50,32 +50,32 @@ class TokenTemplate:
     tokenizer: Any
     chat_template: AbstractTemplate | str | None = None
 
-    @cached_property
+    @from_tokenizer
     def template(self) -> AbstractTemplate:
         """The template, found by its name or taken from the tokenizer."""
         return find_template(self.chat_template, self.tokenizer)
 
-    @cached_property
+    @from_tokenizer
     def text_tokenizer(self) -> Any:
         """The tokenizer of texts, taken from a processor."""
         return text_tokenizer(self.tokenizer)
 
-    @cached_property
+    @from_tokenizer
     def control(self) -> tuple[str, ...]:
         """The strings that mark turns or have a special id."""
         return control_strings(self.tokenizer, self.template)
 
-    @cached_property
+    @from_tokenizer
     def following(self) -> Following:
         """The encoder of texts that follow other texts."""
         return Following(self.text_tokenizer, self.control)
 
-    @cached_property
+    @from_tokenizer
     def end_ids(self) -> list[int]:
         """The ids of the end of turn."""
         return self.following.text_ids(["a"], [self.template.end])[0]
 
-    @cached_property
+    @from_tokenizer
     def inner_end_ids(self) -> list[int]:
         """The ids of the end of a turn that another message follows."""
         return self.following.text_ids(["a"], [self.template.inner_end])[0]

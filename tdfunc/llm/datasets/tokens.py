@@ -139,12 +139,15 @@ class TokenDataset:
         check_untrained(call, untrained)
         if not layout.cuts or layout.max_length is None:
             return list(rows)
-        longest = torch.stack([column["offsets"].diff() for column in self.columns.values()]).amax(0)
+        # Of these rows alone: an epoch calls this for each of its batches.
+        at = torch.tensor(list(rows), dtype=torch.int64)
+        offsets = [column[_OFFSETS] for column in self.columns.values()]
+        longest = torch.stack([ends[at + 1] - ends[at] for ends in offsets]).amax(0)
         # Only rows that are truncated can lose anything.
         is_long: list[bool] = (longest > layout.max_length).tolist()
         losses: dict[int, str] = {}
-        for row in rows:
-            if is_long[row] and row not in losses:
+        for row, cuts in zip(rows, is_long, strict=True):
+            if cuts and row not in losses:
                 columns = {name: _row_at(column, row) for name, column in self.columns.items()}
                 cut = {name: _cut_at(column, row, layout) for name, column in self.columns.items()}
                 reason = find_loss(columns, cut, is_pair=is_pair)
@@ -311,7 +314,10 @@ class _Plan:
     def digest(self) -> str:
         template: Any = self.chat_template
         if isinstance(template, JinjaTemplate):
-            template = [template.source, dict(template.options)]
+            own = template.tokenizer
+            # Another tokenizer than that of the ids may have other special tokens, which a template writes.
+            special = [] if own is self.tokenizer else [text_tokenizer(own).special_tokens_map]
+            template = [template.source, dict(template.options), *special]
         options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens]
         return tokenizer_digest(self.tokenizer) + json.dumps(options, default=repr)
 

@@ -137,7 +137,8 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
         real += [(at + m.start(), at + m.end()) for m in controls_in(text[at : span.start], control)]
         at = max(at, span.stop)
     # A control string anywhere in the text is forged unless the template wrote it.
-    forged = [m for m in controls_in(text, control) if (m.start(), m.end()) not in set(real)]
+    written = set(real)
+    forged = [m for m in controls_in(text, control) if (m.start(), m.end()) not in written]
     if not forged:
         whole = encode_texts(tokenizer, [text], offsets=True)[0]
         if not has_hidden_control(tokenizer, text, whole.ids, control):

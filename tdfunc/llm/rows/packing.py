@@ -85,18 +85,22 @@ def equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 def bins(lengths: Sequence[int]) -> list[list[int]]:
     """Return rows for each bin, by first fit, the longest first; no bin is longer than the longest row."""
-    size = max(lengths, default=0)
     found: list[list[int]] = []
-    room: list[int] = []
+    # A binary tree of the free places, at each node the most of its bins: a look at every bin would count pairs.
+    leaves = 1 << len(lengths).bit_length()
+    room = [max(lengths, default=0)] * (2 * leaves)
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if not lengths[row]:
             break
-        at = next((i for i, free in enumerate(room) if free >= lengths[row]), len(room))
-        if at == len(room):
+        at = 1
+        while at < leaves:
+            at = 2 * at + (room[2 * at] < lengths[row])
+        if at - leaves == len(found):
             found.append([])
-            room.append(size)
-        found[at].append(row)
+        found[at - leaves].append(row)
         room[at] -= lengths[row]
+        while at := at // 2:
+            room[at] = max(room[2 * at], room[2 * at + 1])
     return found
 
 

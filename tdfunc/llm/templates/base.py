@@ -8,8 +8,8 @@ import functools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation, without_ids
@@ -17,6 +17,8 @@ from tdfunc.llm.messages.content import text_of, texts_of
 from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
 from tdfunc.llm.templates.fields import Coverage, known_kinds
 from tdfunc.llm.templates.thinking import closing_tag, continue_thinking
+
+V = TypeVar("V")
 
 
 class Piece(NamedTuple):
@@ -511,3 +513,43 @@ def control_strings(tokenizer: Any, template: AbstractTemplate) -> tuple[str, ..
 def text_tokenizer(tokenizer: Any) -> Any:
     """Return the tokenizer of a processor, or the tokenizer."""
     return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+# Any: transformers is optional.
+def _state_of(tokenizer: Any) -> Any:
+    """Return what shows that a tokenizer got another chat template, or other special tokens."""
+    own = text_tokenizer(tokenizer)
+    # Any: a text, or texts by name.
+    template: Any = getattr(tokenizer, "chat_template", None)
+    # Copies: both may be changed in place.
+    kept = dict[Any, Any](template) if isinstance(template, Mapping) else template
+    special = repr(getattr(own, "special_tokens_map", None))
+    return kept, special, len(own) if hasattr(own, "__len__") else None
+
+
+class from_tokenizer(Generic[V]):  # noqa: N801 - used as `property` is
+    """A property that is read from a tokenizer once, and again after the tokenizer has changed.
+
+    A program may add tokens, or another chat template, to a tokenizer that templates and wrappers have in use.
+
+    Args:
+        make: A function of an object with a `tokenizer`.
+    """
+
+    def __init__(self, make: Callable[[Any], V]) -> None:
+        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> "from_tokenizer[V]": ...
+    @overload
+    def __get__(self, instance: Any, owner: Any = None) -> V: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        state, kept = _state_of(instance.tokenizer), instance.__dict__
+        known = kept.get("_read")
+        if known is None or known[0] != state:
+            known = kept["_read"] = state, dict[str, Any]()
+        if self._name not in known[1]:
+            known[1][self._name] = self._make(instance)
+        return known[1][self._name]

@@ -7,7 +7,6 @@ Texts are parsed by the template of `TEMPLATES` that renders the same text, if t
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, final
 
 from tdfunc.core.errors import error
@@ -18,6 +17,7 @@ from tdfunc.llm.templates.base import (
     Marked,
     Span,
     find_forged,
+    from_tokenizer,
     is_forged,
     special_strings,
     text_tokenizer,
@@ -59,27 +59,27 @@ class JinjaTemplate(AbstractTemplate):
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     lossy: bool = False
 
-    @cached_property
+    @from_tokenizer
     def _own(self) -> Any:
         """The tokenizer of texts: of a processor, its own."""
         return text_tokenizer(self.tokenizer)
 
-    @cached_property
+    @from_tokenizer
     def source(self) -> str:
         """The Jinja text."""
         return self.tokenizer.get_chat_template(self.chat_template)
 
-    @cached_property
+    @from_tokenizer
     def control(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The special tokens of the tokenizer."""
         return special_strings(self.tokenizer)
 
-    @cached_property
+    @from_tokenizer
     def has_generation(self) -> bool:
         """True if the template marks replies with `{% generation %}`."""
         return _GENERATION.search(self.source) is not None
 
-    @cached_property
+    @from_tokenizer
     def header(self) -> str:
         """The generation prompt; empty if the template has none."""
         chat = Conversation([{"role": "user", "content": "a"}])
@@ -87,7 +87,7 @@ class JinjaTemplate(AbstractTemplate):
         with_prompt = self._texts([chat], generation_prompt=True)[0]
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
-    @cached_property
+    @from_tokenizer
     def end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The first control string after a reply; empty if there is none."""
         mark = MARKS[0]
@@ -102,7 +102,7 @@ class JinjaTemplate(AbstractTemplate):
             return ""
         return max([each for each in self.control if after.startswith(each, min(found))], key=len)
 
-    @cached_property
+    @from_tokenizer
     def inner_end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The control string between a reply and the next turn, if it differs from `end`."""
         if self._turns is None:
@@ -113,7 +113,7 @@ class JinjaTemplate(AbstractTemplate):
         before = self._turns.to_user.partition(start)[0]
         return before.strip() if before.strip() in self.control else self.end
 
-    @cached_property
+    @from_tokenizer
     def arguments(self) -> str:
         """The form of call arguments that the template expects: "dict", "text" (JSON) or "any"."""
         if not self._writes_call({"k": "v"}, "{'k': 'v'}"):
@@ -142,7 +142,7 @@ class JinjaTemplate(AbstractTemplate):
         except Exception:
             return None
 
-    @cached_property
+    @from_tokenizer
     def alike(self) -> AbstractTemplate | None:
         """The template of `TEMPLATES` that renders probes like this one, else one that parses them, else None."""
         texts = self._probe_texts
@@ -155,7 +155,7 @@ class JinjaTemplate(AbstractTemplate):
                     return template
         return None
 
-    @cached_property
+    @from_tokenizer
     def _probe_texts(self) -> list[str | None]:
         found: list[str | None] = []
         for probe in _PROBES:
@@ -181,7 +181,7 @@ class JinjaTemplate(AbstractTemplate):
         before = [each["role"] for each in messages[: -len(probe)]]
         return messages[-len(probe) :] == probe and before in ([], ["system"])
 
-    @cached_property
+    @from_tokenizer
     def _turns(self) -> Turns | None:
         def render(chat: list[Message], header: bool) -> str:
             return self._without_bos(self._render([chat], None, add_generation_prompt=header)[0])
@@ -235,7 +235,7 @@ class JinjaTemplate(AbstractTemplate):
         if not self.lossy:
             self._coverage.check(conversations, is_prompt=is_prompt)
 
-    @cached_property
+    @from_tokenizer
     def _coverage(self) -> Coverage:
         def render(conversation: Conversation) -> str:
             return self._texts([conversation])[0]
@@ -346,7 +346,7 @@ class JinjaTemplate(AbstractTemplate):
     def _parse_alike(self, text: str) -> Message:
         return {"role": "assistant", "content": text} if self.alike is None else self.alike.parse_reply(text)
 
-    @cached_property
+    @from_tokenizer
     def _closing(self) -> str | None:
         """The tag that ends the thinking which the generation prompt opens, if it does."""
         chat = Conversation([{"role": "user", "content": "a"}])

@@ -35,9 +35,8 @@ def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
     if not new._ties or not has(new, path):
         return new
     node = get(new, path)
-    for other in group_of(tree._ties, path):
-        if other != path:
-            new = _set_path(new, other, node, kind)
+    others = {other: node for other in group_of(tree._ties, path) if other != path}
+    new = _set_paths(new, others, kind) if others else new
     return _record_ties(new, new._ties)
 
 
@@ -54,6 +53,21 @@ def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ())
         raise _under_leaf("set", (*at, key), (*at, *path))
     new = _set_path(child, rest, value, kind, (*at, key))
     return tree._put({key: new if has_key else _as_field(tree, key, new, at)})
+
+
+def _set_paths(tree: T, values: Mapping[Path, Any], kind: Kind | None = None, at: Path = ()) -> T:
+    """Return a tree with values at paths of leaves, put there in one walk: one at a time copies each node as often."""
+    if tree._is_lazy:
+        for path, value in values.items():
+            tree = set_(tree, path, value, kind)
+        return tree
+    flat, nested = by_head(values.items())
+    changes: dict[str, Node] = {key: accept(tree, key, value, dotted((*at, key))) for key, value in flat.items()}
+    for key, inner in nested.items():
+        child = tree._get(key)
+        assert isinstance(child, TensorCollection)
+        changes[key] = _set_paths(child, inner, kind, (*at, key))
+    return tree._put(changes, None if kind is None else dict.fromkeys(flat, kind))
 
 
 def _empty(tree: TensorCollection) -> TensorCollection:
@@ -133,12 +147,12 @@ def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
 
 def _write_groups(tree: T, ties: Ties, written: Set[Path]) -> T:
     """Return an edited tree in which all paths of a group have the value that was written at some of them."""
+    values: dict[Path, Any] = {}
     for group in ties:
-        sources = [path for path in group if path in written]
-        for path in group:
-            if sources and path not in written:
-                tree = _set_path(tree, path, get(tree, sources[0]), None)
-    return _record_ties(tree, ties)
+        source = next((path for path in group if path in written), None)
+        if source is not None:
+            values |= dict.fromkeys([path for path in group if path not in written], get(tree, source))
+    return _record_ties(_set_paths(tree, values) if values else tree, ties)
 
 
 def replace_nodes(tree: T, nodes: dict[str, Node]) -> T:
@@ -212,13 +226,14 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     return tree._put(changes) if changes else tree
 
 
-def untie_path(tree: T, path: Path, leaf: Any) -> T:
-    """Return the tree with its own leaf at a path that was tied to others."""
-    key, rest = path[0], path[1:]
-    # Groups of tied paths lead through the stored nodes: of a stack, its trees.
-    inner: Any = tree._data[key]
-    node = untie_path(inner, rest, leaf) if rest else leaf
-    return tree._replace(tree._data | {key: node}, ties=remap(tree._ties, lambda tied: None if tied == path else tied))
+def untie_paths(tree: T, leaves: Mapping[Path, Any]) -> T:
+    """Return the tree with its own leaves at paths that were tied to others."""
+    changes, nested = by_head(leaves.items())
+    for key, inside in nested.items():
+        # Groups of tied paths lead through the stored nodes: of a stack, its trees.
+        inner: Any = tree._data[key]
+        changes[key] = untie_paths(inner, inside)
+    return tree._replace(tree._data | changes, ties=remap(tree._ties, lambda tied: None if tied in leaves else tied))
 
 
 class EditMethods(TensorCollection):
@@ -338,7 +353,7 @@ class EditMethods(TensorCollection):
         if len(group_of(self._ties, path)) == 1:
             groups = [[dotted(p) for p in group] for group in self._ties]
             raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
-        return untie_path(self, path, leaf.clone())
+        return untie_paths(self, {path: leaf.clone()})
 
     @property
     def at(self) -> "_AtGetter[Self]":

@@ -527,10 +527,14 @@ class FolderReader:
             known.append(restrict(node.ties))
         numbers = {place.path: number for number, place in enumerate(self._places)}
         groups: list[list[tuple[int, str]]] = []
+        orders: dict[int, dict[str, int]] = {}
         for number, group in enumerate(self._nodes[0].ties):
             refs = [(numbers[path[:-1]], path[-1]) for path in group]
             items: list[list[Any]] = [self._nodes[node].fields["items"] for node, _ in refs]
-            places: list[int] = [self._nodes[node].fields["keys"].index(key) for node, key in refs]
+            for node, _ in refs:
+                if node not in orders:
+                    orders[node] = {key: place for place, key in enumerate(self._nodes[node].fields["keys"])}
+            places: list[int] = [orders[node][key] for node, key in refs]
             first: Spec | None = None
             for own, at in zip(items, places, strict=True):
                 item: list[Any] = own[at] if type(own[at]) is list else [own[at], ""]

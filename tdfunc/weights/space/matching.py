@@ -79,10 +79,16 @@ def permute_channels(params: T, groups: Sequence[Group], orders: Sequence[Tensor
     for group, order in zip(groups, orders, strict=True):
         for path, dim in group.items():
             leaf = new.get(path)
-            leaf = get(params, path) if leaf is None else leaf
-            blocks = _blocks(path, leaf, dim, len(order))
-            new[path] = blocks.index_select(dim, order).reshape(leaf.shape)
+            new[path] = _reordered(path, get(params, path) if leaf is None else leaf, [(dim, order)])
     return replace(params, new)
+
+
+def _reordered(path: Path, leaf: Tensor, orders: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Return a leaf with the neurons of some dimensions in other orders."""
+    for dim, order in orders:
+        blocks = _blocks(path, leaf, dim, len(order))
+        leaf = blocks.index_select(dim, order).reshape(leaf.shape)
+    return leaf
 
 
 def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None = None, max_iter: int = 100) -> T:
@@ -120,16 +126,23 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
     _check_finite((a, b), groups)
     counts = [get(b, path).shape[dim] for path, dim in (next(iter(group.items())) for group in groups)]
     orders = [torch.arange(count) for count in counts]
+    # By path, the dimension of each group that has it, by the number of the group.
+    dims: dict[Path, dict[int, int]] = {}
+    for place, group in enumerate(groups):
+        for path, dim in group.items():
+            dims.setdefault(path, {})[place] = dim
     with torch.no_grad():
         for _ in range(as_count("max_iter", max_iter, least=0)):
             is_better = False
             for place, group in enumerate(groups):
-                others = [order if i != place else torch.arange(len(order)) for i, order in enumerate(orders)]
-                moved = permute_channels(b, groups, others)
-                parts = [
-                    _rows(path, get(a, path), dim, counts[place]) @ _rows(path, get(moved, path), dim, counts[place]).T
-                    for path, dim in group.items()
-                ]
+                parts: list[Tensor] = []
+                for path, dim in group.items():
+                    # Of the leaves of this group alone: the whole model for each group would be pairs of groups.
+                    others = [(own, orders[i]) for i, own in dims[path].items() if i != place]
+                    moved = _reordered(path, get(b, path), others)
+                    parts.append(
+                        _rows(path, get(a, path), dim, counts[place]) @ _rows(path, moved, dim, counts[place]).T
+                    )
                 profit = torch.stack(parts).sum(0)
                 order = _assign(profit)
                 gain = profit.gather(1, order[:, None]).sum() - profit.gather(1, orders[place][:, None]).sum()
