@@ -58,7 +58,9 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
     """
     _check_operands("cond", operands)
     if not isinstance(pred, (Tensor, torch.SymBool)):
-        return true_fn(*operands) if pred else false_fn(*operands)
+        if pred:
+            return true_fn(*operands)
+        return false_fn(*operands)
     if _is_captured():
         given, refill = _split(operands)
         known = _non_tensors(operands)
@@ -74,8 +76,11 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
         flag: Any = pred.reshape(()).to(torch.bool) if isinstance(pred, Tensor) else pred
         return _unpack_only(torch.cond(flag, flat(true_fn), flat(false_fn), tuple(given)), known)
     if not isinstance(pred, Tensor) or is_known(pred):
-        return true_fn(*operands) if pred else false_fn(*operands)
-    yes, no = true_fn(*operands), false_fn(*operands)
+        if pred:
+            return true_fn(*operands)
+        return false_fn(*operands)
+    yes = true_fn(*operands)
+    no = false_fn(*operands)
     _check_alike("cond: both branches must return one structure", yes, no)
     flag = pred.reshape(()).to(torch.bool)
     leaves, spec = torch_pytree.tree_flatten(yes)
@@ -114,7 +119,9 @@ def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, .
 
         def test(*given: Tensor) -> Any:
             holds = cond_fn(*refill(given))
-            return holds.reshape(()).to(torch.bool) if isinstance(holds, Tensor) else holds
+            if isinstance(holds, Tensor):
+                return holds.reshape(()).to(torch.bool)
+            return holds
 
         def body(*given: Tensor) -> Any:
             return tuple([leaf.clone() for leaf in _split(_next_carry(body_fn, tuple(refill(given))))[0]])
@@ -201,7 +208,8 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
     count = _check_rows("scan", leaves, dim)
     if _is_captured():
         return _captured_scan(combine_fn, init, leaves, spec, dim, reverse)
-    carry, outs = init, []
+    carry = init
+    outs = []
     for i in reversed(range(count)) if reverse else range(count):
         row = torch_pytree.tree_unflatten([leaf.select(dim, i) for leaf in leaves], spec)
         carry, out = _next_step(combine_fn, carry, row)
@@ -295,7 +303,10 @@ def _check_rows(call: str, leaves: Sequence[Any], dim: int) -> int:
 
 def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
     """Raise unless two results have one structure, and leaves of the same shapes, dtypes and devices."""
-    at = f"{rule}, at {path!r}." if path else f"{rule}."
+    if path:
+        at = f"{rule}, at {path!r}."
+    else:
+        at = f"{rule}."
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             both = [f"shape {list(leaf.shape)}, {leaf.dtype}, {leaf.device}" for leaf in (a, b)]
@@ -303,7 +314,10 @@ def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
     elif type(a) is not type(b):
         raise TreeStructureError(at, expected=type(a).__name__, got=type(b).__name__)
     elif isinstance(a, (TensorCollection, dict)):
-        mine, theirs = (a, b) if isinstance(a, dict) else (a._data, b._data)
+        if isinstance(a, dict):
+            mine, theirs = (a, b)
+        else:
+            mine, theirs = (a._data, b._data)
         # The leaves of a tree come in sorted order, the values of a dict in its order.
         keys = [list(x) if isinstance(a, dict) else sorted(x) for x in (mine, theirs)]
         if keys[0] != keys[1]:
@@ -339,13 +353,17 @@ def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, d
     carry, made = _next_step(combine_fn, init, row)
     if length == 1:
         return carry, _stack_rows("", [made], dim)
-    (start, refill), (first, reshape) = _split(carry), _split(made)
+    start, refill = _split(carry)
+    first, reshape = _split(made)
 
     def step(given: list[Tensor], row: list[Tensor]) -> Any:
         old = refill(given) if start else carry
         new, out = _next_step(combine_fn, old, torch_pytree.tree_unflatten(row, spec))
         _check_alike("scan: all steps must give one structure", made, out)
-        kept = [leaf.clone() for leaf in _split(new)[0]] if start else [given[0].clone()]
+        if start:
+            kept = [leaf.clone() for leaf in _split(new)[0]]
+        else:
+            kept = [given[0].clone()]
         return kept, [leaf.clone() for leaf in _split(out)[0]]
 
     # torch's scan takes a carry of at least one tensor, which owns its memory.
@@ -355,7 +373,10 @@ def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, d
     joined: list[Tensor] = []
     for leaf, others in zip(first, outs, strict=True):
         place = dim if dim <= leaf.dim() else 0
-        parts = [others, leaf.unsqueeze(place)] if reverse else [leaf.unsqueeze(place), others]
+        if reverse:
+            parts = [others, leaf.unsqueeze(place)]
+        else:
+            parts = [leaf.unsqueeze(place), others]
         joined.append(torch.cat(parts, place))
     return refill(last) if start else carry, reshape(joined)
 
@@ -395,7 +416,9 @@ def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 
         voting = any([isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(children)])
         inner = len(size) if voting else batch_dims
         parts = tuple([_pack(child, leaves, known, inner) for child in children])
-        own = None if context.static is None else (tuple(context.static.kinds.items()), context.static.own)
+        own = None
+        if context.static is not None:
+            own = (tuple(context.static.kinds.items()), context.static.own)
         grafts = tuple([tuple(item) for item in context.grafts])
         return (
             "tree", type(value), parts, context.keys, context.ties, context.order, _sizes(size, inner), context.device,
@@ -433,7 +456,9 @@ def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
     if kind == "tree":
         _, cls, parts, keys, ties, order, size, device, names, features, own, grafts = code
         children = tuple([_unpack(part, leaves, known) for part in parts])
-        static = None if own is None else Static(dict(own[0]), ties, own[1])
+        static = None
+        if own is not None:
+            static = Static(dict(own[0]), ties, own[1])
         made = tuple([Graft(*item) for item in grafts])
         context = Context(keys, ties, order, Size(size), device, names, features, static, made)
         voted = rebuilt_size(cls, children, context)[0]
@@ -453,4 +478,6 @@ def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
     if kind == "value":
         return code[1]
     items = [_unpack(item, leaves, known) for item in code[2]]
-    return code[1](*items) if kind == "named" else code[1](items)
+    if kind == "named":
+        return code[1](*items)
+    return code[1](items)

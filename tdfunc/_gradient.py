@@ -59,7 +59,9 @@ def grad(
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
+        if has_aux:
+            return (grads, value[1])
+        return grads
 
     return run
 
@@ -142,7 +144,9 @@ def _fill(structure: Any, parts: list[Any], tensors: list[Tensor]) -> Any:
 
 
 def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
-    given = args[place] if -len(args) <= place < len(args) else None
+    given = None
+    if -len(args) <= place < len(args):
+        given = args[place]
     if isinstance(given, TensorCollection):
         check_dense(given, "grad")
         return given

@@ -57,10 +57,13 @@ def check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> Tensor:
     if not t.numel():
         raise error(ValueError, f"{call}: there must be labels.", got=f"shape {list(t.shape)}")
     # Narrow integers cannot be compared with the number of classes.
-    t, classes = t.long(), y.shape[-1]
+    t = t.long()
+    classes = y.shape[-1]
 
     def failure() -> ValueError:
-        got = f"{int(t.min())} to {int(t.max())}" if has_values() else None
+        got = None
+        if has_values():
+            got = f"{int(t.min())} to {int(t.max())}"
         return error(ValueError, f"{call}: labels must name classes.", expected=f"0 <= t < {classes}", got=got)
 
     require_values((t >= 0) & (t < classes), failure)
@@ -105,11 +108,10 @@ def member_weights(y: Tensor, weights: Any) -> Tensor:
     if weights is None:
         w = torch.full((members,), 1 / members, dtype=dtype, device=y.device)
     else:
-        w = (
-            weights
-            if isinstance(weights, Tensor)
-            else torch.tensor(np.array(weights), dtype=torch.float64, device="cpu")
-        )
+        if isinstance(weights, Tensor):
+            w = weights
+        else:
+            w = torch.tensor(np.array(weights), dtype=torch.float64, device="cpu")
         if w.shape != (members,):
             raise LeafMismatchError(
                 "weights: there must be one for each member.",

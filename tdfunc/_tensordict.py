@@ -81,8 +81,12 @@ class TensorDict(TreeMethods, FromMethods):
         names: Sequence[str | None] | None = None,
         **entries: Any,
     ) -> None:
-        compiling, static, given = is_compiling(), None, None
-        place = None if device is None else as_device(device)
+        compiling = is_compiling()
+        static = None
+        given = None
+        place = None
+        if device is not None:
+            place = as_device(device)
         if entries and source is not None:
             # Arguments of tensordict's constructor, or of `from_dict`.
             refuse_options(entries, ("lock", "non_blocking", "auto_batch_size"), "TensorDict")
@@ -90,8 +94,12 @@ class TensorDict(TreeMethods, FromMethods):
             source = adopt(source)
         if isinstance(source, TensorCollection):
             tree = _copy(source, batch_size, place)
-            tree = update(tree, entries) if entries else tree
-            data, size, static, given = tree._data, tree._batch_size, tree._static, tree._names
+            if entries:
+                tree = update(tree, entries)
+            data = tree._data
+            size = tree._batch_size
+            static = tree._static
+            given = tree._names
         else:
             size = as_size(batch_size)
             # The common call, without the walk.
@@ -107,8 +115,12 @@ class TensorDict(TreeMethods, FromMethods):
         # As in `_make`: plain stores while it is of the class that may be written.
         new: Any = self
         object.__setattr__(new, "__class__", Slots)
-        new._data, new._batch_size, new._device = data, size, place
-        new._names, new._static, new._cache = given, static, None
+        new._data = data
+        new._batch_size = size
+        new._device = place
+        new._names = given
+        new._static = static
+        new._cache = None
         new.__class__ = TensorDict
 
     def __init_subclass__(cls) -> None:
@@ -139,7 +151,9 @@ def _copy(tree: TensorCollection, batch_size: Any, device: Any) -> TensorDict:
     if device is not None:
         made = to(made, device)
     size = made._batch_size if batch_size is None else as_size(batch_size)
-    return made if size == made._batch_size else resize(made, size)
+    if size == made._batch_size:
+        return made
+    return resize(made, size)
 
 
 TensorCollection._open = TensorDict

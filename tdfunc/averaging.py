@@ -171,18 +171,26 @@ class SWAG:
             TreeStructureError: The state is of another class, or of another rank.
         """
         parts = self._parts("SWAG.sample", state)
-        mean, variance, count = parts["mean"], parts["variance"], parts["count"]
+        mean = parts["mean"]
+        variance = parts["variance"]
+        count = parts["count"]
         if has_values() and count.numel() and int(count.min()) < 2:
             raise error(
                 ValueError, "SWAG.sample: there must be two models or more.", expected="count >= 2", got=count.tolist()
             )
         key = key_of(key)
-        size, means = mean._batch_size, list_leaves(mean)
+        size = mean._batch_size
+        means = list_leaves(mean)
         spread = [x.clamp(min=0).sqrt() for x in list_leaves(variance)]
-        columns = list_leaves(parts["deviations"]) if self.rank else []
+        columns = []
+        if self.rank:
+            columns = list_leaves(parts["deviations"])
         # Deviations that are not there yet are zeros.
         kept = (count.clamp(max=self.rank) - 1).clamp(min=1)
-        root, half = math.sqrt(scale), math.sqrt(0.5) if self.rank else 1.0
+        root = math.sqrt(scale)
+        half = 1.0
+        if self.rank:
+            half = math.sqrt(0.5)
 
         def draw(i: Tensor) -> Any:
             own = random.fold_in(key, i)
@@ -268,7 +276,9 @@ class Snapshots:
             )
         dims = len(state._batch_size)
         members = parts["members"][(slice(None),) * dims + (slice(self.members - kept, None),)]
-        return members.flatten(0, dims) if dims else members
+        if dims:
+            return members.flatten(0, dims)
+        return members
 
 
 def cosine_cycles(peak_value: float | Tensor, cycle_steps: int) -> Schedule:
@@ -336,7 +346,10 @@ def update_bn(
     fresh: dict[Path, Tensor] = {}
     for name in norms:
         for buffer, value in (("running_mean", 0), ("running_var", 1), (_TRACKED, 0)):
-            path = (*name.split("."), buffer) if name else (buffer,)
+            if name:
+                path = (*name.split("."), buffer)
+            else:
+                path = (buffer,)
             if has(buffers, path):
                 fresh[path] = torch.full_like(get(buffers, path), value)
     if not fresh:
@@ -345,13 +358,19 @@ def update_bn(
     totals: dict[Path, Tensor] = {}
     run = apply._vary(cumulative)
     # The share of a batch is a Python number in torch's BatchNorm, which vmap cannot read.
-    run = Ensemble(run, "loop") if params._batch_size else run
-    key = None if rng is None else key_of(rng)
-    buffers, seen = replace(buffers, fresh), 0
+    if params._batch_size:
+        run = Ensemble(run, "loop")
+    key = None
+    if rng is not None:
+        key = key_of(rng)
+    buffers = replace(buffers, fresh)
+    seen = 0
     with torch.no_grad():
         for batch in batches:
             x = batch[0] if isinstance(batch, (tuple, list)) else batch
-            own = None if key is None else random.fold_in(key, seen)
+            own = None
+            if key is not None:
+                own = random.fold_in(key, seen)
             _, buffers = run.with_buffers(params, buffers, x, rng=own)
             seen += 1
             if narrow:
@@ -362,7 +381,9 @@ def update_bn(
         raise error(
             ValueError, "update_bn: there must be a batch.", got="no batches", hint="an iterator can be used up."
         )
-    return replace(buffers, _mean_statistics(totals, narrow)) if narrow else buffers
+    if narrow:
+        return replace(buffers, _mean_statistics(totals, narrow))
+    return buffers
 
 
 def _narrow_norms(fresh: dict[Path, Tensor]) -> dict[Path, Tensor]:
@@ -380,7 +401,10 @@ def _add_statistics(
         # A cast of all buffers makes a number of 16 bits of the count, which ends at 256.
         passes = get(buffers, (*path[:-1], _TRACKED)).long()
         leaf = get(buffers, path)
-        own = passes if path[-1] == _TRACKED else leaf.to(_wide(leaf)) * passes.unsqueeze(-1)
+        if path[-1] == _TRACKED:
+            own = passes
+        else:
+            own = leaf.to(_wide(leaf)) * passes.unsqueeze(-1)
         new[path] = totals[path] + own if path in totals else own
     return new
 
@@ -401,7 +425,9 @@ def _mean_statistics(totals: dict[Path, Tensor], narrow: dict[Path, Tensor]) -> 
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    if x.is_floating_point():
+        return torch.promote_types(x.dtype, torch.float32)
+    return x.dtype
 
 
 def _check_params(call: str, params: TensorCollection) -> None:
@@ -466,7 +492,8 @@ def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept
         )
     leaves = leaves_like(kept, params, call)
     # The rows of `Snapshots` have a further dimension.
-    dims, extra = len(params._batch_size), len(kept._batch_size) - len(params._batch_size)
+    dims = len(params._batch_size)
+    extra = len(kept._batch_size) - len(params._batch_size)
     for path, old, new in zip(list_paths(kept), list_leaves(kept), leaves, strict=True):
         if (*old.shape[:dims], *old.shape[dims + extra :]) != new.shape:
             raise LeafMismatchError(

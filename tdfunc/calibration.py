@@ -27,7 +27,8 @@ from tdfunc.core.surface import surface
 
 Method: TypeAlias = Literal["lac", "aps"]
 # Of the inverse temperature; beyond it float32 rounds the probabilities to 0 and 1, or to 1 / C.
-_LOG_RANGE, _STEPS = 12.0, 60
+_LOG_RANGE = 12.0
+_STEPS = 60
 
 
 def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
@@ -70,7 +71,8 @@ def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
         middle = (low + high) / 2
         p = (wide * middle.exp()[..., None, None]).softmax(-1)
         below = (p * finite).sum(-1).mean(-1) < wanted
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        low = torch.where(below, middle, low)
+        high = torch.where(below, high, middle)
     return torch.where(wide.isnan().any(-1).any(-1), math.nan, (-(low + high) / 2).exp())
 
 
@@ -203,7 +205,8 @@ def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -
         Lei et al., "Distribution-free predictive inference for regression" (2018), sections 2.2 and 5.2.
     """
     y = as_tensor(y)
-    t, scale = as_tensor(t, y.device), None if scale is None else as_tensor(scale, y.device)
+    t = as_tensor(t, y.device)
+    scale = None if scale is None else as_tensor(scale, y.device)
     if y.shape[-1:] != t.shape or (scale is not None and scale.shape not in (y.shape, t.shape)):
         raise LeafMismatchError(
             "regression_scores: there must be a true value, and a scale, for each prediction.",
@@ -212,7 +215,9 @@ def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -
             + ("" if scale is None else f", scales of shape {list(scale.shape)}"),
         )
     distance = (as_real(y) - as_real(t)).abs()
-    return distance if scale is None else distance / as_real(scale)
+    if scale is None:
+        return distance
+    return distance / as_real(scale)
 
 
 def regression_intervals(
@@ -236,7 +241,10 @@ def regression_intervals(
     """
     y = as_real(as_tensor(y))
     is_number = isinstance(threshold, float | int)
-    width = torch.tensor(threshold, dtype=y.dtype) if is_number else as_real(as_tensor(threshold))
+    if is_number:
+        width = torch.tensor(threshold, dtype=y.dtype)
+    else:
+        width = as_real(as_tensor(threshold))
     width = width.to(y.device).unsqueeze(-1)
     if scale is not None:
         width = width * as_real(as_tensor(scale, y.device))

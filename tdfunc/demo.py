@@ -40,10 +40,14 @@ from tdfunc.storage.api import load, save
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
-BATCH, STEPS, CLASSES = 64, 400, 10
+BATCH = 64
+STEPS = 400
+CLASSES = 10
 # The test NLL is computed after every so many steps.
 CURVE_EVERY = 10
-_BLUE, _ORANGE, _GREY = "#2c55b8", "#e0591b", "#9aa3b5"
+_BLUE = "#2c55b8"
+_ORANGE = "#e0591b"
+_GREY = "#9aa3b5"
 PACKAGES = ("sklearn", "matplotlib", "PIL", "tqdm", "rich", "typer")
 MEASURES = ("entropy", "expected_entropy", "mutual_information")
 
@@ -132,13 +136,16 @@ def stacked_steps(data: Digits, rows: Tensor, seed: int, own: Tensor | None = No
 
     With `own`, only the members with these numbers are trained, each as among all members.
     """
-    device, members = data.train_x.device, rows.shape[1]
-    own = torch.arange(members) if own is None else own
+    device = data.train_x.device
+    members = rows.shape[1]
+    if own is None:
+        own = torch.arange(members)
     make = partial(make_model, data.train_x.dtype)
     apply, _, _ = functional(make())
     params, buffers = split(init_ensemble(make, members, key=seed)[own].to(device))
     optimizer = adam(lr=learning_rates(members)[own].to(device))
-    state, key = optimizer.init(params), random.key(seed, device=device)
+    state = optimizer.init(params)
+    key = random.key(seed, device=device)
     # Traced once, replayed from then on.
     step = jit(make_step(Ensemble(apply), optimizer))
     for i, batch in enumerate(rows[:, own].to(device)):
@@ -242,7 +249,8 @@ def compare(data: Digits, logits: Tensor, single: Tensor) -> Table:
 
 def race(data: Digits, members: int, seed: int, checks: list[str], rounds: int = 7, steps: int = 3) -> Table:
     """Time the vmapped step against the Python loop in turns, and check that both give the same weights."""
-    device, total = data.train_x.device, rounds * steps + 2
+    device = data.train_x.device
+    total = rounds * steps + 2
     images = bootstrap(len(data.train_x), members, total, seed)
     worst = 0.0
     # In float64: rounding of float32 turns a unit of ReLU on or off now and then.
@@ -281,7 +289,8 @@ def race(data: Digits, members: int, seed: int, checks: list[str], rounds: int =
 
 def doubts(data: Digits, params: Any, seed: int) -> "dict[str, TensorDict]":
     """Return the uncertainty on the test digits and on images that are not digits, or no longer."""
-    count, device = len(data.test_x), data.test_x.device
+    count = len(data.test_x)
+    device = data.test_x.device
     images = {
         "test digits": data.test_x,
         "photo patches": photo_patches(count, seed).to(device),
@@ -320,8 +329,10 @@ if not torch.equal(predict(params, expected["x"]), expected["logits"]):
 
 def save_and_reload(data: Digits, params: Any, out: Path, checks: list[str]) -> None:
     """Save the ensemble, check that a fresh process predicts the same, and make one member a plain module."""
-    path, expected = out / "ensemble.safetensors", out / "expected.safetensors"
-    params, x = params.cpu(), data.test_x.cpu()
+    path = out / "ensemble.safetensors"
+    expected = out / "expected.safetensors"
+    params = params.cpu()
+    x = data.test_x.cpu()
     logits = predict(params, x)
     save(params, path)
     save(type(params)({"logits": logits, "x": x}), expected)
@@ -330,7 +341,8 @@ def save_and_reload(data: Digits, params: Any, out: Path, checks: list[str]) -> 
     expected.unlink()
     size = path.stat().st_size / 1e6
     checks.append(f"a fresh process loads {path.name} ({size:.1f} MB) and predicts the same, bit for bit")
-    model, member = make_model().eval(), len(logits) - 1
+    model = make_model().eval()
+    member = len(logits) - 1
     params[member].to_module(model)
     with torch.no_grad():
         torch.testing.assert_close(model(x), logits[member])
@@ -381,8 +393,10 @@ def run(members: int, seed: int, out: Path, device: str) -> str:
     # Without an ensemble one would train on all images.
     everything = torch.randint(0, len(data.train_x), (STEPS, 1, BATCH), generator=torch.Generator().manual_seed(seed))
     *_, (model,) = loop_steps(data, everything, seed)
-    single, logits = model.eval()(data.test_x).detach(), predict(params, data.test_x)
-    speed, found = race(data, members, seed, checks), doubts(data, params, seed)
+    single = model.eval()(data.test_x).detach()
+    logits = predict(params, data.test_x)
+    speed = race(data, members, seed, checks)
+    found = doubts(data, params, seed)
     plot_overview(curves, speed, found, out / "overview.svg")
     save_and_reload(data, params, out, checks)
     seconds = time.perf_counter() - started
@@ -411,7 +425,8 @@ def run_distributed(members: int, seed: int, out: Path, steps: int = STEPS) -> s
     started = time.perf_counter()
     *_, own = stacked_steps(data, rows, seed, to_local(shard(torch.arange(members), mesh)))
     seconds = time.perf_counter() - started
-    tree, path = from_local(own, mesh), out / "ensemble.safetensors"
+    tree = from_local(own, mesh)
+    path = out / "ensemble.safetensors"
     save(tree, path)
     logits = on_members(predict, mesh)(tree, data.test_x).full_tensor()
     score = f"test NLL {nll(logits, data.test_t):.3f}"

@@ -110,7 +110,8 @@ def uncertainty(
         return _tree({"mean": mean, "variance": _average(w, (y - mean).square())}, y.shape[1:2])
     means = y[..., 0]
     mean = _average(w, means)
-    aleatoric, epistemic = _average(w, y[..., 1].exp()), _average(w, (means - mean).square())
+    aleatoric = _average(w, y[..., 1].exp())
+    epistemic = _average(w, (means - mean).square())
     parts = {"mean": mean, "variance": aleatoric + epistemic, "aleatoric": aleatoric, "epistemic": epistemic}
     return _tree(parts, means.shape[1:])
 
@@ -118,7 +119,8 @@ def uncertainty(
 def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
     log_q = y.log_softmax(-1)
     log_p = log_mixture(log_q, w)
-    q, p = log_q.exp(), log_p.exp()
+    q = log_q.exp()
+    p = log_p.exp()
     is_vote = y.argmax(-1, keepdim=True) == torch.arange(y.shape[-1], device=y.device)
     votes = _average(w, is_vote.to(y.dtype))
     # Sums of weights: 1 - votes would lose the digits of small weights.
@@ -306,7 +308,8 @@ def auroc(score: Numbers, positive: Numbers) -> Tensor:
     below, upto = (torch.searchsorted(ordered, score.contiguous(), right=right) for right in (False, True))
     rank = (below + upto + 1).to(torch.float64) / 2
     hits = (positive != 0).to(torch.float64)
-    count, others = hits.sum(-1), (1 - hits).sum(-1)
+    count = hits.sum(-1)
+    others = (1 - hits).sum(-1)
     area = ((rank * hits).sum(-1) - count * (count + 1) / 2) / (count * others)
     return torch.where(score.isnan().any(-1), math.nan, area).to(torch.promote_types(score.dtype, torch.float32))
 
@@ -373,7 +376,8 @@ def _divergence(log_q: Tensor, log_p: Tensor, w: Tensor) -> Tensor:
     With d = log q - log p a term is q d - q + p = p (exp(d) (d - 1) + 1). Members that nearly agree have small d, where
     that cancels; there it is its Taylor series.
     """
-    q, p = log_q.exp(), log_p.exp()
+    q = log_q.exp()
+    p = log_p.exp()
     # A member without weight may give all of its probability to what the mixture holds impossible.
     d = torch.where((q == 0) | (w == 0), 0, log_q - log_p)
     small = d.abs() < 0.03

@@ -122,7 +122,8 @@ class _Ensemble(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         key = random.key(seed, device=self.device)
         x, w = (torch.tensor(array, device=self.device) for array in (data, weights))
-        self._dtype, (self.center_, self.scale_) = x.dtype, _moments(x, w)
+        self._dtype = x.dtype
+        self.center_, self.scale_ = _moments(x, w)
         rows = _Rows(((x - self.center_) / self.scale_).to(x.dtype), t, w)
 
         def make() -> nn.Module:
@@ -160,7 +161,8 @@ class _Ensemble(BaseEstimator):
                 got=f"n_samples = {count}, validation_fraction = {self.validation_fraction}",
             )
         order = random.permutation(key, count)
-        train, test = rows.take(order[held:]), rows.take(order[:held])
+        train = rows.take(order[held:])
+        test = rows.take(order[:held])
         if not (train.w.any() and test.w.any()):
             raise error(ValueError, "early_stopping: both parts must have an example with a weight above 0.")
         return train, test
@@ -169,11 +171,15 @@ class _Ensemble(BaseEstimator):
         """Train until the last epoch, or until no member improves."""
         # A whole number may be a float.
         members = int(self.n_estimators)
-        count, device = len(rows.x), rows.x.device
-        rate, decay = self._rate("learning_rate"), self._rate("weight_decay")
+        count = len(rows.x)
+        device = rows.x.device
+        rate = self._rate("learning_rate")
+        decay = self._rate("weight_decay")
         optimizer = optim.adamw(lr=rate, weight_decay=decay)
         step = _step(apply.train(), optimizer, losses)
-        measure = None if held is None else partial(jit(_measure(apply.eval(), losses)), rows=tuple(held))
+        measure = None
+        if held is not None:
+            measure = partial(jit(_measure(apply.eval(), losses)), rows=tuple(held))
         own = torch.arange(count, device=device).expand(members, count)
         if self.bootstrap:
             own = sweep.bootstrap(random.fold_in(key, 0), count, members)
@@ -181,9 +187,12 @@ class _Ensemble(BaseEstimator):
         size = math.ceil(count / batches)
         # The last batch is filled up with examples that count nothing.
         counts = (torch.arange(batches * size, device=device) < count).to(rows.w.dtype).reshape(batches, size)
-        params, buffers, state = self.params_, self.buffers_, optimizer.init(self.params_)
+        params = self.params_
+        buffers = self.buffers_
+        state = optimizer.init(self.params_)
         patience = sweep.EarlyStopping(self.n_iter_no_change, min_delta=self.tol)
-        stopping, active = patience.init(members, device=device), None
+        stopping = patience.init(members, device=device)
+        active = None
 
         def keys_of(key: Tensor, i: int) -> Tensor:
             return random.fold_in(random.fold_in(key, i), torch.arange(members, device=device))
@@ -191,7 +200,8 @@ class _Ensemble(BaseEstimator):
         bar = progress_bar("progress=True", show=self.progress, unit="epoch", total=int(self.max_iter))
         with bar as report:
             for epoch in range(1, int(self.max_iter) + 1):
-                epoch_key, index = random.fold_in(key, epoch), own
+                epoch_key = random.fold_in(key, epoch)
+                index = own
                 if batches > 1:
                     index = own.gather(1, torch.vmap(lambda k: random.permutation(k, count))(keys_of(epoch_key, 0)))
                     index = torch.cat([index, index[:, : batches * size - count]], 1)
@@ -212,13 +222,16 @@ class _Ensemble(BaseEstimator):
                 if not bool(active.any()):
                     break
         if held is None:
-            self.params_, self.buffers_ = params, buffers
+            self.params_ = params
+            self.buffers_ = buffers
         self.validation_loss_: Array | None = None if held is None else stopping["best"].numpy(force=True)
 
     def _rate(self, name: str) -> float | Tensor:
         """Return an option that may have a value for each member."""
         value = getattr(self, name)
-        return float(value) if np.ndim(value) == 0 else torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        if np.ndim(value) == 0:
+            return float(value)
+        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
 
 
 class EnsembleClassifier(ClassifierMixin, _Ensemble):
@@ -365,7 +378,8 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         # Far from 0 targets may differ in their last digits only, which float32 lacks.
         t = torch.tensor(values.astype(np.result_type(data, values)), device=self.device)
         self._is_flat = t.dim() == 1
-        t = t.unsqueeze(1) if self._is_flat else t
+        if self._is_flat:
+            t = t.unsqueeze(1)
         self._target_dtype = t.dtype
         center, scale = _moments(t, torch.tensor(weights, device=self.device))
         self.target_center_: Tensor = center
@@ -389,7 +403,9 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
             return_std: Return a pair: the mean, and the standard deviation of the members' mixture.
         """
         found = self.predict_uncertainty(X)
-        return (found["mean"], np.sqrt(found["variance"])) if return_std else found["mean"]
+        if return_std:
+            return (found["mean"], np.sqrt(found["variance"]))
+        return found["mean"]
 
     def predict_uncertainty(self, X: Any) -> dict[str, Array]:
         """Return the `mean` and `variance` of the members' mixture, in the units of `y`.
@@ -459,7 +475,8 @@ def _perceptron(features: int, hidden: Sequence[int], outputs: int) -> nn.Module
 def _moments(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weighted mean and deviation of each column, in float64; 1 for the deviation of a constant."""
     # In float32 the squares of small numbers vanish, and a deviation is lost beside a large mean.
-    x, w = x.double(), w.double()
+    x = x.double()
+    w = w.double()
     share = (w / w.sum()).unsqueeze(1)
     center = (share * x).sum(0)
     scale = (share * (x - center).square()).sum(0).sqrt()

@@ -243,7 +243,9 @@ def _without(spec: Any, dim: int) -> Any:
     if isinstance(spec, Composite):
         inner = {key: _without(each, dim) for key, each in spec.items()}
         return Composite(inner, shape, spec.device, data_cls=spec.data_cls)
-    return NonTensor(shape, spec.example_data) if isinstance(spec, NonTensor) else Unbounded(shape, *_parts(spec)[1:])
+    if isinstance(spec, NonTensor):
+        return NonTensor(shape, spec.example_data)
+    return Unbounded(shape, *_parts(spec)[1:])
 
 
 def _text(name: str, entries: Mapping[str, Any], keys: Any = ()) -> str:

@@ -61,7 +61,9 @@ def grid(**axes: Values) -> "TensorDict":
     """
     columns = [torch.atleast_1d(_numbers("grid", name, values)) for name, values in axes.items()]
     # A mesh of indices, because torch refuses a mesh of unequal dtypes.
-    rows = torch.meshgrid(*(torch.arange(len(column)) for column in columns), indexing="ij") if columns else []
+    rows = []
+    if columns:
+        rows = torch.meshgrid(*(torch.arange(len(column)) for column in columns), indexing="ij")
     return _tree({name: column[row.flatten()] for name, column, row in zip(axes, columns, rows, strict=True)})
 
 
@@ -84,7 +86,8 @@ def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
         torch.Size([64])
     """
     members = as_count("random_search: members", members, 0)
-    key, drawn = key_of(key), dict[str, Tensor]()
+    key = key_of(key)
+    drawn = dict[str, Tensor]()
     for name, space in spaces.items():
         own = random.fold_in(key, xxhash.xxh64_intdigest(name.encode()))
         if callable(space):
@@ -221,7 +224,8 @@ class EarlyStopping:
             `metric` is (E,).
         """
         data: Any = state._data
-        best, active = data["best"], data["active"]
+        best = data["best"]
+        active = data["active"]
         _check_members("EarlyStopping.update", "metric", metric, best.shape)
         metric = metric.detach().to(best.dtype)
         improved = active & (self.sign * (best - metric) > self.min_delta)
@@ -375,8 +379,10 @@ class _Blocks(NamedTuple):
     # Any: trees.
     def load(self, start: Any, first: int, device: torch.device) -> Any:
         """Return a block and its scores from the last checkpoint."""
-        manager, rung = self.manager(first), self.rung(first)
-        found, own = manager.metadata(rung).get("start"), _digest(start)
+        manager = self.manager(first)
+        rung = self.rung(first)
+        found = manager.metadata(rung).get("start")
+        own = _digest(start)
         if found != own or rung > self.rungs:
             raise error(
                 ValueError,
@@ -389,7 +395,8 @@ class _Blocks(NamedTuple):
 
     # Any: a tree.
     def __call__(self, rows: Any) -> None:
-        start, first = rows["run"], int(rows["member"][0])
+        start = rows["run"]
+        first = int(rows["member"][0])
         with Descriptor(f"{self.folder}/members-{first:06d}.lock", os.O_CREAT | os.O_RDWR, 0o666) as fd:
             try:
                 lock(fd)
@@ -398,7 +405,8 @@ class _Blocks(NamedTuple):
             except OSError:
                 # Without locks two workers may train a block at the same time; their checkpoints are equal.
                 pass
-            done, device = self.rung(first), _device_of(start)
+            done = self.rung(first)
+            device = _device_of(start)
             run = self.load(start, first, device)["run"] if done else start
             for rung in range(done, self.rungs):
                 run, scores = self._step(run, rung, first)
@@ -410,14 +418,16 @@ class _Blocks(NamedTuple):
 
     # Any: trees.
     def _step(self, run: Any, rung: int, first: int) -> tuple[Any, Tensor]:
-        size, half = run._batch_size[0], (run._batch_size[0] + 1) // 2
+        size = run._batch_size[0]
+        half = (run._batch_size[0] + 1) // 2
         try:
             # Alone among threads, whose draws would mix: they share the generator.
             new, scores = run_seeded([torch.default_generator], rung, partial(self.train, run, rung))
         except Exception as err:
             # Fewer members, which raise their own error, down to one.
-            for i in range(0, size, half) if size > 1 else ():
-                self._step(run[i : i + half], rung, first + i)
+            if size > 1:
+                for i in range(0, size, half):
+                    self._step(run[i : i + half], rung, first + i)
             values = [(path, leaf[0]) for path, leaf in iter_leaves(run) if leaf.dim() == 1][:_SHOWN]
             own = ", ".join([f"{dotted(path)}={value.item():.6g}" for path, value in values])
             raise WorkerError(
@@ -496,7 +506,8 @@ def train_blocks(
     os.makedirs(blocks.folder, exist_ok=True)
     members = torch.arange(run._batch_size[0], device="cpu")
     tree = TensorCollection._open({"run": run, "member": members}, [len(members)])
-    firsts, deaths = range(0, len(members), block), 0
+    firsts = range(0, len(members), block)
+    deaths = 0
     done = [blocks.rung(first) for first in firsts]
     # An executor has its own number of workers.
     workers = num_workers if executor is None else None
@@ -504,7 +515,8 @@ def train_blocks(
     while min(done) < rungs:
         # A shorter block is the last.
         left: Any = torch.cat([members[i : i + block] for i, rung in zip(firsts, done, strict=True) if rung < rungs])
-        before, failure = done, None
+        before = done
+        failure = None
         try:
             for _ in tree[left].map_iter(blocks, **options):
                 pass
@@ -585,7 +597,10 @@ def _sign(mode: Mode) -> int:
 
 
 def _tree(data: dict[str, Any]) -> "TensorDict":
-    size = next(iter(data.values())).shape[:1] if data else torch.Size()
+    if data:
+        size = next(iter(data.values())).shape[:1]
+    else:
+        size = torch.Size()
     return TensorCollection._open._make(data, size, None, None)
 
 

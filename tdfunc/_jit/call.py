@@ -74,9 +74,15 @@ class Jitted(Generic[P, R]):
         constants: bool = False,
     ) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self._backend, self._cache_size, self._reads = fn, backend, cache_size, reads
+        self._fn = fn
+        self._backend = backend
+        self._cache_size = cache_size
+        self._reads = reads
         self._constants = constants
-        self._graphs = CudaGraphs() if backend == "cudagraphs" else backend if isinstance(backend, CudaGraphs) else None
+        if backend == "cudagraphs":
+            self._graphs = CudaGraphs()
+        else:
+            self._graphs = backend if isinstance(backend, CudaGraphs) else None
         self._environment = Environment(fn, *reads, by_tensor=constants)
         self._contexts = Contexts()
         self._lock = make_lock()
@@ -126,7 +132,9 @@ class Jitted(Generic[P, R]):
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind like a function, so that a method can be decorated."""
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        return functools.partial(self, instance)
 
     def graph(self, *args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
         """Return the graph that a call with these arguments replays; `print(fn.graph(x).code)` shows it."""

@@ -110,8 +110,10 @@ def _join_views(graph: fx.Graph) -> None:
             continue
         root: Any = node.args[0]
         while root.target in _LOOKS and len(root.users) == 1 and root not in moved:
-            source, root = root, root.args[0]
-        x, y = node.meta["val"], root.meta["val"]
+            source = root
+            root = root.args[0]
+        x = node.meta["val"]
+        y = root.meta["val"]
         # In the order of elements, whatever the memory of a replay's tensor looks like.
         whole = x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
         if source is node or root in moved or not whole or storage_id(x) != storage_id(y):
@@ -121,7 +123,8 @@ def _join_views(graph: fx.Graph) -> None:
         new.meta["val"] = x
         node.replace_all_uses_with(new)
         while node is not root:
-            last, node = node, node.args[0]
+            last = node
+            node = node.args[0]
             graph.erase_node(last)
 
 
@@ -141,12 +144,15 @@ def _pools_faster(node: fx.Node) -> bool:
 
 def _find_index(node: fx.Node) -> str | None:
     """Return how Python spells a view, which costs half of the call of its binding."""
-    target, args = node.target, node.args
+    target = node.target
+    args = node.args
     if target is aten.transpose.int:
         dims = node.meta["val"].dim()
         return ".mT" if dims >= 2 and {args[1] % dims, args[2] % dims} == {dims - 1, dims - 2} else None
     if target is aten.select.int:
-        return f"[{args[2]}]" if args[1] == 0 else None
+        if args[1] == 0:
+            return f"[{args[2]}]"
+        return None
     if target is aten.slice.Tensor and len(args) == 4 and args[1] == 0:
         return f"[{args[2]}:{args[3]}]"
     return None
@@ -157,7 +163,8 @@ class _Writer:
 
     def __init__(self, module: fx.GraphModule, memory: Memory) -> None:
         self.scope: dict[str, Any] = {}
-        self._module, self._memory = module, memory
+        self._module = module
+        self._memory = memory
         self._bound: dict[Any, str] = {}
         self._makers: dict[int, fx.Node] = {}
         self.dead: dict[fx.Node, list[str]] = {}
@@ -177,7 +184,8 @@ class _Writer:
                 self.dead.setdefault(user, []).append(node.name)
 
     def bind(self, value: Any, key: Any = None) -> str:
-        key = ("id", id(value)) if key is None else key
+        if key is None:
+            key = ("id", id(value))
         if key not in self._bound:
             self._bound[key] = name = f"_{len(self._bound)}"
             self.scope[name] = value
@@ -226,7 +234,9 @@ class _Writer:
 
     def _number(self, node: fx.Node) -> str | None:
         """Bind the number of `x + number` and its kind as a tensor, which torch would make at each call."""
-        x, number, value = node.args[0], node.args[1], node.meta["val"]
+        x = node.args[0]
+        number = node.args[1]
+        value = node.meta["val"]
         if not isinstance(x, fx.Node) or type(number) not in (int, float) or len(node.args) > 2 or node.kwargs:
             return None
         # Of narrower dtypes, kernels compute with the number as it is.
@@ -245,11 +255,13 @@ class _Writer:
         return None
 
     def _is_free(self, operand: fx.Node, node: fx.Node) -> bool:
-        own, memory = self._memory.of(operand), self._memory
+        own = self._memory.of(operand)
+        memory = self._memory
         maker = self._makers[next(iter(own))]
         if maker.target not in _MAKERS or maker in self.constants or not memory.dies_at(operand, node):
             return False
-        x, y = operand.meta["val"], node.meta["val"]
+        x = operand.meta["val"]
+        y = node.meta["val"]
         if not isinstance(y, Tensor) or (x.shape, x.stride(), x.dtype) != (y.shape, y.stride(), y.dtype):
             return False
         if x.numel() not in [made.numel() for made in tensors_of(maker) if memory.find(made) in own]:

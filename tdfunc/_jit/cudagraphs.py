@@ -46,12 +46,15 @@ class CudaPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._memory = device, torch.cuda.graph_pool_handle()
-        self._side, self._last = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)
+        self._last = torch.cuda.current_stream(device)
 
     def capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         """Warm up and capture on the side stream; the replay is on the caller's stream."""
-        graph, now = torch.cuda.CUDAGraph(), self._join()
+        graph = torch.cuda.CUDAGraph()
+        now = self._join()
         self._side.wait_stream(now)
         with torch.cuda.stream(self._side):
             for _ in range(_WARM_UPS):
@@ -91,7 +94,9 @@ class CudaGraphs:
     """
 
     def __init__(self, pool: Callable[[torch.device], AbstractPool] = CudaPool, kind: str = "cuda") -> None:
-        self._make_pool, self._kind, self._lock = pool, kind, make_lock()
+        self._make_pool = pool
+        self._kind = kind
+        self._lock = make_lock()
         self._pools: dict[torch.device, AbstractPool] = {}
 
     def capture(
@@ -173,7 +178,9 @@ class _Captured:
         names: list[str],
         leaves: list[Tensor],
     ) -> None:
-        self._pool, self._lock, self._names = pool, lock, names
+        self._pool = pool
+        self._lock = lock
+        self._names = names
         # A copy cannot write to an expanded tensor, but to the memory under it.
         self._read = {i: repeats_itself(leaf) for i, leaf in enumerate(leaves) if i not in donated}
         self._buffers = [_copy_layout(leaf) if i in self._read else leaf.detach() for i, leaf in enumerate(leaves)]
@@ -224,8 +231,10 @@ class _Captured:
                 got=f"overlapping tensors of shapes {list(given[a].shape)} and {list(given[b].shape)}",
                 hint="clone() the tree before the first step, or leave out donate.",
             )
-        own, theirs = [self._buffers[i] for i in moved], [given[i] for i in moved]
-        before, values = [x.clone() for x in own], [x.clone() for x in theirs]
+        own = [self._buffers[i] for i in moved]
+        theirs = [given[i] for i in moved]
+        before = [x.clone() for x in own]
+        values = [x.clone() for x in theirs]
         self._pool.copy(own, values)
         self._replay()
         self._pool.copy(values, own)
@@ -250,13 +259,18 @@ class _Captured:
         return _Result(None, list(self._sources).index(memory), int(out.storage_offset()) * out.itemsize, out)
 
     def _return(self, result: _Result, given: Sequence[Tensor], copies: list[Tensor]) -> Tensor:
-        like, offset = result.like, result.offset
-        memory = copies[result.copy] if result.argument is None else given[result.argument]
+        like = result.like
+        offset = result.offset
+        if result.argument is None:
+            memory = copies[result.copy]
+        else:
+            memory = given[result.argument]
         if offset is None:
             return memory
         offset += int(memory.storage_offset()) * memory.itemsize
         new = _lay(memory.untyped_storage(), offset // like.itemsize, like, like.shape, like.stride())
-        new = new.conj() if like.is_conj() else new
+        if like.is_conj():
+            new = new.conj()
         return torch._neg_view(new) if like.is_neg() else new  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -20,7 +20,8 @@ from tdfunc.core.errors import ConcurrencyError, UnsupportedError
 _ATOMS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque, bytearray)
 _CHANGEABLE = (list, dict, set, deque, bytearray, np.ndarray, nn.Module)
-_MAX_ITEMS, _MAX_DEPTH = 1000, 8
+_MAX_ITEMS = 1000
+_MAX_DEPTH = 8
 _MISSING = object()
 _SEEDERS = {"manual_seed", "fork_rng", "set_rng_state"}
 _LIBRARIES = ("torch", "tdfunc", "optree", "numpy")
@@ -68,14 +69,18 @@ def freeze(value: Any, depth: int = 0, *, by_tensor: bool = False, other: Callab
     if isinstance(value, _ATOMS):
         return kind, value
     if isinstance(value, Tensor):
-        return Same(value) if by_tensor else (kind, value.shape, value.dtype, value.device)
+        if by_tensor:
+            return Same(value)
+        return (kind, value.shape, value.dtype, value.device)
     if isinstance(value, (np.ndarray, np.generic)) and value.size <= _MAX_ITEMS and not value.dtype.hasobject:
         return kind, value.shape, value.dtype.str, value.tobytes()
     if isinstance(value, Decimal):
         # Zeros of both signs are equal, and so are numbers with other numbers of digits.
         return kind, str(value)
     if isinstance(value, nn.Module):
-        held = map(Same, (*value.parameters(), *value.buffers())) if by_tensor else ()
+        held = ()
+        if by_tensor:
+            held = map(Same, (*value.parameters(), *value.buffers()))
         return Same(value), tuple([module.training for module in value.modules()]), *held
     if isinstance(value, (slice, range)):
         return kind, freeze((value.start, value.stop, value.step))

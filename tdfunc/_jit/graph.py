@@ -54,7 +54,9 @@ class _Exact(complex):
 
 
 def _spell_exactly(value: Any) -> Any:
-    return _Exact(value) if type(value) is complex else value
+    if type(value) is complex:
+        return _Exact(value)
+    return value
 
 
 def draws(graph: fx.Graph) -> bool:
@@ -71,7 +73,10 @@ def _drop_no_ops(graph: fx.Graph, memory: Memory) -> None:
             continue
         if node.target is aten.ones_like.default or (node.target in _VIEWS and node.args[0] in ones):
             ones.add(node)
-        source = _find_viewed(node) if node.target in _VIEWS else _find_copied(node, ones, memory)
+        if node.target in _VIEWS:
+            source = _find_viewed(node)
+        else:
+            source = _find_copied(node, ones, memory)
         # A result must be another object than an argument, and than other results, which may require grad.
         if source is None or (_is_returned(node) and (source.op == "placeholder" or _is_returned(source))):
             continue
@@ -102,7 +107,9 @@ def _written(node: fx.Node) -> Any:
     if isinstance(node.target, torch._ops.OpOverload):
         for place, item in enumerate(node.target._schema.arguments):
             if item.is_write:
-                return node.kwargs.get(item.name) if item.kwarg_only else node.args[place]
+                if item.kwarg_only:
+                    return node.kwargs.get(item.name)
+                return node.args[place]
     return None
 
 
@@ -141,7 +148,8 @@ def _find_copied(node: fx.Node, ones: set[fx.Node], memory: Memory) -> fx.Node |
 
 
 def _same_layout(a: fx.Node, b: fx.Node) -> bool:
-    x, y = a.meta["val"], b.meta["val"]
+    x = a.meta["val"]
+    y = b.meta["val"]
     return (
         x.shape == y.shape
         and x.stride() == y.stride()
@@ -192,7 +200,8 @@ def _join_calls(graph: fx.Graph, memory: Memory) -> None:
     known: dict[Any, Any] = {}
     nodes: Any = [node for node in graph.nodes if isinstance(node.target, Deferred) and hasattr(node.target.fn, "join")]
     for node in nodes:
-        (reads,), fn = node.args, node.target.fn
+        (reads,) = node.args
+        fn = node.target.fn
         first = known.setdefault((type(fn), *[(read, memory.version(read, node)) for read in reads]), node)
         values = [*first.meta["val"], *node.meta["val"]]
         if first is node or sum([value.numel() for value in values]) > _JOINED:
@@ -200,7 +209,8 @@ def _join_calls(graph: fx.Graph, memory: Memory) -> None:
         for item in list(node.users):
             item.args = (first, item.args[1] + len(first.meta["val"]))
             first.append(item)
-        first.target, first.meta["val"] = Deferred(first.target.fn.join(fn)), values
+        first.target = Deferred(first.target.fn.join(fn))
+        first.meta["val"] = values
         graph.erase_node(node)
     memory.read(graph)
 
@@ -211,18 +221,23 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple([(key, _frozen(item)) for key, item in value.items()])
     # 1 == 1.0 == True and 0.0 == -0.0, which are not the same argument.
-    return value if isinstance(value, fx.Node) else (type(value), repr(value))
+    if isinstance(value, fx.Node):
+        return value
+    return (type(value), repr(value))
 
 
 def _drop_kept_dimensions(graph: fx.Graph) -> None:
     """Sum without `keepdim` where a view takes the kept dimensions away."""
     for node in list(graph.nodes):
-        total = node.args[0] if node.target is aten.view.default else None
+        total = None
+        if node.target is aten.view.default:
+            total = node.args[0]
         if not isinstance(total, fx.Node) or total.target is not aten.sum.dim_IntList or len(total.users) > 1:
             continue
         # Any: arguments of aten.sum.
         operands: Any = total.args
-        (x, dims), value = operands[:2], node.meta["val"]
+        x, dims = operands[:2]
+        value = node.meta["val"]
         if len(total.args) != 3 or total.kwargs or not dims or not value.is_contiguous():
             continue
         reduced = {dim % x.meta["val"].dim() for dim in dims}
@@ -243,7 +258,8 @@ def _stack_selected(graph: fx.Graph, memory: Memory) -> None:
         kinds = {str(part.args[1:3]) for part in parts}
         if len(parts) < 2 or len(kinds) > 1 or {part.target for part in parts} != {aten.select_backward.default}:
             continue
-        (_, shape, dim, _), value = parts[0].args, node.meta["val"]
+        _, shape, dim, _ = parts[0].args
+        value = node.meta["val"]
         by_index = {part.args[3] % shape[dim]: part.args[0] for part in parts}
         stays = all([memory.version(part.args[0], part) == memory.version(part.args[0], node) for part in parts])
         if not len(by_index) == len(parts) == shape[dim] or not stays or not value.is_contiguous():

@@ -22,7 +22,9 @@ def writes_of(node: fx.Node) -> list[fx.Node]:
 def used_by(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose memory a node uses: the item that it takes from a list, and not the whole list."""
     # A step of an optimizer has thousands of results, and a node that takes each.
-    return [node] if node.target is operator.getitem else node.all_input_nodes
+    if node.target is operator.getitem:
+        return [node]
+    return node.all_input_nodes
 
 
 class Memory:
@@ -73,7 +75,8 @@ class Memory:
 
     def dies_at(self, value: fx.Node, node: fx.Node) -> bool:
         """Return whether nothing uses a value's memory after a node."""
-        place, own = self._place[node], self.of(value)
+        place = self._place[node]
+        own = self.of(value)
         return all([self._last_use[storage] <= place for storage in own]) and own.isdisjoint(self._returned)
 
     def version(self, node: fx.Node, at: fx.Node) -> int:
@@ -83,13 +86,15 @@ class Memory:
 
     def stays(self, source: fx.Node, copy: fx.Node) -> bool:
         """Return whether nothing writes to the memory of a copy's source as long as the copy is used."""
-        begin, end = self._place[copy], max([self._last_use.get(storage, 0) for storage in self.of(copy)])
+        begin = self._place[copy]
+        end = max([self._last_use.get(storage, 0) for storage in self.of(copy)])
         return not any(begin < write <= end for s in self.of(source) for write in self._writes.get(s, ()))
 
     def merge(self, node: fx.Node, source: fx.Node) -> None:
         """Replace the storages of a node, which is to be erased, and of its views by the storages of another node."""
         for old, new in zip(tensors_of(node), tensors_of(source), strict=True):
-            old, new = self.find(old), self.find(new)
+            old = self.find(old)
+            new = self.find(new)
             if old != new:
                 self._merged[old] = new
 

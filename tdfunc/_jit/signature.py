@@ -74,7 +74,9 @@ def _frozen(value: Any) -> Any:
 
 def _key_part(key: Any) -> Any:
     """Return the key of a dict's key: nearly all are texts, which equal no value of another type."""
-    return key if type(key) is str else _frozen(key)
+    if type(key) is str:
+        return key
+    return _frozen(key)
 
 
 def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") -> None:
@@ -101,7 +103,10 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
             describe(contexts, item, out, f"{where}[{key!r}]")
     elif isinstance(value, NonTensorBase):
         out.nodes.append(value)
-        values = [value.data] if isinstance(value, NonTensorData) else value._array.ravel().tolist()
+        if isinstance(value, NonTensorData):
+            values = [value.data]
+        else:
+            values = value._array.ravel().tolist()
         # A copy of their present contents: a list or array in a tree may change, and the key stays.
         frozen = tuple([static_part(item, f"{where}'s non-tensor data") for item in values])
         out.parts.append((kind, frozen, value.shape))
@@ -118,7 +123,8 @@ def _describe_tree(contexts: Contexts, tree: TensorCollection, out: Arguments, w
     leaves, nodes, parts = out
     nodes.append(tree)
     # Without the tree itself, which would keep itself alive.
-    note, epoch = getattr(tree, "_note", None), contexts.epoch
+    note = getattr(tree, "_note", None)
+    epoch = contexts.epoch
     if type(note) is tuple and note[0] is epoch:
         leaves += note[1]
         nodes += note[2]
@@ -143,7 +149,8 @@ _FIXED = {int, type(None)}
 def _describe_each(
     contexts: Contexts, values: Iterable[Any], out: Arguments, where: str, *, numbered: bool = False
 ) -> None:
-    leaves, parts = out.leaves, out.parts
+    leaves = out.leaves
+    parts = out.parts
     for i, value in enumerate(values):
         # Spelled out: every call runs this loop over all leaves.
         if type(value) is Tensor:
@@ -218,7 +225,8 @@ def refill(value: Any, leaves: Iterator[Any], nodes: list[Any]) -> Any:
     registered = torch_pytree.SUPPORTED_NODES.get(kind)
     if registered is None:
         return value
-    place, is_tree = len(nodes), isinstance(value, TensorCollection)
+    place = len(nodes)
+    is_tree = isinstance(value, TensorCollection)
     if is_tree:
         nodes.append(value)
     children, context = registered.flatten_fn(value)

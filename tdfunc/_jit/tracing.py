@@ -106,16 +106,22 @@ class Recorder(TorchDispatchMode):
         deferred: bool,
     ) -> None:
         super().__init__()
-        self._tracer, self._fake_mode, self._names, self._find = tracer, fake_mode, names, find
-        self.deferred, self._is_strict = deferred, False
+        self._tracer = tracer
+        self._fake_mode = fake_mode
+        self._names = names
+        self._find = find
+        self.deferred = deferred
+        self._is_strict = False
         # By identity; the tensors are kept, so their ids stay theirs.
         self.captures: dict[int, Capture] = {}
-        self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
+        self._seed = torch.initial_seed()
+        self._state = torch.get_rng_state()
         self._states: list[tuple[torch.Generator, Tensor, Tensor]] = []
         for one in generators:
             if one is not torch.default_generator:
                 # A state that the function cannot set, so that setting the present one also shows.
-                state, seed = one.get_state(), random.SystemRandom().getrandbits(63)
+                state = one.get_state()
+                seed = random.SystemRandom().getrandbits(63)
                 self._states.append((one, state, one.manual_seed(seed).get_state()))
         # The fake tensors so far, each with its origin: an argument or an operation.
         self.made: list[tuple[weakref.ref[Tensor], object]] = []
@@ -126,7 +132,9 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             if func not in _LIFTS:
                 args, kwargs = torch_pytree.tree_map_only(Tensor, self._lift, (args, kwargs))
-            leaves = torch_pytree.tree_leaves((args, kwargs)) if func not in _LIFTS else []
+            leaves = []
+            if func not in _LIFTS:
+                leaves = torch_pytree.tree_leaves((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self.refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
             for tensor in written_by(func, args, kwargs):
@@ -261,7 +269,8 @@ class Guard(TorchFunctionMode):
     def __init__(self, recorder: Recorder, arguments: dict[int, str]) -> None:
         super().__init__()
         # By the id of the fake tensor.
-        self._recorder, self._arguments = recorder, arguments
+        self._recorder = recorder
+        self._arguments = arguments
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -336,7 +345,9 @@ def recorder() -> Recorder | None:
     if not is_tracing():
         return None
     found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder) and mode.deferred]
-    return found[-1] if found else None
+    if found:
+        return found[-1]
+    return None
 
 
 def trace(
@@ -351,12 +362,17 @@ def trace(
 ) -> Trace:
     """Run `fn` once on fake tensors and record its operations on them; `constants` are captured tensors allowed."""
     tracer: Any = proxy_tensor.PythonKeyTracer()
-    tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer), {}
+    tracer.root = nn.Module()
+    tracer.graph = fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer)
+    tracer.tensor_attrs = {}
     fake_mode = FakeTensorMode(allow_fallback_kernels=True)
     # One for each object: the function may compare arguments by identity, and so does the key.
     made: dict[int, Tensor] = {}
     for leaf in leaves:
-        kept = nn.Parameter(leaf.detach(), leaf.requires_grad) if type(leaf) is nn.Parameter else leaf.detach()
+        if type(leaf) is nn.Parameter:
+            kept = nn.Parameter(leaf.detach(), leaf.requires_grad)
+        else:
+            kept = leaf.detach()
         made[id(leaf)] = fake_mode.from_tensor(kept).requires_grad_(leaf.requires_grad)
     fakes = [made[id(leaf)] for leaf in leaves]
     names = [name for name, _ in named_leaves(args, kwargs, Tensor)]
@@ -425,7 +441,10 @@ def _no_gradient(args: Any, kwargs: Any) -> LeafMismatchError:
     """Return the error for a gradient by an integer leaf, such as the counter of a BatchNorm layer."""
     leaves = [(name, leaf) for name, leaf in named_leaves(args, kwargs, Tensor)]
     integers = [(name, leaf.dtype) for name, leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex()]
-    name, dtype = integers[0] if integers else ("a tensor", "an integer or bool")
+    if integers:
+        name, dtype = integers[0]
+    else:
+        name, dtype = ("a tensor", "an integer or bool")
     return LeafMismatchError(
         f"jit: the function takes a gradient by integers, such as {name}.",
         expected="leaves of a floating-point dtype",
@@ -455,7 +474,8 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
         return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
     if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
         # With another batch size: the value comes from the call, which may be a list that has changed since.
-        source, size = nodes["data", id(out.data)], out.shape
+        source = nodes["data", id(out.data)]
+        size = out.shape
         return lambda _, trees: NonTensorData(trees[source].data, size)
     if isinstance(out, _PLAIN_VALUES):
         return lambda *_: out
@@ -490,7 +510,10 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
         return found
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if i < len(args):
+                value = args[i]
+            else:
+                value = kwargs.get(argument.name)
             found += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
     return found
 
@@ -513,7 +536,8 @@ def _data_error(err: BaseException) -> UnsupportedError:
     )
 
 
-_MAX_SEARCHED, _MAX_NAMED = 20_000, 10
+_MAX_SEARCHED = 20_000
+_MAX_NAMED = 10
 
 
 def name_of(

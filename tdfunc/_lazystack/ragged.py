@@ -103,7 +103,9 @@ def _kind(node: Node) -> str:
         return f"a tree of class {type(node).__name__}"
     if isinstance(node, NonTensorBase):
         return "non-tensor data"
-    return "a tensor" if isinstance(node, Tensor) else f"a {type(node).__name__}"
+    if isinstance(node, Tensor):
+        return "a tensor"
+    return f"a {type(node).__name__}"
 
 
 def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
@@ -186,7 +188,9 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
     value = padding.value(at)
     ragged = [i + 1 for i, length in enumerate(full) if any(leaf.shape[i] != length for leaf in leaves)]
     if padding.only is not None:
-        place = padding.only % len(full) + 1 if -len(full) <= padding.only < len(full) else 0
+        place = 0
+        if -len(full) <= padding.only < len(full):
+            place = padding.only % len(full) + 1
         if any([i != place for i in ragged]):
             raise LeafMismatchError(
                 f"pad_sequence: leaf {dotted(at)!r} must differ in dimension {padding.only} only.",
@@ -221,19 +225,23 @@ def _grown(x: Tensor, full: Sequence[int], value: Any, left: bool) -> Tensor:
     widths: list[int] = []
     for size, target in zip(reversed(x.shape), reversed(full), strict=True):
         widths += [target - size, 0] if left else [0, target - size]
-    return torch.constant_pad_nd(x, widths, value) if any(widths) else x
+    if any(widths):
+        return torch.constant_pad_nd(x, widths, value)
+    return x
 
 
 def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
     """Pad non-tensor values with None."""
     arrays = [node._array for node, _ in pairs]
     full = [max(sizes) for sizes in zip(*[array.shape for array in arrays], strict=True)]
-    filled, real = [], []
+    filled = []
+    real = []
     for array, (_, mask) in zip(arrays, pairs, strict=True):
         spans = [slice(f - s, f) if padding.left else slice(s) for s, f in zip(array.shape, full, strict=True)]
         # Without a dimension, the Ellipsis assigns the array as it is, not the array as one value.
         place = (*spans, ...)
-        values, known = np.full(full, None, dtype=object), np.zeros(full, dtype=bool)
+        values = np.full(full, None, dtype=object)
+        known = np.zeros(full, dtype=bool)
         values[place], known[place] = array, True if mask is None else mask.numpy()
         filled.append(values)
         real.append(known)
@@ -288,6 +296,7 @@ def _nested_leaf(leaves: Sequence[Tensor], nesting: Nesting, at: Path) -> Tensor
     # Leaves of equal lengths share one tensor of offsets, by which torch finds that they can be combined.
     if where not in nesting.offsets:
         nesting.offsets[where] = torch.tensor([0, *np.cumsum(lengths).tolist()], device=leaves[0].device)
-    low, high = min(lengths), max(lengths)
+    low = min(lengths)
+    high = max(lengths)
     offsets = nesting.offsets[where]
     return torch.nested.nested_tensor_from_jagged(torch.cat(list(leaves)), offsets, min_seqlen=low, max_seqlen=high)

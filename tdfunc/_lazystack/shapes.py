@@ -40,7 +40,9 @@ def _split_index(stack: Any, parts: Sequence[Any], call: str) -> tuple[Any, tupl
 
 
 def _indexed(tree: Any, parts: tuple[Any, ...]) -> Any:
-    return tree if _is_whole(parts) else tree._index(parts)
+    if _is_whole(parts):
+        return tree
+    return tree._index(parts)
 
 
 def _is_whole(parts: tuple[Any, ...]) -> bool:
@@ -72,14 +74,16 @@ def nest(stack: Any, trees: Sequence[Any], sizes: Sequence[int], dim: int) -> An
 
 def _on_write_rows(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
     """Write rows, given as a tree, into the trees that an index takes."""
-    (parts, call), (value,) = op.args, others
+    parts, call = op.args
+    (value,) = others
     here, rest, dim = _split_index(stack, parts, f"at[...].{call}")
     trees = stack._trees
     numbers: list[Any] = list(range(len(trees)))
     if isinstance(here, Tensor):
         here = here.tolist()
     if isinstance(here, int):
-        numbers, values = [here], [value]
+        numbers = [here]
+        values = [value]
     else:
         numbers = numbers[here] if isinstance(here, slice) else here
         if any([isinstance(number, list) for number in numbers]):
@@ -120,7 +124,8 @@ def _on_join(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
                 hint="permute() moves the dimension of a stack.",
             )
     check_alike([tree for part in (stack, *others) for tree in part._trees], ())
-    dim, mine = op.args[0], stack._dim
+    dim = op.args[0]
+    mine = stack._dim
     if op.name == "stack":
         return stack._of([stack, *others], dim)
     if dim == mine:
@@ -130,20 +135,24 @@ def _on_join(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
 
 
 def _on_permute(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    order, dim, n = op.args[0], stack._dim, len(stack._batch_size)
+    order = op.args[0]
+    dim = stack._dim
+    n = len(stack._batch_size)
     full = (*order, *range(len(order), n))
     inner = tuple([d - (d > dim) for d in full if d != dim])
     return stack._of([shape.permute(tree, inner) for tree in stack._trees], full.index(dim))
 
 
 def _on_unsqueeze(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    new, dim = op.args[0], stack._dim
+    new = op.args[0]
+    dim = stack._dim
     before = new <= dim
     return stack._of([shape.unsqueeze(tree, new - (not before)) for tree in stack._trees], dim + before)
 
 
 def _on_squeeze(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    gone, dim = op.args[0], stack._dim
+    gone = op.args[0]
+    dim = stack._dim
     if gone == dim:
         return stack._trees[0]
     return stack._of([shape.squeeze(tree, gone - (gone > dim)) for tree in stack._trees], dim - (gone < dim))
@@ -151,7 +160,8 @@ def _on_squeeze(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
 
 def _on_expand(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     resize: Any = op.size
-    new, old = resize(stack._batch_size), stack._batch_size
+    new = resize(stack._batch_size)
+    old = stack._batch_size
     lead = len(new) - len(old)
     dim = stack._dim + lead
     target = (*new[:dim], *new[dim + 1 :])
@@ -166,7 +176,9 @@ def _on_expand(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
 def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
     """Split the stack's dimension or merge it with those behind it, or reshape those of the trees on one side of it."""
     resize: Any = op.size
-    old, dim, trees = stack._batch_size, stack._dim, stack._trees
+    old = stack._batch_size
+    dim = stack._dim
+    trees = stack._trees
     new = Size(resize(old))
     place = len(new) - len(old[dim:])
     if place >= 0 and new[place:] == old[dim:]:

@@ -69,7 +69,10 @@ class LazyStack(TreeMethods):
         names: Names | None = first._names
         if names is not None:
             same = all([tree._names == names for tree in trees])
-            names = (*names[:dim], None, *names[dim:]) if same else None
+            if same:
+                names = (*names[:dim], None, *names[dim:])
+            else:
+                names = None
         device = first._device if all([tree._device == first._device for tree in trees]) else None
         ties = merge(*[lift(tree._ties, str(i)) for i, tree in enumerate(trees) if tree._ties])
         # Counted from the end, the place stays right when vmap takes dimensions in front of it away.
@@ -118,7 +121,9 @@ class LazyStack(TreeMethods):
     def _tree_at(self, number: int) -> Any:
         """Return one tree without a list of all: a loop over numbers would make that list for each."""
         found = self._data.get(str(number if number >= 0 else number + len(self._data)))
-        return self._trees[number] if found is None else found
+        if found is None:
+            return self._trees[number]
+        return found
 
     @property
     def trees(self) -> tuple[Any, ...]:
@@ -183,7 +188,9 @@ class LazyStack(TreeMethods):
         padded = pad_trees(self._trees, self._dim, value, side, return_mask)
         if self._names is not None:
             padded = tuple([tree if tree is None else tree.with_names(self._names) for tree in padded])
-        return padded if return_mask else padded[0]
+        if return_mask:
+            return padded
+        return padded[0]
 
     def nested(self, layout: torch.layout = torch.jagged) -> Any:
         """Return one tree of nested tensors, with batch size [number of trees].
@@ -233,7 +240,8 @@ class LazyStack(TreeMethods):
         Raises:
             BatchSizeError: The size at the stack dimension is not the number of trees, or a leaf lacks the dimensions.
         """
-        size, dim = as_size(batch_size), self._dim
+        size = as_size(batch_size)
+        dim = self._dim
         if size[dim : dim + 1] != (len(self._data),):
             raise BatchSizeError(
                 f"with_batch_size: dimension {dim} must be the number of trees.",
@@ -244,7 +252,8 @@ class LazyStack(TreeMethods):
 
     def with_names(self, names: Sequence[str | None] | None) -> Any:
         """Return the stack with names for the batch dimensions of its trees; its own dimension has none."""
-        given, dim = as_names(names, len(self._batch_size)), self._dim
+        given = as_names(names, len(self._batch_size))
+        dim = self._dim
         if given is not None and given[dim] is not None:
             raise error(
                 ValueError,
@@ -258,8 +267,13 @@ class LazyStack(TreeMethods):
 
     def replace(self, changes: Mapping[str, Any] | TensorCollection | None = None, /, **entries: Any) -> Any:
         """Return the stack with some entries of each tree replaced: values are cut as by `set`."""
-        new = self if changes is None else self._each(lambda tree, part: tree.replace(part), changes)
-        return new._each(lambda tree, part: tree.replace(part), entries) if entries else new
+        if changes is None:
+            new = self
+        else:
+            new = self._each(lambda tree, part: tree.replace(part), changes)
+        if entries:
+            return new._each(lambda tree, part: tree.replace(part), entries)
+        return new
 
     def __repr__(self) -> str:
         rest = f",\n    stack_dim={self._dim}"
@@ -269,7 +283,9 @@ class LazyStack(TreeMethods):
                 places.setdefault(key, []).append(i)
         for key in sorted(places.keys() - set(self._keys())):
             numbers = places[key]
-            more = f" and {len(numbers) - _SHOWN_PLACES} more" if len(numbers) > _SHOWN_PLACES else ""
+            more = ""
+            if len(numbers) > _SHOWN_PLACES:
+                more = f" and {len(numbers) - _SHOWN_PLACES} more"
             rest += f",\n    {printable(key)}: in trees {numbers[:_SHOWN_PLACES]}{more}"
         return f"{tree_repr(self)[:-1]}{rest})"
 
@@ -302,7 +318,10 @@ class LazyStack(TreeMethods):
         return self._each(update, changes)
 
     def _each(self, fn: Callable[..., Any], *values: Any) -> Any:
-        rows = zip(*[self._cut(value) for value in values], strict=True) if values else [()] * len(self._data)
+        if values:
+            rows = zip(*[self._cut(value) for value in values], strict=True)
+        else:
+            rows = [()] * len(self._data)
         done: list[Any] = []
         for i, (tree, row) in enumerate(zip(self._trees, rows, strict=True)):
             try:
@@ -353,7 +372,8 @@ class LazyStack(TreeMethods):
         return [value] * count
 
     def _cut_along(self, value: Any) -> list[Any]:
-        dim, count = self._dim, len(self._data)
+        dim = self._dim
+        count = len(self._data)
         if isinstance(value, LazyStack) and value._dim == dim and len(value._data) == count:
             return value._trees
         size = tuple(value._batch_size if isinstance(value, TensorCollection) else value.shape)
@@ -378,7 +398,9 @@ class LazyStack(TreeMethods):
 
     def _shape(self, op: LeafOp, *others: Any) -> Any:
         handler = HANDLERS.get(op.name)
-        return self._run(op, others, "_shape") if handler is None else handler(self, op, others)
+        if handler is None:
+            return self._run(op, others, "_shape")
+        return handler(self, op, others)
 
     def _run(self, op: LeafOp, others: Sequence[Any], primitive: str) -> Any:
         """Apply an operation that treats every element of the batch alike to each tree."""
@@ -399,7 +421,8 @@ class LazyStack(TreeMethods):
 
     def _cut_operand(self, operand: Tensor) -> list[Tensor]:
         """Return the part for each tree of an operand that broadcasts to (leading) batch dimensions."""
-        dim, count = self._dim, len(self._data)
+        dim = self._dim
+        count = len(self._data)
         if operand.dim() <= dim:
             return [operand] * count
         return [operand.select(dim, i if operand.shape[dim] > 1 else 0) for i in range(count)]
@@ -501,7 +524,8 @@ class _Kept:
     """The class of a stack on that of its trees; where cloudpickle copies the one, it makes the other itself."""
 
     def __init__(self, cls: Any, made: Any) -> None:
-        self.cls, self.made = cls, made
+        self.cls = cls
+        self.made = made
 
     def __reduce__(self) -> Any:
         return _kept, (self.cls,)
@@ -544,7 +568,9 @@ def _read_field(name: str, stack: Any) -> Any:
     if all([value is None for value in values]):
         return None
     data = _as_data(name, stack)
-    return tuple(values) if data is None else data.value
+    if data is None:
+        return tuple(values)
+    return data.value
 
 
 def _as_data(name: str, tree: Any) -> NonTensorBase | None:
@@ -556,7 +582,9 @@ def _as_data(name: str, tree: Any) -> NonTensorBase | None:
         return NonTensorData(None, tree._batch_size)
     nodes = [_as_data(name, each) for each in tree._trees]
     found = [node for node in nodes if node is not None]
-    return _Values(found) if len(found) == len(nodes) else None
+    if len(found) == len(nodes):
+        return _Values(found)
+    return None
 
 
 class _Values(NonTensorBase):
@@ -582,7 +610,9 @@ class _Values(NonTensorBase):
 
     @property
     def value(self) -> list[Any]:
-        return self.tolist() if self.has_rows else [node.value for node in self.nodes]
+        if self.has_rows:
+            return self.tolist()
+        return [node.value for node in self.nodes]
 
     def tolist(self) -> list[Any]:
         return [node.tolist() for node in self.nodes]

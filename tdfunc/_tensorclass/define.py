@@ -40,7 +40,9 @@ def unchanged(instance: Any) -> Any:
 def build(cls: Any, values: dict[str, Any], batch_size: Any, device: Any, names: Any) -> Any:
     """Make an instance, for a generated constructor."""
     size = as_size(batch_size)
-    place = None if device is None else as_device(device)
+    place = None
+    if device is not None:
+        place = as_device(device)
     static = None
     if place is not None or cls._looks_up or not _are_tensors(values, size):
         values, static = read_fields(cls, values, size, place)
@@ -62,7 +64,8 @@ def build(cls: Any, values: dict[str, Any], batch_size: Any, device: Any, names:
 
 def _are_tensors(values: dict[str, Any], size: Size) -> bool:
     """Return True if all values are plain tensors that start with the batch size: the common case."""
-    ndim, last = len(size), size
+    ndim = len(size)
+    last = size
     for value in values.values():
         # A strided nested tensor has no shape to compare.
         if type(value) is not Tensor or value.is_nested:
@@ -183,7 +186,8 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
         # A base's attribute of this name (its field's property, a shadowed method) must not become the default.
         if name not in namespace and hasattr(cls, name):
             setattr(cls, name, dataclasses.field())
-    doc, cls.__doc__ = cls.__doc__, cls.__doc__ or cls.__name__
+    doc = cls.__doc__
+    cls.__doc__ = cls.__doc__ or cls.__name__
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
     # `dataclasses.replace` passes on InitVars, which are not fields: so the batch size is kept.
     cls.__dataclass_fields__ |= _Constructor.__dataclass_fields__
@@ -255,12 +259,17 @@ def _make_constructor(cls: Any) -> Callable[..., Any]:
     by_name: list[str] = []
     given: list[str] = []
     for field in dataclasses.fields(cls):
-        name, default, factory = field.name, f"__default_{field.name}__", f"__make_{field.name}__"
+        name = field.name
+        default = f"__default_{field.name}__"
+        factory = f"__make_{field.name}__"
         parameter = value = name
         if field.default_factory is not dataclasses.MISSING:
             scope[factory] = field.default_factory
             parameter = f"{name}=__factory__"
-            value = f"{factory}() if {name} is __factory__ else {name}" if field.init else f"{factory}()"
+            if field.init:
+                value = f"{factory}() if {name} is __factory__ else {name}"
+            else:
+                value = f"{factory}()"
         elif field.default is not dataclasses.MISSING:
             scope[default] = field.default
             parameter = f"{name}={default}"
@@ -273,7 +282,8 @@ def _make_constructor(cls: Any) -> Callable[..., Any]:
     taken = ", ".join(["__cls__", *by_place, "*", *by_name, *(f"{name}=None" for name in CONSTRUCTOR)])
     exec(f"def __new__({taken}):\n return __build__(__cls__, {{{', '.join(given)}}}, {', '.join(CONSTRUCTOR)})", scope)
     new: Any = scope["__new__"]
-    new.__qualname__, new.__module__ = cls.__qualname__, cls.__module__
+    new.__qualname__ = cls.__qualname__
+    new.__module__ = cls.__module__
     new.__annotations__ = {f.name: f.type for f in dataclasses.fields(cls) if f.init}
     new.__doc__ = f"Make a {cls.__name__} from its fields."
     return new

@@ -65,7 +65,10 @@ def read_annotations(cls: Any) -> dict[str, Any]:
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != cls.__module__:
         frame = frame.f_back
-    scope = getattr(sys.modules.get(cls.__module__), "__dict__", {}) if frame is None else frame.f_globals
+    if frame is None:
+        scope = getattr(sys.modules.get(cls.__module__), "__dict__", {})
+    else:
+        scope = frame.f_globals
     names = {**({} if frame is None else frame.f_locals), cls.__name__: cls}
     return {key: _resolve(each, scope, names) for key, each in inspect.get_annotations(cls, **options).items()}
 
@@ -145,7 +148,9 @@ def typed_class(cls: Any, key: str, value: Any) -> Any:
         for each in others
         if each in names or _is_tree(each) or isinstance(each, type) and issubclass(each, Mapping)
     ]
-    return typed[0] if len(typed) == 1 and not taken else None
+    if len(typed) == 1 and not taken:
+        return typed[0]
+    return None
 
 
 def _has_fields(member: Any) -> bool:
@@ -158,27 +163,38 @@ def make_node(
     """Return the value of a field as a node, by the options and annotations of the class."""
     if value is None or (isinstance(value, NonTensorData) and value.data is None):
         return None
-    options, hint = cls._options, cls._hints.get(key, Any)
+    options = cls._options
+    hint = cls._hints.get(key, Any)
     # The one class that the annotation names, without type arguments and `| None`.
     named = _members(hint)
-    found = named[0] if len(named) == 1 else None
+    found = None
+    if len(named) == 1:
+        found = named[0]
     wanted = found if isinstance(found, type) and found not in (object, Any) and not _is_shaped(found) else None
     if options.nocast and not isinstance(value, (Tensor, TensorCollection, NonTensorBase)):
         # A list in a field that holds no lists is a value for each row.
         is_rows = isinstance(value, list) and size and not any(map(_holds_lists, named))
-        value = as_rows(value, len(size), size, where) if is_rows else NonTensorData(value, size)
+        if is_rows:
+            value = as_rows(value, len(size), size, where)
+        else:
+            value = NonTensorData(value, size)
     elif options.tensor_only and isinstance(value, NonTensorBase):
         value = value.value
     elif options.autocast and wanted is not None and not isinstance(value, (TensorCollection, NonTensorBase)):
         value = _cast(value, wanted, size, where)
-    typed = None if isinstance(value, (Tensor, NonTensorBase)) else typed_class(cls, key, value)
+    typed = None
+    if not isinstance(value, (Tensor, NonTensorBase)):
+        typed = typed_class(cls, key, value)
     if typed is not None and isinstance(value, TensorCollection):
         value = typed.from_tensordict(value)
     elif typed is not None:
         # Any: an instance of a dataclass, which has no class in common with others.
         record: Any = value
         is_mapping = isinstance(value, Mapping)
-        given = record if is_mapping else {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+        if is_mapping:
+            given = record
+        else:
+            given = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
         value = typed(**given, batch_size=size, device=device)
     elif isinstance(value, Mapping) and not options.tensor_only and not any(map(_is_tree, named)):
         value = NonTensorData(value, size)
@@ -202,7 +218,10 @@ def _cast(value: Any, wanted: type, size: Size, where: str) -> Any:
             return torch.as_tensor(value)
         # A bool is an int to Python, not to a reader of annotations.
         if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if isinstance(value, Tensor) and value.numel() == 1:
+                plain = value.item()
+            else:
+                plain = value
             call: Callable[[Any], Any] = np.asarray if wanted is np.ndarray else wanted
             value = call(plain)
     except (TypeError, ValueError, RuntimeError) as err:
@@ -271,4 +290,6 @@ def _fits(node: Any, alternatives: Iterable[Any]) -> bool | None:
 
 
 def _described(node: Any) -> str:
-    return f"{node.dtype} of shape {list(node.shape)}" if isinstance(node, Tensor) else type(node).__name__
+    if isinstance(node, Tensor):
+        return f"{node.dtype} of shape {list(node.shape)}"
+    return type(node).__name__

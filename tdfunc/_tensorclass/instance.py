@@ -154,7 +154,9 @@ class TensorClass(_Typed):
         given = replacements(changes, entries)
         self._check_names(given)
         nodes = {key: self._accept(key, value, f"{type(self).__name__}.{key}") for key, value in given.items()}
-        return replace_nodes(self, nodes) if self._ties else self._put(nodes)
+        if self._ties:
+            return replace_nodes(self, nodes)
+        return self._put(nodes)
 
     def __replace__(self, **changes: Any) -> "Self":
         """`copy.replace` of Python 3.13."""
@@ -190,7 +192,9 @@ class TensorClass(_Typed):
                 got=f"{given}: unknown {unknown}, missing {lacking}",
                 hint="select() the fields first." if unknown else "safe=False leaves missing fields empty.",
             )
-        size, place, static = tensordict._batch_size, tensordict._device, tensordict._static
+        size = tensordict._batch_size
+        place = tensordict._device
+        static = tensordict._static
         values = {key: tensordict._get(key) for key in tensordict._keys()}
         data = read_fields(cls, values, size, place)[0]
         if static is not None:

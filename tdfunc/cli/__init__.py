@@ -15,7 +15,8 @@ import torch
 
 from tdfunc.ops.display.text import printable
 
-_TROUBLE, _INTERRUPTED = 2, 130
+_TROUBLE = 2
+_INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -30,7 +31,10 @@ def main(args: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if args is None else args)
     if lacking := [name for name in ("rich", "typer") if importlib.util.find_spec(name) is None]:
         sys.exit(f"tdfunc: the command line needs {' and '.join(lacking)}: pip install 'tdfunc[cli]'")
-    until = given.index("--") if "--" in given else len(given)
+    if "--" in given:
+        until = given.index("--")
+    else:
+        until = len(given)
     debug = "--debug" in given[:until]
     given = [arg for i, arg in enumerate(given) if arg != "--debug" or i > until]
     # Pieces are small and disks slow: threads would wait for each other more than they compute.

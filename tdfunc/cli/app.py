@@ -126,7 +126,9 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: structure, shapes, dtypes, metadata, and values (without --values by checksums)."""
-    tolerance = Tolerance() if values else None
+    tolerance = None
+    if values:
+        tolerance = Tolerance()
     if tol is not None:
         try:
             numbers = [float(part) for part in tol.split("/")]
@@ -218,10 +220,13 @@ def average(
 ) -> None:
     """Average checkpoints leaf by leaf, computed in float64 and rounded once."""
     try:
-        numbers = [float(part) for part in weights.split(",")] if weights is not None else None
+        numbers = None
+        if weights is not None:
+            numbers = [float(part) for part in weights.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{weights!r} must be numbers such as 1,2,1.", param_hint="--weights") from None
-    target, part = _target(out, to, max_shard_size, force), Part(include or (), exclude or ())
+    target = _target(out, to, max_shard_size, force)
+    part = Part(include or (), exclude or ())
     average_files(paths, target, part, weights=numbers, take_first=unequal is Unequal.first)
 
 

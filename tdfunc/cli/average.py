@@ -28,7 +28,10 @@ def average_files(
     paths: Sequence[str], target: Target, part: Part, *, weights: Sequence[float] | None, take_first: bool
 ) -> None:
     """Write the weighted mean of checkpoints with the same leaves; everything else comes from the first."""
-    factors = [1.0] * len(paths) if weights is None else list(weights)
+    if weights is None:
+        factors = [1.0] * len(paths)
+    else:
+        factors = list(weights)
     numbers = torch.tensor(factors, dtype=torch.float64)
     if len(factors) != len(paths) or not numbers.isfinite().all() or is_cancelled(numbers, numbers.sum()):
         raise error(
@@ -94,7 +97,8 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
     lines: list[str] = []
     for path, row in zip(paths[1:], rows[1:], strict=True):
         for key in dict.fromkeys([*rows[0], *row]):
-            one, other = rows[0].get(key), row.get(key)
+            one = rows[0].get(key)
+            other = row.get(key)
             if one is None or other is None:
                 name = " tied to ".join(map(shown, key))
                 lines.append(f"{'missing' if other is None else 'unexpected'}: {name} in {safe(path)}")

@@ -64,7 +64,9 @@ class Part(NamedTuple):
 
 def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = None, dequantize: bool = False) -> None:
     """Write (a part of) a checkpoint in a format and a dtype, with `dequantize` numbers in place of codes."""
-    dtype = None if dtype_name is None else find_dtype(dtype_name)
+    dtype = None
+    if dtype_name is not None:
+        dtype = find_dtype(dtype_name)
     with open_source(path) as source:
         target = make_target(target, source)
         tree = chosen_part(source, part)
@@ -76,7 +78,10 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
             if dtype is not None:
                 check_cast("cast", source, tree, dtype)
             note_lost_scales(source, tree)
-        kept = set[int]() if dequantize else kept_leaves(source)
+        if dequantize:
+            kept = set[int]()
+        else:
+            kept = kept_leaves(source)
         origins: dict[int, Tensor] = {}
 
         def retype(leaf: Tensor) -> Tensor:
@@ -137,7 +142,9 @@ def chosen_part(source: Source, part: Part) -> TensorCollection:
     parts = {id(one) for one in inside}
     leaves = [one for one in stored if not one.is_value and id(one) not in parts]
     others = [one for one in stored if one.is_value or id(one) in parts]
-    missed = _matching(others, where) if part.include else []
+    missed = []
+    if part.include:
+        missed = _matching(others, where)
     if missed:
         names = ", ".join([safe(one.name) for one in missed[:5]])
         note(f"not chosen: {count_text(len(missed), 'tensor')} in plain objects, which stay whole: {names}")
@@ -199,7 +206,9 @@ def make_target(options: Target, source: Source) -> Target:
         as_bytes(options.max_shard_size)
         if format != "shards":
             raise error(ValueError, "--max-shard-size must come with a folder of shards.", got=f"{path} as {format}")
-    shard_size = (options.max_shard_size or _SHARD_SIZE) if format == "shards" else None
+    shard_size = None
+    if format == "shards":
+        shard_size = options.max_shard_size or _SHARD_SIZE
     target = Target(path, format, shard_size, options.force)
     if is_remote(path):
         if format in ("memmap", "torch"):
@@ -219,8 +228,13 @@ def make_target(options: Target, source: Source) -> Target:
             hint="CheckpointManager.save(..., overwrite=True) replaces a step.",
         )
     # A model.safetensors takes the place of an index and its shards.
-    own = (INDEX,) if os.path.basename(path) == SINGLE else ()
-    names = [os.path.basename(path), *own] if is_file else [INDEX, SINGLE, META]
+    own = ()
+    if os.path.basename(path) == SINGLE:
+        own = (INDEX,)
+    if is_file:
+        names = [os.path.basename(path), *own]
+    else:
+        names = [INDEX, SINGLE, META]
     taken = [place for place in (os.path.join(folder, name) for name in names) if os.path.lexists(place)]
     if taken and not options.force:
         raise error(FileExistsError, f"{taken[0]} exists.", expected="a new name", hint="--force replaces it.")

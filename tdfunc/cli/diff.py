@@ -13,7 +13,8 @@ from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import count_text
 
-EQUAL, DIFFERENT = 0, 1
+EQUAL = 0
+DIFFERENT = 1
 _MAX_PATHS = 3
 # In place of a leaf or value that one side does not have.
 _ABSENT = "-"
@@ -86,7 +87,9 @@ def diff(
 
 
 def _shown_all(paths: Sequence[Path]) -> str:
-    more = f" and {len(paths) - _MAX_PATHS} more" if len(paths) > _MAX_PATHS else ""
+    more = ""
+    if len(paths) > _MAX_PATHS:
+        more = f" and {len(paths) - _MAX_PATHS} more"
     return ", ".join(map(shown, paths[:_MAX_PATHS])) + more
 
 
@@ -103,7 +106,10 @@ def _leaf_facts(leaves: Sequence[Stored], is_described: bool, has_ties: bool) ->
             facts["kind"] = one.kind.value if one.kind is not None else "none"
             facts["class"] = type(one.leaf).__name__ + (", requires grad" if one.leaf.requires_grad else "")
         if has_ties:
-            facts["tied"] = ", ".join(sorted(map(dotted, one.paths))) if len(one.paths) > 1 else "no"
+            if len(one.paths) > 1:
+                facts["tied"] = ", ".join(sorted(map(dotted, one.paths)))
+            else:
+                facts["tied"] = "no"
         found |= {("leaf", path): facts for path in one.paths}
     return found
 
@@ -144,7 +150,8 @@ def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] 
             yield Found("empty tree", path, *["there" if side is not None else "-" for side in (a, b)])
         return
     for name in dict.fromkeys([*a, *b]):
-        x, y = a.get(name), b.get(name)
+        x = a.get(name)
+        y = b.get(name)
         if what == "value":
             for place, own, other in differing(x, y):
                 yield Found("value", (*path, *place), own, other)
@@ -181,5 +188,7 @@ def _compare_values(
             known += 1
             if digests[0] != digests[1]:
                 found.append(ValueDifference(one.path, None, one.leaf.numel(), None, None))
-    how = "by their recorded checksums" if known == len(pairs) else f"{known} of {len(pairs)}, by recorded checksums"
+    how = "by their recorded checksums"
+    if known != len(pairs):
+        how = f"{known} of {len(pairs)}, by recorded checksums"
     return found, f"{how if known or not pairs else 'no'} (--values reads them)"

@@ -42,7 +42,8 @@ class Stats:
     def add(self, piece: Tensor) -> None:
         """Count one more piece."""
         values = wide(piece)
-        values = values.abs() if values.is_complex() else values
+        if values.is_complex():
+            values = values.abs()
         finite = values[values.isfinite()]
         self.count += values.numel()
         self.nans += int(values.isnan().sum())
@@ -51,8 +52,10 @@ class Stats:
         if not finite.numel():
             return
         # Means of parts put together (Chan et al. 1979): sums of squares would lose digits.
-        count, mean = finite.numel(), float(finite.mean())
-        total, delta = self.finite + count, mean - self.mean
+        count = finite.numel()
+        mean = float(finite.mean())
+        total = self.finite + count
+        delta = mean - self.mean
         self._squares += float((finite - mean).square().sum()) + delta * delta * self.finite * count / total
         self.mean += delta * count / total
         self.finite = total
@@ -60,7 +63,8 @@ class Stats:
 
     def summary(self) -> dict[str, float | None]:
         """Return the statistics by name; None without values to compute one from."""
-        has, share = self.finite > 0, max(self.count, 1)
+        has = self.finite > 0
+        share = max(self.count, 1)
         return {
             "min": self.least if has else None,
             "max": self.greatest if has else None,
@@ -95,9 +99,11 @@ class Difference:
         self.count += a.numel()
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             return
-        x, y = wide(a), wide(b)
+        x = wide(a)
+        y = wide(b)
         dtype = torch.promote_types(x.dtype, y.dtype)
-        x, y = x.to(dtype), y.to(dtype)
+        x = x.to(dtype)
+        y = y.to(dtype)
         unequal = ~((x == y) | (x.isnan() & y.isnan()))
         # float64 has not all 64-bit integers.
         is_exact = a.dtype == b.dtype and not a.is_floating_point() and not a.is_complex() and a.element_size() == 8
@@ -105,7 +111,8 @@ class Difference:
             unequal = a.view(torch.int64) != b.view(torch.int64)
         if not bool(unequal.any()):
             return
-        x, y = x[unequal], y[unequal]
+        x = x[unequal]
+        y = y[unequal]
         apart = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if is_exact:
             apart = apart.clamp(min=1)
@@ -152,9 +159,11 @@ def not_finite(values: Tensor) -> NotFinite:
 def count_lost(before: Tensor, after: Tensor) -> int:
     """Count the values that a cast altered by more than rounding: infinities, signs, zeros, values out of range."""
     facts = torch.finfo(after.dtype)
-    x, y = wide(before), wide(after)
+    x = wide(before)
+    y = wide(after)
     if x.is_complex():
-        x, y = torch.view_as_real(x), torch.view_as_real(y)
+        x = torch.view_as_real(x)
+        y = torch.view_as_real(y)
     is_beyond = (x.isinf() != y.isinf()) | (x.isfinite() & (x.abs() > facts.max))
     lost = y.isnan() | is_beyond | ((x.sign() != y.sign()) & (y != 0))
     return int((lost & ~x.isnan()).sum())

@@ -50,13 +50,17 @@ def short(text: str) -> str:
 
 def shown(path: Path) -> str:
     """Return a path with dots, safe to print."""
-    return safe(".".join(path)) if path else "(the root)"
+    if path:
+        return safe(".".join(path))
+    return "(the root)"
 
 
 def listed(lines: Sequence[str]) -> list[str]:
     """Return the first lines of a list for a message, and the number of the others."""
     more = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], f"and {more} more"] if more > 0 else list(lines)
+    if more > 0:
+        return [*lines[:_MAX_LINES], f"and {more} more"]
+    return list(lines)
 
 
 def print_table(table: Table) -> None:
@@ -86,7 +90,8 @@ def print_tree(title: str, lines: Sequence[tuple[Path, str]]) -> None:
 
 # Any: an object that rich can render.
 def _print(what: Any) -> None:
-    file, is_terminal = io.StringIO(), sys.stdout.isatty()
+    file = io.StringIO()
+    is_terminal = sys.stdout.isatty()
     width = None if is_terminal else _WIDE
     Console(file=file, force_terminal=is_terminal, width=width, no_color=None if is_terminal else True).print(what)
     print("\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")))
@@ -102,7 +107,9 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 @contextmanager

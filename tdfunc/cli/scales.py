@@ -62,7 +62,9 @@ def check_equal_codes(call: str, sources: Sequence[Source], rows: Iterable[Seque
 def unequal_codes(call: str, found: Quantized, one: Stored, path: str) -> UnsupportedError:
     """Return the error of a command for codes or scales that differ between checkpoints."""
     parts = [each for each in found.codes.values() if one.name in (each.name, *each.companions)]
-    layout = f" ({parts[0]})" if parts else ""
+    layout = ""
+    if parts:
+        layout = f" ({parts[0]})"
     return UnsupportedError(
         f"{call}: codes and their scales must be equal in all checkpoints: the command computes with numbers only.",
         expected=f"equal values of {safe(one.name)}{safe(layout)}",
@@ -111,7 +113,9 @@ def note_described_codes(path: str) -> None:
 
 def shown_codes(codes: Sequence[Scaled]) -> str:
     """Return the first leaf of codes with its scale, and the number of others."""
-    more = f" and {len(codes) - 1} more" if len(codes) > 1 else ""
+    more = ""
+    if len(codes) > 1:
+        more = f" and {len(codes) - 1} more"
     return f"{safe(codes[0].name)} ({safe(str(codes[0]))}){more}"
 
 

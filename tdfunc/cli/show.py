@@ -32,7 +32,9 @@ def show(
     with open_source(path) as source:
         where = make_filter(include, exclude)
         leaves = choose(stored_leaves(source.tree), where)
-        values = plain_values(source.tree) if where is None else {}
+        values = {}
+        if where is None:
+            values = plain_values(source.tree)
         stats: dict[int, Stats] = {}
         codes = quantized(source).codes
         if with_stats:
@@ -69,7 +71,9 @@ def show(
         if len(by_dtype) > 1:
             size += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
         elements = count_text(sum(one.leaf.numel() for one in leaves), "element")
-        more = [count_text(len(values), "non-tensor value")] if values else []
+        more = []
+        if values:
+            more = [count_text(len(values), "non-tensor value")]
         if source.left_out:
             more.append(f"{len(source.left_out)} left out")
         print(", ".join([count_text(len(leaves), "leaf"), elements, size, *more]))
@@ -102,7 +106,9 @@ def _kind(one: Stored, codes: Codes) -> str:
     if id(one.leaf) in codes:
         return safe(str(codes[id(one.leaf)]))
     kind = kind_text(one.kind) or ("non-tensor" if one.is_value else "tensor")
-    return f"{kind}, requires grad" if one.leaf.requires_grad else kind
+    if one.leaf.requires_grad:
+        return f"{kind}, requires grad"
+    return kind
 
 
 def _value_text(value: Any) -> str:

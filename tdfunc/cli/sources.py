@@ -66,7 +66,10 @@ class FileLeaf(NamedTuple):
     def read(self, count: int) -> Iterator[Tensor]:
         """Yield the values, and compare the checksums after them."""
         source, begin, spec, name, *_, digest = self.leaf
-        state = BlockDigests(name, digest) if isinstance(digest, Blocks) else xxhash.xxh3_64()
+        if isinstance(digest, Blocks):
+            state = BlockDigests(name, digest)
+        else:
+            state = xxhash.xxh3_64()
         for at in range(0, spec.size.numel(), count):
             part = torch.empty(min(count, spec.size.numel() - at), dtype=spec.dtype)
             view = as_view(part)
@@ -88,7 +91,8 @@ class MemmapLeaf(NamedTuple):
 
     def read(self, count: int) -> Iterator[Tensor]:
         """Check the size of the file, and yield the values."""
-        file, what = self.file, f"leaf {dotted(self.file.path)!r}"
+        file = self.file
+        what = f"leaf {dotted(self.file.path)!r}"
         if not file.size_bytes:
             return
         try:
@@ -166,7 +170,8 @@ def open_source(path: str) -> Source:
     while source is None and (steps := steps_in(name)):
         with suppress(StepRemovedError, StepReplacedError), ExitStack() as stack:
             source = _open_local(stack.enter_context(reading(name, steps[-1])))
-            source.steps, source.step = steps, steps[-1]
+            source.steps = steps
+            source.step = steps[-1]
             # Its own files are closed first.
             stack.push(source.resources)
             source.resources = stack.pop_all()
@@ -181,8 +186,13 @@ def _open_local(name: str) -> Source:
     if (torch_name := find_torch(name)) is not None:
         return _open_torch(torch_name)
     step = step_of(name)
-    metadata = read_about(name, step).metadata if step is not None else {}
-    source = _open_memmap(name) if is_memmap(name, LocalFiles()) else _open_safetensors(name, LocalFiles())
+    metadata = {}
+    if step is not None:
+        metadata = read_about(name, step).metadata
+    if is_memmap(name, LocalFiles()):
+        source = _open_memmap(name)
+    else:
+        source = _open_safetensors(name, LocalFiles())
     source.metadata |= metadata
     return source
 
@@ -337,9 +347,15 @@ def make_filter(include: Sequence[str], exclude: Sequence[str]) -> "FilterLike |
     """Return the filter that includes and excludes globs; None for everything."""
     chosen: Filter | None = None
     for pattern in include:
-        chosen = Filter(pattern) if chosen is None else chosen | pattern
+        if chosen is None:
+            chosen = Filter(pattern)
+        else:
+            chosen = chosen | pattern
     for pattern in exclude:
-        chosen = ~Filter(pattern) if chosen is None else chosen & ~Filter(pattern)
+        if chosen is None:
+            chosen = ~Filter(pattern)
+        else:
+            chosen = chosen & ~Filter(pattern)
     return chosen
 
 

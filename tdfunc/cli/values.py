@@ -43,14 +43,18 @@ def read_object(node: PlainObject) -> Any:
 
 def plain(value: NonTensorBase) -> Any:
     """Return non-tensor data as in JSON: one value for a batch of any size is there once."""
-    return value.data if isinstance(value, NonTensorData) else value.tolist()
+    if isinstance(value, NonTensorData):
+        return value.data
+    return value.tolist()
 
 
 def described(value: NonTensorBase | None) -> Any:
     """Return non-tensor data to compare and print: with its shape, because only that may differ."""
     if value is None:
         return ABSENT
-    return {"shape": list(value.shape), "value": plain(value)} if value.shape else plain(value)
+    if value.shape:
+        return {"shape": list(value.shape), "value": plain(value)}
+    return plain(value)
 
 
 def differing(a: Any, b: Any, at: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
@@ -73,7 +77,8 @@ def differing(a: Any, b: Any, at: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
 
 def differing_values(a: NonTensorBase | None, b: NonTensorBase | None) -> Iterator[tuple[Path, Any, Any]]:
     """Yield the places where non-tensor data of two checkpoints differ; a batch is compared as a whole."""
-    x, y = described(a), described(b)
+    x = described(a)
+    y = described(b)
     has_batch = any([side is not None and bool(side.shape) for side in (a, b)])
     if not has_batch:
         yield from differing(x, y)

@@ -27,7 +27,9 @@ from tdfunc.storage.manager.steps import (
 from tdfunc.storage.safetensors.contents import Leaf
 from tdfunc.storage.safetensors.read import as_view
 
-OK, DAMAGED, UNPROTECTED = 0, 1, 3
+OK = 0
+DAMAGED = 1
+UNPROTECTED = 3
 # The bytes of a leaf that the second reader reads at a time.
 _MOST_BYTES = 16 << 20
 
@@ -45,7 +47,9 @@ class Verdict(NamedTuple):
     @property
     def code(self) -> int:
         """The exit code for this tree."""
-        return DAMAGED if self.damage else OK if self.checksums is not None else UNPROTECTED
+        if self.damage:
+            return DAMAGED
+        return OK if self.checksums is not None else UNPROTECTED
 
 
 def verify(path: str, *, json: bool) -> int:
@@ -115,7 +119,8 @@ def _verify_one(path: str) -> Verdict:
 
 def _compare_readers(source: Source, one: Stored, second: "_SecondReader", tick: Tick) -> None:
     """Read a leaf here, which compares its checksum, and with the safetensors package: both must find equal bytes."""
-    reader, state = source.readers[id(one.leaf)], xxhash.xxh3_64()
+    reader = source.readers[id(one.leaf)]
+    state = xxhash.xxh3_64()
     for part in source.pieces(one.leaf, tick):
         state.update(as_view(part))
     if isinstance(reader, FileLeaf) and isinstance(reader.leaf.source.data, LocalBytes | MappedBytes):
@@ -141,21 +146,32 @@ class _SecondReader(ExitStack):
         self._read_bytes += size_bytes
         if self._file is not file or self._read_bytes > _MOST_BYTES:
             self.close()
-            self._file, self._read_bytes = None, size_bytes
+            self._file = None
+            self._read_bytes = size_bytes
             self._handle = self.enter_context(safe_open(file.path, "pt"))
             self._file = file
 
     def digest(self, file: LocalBytes | MappedBytes, leaf: Leaf) -> bytes | None:
         """Return the digest of a leaf's bytes; None if the file was replaced since it was opened here."""
-        name, state, at, size_bytes = json_loads(leaf.name), xxhash.xxh3_64(), 0, leaf.spec.size_bytes
+        name = json_loads(leaf.name)
+        state = xxhash.xxh3_64()
+        at = 0
+        size_bytes = leaf.spec.size_bytes
         while True:
             self._open(file, min(size_bytes, _MOST_BYTES))
             if not os.path.samestat(os.stat(file.path), file.stat):
                 return None
             part = self._handle.get_slice(name)
-            rows = part.get_shape()[0] if size_bytes > _MOST_BYTES and part.get_shape() else 0
-            count = max(1, _MOST_BYTES * rows // size_bytes) if rows else 0
-            values = part[at : at + count] if rows else self._handle.get_tensor(name)
+            rows = 0
+            if size_bytes > _MOST_BYTES and part.get_shape():
+                rows = part.get_shape()[0]
+            count = 0
+            if rows:
+                count = max(1, _MOST_BYTES * rows // size_bytes)
+            if rows:
+                values = part[at : at + count]
+            else:
+                values = self._handle.get_tensor(name)
             if values.dtype != leaf.spec.dtype:
                 return b""
             state.update(as_view(values.contiguous()))

@@ -80,7 +80,9 @@ def by_shape(call: Callable[[Size], LeafFn]) -> tuple[LeafFn, Callable[[Collecti
 
     def plain(leaves: Collection[Tensor]) -> LeafFn:
         shape = one_shape(leaves)
-        return leaf if shape is None else call(shape)
+        if shape is None:
+            return leaf
+        return call(shape)
 
     return leaf, plain
 
@@ -169,7 +171,8 @@ class TensorCollection(Slots):
             if static == NO_STATIC:
                 static = None
         if batch_size is None:
-            batch_size, names = self._batch_size, self._names
+            batch_size = self._batch_size
+            names = self._names
         return self._make(data, batch_size, self._device, names, static)
 
     @property
@@ -206,7 +209,8 @@ class TensorCollection(Slots):
 
     def _put(self, changes: dict[str, Node], kinds: dict[str, Kind] | None = None) -> "Self":
         """Return a tree with some children replaced or added (no checks) and, where the child is None, removed."""
-        data, is_plain = self._data | changes, self._static is None and kinds is None
+        data = self._data | changes
+        is_plain = self._static is None and kinds is None
         for key, node in changes.items():
             if node is None:
                 data.pop(key, None)
@@ -221,7 +225,9 @@ class TensorCollection(Slots):
         """Return the groups that remain after an edit; the caller has checked the values of those that span."""
         inner = [lift(node._ties, key) for key, node in changes.items() if isinstance(node, TensorCollection)]
         if not self._ties:
-            return merge(*inner) if any(inner) else ()
+            if any(inner):
+                return merge(*inner)
+            return ()
         kept = remap(self._ties, lambda path: path if _exists(changes, path) else None)
         return merge(kept, *inner)
 
@@ -237,7 +243,8 @@ class TensorCollection(Slots):
         else:
             check_keys(self, others)
             data = self._map_children(op, others)
-        size, names = self._batch_size, self._names
+        size = self._batch_size
+        names = self._names
         if op.size is not None:
             if names is not None:
                 names = op.names(names) if op.names is not None else None
@@ -248,10 +255,17 @@ class TensorCollection(Slots):
 
     def _map_plain(self, op: LeafOp, others: Sequence["TensorCollection"]) -> dict[str, Node]:
         data = self._data
-        keys, values = iter(data), data.values()
-        rows = [values, *_rows(self, others)] if others else (values,)
+        keys = iter(data)
+        values = data.values()
+        if others:
+            rows = [values, *_rows(self, others)]
+        else:
+            rows = (values,)
         leaf = op.leaf if op.plain is None else op.plain(values)
-        results = map(leaf, zip(*rows, strict=True)) if op.packed else map(leaf, *rows)
+        if op.packed:
+            results = map(leaf, zip(*rows, strict=True))
+        else:
+            results = map(leaf, *rows)
         try:
             # As long as each other; `strict` takes longer than all else here.
             done = dict(zip(keys, results))  # noqa: B905
@@ -271,9 +285,15 @@ class TensorCollection(Slots):
             for key, node in self._data.items():
                 twins = [o._data[key] for o in others]
                 if isinstance(node, TensorCollection):
-                    out = node._shape(op, *twins) if op.batch else node._map(op, *twins)
+                    if op.batch:
+                        out = node._shape(op, *twins)
+                    else:
+                        out = node._map(op, *twins)
                 elif isinstance(node, NonTensorBase) and not op.batch:
-                    out = node if op.size is None else node.resized(op.size(node.shape), key)
+                    if op.size is None:
+                        out = node
+                    else:
+                        out = node.resized(op.size(node.shape), key)
                 else:
                     if isinstance(node, NonTensorBase):
                         node.check_batch(self._batch_size, key)
@@ -286,7 +306,8 @@ class TensorCollection(Slots):
         return data
 
     def _map_tied(self, op: LeafOp, others: Sequence["TensorCollection"]) -> "Self":
-        ties, cuts = self._ties, [(path, group[0]) for group in self._ties for path in group[1:]]
+        ties = self._ties
+        cuts = [(path, group[0]) for group in self._ties for path in group[1:]]
         pruned, grafts = prune(self, cuts)
         done = pruned._map(op, *[prune(other, cuts)[0] for other in others])
         data = graft(done._data, grafts, ties)
@@ -296,7 +317,8 @@ class TensorCollection(Slots):
         """Index the batch dimensions; the index is normalized here, once for all leaves."""
         head = _first_rows(index, self._batch_size)
         if head is not None and not is_compiling() and not self._ties:
-            data, names = self._data, self._names
+            data = self._data
+            names = self._names
             # The common index, without describing it.
             if PLAIN.issuperset(map(type, data.values())):
                 names = None if names is None else index_names((index,), names)
@@ -328,7 +350,9 @@ class TensorCollection(Slots):
         # A mask would be printed whole.
         items: Any = key if isinstance(key, tuple) else (key,)
         shown = ", ".join([repr(k) if isinstance(k, (str, int, slice, tuple)) else "index" for k in items])
-        fix = f"td = td.set({key!r}, value)" if is_key(key) else "td = td.at[index].set(value)"
+        fix = "td = td.at[index].set(value)"
+        if is_key(key):
+            fix = f"td = td.set({key!r}, value)"
         if isinstance(value, Tensor) and is_key(key) and dict(iter_leaves(self)).get(unravel(key)) is value:
             # `td[key] += 1` has changed the leaf by the time that Python assigns it.
             fix = f"td = td.at[{shown}].add(value). If this was +=, it has already written to the shared leaf."
@@ -346,7 +370,8 @@ class TensorCollection(Slots):
         return self._replace(data)
 
     def __reduce__(self) -> Any:
-        data, send = self._data, TensorCollection._send
+        data = self._data
+        send = TensorCollection._send
         # The pickle that starts a process: a leaf that is on a file goes by the file's name, not as a copy.
         if send is not None and get_spawning_popen() is not None:
             data = {key: send(node) if isinstance(node, Tensor) else node for key, node in data.items()}
@@ -444,7 +469,8 @@ def per_tree(cut: int = 0) -> Callable[[F], F]:
                 return fn(tree, *args, **options)
             if not cut:
                 return tree._each(lambda t: run(t, *args, **options))
-            before, after = args[: cut - 1], args[cut:]
+            before = args[: cut - 1]
+            after = args[cut:]
             return tree._each(lambda t, part: run(t, *before, part, *after, **options), args[cut - 1])
 
         return run
@@ -481,7 +507,8 @@ def index_op(index: Any, size: Size) -> LeafOp:
     names = partial(index_names, parts)
     if not _is_rows(key):
         return LeafOp("index", itemgetter(key), put_first(head, len(size)), names, True, (parts,))
-    leaf, plain = _row_select(key), partial(_small_row_select, key)
+    leaf = _row_select(key)
+    plain = partial(_small_row_select, key)
     return LeafOp("index", leaf, put_first(head, len(size)), names, True, (parts,), plain=plain)
 
 
@@ -490,7 +517,9 @@ def _first_rows(index: Any, size: Size) -> Size | None:
     if not size:
         return None
     if type(index) is int:
-        return size[1:] if -size[0] <= index < size[0] else None
+        if -size[0] <= index < size[0]:
+            return size[1:]
+        return None
     if type(index) is slice and index.step is None:
         return Size((slice_length(index, size[0]), *size[1:]))
     return None

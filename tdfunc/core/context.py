@@ -125,7 +125,9 @@ def deferral() -> Callable[[Callable[[list[Tensor]], list[Tensor]], Callable[[],
     if is_compiling() or not is_tracing():
         return None
     modes: list[Any] = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "deferred", False)]
-    return modes[-1].make if modes else None
+    if modes:
+        return modes[-1].make
+    return None
 
 
 def is_fake(device: torch.device | None) -> bool:
@@ -154,7 +156,10 @@ def is_random(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[
     for i, argument in enumerate(func._schema.arguments):
         # Attention and recurrent layers are tagged as random whether they drop anything or not.
         if argument.name in ("dropout_p", "dropout", "train", "training"):
-            given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+            if i < len(args):
+                given = args[i]
+            else:
+                given = kwargs.get(argument.name, argument.default_value)
             if isinstance(given, (float, bool)) and not given:
                 return False
     return True

@@ -23,7 +23,10 @@ _OWN_FOLDERS = tuple(
 
 # Longer parts of a message are cut: they are texts of a file, or the names of all its leaves.
 _MAX_PART = 2_000
-_MAX_ITEMS, _MAX_TEXT, _MAX_DEPTH, _MAX_BRIEF = 10, 80, 3, 300
+_MAX_ITEMS = 10
+_MAX_TEXT = 80
+_MAX_DEPTH = 3
+_MAX_BRIEF = 300
 # Python refuses to write integers of more digits.
 _MAX_BITS = 1_000
 
@@ -48,7 +51,9 @@ class _Brief(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         """Return a number in digits, or its size."""
-        return super().repr_int(x, level) if x.bit_length() <= _MAX_BITS else f"<integer of {x.bit_length()} bits>"
+        if x.bit_length() <= _MAX_BITS:
+            return super().repr_int(x, level)
+        return f"<integer of {x.bit_length()} bits>"
 
 
 _brief = _Brief()
@@ -69,7 +74,9 @@ def explain(what: object = "", *, expected: object = None, got: object = None, h
 
 
 def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
+    if len(text) <= length:
+        return text
+    return f"{text[:length]}... ({len(text):,} characters)"
 
 
 def error(kind: type[E], what: object, *, expected: object = None, got: object = None, hint: str | None = None) -> E:
@@ -121,7 +128,10 @@ def as_number(what: str, number: object) -> float:
     """
     if isinstance(number, str) or not hasattr(number, "__float__"):
         raise error(TypeError, f"{what} is not a number.", got=brief(number))
-    plain = number if type(number) in (int, float) else float(cast(Any, number))
+    if type(number) in (int, float):
+        plain = number
+    else:
+        plain = float(cast(Any, number))
     check_finite(what, cast(float, plain))
     return cast(float, plain)
 
@@ -158,7 +168,10 @@ def check_finite(what: str, number: float) -> None:
 
 def user_line(err: BaseException | None = None) -> str:
     """Return the innermost line that is neither torch's nor ours, as `file:number: code`."""
-    frames = traceback.extract_tb(err.__traceback__) if err is not None else traceback.extract_stack()
+    if err is not None:
+        frames = traceback.extract_tb(err.__traceback__)
+    else:
+        frames = traceback.extract_stack()
     for frame in reversed(frames):
         if not os.path.abspath(frame.filename).startswith(_OWN_FOLDERS) and not frame.filename.startswith("<"):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"

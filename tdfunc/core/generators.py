@@ -46,7 +46,9 @@ def _frozen(state: Any) -> Any:
     if isinstance(state, dict):
         state = tuple(state.items())
     # The state of Python's generator holds 625 numbers, which need no call each.
-    return tuple(map(_frozen, state)) if isinstance(state, tuple) and len(state) < 9 else state
+    if isinstance(state, tuple) and len(state) < 9:
+        return tuple(map(_frozen, state))
+    return state
 
 
 class Witness(TorchDispatchMode):
@@ -80,7 +82,8 @@ def refuse_draws(
         named: Further values, by the name that the error gives them; generators of numpy and Python among them count.
     """
     named = list(named)
-    foreign, before = foreign_states(named), [generator.get_state() for generator in generators]
+    foreign = foreign_states(named)
+    before = [generator.get_state() for generator in generators]
     witness = Witness()
     with witness if generators else nullcontext():
         yield

@@ -80,16 +80,22 @@ class _Missing:
     __slots__ = ("_given", "_text")
 
     def __init__(self, path: Path, known: Iterable[str], call: str, node: Any) -> None:
-        self._given, self._text = (path, known, call, node), ""
+        self._given = (path, known, call, node)
+        self._text = ""
 
     def __str__(self) -> str:
         if self._text:
             return self._text
         path, known, call, node = self._given
-        names, key, parent = list(known), path[-1], path[:-1]
+        names = list(known)
+        key = path[-1]
+        parent = path[:-1]
         parts = tuple(key.split("."))
         # A file has no node to look into, only the names of one level.
-        nested = parts[0] in names if node is None else _leads(node, parts)
+        if node is None:
+            nested = parts[0] in names
+        else:
+            nested = _leads(node, parts)
         if node is not None and not hasattr(node, "_keys"):
             hint = f"{dotted(parent)!r} is a leaf, and a leaf has no children."
         elif nested:
@@ -97,7 +103,9 @@ class _Missing:
         else:
             hint = did_you_mean(key, names)
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-        where = f" under {dotted(parent)!r}" if parent else ""
+        where = ""
+        if parent:
+            where = f" under {dotted(parent)!r}"
         self._text = explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
         return self._text
 
@@ -111,7 +119,9 @@ class _Missing:
 def did_you_mean(key: str, names: Sequence[str]) -> str | None:
     """Return a hint with up to three names that a key may be a misspelling of, or None."""
     close = difflib.get_close_matches(key, names, n=3)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else None
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return None
 
 
 def _leads(node: Any, path: Path) -> bool:
@@ -167,17 +177,23 @@ class Filter:
     def __init__(self, spec: "FilterSpec") -> None:
         self._mask: Callable[[Sequence[Entry]], list[bool]]
         if isinstance(spec, Filter):
-            self._mask, self._text = spec._mask, spec._text
+            self._mask = spec._mask
+            self._text = spec._text
         elif isinstance(spec, str) and _WILD.isdisjoint(spec):
-            self._mask, self._text = partial(_named, str.__str__(spec)), repr(spec)
+            self._mask = partial(_named, str.__str__(spec))
+            self._text = repr(spec)
         elif isinstance(spec, str):
-            self._mask, self._text = partial(_matching, re.compile(fnmatch.translate(spec)), repr(spec)), repr(spec)
+            self._mask = partial(_matching, re.compile(fnmatch.translate(spec)), repr(spec))
+            self._text = repr(spec)
         elif isinstance(spec, re.Pattern):
-            self._mask, self._text = partial(_matching, spec, repr(spec.pattern)), repr(spec)
+            self._mask = partial(_matching, spec, repr(spec.pattern))
+            self._text = repr(spec)
         elif isinstance(spec, Kind):
-            self._mask, self._text = partial(_having, "kind", spec), str(spec)
+            self._mask = partial(_having, "kind", spec)
+            self._text = str(spec)
         elif isinstance(spec, torch.dtype):
-            self._mask, self._text = partial(_having, "dtype", spec), str(spec)
+            self._mask = partial(_having, "dtype", spec)
+            self._text = str(spec)
         elif isinstance(spec, type):
             # A call of a class makes an instance, which is true.
             raise FilterError(
@@ -187,7 +203,8 @@ class Filter:
                 hint="tdfunc.of_type(module, kind) chooses the leaves of the layers of a class.",
             )
         elif callable(spec):
-            self._mask, self._text = partial(_wanted, spec), getattr(spec, "__name__", "fn")
+            self._mask = partial(_wanted, spec)
+            self._text = getattr(spec, "__name__", "fn")
         else:
             raise FilterError(
                 "Filter: the choice must be of a kind that filters are made from.",
@@ -252,7 +269,9 @@ def at_paths(paths: Iterable[Path]) -> Filter:
     """
     names = frozenset(map(dotted, paths))
     shown = ", ".join(map(repr, sorted(names)[:_SHOWN_PATHS]))
-    more = f" and {len(names) - _SHOWN_PATHS} more" if len(names) > _SHOWN_PATHS else ""
+    more = ""
+    if len(names) > _SHOWN_PATHS:
+        more = f" and {len(names) - _SHOWN_PATHS} more"
     text = f"at_paths({shown}{more})"
     return _combined(partial(_listed, names, text), text)
 
@@ -324,12 +343,15 @@ def _joined(left: Filter, right: Filter, rule: Callable[..., list[bool]], symbol
 
 def _parts_of(chosen: Filter, rule: Callable[..., list[bool]]) -> Sequence[Filter]:
     mask = chosen._mask
-    return mask.args[0] if isinstance(mask, partial) and mask.func is rule else (chosen,)
+    if isinstance(mask, partial) and mask.func is rule:
+        return mask.args[0]
+    return (chosen,)
 
 
 def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filter:
     new = object.__new__(Filter)
-    new._mask, new._text = mask, text
+    new._mask = mask
+    new._text = text
     return new
 
 
@@ -360,7 +382,9 @@ def _no_match(text: str, entries: Sequence[Entry]) -> FilterError:
 
 def assign(found: Sequence[Entry], where: dict[Any, Any], call: str) -> list[Any]:
     """Return for each leaf the value of the first filter that matches it."""
-    filters = [Filter(spec) for spec in where] if found else []
+    filters = []
+    if found:
+        filters = [Filter(spec) for spec in where]
     values: dict[int, Any] = {}
     for places, value in zip(_places_of(filters, found), where.values(), strict=False):
         for place in places:

@@ -109,12 +109,14 @@ def extent_of(tensor: Any) -> Extent | None:
         if not tensor.is_contiguous():
             size_bytes = _count_steps(tensor) * tensor.element_size()
         if getattr(storage, _ATTRIBUTE, None) is not None and (file := mapped_file(tensor)) is not None:
-            space, begin = file.file_id, file.offset
+            space = file.file_id
+            begin = file.offset
         # torch warns where a fake tensor is asked for its address.
         elif isinstance(tensor, FakeTensor):
             return None
         else:
-            space, begin = None if tensor.is_cpu else tensor.device, tensor.data_ptr()
+            space = None if tensor.is_cpu else tensor.device
+            begin = tensor.data_ptr()
             if not begin:
                 return None
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -134,7 +136,9 @@ def _count_steps(tensor: Tensor) -> int:
 
 def span_bytes(tensor: Tensor) -> int:
     """Return the number of bytes from a tensor's first to its last, with those that it leaves out."""
-    return tensor.nbytes if tensor.is_contiguous() else _count_steps(tensor) * tensor.itemsize
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return _count_steps(tensor) * tensor.itemsize
 
 
 def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
@@ -151,12 +155,16 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         else:
             spans.append((0, tensor.data_ptr(), length, i))
     spans.sort()
-    space, end, last = -1, -1, -1
+    space = -1
+    end = -1
+    last = -1
     for other, begin, length, i in spans:
         if length and other == space and begin < end:
             yield last, i
         if length and (other != space or begin + length > end):
-            space, end, last = other, begin + length, i
+            space = other
+            end = begin + length
+            last = i
 
 
 def repeats_itself(tensor: Tensor) -> bool:
@@ -193,7 +201,9 @@ class Places:
     """The memory under some tensors, in which others can be looked for."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        extents = [] if is_compiling() else [extent_of(tensor) for tensor in tensors]
+        extents = []
+        if not is_compiling():
+            extents = [extent_of(tensor) for tensor in tensors]
         # Where one cannot be known, none can be ruled out.
         self._known = None not in extents and not is_compiling()
         self._merged: dict[Any, list[tuple[int, int]]] = {}
@@ -206,7 +216,9 @@ class Places:
 
     def holds(self, tensor: Any) -> bool:
         """Return True if a tensor may share memory with one of these."""
-        extent = extent_of(tensor) if self._known else None
+        extent = None
+        if self._known:
+            extent = extent_of(tensor)
         return extent is None or self.find(extent) is not None
 
     def find(self, extent: Extent) -> tuple[int, int] | None:
@@ -214,14 +226,17 @@ class Places:
         space, begin, end = extent
         runs = self._merged.get(space, ())
         at = bisect_left(runs, (end, 0)) - 1
-        return runs[at] if at >= 0 and begin < runs[at][1] else None
+        if at >= 0 and begin < runs[at][1]:
+            return runs[at]
+        return None
 
 
 # Smaller leaves are read whole by the system's own read-ahead.
 MIN_BYTES = 16 << 20
 _MAX_BYTES = 1 << 30
 _SAMPLES = 4
-_WILLNEED, _DONTNEED = 3, 4
+_WILLNEED = 3
+_DONTNEED = 4
 _libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _mincore: Any = getattr(_libc, "mincore", None)
 if _mincore is not None:
@@ -238,7 +253,8 @@ def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
     count = rows.numel()
     if _mincore is None or not count or mapped_file(leaf) is None:
         return
-    start, step = leaf.data_ptr(), leaf.stride(0) * leaf.element_size()
+    start = leaf.data_ptr()
+    step = leaf.stride(0) * leaf.element_size()
     if _is_resident(start, step, rows[:: -(-count // _SAMPLES)].tolist(), leaf.shape[0]):
         return
     index = rows.numpy()

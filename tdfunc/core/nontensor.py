@@ -103,7 +103,10 @@ class NonTensorBase:
         lead = (slice(None),) * dim_index(dim, self.dim(), "split")
         total = self.shape[dim]
         # As torch: a dimension of size 0 is one part.
-        parts = [min(sizes, total - i) for i in range(0, total or 1, sizes)] if isinstance(sizes, int) else list(sizes)
+        if isinstance(sizes, int):
+            parts = [min(sizes, total - i) for i in range(0, total or 1, sizes)]
+        else:
+            parts = list(sizes)
         ends = zip(accumulate(parts), parts, strict=True)
         return tuple(self[(*lead, slice(end - part, end))] for end, part in ends)
 
@@ -113,11 +116,15 @@ class NonTensorBase:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _FUNCTIONS.get(func)
-        return NotImplemented if handler is None else handler(*args, **(kwargs or {}))
+        if handler is None:
+            return NotImplemented
+        return handler(*args, **(kwargs or {}))
 
     def tolist(self) -> Any:
         """Return the values as a nested list (one value for a batch of no dimensions)."""
-        return self._array.tolist() if self._array.ndim else self._array[()]
+        if self._array.ndim:
+            return self._array.tolist()
+        return self._array[()]
 
     def __copy__(self) -> Any:
         return self
@@ -285,7 +292,9 @@ class NonTensorStack(NonTensorBase):
         size: list[int] = []
         flat = [values]
         for _ in range(ndim):
-            length = len(flat[0]) if flat and isinstance(flat[0], (list, tuple)) else 0
+            length = 0
+            if flat and isinstance(flat[0], (list, tuple)):
+                length = len(flat[0])
             size.append(length)
             for part in flat:
                 if not isinstance(part, (list, tuple)) or len(part) != length:
@@ -309,7 +318,10 @@ class NonTensorStack(NonTensorBase):
 
     def follow(self, old: Size, size: Size) -> Any:
         """Keep the values, and mark them while vmap maps their rows: then they are not laid out along the batch."""
-        features = self.dim() - len(old) if self._features is None else self._features
+        if self._features is None:
+            features = self.dim() - len(old)
+        else:
+            features = self._features
         if features == _LOST or not _only_in_front(old, size):
             return self._wrap(self._array, _LOST)
         is_whole = self._array.shape[: self.dim() - features] == size
@@ -328,7 +340,9 @@ class NonTensorStack(NonTensorBase):
         array = self._array[(*(item if isinstance(item, int) else slice(None) for item in taking), ...)]
         array = array[(*(item for item in taken if not isinstance(item, int) or isinstance(item, bool)), ...)]
         # A full index leaves one value: it is data of an empty batch, not a stack.
-        return NonTensorData(array[()]) if array.ndim == 0 else self._wrap(array)
+        if array.ndim == 0:
+            return NonTensorData(array[()])
+        return self._wrap(array)
 
     def __reduce__(self) -> Any:
         # A list, for `torch.load(weights_only=True)` refuses arrays of objects.
@@ -336,12 +350,16 @@ class NonTensorStack(NonTensorBase):
 
     def __repr__(self) -> str:
         whole = self._array.size <= _WHOLE
-        text = str(self.tolist()) if whole else _first_values(self._array)
+        if whole:
+            text = str(self.tolist())
+        else:
+            text = _first_values(self._array)
         return f"NonTensorStack({_cut(text)}, batch_size={self.shape}, device=None)"
 
 
 # A stack of more values shows the first of each dimension in its repr.
-_WHOLE, _FIRST = 100, 10
+_WHOLE = 100
+_FIRST = 10
 _MAX_CHARACTERS = 2_000
 
 
@@ -379,7 +397,8 @@ def _only_in_front(old: Size, size: Size) -> bool:
     Where another dimension of the same size could be the one that moved, the answer is no.
     """
     short, long = sorted((old, size), key=len)
-    lead, rest = long[: len(long) - len(short)], long[len(long) - len(short) :]
+    lead = long[: len(long) - len(short)]
+    rest = long[len(long) - len(short) :]
     return not lead or not short or (rest == short and short[0] not in lead)
 
 
@@ -418,7 +437,9 @@ def same_value(a: Any, b: Any) -> bool:
         return True
     try:
         equal = a == b
-        return bool(equal.all()) and np.shape(a) == np.shape(b) if hasattr(equal, "all") else bool(equal)
+        if hasattr(equal, "all"):
+            return bool(equal.all()) and np.shape(a) == np.shape(b)
+        return bool(equal)
     except (ValueError, TypeError, RuntimeError):
         return False
 
@@ -432,7 +453,9 @@ def _same_nodes(a: NonTensorBase, b: NonTensorBase) -> bool:
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if len(shape) == 1 and not isinstance(shape[0], int):
+        return tuple(shape[0])
+    return shape
 
 
 def _stack(nodes: Sequence[Any], dim: int = 0) -> Any:

@@ -66,8 +66,11 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     compiling = is_compiling()
     if not compiling and type(tree._cache) is _Flat:
         return tree._cache
-    node, grafts = tree, ()
-    cuts = spanning(tree._ties) if tree._static is not None else []
+    node = tree
+    grafts = ()
+    cuts = []
+    if tree._static is not None:
+        cuts = spanning(tree._ties)
     if cuts:
         node, grafts = prune(tree, cuts)
     data = node._data
@@ -77,8 +80,13 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     keys = order if keys == order else keys
     n = len(tree._batch_size)
     children = tuple([data[key] for key in keys])
-    shapes = None if compiling else plain_shapes(children)
-    features = [_features(child, n) for child in children] if shapes is None else [len(shape) - n for shape in shapes]
+    shapes = None
+    if not compiling:
+        shapes = plain_shapes(children)
+    if shapes is None:
+        features = [_features(child, n) for child in children]
+    else:
+        features = [len(shape) - n for shape in shapes]
     context = Context(
         keys, tree._ties, order, tree._batch_size, tree._device, tree._names,
         tuple(features), tree._static, grafts, shapes,

@@ -41,7 +41,9 @@ def shape_of(leaf: Tensor) -> Size | None:
     if rows is None:
         return None
     # Without rows a size is not known, and a nested tensor of no dimensions has no columns.
-    columns = rows.t().tolist() if rows.dim() == 2 else []
+    columns = []
+    if rows.dim() == 2:
+        columns = rows.t().tolist()
     return Size([leaf.size(0), *[column[0] if len(set(column)) == 1 else -1 for column in columns]])
 
 
@@ -105,7 +107,9 @@ def one_shape(tensors: Collection[Tensor]) -> Size | None:
         shapes = [x.shape for x in tensors]
     except RuntimeError:  # a strided nested tensor
         return None
-    return shapes[0] if shapes and shapes.count(shapes[0]) == len(shapes) else None
+    if shapes and shapes.count(shapes[0]) == len(shapes):
+        return shapes[0]
+    return None
 
 
 def as_int(value: Any) -> int:
@@ -116,7 +120,9 @@ def as_int(value: Any) -> int:
 def int_or_ints(value: Any) -> int | list[int]:
     """Return an int, or the ints of a sequence, array or tensor."""
     given = value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
-    return [as_int(item) for item in given] if isinstance(given, Iterable) else as_int(given)
+    if isinstance(given, Iterable):
+        return [as_int(item) for item in given]
+    return as_int(given)
 
 
 def dim_index(dim: int, ndim: int, call: str) -> int:
@@ -135,7 +141,9 @@ def dim_index(dim: int, ndim: int, call: str) -> int:
 def dims_of(dims: Any) -> list[int]:
     """Return one batch dimension, or several, as a list."""
     given = int_or_ints(dims)
-    return given if isinstance(given, list) else [given]
+    if isinstance(given, list):
+        return given
+    return [given]
 
 
 def dim_size(size: Size, dim: int, call: str) -> int:
@@ -173,7 +181,10 @@ def broadcast(*sizes: Size) -> Size | None:
     for size in sizes[1:]:
         if size == result:
             continue
-        long, short = (size, result) if len(size) >= len(result) else (result, size)
+        if len(size) >= len(result):
+            long, short = (size, result)
+        else:
+            long, short = (result, size)
         skipped = len(long) - len(short)
         if not all([a == b or a == 1 or b == 1 for a, b in zip(long[skipped:], short, strict=True)]):
             return None
@@ -214,13 +225,15 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
             else "a tree without a batch size has no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
         )
     parts: list[Any] = []
-    dim, skipped = 0, len(size) - used
+    dim = 0
+    skipped = len(size) - used
     for item in items:
         if item is Ellipsis:
             if skipped < 0:
                 raise error(IndexError, "index: there must be one Ellipsis at most.", got=repr(index))
             parts += [_ALL] * skipped
-            dim, skipped = dim + skipped, -1
+            dim = dim + skipped
+            skipped = -1
         elif isinstance(item, Tensor) and item.dtype is torch.bool:
             covered = size[dim : dim + item.dim()]
             if item.shape != covered:
@@ -242,7 +255,9 @@ def _count_dims(item: Any) -> int:
     """Return the number of batch dimensions that one item of an index takes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
-    return item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1
+    if isinstance(item, Tensor) and item.dtype is torch.bool:
+        return item.dim()
+    return 1
 
 
 def _index_item(item: Any, whole: Any) -> Any:
@@ -267,11 +282,14 @@ def _index_item(item: Any, whole: Any) -> Any:
         except (TypeError, ValueError, RuntimeError) as err:
             raise _bad_index(item, whole) from err
         # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.
-        item = item.long() if item.dtype in _NARROW or (not item.numel() and item.dtype is not torch.bool) else item
+        if item.dtype in _NARROW or (not item.numel() and item.dtype is not torch.bool):
+            item = item.long()
     if not isinstance(item, Tensor):
         raise _bad_index(item, whole)
     if item.dtype in _MASK_DTYPES:
-        return item.bool() if item.dim() else bool(item)
+        if item.dim():
+            return item.bool()
+        return bool(item)
     if item.dtype not in _INDEX_DTYPES:
         raise error(
             IndexError,
@@ -303,7 +321,8 @@ def slice_length(item: slice, length: int) -> int:
     if not is_compiling() or item.step not in (None, 1):
         return len(range(*item.indices(length)))
     # A compiler keeps these symbolic; `indices` would make it compile again for each length.
-    start, stop = (0 if item.start is None else item.start), (length if item.stop is None else item.stop)
+    start = 0 if item.start is None else item.start
+    stop = length if item.stop is None else item.stop
     start, stop = [max(end + length, 0) if end < 0 else min(end, length) for end in (start, stop)]
     return max(stop - start, 0)
 
@@ -377,7 +396,10 @@ def index_names(index: tuple[Any, ...], names: Names) -> Names | None:
     if layout.advanced:
         rows = [None if dim is None else names[dim] for _, dim in layout.advanced]
         ndim = max([1 if dim is None else item.dim() for item, dim in layout.advanced])
-        result[layout.place : layout.place] = rows if len(rows) == ndim == 1 else [None] * ndim
+        if len(rows) == ndim == 1:
+            result[layout.place : layout.place] = rows
+        else:
+            result[layout.place : layout.place] = [None] * ndim
     result.extend(names[layout.used :])
     return as_names(result, len(result))
 

@@ -42,7 +42,10 @@ def merge(*parts: Ties) -> Ties:
     place: dict[Path, int] = {}
     for group in (group for ties in parts for group in ties):
         touching = sorted({place[path] for path in group if path in place})
-        home = touching[0] if touching else len(groups)
+        if touching:
+            home = touching[0]
+        else:
+            home = len(groups)
         if not touching:
             groups.append([])
         joined = [path for i in touching for path in groups[i]]

@@ -67,7 +67,9 @@ def _rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
             new = child
         same = same and new is child
         children.append(new)
-    return tree if same else node_like(type(tree), context, tuple(children))
+    if same:
+        return tree
+    return node_like(type(tree), context, tuple(children))
 
 
 def node_like(cls: type[T], context: Context, children: tuple[Any, ...]) -> T:
@@ -87,7 +89,8 @@ def same_keys(a: TensorCollection, b: TensorCollection) -> bool:
     """Return True if two trees have the same leaf paths and ties; fast for trees of one origin."""
     if is_compiling():
         return torch_pytree.tree_structure(a) == torch_pytree.tree_structure(b)
-    (mine, context), (theirs, other) = flatten(a), flatten(b)
+    mine, context = flatten(a)
+    theirs, other = flatten(b)
     if context is not other and context != other:
         return False
     for x, y in zip(mine, theirs, strict=True):
@@ -123,8 +126,10 @@ def _extend_plain(tree: TensorCollection, leaves: list[Any]) -> bool:
 
 
 def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool:
-    first, cls = nodes[0], type(nodes[0])
-    static, keys = first._static, list(first._data)
+    first = nodes[0]
+    cls = type(nodes[0])
+    static = first._static
+    keys = list(first._data)
     if cls._shape is not TensorCollection._shape or (static is not None and static.ties):
         return False
     for node in nodes[1:]:
@@ -158,7 +163,10 @@ def refill(tree: T, leaves: Iterator[Any], op: LeafOp | None = None) -> T:
     names: Names | None = tree._names
     if op is not None and op.size is not None:
         size = op.size(size)
-        names = op.names(names) if names is not None and op.names is not None else None
+        if names is not None and op.names is not None:
+            names = op.names(names)
+        else:
+            names = None
     return tree._make(data, size, tree._device, names, tree._static)
 
 
@@ -205,7 +213,10 @@ def zip_trees(a: TensorCollection, b: TensorCollection, *, shared: bool = False,
     """
     # Two classes may store one tree in different ways: these are compared through their keys.
     same = type(a) is type(b) and not a._is_lazy
-    mine, theirs = (a._data, b._data) if same else (_nodes(a), _nodes(b))
+    if same:
+        mine, theirs = (a._data, b._data)
+    else:
+        mine, theirs = (_nodes(a), _nodes(b))
     if mine.keys() != theirs.keys() and not shared:
         return Difference(at, "keys", a, b)
     pairs: Pairs = []
@@ -242,4 +253,6 @@ def describe(node: Any) -> str:
     if isinstance(node, Tensor):
         shape = shape_of(node)
         return f"a tensor of {'no shape' if shape is None else f'shape {list(shape)}'}, {node.dtype}"
-    return f"non-tensor data {node!r}"[:200] if isinstance(node, NonTensorBase) else f"a {type(node).__name__}"
+    if isinstance(node, NonTensorBase):
+        return f"non-tensor data {node!r}"[:200]
+    return f"a {type(node).__name__}"

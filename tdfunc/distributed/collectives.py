@@ -52,7 +52,8 @@ def _check_alike(ranks: Ranks, make: Callable[[], Structure | None], *, strict: 
 
 def _wire(ranks: Ranks, packed: Packed, size_bytes: int) -> Tensor:
     """Return block and description of a tree as one tensor of this length."""
-    wire, (structure, leaves) = ranks.empty(size_bytes), packed
+    wire = ranks.empty(size_bytes)
+    structure, leaves = packed
     structure.block.fill(leaves, wire)
     end = structure.block.size_bytes
     wire[end : end + len(structure.text)] = as_tensor(structure.text)
@@ -110,14 +111,21 @@ def broadcast(
         if is_source and td is None:
             raise error(TypeError, "broadcast: the rank that sends must give a tree.", got="None")
         packed.extend([] if td is None else [pack(td, "broadcast")])
-        return packed[0].structure if packed else None
+        if packed:
+            return packed[0].structure
+        return None
 
     # To the end: the other ranks wait for the values.
     with ranks.entered():
         sizes = _check_alike(ranks, make)[ranks.check_member("src", src)]
-        wire = _wire(ranks, packed[0], sum(sizes)) if is_source else ranks.empty(sum(sizes))
+        if is_source:
+            wire = _wire(ranks, packed[0], sum(sizes))
+        else:
+            wire = ranks.empty(sum(sizes))
         _run(ranks, lambda: dist.broadcast(wire, src, group=group))
-        return td if is_source else _unwire(wire, sizes, classes if td is None else classes_of(td))
+        if is_source:
+            return td
+        return _unwire(wire, sizes, classes if td is None else classes_of(td))
 
 
 def scatter(
@@ -152,7 +160,9 @@ def scatter(
 
     def make() -> bytes:
         ranks.check_member("src", src)
-        wanted = None if like is None else [*pack(like, "scatter").structure.found.items()]
+        wanted = None
+        if like is not None:
+            wanted = [*pack(like, "scatter").structure.found.items()]
         if is_source:
             packed.extend([pack(tree, "scatter") for tree in trees or ()])
             if len(packed) != ranks.size:
@@ -175,7 +185,9 @@ def scatter(
     with ranks.entered():
         sizes: list[tuple[int, int]] = json.loads(ranks.agree(make, decide))
         longest = max([block + text for block, text in sizes])
-        wires = [_wire(ranks, one, longest) for one in packed] if is_source else None
+        wires = None
+        if is_source:
+            wires = [_wire(ranks, one, longest) for one in packed]
         wire = ranks.empty(longest)
         _run(ranks, lambda: dist.scatter(wire, wires, src, group=group))
         known = classes if like is None else classes_of(like)
@@ -240,13 +252,17 @@ def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -
         longest = max(map(sum, sizes))
         wire = _wire(ranks, packed[0], longest)
         takes = is_to_all or dst == dist.get_rank()
-        wires = [ranks.empty(longest) for _ in sizes] if takes else None
+        wires = None
+        if takes:
+            wires = [ranks.empty(longest) for _ in sizes]
         if is_to_all:
             _run(ranks, lambda: dist.all_gather(wires, wire, group=ranks.group))
         else:
             _run(ranks, lambda: dist.gather(wire, wires, dst, group=ranks.group))
         known = classes_of(td)
-        return None if wires is None else [_unwire(one, size, known) for one, size in zip(wires, sizes, strict=True)]
+        if wires is None:
+            return None
+        return [_unwire(one, size, known) for one, size in zip(wires, sizes, strict=True)]
 
 
 def all_reduce(td: T, op: str = "sum", *, group: Any = None, timeout_s: float | None = None) -> T:
@@ -283,9 +299,15 @@ def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
 
 def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
     """Reduce the trees of all ranks, once they are alike."""
-    name = op.lower() if isinstance(op, str) else repr(op)
+    if isinstance(op, str):
+        name = op.lower()
+    else:
+        name = repr(op)
     is_to_all = ranks.call == "all_reduce"
-    ranks.terms = f"{ranks.call} {name!r}" if is_to_all else f"{ranks.call} {name!r} to rank {dst}"
+    if is_to_all:
+        ranks.terms = f"{ranks.call} {name!r}"
+    else:
+        ranks.terms = f"{ranks.call} {name!r} to rank {dst}"
 
     def make() -> Structure:
         if name not in _OPS:
@@ -318,7 +340,10 @@ def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
     for run in runs.values():
         parts = [leaves[i] for i in run]
         # One tensor comes back as it is, and the collective writes to it.
-        flat = _flatten_dense_tensors(parts) if len(parts) > 1 else parts[0].flatten().clone()
+        if len(parts) > 1:
+            flat = _flatten_dense_tensors(parts)
+        else:
+            flat = parts[0].flatten().clone()
         flat = flat.to(ranks.device)
         if is_to_all:
             collective = partial(dist.all_reduce, flat, kind, group=ranks.group)

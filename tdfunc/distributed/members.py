@@ -69,7 +69,10 @@ def from_local(tree: Any, mesh: DeviceMesh, placements: Sequence[Any] | None = N
 
 def _join(make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any] | None) -> Any:
     """Return DTensors around the parts that `make` returns on each rank; an error of one rank is raised on all."""
-    given = _over_members(mesh) if placements is None else list(placements)
+    if placements is None:
+        given = _over_members(mesh)
+    else:
+        given = list(placements)
     module = _tensor_module()
     if mesh.get_coordinate() is None:
         # This rank is not in the mesh: nobody waits for it.

@@ -24,11 +24,17 @@ T = TypeVar("T", bound=TensorCollection)
 
 # The contents of a header: the digest of the leaves, the length of the piece that is sent before the answer, and the
 # description, or its key if it does not fit into a frame.
-_DIGEST_BYTES, _LENGTH_BYTES, _KEY_BYTES, _SHORT_BYTES = 8, 8, 16, 4000
+_DIGEST_BYTES = 8
+_LENGTH_BYTES = 8
+_KEY_BYTES = 16
+_SHORT_BYTES = 4000
 # The terms of a header: where a backend has no tags, a rank tells it from the calls of all ranks.
 _TERMS = "a message"
 # The answers of a receiver.
-_GO, _MISFIT, _DESCRIBE, _REFUSED = b"\0", b"\1", b"\2", b"\3"
+_GO = b"\0"
+_MISFIT = b"\1"
+_DESCRIBE = b"\2"
+_REFUSED = b"\3"
 # The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
 _last: dict[tuple[str, str, int, int], "Future[Any]"] = {}
 # The lanes in whose messages threads are, with the threads. Only a signal handler begins another one there.
@@ -102,7 +108,8 @@ class _Lane(NamedTuple):
         """
         count = self.counter
         with _lock:
-            before, _last[self.key] = _last.get(self.key), own
+            before = _last.get(self.key)
+            _last[self.key] = own
             number = count.next
             count.next = number + 1
         return number, before
@@ -223,10 +230,14 @@ def _sender(td: TensorCollection, lane: _Lane) -> _Work:
 
 
 def _send(packed: Packed, lane: _Lane, number: int) -> None:
-    ranks, peer, structure = lane.ranks, lane.peer, packed.structure
+    ranks = lane.ranks
+    peer = lane.peer
+    structure = packed.structure
     tag, back, described = lane.tags
     runs = structure.block.runs if lane.is_eager else []
-    eager_bytes = runs[0][2] if runs else 0
+    eager_bytes = 0
+    if runs:
+        eager_bytes = runs[0][2]
     text = structure.text
     description = text if len(text) < _SHORT_BYTES else key_of(text)
     content = structure.digest + eager_bytes.to_bytes(_LENGTH_BYTES, "little") + description
@@ -285,7 +296,8 @@ class _Inbox:
     # Any: the tree of the sender, of any class.
     def receive(self, number: int) -> Any:
         """Receive the message of this number, and return its tree."""
-        ranks, peer = self.lane.ranks, self.lane.peer
+        ranks = self.lane.ranks
+        peer = self.lane.peer
         tag, back, _ = self.lane.tags
         header = read_envelope(ranks.recv_bytes(peer, tag))
         expected = self._follow(number, header.number)
@@ -310,7 +322,9 @@ class _Inbox:
             answer = _REFUSED + write_error(refusal, dist.get_rank())
         waits = ranks.post_bytes(answer, peer, back)
         if err is not None or theirs is None:
-            sizes = [eager_bytes] if eager_bytes else []
+            sizes = []
+            if eager_bytes:
+                sizes = [eager_bytes]
         else:
             sizes = [size_bytes for _, _, size_bytes in theirs.block.runs]
         wire = ranks.empty(sum(sizes))
@@ -340,7 +354,8 @@ class _Inbox:
         """Raise if this rank cannot take the message."""
         if self.refusal is not None:
             raise self.refusal
-        call, peer = self.lane.ranks.call, self.lane.peer
+        call = self.lane.ranks.call
+        peer = self.lane.peer
         if header.terms != _TERMS:
             raise error(
                 ValueError,
@@ -358,8 +373,12 @@ class _Inbox:
 
     def _describe(self, text: bytes) -> Structure:
         """Return the structure that a header describes; ask for it if it is long and unknown."""
-        ranks, peer = self.lane.ranks, self.lane.peer
-        theirs = find_structure(text) if len(text) == _KEY_BYTES else read_structure(text)
+        ranks = self.lane.ranks
+        peer = self.lane.peer
+        if len(text) == _KEY_BYTES:
+            theirs = find_structure(text)
+        else:
+            theirs = read_structure(text)
         if theirs is None:
             _, back, described = self.lane.tags
             ranks.send_bytes(_DESCRIBE, peer, back)
@@ -455,7 +474,8 @@ def irecv(
 
 def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMessage":
     """Receive values into the leaves of a tree; return the tree, or a handle whose `wait()` returns it."""
-    call, refusal = "recv_" if wait else "irecv_", None
+    call = "recv_" if wait else "irecv_"
+    refusal = None
     try:
         for path, leaf in iter_leaves(td):
             check_writable(leaf, f"{call} {dotted(path)!r}")
@@ -476,4 +496,6 @@ def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMes
 
         return inbox.work(run)
 
-    return lane.run(prepare) if wait else PendingMessage(lane.start(prepare))
+    if wait:
+        return lane.run(prepare)
+    return PendingMessage(lane.start(prepare))

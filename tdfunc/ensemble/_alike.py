@@ -45,7 +45,9 @@ _SETS = (set, frozenset)
 _STATELESS = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
 _LRU_CACHE = type(functools.lru_cache(len))
 # Reading a member of an enum takes longer than a lookup.
-_PARAMETER, _BUFFER, _NON_PERSISTENT = Kind.PARAMETER, Kind.BUFFER, Kind.NON_PERSISTENT
+_PARAMETER = Kind.PARAMETER
+_BUFFER = Kind.BUFFER
+_NON_PERSISTENT = Kind.NON_PERSISTENT
 
 
 class _Missing:
@@ -90,13 +92,18 @@ class Outline:
             module = unwrap(module, call)
             plain.add(type(module))
         own = module.__dict__
-        self._at, self._module, self._type = at, module, type(module)
+        self._at = at
+        self._module = module
+        self._type = type(module)
         self._count = len(own)
         names = list(own.keys() - _BASE)
         dumped = names
         if not _are_plain(list(map(own.__getitem__, names))):
             dumped = [name for name in names if _are_plain([own[name]])]
-        self._others = [name for name in names if name not in dumped] if dumped is not names else []
+        if dumped is not names:
+            self._others = [name for name in names if name not in dumped]
+        else:
+            self._others = []
         # "training" is always among them.
         self._get: Callable[[dict[str, Any]], Any] = itemgetter(*dumped)
         # Equal bytes mean equal types, signs of zeros and order of keys. Later versions of the format depend on
@@ -130,7 +137,9 @@ class Outline:
                 names = [f"{cls.__module__}.{cls.__qualname__}" for cls in (first, other)]
                 raise pair.differ(self._at, "class", names[0], names[1] + " (another class)" * (names[0] == names[1]))
         own = module.__dict__
-        parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
+        parameters = own["_parameters"]
+        buffers = own["_buffers"]
+        children = own["_modules"]
         if [*parameters, None, *buffers, None, *children] != self._slots:
             for table, names in zip(("_parameters", "_buffers", "_modules"), self._names, strict=True):
                 if list(own[table]) != names:
@@ -149,12 +158,13 @@ class Outline:
             values += buffers.values()
         if self._extra:
             values.append(ExtraState(module.get_extra_state()))
-        for (name, child), outline in zip(children.items(), self._children, strict=True) if children else ():
-            if (child is None) is not (outline is None):
-                both = [type(m).__name__ if m is not None else "None" for m in (self._module._modules[name], child)]
-                raise pair.differ(self._at, f"modules.{name}", *both)
-            if outline is not None:
-                outline.read(child, values, pair)
+        if children:
+            for (name, child), outline in zip(children.items(), self._children, strict=True):
+                if (child is None) is not (outline is None):
+                    both = [type(m).__name__ if m is not None else "None" for m in (self._module._modules[name], child)]
+                    raise pair.differ(self._at, f"modules.{name}", *both)
+                if outline is not None:
+                    outline.read(child, values, pair)
 
     def _compare(self, own: dict[str, Any], names: list[str], pair: "Pair") -> None:
         mine = self._module.__dict__
@@ -164,13 +174,15 @@ class Outline:
                 raise pair.differ(self._at, table, *pair.show(*[list(d[table].values()) for d in (mine, own)]))
         recomputed = _BASE.union(map(_recomputed, mine["_forward_pre_hooks"].values()))
         for name in names:
-            a, b = mine.get(name, _MISSING), own.get(name, _MISSING)
+            a = mine.get(name, _MISSING)
+            b = own.get(name, _MISSING)
             if name not in recomputed and not pair.is_alike(a, b):
                 raise pair.differ(self._at, name, *pair.show(a, b))
 
     def build(self, leaves: Iterator[Any], size: Size) -> Any:
         """Return the tree around leaves in the same order; submodules without leaves are left out."""
-        own, static = self._module.__dict__, None
+        own = self._module.__dict__
+        static = None
         data: dict[str, Any] = {}
         if own["_parameters"] or own["_buffers"] or self._extra:
             kinds = {name: _PARAMETER for name, value in own["_parameters"].items() if value is not None}
@@ -180,11 +192,14 @@ class Outline:
                     kinds[name] = _NON_PERSISTENT if name in hidden else _BUFFER
             if self._extra:
                 kinds[EXTRA_STATE] = Kind.EXTRA_STATE
-            static = Static(kinds) if kinds else None
+            static = None
+            if kinds:
+                static = Static(kinds)
             data = {name: next(leaves) for name in kinds}
-        for name, child in zip(self._names[2], self._children, strict=True) if self._children else ():
-            if child is not None and (node := child.build(leaves, size))._data:
-                data[name] = node
+        if self._children:
+            for name, child in zip(self._names[2], self._children, strict=True):
+                if child is not None and (node := child.build(leaves, size))._data:
+                    data[name] = node
         return TensorCollection._open._make(data, size, None, None, static)
 
 
@@ -200,12 +215,15 @@ class Pair:
 
     def __init__(self, first: nn.Module, other: nn.Module, call: str, name: str) -> None:
         self.call = call
-        self._name, self._roots = name, (first, other)
+        self._name = name
+        self._roots = (first, other)
         self._paths: list[dict[int, str]] = []
 
     def differ(self, at: Path, attribute: str, expected: object, got: object) -> TreeStructureError:
         """Return the error that names an attribute and the module that it belongs to."""
-        where = repr(dotted(at)) if at else "the root"
+        where = "the root"
+        if at:
+            where = repr(dotted(at))
         return TreeStructureError(
             f"{self.call}: {self._name} differs from member 0 in {attribute!r} of {where}.",
             expected=expected,
@@ -237,7 +255,8 @@ class Pair:
         if (id(a), id(b)) in around:
             return True
         try:
-            mine, theirs = _parts(a), _parts(b)
+            mine = _parts(a)
+            theirs = _parts(b)
         # A class's own reduction may raise anything; an object without one, and a sparse tensor, cannot be read.
         except Exception:
             return False
@@ -264,7 +283,8 @@ class Pair:
         if isinstance(a, _SETS) or type(a) in _ATOMS or type(a) is not type(b):
             return None
         try:
-            mine, theirs = _parts(a), _parts(b)
+            mine = _parts(a)
+            theirs = _parts(b)
         # As in `is_alike`.
         except Exception:
             return None

@@ -93,7 +93,9 @@ class Call(NamedTuple):
         """Return the call of some members alone."""
         args = self._mapped(lambda x, dim: x.narrow(dim, start, stop - start))
         leaves = [leaf if dim is None else leaf[start:stop] for leaf, dim in zip(self.leaves, self.lead, strict=True)]
-        keys = None if self.keys is None else self.keys[start:stop]
+        keys = None
+        if self.keys is not None:
+            keys = self.keys[start:stop]
         return self._replace(leaves=leaves, members=stop - start, args=args, keys=keys)
 
     def _mapped(self, fn: Any) -> tuple[Any, ...]:
@@ -109,7 +111,9 @@ def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    return args if _is_plain(args, kwargs) else tree_leaves((args, kwargs))
+    if _is_plain(args, kwargs):
+        return args
+    return tree_leaves((args, kwargs))
 
 
 def _copy(x: Any) -> Any:

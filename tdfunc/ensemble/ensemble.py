@@ -50,7 +50,8 @@ Result: TypeAlias = tuple[Any, list[Any]]
 _HOWS = ("auto", "loop", "vmap", "traced")
 _OWN_NAMES = ("buffers", "in_dims", "rng")
 # Kinds of calls that are remembered, and traces for each.
-_MOST_KINDS, _MOST_TRACES = 1024, 64
+_MOST_KINDS = 1024
+_MOST_TRACES = 64
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 # Their classes read no globals that change.
 _NOT_FOLLOWED = ("torch", "builtins")
@@ -245,7 +246,9 @@ class Ensemble:
         if is_compiling():
             # The compiler records the choice, and compiles again when it changes.
             looped = self.how == "loop" or (self.how == "auto" and (members == 1 or call.autocast()))
-            return self._loop(call) if looped else self._vmap(call)
+            if looped:
+                return self._loop(call)
+            return self._vmap(call)
         if self.how == "auto":
             return self._auto(call)
         self._last = (self.how, "given as how=.", members)
@@ -289,7 +292,9 @@ class Ensemble:
     def _attempt(self, call: Call, kind: Hashable) -> tuple[Any, Exception | None]:
         """Run a call by vmap; return its result, or the error by which vmap cannot run it."""
         first = kind not in self._tried
-        before = foreign_states() if first else None
+        before = None
+        if first:
+            before = foreign_states()
         data = call.counted()
         written = versions(data or [])
         try:
@@ -324,7 +329,9 @@ class Ensemble:
 
     def _in_turn(self, call: Call, starts: Sequence[int], run: Callable[[Call, int], Result]) -> list[Result]:
         """Run one part of the members after the other, each on the data as they were given."""
-        shared = call.shared() if len(starts) > 1 else []
+        shared = []
+        if len(starts) > 1:
+            shared = call.shared()
         if shared is None:
             return [run(call.with_copies(), start) for start in starts]
         before = versions(shared)
@@ -335,12 +342,17 @@ class Ensemble:
         return results
 
     def _member(self, call: Call, i: int, leaves: list[Any]) -> Result:
-        args, key = call.args_of(i), None if call.keys is None else call.keys[i]
+        args = call.args_of(i)
+        key = None
+        if call.keys is not None:
+            key = call.keys[i]
         readable = key is None or is_known(key)
 
         def run() -> Result:
             # A default generator that cannot be seeded must not be drawn from.
-            mode = None if key is None else seeded(key, strict=not readable)
+            mode = None
+            if key is not None:
+                mode = seeded(key, strict=not readable)
             return self.apply.run_leaves(leaves, args, call.kwargs, mode, keep=call.keep)
 
         if is_compiling() or is_tracing() or not readable:
@@ -371,7 +383,10 @@ class Ensemble:
         seen: list[Any] = []
 
         def member(leaves: list[Any], data: list[Any], key: Tensor | None) -> tuple[list[Tensor], list[Any]]:
-            args, mode = tree_unflatten(data, spec), None if key is None else seeded(key)
+            args = tree_unflatten(data, spec)
+            mode = None
+            if key is not None:
+                mode = seeded(key)
             out, new = self.apply.run_leaves(leaves, args, call.kwargs, mode, keep=call.keep)
             # Outputs may hold anything: only their tensors go through the vmap.
             seen.extend(tree_flatten(out))
@@ -397,10 +412,15 @@ class Ensemble:
         """
         if not self._has_attention or is_compiling() or not torch.is_grad_enabled():
             return nullcontext()
-        return _Watched() if in_transform() or call.requires_grad() else nullcontext()
+        if in_transform() or call.requires_grad():
+            return _Watched()
+        return nullcontext()
 
     def _trace(self, call: Call) -> Result:
-        dims, keep, members, lead = call.dims, call.keep, call.members, call.lead
+        dims = call.dims
+        keep = call.keep
+        members = call.members
+        lead = call.lead
         key = dims, keep, members, tuple(lead)
         jitted = self._jitted.get(key)
         if jitted is None:
@@ -412,7 +432,9 @@ class Ensemble:
             def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], keys: Tensor | None) -> Result:
                 inner = Call(leaves, lead, members, args, dims, kwargs, keys, keep)
                 # Of one member vmap's operations are slower ones (grouped convolutions).
-                return self._loop(inner) if members == 1 else self._vmap(inner)
+                if members == 1:
+                    return self._loop(inner)
+                return self._vmap(inner)
 
             jitted = self._jitted[key] = Jitted(run, None, _MOST_TRACES, reads=reads)
         traces = jitted.cache_info().misses
@@ -434,7 +456,8 @@ def _put_before(err: BaseException, first: Exception | None) -> None:
     earlier = err.__cause__ or err.__context__
     while earlier is not None and id(earlier) not in seen:
         seen.add(id(earlier))
-        err, earlier = earlier, earlier.__cause__ or earlier.__context__
+        err = earlier
+        earlier = earlier.__cause__ or earlier.__context__
     if first is not None and id(first) not in seen:
         err.__context__ = first
 

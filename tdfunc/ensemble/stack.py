@@ -31,7 +31,8 @@ from tdfunc.storage.disk.raw import memory_of
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
-_DTYPE, _GEOMETRY = attrgetter("dtype"), attrgetter("shape", "dtype", "device")
+_DTYPE = attrgetter("dtype")
+_GEOMETRY = attrgetter("shape", "dtype", "device")
 T = TypeVar("T", bound=TensorCollection)
 
 
@@ -103,7 +104,8 @@ class _Members:
     """Reads the leaves of modules, each checked against the first, and builds the stacked tree."""
 
     def __init__(self, module: nn.Module, call: str) -> None:
-        self._call, self._module = call, unwrap(module, call)
+        self._call = call
+        self._module = unwrap(module, call)
         values: list[Any] = []
         self._outline = Outline(self._module, values, call, set())
         self._present = [value is not None for value in values]
@@ -136,7 +138,9 @@ class _Members:
         """Return the tree of `n` members around stacked leaves."""
         tree = self._outline.build(iter(leaves), Size((n,)))
         ties = self._ties(self.places)
-        return restore_ties(tree, ties) if ties else tree
+        if ties:
+            return restore_ties(tree, ties)
+        return tree
 
     def check_leaves(self, module: nn.Module, column: list[Any], member: int) -> None:
         """Raise unless the leaves of a module have the shapes, dtypes and devices of the first."""
@@ -193,7 +197,8 @@ def init_ensemble(make: Callable[[], nn.Module], members: int, *, key: KeyLike =
     """
     members = as_count("init_ensemble: members", members)
     key = key_of(key)
-    draws, foreign = Members(random.fold_in(key, torch.arange(members, device=key.device))), foreign_states()
+    draws = Members(random.fold_in(key, torch.arange(members, device=key.device)))
+    foreign = foreign_states()
     stack = _Members(_make(make, draws, 0, foreign), "init_ensemble")
     leaves: list[Any] = []
     for place, value in zip(stack.places, stack.first, strict=True):

@@ -34,7 +34,9 @@ class LoraApply:
     """
 
     def __init__(self, lora: "Lora", apply: Apply, rows: bool) -> None:
-        self._lora, self._base, self._rows = lora, apply, rows
+        self._lora = lora
+        self._base = apply
+        self._rows = rows
         template = duplicate(apply.module, {})
         targets, whole = find_targets(lora, entries(from_module(template)), layouts_of(template))
         if rows and whole:
@@ -52,7 +54,8 @@ class LoraApply:
             own = {name: _slot(shape, target.leaf, (*target.path, name)) for name, shape in shapes.items()}
             leaves |= {(*target.path, name): slot for name, slot in own.items()}
             for path in target.paths:
-                layer, name = template.get_submodule(dotted(path[:-1])), path[-1]
+                layer = template.get_submodule(dotted(path[:-1]))
+                name = path[-1]
                 settings = layer.__dict__.setdefault("_lora", {})
                 settings[name] = Setting(path, tuple(own), target.scale, lora.dropout, rows)
                 table: dict[str, Any] = layer._parameters
@@ -156,11 +159,16 @@ class LoraApply:
         for places, given in self._whole:
             for place in places:
                 leaves[place] = leaves[given]
-        mode = seeded(key_of(rng), strict=True) if rng is not None else None
+        mode = None
+        if rng is not None:
+            mode = seeded(key_of(rng), strict=True)
         return self._inner.run_leaves([leaves[i] for i in self._order], args, kwargs, mode, keep=keep)
 
     def _adapter_leaves(self, adapters: Any) -> list[Any]:
-        lead = next((Size(leaf.shape[:1]) for leaf in adapters.leaves()), EMPTY) if self._rows else EMPTY
+        if self._rows:
+            lead = next((Size(leaf.shape[:1]) for leaf in adapters.leaves()), EMPTY)
+        else:
+            lead = EMPTY
         leaves = self._plan.checked(adapters, lead)
         if leaves is None:
             check_leaves("lora", dict.fromkeys(self._plan.paths), adapters)

@@ -78,7 +78,9 @@ class Targets:
 
 def _chooses(choice: Ends | Pattern, name: str) -> bool:
     """Return whether a pattern matches a name, or one of several ends is its end."""
-    return choice.matches(name) if isinstance(choice, Pattern) else choice.has(name)
+    if isinstance(choice, Pattern):
+        return choice.matches(name)
+    return choice.has(name)
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,12 @@ def read_config(entries: Mapping[str, Any]) -> Config:
 
 
 def _version_of(given: object) -> tuple[int, int] | None:
-    match = re.match(r"(\d{1,9})\.(\d{1,9})", given) if isinstance(given, str) else None
-    return (int(match[1]), int(match[2])) if match is not None else None
+    match = None
+    if isinstance(given, str):
+        match = re.match(r"(\d{1,9})\.(\d{1,9})", given)
+    if match is not None:
+        return (int(match[1]), int(match[2]))
+    return None
 
 
 def _is_rank(value: object) -> bool:
@@ -274,7 +280,9 @@ class _Reader:
 
     def check_start(self) -> None:
         """Raise unless the start of the training left the base as it was."""
-        start = self._get("init_lora_weights") if "init_lora_weights" in self._entries else True
+        start = True
+        if "init_lora_weights" in self._entries:
+            start = self._get("init_lora_weights")
         if str(start).lower() not in _PLAIN_STARTS:
             raise UnsupportedError(
                 f"lora.load: the start {_short(start)} changes the base in a way that the file does not contain.",
@@ -297,4 +305,6 @@ class _Reader:
 def _short(value: object) -> str:
     """Return a value as messages show it."""
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    if len(text) <= 80:
+        return text
+    return f"{text[:80]}..."

@@ -47,7 +47,8 @@ class _Experts(Adapted):
         own: Any = self
         num_tokens, top_k = top_k_index.shape
         experts_S = top_k_index.reshape(-1)
-        order_S, ends_E = torch.arange(num_tokens * top_k, device=experts_S.device), None
+        order_S = torch.arange(num_tokens * top_k, device=experts_S.device)
+        ends_E = None
         # The kernel for sorted pairs does not take float64.
         if self.config._experts_implementation != "batched_mm" and hidden_states.dtype is not torch.float64:
             order_S = torch.argsort(experts_S, stable=True)
@@ -56,7 +57,10 @@ class _Experts(Adapted):
             ends_E = (experts_S[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)
         routes = _Routes(experts_S, order_S // top_k, num_tokens, ends_E)
         x = self._project("gate_up_proj" if self.has_gate else "up_proj", hidden_states[routes.tokens_S], routes)
-        x = own._apply_gate(x) if self.has_gate else own.act_fn(x)
+        if self.has_gate:
+            x = own._apply_gate(x)
+        else:
+            x = own.act_fn(x)
         x = self._project("down_proj", x, routes)
         if self.has_post_expert_norm:
             x = own.post_expert_norm(x)
@@ -67,7 +71,8 @@ class _Experts(Adapted):
 
     def _project(self, name: str, x: Tensor, routes: _Routes) -> Tensor:
         """Return the inputs times the matrices of their experts, with the part of the adapter."""
-        weight, setting = self._parameters[name], self._lora.get(name)
+        weight = self._parameters[name]
+        setting = self._lora.get(name)
         assert weight is not None
         matrix = weight if self.is_transposed else weight.mT
         out = _times(x, matrix, routes)
@@ -90,20 +95,31 @@ class _Experts(Adapted):
                 a, b = (matrices[at] for matrices in torch.vmap(factors)(parts))
                 one = routes._replace(ends_E=None, experts_S=torch.arange(len(at[1]), device=x.device))
             else:
-                at, one = routes.experts_S, routes
+                at = routes.experts_S
+                one = routes
                 a, b = factors(parts)
                 # The kernel takes strides of whole 16 bytes.
-                more = -a.shape[-2] % (16 // a.element_size()) if routes.ends_E is not None else 0
-                a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-            first, second = (b, a) if self.is_transposed else (a.mT, b.mT)
+                more = 0
+                if routes.ends_E is not None:
+                    more = -a.shape[-2] % (16 // a.element_size())
+                a = F.pad(a, (0, 0, 0, more))
+                b = F.pad(b, (0, more))
+            if self.is_transposed:
+                first, second = (b, a)
+            else:
+                first, second = (a.mT, b.mT)
             low = _times(_times(dropped.to(wide), first, one) * setting.scale, second, one)
             if "magnitude" in parts:
                 scaled = functools.partial(gain, weight, scale=setting.scale)
                 c = (torch.vmap(scaled)(parts) if setting.rows else scaled(parts))[at]
                 low = c * low + (c - 1) * (out if dropped is x else _times(dropped, matrix, routes))
             out = (out + low).to(out.dtype)
-        bias = self._parameters[f"{name}_bias"] if self.has_bias else None
-        return out if bias is None else out + bias[routes.experts_S]
+        bias = None
+        if self.has_bias:
+            bias = self._parameters[f"{name}_bias"]
+        if bias is None:
+            return out
+        return out + bias[routes.experts_S]
 
 
 def _times(x: Tensor, matrices: Tensor, routes: _Routes) -> Tensor:

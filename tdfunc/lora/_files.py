@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 # More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
 _MAX_GLOBS = 32
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
 
 
 def load(
@@ -100,7 +101,9 @@ def load(
             got=f"a file with leaves like {next(iter(tensors), None)!r}",
         )
     tensors = {key.removeprefix(begin): leaf for key, leaf in tensors.items()}
-    layouts = layouts_of(module_of(apply)) if apply is not None else None
+    layouts = None
+    if apply is not None:
+        layouts = layouts_of(module_of(apply))
     adapters, whole = read_adapters(tensors, config, params, layouts, outer)
     if apply is not None:
         for adapter in adapters:
@@ -269,7 +272,11 @@ def _tensors_of(
     tensors: dict[str, Tensor] = {}
     for path in target.paths:
         # Parameters of one module are nested, in the order of the targets.
-        same = experts.get(path[:-1], []) if target.layout.is_experts else []
-        outer = len(same) - 1 - same.index(path) if same else 0
+        same = []
+        if target.layout.is_experts:
+            same = experts.get(path[:-1], [])
+        outer = 0
+        if same:
+            outer = len(same) - 1 - same.index(path)
         tensors |= write_parts(target, path, plain, outer)
     return tensors

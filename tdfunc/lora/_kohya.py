@@ -53,7 +53,8 @@ def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[di
                 got=f"{len(found)} modules of that name, and the part {last!r}",
                 hint="prefix= takes the leaves of one model out of a file of several: prefix='lora_unet_'.",
             )
-        module, part = found[0], _PARTS[last]
+        module = found[0]
+        part = _PARTS[last]
         if f"{module.name}.{part}" in renamed or (part == "alpha" and module.name in alphas):
             raise UnsupportedError(
                 f"lora.load: two adapters of the file belong to the module {module.name!r}.",

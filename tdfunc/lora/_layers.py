@@ -54,7 +54,9 @@ def layer_class(cls: type[Any]) -> type[Any]:
     base = next(b for b in cls.__mro__ if b in _MIXINS or b.__name__ == "Conv1D")
     mixin = _MIXINS.get(base, _Transposed)
     core = type(f"Lora{base.__name__}", (mixin, base), {"weight": property(lambda self: _weight(self, "weight"))})
-    return core if cls is base else type(cls.__name__, (cls, core), {})
+    if cls is base:
+        return core
+    return type(cls.__name__, (cls, core), {})
 
 
 class Adapted(_Module):

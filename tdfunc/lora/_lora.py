@@ -161,7 +161,9 @@ class Lora:
             LeafMismatchError: The shape of a chosen leaf does not fit the weight of a layer.
             UnsupportedError: A chosen weight belongs to a layer that cannot have adapters.
         """
-        layouts = layouts_of(module_of(apply)) if apply is not None else None
+        layouts = None
+        if apply is not None:
+            layouts = layouts_of(module_of(apply))
         targets, whole = find_targets(self, entries(params), layouts)
         if self.start == "pissa":
             for target in targets:
@@ -283,7 +285,9 @@ class Lora:
             raise UnsupportedError(
                 "extract: the adapters must start from nothing.", expected="start='kaiming'", got=repr(self.start)
             )
-        layouts = layouts_of(module_of(apply)) if apply is not None else None
+        layouts = None
+        if apply is not None:
+            layouts = layouts_of(module_of(apply))
         targets, whole = find_targets(self, entries(base), layouts)
         leaves: dict[Path, Tensor] = {}
         for target in targets:

@@ -19,7 +19,8 @@ _BLOCK_SIZE = 1 << 21
 
 def factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return A and B of the complete change: a start that the base contains is subtracted as additional ranks."""
-    a, b = parts["A"], parts["B"]
+    a = parts["A"]
+    b = parts["B"]
     if "A0" not in parts:
         return a, b
     # The ranks of A are the first dimension in a convolution, else the dimension before the last.
@@ -42,7 +43,9 @@ def change(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
 
 def as_matrix(a: Tensor, b: Tensor) -> Tensor:
     """Return A as a matrix, or as one for each expert."""
-    return a.flatten(1) if b.ndim == 2 else a
+    if b.ndim == 2:
+        return a.flatten(1)
+    return a
 
 
 def gain(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
@@ -61,10 +64,12 @@ def gain(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
     if b.ndim == 2:
         weight = weight.flatten(1)
     # The rows of `left @ right` are the outputs.
-    left, right = b, a
+    left = b
+    right = a
     if is_output_last(magnitude, b):
         weight = weight.mT
-        left, right = a.mT, b.mT
+        left = a.mT
+        right = b.mT
     wide = wide_dtype(weight.dtype, a.dtype)
     left = left.to(wide) * scale
     right = right.to(wide)
@@ -103,7 +108,9 @@ def norm_of(weight: Tensor, shape: torch.Size) -> Tensor:
     """Return the norms of the outputs of a weight, in the shape of a magnitude and in a wide dtype."""
     weight = weight.to(wide_dtype(weight.dtype))
     dims = [dim for dim in range(weight.ndim) if shape[dim] == 1 and weight.shape[dim] != 1]
-    return torch.linalg.vector_norm(weight, dim=dims, keepdim=True) if dims else weight.abs()
+    if dims:
+        return torch.linalg.vector_norm(weight, dim=dims, keepdim=True)
+    return weight.abs()
 
 
 class Merged(NamedTuple):

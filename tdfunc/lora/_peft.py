@@ -182,7 +182,9 @@ def _trained_whole(config: Config, params: TensorCollection, adapted: set[Path],
 # Any: the value of an entry.
 def _disagreement(entry: str, value: Any, paths: Sequence[Path], part: str, *, has: bool) -> LeafMismatchError:
     names = ", ".join([repr(dotted(path)) for path in paths[:5]])
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    more = ""
+    if len(paths) > 5:
+        more = f" and {len(paths) - 5} more"
     return LeafMismatchError(
         f"lora.load: the configuration's {entry!r} and the tensors of the file disagree.",
         expected=f"{'no ' if has else ''}{part} of {names}{more}, because {entry} is {value!r}"[:300],
@@ -232,7 +234,9 @@ def _place(
             nested.setdefault(module, {})[depth] = parts
     for module, levels in nested.items():
         node = get(params, module, None)
-        keys = list(node._keys()) if isinstance(node, TensorCollection) else []
+        keys = []
+        if isinstance(node, TensorCollection):
+            keys = list(node._keys())
         paths = [(*module, key) for key in keys]
         # Later parameters of a module are wrapped around the earlier ones.
         paths = [path for path in paths if config.targets.has_parameter(outer + dotted(path))]
@@ -253,7 +257,8 @@ class _Orientation:
         params: TensorCollection,
         layouts: Callable[[Path], Layout] | None,
     ) -> None:
-        self._layouts, self._config = layouts, config
+        self._layouts = layouts
+        self._config = config
         shapes = {path: (get(params, path).shape, parts) for path, parts in leaves.items() if "lora_A.weight" in parts}
         # The shape decides for weights that are not square: {is a stack of experts: the decisions}.
         self._seen: dict[bool, set[bool]] = {False: set(), True: set()}
@@ -306,20 +311,27 @@ def _adapter(
     outer: str,
 ) -> Adapter:
     weight = get(params, path)
-    lacking = [] if "lora_embedding_A" in parts else [n for n in ("lora_A.weight", "lora_B.weight") if n not in parts]
+    lacking = []
+    if "lora_embedding_A" not in parts:
+        lacking = [n for n in ("lora_A.weight", "lora_B.weight") if n not in parts]
     if lacking or (("lora_embedding_A" in parts) != ("lora_embedding_B" in parts)):
         raise LeafMismatchError(f"lora.load: the adapter of {dotted(path)!r} must have A and B.", got=sorted(parts))
     magnitude = parts.get("lora_magnitude_vector")
     last = False
     if "lora_embedding_A" in parts:
-        a, b, last = parts["lora_embedding_B"].mT, parts["lora_embedding_A"].mT, True
+        a = parts["lora_embedding_B"].mT
+        b = parts["lora_embedding_A"].mT
+        last = True
     elif weight.ndim == 3 and parts["lora_A.weight"].ndim == 2:
         experts = len(weight)
-        a, b = parts["lora_A.weight"], parts["lora_B.weight"]
+        a = parts["lora_A.weight"]
+        b = parts["lora_B.weight"]
         last = orient.of(path, weight.shape, a.shape[1])
-        a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        a = a.unflatten(0, (experts, -1))
+        b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
     elif weight.ndim > 2:
-        a, b = parts["lora_A.weight"], parts["lora_B.weight"].flatten(1)
+        a = parts["lora_A.weight"]
+        b = parts["lora_B.weight"].flatten(1)
         if b.shape[1] == len(a) and a.shape[1] != weight.shape[1]:
             raise UnsupportedError(
                 f"lora.load: the adapter of the grouped convolution {dotted(path)!r} has no change of its weight.",
@@ -327,7 +339,8 @@ def _adapter(
                 got=f"shape {tuple(a.shape)}, over the channels of all groups",
             )
     else:
-        a, b = parts["lora_A.weight"], parts["lora_B.weight"]
+        a = parts["lora_A.weight"]
+        b = parts["lora_B.weight"]
         last = orient.of(path, weight.shape, a.shape[1])
     if last and "lora_embedding_A" not in parts:
         a, b = b.mT, a.mT

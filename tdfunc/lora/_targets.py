@@ -90,7 +90,9 @@ def layout_in(module: nn.Module, path: Path) -> Layout:
     Raises:
         UnsupportedError: Layers of this class cannot have adapters.
     """
-    name, base, own = path[-1], base_class(module), module.__dict__
+    name = path[-1]
+    base = base_class(module)
+    own = module.__dict__
     if name in _EXPERTS and {"has_gate", "has_bias", "is_transposed"} <= own.keys():
         return Layout.EXPERTS_TRANSPOSED if own["is_transposed"] else Layout.EXPERTS
     if name != "weight" or base is None:
@@ -102,7 +104,9 @@ def layout_in(module: nn.Module, path: Path) -> Layout:
         )
     if base is nn.Linear:
         return Layout.LINEAR
-    return Layout.EMBEDDING if base is nn.Embedding else Layout.CONV if base in _CONVS else Layout.TRANSPOSED
+    if base is nn.Embedding:
+        return Layout.EMBEDDING
+    return Layout.CONV if base in _CONVS else Layout.TRANSPOSED
 
 
 def _guessed_layout(path: Path, leaf: Tensor) -> Layout:
@@ -134,7 +138,9 @@ def find_targets(
     every = found
     found = [entry for entry in every if entry.kind in (None, Kind.PARAMETER)]
     chosen = _chosen(found, lora.where)
-    whole = _chosen(found, lora.whole) if lora.whole is not None else []
+    whole = []
+    if lora.whole is not None:
+        whole = _chosen(found, lora.whole)
     _check_codes(every, [*chosen, *whole])
     twice = {entry.paths[0] for entry in chosen} & {entry.paths[0] for entry in whole}
     if not chosen and not whole:
@@ -142,7 +148,8 @@ def find_targets(
     if twice:
         raise FilterError(f"lora: the leaf {dotted(min(twice))!r} must be chosen by `where` or by `whole`.", got="both")
     targets: list[Target] = []
-    ranks, alphas = _assigned(chosen, lora.rank, "rank"), _assigned(chosen, lora.alpha, "alpha")
+    ranks = _assigned(chosen, lora.rank, "rank")
+    alphas = _assigned(chosen, lora.alpha, "alpha")
     for (paths, leaf, _), rank, alpha in zip(chosen, ranks, alphas, strict=True):
         if not isinstance(leaf, Tensor) or leaf.ndim < 2 or not leaf.is_floating_point():
             raise LeafMismatchError(
@@ -153,7 +160,10 @@ def find_targets(
             )
         rank = as_count(f"lora: the rank of {dotted(paths[0])!r}", rank)
         # Of a tied weight the embedding counts, which is what PEFT's `ensure_weight_tying` starts from.
-        kinds = [layouts(path) for path in paths] if layouts is not None else [_guessed_layout(paths[0], leaf)]
+        if layouts is not None:
+            kinds = [layouts(path) for path in paths]
+        else:
+            kinds = [_guessed_layout(paths[0], leaf)]
         layout = Layout.EMBEDDING if Layout.EMBEDDING in kinds else kinds[0]
         if lora.dora and len(set(kinds)) > 1:
             raise UnsupportedError(
@@ -166,7 +176,9 @@ def find_targets(
             raise UnsupportedError(
                 f"lora: the {layout.value} {dotted(paths[0])!r} cannot have a bias.", got="bias=True"
             )
-        scale = 1.0 if alpha is None else alpha / (math.sqrt(rank) if lora.rslora else rank)
+        scale = 1.0
+        if alpha is not None:
+            scale = alpha / (math.sqrt(rank) if lora.rslora else rank)
         targets.append(Target(paths, leaf, layout, rank, scale))
     return targets, whole
 
@@ -188,7 +200,9 @@ def _chosen(found: Sequence[Entry], where: FilterLike) -> list[Entry]:
 
 
 def _assigned(chosen: Sequence[Entry], given: Any, name: str) -> list[Any]:
-    return assign(chosen, given, f"lora: {name}") if isinstance(given, dict) else [given] * len(chosen)
+    if isinstance(given, dict):
+        return assign(chosen, given, f"lora: {name}")
+    return [given] * len(chosen)
 
 
 def check_scale(call: str, target: Target) -> None:
@@ -228,13 +242,20 @@ def layouts_of(module: nn.Module) -> Callable[[Path], Layout]:
 
 def parts_of(lora: "Lora", target: Target) -> dict[str, torch.Size]:
     """Return the shape of each leaf of an adapter."""
-    shape, rank = target.leaf.shape, target.rank
+    shape = target.leaf.shape
+    rank = target.rank
     if target.layout is Layout.CONV:
-        a, b, magnitude = (rank, *shape[1:]), (shape[0], rank), (shape[0], *[1] * (len(shape) - 1))
+        a = (rank, *shape[1:])
+        b = (shape[0], rank)
+        magnitude = (shape[0], *[1] * (len(shape) - 1))
     else:
         *experts, m, n = shape
-        a, b = (*experts, rank, n), (*experts, m, rank)
-        magnitude = (*experts, 1, n) if target.layout.has_output_last else (*experts, m, 1)
+        a = (*experts, rank, n)
+        b = (*experts, m, rank)
+        if target.layout.has_output_last:
+            magnitude = (*experts, 1, n)
+        else:
+            magnitude = (*experts, m, 1)
     parts: dict[str, Any] = {"A": a, "B": b}
     if lora.start != "kaiming":
         parts |= {"A0": a, "B0": b}

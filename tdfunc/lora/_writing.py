@@ -70,22 +70,29 @@ def write_parts(target: Target, path: Path, parts: Mapping[str, Tensor], outer: 
         parts: The leaves of its adapter, without a start.
         outer: The number of later parameters of its module that have adapters.
     """
-    a, b, layout = parts["A"], parts["B"], target.layout
+    a = parts["A"]
+    b = parts["B"]
+    layout = target.layout
     is_table = layout is Layout.EMBEDDING and path == target.path
     if layout.has_output_last and layout is not Layout.EMBEDDING:
         a, b = b.mT, a.mT
     if layout.is_experts:
         name = ".".join([*path[:-1], *["base_layer"] * outer])
-        a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        a = a.flatten(0, 1)
+        b = b.permute(1, 2, 0).flatten(1)
     else:
         name = dotted(path[:-1])
-        b = b.reshape(*b.shape, *[1] * (target.leaf.ndim - 2)) if layout is Layout.CONV else b
+        if layout is Layout.CONV:
+            b = b.reshape(*b.shape, *[1] * (target.leaf.ndim - 2))
     own = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
     if is_table:
         own = {f"{name}.lora_embedding_A": b.mT, f"{name}.lora_embedding_B": a.mT}
     if "magnitude" in parts:
         magnitude = parts["magnitude"]
-        shaped = magnitude.transpose(0, 1) if layout is Layout.CONV else magnitude.flatten()
+        if layout is Layout.CONV:
+            shaped = magnitude.transpose(0, 1)
+        else:
+            shaped = magnitude.flatten()
         own[f"{name}.lora_magnitude_vector"] = shaped
     if "bias" in parts:
         own[f"{name}.lora_B.bias"] = parts["bias"]
@@ -112,7 +119,8 @@ def add_names(written: Written, target: Target, rank: int, *, rslora: bool) -> N
     """Record the layers of a weight."""
     alpha = float(target.scale) * (math.sqrt(rank) if rslora else rank)
     # Some servers take whole numbers only.
-    alpha = round(alpha) if math.isclose(alpha, round(alpha)) else alpha
+    if math.isclose(alpha, round(alpha)):
+        alpha = round(alpha)
     for path in target.paths:
         is_parameter = target.layout.is_experts
         name = dotted(path if is_parameter else path[:-1])
@@ -129,8 +137,12 @@ def config_of(
     Raises:
         UnsupportedError: No configuration selects exactly these layers.
     """
-    rank = mode(written.ranks.values()) if written.ranks else 1
-    alpha = mode(written.alphas.values()) if written.alphas else 1.0
+    rank = 1
+    if written.ranks:
+        rank = mode(written.ranks.values())
+    alpha = 1.0
+    if written.alphas:
+        alpha = mode(written.alphas.values())
     config = {
         "peft_type": "LORA",
         "peft_version": VERSION,
@@ -246,7 +258,10 @@ def whole_modules(whole: "Sequence[Entry]", adapted: set[str], base: TensorColle
     for path in paths:
         layer = dotted(path[:-1])
         is_wrapped = path in taken and layer in adapted
-        names[path] = f"{layer}.base_layer.bias" if is_wrapped else dotted(path)
+        if is_wrapped:
+            names[path] = f"{layer}.base_layer.bias"
+        else:
+            names[path] = dotted(path)
     return Whole(names, bias, modules)
 
 
@@ -259,7 +274,8 @@ class _Saved:
     """The names that decide which modules PEFT saves: in order, so that each module looks at its neighbours only."""
 
     def __init__(self, module: nn.Module, leaves: set[str], adapted: set[str]) -> None:
-        self._module, self._leaves = module, leaves
+        self._module = module
+        self._leaves = leaves
         self._backwards = sorted([name[::-1] for name, _ in module.named_modules(remove_duplicate=False)])
         self._adapted = sorted([f"{layer}." for layer in adapted])
 

@@ -62,7 +62,9 @@ class Match:
         self._pair(module, tree, (), strict)
         self.modules: list[nn.Module] = list(self._seen)
         self._tied = len({id(entry[2]) for entry in self.entries}) != len(self.entries)
-        absent = self._resolve_ties() if self._absent or self._tied else []
+        absent = []
+        if self._absent or self._tied:
+            absent = self._resolve_ties()
         if absent or self._extra:
             extra = [dotted(path) for path in self._extra]
             hint = "pass strict=False to bind a part and leave the rest of the module as it is."
@@ -148,7 +150,9 @@ class Match:
         # One Parameter for each tied slot, or the tie would be broken.
         made: dict[int, Any] = {}
         for table, name, old, leaf, is_parameter, _ in self.entries:
-            new = made.get(id(old)) if self._tied else None
+            new = None
+            if self._tied:
+                new = made.get(id(old))
             if new is None:
                 if permanent:
                     new = _stored(old, leaf, is_parameter)
@@ -169,7 +173,9 @@ class Match:
 
 def _stored(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
     if not is_parameter:
-        return leaf if type(leaf) is Tensor and not leaf.requires_grad else leaf.detach()
+        if type(leaf) is Tensor and not leaf.requires_grad:
+            return leaf
+        return leaf.detach()
     if isinstance(leaf, nn.Parameter):
         return leaf
     return nn.Parameter(leaf, requires_grad=old.requires_grad)
@@ -199,7 +205,8 @@ class _Owner:
     __slots__ = ("blocks", "thread")
 
     def __init__(self) -> None:
-        self.thread, self.blocks = 0, list[ModuleHandle]()
+        self.thread = 0
+        self.blocks = list[ModuleHandle]()
 
     # A copy of the module, made or pickled inside a block, is not in that block.
     def __reduce__(self) -> Any:
@@ -209,7 +216,10 @@ class _Owner:
 # Held while blocks are entered and left; reentrant, since collecting a generator may leave its block at any moment.
 _CLAIMS = make_lock()
 _SERIAL = itertools.count()
-_LOADED, _UNBOUND, _OPEN, _CLOSED = "loaded", "unbound", "open", "closed"
+_LOADED = "loaded"
+_UNBOUND = "unbound"
+_OPEN = "open"
+_CLOSED = "closed"
 
 
 class ModuleHandle:
@@ -219,7 +229,8 @@ class ModuleHandle:
 
     def __init__(self, module: nn.Module, match: Match) -> None:
         self._state = _CLOSED
-        self._module, self._match = module, match
+        self._module = module
+        self._match = match
         self._serial = 0
         if in_transform():
             self._state = _UNBOUND
@@ -306,7 +317,10 @@ class ModuleHandle:
             stacks = [sub.__dict__[_OWNER].blocks for sub in self._match.modules if _OWNER in sub.__dict__]
             in_order = all([blocks[-1] is self for blocks in stacks if self in blocks])
             # Else all blocks that are open on the same submodules end, the newest first.
-            found = {self} if in_order else {self}.union(*stacks)
+            if in_order:
+                found = {self}
+            else:
+                found = {self}.union(*stacks)
             for block in sorted(found, key=lambda block: -block._serial):
                 block._match.restore()
                 block._release()

@@ -263,7 +263,9 @@ class _Outside(TorchFunctionMode):
 
     def enters_elsewhere(self, results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
         """Return whether results depend on something with a gradient that is not among the operands."""
-        todo, known, seen = _edges(results), set(_edges(operands)), set[Any]()
+        todo = _edges(results)
+        known = set(_edges(operands))
+        seen = set[Any]()
         leaves = [layer for tensor in operands for layer in _layers(tensor)]
         while todo:
             edge = todo.pop()
@@ -374,10 +376,12 @@ def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     # Others leave as they are: they have no derivative, or are from outside.
     found = [isinstance(x, Tensor) and outside.made(x) and _has_gradient(x) for x in results]
     chosen = [i for i, yes in enumerate(found) if yes]
-    made, operands = [results[i] for i in chosen], [*inputs, *read, *surroundings.keys]
+    made = [results[i] for i in chosen]
+    operands = [*inputs, *read, *surroundings.keys]
     # Operations of this run got what the second run of an outer function puts in place of them.
     for mode in reversed(_get_current_function_mode_stack()):
-        operands = list(map(mode.swap, operands)) if isinstance(mode, _Outside) else operands
+        if isinstance(mode, _Outside):
+            operands = list(map(mode.swap, operands))
     if outside.enters_elsewhere(made, operands):
         raise _unserved("depends on a tensor from outside that no torch function is given", made[0])
     # The node holds them; nothing else does.
@@ -459,7 +463,8 @@ def _pullback(function: Flat, count: int, needed: Sequence[int]) -> Flat:
     """Return the function of cotangents and operands for the gradients by the operands at the places needed."""
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        cotangents, operands = tensors[:count], list(tensors[count:])
+        cotangents = tensors[:count]
+        operands = list(tensors[count:])
 
         def part(*primals: Tensor) -> tuple[Tensor, ...]:
             given = list(operands)

@@ -40,7 +40,9 @@ class Slot(NamedTuple):
     @property
     def value(self) -> Any:
         """The leaf that the slot holds now."""
-        return self.owner.get_extra_state() if self.store is None else self.store[self.path[-1]]
+        if self.store is None:
+            return self.owner.get_extra_state()
+        return self.store[self.path[-1]]
 
 
 def unwrap(module: nn.Module, call: str) -> nn.Module:
@@ -134,11 +136,13 @@ def from_module(module: nn.Module) -> "TensorDict":
     pairs = [(slot, NonTensorData(slot.value) if slot.store is None else slot.value) for slot in slots]
     root = _Level()
     # Slots of one submodule come one after another: its level is looked up once.
-    last, level = None, root
+    last = None
+    level = root
     for slot, leaf in pairs:
         parent = slot.path[:-1]
         if parent != last:
-            last, level = parent, root
+            last = parent
+            level = root
             for key in parent:
                 level = level.data.setdefault(key, _Level())
         level.data[slot.path[-1]] = leaf

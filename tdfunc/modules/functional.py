@@ -60,7 +60,9 @@ class Apply:
     """
 
     def __init__(self, template: nn.Module, spec: Spec, reserved: Sequence[str], originals: Originals = ()) -> None:
-        self._template, self._spec, self._reserved = template, spec, tuple(reserved)
+        self._template = template
+        self._spec = spec
+        self._reserved = tuple(reserved)
         # The weights that the first call is watched for.
         self._originals = originals
         self._recomputes = is_recomputing(template)
@@ -209,15 +211,16 @@ class Apply:
         Raises:
             UnsupportedError: The trees hold extra state that differs from the module's: leaves cannot carry it.
         """
-        for path, values in extra_values(params, buffers).items() if self._traced.owners else ():
-            state = self._traced.owners[path].get_extra_state()
-            if not all(_same(value, state) for value in values):
-                raise UnsupportedError(
-                    f"apply: the extra state {dotted(path)!r} of a member must equal the module's.",
-                    expected=f"{state!r} for all members",
-                    got=f"{values[:3]!r}",
-                    hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
-                )
+        if self._traced.owners:
+            for path, values in extra_values(params, buffers).items():
+                state = self._traced.owners[path].get_extra_state()
+                if not all(_same(value, state) for value in values):
+                    raise UnsupportedError(
+                        f"apply: the extra state {dotted(path)!r} of a member must equal the module's.",
+                        expected=f"{state!r} for all members",
+                        got=f"{values[:3]!r}",
+                        hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
+                    )
         return self._spec.leaves(params, buffers, lead, shared)
 
     # -- one call -----------------------------------------------------------------------------------------------
@@ -231,8 +234,12 @@ class Apply:
 
     def _run(self, params: Any, buffers: Any, args: Any, kwargs: Any, rng: KeyLike | None, keep: bool = False) -> Any:
         leaves = self._spec.leaves(params, buffers)
-        mode = seeded(key_of(rng), strict=True) if rng is not None else None
-        found = extra_values(params, buffers) if self._traced.owners else {}
+        mode = None
+        if rng is not None:
+            mode = seeded(key_of(rng), strict=True)
+        found = {}
+        if self._traced.owners:
+            found = extra_values(params, buffers)
         states = {path: values[0] for path, values in found.items()}
         return self._bind_and_run(leaves, states, args, kwargs, mode, keep)
 
@@ -266,7 +273,8 @@ class Apply:
             )
         # Inductor removes the clones that nothing writes; places learned by a call become a guard.
         learned = None if compiling else self._learned
-        bound, hidden = self._with_clones(leaves, learned), learned is not None and learned.hidden
+        bound = self._with_clones(leaves, learned)
+        hidden = learned is not None and learned.hidden
         try:
             skeleton = self._traced if compiling else self._pool.pop()
             while not compiling and not skeleton.is_ready():
@@ -296,9 +304,11 @@ class Apply:
                 if places is not None:
                     n = self._spec.n_params
                     may = places | skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
-                    params, buffers = [i for i in may if i < n], sorted(i for i in may if i >= n)
+                    params = [i for i in may if i < n]
+                    buffers = sorted(i for i in may if i >= n)
                     self._learned = _Learned(params, buffers, hidden, frozenset(places))
-            new = self._read_back(skeleton) if keep else new
+            if keep:
+                new = self._read_back(skeleton)
             after = {
                 path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
                 for path in (states if keep else ())
@@ -332,11 +342,16 @@ class Apply:
         try:
             if mode is None and not self._recomputes:
                 return module(*args, **kwargs)
-            unmarked = Unmarked() if self._recomputes and in_functorch() else nullcontext()
+            if self._recomputes and in_functorch():
+                unmarked = Unmarked()
+            else:
+                unmarked = nullcontext()
             if mode is None or mode.strict in self._keyed or is_compiling():
                 with mode or nullcontext(), unmarked:
                     return module(*args, **kwargs)
-            generators = default_generators(tree_leaves((args, kwargs))) if mode.strict else ()
+            generators = ()
+            if mode.strict:
+                generators = default_generators(tree_leaves((args, kwargs)))
             with refuse_draws("apply: forward draws random numbers past rng=.", _PAST_KEY, generators), mode, unmarked:
                 out = module(*args, **kwargs)
             self._keyed.add(mode.strict)
@@ -445,7 +460,9 @@ def functional(
             hint="functional(m, call_only=True) and apply.call(params, args, kwargs, buffers=, rng=).",
         )
     tree = from_module(module).apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
-    states = extra_values(tree) if copy else {}
+    states = {}
+    if copy:
+        states = extra_values(tree)
     if states:
         copies = {path: NonTensorData(copying.deepcopy(values[0])) for path, values in states.items()}
         tree = replace(tree, copies)

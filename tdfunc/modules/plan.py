@@ -137,7 +137,9 @@ class Plan:
             nodes = [tree._data]
             for parent, key in self._nodes:
                 nodes.append(nodes[parent][key]._data)
-            return [nodes[i][key] for i, key in self._places] if list(map(len, nodes)) == self._counts else None
+            if list(map(len, nodes)) == self._counts:
+                return [nodes[i][key] for i, key in self._places]
+            return None
         except (KeyError, AttributeError):
             return None
 
@@ -148,7 +150,9 @@ class Plan:
             LeafMismatchError: A leaf has another shape.
         """
         compiling = is_compiling()
-        bound = None if compiling else getattr(tree, "_bound", None)
+        bound = None
+        if not compiling:
+            bound = getattr(tree, "_bound", None)
         if bound is not None and bound.plan is self and bound.lead == lead:
             return bound.leaves
         leaves = self.read(tree)
@@ -166,7 +170,9 @@ class Plan:
 
     def rebuild(self, tree: Any, leaves: list[Any]) -> Any:
         """Return a tree that fits, around new leaves in the order of `paths`; None if its keys are others."""
-        bound = None if is_compiling() else getattr(tree, "_bound", None)
+        bound = None
+        if not is_compiling():
+            bound = getattr(tree, "_bound", None)
         if (bound is None or bound.plan is not self) and self.read(tree) is None:
             return None
         old = [tree]
@@ -191,7 +197,9 @@ class _Checked:
     __slots__ = ("lead", "leaves", "plan")
 
     def __init__(self, plan: Plan, lead: Size, leaves: list[Any]) -> None:
-        self.plan, self.lead, self.leaves = plan, lead, leaves
+        self.plan = plan
+        self.lead = lead
+        self.leaves = leaves
 
 
 class Spec:
@@ -237,7 +245,9 @@ class Spec:
             return self._by_path(params, buffers, lead, shared)
         first = self.params.checked(params, lead)
         if first is not None and (buffers is not None or not self.buffers.paths):
-            second = [] if buffers is None else self.buffers.checked(buffers, lead)
+            second = []
+            if buffers is not None:
+                second = self.buffers.checked(buffers, lead)
             if second is not None:
                 return first + second
         elif first is None and buffers is None:
@@ -250,21 +260,22 @@ class Spec:
         """Read trees in another arrangement, or raise the error that names the leaf which does not fit."""
         found: dict[Path, Any] = {}
         for tree in (params, buffers):
-            for entry in entries(tree) if tree is not None else []:
-                for path in entry.paths:
-                    if found.setdefault(path, entry.leaf) is not entry.leaf:
-                        raise TreeStructureError(
-                            f"apply: {dotted(path)!r} is in params and in buffers.",
-                            expected="every leaf in one of the trees",
-                            got="two different leaves",
-                            hint="split(tree) gives parameters and buffers without an overlap.",
-                        )
-                    if tree is buffers and self.order.get(path, self.n_params) < self.n_params:
-                        raise TreeStructureError(
-                            f"apply: the parameter {dotted(path)!r} is in buffers.",
-                            expected="parameters in the first tree, which may also hold the buffers",
-                            hint="are the two trees swapped? apply(params, x, buffers=buffers).",
-                        )
+            if tree is not None:
+                for entry in entries(tree):
+                    for path in entry.paths:
+                        if found.setdefault(path, entry.leaf) is not entry.leaf:
+                            raise TreeStructureError(
+                                f"apply: {dotted(path)!r} is in params and in buffers.",
+                                expected="every leaf in one of the trees",
+                                got="two different leaves",
+                                hint="split(tree) gives parameters and buffers without an overlap.",
+                            )
+                        if tree is buffers and self.order.get(path, self.n_params) < self.n_params:
+                            raise TreeStructureError(
+                                f"apply: the parameter {dotted(path)!r} is in buffers.",
+                                expected="parameters in the first tree, which may also hold the buffers",
+                                hint="are the two trees swapped? apply(params, x, buffers=buffers).",
+                            )
         # Files often keep one name of a tied weight.
         known = {self.first[path]: leaf for path, leaf in found.items() if path in self.first}
         found |= {path: known[f] for path, f in self.first.items() if path not in found and f in known}
@@ -279,9 +290,10 @@ class Spec:
             elif missing and unknown:
                 hint = "does the tree belong to another module, or is it a sub-tree?"
             n = len(self.order)
-            first = (
-                f"{dotted(missing[0])!r} is missing" if missing else f"{dotted(unknown[0])!r} is not one of its leaves"
-            )
+            if missing:
+                first = f"{dotted(missing[0])!r} is missing"
+            else:
+                first = f"{dotted(unknown[0])!r} is not one of its leaves"
             raise TreeStructureError(
                 f"apply: the trees do not fit {self.name}: {first}.",
                 expected=f"{n} leaves" + (f", also {_names(missing)}" if missing else ""),

@@ -40,7 +40,9 @@ class Poison(Tensor):
     @staticmethod
     def of(weight: Tensor, path: Path, leak: "Callable[[Path, Any], NoReturn] | None" = None) -> "Poison":
         """Return the poison for one weight; an operation on it calls `leak`, which raises."""
-        strides = weight.stride() if weight.layout is torch.strided and not weight.is_nested else None
+        strides = None
+        if weight.layout is torch.strided and not weight.is_nested:
+            strides = weight.stride()
         is_param = isinstance(weight, nn.Parameter) or hasattr(weight, "_is_param")
         poison = _poison(weight.shape, strides, weight.dtype, weight.device, path, is_param)
         poison.leak = leak or _leak
@@ -66,7 +68,8 @@ class Poison(Tensor):
 def _poison(shape: Size, strides: Any, dtype: torch.dtype, device: torch.device, path: Path, is_param: bool) -> Poison:
     make: Any = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
     poison = make(Poison, shape, strides, dtype=dtype, device=device, requires_grad=False)
-    poison.path, poison.leak = path, _leak
+    poison.path = path
+    poison.leak = _leak
     if is_param:
         # nn.Module accepts it in a parameter slot.
         poison._is_param = True
@@ -89,7 +92,9 @@ def storage_of(tensor: Tensor) -> Any:
     # Wrapper subclasses, sparse and fake tensors.
     except (RuntimeError, NotImplementedError):
         return None
-    return (pointer, tensor.device) if pointer else None
+    if pointer:
+        return (pointer, tensor.device)
+    return None
 
 
 def weak_weights(module: nn.Module) -> Originals:
@@ -111,7 +116,8 @@ class Watch(TorchDispatchMode):
         # The memory of leaves and inputs may be read; None stands for all tensors without memory.
         for memory in [None, *[_memory(value) for value in (*given, *leaves, *bound) if isinstance(value, Tensor)]]:
             self._originals.pop(memory, None)
-        self._leaves, self._bound = leaves, bound
+        self._leaves = leaves
+        self._bound = bound
         self._before = list(map(_state, bound))
         self._writes: set[Any] = set()
 

@@ -32,7 +32,8 @@ Standard: TypeAlias = Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
 Size: TypeAlias = tuple[int, ...]
 _CHECKPOINT: Any = vars(checkpoint)
 # A draw of up to so many numbers is made for several members, and so many numbers at a time.
-_FEW_NUMBERS, _MANY_NUMBERS = 1 << 14, 1 << 20
+_FEW_NUMBERS = 1 << 14
+_MANY_NUMBERS = 1 << 20
 
 
 class seeded(TorchFunctionMode):
@@ -59,7 +60,9 @@ class seeded(TorchFunctionMode):
         if server is None:
             # Dynamo of torch 2.13 cannot call the method for a mode, since it uses `super()`; attention calls it.
             func = torch.unflatten if func is Tensor.unflatten else func
-            return func(*args, **kwargs) if kwargs else func(*args)
+            if kwargs:
+                return func(*args, **kwargs)
+            return func(*args)
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -76,7 +79,8 @@ class seeded(TorchFunctionMode):
 
     def draw_mask(self, shape: Size, p: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return 1 / p with probability p, and 0 elsewhere, from the key of the next draw."""
-        key, number = self.key.to(device), self._next()
+        key = self.key.to(device)
+        number = self._next()
         if isinstance(p, Tensor):
             return splitmix.mask_by(key, shape, p, dtype, number=number)
         return splitmix.mask(key, shape, p, dtype, number=number)
@@ -97,9 +101,11 @@ class seeded(TorchFunctionMode):
         frames = _checkpoint_frames()
         for frame in frames[: len(frames) - self._checkpoints]:
             if "gen" in frame.f_locals:
-                holder, name = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame"), "recompute_fn"
+                holder = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
+                name = "recompute_fn"
             else:
-                holder, name = frame.f_locals.get("ctx"), "run_function"
+                holder = frame.f_locals.get("ctx")
+                name = "run_function"
             run = getattr(holder, name, None)
             if run is not None and not isinstance(run, _Resumed):
                 setattr(holder, name, _Resumed(run, self.key, self.count))
@@ -119,12 +125,15 @@ class Draw(NamedTuple):
         if self.dtype.is_complex:
             drawn = torch.view_as_complex(self.standard(keys, (*self.shape, 2), self.dtype.to_real()))
             # A normal variable has a variance of 1, half of it in each part.
-            drawn = drawn * math.sqrt(0.5) if self.standard is standard_normal else drawn
+            if self.standard is standard_normal:
+                drawn = drawn * math.sqrt(0.5)
         else:
             drawn = self.standard(keys, self.shape, self.dtype)
         if isinstance(self.factor, Tensor) or isinstance(self.shift, Tensor):
             return (drawn * self.factor + self.shift).to(self.dtype)
-        return drawn if (self.factor, self.shift) == (1.0, 0.0) else drawn.mul_(self.factor).add_(self.shift)
+        if (self.factor, self.shift) == (1.0, 0.0):
+            return drawn
+        return drawn.mul_(self.factor).add_(self.shift)
 
 
 class Members:
@@ -163,13 +172,16 @@ class _Member(seeded):
 
     def __init__(self, key: Tensor, members: Members, member: int) -> None:
         super().__init__(key)
-        self._members, self._member = members, member
+        self._members = members
+        self._member = member
 
     def draw(self, draw: Draw, device: torch.device) -> Tensor:
         members = self._members
         if not self._member:
             members.asked[self.count] = draw
-        rows = members.rows.get(self.count) if device.type == "cpu" else None
+        rows = None
+        if device.type == "cpu":
+            rows = members.rows.get(self.count)
         if rows is None or members.asked[self.count] != draw:
             return super().draw(draw, device)
         self._next()
@@ -181,7 +193,9 @@ class _Resumed:
     """A function that runs under a key, from one count of draws on."""
 
     def __init__(self, run: Callable[..., Any], key: Tensor, count: int) -> None:
-        self._run, self._key, self._count = run, key, count
+        self._run = run
+        self._key = key
+        self._count = count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with seeded(self._key, self._count):
@@ -190,7 +204,8 @@ class _Resumed:
 
 def _checkpoint_frames() -> list[types.FrameType]:
     """Return the frames of functions of `torch.utils.checkpoint`, the innermost first."""
-    frame, found = sys._getframe(), []
+    frame = sys._getframe()
+    found = []
     while frame is not None:
         if frame.f_globals is _CHECKPOINT:
             found.append(frame)
@@ -203,7 +218,8 @@ def _compiled_checkpoint(mode: seeded, func: Any, /, run: Any, *args: Any, **kwa
 
     The captured part may not write to objects outside of it, so it has its own mode, whose count is a result.
     """
-    key, count = mode.key, mode.count
+    key = mode.key
+    count = mode.count
 
     def counted(*args: Any, **kwargs: Any) -> tuple[Any, int]:
         inner = seeded(key, count)
@@ -262,11 +278,15 @@ def _number(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.dim() or value.requires_grad:
-        kind = f"of shape {list(value.shape)}" if value.dim() else "that requires grad; detach() it"
+        kind = "that requires grad; detach() it"
+        if value.dim():
+            kind = f"of shape {list(value.shape)}"
         raise TypeError(f"a draw takes numbers and tensors of one number, and not a tensor {kind}.")
     if not is_compiling() and is_known(value):
         return value.item()
-    return value.double() if value.is_floating_point() else value
+    if value.is_floating_point():
+        return value.double()
+    return value
 
 
 def _count(value: Any) -> Any:
@@ -286,7 +306,9 @@ def _shape(sizes: Any) -> Size:
 def _try(func: Any, like: tuple[Size, torch.dtype] | None, *args: Any, **kwargs: Any) -> None:
     """Draw few numbers, which nobody uses."""
     with outside():
-        given = () if like is None else (torch.ones(like[0], dtype=like[1]),)
+        given = ()
+        if like is not None:
+            given = (torch.ones(like[0], dtype=like[1]),)
         func(*given, *args, generator=torch.Generator(), **kwargs)
 
 
@@ -316,20 +338,29 @@ def _dropout(
         shape = (*shape[:lead], *[1] * (input.dim() - lead))
     if func in _ALPHA and (isinstance(p, Tensor) or p < 1.0):
         out = _keep_variance(mode, input, p, shape)
-        return input.copy_(out) if inplace else out
+        if inplace:
+            return input.copy_(out)
+        return out
     scale = mode.draw_mask(shape, 1.0 - p, input.dtype, input.device)
-    return input.mul_(scale) if inplace else input * scale
+    if inplace:
+        return input.mul_(scale)
+    return input * scale
 
 
 def _keep_variance(mode: seeded, input: Tensor, p: float | Tensor, shape: Size) -> Tensor:
     """Drop units to the value alpha' (Klambauer et al., Self-Normalizing Neural Networks, 2017, section 3)."""
     alpha = -1.7580993408473766
     # Without any unit left the result is 0, and its factor is not used.
-    rest = torch.where(p < 1.0, 1.0 - p, 1.0) if isinstance(p, Tensor) else 1.0 - p
+    if isinstance(p, Tensor):
+        rest = torch.where(p < 1.0, 1.0 - p, 1.0)
+    else:
+        rest = 1.0 - p
     a = (rest * (1 + (1.0 - rest) * alpha**2)) ** -0.5
     kept = random.bernoulli(mode.draw_key(input.device), 1.0 - p, shape)
     out = a * torch.where(kept, input, torch.full_like(input, alpha)) - a * alpha * (1.0 - rest)
-    return torch.where(p < 1.0, out, 0.0).to(input.dtype) if isinstance(p, Tensor) else out
+    if isinstance(p, Tensor):
+        return torch.where(p < 1.0, out, 0.0).to(input.dtype)
+    return out
 
 
 _UNBATCHED = {(F.dropout1d, 2), (F.dropout3d, 4)}
@@ -370,7 +401,10 @@ def _factory(standard: Standard) -> Server:
         requires_grad: bool = False, out: Any = None, **kw: Any,
     ) -> Tensor:  # fmt: skip
         if size is None:
-            size = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+            if sizes and isinstance(sizes[0], (tuple, list)):
+                size = sizes[0]
+            else:
+                size = sizes
         draw = Draw(standard, _shape(size), _dtype(dtype, out, torch.get_default_dtype()))
         return _finish(mode.draw(draw, _device(device)), requires_grad, out)
 
@@ -391,7 +425,9 @@ def _like(server: Server) -> Server:
 
 def _device(device: Any) -> torch.device:
     # Dynamo cannot call torch.get_default_device.
-    return torch.empty(0).device if device is None else torch.device(device)
+    if device is None:
+        return torch.empty(0).device
+    return torch.device(device)
 
 
 def _dtype(given: Any, out: Any, default: torch.dtype) -> torch.dtype:
@@ -400,14 +436,18 @@ def _dtype(given: Any, out: Any, default: torch.dtype) -> torch.dtype:
 
 def _finish(drawn: Tensor, requires_grad: bool, out: Any = None) -> Tensor:
     drawn = _out(drawn, out)
-    return drawn.requires_grad_() if requires_grad else drawn
+    if requires_grad:
+        return drawn.requires_grad_()
+    return drawn
 
 
 def _bounds(bounds: tuple[int, ...], low: int | None, high: int | None) -> tuple[int, int]:
     if high is not None:
         bounds = (*bounds, high)
     low = 0 if low is None else low
-    return (low, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
+    if len(bounds) == 1:
+        return (low, bounds[0])
+    return (bounds[0], bounds[1])
 
 
 def _randint(
@@ -426,7 +466,8 @@ def _randperm(
     mode: seeded, func: Any, /, n: int, *, dtype: Any = None, device: Any = None, requires_grad: bool = False,
     out: Any = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
-    n, dtype = _count(n), _dtype(dtype, out, torch.int64)
+    n = _count(n)
+    dtype = _dtype(dtype, out, torch.int64)
     _check(torch.randperm, None, n, dtype=dtype)
     drawn = random.permutation(mode.draw_key(_device(device)), n)
     return _finish(drawn.to(dtype), requires_grad, out)
@@ -439,7 +480,10 @@ def _bernoulli(mode: seeded, func: Any, /, input: Tensor, p: float | None = None
     p = _number(p)
     _check(torch.bernoulli, input, *() if p is None else (p,))
     key = mode.draw_key(input.device)
-    drawn = random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))
+    if p is None:
+        drawn = random.bernoulli(key, input)
+    else:
+        drawn = random.bernoulli(key, p, tuple(input.shape))
     return _out(drawn.to(_dtype(None, out, input.dtype)), out)
 
 
@@ -452,7 +496,8 @@ def _multinomial(
         _try(torch.multinomial, row, num_samples, replacement)
     fits = ((input >= 0) & (input < math.inf)).all(-1) & (input.sum(-1) > 0)
     require_values(fits, lambda: RuntimeError("multinomial: weights must be finite, >= 0, and not all 0 in a row."))
-    logits, key = input.to(torch.promote_types(input.dtype, torch.float32)).log(), mode.draw_key(input.device)
+    logits = input.to(torch.promote_types(input.dtype, torch.float32)).log()
+    key = mode.draw_key(input.device)
     if replacement:
         drawn = random.categorical(key, logits, shape=(num_samples, *input.shape[:-1])).movedim(0, -1)
     else:
@@ -491,19 +536,22 @@ def _normal_of(
 
 
 def _uniform_(mode: seeded, func: Any, /, self: Tensor, a: float = 0, b: float = 1, **kw: float) -> Tensor:
-    low, high = _number(kw.get("from", a)), _number(kw.get("to", b))
+    low = _number(kw.get("from", a))
+    high = _number(kw.get("to", b))
     _check(func, self, low, high)
     return self.copy_(mode.draw(Draw(unit, tuple(self.shape), self.dtype, high - low, low), self.device))
 
 
 def _normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 0, std: float = 1) -> Tensor:
-    mean, std = _number(mean), _number(std)
+    mean = _number(mean)
+    std = _number(std)
     _check(func, self, mean, std)
     return self.copy_(mode.draw(Draw(standard_normal, tuple(self.shape), self.dtype, std, mean), self.device))
 
 
 def _log_normal_(mode: seeded, func: Any, /, self: Tensor, mean: float = 1, std: float = 2) -> Tensor:
-    mean, std = _number(mean), _number(std)
+    mean = _number(mean)
+    std = _number(std)
     _check(func, self, mean, std)
     # The exponential of a number rounded to 16 bits is wrong by more than it is rounded itself.
     dtype = torch.promote_types(self.dtype, torch.float32)
@@ -517,7 +565,8 @@ def _exponential_(mode: seeded, func: Any, /, self: Tensor, lambd: float = 1) ->
 
 
 def _cauchy_(mode: seeded, func: Any, /, self: Tensor, median: float = 0, sigma: float = 1) -> Tensor:
-    median, sigma = _number(median), _number(sigma)
+    median = _number(median)
+    sigma = _number(sigma)
     _check(func, self, median, sigma)
     # The quotient of two normal variables.
     above, below = mode.draw(Draw(standard_normal, (2, *self.shape), self.dtype), self.device)
@@ -534,15 +583,20 @@ def _geometric_(mode: seeded, func: Any, /, self: Tensor, p: float | Tensor) -> 
 
 
 def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) -> Tensor:
-    bounds, kw = tuple(map(_number, bounds)), {name: _number(value) for name, value in kw.items()}
+    bounds = tuple(map(_number, bounds))
+    kw = {name: _number(value) for name, value in kw.items()}
     _check(func, self, *bounds, **kw)
     if bounds or kw:
         low, high = _bounds(bounds, kw.get("from"), kw.get("to"))
     elif self.is_floating_point():
         # All integers up to the largest from which on some are left out.
-        low, high = 0, int(2 / torch.finfo(self.dtype).eps) + 1
+        low = 0
+        high = int(2 / torch.finfo(self.dtype).eps) + 1
     else:
-        low, high = 0, 2 if self.dtype == torch.bool else torch.iinfo(self.dtype).max + 1
+        low = 0
+        high = 2
+        if self.dtype != torch.bool:
+            high = torch.iinfo(self.dtype).max + 1
     return self.copy_(random.randint(mode.draw_key(self.device), tuple(self.shape), low, high))
 
 
@@ -551,7 +605,8 @@ def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tenso
     _check(func, self, p)
     if isinstance(p, Tensor):
         _check(torch.bernoulli, p)
-    p = p.expand(self.shape) if isinstance(p, Tensor) else p
+    if isinstance(p, Tensor):
+        p = p.expand(self.shape)
     return self.copy_(random.bernoulli(mode.draw_key(self.device), p, tuple(self.shape)))
 
 

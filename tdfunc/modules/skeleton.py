@@ -43,7 +43,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} | {
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 }  # fmt: skip
-_MODULES, _TRAINING = itemgetter("_modules"), itemgetter("training")
+_MODULES = itemgetter("_modules")
+_TRAINING = itemgetter("training")
 _ATOMS = (str, bytes, int, float, complex, type(None), type, range, torch.dtype, torch.device, torch.layout)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 # A copy shares them: generators move on from call to call, and a lock in several copies guards nothing.
@@ -208,7 +209,9 @@ def make_template(module: nn.Module) -> nn.Module:
     def stand_in(tensor: Tensor, name: str) -> Tensor | None:
         # A view of a weight, or a tensor computed from one, is stale under other weights.
         path = storages.get(storage_of(tensor), (name,) if tensor.grad_fn is not None else None)
-        return Poison.of(tensor, path) if path is not None else None
+        if path is not None:
+            return Poison.of(tensor, path)
+        return None
 
     for name, value in _reachable(module, set(memo)):
         base = value
@@ -299,7 +302,8 @@ class Skeleton:
         self._seen = _submodules(self._parents)
         # Additions to torch's own modules show in the number of entries; `any` is the faster test of an empty table.
         sized = [*self._own, *both, *[m._modules for m in modules if not m._modules]]
-        self._filled_tables, self._empty_tables = [t for t in sized if t], [t for t in sized if not t]
+        self._filled_tables = [t for t in sized if t]
+        self._empty_tables = [t for t in sized if not t]
         self._length = sum(map(len, self._filled_tables))
         hooks = [m.__dict__[name] for m in modules for name in (*_HOOKS, "_non_persistent_buffers_set")]
         self._everything = [_keep(table) for table in [*self._own, *both, *[m._modules for m in modules], *hooks]]
@@ -452,7 +456,9 @@ def _keep(container: Any) -> Kept:
 
 
 def _values(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+    if isinstance(container, dict):
+        return container.values()
+    return container
 
 
 def _restore(kept: list[Kept]) -> None:

@@ -41,7 +41,10 @@ def unsharded(module: nn.Module) -> nn.Module:
             twins[id(m)] = DataParallelTwin(twins[id(m.module)], m.training)
             continue
         # The class that `fully_shard` derived its own from; torch's FSDPModule also finds it so.
-        cls = type(m).__mro__[2] if isinstance(m, fsdp) else type(m)
+        if isinstance(m, fsdp):
+            cls = type(m).__mro__[2]
+        else:
+            cls = type(m)
         twin: nn.Module = object.__new__(cls)
         kept = {name: value for name, value in m.__dict__.items() if not name.startswith(_STATE)}
         twin.__dict__.update(kept)

@@ -91,7 +91,9 @@ class BatchEnsembleLinear(nn.Module):
         _check_members(self, x, 2)
         out = F.linear(x * _spread(self.scale_in, x, 1), self.weight)
         out = out * _spread(self.scale_out, out, 1)
-        return out if self.bias is None else out + _spread(self.bias, out, 1)
+        if self.bias is None:
+            return out
+        return out + _spread(self.bias, out, 1)
 
     def extra_repr(self) -> str:
         """Return the sizes, for the repr."""
@@ -163,7 +165,9 @@ class BatchEnsembleConv2d(nn.Module):
         out = F.conv2d(scaled.reshape(lead.numel(), *scaled.shape[-3:]), self.weight, **self.options)
         out = out.reshape(*lead, *out.shape[1:])
         out = out * _spread(self.scale_out, out, 3)
-        return out if self.bias is None else out + _spread(self.bias, out, 3)
+        if self.bias is None:
+            return out
+        return out + _spread(self.bias, out, 3)
 
     def extra_repr(self) -> str:
         """Return the sizes, for the repr."""
@@ -212,7 +216,9 @@ class EnsembleLinear(nn.Module):
         """Return the members' outputs."""
         _check_members(self, x, 2)
         out = torch.einsum("e...i,eoi->e...o", x, self.weight)
-        return out if self.bias is None else out + _spread(self.bias, out, 1)
+        if self.bias is None:
+            return out
+        return out + _spread(self.bias, out, 1)
 
     def extra_repr(self) -> str:
         """Return the sizes, for the repr."""
@@ -342,21 +348,24 @@ _SCALES = ("scale_in", "scale_out")
 
 def _with_scales(model: nn.Module) -> tuple[nn.Module, list[Path]]:
     """Return a copy of a model with the layers of one member, and the paths of these layers."""
-    model, paths = copy.deepcopy(model), list[Path]()
+    model = copy.deepcopy(model)
+    paths = list[Path]()
     # Any: the class of a layer changes, and nothing else of it, such as its hooks.
     named: Any = model.named_modules()
     for name, layer in named:
         kind = type(layer)
         # Classes made of these may do anything with the weight.
         if kind is nn.Linear:
-            sizes, layer.__class__ = (layer.in_features, layer.out_features), BatchEnsembleLinear
+            sizes = (layer.in_features, layer.out_features)
+            layer.__class__ = BatchEnsembleLinear
         elif kind is nn.Conv2d:
             if layer.padding_mode != "zeros":
                 raise UnsupportedError(
                     "batch_ensemble: convolutions must pad with zeros.", expected="zeros", got=layer.padding_mode
                 )
             layer.options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
-            sizes, layer.__class__ = (layer.in_channels, layer.out_channels), BatchEnsembleConv2d
+            sizes = (layer.in_channels, layer.out_channels)
+            layer.__class__ = BatchEnsembleConv2d
         else:
             continue
         layer.members = None
@@ -374,7 +383,10 @@ def _vectors(
     weight: Tensor, members: int | None, sizes: tuple[int, int], bias: Tensor | None, init: Any
 ) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
     """Return scales of the inputs and of the outputs, and for each member a copy of the bias."""
-    kinds, lead = _check_init(members, init), () if members is None else (members,)
+    kinds = _check_init(members, init)
+    lead = ()
+    if members is not None:
+        lead = (members,)
     # From the default generator, as all layers of torch.
     keys = random.split(random.key(torch.randint(1 << 62, (), device="cpu")))
     scale_in, scale_out = (

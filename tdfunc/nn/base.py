@@ -32,7 +32,9 @@ _TABLES = tuple(nn.Module().__dict__)
 def as_key(key: NestedKey) -> NestedKey:
     """Return a key in its shortest form: a str where it has one part."""
     path = unravel(key)
-    return path[0] if len(path) == 1 else path
+    if len(path) == 1:
+        return path[0]
+    return path
 
 
 def split_keys(in_keys: InKeys) -> tuple[list[str] | None, list[NestedKey]]:
@@ -79,7 +81,10 @@ class TensorDictModuleBase(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and its hooks, and keep the selected outputs."""
         out = super().__call__(*args, **kwargs)
-        tree = args[0] if args else kwargs.get("tensordict")
+        if args:
+            tree = args[0]
+        else:
+            tree = kwargs.get("tensordict")
         # `dispatch` returns selected values.
         if self._source is None or not isinstance(tree, TreeMethods):
             return out
@@ -127,7 +132,8 @@ class TensorDictModuleBase(nn.Module):
         """Return a module over the same submodules that writes all its outputs."""
         new = self._shell()
         if new._source is not None:
-            new.out_keys, new._source = new._source, None
+            new.out_keys = new._source
+            new._source = None
         return new
 
     def reset_parameters_recursive(self, parameters: T | None = None) -> T | None:
@@ -193,7 +199,8 @@ class TensorDictModuleBase(nn.Module):
                     expected=f"keys of {known}",
                     hint="reset_out_keys() first." if key in as_keys(list(self.out_keys_source)) else None,
                 )
-        self._source, self.out_keys = self.out_keys_source, keys
+        self._source = self.out_keys_source
+        self.out_keys = keys
 
 
 def dispatch(
@@ -254,7 +261,9 @@ def dispatch(
         out = fn(self, TensorDict(values), *rest, **kwargs)
         keys = getattr(self, dest) if isinstance(dest, str) else dest
         found = tuple([out[key] for key in keys if key != DISCARDED])
-        return found[0] if len(found) == 1 else found
+        if len(found) == 1:
+            return found[0]
+        return found
 
     return forward
 
@@ -283,5 +292,8 @@ def _wrapped_by(module: Any) -> str:
     inner = getattr(module, "module", None)
     if inner is None:
         return ""
-    name = type(inner).__name__ if isinstance(inner, nn.Module) else getattr(inner, "__name__", type(inner).__name__)
+    if isinstance(inner, nn.Module):
+        name = type(inner).__name__
+    else:
+        name = getattr(inner, "__name__", type(inner).__name__)
     return f"({name})"

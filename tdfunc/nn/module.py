@@ -93,7 +93,9 @@ class TensorDictModule(TensorDictModuleBase):
 
     def extra_repr(self) -> str:
         """Return the function, unless it is a module, and the keys."""
-        own = "" if isinstance(self.module, nn.Module) else f"module={self.module!r}, "
+        own = ""
+        if not isinstance(self.module, nn.Module):
+            own = f"module={self.module!r}, "
         return own + super().extra_repr()
 
 
@@ -102,7 +104,8 @@ class _Decorated(TensorDictModule):
 
     def __init__(self, module: Callable[..., Any], in_keys: InKeys, out_keys: Keys) -> None:
         super().__init__(module, in_keys, out_keys)
-        self.__doc__, self.__module__ = module.__doc__, module.__module__
+        self.__doc__ = module.__doc__
+        self.__module__ = module.__module__
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:

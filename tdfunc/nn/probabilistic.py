@@ -111,7 +111,9 @@ class ProbabilisticTensorDictModule(TensorDictModuleBase):
         dist = self.get_dist(tensordict)
         value = choose(dist, InteractionType(interaction_type or self.default_interaction_type))
         out = tensordict.set(self.sample_key, value)
-        return out.set(self.log_prob_key, dist.log_prob(value)) if self.return_log_prob else out
+        if self.return_log_prob:
+            return out.set(self.log_prob_key, dist.log_prob(value))
+        return out
 
     def extra_repr(self) -> str:
         """Return the keys and the distribution."""
@@ -126,7 +128,9 @@ def choose(dist: Distribution, kind: InteractionType) -> Tensor:
         UnsupportedError: The distribution does not have it.
     """
     if kind is InteractionType.RANDOM:
-        return dist.rsample() if dist.has_rsample else dist.sample()
+        if dist.has_rsample:
+            return dist.rsample()
+        return dist.sample()
     name = "deterministic_sample" if kind is InteractionType.DETERMINISTIC else kind.value
     if kind is InteractionType.DETERMINISTIC and not hasattr(dist, name):
         base = dist.base_dist if isinstance(dist, Independent) else dist
@@ -187,7 +191,9 @@ class ProbabilisticTensorDictSequential(TensorDictSequential):
             interaction_type: The way in which probabilistic modules before the last choose their values.
         """
         *before, (_, last) = self._named()
-        options = {"interaction_type": interaction_type} if isinstance(last, ProbabilisticTensorDictSequential) else {}
+        options = {}
+        if isinstance(last, ProbabilisticTensorDictSequential):
+            options = {"interaction_type": interaction_type}
         return last.get_dist(self._run(before, tensordict, interaction_type), **options)
 
     def log_prob(self, tensordict: Any, *, dist: Distribution | None = None) -> Tensor:
@@ -199,7 +205,8 @@ class ProbabilisticTensorDictSequential(TensorDictSequential):
             tensordict: A tree with the value, and with the in keys unless `dist` is given.
             dist: The distribution, in place of the one that the other modules lead to.
         """
-        dist = self.get_dist(tensordict, interaction_type=GIVEN) if dist is None else dist
+        if dist is None:
+            dist = self.get_dist(tensordict, interaction_type=GIVEN)
         return self[-1].log_prob(tensordict, dist=dist)
 
     def _of(self, named: list[tuple[str, Any]], cls: Any = None) -> Any:

@@ -55,7 +55,8 @@ class TensorDictSequential(TensorDictModuleBase):
                     hint="TensorDictModule(function, in_keys, out_keys) gives it keys.",
                 )
         self.partial_tolerant = partial_tolerant
-        read, written = dict[NestedKey, None](), dict[NestedKey, None]()
+        read = dict[NestedKey, None]()
+        written = dict[NestedKey, None]()
         for part in parts:
             read.update((key, None) for key in as_keys(part.in_keys) if key not in written)
             for key in as_keys(part.out_keys):
@@ -130,14 +131,19 @@ class TensorDictSequential(TensorDictModuleBase):
         named = list(self._named())
         if isinstance(index, slice):
             return self._of(named[index])
-        return dict(named)[index] if isinstance(index, str) else named[index][1]
+        if isinstance(index, str):
+            return dict(named)[index]
+        return named[index][1]
 
     def _named(self) -> Iterable[tuple[str, Any]]:
         return self.module._modules.items()
 
     def _of(self, named: list[tuple[str, Any]], cls: Any = None) -> Any:
         """Return a sequence with some of the modules."""
-        parts = dict(named) if isinstance(self.module, nn.ModuleDict) else [module for _, module in named]
+        if isinstance(self.module, nn.ModuleDict):
+            parts = dict(named)
+        else:
+            parts = [module for _, module in named]
         return (cls or TensorDictSequential)(parts, partial_tolerant=self.partial_tolerant)
 
     def _run(
@@ -149,7 +155,9 @@ class TensorDictSequential(TensorDictModuleBase):
         return tensordict
 
     def _run_one(self, module: Any, tensordict: Any, interaction_type: InteractionType | str | None) -> Any:
-        options = {"interaction_type": interaction_type} if getattr(module, "_interacts", False) else {}
+        options = {}
+        if getattr(module, "_interacts", False):
+            options = {"interaction_type": interaction_type}
         if not self.partial_tolerant or all([key in tensordict for key in module.in_keys]):
             return module(tensordict, **options)
         if tensordict._is_lazy:

@@ -61,7 +61,8 @@ class _OnTrees(TensorDictModuleBase):
     def __init__(self, module: TensorClassModuleBase[Any, Any]) -> None:
         super().__init__()
         self.tc_module = module
-        self.in_keys, self.out_keys = _keys_of(module.input_type), _keys_of(module.output_type)
+        self.in_keys = _keys_of(module.input_type)
+        self.out_keys = _keys_of(module.output_type)
 
     @dispatch
     def forward(self, tensordict: Any) -> Any:
@@ -78,6 +79,9 @@ def _keys_of(cls: Any) -> list[NestedKey]:
     keys: list[NestedKey] = []
     for name in cls._fields:
         hint = cls._hints.get(name)
-        inner = _keys_of(hint) if isinstance(hint, type) and issubclass(hint, TensorClass) else [()]
+        if isinstance(hint, type) and issubclass(hint, TensorClass):
+            inner = _keys_of(hint)
+        else:
+            inner = [()]
         keys += [as_key((name, key) if key else name) for key in inner]
     return keys

@@ -24,19 +24,29 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) ->
     For one tree the result is a tree; otherwise it is a tuple with one entry for each input. A leaf without a
     gradient (`allow_unused=True`) is dropped.
     """
-    sources, targets = _items(outputs), _items(inputs)
-    given = None if grad_outputs is None else _leaves_of(_weights(sources, _items(grad_outputs)))
+    sources = _items(outputs)
+    targets = _items(inputs)
+    given = None
+    if grad_outputs is not None:
+        given = _leaves_of(_weights(sources, _items(grad_outputs)))
     # Any: torch's annotations leave out the None of an unused leaf.
     found: Any = torch.autograd.grad(_leaves_of(sources), _leaves_of(targets), given, **options)
     grads = iter(found)
     # Gradients of a batch of weights have its dimension in front.
-    lead = next(x.shape[:1] for x in found if x is not None) if options.get("is_grads_batched") else Size()
+    if options.get("is_grads_batched"):
+        lead = next(x.shape[:1] for x in found if x is not None)
+    else:
+        lead = Size()
     made = tuple([_around(item, lambda _: next(grads), lead) for item in targets])
-    return made[0] if len(made) == 1 and isinstance(targets[0], TensorCollection) else made
+    if len(made) == 1 and isinstance(targets[0], TensorCollection):
+        return made[0]
+    return made
 
 
 def _items(given: Any) -> Sequence[Any]:
-    return (given,) if isinstance(given, (Tensor, TensorCollection)) else tuple(given)
+    if isinstance(given, (Tensor, TensorCollection)):
+        return (given,)
+    return tuple(given)
 
 
 def _leaves_of(items: Sequence[Any]) -> list[Any]:
@@ -113,7 +123,9 @@ class MemoryMethods(TensorCollection):
 
     def contiguous(self) -> "Self":
         """Return the tree with every leaf laid out row by row; the tree itself if all are."""
-        return self if is_contiguous(self) else self._map(LeafOp("contiguous", methodcaller("contiguous")))
+        if is_contiguous(self):
+            return self
+        return self._map(LeafOp("contiguous", methodcaller("contiguous")))
 
     def is_contiguous(self) -> bool:
         """Return True if every leaf is laid out row by row without gaps."""

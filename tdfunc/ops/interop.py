@@ -59,7 +59,9 @@ def fit_batch_sizes(tree: T, batch_dims: int | None) -> tuple[T, Size | None]:
         if vote is not None:
             votes.append(vote)
     new = tree._replace(data)
-    size = reduce(common_prefix, votes)[:batch_dims] if votes else None
+    size = None
+    if votes:
+        size = reduce(common_prefix, votes)[:batch_dims]
     return (new if size is None else resize(new, size)), size
 
 
@@ -204,7 +206,10 @@ class FromMethods(TensorCollection):
                 continue
             # A missing value is NaN, which makes other integers of the column floats that may not hold them.
             is_float = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-            is_integral = column.dtype.kind in "biu" if dtype is None else not is_float
+            if dtype is None:
+                is_integral = column.dtype.kind in "biu"
+            else:
+                is_integral = not is_float
             if is_integral and column.isna().any():
                 raise LeafMismatchError(
                     f"from_pandas: {name!r} lacks values, which a dtype of integers does not have.",
@@ -239,7 +244,9 @@ def _numpy_of(value: Any, at: Path) -> Any:
     # A key of a lazy stack has a tensor for each tree.
     if isinstance(value, tuple):
         return tuple([_numpy_of(item, at) for item in cast("tuple[Any, ...]", value)])
-    return _as_array(value, "numpy", at) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return _as_array(value, "numpy", at)
+    return value
 
 
 def _to_namedtuple(values: dict[str, Any], dest_cls: Any) -> Any:
@@ -261,8 +268,12 @@ def list_of(value: Any, convert: bool) -> Any:
     if isinstance(value, TensorCollection):
         # A class of trees may have its own form, unless it has a field of that name.
         own = getattr(type(value), "tolist", None)
-        return own(value, convert_tensors=convert) if callable(own) else tolist(value, convert)
-    return value.tolist() if convert and isinstance(value, Tensor) else value
+        if callable(own):
+            return own(value, convert_tensors=convert)
+        return tolist(value, convert)
+    if convert and isinstance(value, Tensor):
+        return value.tolist()
+    return value
 
 
 # -- state dicts ----------------------------------------------------------------------------------------------------
@@ -270,9 +281,13 @@ def list_of(value: Any, convert: bool) -> Any:
 
 def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: bool, flat: bool | None) -> T:
     """Return the tree with the values of a state dict."""
-    found = dict(given) if flat else dict(_flat(given, ""))
+    if flat:
+        found = dict(given)
+    else:
+        found = dict(_flat(given, ""))
     nodes = {dotted(path): (path, node) for path, node in saved_nodes(tree)}
-    missing, unexpected = sorted(nodes.keys() - found), sorted(found.keys() - nodes)
+    missing = sorted(nodes.keys() - found)
+    unexpected = sorted(found.keys() - nodes)
     if strict and (missing or unexpected):
         raise MissingKeyError(
             "load_state_dict: the state dict must have the keys of the tree.",
@@ -440,7 +455,10 @@ def scalars(tree: TensorCollection) -> dict[str, float]:
         name = "/".join(path)
         # Any: a number, or a list of numbers.
         values: Any = node.tolist()
-        named = {f"{name}/{i}": value for i, value in enumerate(values)} if node.dim() else {name: values}
+        if node.dim():
+            named = {f"{name}/{i}": value for i, value in enumerate(values)}
+        else:
+            named = {name: values}
         clash = found.keys() & named.keys()
         if clash:
             raise MissingKeyError(
@@ -478,11 +496,15 @@ def collate(batch: Any) -> Any:
         (torch.Size([5]), tensor([0, 1, 2, 3, 4]))
     """
     # A tree without a batch has no first row for torch to look at.
-    return batch if isinstance(batch, TensorCollection) else torch_collate.default_collate(batch)
+    if isinstance(batch, TensorCollection):
+        return batch
+    return torch_collate.default_collate(batch)
 
 
 def _rows(batch: TensorCollection | Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-    return batch if isinstance(batch, TensorCollection) else stack(batch)
+    if isinstance(batch, TensorCollection):
+        return batch
+    return stack(batch)
 
 
 # Only classes of ours are looked up here, so other code sees no difference.

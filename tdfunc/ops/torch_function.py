@@ -72,13 +72,17 @@ def _like(fn: Handler) -> Handler:
             return input._map(LeafOp(fn.__name__, fn))
         place = cast.as_device(device)
         made = input._map(LeafOp(fn.__name__, lambda x: fn(x, *args, device=place, **kwargs)))
-        return made if place is None else cast.on_device(made, place)
+        if place is None:
+            return made
+        return cast.on_device(made, place)
 
     return call
 
 
 def _unary(name: str) -> Handler:
-    kernel = f"_foreach_{name}" if name in UNARY else None
+    kernel = None
+    if name in UNARY:
+        kernel = f"_foreach_{name}"
 
     def call(input: TensorCollection, **kwargs: Any) -> Any:
         return unary(input, name, kernel, **kwargs)
@@ -87,7 +91,9 @@ def _unary(name: str) -> Handler:
 
 
 def _binary(name: str) -> Handler:
-    kernel = f"_foreach_{name}" if name in BINARY else None
+    kernel = None
+    if name in BINARY:
+        kernel = f"_foreach_{name}"
 
     def call(input: Any, other: Any, **kwargs: Any) -> Any:
         if isinstance(input, TensorCollection):
@@ -131,7 +137,8 @@ def _deviation(name: str) -> Handler:
     ) -> Any:
         if isinstance(dim, bool):
             dim, unbiased = None, dim
-        correction = int(unbiased) if correction is None else correction
+        if correction is None:
+            correction = int(unbiased)
         return reduce(input, name, dim, keepdim, None, correction=correction)
 
     return call
@@ -185,7 +192,9 @@ def _at_index(tree: TensorCollection, dim: int, index: Any, call: str) -> Any:
 def _extreme(name: str, of_two: Handler) -> Handler:
     def call(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
         other = dim if isinstance(dim, (TensorCollection, torch.Tensor)) else other
-        return extreme(input, name, dim, keepdim, None, True) if other is None else of_two(input, other)
+        if other is None:
+            return extreme(input, name, dim, keepdim, None, True)
+        return of_two(input, other)
 
     return call
 
@@ -300,7 +309,9 @@ class DispatchMethods(TensorCollection):
                     return NotImplemented
         if handler is None:
             many = bool(args) and isinstance(args[0], (list, tuple))
-            leaves = f"a.apply(lambda x, y: {_title(func)}((x, y), ...), b)" if many else ""
+            leaves = ""
+            if many:
+                leaves = f"a.apply(lambda x, y: {_title(func)}((x, y), ...), b)"
             raise UnsupportedError(
                 f"{_title(func)} is not defined on trees.",
                 hint=f"{leaves or f'td.apply(lambda x: {_title(func)}(x, ...))'} calls it on every leaf.",

@@ -212,7 +212,10 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
     if isinstance(value, str) or value is None:
         raise error(TypeError, f"{rule}: {name} is not a number.", got=repr(value)[:80])
     # Written so that nan fails.
-    fits = bool(((value >= low) & (value < high)).all()) if isinstance(value, Tensor) else low <= value < high
+    if isinstance(value, Tensor):
+        fits = bool(((value >= low) & (value < high)).all())
+    else:
+        fits = low <= value < high
     if not fits:
         raise error(
             ValueError,

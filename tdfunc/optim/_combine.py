@@ -37,8 +37,12 @@ class Chain(AbstractOptimizer):
         return self.last.init(params)
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
-        leaves = list_leaves(params) if isinstance(params, TensorCollection) else []
-        given = list_leaves(grads) if isinstance(grads, TensorCollection) else []
+        leaves = []
+        if isinstance(params, TensorCollection):
+            leaves = list_leaves(params)
+        given = []
+        if isinstance(grads, TensorCollection):
+            given = list_leaves(grads)
         # Maps read parameters, which may require grad for the loss alone.
         with grads_of(leaves, given):
             for item in self.maps:
@@ -112,7 +116,9 @@ class Multi(AbstractOptimizer):
         found = entries(params)
         numbers = assign(found, {where: i for i, where in enumerate(self.groups)}, "multi")
         for i, where in enumerate(self.groups):
-            matches = sum(where.mask(found)) if found and i not in numbers else 0
+            matches = 0
+            if found and i not in numbers:
+                matches = sum(where.mask(found))
             # A filter for all leaves that are left may find none; one for some leaves comes too late.
             if 0 < matches < len(found):
                 raise FilterError(
@@ -133,7 +139,8 @@ def _paths_where(found: list[Entry], mask: list[bool]) -> set[Path]:
 def _step_parts(params: T, grads: TensorCollection, steps: list[Any], how: How) -> tuple[T, list[Any]]:
     """Return the parameters and states after a step (optimizer, paths, state) of each part."""
     leaves = dict(zip(list_paths(params), list_leaves(params), strict=True))
-    writes, reads = list(leaves.values()), list_leaves(grads)
+    writes = list(leaves.values())
+    reads = list_leaves(grads)
 
     def names() -> list[str]:
         return [*map(dotted, leaves), *(f"gradient of {dotted(path)}" for path in list_paths(grads))]
@@ -145,7 +152,8 @@ def _step_parts(params: T, grads: TensorCollection, steps: list[Any], how: How) 
         # Each part decides by its own leaves. As results, they are followed where others are.
         params = rebuild(params, [leaf.view_as(leaf) if leaf.requires_grad else leaf for leaf in writes])
     for optimizer, paths, state in steps:
-        part, given = keep_leaves(params, paths), keep_leaves(grads, paths)
+        part = keep_leaves(params, paths)
+        given = keep_leaves(grads, paths)
         new, state = optimizer.update(part, given, state, active=how.active, donate=apart)
         leaves.update(zip(list_paths(part), list_leaves(new), strict=True))
         states.append(state)

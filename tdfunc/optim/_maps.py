@@ -116,7 +116,10 @@ def member_norm(leaves: Leaves, dims: int) -> Tensor:
     norms: Leaves = []
     for leaf in leaves:
         # One dimension for the elements of a member. Not reshape(*size, -1): an empty leaf has no last size.
-        rows = leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1)
+        if leaf.dim() > dims:
+            rows = leaf.flatten(dims)
+        else:
+            rows = leaf.unsqueeze(-1)
         # In half precision the norm of ordinary gradients overflows, and they would come out as zeros.
         norms.append(torch.linalg.vector_norm(rows, dim=-1, dtype=_wide(leaf)))
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
@@ -157,7 +160,8 @@ def adaptive_grad_clip(clipping: float, *, eps: float = 1e-3) -> GradientMap:
 
 def _clip_units(clipping: float, eps: float, grads: TensorCollection, leaves: Leaves, params: Leaves) -> Leaves:
     check_dense("adaptive_grad_clip", grads)
-    size, clipped = len(grads._batch_size), list[Tensor]()
+    size = len(grads._batch_size)
+    clipped = list[Tensor]()
     for grad, param in zip(leaves, params, strict=True):
         largest = clipping * _unit_norm(param, size).clamp(min=eps)
         norm = _unit_norm(grad, size)
@@ -200,7 +204,9 @@ def add_decayed_weights(weight_decay: float, where: "FilterLike | None" = None) 
         (tensor([1.1000, 1.1000]), tensor([1., 1.]))
     """
     check_hyper("add_decayed_weights", "weight_decay", weight_decay, 0.0)
-    chosen = None if where is None else Filter(where)
+    chosen = None
+    if where is not None:
+        chosen = Filter(where)
     return GradientMap("add_decayed_weights", pairs=partial(_add_decay, weight_decay, chosen))
 
 

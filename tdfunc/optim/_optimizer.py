@@ -70,16 +70,23 @@ class Optimizer(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step; see `AbstractOptimizer.init`."""
-        rule, leaves, size = self.rule, list_trainable(self.rule.name, params), params._batch_size
+        rule = self.rule
+        leaves = list_trainable(self.rule.name, params)
+        size = params._batch_size
         check_dense(f"{rule.name}.init", params)
         warn_narrow(rule.name, leaves)
         if rule.check is not None:
             rule.check(params, leaves)
-        device = leaves[0].device if leaves else None
+        device = None
+        if leaves:
+            device = leaves[0].device
         # Expanded: the strides prove that all members have done as many steps.
         data: dict[str, Any] = {"step": torch.zeros((), dtype=torch.int64, device=device).expand(size)}
         for key, value in self._tensors().items():
-            data[key] = value.clone() if value.dim() else value.clone().expand(size)
+            if value.dim():
+                data[key] = value.clone()
+            else:
+                data[key] = value.clone().expand(size)
             check_members(rule.name, key, data[key], params, leaves, only_batch=rule.shape is not None)
         for name in rule.scalars:
             data[name] = torch.ones(size, dtype=scalar_dtype(), device=device)
@@ -99,12 +106,17 @@ class Optimizer(AbstractOptimizer):
         tensors = {key: data[key] for key in self._tensors()}
         value = read_values(self.rule.name, {fill: self.hyper[fill]}, data["step"], tensors, size)[fill]
         # In the dtype of the slot: a rate is not rounded to the 16 bits of its parameter.
-        rows = spread(value, zeros) if isinstance(value, Tensor) else [value] * len(leaves)
+        if isinstance(value, Tensor):
+            rows = spread(value, zeros)
+        else:
+            rows = [value] * len(leaves)
         return [zero + row for zero, row in zip(zeros, rows, strict=True)]
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
-        rule, name = self.rule, self.rule.name
-        leaves, size = list_trainable(name, params), params._batch_size
+        rule = self.rule
+        name = self.rule.name
+        leaves = list_trainable(name, params)
+        size = params._batch_size
         tensors = self._tensors()
         if rule.upgrade is not None:
             state = rule.upgrade(state)
@@ -133,8 +145,11 @@ class Optimizer(AbstractOptimizer):
 
     def _list_slot(self, slot: str, params: TensorCollection, leaves: Leaves, values: Any) -> Leaves:
         """Return the leaves of a slot, in float32 at least; those of 16 bits come from an older version."""
-        shape, dims = self.rule.shape, len(params._batch_size)
-        shapes = None if shape is None else [shape(slot, leaf.shape, dims) for leaf in leaves]
+        shape = self.rule.shape
+        dims = len(params._batch_size)
+        shapes = None
+        if shape is not None:
+            shapes = [shape(slot, leaf.shape, dims) for leaf in leaves]
         return widen(list_matching(self.rule.name, slot, params, leaves, values, shapes=shapes, is_wide=True))
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -152,5 +167,9 @@ def make_optimizer(rule: Rule, hyper: Mapping[str, Hyper], **limits: tuple[float
 
 def _shown(value: float | Tensor | Schedule) -> str:
     if isinstance(value, Tensor):
-        return f"tensor of shape {list(value.shape)}" if value.dim() else f"{value.item():g}"
-    return "<a function>" if callable(value) else f"{value:g}"
+        if value.dim():
+            return f"tensor of shape {list(value.shape)}"
+        return f"{value.item():g}"
+    if callable(value):
+        return "<a function>"
+    return f"{value:g}"

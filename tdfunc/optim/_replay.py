@@ -24,13 +24,15 @@ class Replay:
     """
 
     def __init__(self, kernel: Kernel, shorten: Callable[[Leaves, Leaves], Short | None]) -> None:
-        self._kernel, self._shorten = kernel, shorten
+        self._kernel = kernel
+        self._shorten = shorten
         self._looked = False
         self._short: Short | None = None
 
     def __call__(self, writes: Leaves, reads: Leaves) -> None:
         if not self._looked:
-            self._short, self._looked = self._shorten(writes, reads), True
+            self._short = self._shorten(writes, reads)
+            self._looked = True
         if self._short is None or not self._short(writes, reads):
             self._kernel(writes, reads)
 
@@ -47,14 +49,19 @@ class Apart:
     """
 
     def __init__(self, refuse: Kernel, writes: list[int], reads: list[int]) -> None:
-        self._refuse, self._writes, self._reads = refuse, writes, reads
+        self._refuse = refuse
+        self._writes = writes
+        self._reads = reads
         # The places of the written tensors, and in their order where memory begins that is free, or ends.
         self._known: tuple[list[int], list[int]] = ([], [])
 
     def __call__(self, writes: Leaves, reads: Leaves) -> None:
-        places, (known, edges) = list(map(_place_of, writes)), self._known
+        places = list(map(_place_of, writes))
+        known, edges = self._known
         if places != known:
-            edges = [] if any(map(is_read_only, writes)) else find_edges(places, self._writes)
+            edges = []
+            if not any(map(is_read_only, writes)):
+                edges = find_edges(places, self._writes)
             self._known = (places, edges)
         for place, length in zip(map(_place_of, reads), self._reads, strict=True):
             at = bisect_right(edges, place)

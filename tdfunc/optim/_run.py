@@ -101,7 +101,8 @@ class Run:
         """Return the leaves of the parameters and of the slots, and the scalars, after the step."""
         if not takes_kernels([*params, *grads]) or self._is_followed(params, grads):
             return self._step_plain(params, grads, slots, scalars)
-        trace, active = recorder(), self.how.active
+        trace = recorder()
+        active = self.how.active
         old = [*params, *(leaf for slot in slots.values() for leaf in slot), *scalars.values()]
         reads = [*grads, self.count, *self.tensors.values()]
 
@@ -141,7 +142,9 @@ class Run:
         """Return the value of a schedule, or None where it reads its own tensors while a trace is recorded."""
         watch = recorder()
         # Else each replay calls the schedule itself, outside of the trace.
-        return schedule(self.count) if watch is None else watch.attempt(lambda: schedule(self.count))
+        if watch is None:
+            return schedule(self.count)
+        return watch.attempt(lambda: schedule(self.count))
 
     def _step_plain(
         self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
@@ -170,7 +173,9 @@ def decay(
     ops: Lists, work: Work, values: Values, *, decoupled: bool = False, maximize: bool = False
 ) -> tuple[Leaves, Leaves]:
     """Return the parameters and gradients with weight decay, which shrinks parameters or is added to gradients."""
-    factor, params, grads = values["weight_decay"], work.params, work.grads
+    factor = values["weight_decay"]
+    params = work.params
+    grads = work.grads
     if maximize:
         grads = ops.run("neg", grads, keep=True)
     if isinstance(factor, Tensor) or factor != 0.0:
@@ -201,7 +206,8 @@ def lie_apart(names: Callable[[], list[str]], writes: Leaves, reads: Leaves) -> 
     if trace is not None:
         # New memory overlaps nothing at a replay either.
         given = [(name, x) for name, x in zip(names(), (*writes, *reads), strict=False) if trace.is_given(x)]
-        tensors, n = [x for _, x in given], sum(map(trace.is_given, writes))
+        tensors = [x for _, x in given]
+        n = sum(map(trace.is_given, writes))
         lengths = list(map(span_bytes, tensors))
         refuse = partial(_refuse_shared, [name for name, _ in given])
         trace.call(Apart(refuse, lengths[:n], lengths[n:]), tensors[:n], tensors[n:])
@@ -234,7 +240,9 @@ def _find_shared(writes: Leaves, reads: Leaves) -> Iterator[tuple[int, int]]:
 def _kernel(rule: Rule, hyper: Mapping[str, Any], names: tuple[str, ...], writes: Leaves, reads: Leaves) -> None:
     """Step in place on real tensors, a group of one dtype and device at a time; a trace calls this at every replay."""
     n = len(reads) - 1 - len(names)
-    grads, count, tensors = reads[:n], reads[n], dict(zip(names, reads[n + 1 :], strict=True))
+    grads = reads[:n]
+    count = reads[n]
+    tensors = dict(zip(names, reads[n + 1 :], strict=True))
     stored = dict(zip(rule.scalars, writes[n * (len(rule.slots) + 1) :], strict=True))
     with torch.no_grad():
         merged = _merge(count)
@@ -290,7 +298,9 @@ def _fused_by_rate(fused: Callable[[Work, Any], bool], decoupled: bool, work: Wo
 
     Weight decay that is added to the gradient would be in the changes; then this returns False.
     """
-    params, rate, factor = work.params, values["lr"], values["weight_decay"]
+    params = work.params
+    rate = values["lr"]
+    factor = values["weight_decay"]
     if not decoupled and factor != 0.0:
         return False
     changes = [torch.zeros_like(param) for param in params]
@@ -363,7 +373,10 @@ def _shorten(
 ) -> Short | None:
     """Return the call of the fused kernel that `_kernel` comes to for tensors laid out like these; None for another."""
     n = len(reads) - 1 - len(names)
-    params, grads, count, tensors = writes[:n], reads[:n], reads[n], reads[n + 1 :]
+    params = writes[:n]
+    grads = reads[:n]
+    count = reads[n]
+    tensors = reads[n + 1 :]
     kinds = {(leaf.dtype, leaf.device) for leaf in params}
     one_number = count.device.type == "cpu" and not any(count.stride()) and count.numel() > 0
     if rule.fused is None or rule.scalars or any(map(callable, hyper.values())) or not one_number or len(kinds) != 1:
@@ -373,10 +386,15 @@ def _shorten(
     rows = [writes[n * k : n * (k + 1)] for k in range(1 + len(rule.slots))]
     if not all(map(_are_laid_out, *rows)) or [x.stride() for x in grads] != [x.stride() for x in params]:
         return None
-    fused, first, slots = rule.fused, (0,) * count.dim(), list(enumerate(rule.slots, 1))
+    fused = rule.fused
+    first = (0,) * count.dim()
+    slots = list(enumerate(rule.slots, 1))
     floats: Values = {name: 0.0 if name in names else float(value) for name, value in hyper.items()}
     numbers = floats | dict(zip(names, tensors, strict=True))
-    step = _choose_for_members(rule, numbers, rows) if any([x.dim() for x in tensors]) else fused
+    if any([x.dim() for x in tensors]):
+        step = _choose_for_members(rule, numbers, rows)
+    else:
+        step = fused
     if step is None:
         return None
 
@@ -385,7 +403,10 @@ def _shorten(
         work = Work(writes[:n], reads[:n], kept, {}, float(reads[n][first]) + 1.0, len(first))
         values = dict(floats)
         for name, value in zip(names, reads[n + 1 :], strict=True):
-            values[name] = value.double() if value.dim() else _number(value)
+            if value.dim():
+                values[name] = value.double()
+            else:
+                values[name] = _number(value)
         return step(work, values)
 
     return run
@@ -401,7 +422,10 @@ def read_values(
         if name in tensors:
             values[name] = tensors[name].double()
         else:
-            values[name] = check_scheduled(rule, name, value(count), size) if callable(value) else float(value)
+            if callable(value):
+                values[name] = check_scheduled(rule, name, value(count), size)
+            else:
+                values[name] = float(value)
     return values
 
 
@@ -416,7 +440,9 @@ def _are_laid_out(param: Tensor, *slots: Tensor) -> bool:
 
 def _number(value: Coefficient) -> Coefficient:
     # On other devices it would wait for the device.
-    return value.item() if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu" else value
+    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        return value.item()
+    return value
 
 
 def free_lists(leaves: Leaves) -> Lists:

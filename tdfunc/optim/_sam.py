@@ -51,7 +51,9 @@ def sam(grad_fn: Callable[..., Any], rho: float = 0.05, *, adaptive: bool = Fals
         grads = first[0] if isinstance(first, tuple) else first
         _check_gradients(first, grads)
         second = grad_fn(_ascend(params, grads, rho, adaptive), *args, **kwargs)
-        return (second[0], *first[1:]) if isinstance(first, tuple) else second
+        if isinstance(first, tuple):
+            return (second[0], *first[1:])
+        return second
 
     return run
 

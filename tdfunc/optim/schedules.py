@@ -153,7 +153,9 @@ def exponential_decay(
         if end_value is None:
             return decayed
         bound = torch.as_tensor(end_value, dtype=decayed.dtype, device=decayed.device)
-        return torch.maximum(decayed, bound) if decay_rate < 1 else torch.minimum(decayed, bound)
+        if decay_rate < 1:
+            return torch.maximum(decayed, bound)
+        return torch.minimum(decayed, bound)
 
     return value
 
@@ -287,7 +289,10 @@ class ReduceOnPlateau:
         best = data["best"]
         metric = torch.as_tensor(metric, device=best.device).detach().to(best.dtype)
         bound = self._bound(best)
-        better = metric < bound if self.mode == "min" else metric > bound
+        if self.mode == "min":
+            better = metric < bound
+        else:
+            better = metric > bound
         cooling = data["cooldown"] > 0
         waited = torch.where(better | cooling, 0, data["waited"] + 1)
         reduce = waited > self.patience
@@ -304,7 +309,10 @@ class ReduceOnPlateau:
         """Return the number that an improvement must pass: better than the best by a share of its size."""
         toward_zero = best * (1 - self.threshold)
         away = best * (1 + self.threshold)
-        is_toward_zero = best > 0 if self.mode == "min" else best < 0
+        if self.mode == "min":
+            is_toward_zero = best > 0
+        else:
+            is_toward_zero = best < 0
         # The first metric is better than an infinite one, whatever the share.
         return torch.where(best.isinf(), best, torch.where(is_toward_zero, toward_zero, away))
 

@@ -31,7 +31,9 @@ _MAX_KNOWN = 32
 _CPU = torch.device("cpu")
 # All of a leaf that a description depends on.
 _TRAITS = [attrgetter(name) for name in ("dtype", "shape", "requires_grad", "is_cpu")]
-_STRIDED, _layout, _is_cpu = frozenset([torch.strided]), attrgetter("layout"), attrgetter("is_cpu")
+_STRIDED = frozenset([torch.strided])
+_layout = attrgetter("layout")
+_is_cpu = attrgetter("is_cpu")
 # By all that they depend on, and by the digest of their description.
 _packed: dict[tuple[Hashable, ...], "Structure"] = {}
 _read: dict[bytes, "Structure"] = {}
@@ -81,9 +83,10 @@ class Block(NamedTuple):
 def _join(part: list[Tensor], device: torch.device) -> Tensor:
     if device.type != "cpu" or not all(map(_is_cpu, part)):
         part = [leaf.to(device) for leaf in part]
-    flat = (
-        part[0].detach().resolve_conj().resolve_neg().contiguous() if len(part) == 1 else _flatten_dense_tensors(part)
-    )
+    if len(part) == 1:
+        flat = part[0].detach().resolve_conj().resolve_neg().contiguous()
+    else:
+        flat = _flatten_dense_tensors(part)
     # `view` to bytes refuses the stride that a dimension of one element may have.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
@@ -91,12 +94,15 @@ def _join(part: list[Tensor], device: torch.device) -> Tensor:
 def make_block(specs: Sequence[Spec]) -> Block:
     """Lay out leaves of these dtypes and shapes."""
     layout = lay_out([""] * len(specs), specs)
-    order, runs = layout.order, list[tuple[int, int, int]]()
-    begin, size_bytes = 0, 0
+    order = layout.order
+    runs = list[tuple[int, int, int]]()
+    begin = 0
+    size_bytes = 0
     for k, spec in enumerate([specs[i] for i in order]):
         if size_bytes and (size_bytes + spec.size_bytes > _PIECE_BYTES or spec.dtype is not specs[order[begin]].dtype):
             runs.append((begin, k, size_bytes))
-            begin, size_bytes = k, 0
+            begin = k
+            size_bytes = 0
         if not size_bytes:
             begin = k
         size_bytes += spec.size_bytes
@@ -129,10 +135,14 @@ class Structure(NamedTuple):
             # The sender's GPU is another one than this rank's.
             plan = copy(plan)
             plan.devices = [home if place is not None and place.type == home.type else place for place in plan.devices]
-        for i, flags in enumerate(plan.flags) if any(plan.flags) or any(plan.devices) else ():
-            place = plan.place(i)
-            leaf = leaves[i] if place is None else move_leaf(leaves[i], place)
-            leaves[i] = flag_leaf(leaf, "" if IS_VALUE in flags else flags)
+        if any(plan.flags) or any(plan.devices):
+            for i, flags in enumerate(plan.flags):
+                place = plan.place(i)
+                if place is None:
+                    leaf = leaves[i]
+                else:
+                    leaf = move_leaf(leaves[i], place)
+                leaves[i] = flag_leaf(leaf, "" if IS_VALUE in flags else flags)
         return build_tree(plan, leaves, classes)
 
 
@@ -151,15 +161,20 @@ def pack(tree: TensorCollection, call: str) -> Packed:
     """
     leaves: list[Tensor] = []
     parts: list[Hashable] = []
-    key = tuple(parts) if _list(tree, leaves, parts) else None
-    structure = None if key is None else _packed.get(key)
+    key = None
+    if _list(tree, leaves, parts):
+        key = tuple(parts)
+    structure = None
+    if key is not None:
+        structure = _packed.get(key)
     if structure is None:
         out = outline(tree, call=call)
         assert out.text is not None
         # In any order of keys: a description has its own.
         lines = sorted(map(add, out.names, [spec.middle for spec in out.specs]))
         digest = xxhash.xxh3_64_digest("\n".join(lines).encode())
-        structure, leaves = Structure(out.text.encode(), out.names, make_block(out.specs), digest), out.leaves
+        structure = Structure(out.text.encode(), out.names, make_block(out.specs), digest)
+        leaves = out.leaves
         if key is not None:
             _keep(_packed, key, structure)
     if in_functorch() and any(map(is_wrapped, leaves)):
@@ -169,10 +184,12 @@ def pack(tree: TensorCollection, call: str) -> Packed:
 
 def _list(tree: TensorCollection, leaves: list[Tensor], key: list[Hashable]) -> bool:
     """Append the leaves in tree order, and all that a description depends on; False for more than plain leaves."""
-    static, data = tree._static or Static(), tree._data
+    static = tree._static or Static()
+    data = tree._data
     if tree._is_lazy or static.ties:
         return False
-    nodes, own = list[TensorCollection](), list(data.values())
+    nodes = list[TensorCollection]()
+    own = list(data.values())
     types = tuple(map(type, own))
     if not PLAIN.issuperset(types):
         nodes = [node for node in own if isinstance(node, TensorCollection)]
@@ -181,7 +198,9 @@ def _list(tree: TensorCollection, leaves: list[Tensor], key: list[Hashable]) -> 
     if not PLAIN.issuperset(types) or not _STRIDED.issuperset(map(_layout, own)):
         return False
     kinds = tuple(static.kinds.items())
-    places = tuple([isinstance(node, TensorCollection) for node in data.values()]) if nodes else ()
+    places = ()
+    if nodes:
+        places = tuple([isinstance(node, TensorCollection) for node in data.values()])
     key += [type(tree), tuple(data), places, tree._batch_size, tree._device, tree._names, kinds, static.own, types]
     key += [tuple(map(trait, own)) for trait in _TRAITS]
     leaves += own

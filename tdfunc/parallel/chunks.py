@@ -37,7 +37,9 @@ class Plan(NamedTuple):
     def where(self, number: int) -> str:
         """Return the name of a chunk in messages."""
         begin, end = self.bounds(number)
-        return f"on chunk {number} (row {begin})" if self.chunksize == 0 else f"on chunk {number} (rows {begin}:{end})"
+        if self.chunksize == 0:
+            return f"on chunk {number} (row {begin})"
+        return f"on chunk {number} (rows {begin}:{end})"
 
 
 def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers: int) -> Plan:
@@ -107,11 +109,15 @@ class Job(NamedTuple):
         if chunk is None:
             chunk = take(self.tree, self.dim, rows)
         is_away = os.getpid() != self.parent
-        versions = _versions(chunk) if is_away else []
+        versions = []
+        if is_away:
+            versions = _versions(chunk)
         # Seeds of different chunks and different base seeds are unrelated; a generator on CUDA takes 63 bits.
         digest = hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
-        options = {"generator": torch.Generator().manual_seed(seed)} if self.generator else {}
+        options = {}
+        if self.generator:
+            options = {"generator": torch.Generator().manual_seed(seed)}
         # In the caller's process the default generators are the caller's.
         if is_away:
             torch.manual_seed(seed)

@@ -72,8 +72,12 @@ class _Work(NamedTuple):
         """Return the rows of a chunk: a slice, a number, or indices in another order."""
         begin, end = self.plan.bounds(number)
         if self.plan.chunksize == 0:
-            return begin if self.order is None else int(self.order[begin])
-        return slice(begin, end) if self.order is None else self.order[begin:end]
+            if self.order is None:
+                return begin
+            return int(self.order[begin])
+        if self.order is None:
+            return slice(begin, end)
+        return self.order[begin:end]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------
@@ -83,7 +87,8 @@ def _prepare(
     tree: TensorCollection, fn: Any, dim: int, options: Options, *, out: Any = None, shuffle: bool = False
 ) -> _Work:
     """Check the arguments and draw the seed."""
-    executor, is_own = options.executor, options.executor in _OWN
+    executor = options.executor
+    is_own = options.executor in _OWN
     if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
         raise UnsupportedError(
             "map: the leaves must be plain tensors, not tensors inside a torch.func transform.",
@@ -120,8 +125,12 @@ def _prepare(
     parcel = None
     if not is_direct and not is_forked:
         parcel = to_parcel(job, "function", fn=fn, by_value=getattr(executor, "_by_value", False))
-    order = random.permutation(random.fold_in(key, 1), torch.arange(size, device="cpu")) if shuffle else None
-    count = 0 if is_here else min(workers, plan.chunks)
+    order = None
+    if shuffle:
+        order = random.permutation(random.fold_in(key, 1), torch.arange(size, device="cpu"))
+    count = 0
+    if not is_here:
+        count = min(workers, plan.chunks)
     job = job._replace(fn=fn)
     return _Work(tree, plan, job, options, count, is_direct, parcel, order)
 
@@ -176,7 +185,8 @@ class _Inline(Executor):
 @contextmanager
 def _executor(work: _Work) -> Generator[Executor, None, None]:
     """Give the executor of a call; when it is left, no chunk runs any more."""
-    options, count = work.options, work.workers
+    options = work.options
+    count = work.workers
     if options.executor not in _OWN:
         yield options.executor
         return
@@ -199,8 +209,11 @@ def _executor(work: _Work) -> Generator[Executor, None, None]:
 
 
 def _submit(work: _Work, executor: Executor, number: int) -> "Future[Any]":
-    job, rows = work.job, work.rows(number)
-    chunk = None if job.tree is not None else take(work.tree, job.dim, rows)
+    job = work.job
+    rows = work.rows(number)
+    chunk = None
+    if job.tree is None:
+        chunk = take(work.tree, job.dim, rows)
     if work.is_direct:
         return executor.submit(job, number, rows, chunk)
     by_value = work.parcel is not None and work.parcel.by_value
@@ -218,8 +231,10 @@ def _submit(work: _Work, executor: Executor, number: int) -> "Future[Any]":
 
 def _results(work: _Work) -> Iterator[tuple[int, Any]]:
     """Yield (number, result) of each chunk in order; few chunks are under way at a time."""
-    plan, ahead = work.plan, max(1, _AHEAD * work.workers)
-    numbers, pending = iter(range(plan.chunks)), deque[tuple[int, "Future[Any]"]]()
+    plan = work.plan
+    ahead = max(1, _AHEAD * work.workers)
+    numbers = iter(range(plan.chunks))
+    pending = deque[tuple[int, "Future[Any]"]]()
     bar = progress_bar("map: pbar=True", show=work.options.pbar, unit="chunk", total=plan.chunks)
     with bar as report, _executor(work) as executor:
         try:
@@ -273,8 +288,10 @@ def _join(work: _Work, results: list[tuple[int, Any]]) -> Any:
     """Return results as one: rows are stacked, chunks concatenated; None if there are none."""
     if not results:
         return None
-    parts, dim = [part for _, part in results], work.job.dim
-    is_stack, is_tree = work.plan.chunksize == 0, isinstance(parts[0], TensorCollection)
+    parts = [part for _, part in results]
+    dim = work.job.dim
+    is_stack = work.plan.chunksize == 0
+    is_tree = isinstance(parts[0], TensorCollection)
     joined: Any = (join.stack if is_stack else join.cat) if is_tree else (torch.stack if is_stack else torch.cat)
     try:
         return joined(parts, dim)
@@ -317,7 +334,10 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
                 hint="map_iter yields results of any kind.",
             )
         is_tree = isinstance(result, TensorCollection)
-        kind = f"a {type(result).__name__}" if is_tree else f"a tensor of {result.dtype}"
+        if is_tree:
+            kind = f"a {type(result).__name__}"
+        else:
+            kind = f"a tensor of {result.dtype}"
         first = first or kind
         if kind != first:
             raise LeafMismatchError(

@@ -53,7 +53,10 @@ class _Refused(Exception):
 
     def __init__(self, tensor: Tensor, why: str, got: str, hint: str) -> None:
         super().__init__(why)
-        self.tensor, self.why, self.got, self.hint = tensor, why, got, hint
+        self.tensor = tensor
+        self.why = why
+        self.got = got
+        self.hint = hint
 
 
 @cache
@@ -73,7 +76,9 @@ def _pickler(by_value: bool) -> Any:
         # Called for objects that pickle has no own code for: not for str, tuples or numbers.
         def reducer_override(self, obj: Any) -> Any:
             reduced = _reduce(obj, self.leaves) if isinstance(obj, Tensor) else NotImplemented
-            return super().reducer_override(obj) if by_value and reduced is NotImplemented else reduced
+            if by_value and reduced is NotImplemented:
+                return super().reducer_override(obj)
+            return reduced
 
     return Pickler
 
@@ -82,7 +87,8 @@ def to_parcel(
     value: Any, what: Literal["function", "chunk", "result"] = "chunk", *, fn: Any = None, by_value: bool = False
 ) -> Parcel:
     """Return a value (with a function `fn` in it) as a parcel; a tensor that occurs twice stays one tensor."""
-    file, leaves = io.BytesIO(), list[Tensor]()
+    file = io.BytesIO()
+    leaves = list[Tensor]()
     pickler = _pickler(by_value)(file, protocol=5, buffer_callback=lambda buffer: buffer is not _LEAF)
     pickler.leaves = leaves
     try:
@@ -168,7 +174,9 @@ def _flagged(x: Tensor, flags: tuple[bool, bool]) -> Tensor:
     is_parameter, requires_grad = flags
     if is_parameter:
         return nn.Parameter(x, requires_grad)
-    return x.requires_grad_() if requires_grad else x
+    if requires_grad:
+        return x.requires_grad_()
+    return x
 
 
 def _make_meta(dtype: torch.dtype, shape: Any, stride: Any, flags: tuple[bool, bool]) -> Tensor:
@@ -181,7 +189,8 @@ def _from_leaf(leaf: Tensor, shape: tuple[int, ...], flags: tuple[bool, bool]) -
 
 def _open_view(file: MappedFile, dtype: torch.dtype, *rest: Any) -> Tensor:
     shape, stride, flags = rest
-    path, size_bytes = file.path, file.size_bytes
+    path = file.path
+    size_bytes = file.size_bytes
     assert path is not None
     try:
         fd = os.open(path, READ | os.O_RDWR if file.mode == "r+" else READ)

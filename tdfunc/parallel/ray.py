@@ -14,7 +14,9 @@ class _Task(Future[Any]):
 
     def __init__(self, ray: Any, task: Any) -> None:
         super().__init__()
-        self._ray, self._task, self._is_ended = ray, task, False
+        self._ray = ray
+        self._task = task
+        self._is_ended = False
         task.future().add_done_callback(self._settle)
 
     def cancel(self) -> bool:
@@ -28,7 +30,8 @@ class _Task(Future[Any]):
     def _settle(self, inner: "Future[Any]") -> None:
         # Kept until now: Ray drops a task that nobody refers to.
         self._task = None
-        errors, err = self._ray.exceptions, inner.exception()
+        errors = self._ray.exceptions
+        err = inner.exception()
         is_ended = self._is_ended and isinstance(err, errors.WorkerCrashedError)
         if is_ended or isinstance(err, errors.TaskCancelledError):
             super().cancel()

@@ -134,7 +134,9 @@ def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int64) ->
     if dtype not in (torch.int64, torch.int32):
         raise error(TypeError, "bits: dtype must be int64 or int32.", got=dtype)
     size = _size(shape)
-    return _words(key, size) if dtype == torch.int64 else splitmix.half_words(key, size)
+    if dtype == torch.int64:
+        return _words(key, size)
+    return splitmix.half_words(key, size)
 
 
 def uniform(
@@ -169,7 +171,9 @@ def uniform(
     if not isinstance(minval, Tensor) and not isinstance(maxval, Tensor):
         _check_width("uniform: maxval must not be below minval", maxval - minval, torch.finfo(dtype).max)
         drawn = unit(key, shape, dtype)
-        return drawn if (minval, maxval) == (0.0, 1.0) else drawn * (maxval - minval) + minval
+        if (minval, maxval) == (0.0, 1.0):
+            return drawn
+        return drawn * (maxval - minval) + minval
     low, high = (torch.as_tensor(x, device=key.device).to(dtype) for x in (minval, maxval))
     _check_fit("uniform", _size(shape), low, high)
     width = high - low
@@ -223,7 +227,10 @@ def truncated_normal(
     low, high = (torch.as_tensor(x, dtype=torch.float64, device=key.device) for x in (lower, upper))
     _check_fit("truncated_normal", _size(shape), low, high)
     is_tensor = isinstance(lower, Tensor) or isinstance(upper, Tensor)
-    width = high - low if is_tensor else upper - lower
+    if is_tensor:
+        width = high - low
+    else:
+        width = upper - lower
     _check_width("truncated_normal: upper must not be below lower", width, math.inf)
     # Probabilities are exact in the lower tail, so an interval above 0 is drawn from its mirror image.
     sign = 1 - 2 * (low > 0).to(torch.float64)
@@ -272,7 +279,8 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) 
         >>> keep = bernoulli(key(0), 0.9, (2, 3))
     """
     _check_key(key, "bernoulli")
-    what, expected = "bernoulli: p must be a probability.", "0 <= p <= 1"
+    what = "bernoulli: p must be a probability."
+    expected = "0 <= p <= 1"
     if isinstance(p, Tensor):
         size = p.shape if shape is None else _size(shape)
         _check_fit("bernoulli", size, p)
@@ -283,7 +291,9 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) 
     words = splitmix.half_words(key, () if shape is None else _size(shape))
     # u < p for u a multiple of 2^-24, as `uniform` makes it from the same bits, without making it.
     bound = splitmix.half_bound(p)
-    return words < bound if bound < 2**31 else torch.ones_like(words, dtype=torch.bool)
+    if bound < 2**31:
+        return words < bound
+    return torch.ones_like(words, dtype=torch.bool)
 
 
 def randint(
@@ -314,15 +324,23 @@ def randint(
         Lemire, "Fast random integer generation in an interval" (2019), without the rejection.
     """
     _check_key(key, "randint")
-    limits, size = torch.iinfo(dtype), _size(shape)
+    limits = torch.iinfo(dtype)
+    size = _size(shape)
     what = "randint: maxval must be above minval, and the numbers in the dtype."
-    expected = f"above {minval}, from {limits.min} to {limits.max}" if isinstance(minval, int) else f"in {dtype}"
+    if isinstance(minval, int):
+        expected = f"above {minval}, from {limits.min} to {limits.max}"
+    else:
+        expected = f"in {dtype}"
     if isinstance(minval, int) and isinstance(maxval, int):
         if not limits.min <= minval < maxval <= limits.max + 1 or dtype is torch.uint64:
             raise error(ValueError, what, expected=expected, got=maxval)
-        words, span = _words(key, size), maxval - minval
+        words = _words(key, size)
+        span = maxval - minval
         # All numbers of int64: a span of 2^64 does not fit a word.
-        drawn = words if span == 2**64 else _high_product(words, torch.tensor(signed(span), device=key.device))
+        if span == 2**64:
+            drawn = words
+        else:
+            drawn = _high_product(words, torch.tensor(signed(span), device=key.device))
         return (drawn + minval).to(dtype)
     # In int64 before any arithmetic: a span of int8 does not fit int8.
     low = _as_bound(minval, key)
@@ -336,7 +354,8 @@ def randint(
     _check_fit("randint", size, low, last)
     fits &= (low >= limits.min) & (last <= min(limits.max, 2**63 - 1))
     require_values(fits, lambda: error(ValueError, what, expected=expected))
-    words, span = _words(key, size), last - low + 1
+    words = _words(key, size)
+    span = last - low + 1
     return (torch.where(span == 0, words, _high_product(words, span)) + low).to(dtype)
 
 
@@ -379,7 +398,10 @@ def categorical(key: Tensor, logits: Tensor, *, dim: int = -1, shape: Shape | No
     rows = logits.movedim(dim, -1)
     # Noise of 16 bits has ties, and its sum with the logits is rounded: some classes would be drawn too often.
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    size = rows.shape[:-1] if shape is None else _size(shape)
+    if shape is None:
+        size = rows.shape[:-1]
+    else:
+        size = _size(shape)
     _check_fit("categorical", size, rows[..., 0])
     what = "categorical: logits must be numbers below inf, or -inf."
     require_values(rows < math.inf, lambda: error(ValueError, what))
@@ -440,7 +462,10 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         what = "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn."
         require_values(fits, lambda: error(ValueError, what, expected=f"{least} or more above 0"))
     if p is None:
-        drawn = randint(key, size, 0, count) if replace else permutation(key, count)[:number].reshape(size)
+        if replace:
+            drawn = randint(key, size, 0, count)
+        else:
+            drawn = permutation(key, count)[:number].reshape(size)
     elif replace:
         # A number of at most 1 - 2^-53 times the last sum stays below it, rounded too.
         sums = p.to(torch.float64).cumsum(0)
@@ -449,7 +474,9 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         # As the noise: the logarithm of 16 bits has a few digits.
         weights = p.to(torch.promote_types(p.dtype, torch.float32))
         drawn = (gumbel(key, (count,)) + weights.log()).topk(number).indices.reshape(size)
-    return drawn if isinstance(a, int) else a[drawn]
+    if isinstance(a, int):
+        return drawn
+    return a[drawn]
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
@@ -517,12 +544,17 @@ def _as_bound(number: int | Tensor, key: Tensor) -> Tensor:
 
 
 def _on(number: int | Tensor, device: torch.device | str | None) -> int | Tensor:
-    return number.to(device) if isinstance(number, Tensor) else number
+    if isinstance(number, Tensor):
+        return number.to(device)
+    return number
 
 
 def _size(shape: Shape) -> tuple[int, ...]:
     given = int_or_ints(shape)
-    size = (given,) if isinstance(given, int) else tuple(given)
+    if isinstance(given, int):
+        size = (given,)
+    else:
+        size = tuple(given)
     if any([n < 0 for n in size]):
         raise error(ValueError, "shape: no dimension may be negative.", got=list(size))
     return size
@@ -535,7 +567,10 @@ def _words(key: Tensor, size: tuple[int, ...]) -> Tensor:
 
 def _high_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the upper 64 bits of the 128-bit products of unsigned words (Warren, section 8-2)."""
-    a_high, a_low, b_high, b_low = shift(a, 32), a & _LOW, shift(b, 32), b & _LOW
+    a_high = shift(a, 32)
+    a_low = a & _LOW
+    b_high = shift(b, 32)
+    b_low = b & _LOW
     middle = a_high * b_low + shift(a_low * b_low, 32)
     return a_high * b_high + shift(middle, 32) + shift(a_low * b_high + (middle & _LOW), 32)
 

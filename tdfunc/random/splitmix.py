@@ -23,13 +23,16 @@ from tdfunc.core.context import deferral, has_values, in_functorch, is_compiling
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 # Different derivations of keys start from different constants, so that none gives the keys of another.
-SEED, SPLIT, FOLD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+SEED = 0x9E3779B97F4A7C15
+SPLIT = 0xD1B54A32D192ED03
+FOLD = 0x8CB92BA72F3D8DD7
 _WORD = (1 << 64) - 1
 # Stafford's and Murmur's rounds: shift, and factor.
 _STATE = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)
 _GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
 # Arrays, which numpy reads twice as fast as numbers.
-_SEED, _SPLIT = np.array(SEED, np.uint64), np.array(SPLIT, np.uint64)
+_SEED = np.array(SEED, np.uint64)
+_SPLIT = np.array(SPLIT, np.uint64)
 _ROUNDS = [(np.array(a, np.uint64), None if b is None else np.array(b, np.uint64)) for a, b in _STATE]
 # In rows for the state and the gamma.
 _LANE_ROUNDS = [
@@ -91,7 +94,9 @@ def words(key: Tensor, count: int) -> Tensor:
     Shapes:
         keys (*B, 2) give (*B, count), int64.
     """
-    return _words_plain(key, count) if _stays_plain() else _run(partial(_words, count=count), key, None)
+    if _stays_plain():
+        return _words_plain(key, count)
+    return _run(partial(_words, count=count), key, None)
 
 
 def half_words(key: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -134,14 +139,18 @@ def mask(key: Tensor, size: tuple[int, ...], p: float, dtype: torch.dtype, *, nu
     if what.bound == 2**31:
         return torch.full(size, what.kept, dtype=dtype, device=key.device)
     jump = signed(SEED * (number + 1))
-    return _mask_plain(key, jump, what) if _stays_plain() else _run(partial(_mask, what=what), key, jump)
+    if _stays_plain():
+        return _mask_plain(key, jump, what)
+    return _run(partial(_mask, what=what), key, jump)
 
 
 def mask_by(key: Tensor, size: tuple[int, ...], p: Tensor, dtype: torch.dtype, *, number: int = 0) -> Tensor:
     """Return the numbers of `mask` for a probability that is a tensor without dimensions, whose value is not read."""
-    p, jump = p.detach().double(), signed(SEED * (number + 1))
+    p = p.detach().double()
+    jump = signed(SEED * (number + 1))
     state, gamma = key.unbind(-1)
-    key, count = torch.stack([state + gamma * jump, gamma], -1), math.prod(size)
+    key = torch.stack([state + gamma * jump, gamma], -1)
+    count = math.prod(size)
     # As `mask` for this probability would draw: 16 bits a number, near 0 and 1 it has 32.
     steps = (p * 2**16).round()
     half = _words_plain(key, -(-count // 2)).view(torch.int32)[..., :count]
@@ -168,7 +177,9 @@ def _stays_plain() -> bool:
 
 
 def _run(run: Callable[..., Tensor], key: Tensor, number: Tensor | int | None) -> Tensor:
-    return _Batched.apply(key, number, run) if in_functorch() else run(key, number)
+    if in_functorch():
+        return _Batched.apply(key, number, run)
+    return run(key, number)
 
 
 # Any: torch's protocol.
@@ -185,7 +196,8 @@ class _Batched(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        (key, number, run), (key_dim, number_dim, _) = args, in_dims
+        key, number, run = args
+        key_dim, number_dim, _ = in_dims
         dims = key.dim() - 1 - (key_dim is not None)
         if isinstance(number, Tensor):
             dims = max(dims, number.dim() - (number_dim is not None))
@@ -201,18 +213,28 @@ class _Batched(Function):
 def _derive(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
     """Return the keys (*S, 2) of keys (*A, 2) and numbers (*B), which broadcast."""
     # The function below must not hold a tensor of a trace.
-    tensors, fixed = ([number], 0) if isinstance(number, Tensor) else ([], number)
+    if isinstance(number, Tensor):
+        tensors, fixed = ([number], 0)
+    else:
+        tensors, fixed = ([], number)
     size = torch.broadcast_shapes(key.shape[:-1], *[x.shape for x in tensors])
 
     def make(reads: list[Tensor]) -> list[Tensor]:
-        key, number = reads[0], reads[1] if len(reads) > 1 else fixed
+        key = reads[0]
+        number = reads[1] if len(reads) > 1 else fixed
         if not _is_read(key):
             return [_derive_plain(key, number, salt)]
         if 0 < size.numel() <= _FEW and key.numel() == 2:
-            column = number.flatten().tolist() if isinstance(number, Tensor) else [number]
+            if isinstance(number, Tensor):
+                column = number.flatten().tolist()
+            else:
+                column = [number]
             return [_derive_integers(key, column, salt).view(*size, 2)]
         out = torch.empty((*size, 2), dtype=torch.int64, device="cpu")
-        words = _unsigned(number) if isinstance(number, Tensor) else np.array(number & _WORD, np.uint64)
+        if isinstance(number, Tensor):
+            words = _unsigned(number)
+        else:
+            words = np.array(number & _WORD, np.uint64)
         _derive_numpy(_unsigned(key), words, salt, _unsigned(out))
         return [out]
 
@@ -223,10 +245,12 @@ def _words(key: Tensor, number: None, count: int) -> Tensor:
     """Return the words (*B, count) of keys (*B, 2)."""
 
     def make(reads: list[Tensor]) -> list[Tensor]:
-        key, members = reads[0], reads[0].numel() // 2
+        key = reads[0]
+        members = reads[0].numel() // 2
         if not _is_read(key) or not _takes_numpy(members * count):
             return [_words_plain(key, count)]
-        out, keys = np.empty((members, count), np.uint64), _unsigned(key).reshape(-1, 2)
+        out = np.empty((members, count), np.uint64)
+        keys = _unsigned(key).reshape(-1, 2)
         for _ in _blocks(keys[:, :1], keys[:, 1:], count, out):
             pass
         return [torch.from_numpy(out.view(np.int64)).view(*key.shape[:-1], count)]
@@ -284,7 +308,9 @@ def _jump(key: Tensor, jumps: list[int]) -> Words:
 def _made(make: Callable[[list[Tensor]], list[Tensor]], size: Size, dtype: torch.dtype, reads: list[Tensor]) -> Tensor:
     """Return the first of the tensors that `make` returns, now or at each replay."""
     call = deferral()
-    return make(reads)[0] if call is None else call(make, lambda: reads[0].new_empty(size, dtype=dtype), reads)
+    if call is None:
+        return make(reads)[0]
+    return call(make, lambda: reads[0].new_empty(size, dtype=dtype), reads)
 
 
 def _takes_numpy(count: int) -> bool:
@@ -306,7 +332,8 @@ def _unsigned(tensor: Tensor) -> Words:
 def _derive_plain(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
     if not isinstance(number, Tensor):
         number = torch.full((), signed(number), device=key.device)
-    (state, gamma), salt = key.unbind(-1), signed(salt)
+    state, gamma = key.unbind(-1)
+    salt = signed(salt)
     new_state = _mix(_mix(number * signed(SEED) + (gamma ^ salt)) ^ state)
     new_gamma = _mix(_mix(number * signed(SPLIT) + (state ^ salt)) + gamma, _GAMMA) | 1
     # A gamma of few changes between neighbouring bits hardly mixes (section 5 of the paper).
@@ -318,7 +345,8 @@ def _mix(word: Tensor, rounds: Sequence[tuple[int, int | None]] = _STATE) -> Ten
     """Hash words one to one, in their own memory."""
     for count, factor in rounds:
         word = word.bitwise_xor_(shift(word, count))
-        word = word if factor is None else word.mul_(signed(factor))
+        if factor is not None:
+            word = word.mul_(signed(factor))
     return word
 
 
@@ -336,7 +364,8 @@ def _words_plain(key: Tensor, count: int) -> Tensor:
 
 
 def _mask_plain(key: Tensor, jump: int, what: Mask) -> Tensor:
-    (state, gamma), count = key.unbind(-1), math.prod(what.size)
+    state, gamma = key.unbind(-1)
+    count = math.prod(what.size)
     key = torch.stack([state + gamma * jump, gamma], -1)
     drawn = _words_plain(key, -(-count // what.in_word)).view(what.bits)[..., :count]
     return (drawn < what.bound).to(what.dtype).mul_(what.kept).reshape(*key.shape[:-1], *what.size)
@@ -348,7 +377,9 @@ def _mask_plain(key: Tensor, jump: int, what: Mask) -> Tensor:
 def _derive_integers(key: Tensor, numbers: Iterable[int], salt: int) -> Tensor:
     """Return the keys of one key and numbers, in a row."""
     state, gamma = [word & _WORD for word in key.flatten().tolist()]
-    first, second, words = gamma ^ salt, state ^ salt, array("Q")
+    first = gamma ^ salt
+    second = state ^ salt
+    words = array("Q")
     for number in numbers:
         new_state = _mix_integer(_mix_integer(number * SEED + first & _WORD) ^ state)
         word = _mix_integer(number * SPLIT + second & _WORD) + gamma & _WORD
@@ -370,7 +401,8 @@ def _mix_integer(word: int) -> int:
 
 def _derive_numpy(keys: Words, numbers: Words, salt: int, out: Words) -> Words:
     """Fill the keys (*S, 2) of keys (*A, 2) and numbers (*B), which broadcast."""
-    state, gamma = keys[..., 0], keys[..., 1]
+    state = keys[..., 0]
+    gamma = keys[..., 1]
     lanes = np.empty((2, *out.shape[:-1]), np.uint64)
     # The first hash of a lane starts from the other word of the key.
     for lane, factor, other in ((lanes[0], _SEED, gamma), (lanes[1], _SPLIT, state)):
@@ -392,8 +424,10 @@ def _derive_numpy(keys: Words, numbers: Words, salt: int, out: Words) -> Words:
 # Any: an array of a floating dtype.
 def _mask_numpy(begin: Words, step: Words, out: Any, what: Mask) -> None:
     """Fill the masks (R, count) of columns (R, 1), as `_blocks` reads them."""
-    parts, kind = what.in_word, np.int16 if what.bits is torch.int16 else np.int32
-    bound, kept = np.array(what.bound, kind), np.array(what.kept, out.dtype)
+    parts = what.in_word
+    kind = np.int16 if what.bits is torch.int16 else np.int32
+    bound = np.array(what.bound, kind)
+    kept = np.array(what.kept, out.dtype)
     for rows, columns, block in _blocks(begin, step, -(-out.shape[1] // parts)):
         place = out[rows, parts * columns.start : parts * columns.stop]
         # In two passes, of which the first converts: fewer instructions than their product, which converts in pieces.

@@ -147,13 +147,18 @@ def load(
         FilterError: A pattern in `where` matches no leaf.
         FileNotFoundError: The file does not exist, or the folder does not contain a checkpoint.
     """
-    place = torch.device(device) if device is not None else None
+    place = None
+    if device is not None:
+        place = torch.device(device)
     return load_choice(find(path), Choice(where, like, dtype, place, classes, dequantize), verify=verify)
 
 
 def load_choice(name: str, choice: Choice, *, verify: bool, mapped: bool = True) -> Any:
     """Load the chosen part of a file, shards or a memmap folder; leaves that are not `mapped` are read at once."""
-    files = RemoteFiles(name, fetch=choice.where is None) if is_remote(name) else LocalFiles()
+    if is_remote(name):
+        files = RemoteFiles(name, fetch=choice.where is None)
+    else:
+        files = LocalFiles()
     if is_memmap(name, files):
         with outside_transforms():
             return narrow_tree(load_memmap(name, choice.device, classes=choice.classes), choice, name)

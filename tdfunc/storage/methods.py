@@ -195,7 +195,9 @@ class MemmapMethods(TensorCollection):
         tree = read.load_memmap(
             prefix, device, non_blocking, out=out, num_threads=num_threads, mode=mode, classes=known
         )
-        return tree if out is not None else _as_own(tree, cls)
+        if out is not None:
+            return tree
+        return _as_own(tree, cls)
 
     @classmethod
     def load(
@@ -264,7 +266,9 @@ def _and_own(classes: Classes, cls: type[Any]) -> Classes:
         return classes
     own: dict[str, type[Any]] = {}
     _add_annotated(cls, own)
-    return {**own, **classes} if isinstance(classes, Mapping) else (*classes, *own.values())
+    if isinstance(classes, Mapping):
+        return {**own, **classes}
+    return (*classes, *own.values())
 
 
 def _add_annotated(cls: type[Any], known: dict[str, type[Any]]) -> None:

@@ -40,7 +40,9 @@ def get_rng_state(**generators: Generator) -> TensorCollection:
     """
     if taken := sorted(_GLOBAL & generators.keys()):
         raise error(ValueError, "get_rng_state: a generator must not have the name of a global one.", got=str(taken))
-    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    devices = 0
+    if torch.cuda.is_initialized():
+        devices = torch.cuda.device_count()
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -67,7 +69,8 @@ def set_rng_state(state: TensorCollection, **generators: Generator) -> None:
         UnsupportedError: A generator is of another kind or version than the saved one, or the state has more CUDA
             devices than this machine. No generator has changed.
     """
-    found, given = set(state._data), {*_GLOBAL, *generators}
+    found = set(state._data)
+    given = {*_GLOBAL, *generators}
     if found != given:
         raise TreeStructureError(
             "set_rng_state: the state and the call must have the same generators.",
@@ -86,8 +89,11 @@ def set_rng_state(state: TensorCollection, **generators: Generator) -> None:
 def _write(state: TensorCollection, generators: Mapping[str, Generator]) -> None:
     what = "global generators"
     try:
-        cuda, numpy = state._data["cuda"]._data, state._data["numpy"]._data
-        devices = torch.cuda.device_count() if cuda else 0
+        cuda = state._data["cuda"]._data
+        numpy = state._data["numpy"]._data
+        devices = 0
+        if cuda:
+            devices = torch.cuda.device_count()
         if len(cuda) > devices:
             raise UnsupportedError(
                 "set_rng_state: this machine must have the CUDA devices of the state.",

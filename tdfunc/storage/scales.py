@@ -173,7 +173,9 @@ def _apply(rule: Rule, name: str, stem: str, key: str, specs: Specs) -> Scaled |
     match = re.fullmatch(rule.key, key)
     if match is None:
         return None
-    base = match.group(1) if match.groups() else ""
+    base = ""
+    if match.groups():
+        base = match.group(1)
 
     def fill(pattern: str) -> str:
         return pattern.format(stem=stem, key=key, base=base)
@@ -191,7 +193,9 @@ def _apply(rule: Rule, name: str, stem: str, key: str, specs: Specs) -> Scaled |
     scale_dtype, scale_shape = specs[scale]
     has_numbers = scale_dtype.is_floating_point or scale_dtype is torch.uint8
     is_product = rule.layout == "FP8" and has_numbers and set(map(fill, _MORE)).isdisjoint(companions)
-    blocks = find_blocks(shape, scale_shape) if is_product else None
+    blocks = None
+    if is_product:
+        blocks = find_blocks(shape, scale_shape)
     return Scaled(name, rule.layout, dtype, scale, tuple(companions), blocks)
 
 
@@ -205,7 +209,9 @@ def find_blocks(shape: Sequence[int], scale: Sequence[int]) -> tuple[int, ...] |
     if len(scale) != len(shape):
         return None
     blocks = [_block(size, count) for size, count in zip(shape, scale, strict=True)]
-    return None if None in blocks else tuple(block for block in blocks if block is not None)
+    if None in blocks:
+        return None
+    return tuple(block for block in blocks if block is not None)
 
 
 def _block(size: int, count: int) -> int | None:
@@ -276,7 +282,10 @@ class Quantized(NamedTuple):
 
     def check_cast(self, call: str, wanted: Collection[int], dtype: torch.dtype, *, hint: str | None = None) -> None:
         """Raise if a cast of floating leaves would cast codes; integer codes and their scales are not cast."""
-        chosen = set(wanted) if self.codes else set[int]()
+        if self.codes:
+            chosen = set(wanted)
+        else:
+            chosen = set[int]()
         for number, one in self.codes.items():
             if number in chosen and one.dtype not in _INTEGERS and one.dtype != dtype:
                 own = "dequantize=True makes numbers of codes and scales; without dtype= both are loaded as they are."
@@ -299,7 +308,9 @@ def cast_tree(call: str, tree: T, dtype: torch.dtype, whole: TensorCollection) -
 
     def convert(leaf: Any) -> Any:
         is_cast = leaf.is_floating_point() and id(leaf) not in quantized.kept
-        return leaf.to(dtype) if is_cast else leaf
+        if is_cast:
+            return leaf.to(dtype)
+        return leaf
 
     return tree._map(LeafOp("cast", convert))
 
@@ -383,7 +394,9 @@ class Dequantizing:
                 return _flagged(made, leaf)
             if self._dtype is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
-            return leaf if leaf.dtype == self._dtype else _flagged(leaf.detach().to(self._dtype), leaf)
+            if leaf.dtype == self._dtype:
+                return leaf
+            return _flagged(leaf.detach().to(self._dtype), leaf)
 
         wanted = {path for path, name in paths.items() if name in self.names}
         kept = keep_leaves(tree, wanted, self._keeps_plain)

@@ -118,7 +118,9 @@ class Method(Generic[P]):
         paths = list_paths(like)
         # Any: the type of one keyword of a ParamSpec is not known.
         given = cast("dict[str, Any]", kwargs)
-        key = key_of(given["key"]) if "key" in given else None
+        key = None
+        if "key" in given:
+            key = key_of(given["key"])
         for dtype in {compute_dtype(x.dtype) for x in rows if x.is_floating_point() or x.is_complex()}:
             self.check_numbers(w, dtype, given)
         merged: list[Tensor] = []
@@ -156,8 +158,13 @@ class Method(Generic[P]):
         """Return one merged leaf in the dtype in which it is computed."""
         dtype = compute_dtype(stacked.dtype)
         if not stacked.numel():
-            return stacked[0] if base is None else base
-        own = None if base is None or self.base == "unused" else base.to(dtype)
+            if base is None:
+                return stacked[0]
+            return base
+        if base is None or self.base == "unused":
+            own = None
+        else:
+            own = base.to(dtype)
         return self.leaf(own, stacked.to(dtype), w.to(stacked.device, _real(dtype)), *args, **kwargs)
 
     # Any: the options of the method.
@@ -171,7 +178,9 @@ class Method(Generic[P]):
             where: The leaf that has these weights, for messages: `" of layer.weight"`.
         """
         own = w.to(_real(dtype))
-        shown = w.tolist() if is_known(w) else None
+        shown = None
+        if is_known(w):
+            shown = w.tolist()
 
         def refuse(expected: str) -> ValueError:
             what = f"{self.name}: these weights{where} do not define a merge in {dtype}."
@@ -205,7 +214,10 @@ class Method(Generic[P]):
         if self.base == "required" and not has_base:
             raise error(ValueError, f"{self.name}: the method requires a base.", expected="the base", got="None")
         if count < self.least or (self.most is not None and count > self.most):
-            most = f"at most {self.most}" if self.most is not None else f"at least {self.least}"
+            if self.most is not None:
+                most = f"at most {self.most}"
+            else:
+                most = f"at least {self.least}"
             expected = str(self.least) if self.least == self.most else most
             what = f"{self.name}: the number of models, without the base, must be in range."
             raise error(ValueError, what, expected=expected, got=count)
@@ -271,11 +283,15 @@ def leaf_key(key: Tensor, name: str) -> Tensor:
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which leaves of a dtype are merged: at least float32."""
-    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+    if dtype.itemsize == 1:
+        return torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
+    if dtype.is_complex:
+        return dtype.to_real()
+    return dtype
 
 
 def is_cancelled(terms: Tensor, total: Tensor) -> Tensor:

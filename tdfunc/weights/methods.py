@@ -61,7 +61,12 @@ def rows(methods: Methods = METHODS) -> list[tuple[str, ...]]:
     """Return the cells of the table, a row for each method."""
     found: list[tuple[str, ...]] = []
     for name, one in methods.items():
-        models = str(one.least) if one.least == one.most else "any" if one.least == 1 else f"{one.least} or more"
+        if one.least == one.most:
+            models = str(one.least)
+        else:
+            models = "any"
+            if one.least != 1:
+                models = f"{one.least} or more"
         options = [f"{key}={value!r}" for key, value in one.options.items()] + ["key"] * one.is_random
         found.append((name, one.formula, one.base, models, ", ".join(options), one.source))
     return found

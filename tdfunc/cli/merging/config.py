@@ -99,7 +99,10 @@ def from_options(
         UnsupportedError: The method does not have an option.
     """
     method = _method(name)
-    factors = [1.0] * len(paths) if weights is None else list(weights)
+    if weights is None:
+        factors = [1.0] * len(paths)
+    else:
+        factors = list(weights)
     if not paths or len(factors) != len(paths):
         what = "merge: each model must have a --weight."
         raise error(ValueError, what, expected=f"{len(paths)} numbers", got=len(factors))
@@ -149,8 +152,13 @@ def make_config(doc: Any) -> Config:
     if entries.get("merge_method") is None:
         raise error(ValueError, "merge: merge_method is required.", expected=", ".join(METHODS))
     method = _method(entries["merge_method"])
-    base = None if entries.get("base_model") is None else _model(entries["base_model"])
-    modules = entries["modules"] if kinds == ["modules"] else {"": {kinds[0]: entries[kinds[0]]}}
+    base = None
+    if entries.get("base_model") is not None:
+        base = _model(entries["base_model"])
+    if kinds == ["modules"]:
+        modules = entries["modules"]
+    else:
+        modules = {"": {kinds[0]: entries[kinds[0]]}}
     slices = {path: _slices(path, module, method, base) for path, module in modules.items()}
     own: dict[str, Settings] = {path: module.get("parameters") or {} for path, module in modules.items()}
     parts = [one for module in slices.values() for one in module]
@@ -229,14 +237,19 @@ def _slice(doc: Mapping[str, Any], base: str | None) -> Slice:
 
 
 def _input(doc: Mapping[str, Any]) -> Input:
-    layers = None if doc.get("layer_range") is None else range(*doc["layer_range"])
+    layers = None
+    if doc.get("layer_range") is not None:
+        layers = range(*doc["layer_range"])
     return Input(_model(doc["model"]), layers, doc.get("parameters") or {})
 
 
 def _model(doc: Any) -> str:
     """Return the path of a model."""
     while isinstance(doc, dict):
-        doc = doc.get("path") if doc.get("model") is None else doc["model"]
+        if doc.get("model") is None:
+            doc = doc.get("path")
+        else:
+            doc = doc["model"]
     return doc
 
 
@@ -267,4 +280,6 @@ def setting(value: Any, name: str, depth: float) -> Any:
 
 def _number(value: Any) -> Any:
     # YAML reads 1e-5 as a text.
-    return float(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return float(value)
+    return value

@@ -43,7 +43,9 @@ class Row:
     @property
     def every(self) -> list[Part]:
         """All leaves that are read."""
-        return [*self.parts] if self.base is None or self.base in self.parts else [self.base, *self.parts]
+        if self.base is None or self.base in self.parts:
+            return [*self.parts]
+        return [self.base, *self.parts]
 
 
 class Place(NamedTuple):
@@ -98,7 +100,9 @@ def plan(config: Config, models: Models) -> Recipe:
     placed: dict[Path, tuple[str, Place]] = {}
     layers: dict[Path, Sequence[Taken]] = {}
     for name, slices in config.modules.items():
-        at = tuple(name.split(".")) if name and name != "default" else ()
+        at = ()
+        if name and name != "default":
+            at = tuple(name.split("."))
         if at and not has(tree, at):
             what = f"merge: {safe(origin)} must have the module {safe(name)[:80]!r}."
             raise error(ValueError, what, got=", ".join(tree._data))
@@ -160,7 +164,8 @@ def _form_of(slices: Sequence[Slice], tree: TensorCollection, models: Models, at
 
 def _check_same(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:
     """Raise if a model has more layers than the first, or other ties; note its leaves that the first does not have."""
-    ours, theirs = models.leaves[origin], models.leaves[model]
+    ours = models.leaves[origin]
+    theirs = models.leaves[model]
     others = [path for path in theirs if path[: len(at)] == at and path not in ours]
     if where is not None and (layers := [path for path in others if path[: len(where)] == where]):
         what = f"merge: {safe(model)} must have the layers of {safe(origin)}."
@@ -236,7 +241,10 @@ def _before(slices: Sequence[Slice], source: Source, paths: Sequence[Path], wher
     )
     if where is None or first == last:
         return set(paths)
-    names = list(paths) if source.is_described else _module_order(source)
+    if source.is_described:
+        names = list(paths)
+    else:
+        names = _module_order(source)
     if missing := [path for path in paths if path not in names]:
         raise UnsupportedError(
             f"merge: {safe(source.path)} does not have the order of {shown(missing[0])} and the layers.",
@@ -262,7 +270,8 @@ def _module_order(source: Source) -> list[Path]:
 
 
 def _row(config: Config, models: Models, path: Path, module: str, place: Place) -> Row:
-    method, chosen = config.method, place.slice
+    method = config.method
+    chosen = place.slice
     shared = (chosen.parameters, config.module_parameters.get(module, {}), config.parameters)
 
     def leaf(model: str, layers: range | None) -> Part:
@@ -282,7 +291,9 @@ def _row(config: Config, models: Models, path: Path, module: str, place: Place) 
     def value(names: Sequence[str], at: str, sources: Sequence[Settings], default: Any) -> Any:
         for settings in sources:
             for name in names:
-                found = setting(settings[name], at, place.depth) if name in settings else None
+                found = None
+                if name in settings:
+                    found = setting(settings[name], at, place.depth)
                 if found is not None:
                     return found
         return default

@@ -43,7 +43,9 @@ Codes: TypeAlias = Mapping[str, set[int]]
 def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bool = False) -> None:
     """Write the merge of the models; memory holds one leaf of each at a time."""
     name = config.out_dtype or config.dtype
-    out_dtype = None if name is None else find_dtype(name)
+    out_dtype = None
+    if name is not None:
+        out_dtype = find_dtype(name)
     _refuse_adapters(config.models)
     with ExitStack() as stack:
         sources = {path: stack.enter_context(open_source(path)) for path in config.models}
@@ -58,7 +60,9 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
             source.tree = tree
             refuse_adapters("merge", source.path, tree)
         recipe = plan(config, Models(sources))
-        vocabulary = make_vocabulary(config, config.models) if config.tokenizer is not None else None
+        vocabulary = None
+        if config.tokenizer is not None:
+            vocabulary = make_vocabulary(config, config.models)
         if out_dtype is not None:
             check_cast("merge", origin, origin.tree, out_dtype)
         codes = {model: kept_leaves(source) for model, source in sources.items()}
@@ -69,7 +73,9 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
             _check_values(every)
         # Other folders, such as a step of a run, have files that would make the result one of their kind.
         has_config = target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json"))
-        beside = _describe(config, origin, recipe, vocabulary, out_dtype) if has_config else {}
+        beside = {}
+        if has_config:
+            beside = _describe(config, origin, recipe, vocabulary, out_dtype)
         if beside and is_remote(target.path):
             raise UnsupportedError(f"merge {target.path}: a folder with config.json must be on this machine.")
         lost = Counter[int]()
@@ -133,7 +139,9 @@ class _Merger:
 
     def _merge(self, row: Row, leaves: Mapping[str, Tensor]) -> Tensor:
         method = self.config.method
-        base = None if row.base is None else leaves[row.base.model]
+        base = None
+        if row.base is not None:
+            base = leaves[row.base.model]
         stacked = torch.stack([leaves[part.model] for part in row.parts])
         options: dict[str, Any] = dict(row.options)
         if method.is_random:
@@ -186,7 +194,8 @@ def _form(
     found: dict[int, Row] = {}
     resized: set[int] = set()
     for one in stored_leaves(recipe.tree):
-        row, leaf = recipe.rows[id(one.leaf)], one.leaf
+        row = recipe.rows[id(one.leaf)]
+        leaf = one.leaf
         is_number = leaf.is_floating_point() and has_values(leaf.dtype) and not _has_codes(row, codes)
         wanted = dtype if dtype is not None and is_number else leaf.dtype
         new = without_values(leaf, wanted)
@@ -198,7 +207,8 @@ def _form(
             resized.add(id(new))
             if vocabulary.size != leaf.shape[0]:
                 note(f"{shown(row.path)}: {leaf.shape[0]} rows of the vocabulary become {vocabulary.size}")
-        made[id(leaf)], found[id(new)] = new, row
+        made[id(leaf)] = new
+        found[id(new)] = row
     if vocabulary is not None and not resized:
         raise UnsupportedError(
             "merge: a leaf must have the vocabulary as its first dimension.", hint="leave tokenizer out."

@@ -73,7 +73,8 @@ def make_vocabulary(config: Config, models: Sequence[str]) -> Vocabulary:
     Raises:
         UnsupportedError: A model has no tokenizer, or its configuration no `vocab_size`.
     """
-    base, source = models[0], config.tokenizer
+    base = models[0]
+    source = config.tokenizer
     tokenizers = {name: _tokenizer(name) for name in models}
     sizes = {name: _vocab_size(name) for name in models}
     words = {
@@ -82,7 +83,8 @@ def make_vocabulary(config: Config, models: Sequence[str]) -> Vocabulary:
     made = _tokenizer(base if source in ("base", "union") else str(source))
     if source == "union":
         # The words of the models in the order of their numbers; added tokens keep their settings.
-        known, new = set(words[base]), {}
+        known = set(words[base])
+        new = {}
         for name in models[1:]:
             added = {str(each): each for each in tokenizers[name].added_tokens_decoder.values()}
             own = sorted(words[name], key=words[name].__getitem__)

@@ -78,7 +78,9 @@ def find_torch(path: str) -> str | None:
         names = set(os.listdir(path))
         has_others = any([name.endswith(".safetensors") or is_index(name) for name in names.difference(TORCH_NAMES)])
         found = [os.path.join(path, name) for name in TORCH_NAMES if name in names]
-        return found[0] if found and not has_others and META not in names else None
+        if found and not has_others and META not in names:
+            return found[0]
+        return None
     if not os.path.isfile(path):
         return None
     if os.path.basename(path) == TORCH_INDEX:
@@ -100,7 +102,9 @@ def read_torch(path: str) -> TorchTree:
     if os.path.basename(path) == TORCH_INDEX:
         files, loaded, unlisted = _load_shards(path)
     else:
-        files, loaded, unlisted = [path], _load(path), []
+        files = [path]
+        loaded = _load(path)
+        unlisted = []
     builder = _Builder(path)
     for name in unlisted:
         builder.left_out[tuple(name.split("."))] = LeftOut("an entry that the index does not name", is_tensor=True)
@@ -157,7 +161,10 @@ class _Builder:
         is_nested = nests(list(found))
         level: dict[str, Any] = {}
         for name, value in found.items():
-            path = name.split(".") if is_nested else [name]
+            if is_nested:
+                path = name.split(".")
+            else:
+                path = [name]
             inner = level
             for key in path[:-1]:
                 inner = inner.setdefault(key, _Level())
@@ -186,7 +193,9 @@ class _Builder:
             return self._omit_container(value, at)
         plain = self._plain(value, at)
         if plain is _OMITTED or is_json(plain):
-            return plain if plain is _OMITTED else NonTensorData(plain, _EMPTY)
+            if plain is _OMITTED:
+                return plain
+            return NonTensorData(plain, _EMPTY)
         node = pack(plain, _EMPTY, lambda place, what: self._refusal((*at, *filter(None, [place])), "plain data", what))
         for part in node._data.values():
             # The bytes of numpy's arrays.
@@ -202,9 +211,13 @@ class _Builder:
             value = value.array
         if isinstance(value, np.ndarray):
             # Its bytes are a leaf, as those of a tensor are.
-            return value if is_plain_dtype(value.dtype) else self._omit(value, at)
+            if is_plain_dtype(value.dtype):
+                return value
+            return self._omit(value, at)
         if not isinstance(value, list | tuple | Mapping):
-            return value if is_plain(value) else self._omit(value, at)
+            if is_plain(value):
+                return value
+            return self._omit(value, at)
         known = next(cls for cls in (OrderedDict, Counter, Mapping, list, tuple) if isinstance(value, cls))
         made: Any = known if known is not Mapping else dict
         if type(value) is not made:
@@ -214,7 +227,10 @@ class _Builder:
             return made([None if part is _OMITTED else part for part in parts])
         pairs: dict[Any, Any] = {}
         for key, item in value.items():
-            part = self._plain(item, (*at, str(key))) if _is_key(key) else self._omit(key, (*at, str(key)))
+            if _is_key(key):
+                part = self._plain(item, (*at, str(key)))
+            else:
+                part = self._omit(key, (*at, str(key)))
             if part is not _OMITTED:
                 pairs[key] = part
         return made(pairs)
@@ -238,12 +254,17 @@ class _Builder:
         """Leave a value out, and remember what it is."""
         if isinstance(value, Tensor):
             # A nested tensor has no one shape.
-            size = "nested" if value.is_nested else str(list(value.shape))
+            size = "nested"
+            if not value.is_nested:
+                size = str(list(value.shape))
             text = f"a tensor of {value.layout}, {value.dtype}, {value.device}, {size}"
         elif isinstance(value, type):
             text = f"the class or function {getattr(value, 'name', value.__name__)}"
         else:
-            text = repr(value) if type(value).__module__ in ("builtins", "torch") else _name_of(value)
+            if type(value).__module__ in ("builtins", "torch"):
+                text = repr(value)
+            else:
+                text = _name_of(value)
         self.left_out[at] = LeftOut(text, self.search.finds(value))
         return _OMITTED
 
@@ -265,7 +286,9 @@ class _Builder:
 
 
 def _name_of(value: Any) -> str:
-    return value.name if isinstance(value, Unknown) else f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Unknown):
+        return value.name
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _is_dense(leaf: Tensor) -> bool:
@@ -307,7 +330,9 @@ def damaged_entry(path: str) -> str | None:
             name = archive.testzip()
         except Exception as err:
             return f"{type(err).__name__}: {err}"
-    return None if name is None else f"Bad CRC-32 for file {name!r}"
+    if name is None:
+        return None
+    return f"Bad CRC-32 for file {name!r}"
 
 
 def write_torch(state: Mapping[str, Tensor], values: Callable[[Tensor], Iterable[Tensor]], path: str) -> None:

@@ -47,7 +47,9 @@ class Unknown:
 
     def as_subclass(self, kind: type[Any]) -> "Unknown":
         """Become a value of another class, as torch asks of what rebuilds a subclass of Tensor."""
-        return kind(*self.parts) if issubclass(kind, Unknown) else self
+        if issubclass(kind, Unknown):
+            return kind(*self.parts)
+        return self
 
     def __repr__(self) -> str:
         return self.name
@@ -84,7 +86,9 @@ class NumpyArray(Unknown):
     def __setstate__(self, state: Any) -> None:
         """Take shape, dtype and bytes."""
         _, shape, dtype, is_fortran, raw = state
-        found = dtype.find() if isinstance(dtype, _Dtype) else None
+        found = None
+        if isinstance(dtype, _Dtype):
+            found = dtype.find()
         if found is None or not isinstance(raw, bytes) or math.prod(shape) * found.itemsize != len(raw):
             self.parts = (raw,)
             return
@@ -104,7 +108,9 @@ class _List(Unknown):
 
 def _scalar(dtype: Any, raw: Any = b"") -> Any:
     """Make a number of numpy from its bytes."""
-    found = dtype.find() if isinstance(dtype, _Dtype) else None
+    found = None
+    if isinstance(dtype, _Dtype):
+        found = dtype.find()
     if found is None or not isinstance(raw, bytes) or not found.itemsize or len(raw) != found.itemsize:
         return _stand_in("numpy.generic", Unknown)()
     return np.frombuffer(raw, found)[0]
@@ -132,7 +138,9 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_archive else []
+            names = []
+            if is_archive:
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:
         # The reader below reports what is wrong.
         names = []
@@ -149,7 +157,9 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
         except pickle.UnpicklingError as err:
             text = str(err)
             is_mistaken = _MISTAKEN_DICT.search(text) or _MISTAKEN_LIST.search(text)
-            name = is_mistaken["name"].removeprefix(f"{__name__}.") if is_mistaken else None
+            name = None
+            if is_mistaken:
+                name = is_mistaken["name"].removeprefix(f"{__name__}.")
             if is_mistaken and name in kinds and kinds[name] is Unknown:
                 # A class that is a dict or a list to pickle; its items are read as those of one.
                 kinds[name] = _Dict if "SETITEM" in text else _List
@@ -191,7 +201,9 @@ def _protocol_of(path: str, is_archive: bool) -> int:
         # The reader reports what is wrong.
         return _PROTOCOL
     is_named = len(head) == 2 and head[0] == pickle.PROTO[0]
-    return head[1] if is_named else _PROTOCOL
+    if is_named:
+        return head[1]
+    return _PROTOCOL
 
 
 def _unknown_protocol(path: str, protocol: int) -> UnsupportedError:

@@ -83,7 +83,9 @@ class TokenTemplate:
     def closed(self, ids: list[int]) -> list[int]:
         """Return ids that end with a reply and its end of turn, which is added if the reply is incomplete."""
         ends = [end for end in (self.end_ids, self.inner_end_ids) if end]
-        return ids if any([ids[-len(end) :] == end for end in ends]) else ids + self.inner_end_ids
+        if any([ids[-len(end) :] == end for end in ends]):
+            return ids
+        return ids + self.inner_end_ids
 
     def encode(self, marked: Marked) -> list[int]:
         """Return the ids of a text, control strings in its contents as ordinary text."""
@@ -140,13 +142,18 @@ def append_messages(
 def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> tuple[Marked, Marked]:
     """Return the text of messages that follow a reply, and a text before it, taken from behind a placeholder."""
     follows_call = bool(new.messages) and new.messages[0]["role"] == "tool"
-    results = [message for message in new.messages if message["role"] == "tool"] if follows_call else []
+    results = []
+    if follows_call:
+        results = [message for message in new.messages if message["role"] == "tool"]
     marked = template.marked([*_standing_in(results), *new.messages], new.tools, prompt=prompt)
     if not marked.replies:
         raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
-    stop, end = marked.replies[0].stop, template.template.inner_end
+    stop = marked.replies[0].stop
+    end = template.template.inner_end
     # An end of turn is one token, which stays apart from what follows.
-    start = stop - len(end) if marked.text.endswith(end, 0, stop) else 0
+    start = 0
+    if marked.text.endswith(end, 0, stop):
+        start = stop - len(end)
     return marked.part(start, stop), marked.part(stop)
 
 
@@ -219,7 +226,8 @@ class _Growth:
 
         Messages before `first` are rendered, and replies from there on are kept.
         """
-        template, messages = self.template, self.fresh.conversation.messages[:stop]
+        template = self.template
+        messages = self.fresh.conversation.messages[:stop]
         replies = [place for place in self.fresh.places if first <= place < stop]
         begin = replies[0] if replies else stop
         start = Conversation(messages[:begin], self.fresh.conversation.tools)
@@ -281,8 +289,12 @@ def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
     end = template.template.end
     if end and text.endswith(end):
         return text[: -len(end)]
-    last = template.text_tokenizer.added_tokens_decoder.get(ids[-1]) if ids else None
-    return text.removesuffix(last.content) if last is not None and last.special else text
+    last = None
+    if ids:
+        last = template.text_tokenizer.added_tokens_decoder.get(ids[-1])
+    if last is not None and last.special:
+        return text.removesuffix(last.content)
+    return text
 
 
 def _compared(message: Message) -> Message:
@@ -349,7 +361,10 @@ def to_training_rows(template: TokenTemplate, history: Any) -> Any:
             # The last row continues to the end; others end with their last reply.
             last = count if stop == count else replies[-1] + 1
             ids, generated = growth.ids(start, last, False)
-            kept = [{**message, "tools": tools} for message in messages[:last]] if tools else messages[:last]
+            if tools:
+                kept = [{**message, "tools": tools} for message in messages[:last]]
+            else:
+                kept = messages[:last]
             rows.append(TokenRow(ids, generated, tuple(replies), conversation_of(type(chat), kept)))
         return rows
 
@@ -377,6 +392,8 @@ def find_mismatch(template: TokenTemplate, history: Any) -> Any:
         # The line break after the last end of turn is not part of a rollout.
         is_whole = at == len(kept) and not decode(template.text_tokenizer, rendered[at:]).strip()
         texts = [decode(template.text_tokenizer, ids[at : at + 20]) for ids in (kept, rendered)]
-        return None if is_whole else TokenMismatch(at, *texts)
+        if is_whole:
+            return None
+        return TokenMismatch(at, *texts)
 
     return per_conversation(one, history)

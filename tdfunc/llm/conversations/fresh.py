@@ -99,10 +99,13 @@ class FreshReplies:
                 return None
             start, stop, _ = turn.replies[-1]
             fits = turn.text.startswith(prompt)
-            start = len(prompt) if fits else start
+            if fits:
+                start = len(prompt)
             if stop < start:
                 return None
-            between = following[stop:] if fits and following.startswith(turn.text[:stop]) else None
+            between = None
+            if fits and following.startswith(turn.text[:stop]):
+                between = following[stop:]
             reply = turn.part(start, stop)
             # A window has other places.
             reply = reply._replace(contents=[span._replace(message=window.place) for span in reply.contents])
@@ -125,7 +128,8 @@ class FreshReplies:
         return all([self._agrees_along(turns[start:stop]) for start, stop in stretches])
 
     def _agrees_at(self, turns: Sequence[_Turn], n: int) -> bool:
-        turn, before = turns[n], turns[n - 1]
+        turn = turns[n]
+        before = turns[n - 1]
         prompt = self._text(turn.place, is_prompt=True)
         if before.fits:
             earlier = self._text(before.place, is_prompt=True) + before.reply.text
@@ -134,7 +138,9 @@ class FreshReplies:
             if before.between is not None and prompt != earlier + before.between:
                 return False
         text = self._text(turn.place + 1)
-        return text == prompt + turn.tail if turn.fits else text.endswith(turn.tail) and not text.startswith(prompt)
+        if turn.fits:
+            return text == prompt + turn.tail
+        return text.endswith(turn.tail) and not text.startswith(prompt)
 
     def _agrees_along(self, turns: Sequence[_Turn]) -> bool:
         """Return whether the render of turns that follow each other has them one after the other."""
@@ -171,7 +177,9 @@ class FreshReplies:
         found: list[int] = []
         before: str | None = None
         for place in self.places:
-            prompt = self._text(place, is_prompt=True) if place else ""
+            prompt = ""
+            if place:
+                prompt = self._text(place, is_prompt=True)
             if before is None or not prompt.startswith(before):
                 found.append(place)
             before = self._text(place + 1)

@@ -113,7 +113,9 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
                 changes |= {name: NonTensorData(as_content(node.data))} if name == "content" else {}
             elif (is_one and name != "tools") or name == "content":
                 changes[name] = NonTensorStack._wrap(column(self, name))
-        return self._put(changes) if changes else self
+        if changes:
+            return self._put(changes)
+        return self
 
     # -- making -------------------------------------------------------------------------------------------------
 
@@ -246,12 +248,18 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             )
         lazy = n > 1 and (self._is_lazy or history._is_lazy)
         joined = _joined(self, history, dim_index(dim, n, "extend"), lazy=lazy)
-        joined = joined if self._device is None else joined.to(self._device)
-        return joined if self._names is None else joined.with_names(self._names)
+        if self._device is not None:
+            joined = joined.to(self._device)
+        if self._names is None:
+            return joined
+        return joined.with_names(self._names)
 
     def reshape(self, *shape: Any) -> "Self":
         """Return the history in another shape; (-1,) joins ragged conversations to one conversation."""
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if len(shape) == 1 and not isinstance(shape[0], int):
+            sizes = tuple(shape[0])
+        else:
+            sizes = shape
         if self._is_lazy and sizes in ((-1,), (self.numel(),)):
             return conversation_of(type(self), messages_of(self))
         return super().reshape(*shape)
@@ -414,7 +422,8 @@ def _parse_texts(cls: Any, text: Any, template: AbstractTemplate) -> Any:
 def _joined(a: Any, b: Any, dim: int, *, lazy: bool) -> Any:
     if len(a._batch_size) == 1:
         return conversation_of(type(a), messages_of(a) + messages_of(b))
-    rows, others = a.unbind(0), b.unbind(0)
+    rows = a.unbind(0)
+    others = b.unbind(0)
     if dim:
         if len(rows) != len(others):
             raise BatchSizeError(
@@ -423,9 +432,12 @@ def _joined(a: Any, b: Any, dim: int, *, lazy: bool) -> Any:
                 got=str(list(b._batch_size)),
             )
         pairs = zip(rows, others, strict=True)
-        rows, others = [_joined(*pair, dim - 1, lazy=lazy) for pair in pairs], []
+        rows = [_joined(*pair, dim - 1, lazy=lazy) for pair in pairs]
+        others = []
     rows = [*rows, *others]
-    return lazy_stack(rows) if lazy else stack_dense(rows)
+    if lazy:
+        return lazy_stack(rows)
+    return stack_dense(rows)
 
 
 def _aligned(a: Any, b: Any) -> tuple[Any, Any]:
@@ -447,8 +459,11 @@ def _aligned(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _to_chat(history: Any) -> Any:
     messages = messages_of(history)
-    shown, tools = [show_message(message) for message in messages], tools_of(messages)
-    return {"messages": shown, "tools": tools} if tools else shown
+    shown = [show_message(message) for message in messages]
+    tools = tools_of(messages)
+    if tools:
+        return {"messages": shown, "tools": tools}
+    return shown
 
 
 # Templates, which are a lower layer, return their results as histories.

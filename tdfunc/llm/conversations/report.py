@@ -80,7 +80,8 @@ def template_report(tokenizer: Any, *, chat_template: str | None = None) -> Temp
             good, detail = check()
         # A template in Jinja may raise any error, which is reported.
         except Exception as err:
-            good, detail = False, f"{type(err).__name__}: {err}".split("\n")[0]
+            good = False
+            detail = f"{type(err).__name__}: {err}".split("\n")[0]
         found.append(TemplateCheck(name, good, detail))
     return TemplateReport(tuple(found))
 
@@ -147,7 +148,9 @@ def _generation(template: JinjaTemplate) -> tuple[bool | None, str]:
 
 
 def _tools(template: JinjaTemplate) -> tuple[bool | None, str]:
-    return (True, "rendered") if _MARK in _text(template, _user(), tools=[_TOOL]) else (None, "not rendered")
+    if _MARK in _text(template, _user(), tools=[_TOOL]):
+        return (True, "rendered")
+    return (None, "not rendered")
 
 
 def _calls(template: JinjaTemplate) -> tuple[bool | None, str]:
@@ -160,7 +163,8 @@ def _calls(template: JinjaTemplate) -> tuple[bool | None, str]:
 
 
 def _system(template: JinjaTemplate) -> tuple[bool, str]:
-    first, second = f"{_MARK}1", f"{_MARK}2"
+    first = f"{_MARK}1"
+    second = f"{_MARK}2"
     text = _text(template, _user(first), _reply(), _user(second))
     bos = getattr(text_tokenizer(template.tokenizer), "bos_token", None) or ""
     lead = text[: text.index(first)].removeprefix(bos)
@@ -195,6 +199,8 @@ def _parsing(template: JinjaTemplate) -> tuple[bool | None, str]:
         back = template.parse_chat(template.texts([conversation])[0])
     except ValueError:
         return None, "no template of tdfunc reads it, and it has no fixed texts around turns"
-    way = "by its turns" if template.alike is None else f"as {type(template.alike).__name__}"
+    way = "by its turns"
+    if template.alike is not None:
+        way = f"as {type(template.alike).__name__}"
     same = [each["content"] for each in back.messages] == ["a", "b"]
     return same, way if same else f"another conversation is read {way}"

@@ -123,7 +123,10 @@ class PairwiseDataset(TensorClass):
             ValueError: Truncation leaves nothing to train on in a pair.
         """
         columns = {"chosen": chosen, "rejected": rejected}
-        given = columns if prompt is None else {name: (prompt, entry) for name, entry in columns.items()}
+        if prompt is None:
+            given = columns
+        else:
+            given = {name: (prompt, entry) for name, entry in columns.items()}
         data = load_tokens(tokenizer, source, columns=given, cache_dir=cache_dir)
         layout = Layout(truncation=max_length is not None, max_length=max_length)
         pairs = data._trainable("from_dataset", range(len(data)), layout, untrained, is_pair=True)

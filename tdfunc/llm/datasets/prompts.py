@@ -66,7 +66,8 @@ class PromptData(TensorClass):
             tensor([1])
         """
         real = rows["attention_mask"]
-        ids, pads = rows["input_ids"], (real.cumsum(-1) == 0).sum(-1)
+        ids = rows["input_ids"]
+        pads = (real.cumsum(-1) == 0).sum(-1)
         size = (real & (rows["assistant_masks"].cumsum(-1) == 0)).sum(-1)
         return cls(ids, real, pads + size - 1, labels=ids, batch_size=rows.batch_size)
 
@@ -108,7 +109,9 @@ def prompt_rows(
     rows: list[EncodedRow] = []
     for row, prompt, response_ids in zip(before, prompts, after, strict=True):
         ids: list[int] = row["input_ids"].tolist()
-        added = around.counts[1] if add_special_tokens and around.adds_to(prompt) else 0
+        added = 0
+        if add_special_tokens and around.adds_to(prompt):
+            added = around.counts[1]
         first = len(ids) - added
         ids[first:first] = response_ids
         masks = torch.arange(len(ids)) >= first

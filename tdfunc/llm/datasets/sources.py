@@ -74,7 +74,8 @@ class Records:
     """
 
     def __init__(self, source: Any, entries: Sequence[str], optional: Sequence[str] = ()) -> None:
-        self._entries, self._optional = entries, optional
+        self._entries = entries
+        self._optional = optional
         self._path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
         # Data frames are also iterables of the names of their columns.
         if isinstance(source, Mapping) or hasattr(source, "iterrows"):
@@ -89,12 +90,16 @@ class Records:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield each record."""
-        return iter(self._records) if self._records is not None else self._select(read_records(self._path))
+        if self._records is not None:
+            return iter(self._records)
+        return self._select(read_records(self._path))
 
     @property
     def count(self) -> int | None:
         """The number of records; None for a file, which is not read for it."""
-        return None if self._records is None else len(self._records)
+        if self._records is None:
+            return None
+        return len(self._records)
 
     def _select(self, records: Iterable[Any]) -> Iterator[dict[str, Any]]:
         for i, given in enumerate(records):

@@ -73,7 +73,9 @@ class TokenDataset:
     def lengths(self) -> Any:
         """The number of tokens of each row (N,), or a tree of these by column."""
         found = {name: column["offsets"].diff() for name, column in self.columns.items()}
-        return TensorDict(found, [len(self)]) if self.name is None else found[self.name]
+        if self.name is None:
+            return TensorDict(found, [len(self)])
+        return found[self.name]
 
     def __getitem__(self, row: int) -> Any:
         """Return a row as a tree without batch and pads."""
@@ -214,7 +216,10 @@ def _row_at(column: TensorDict, at: int) -> EncodedRow:
 def _cut_at(column: TensorDict, at: int, layout: Layout) -> EncodedRow:
     """Return a truncated row, which keeps the tokens around its text."""
     kept = column.get(_KEPT, None)
-    first, last = (0, 0) if kept is None else kept[at].tolist()
+    if kept is None:
+        first, last = (0, 0)
+    else:
+        first, last = kept[at].tolist()
     return layout.cut(_row_at(column, at), first=first, last=last)
 
 
@@ -264,7 +269,8 @@ def load_tokens(
     """
     several = isinstance(columns, Mapping)
     plan = _Plan(tokenizer, dict(columns) if several else {_WHOLE: columns}, chat_template, add_special_tokens)
-    pad_id, name = pad_id_of(text_tokenizer(tokenizer)), None if several else _WHOLE
+    pad_id = pad_id_of(text_tokenizer(tokenizer))
+    name = None if several else _WHOLE
     records = Records(source, plan.entries, ("tools",))
     if cache_dir is None:
         return TokenDataset(_tokenize(plan, records, None, progress), pad_id, name)
@@ -294,7 +300,9 @@ def _read_cache(path: str, key: str, verify: bool) -> TensorDict | None:
         tree = load(path, verify=verify)
     except (FileNotFoundError, CorruptCheckpointError):
         return None
-    return tree["columns"] if tree.get("key", None) == key else None
+    if tree.get("key", None) == key:
+        return tree["columns"]
+    return None
 
 
 @dataclass(frozen=True)
@@ -316,14 +324,17 @@ class _Plan:
         if isinstance(template, JinjaTemplate):
             own = template.tokenizer
             # Another tokenizer than that of the ids may have other special tokens, which a template writes.
-            special = [] if own is self.tokenizer else [text_tokenizer(own).special_tokens_map]
+            special = []
+            if own is not self.tokenizer:
+                special = [text_tokenizer(own).special_tokens_map]
             template = [template.source, dict(template.options), *special]
         options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens]
         return tokenizer_digest(self.tokenizer) + json.dumps(options, default=repr)
 
     def rows(self, entries: Column, records: Sequence[dict[str, Any]], first: int, kind: type) -> list[EncodedRow]:
         """Return a row of each record; `kind` is the type of the entry in the first record."""
-        names, special = (entries,) if isinstance(entries, str) else entries, self.add_special_tokens
+        names = (entries,) if isinstance(entries, str) else entries
+        special = self.add_special_tokens
         for i, record in enumerate(records, first):
             for name in names:
                 if not isinstance(record[name], kind):
@@ -362,7 +373,8 @@ class _Column:
     """The rows of a column, on disk as they come."""
 
     def __init__(self, stack: ExitStack, folder: str | None) -> None:
-        self._stack, self._folder = stack, folder
+        self._stack = stack
+        self._folder = folder
         self._files: dict[str, Any] = {"input_ids": self._open()}
         self._offsets = array("q", [0])
         self._kept = array("b")
@@ -391,7 +403,10 @@ class _Column:
             file.flush()
             dtype = np.int32 if name == "input_ids" else np.bool_
             # A file without bytes cannot be mapped.
-            values = np.memmap(file, dtype, "r+", shape=(size,)) if size else np.empty(0, dtype)
+            if size:
+                values = np.memmap(file, dtype, "r+", shape=(size,))
+            else:
+                values = np.empty(0, dtype)
             leaves[name] = torch.from_numpy(values)
         return TensorDict(leaves)
 
@@ -402,7 +417,8 @@ def _tokenize(plan: _Plan, records: Records, folder: str | None, progress: bool)
         report = stack.enter_context(bar)
         made = {name: _Column(stack, folder) for name in plan.columns}
         kinds: dict[str, type] = {}
-        each, first = iter(records), 0
+        each = iter(records)
+        first = 0
         while chunk := list(islice(each, _CHUNK)):
             for name, entries in plan.columns.items():
                 is_chat = isinstance(entries, str) and isinstance(chunk[0][entries], list)

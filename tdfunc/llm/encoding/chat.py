@@ -67,11 +67,15 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
         check_masks(rows, flat)
     pad_id = pad_id_of(text_tokenizer(options.tokenizer))
     if not options.tensors and not options.as_tree:
-        padded = list(options.layout.pad(rows, pad_id)["input_ids"]) if options.layout.pads else None
+        padded = None
+        if options.layout.pads:
+            padded = list(options.layout.pad(rows, pad_id)["input_ids"])
         lists = [ids.tolist() for ids in padded or [row["input_ids"] for row in rows]]
         return _map(nested, lists.__getitem__)
     tree = arrange(nested, rows, options.layout, pad_id, ragged=-1 in history._batch_size[:-1])
-    return tree if options.as_tree else tree["input_ids"]
+    if options.as_tree:
+        return tree
+    return tree["input_ids"]
 
 
 def _check_hidden(texts: Sequence[str], options: ChatOptions) -> None:
@@ -106,7 +110,8 @@ def chat_rows(
     Conversations without control strings in contents are encoded in one call.
     """
     conversations = [without_ids(each) for each in conversations]
-    own, control = text_tokenizer(tokenizer), control_strings(tokenizer, template)
+    own = text_tokenizer(tokenizer)
+    control = control_strings(tokenizer, template)
     forged = set(find_forged(conversations, control))
     ends = {"generation_prompt": generation_prompt, "open_end": open_end}
     marked: dict[int, Marked] = {}
@@ -133,7 +138,9 @@ def chat_rows(
 
 # Any: nested lists of places, as deep as the batch.
 def _map(nested: Any, fn: Any) -> Any:
-    return [_map(part, fn) for part in nested] if isinstance(nested, list) else fn(nested)
+    if isinstance(nested, list):
+        return [_map(part, fn) for part in nested]
+    return fn(nested)
 
 
 def read_options(template: Any, tokenizer: Any, given: Mapping[str, Any], rest: dict[str, Any]) -> ChatOptions:

@@ -117,7 +117,10 @@ def _without_pads(made: Any, offsets: bool) -> Encoded:
     mask = made.attention_mask
     if 0 not in mask:
         return Encoded(made.ids, made.offsets if offsets else [])
-    real = slice(mask.index(1), mask.index(1) + sum(mask)) if 1 in mask else slice(0)
+    if 1 in mask:
+        real = slice(mask.index(1), mask.index(1) + sum(mask))
+    else:
+        real = slice(0)
     return Encoded(made.ids[real], made.offsets[real] if offsets else [])
 
 
@@ -129,7 +132,8 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
         ValueError: A control string in a content does not have its own id, so that it cannot be told from the
             template's.
     """
-    text, spans = marked.text, sorted(marked.contents)
+    text = marked.text
+    spans = sorted(marked.contents)
     stops: list[Span] = [*spans, Span(len(text), len(text))]
     real: list[tuple[int, int]] = []
     at = 0
@@ -154,7 +158,9 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
         )
     parts: list[str] = []
     # Where each part starts, in the new text and in the old one.
-    new_starts, old_starts, widths = [0], [0], [0]
+    new_starts = [0]
+    old_starts = [0]
+    widths = [0]
     old = new = 0
     for start, stop in real:
         name = names.get(text[start:stop])
@@ -165,7 +171,8 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
         new_starts += [new, new + len(name)]
         old_starts += [start, stop]
         widths += [stop - start, 0]
-        new, old = new + len(name), stop
+        new = new + len(name)
+        old = stop
     parts.append(text[old:])
     made = copy.encode("".join(parts), add_special_tokens=False)
     places: list[tuple[int, int]] = []

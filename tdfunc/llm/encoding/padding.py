@@ -59,7 +59,9 @@ class Layout:
     @property
     def limit(self) -> int | None:
         """The number of tokens of a row as a plain int."""
-        return None if self.max_length is None else as_count("max_length", self.max_length, 0)
+        if self.max_length is None:
+            return None
+        return as_count("max_length", self.max_length, 0)
 
     @property
     def pads(self) -> bool:
@@ -77,8 +79,12 @@ class Layout:
         limit = self.limit
         if not self.cuts or limit is None or length <= limit:
             return row
-        room, end = max(limit - first - last, 0), length - last
-        kept = slice(first, first + room) if self.truncation_side == "right" else slice(end - room, end)
+        room = max(limit - first - last, 0)
+        end = length - last
+        if self.truncation_side == "right":
+            kept = slice(first, first + room)
+        else:
+            kept = slice(end - room, end)
         if first or last:
             return {name: torch.cat([x[:first], x[kept], x[end:]]) for name, x in row.items()}
         return {name: x[kept] for name, x in row.items()}
@@ -86,7 +92,9 @@ class Layout:
     def pad(self, rows: Sequence[EncodedRow], pad_id: int) -> TensorDict:
         """Return rows as tensors (N, T), with their `attention_mask`; the other masks are False at pads."""
         lengths = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64)
-        width = int(lengths.max()) if rows else 0
+        width = 0
+        if rows:
+            width = int(lengths.max())
         if self.padding == "max_length" and self.limit is not None:
             width = max(width, self.limit)
         positions = torch.arange(width)
@@ -97,7 +105,10 @@ class Layout:
         made: dict[str, Tensor] = {}
         for name in rows[0] if rows else ("input_ids",):
             is_ids = name == "input_ids"
-            made[name] = torch.full(real.shape, pad_id) if is_ids else torch.zeros_like(real)
+            if is_ids:
+                made[name] = torch.full(real.shape, pad_id)
+            else:
+                made[name] = torch.zeros_like(real)
             if rows:
                 made[name][real] = torch.cat([row[name] for row in rows]).to(made[name].dtype)
         return TensorDict({**made, "attention_mask": real}, [len(rows)])
@@ -136,20 +147,29 @@ def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int
         ragged: Allow lists of different lengths in `nested`: the tree is a lazy stack even with padding.
     """
     rows = [unmask_first(row) for row in rows]
-    padded = layout.pad(rows, pad_id) if layout.pads else None
+    padded = None
+    if layout.pads:
+        padded = layout.pad(rows, pad_id)
     if padded is not None and not ragged:
         return padded.reshape(sizes_of(nested))
-    trees = [row_tree(row) for row in rows] if padded is None else padded.unbind(0)
+    if padded is None:
+        trees = [row_tree(row) for row in rows]
+    else:
+        trees = padded.unbind(0)
     none = layout.pad([], pad_id)
 
     def stacked(part: Any) -> Any:
         if not isinstance(part, list):
             return trees[part]
-        return lazy_stack([stacked(each) for each in part]) if part else none
+        if part:
+            return lazy_stack([stacked(each) for each in part])
+        return none
 
     return stacked(nested)
 
 
 def sizes_of(nested: Any) -> list[int]:
     """Return the lengths of nested lists, which are equal in each dimension."""
-    return [len(nested), *(sizes_of(nested[0]) if nested else [])] if isinstance(nested, list) else []
+    if isinstance(nested, list):
+        return [len(nested), *(sizes_of(nested[0]) if nested else [])]
+    return []

@@ -89,7 +89,9 @@ def text_rows(
         layout: A truncation, which keeps the added tokens.
     """
     own = text_tokenizer(tokenizer)
-    around = Around(own) if add_special_tokens else None
+    around = None
+    if add_special_tokens:
+        around = Around(own)
     rows: dict[int, EncodedRow] = {}
     for special in (False, True):
         places = [i for i, text in enumerate(texts) if special == (around is not None and around.adds_to(text))]
@@ -124,7 +126,9 @@ class Around:
     @cached_property
     def _leads(self) -> tuple[str, ...]:
         """The strings of which a text that a template rendered begins with one."""
-        leads = [self.tokenizer.bos_token] if self.tokenizer.bos_token else []
+        leads = []
+        if self.tokenizer.bos_token:
+            leads = [self.tokenizer.bos_token]
         if self.counts[0]:
             leads.append(self.tokenizer.convert_ids_to_tokens(self._ids[1][0]))
         return tuple(leads)
@@ -158,16 +162,16 @@ def detokenize(tokenizer: Any, tokens: Any, mask: Tensor | None = None, *, skip_
     def texts(ids: Any, real: Any = None) -> Any:
         if isinstance(ids, TensorCollection):
             tree: Any = ids
-            return (
-                [texts(row) for row in tree.unbind(0)]
-                if tree._is_lazy
-                else texts(tree["input_ids"], tree.get("attention_mask", None))
-            )
+            if tree._is_lazy:
+                return [texts(row) for row in tree.unbind(0)]
+            return texts(tree["input_ids"], tree.get("attention_mask", None))
         if isinstance(ids, Tensor) and ids.ndim == 1:
             ids = (ids if real is None else ids[real]).tolist()
         if isinstance(ids, (list, tuple)) and all([isinstance(item, int) for item in ids]):
             return own.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        return [texts(row) for row in ids] if real is None else [texts(*pair) for pair in zip(ids, real, strict=True)]
+        if real is None:
+            return [texts(row) for row in ids]
+        return [texts(*pair) for pair in zip(ids, real, strict=True)]
 
     return texts(tokens, mask)
 

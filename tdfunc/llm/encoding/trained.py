@@ -32,7 +32,9 @@ def find_loss(
     cut = {name: unmask_first(row) for name, row in truncated.items()}
     for name, row in cut.items():
         if _MASK in row and bool(full[name][_MASK][1:].any()) and not bool(row[_MASK].any()):
-            return f"no token of the response is left in {name!r}" if len(cut) > 1 else "no trained token is left"
+            if len(cut) > 1:
+                return f"no token of the response is left in {name!r}"
+            return "no trained token is left"
     for first, second in combinations(cut, 2):
         compared = is_pair
         if compared is None:

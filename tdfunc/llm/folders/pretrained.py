@@ -94,7 +94,9 @@ def save_pretrained(
         raise UnsupportedError("save_pretrained: the model must be one of transformers.", got=type(model).__name__)
     state = _state_of(params, model)
     loaded = source if source is not None else getattr(config, "_name_or_path", "")
-    kept = read_beside(os.fspath(loaded)) if loaded and os.path.isdir(loaded) else {}
+    kept = {}
+    if loaded and os.path.isdir(loaded):
+        kept = read_beside(os.fspath(loaded))
     named = _reverted(state, model)
     if kept:
         _check_names(named, os.fspath(loaded))
@@ -105,7 +107,8 @@ def save_pretrained(
         # It alone may have the tokens that end a response.
         kept["generation_config.json"] = generation.to_json_string().encode()
     described = {"architectures": [type(model).__name__], **config.to_diff_dict()}
-    described = json.loads(kept["config.json"]) if "config.json" in kept else described
+    if "config.json" in kept:
+        described = json.loads(kept["config.json"])
     dtype = next((str(leaf.dtype).removeprefix("torch.") for leaf in named.values() if leaf.is_floating_point()), None)
     name = "torch_dtype" if "torch_dtype" in described else "dtype"
     if "config.json" not in kept or described.get(name) != dtype:
@@ -134,7 +137,8 @@ def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
             hint="pass tdf.combine(params, buffers), which has both.",
         )
     for name, leaf in own.items():
-        one, other = given.get(first[id(leaf)]), given.get(name)
+        one = given.get(first[id(leaf)])
+        other = given.get(name)
         if one is not None and other is not None and one is not other and not torch.equal(one, other):
             what = (
                 f"save_pretrained: {name} and {first[id(leaf)]} are tied in {type(model).__name__}, and must be equal."
@@ -191,4 +195,6 @@ def _check_names(named: Mapping[str, Tensor], source: str) -> None:
 
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{count_text(len(names), 'leaf')} more: {shown}" if names else "no others"
+    if names:
+        return f"{count_text(len(names), 'leaf')} more: {shown}"
+    return "no others"

@@ -59,13 +59,21 @@ def search(
     Source:
         `transformers.GenerationMixin._beam_search`, which has the same results.
     """
-    width, limit = options.num_beams, options.max_new_tokens or 0
-    count, device, tails = ids_BT.shape[0], ids_BT.device, stop.tails(ids_BT, mask_BT)
+    width = options.num_beams
+    limit = options.max_new_tokens or 0
+    count = ids_BT.shape[0]
+    device = ids_BT.device
+    tails = stop.tails(ids_BT, mask_BT)
     spread = torch.arange(count, device=device).repeat_interleave(width)
     logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)
-    seen = seen_in(logits, ids_BT, mask_BT) if options.repetition_penalty != 1.0 else None
-    logits, context, seen = logits[spread], select(context, spread), None if seen is None else seen[spread]
-    size, wide = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    seen = None
+    if options.repetition_penalty != 1.0:
+        seen = seen_in(logits, ids_BT, mask_BT)
+    logits = logits[spread]
+    context = select(context, spread)
+    seen = None if seen is None else seen[spread]
+    size = logits.shape[-1]
+    wide = torch.promote_types(logits.dtype, torch.float32)
     # So many that, if the best are all ends, enough are left to continue with.
     candidates = min(max(2, 1 + len(stop.ids)) * width, size * width)
     tokens = ids_BT.new_zeros(count, width, limit)
@@ -83,22 +91,31 @@ def search(
         found = penalize(logits.to(wide).log_softmax(-1), seen, options.repetition_penalty, banned)
         totals = (found.view(count, width, size) + running.unsqueeze(-1)).flatten(1)
         scores, places = totals.topk(candidates)
-        parents, ids = places // size, places % size
+        parents = places // size
+        ids = places % size
         drafts = _gather(tokens, parents)
         drafts[:, :, step] = ids
         stopped = torch.isin(ids, stop.ids) | stop.ended(drafts[:, :, : step + 1], tails)
         hits = torch.ones_like(stopped) if step + 1 == limit else stopped
         ended = _merge(ended, drafts, scores, hits, stopped, step + 1, options, open_B1)
         running, chosen = (scores + hits * _NONE).topk(width)
-        tokens, parents, ids = _gather(drafts, chosen), parents.gather(1, chosen), ids.gather(1, chosen)
-        length = limit if options.early_stopping == "never" and options.length_penalty > 0 else step + 1
+        tokens = _gather(drafts, chosen)
+        parents = parents.gather(1, chosen)
+        ids = ids.gather(1, chosen)
+        if options.early_stopping == "never" and options.length_penalty > 0:
+            length = limit
+        else:
+            length = step + 1
         worst = torch.where(ended.real, ended.scores.amin(1, keepdim=True), _NONE)
         open_B1 = open_B1 & (running[:, :1] / length**options.length_penalty > worst).any(1, keepdim=True)
         is_full = options.early_stopping is True and bool(ended.real.all())
         if bool(hits.all()) or is_full or not bool(open_B1.any()):
             break
         index = (parents + torch.arange(count, device=device).unsqueeze(1) * width).flatten()
-        seen = None if seen is None else seen[index].scatter(1, ids.reshape(-1, 1), True)
+        if seen is None:
+            seen = None
+        else:
+            seen = seen[index].scatter(1, ids.reshape(-1, 1), True)
         logits, context = read_tokens(select(context, index), ids.flatten())
     tick(limit - steps)
     return Beams(

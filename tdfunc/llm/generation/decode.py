@@ -90,8 +90,13 @@ class Context(NamedTuple):
 
 def read_prompts(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, *, cached: bool) -> tuple[Tensor, Context]:
     """Return the logits (B, V) that follow prompts, and the context for the next tokens."""
-    cache = new_cache(model) if cached else None
-    valid = torch.ones_like(ids_BT) if mask_BT is None else mask_BT.to(torch.int64)
+    cache = None
+    if cached:
+        cache = new_cache(model)
+    if mask_BT is None:
+        valid = torch.ones_like(ids_BT)
+    else:
+        valid = mask_BT.to(torch.int64)
     positions = (valid.cumsum(1) - 1).clamp(min=0)
     logits = next_logits(model, ids_BT, mask_BT, positions, cache)
     return logits, Context(model, cache, None if cached else ids_BT, mask_BT, positions[:, -1:])
@@ -100,7 +105,8 @@ def read_prompts(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, *, cached: 
 def read_tokens(context: Context, ids_B: Tensor) -> tuple[Tensor, Context]:
     """Return the logits (B, V) that follow one more token of each row, and the new context."""
     model, cache, ids, mask, last = context
-    new, last = ids_B.unsqueeze(1), last + 1
+    new = ids_B.unsqueeze(1)
+    last = last + 1
     if mask is not None:
         mask = torch.cat([mask, mask.new_ones(new.shape)], 1)
     if ids is None:
@@ -145,11 +151,17 @@ def decode(
     """
     logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)
     penalty = options.repetition_penalty
-    seen = seen_in(logits, ids_BT, mask_BT) if penalty != 1.0 else None
+    seen = None
+    if penalty != 1.0:
+        seen = seen_in(logits, ids_BT, mask_BT)
     if repeats > 1:
         spread = torch.arange(len(ids_BT), device=ids_BT.device).repeat_interleave(repeats)
-        logits, context, seen = logits[spread], select(context, spread), None if seen is None else seen[spread]
-    count, limit, tails = logits.shape[0], options.max_new_tokens or 0, stop.tails(ids_BT, mask_BT)
+        logits = logits[spread]
+        context = select(context, spread)
+        seen = None if seen is None else seen[spread]
+    count = logits.shape[0]
+    limit = options.max_new_tokens or 0
+    tails = stop.tails(ids_BT, mask_BT)
     steps: list[Choice] = []
     done = torch.zeros(count, dtype=torch.bool, device=ids_BT.device)
     lengths = torch.full((count,), limit, device=ids_BT.device)

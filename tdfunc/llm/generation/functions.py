@@ -89,8 +89,10 @@ def generate(
         raise error(
             TypeError, "generate: options must come alone.", got=", ".join(map(repr, ["options", *generate_kwargs]))
         )
-    options = GenerationOptions.parse(generate_kwargs) if options is None else options
-    lead, count = td._batch_size, options.num_return_sequences
+    if options is None:
+        options = GenerationOptions.parse(generate_kwargs)
+    lead = td._batch_size
+    count = options.num_return_sequences
     batch = read_tokens(td, TokenKeys(tokens_key, mask_key, masks_key), "prompt", "generate")
     check_batch(batch, td, tokens_key, "generate")
     prompts = batch.rows()
@@ -110,14 +112,20 @@ def generate(
     # Any: its methods are those of a class in a higher layer.
     out: Any = td
     if count > 1:
-        out, lead = out.unsqueeze(len(lead)).expand(*lead, count), Size((*lead, count))
+        out = out.unsqueeze(len(lead)).expand(*lead, count)
+        lead = Size((*lead, count))
     if pad_output or (pad_output is None and batch.lengths is None) or not rows:
         # As wide as the given prompts, whose masks stay in the tree.
-        least = batch.ids.shape[1] if batch.lengths is None else 0
+        least = 0
+        if batch.lengths is None:
+            least = batch.ids.shape[1]
         records = padded_records(rows, lead, pad=0, least=least)
     else:
         records = ragged_records(rows, lead, None)
     for place, value in zip((tokens_key, masks_key, log_probs_key), records, strict=True):
         # The log-probs of an earlier call are of other tokens.
-        out = out.exclude(place) if value is None else out.set(place, value)
+        if value is None:
+            out = out.exclude(place)
+        else:
+            out = out.set(place, value)
     return out

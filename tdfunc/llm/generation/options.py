@@ -115,7 +115,10 @@ class GenerationOptions:
             >>> GenerationOptions.parse({"max_tokens": 8, "temperature": 0.7, "top_p": 1}).top_p is None
             True
         """
-        given = dict(kwargs) if isinstance(kwargs, Mapping) else _of_config(kwargs)
+        if isinstance(kwargs, Mapping):
+            given = dict(kwargs)
+        else:
+            given = _of_config(kwargs)
         given = {name: value for name, value in given.items() if value is not None}
         for old, new in _LEGACY.items():
             if old in given:
@@ -210,14 +213,18 @@ class Response(NamedTuple):
 def empty_response(options: GenerationOptions, *, drawn: bool, device: torch.device | None = None) -> Response:
     """Return a response without tokens; with `drawn` it has the log-probs of a sampler."""
     none = torch.zeros(0, device=device)
-    log_probs, behaviour = none if options.logprobs else None, none if drawn else None
+    log_probs = none if options.logprobs else None
+    behaviour = none if drawn else None
     return Response(none.to(torch.int64), "length", log_probs, behaviour)
 
 
 # Any: the values are what the caller passed.
 def _texts(given: Any) -> tuple[str, ...]:
     """Return one stop sequence, or several."""
-    texts = (given,) if isinstance(given, str) or not isinstance(given, Collection) else tuple(given)
+    if isinstance(given, str) or not isinstance(given, Collection):
+        texts = (given,)
+    else:
+        texts = tuple(given)
     for text in texts:
         if not isinstance(text, str):
             raise error(TypeError, "generate: a stop sequence must be a text.", got=brief(text))
@@ -245,7 +252,9 @@ def _temperature(do_sample: bool | None, temperature: float | None) -> float:
         raise error(
             ValueError, "generate: do_sample=False must come with temperature 0.", got=f"temperature={temperature}"
         )
-    return float(1.0 if temperature is None else temperature) if do_sample else 0.0
+    if do_sample:
+        return float(1.0 if temperature is None else temperature)
+    return 0.0
 
 
 def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:

@@ -20,7 +20,8 @@ from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply
 
 # The lengths of the rows, of which each begins with a prompt and is then read token by token.
-_ROWS, _STEPS = (8, 15), 3
+_ROWS = (8, 15)
+_STEPS = 3
 # How many times the rounding a cached pass may be off.
 _TIMES = 32
 
@@ -68,7 +69,8 @@ def _first_floating(params: Any) -> Tensor:
 
 def _measure(lm: CausalLM, params: Any, buffers: Any) -> Way:
     weights, rest = split(params)
-    weights, rest = _random_weights(weights), rest if buffers is None else buffers
+    weights = _random_weights(weights)
+    rest = rest if buffers is None else buffers
     leaf = _first_floating(weights)
     vocabulary = lm.apply.module.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue]
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +115,8 @@ def _read(model: Any, rows: Sequence[Tensor], *, cached: bool) -> list[Tensor]:
     logits, context = read_prompts(model, ids, mask, cached=cached)
     # As several responses to one prompt, of which the last is compared.
     spread = torch.arange(len(rows), device=ids.device).repeat_interleave(2)
-    found, context = [logits], select(context, spread)
+    found = [logits]
+    context = select(context, spread)
     for step in range(_STEPS, 0, -1):
         new = torch.stack([row[-step] for row in rows])
         logits, context = read_tokens(context, torch.stack([new.flip(0), new], 1).flatten())

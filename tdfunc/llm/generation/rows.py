@@ -78,16 +78,22 @@ def generate_tokens(
     rows = [row.to(device, torch.int64) for row in prompts]
     count = options.num_return_sequences
     ends = {*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids}
-    text_of = functools.partial(texts_behind, tokenizer) if options.stop_sequences else None
+    text_of = None
+    if options.stop_sequences:
+        text_of = functools.partial(texts_behind, tokenizer)
     stop = Stop(torch.tensor(sorted(ends), dtype=torch.int64, device=device), options.stop_sequences, text_of)
     keys = keys.to(device) if keys is not None and options.samples else None
     with torch.no_grad():
-        scores = score_rows(lm, params, rows, buffers=buffers) if prompt_log_probs else [None] * len(rows)
+        if prompt_log_probs:
+            scores = score_rows(lm, params, rows, buffers=buffers)
+        else:
+            scores = [None] * len(rows)
         if not options.max_new_tokens:
             found = [empty_response(options, drawn=options.samples, device=device)] * (count * len(rows))
         else:
             found = _generate(lm, params, rows, options, stop, keys, buffers, progress)
-            found = found if options.num_beams == 1 else _scored(lm, params, rows, found, options, buffers)
+            if options.num_beams != 1:
+                found = _scored(lm, params, rows, found, options, buffers)
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
 
 
@@ -98,13 +104,15 @@ def joined_rows(
     rows: list[Row] = []
     for prompt, response in zip(prompts, responses, strict=True):
         assert response.tokens is not None
-        n, near = len(prompt.ids), response.tokens.device
+        n = len(prompt.ids)
+        near = response.tokens.device
         ids = torch.cat([prompt.ids.to(near), response.tokens])
         row = Row(ids, n, is_complete=torch.tensor(response.finish_reason == "stop"), version=response.version)
         if response.log_probs is not None:
             before = response.prompt_log_probs
             scored = torch.arange(len(ids)) > (n - 1 if before is None else 0)
-            before = response.log_probs.new_zeros(n) if before is None else before
+            if before is None:
+                before = response.log_probs.new_zeros(n)
             log_probs = torch.cat([before, response.log_probs])
             drawn = {"behaviour": response.behaviour, "support": response.support}
             # An engine that does not report its distribution does not report its truncation.
@@ -126,11 +134,15 @@ def _generate(
     progress: bool,
 ) -> list[Response]:
     """Return the responses to each prompt, in batches of prompts that can be read together."""
-    count, lengths = options.num_return_sequences, [len(row) for row in rows]
+    count = options.num_return_sequences
+    lengths = [len(row) for row in rows]
     # Adapters do not change how a family reads its cache and pads.
     base, own = lm.base_of(params)
     way = find_way(base, own, buffers, max(lengths) + (options.max_new_tokens or 0))
-    groups = [list(range(len(rows)))] if way.padded else equal_lengths(lengths)
+    if way.padded:
+        groups = [list(range(len(rows)))]
+    else:
+        groups = equal_lengths(lengths)
     found: dict[int, Response] = {}
     steps = len(groups) * (options.max_new_tokens or 0)
     with progress_bar("generate: progress=True", show=progress, unit="token", total=steps) as tick:
@@ -142,7 +154,9 @@ def _generate(
                 beams = lm.run(params, fn, ids, mask, options, stop, buffers=buffers)
                 responses = _best_beams(beams, count)
             else:
-                draw = None if keys is None else _uniforms(keys[places])
+                draw = None
+                if keys is not None:
+                    draw = _uniforms(keys[places])
                 fn = functools.partial(decode, uniforms=draw, cached=way.cached, repeats=count, tick=tick)
                 responses = _responses(lm.run(params, fn, ids, mask, options, stop, buffers=buffers))
             found |= zip(places, responses, strict=True)

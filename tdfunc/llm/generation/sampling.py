@@ -56,7 +56,8 @@ def choose(raw_BV: Tensor, scores_BV: Tensor, options: GenerationOptions, unifor
     values = torch.where(support < 0, -math.inf, heated.gather(-1, support.clamp(min=0)))
     found = values.log_softmax(-1)
     place = _draw(found, uniform_B1)
-    ids, behaviour = support.gather(-1, place).squeeze(-1), found.gather(-1, place).squeeze(-1)
+    ids = support.gather(-1, place).squeeze(-1)
+    behaviour = found.gather(-1, place).squeeze(-1)
     # A row without truncation has no entries.
     support = torch.where((support[:, -1:] >= 0) & (support.shape[1] == raw_BV.shape[1]), -1, support)
     return Choice(ids, _chosen(raw_BV, ids) if options.logprobs else None, behaviour, support)
@@ -64,11 +65,13 @@ def choose(raw_BV: Tensor, scores_BV: Tensor, options: GenerationOptions, unifor
 
 def threshold(heated_BV: Tensor, options: GenerationOptions) -> Tensor:
     """Return the smallest logit (B, 1) that top-k, then top-p, then min-p keep; equal logits are kept together."""
-    ordered, size = heated_BV, heated_BV.shape[-1]
+    ordered = heated_BV
+    size = heated_BV.shape[-1]
     least = heated_BV.new_full((heated_BV.shape[0], 1), -math.inf)
     if options.top_k is not None:
         ordered = heated_BV.topk(min(options.top_k, size)).values
-        least = ordered[:, -1:] if options.top_k < size else least
+        if options.top_k < size:
+            least = ordered[:, -1:]
     elif options.top_p is not None:
         ordered = heated_BV.sort(-1, descending=True).values
     if options.top_p is not None:

@@ -188,7 +188,10 @@ def mc_returns(rewards: Tensor, mask: Tensor, *, gamma: float | Tensor = 1.0) ->
 
 
 def _read(call: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+    if mask is None:
+        mask = torch.ones_like(values, dtype=torch.bool)
+    else:
+        mask = mask.bool()
     if not values.is_floating_point() and values.shape == mask.shape and values.numel():
         values = _without_offset(values.long(), mask)
     return clean(f"{call}: the values", values, mask), mask

@@ -80,7 +80,8 @@ def distill(
                 expected=[*mask.shape, student.shape[-1]],
                 got=list(values.shape),
             )
-    p, q = widen(student), widen(teacher).detach()
+    p = widen(student)
+    q = widen(teacher).detach()
     # Where the mask is False the distribution is uniform over the candidates and the rest. A candidate that neither
     # model has adds nothing to the loss or its gradients.
     absent = (p == -torch.inf) & (q == -torch.inf)

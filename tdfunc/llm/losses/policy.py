@@ -120,7 +120,10 @@ def policy_gradient(
     if clip is not None:
         # 1 plus a small distance of 16 bits is 1.
         clip = (_wide(clip[0]), _wide(clip[1]))
-    limited = share if clip is None else share.clamp(min=1 - clip[0]).clamp(max=1 + clip[1])
+    if clip is None:
+        limited = share
+    else:
+        limited = share.clamp(min=1 - clip[0]).clamp(max=1 + clip[1])
     if surrogate == "weighted":
         value = limited.detach() * gain * new
     else:
@@ -392,7 +395,9 @@ def _describe(
 
 
 def _wide(value: float | Tensor) -> float | Tensor:
-    return widen(value) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return widen(value)
+    return value
 
 
 def _check_coefficient(name: str, value: float | Tensor, measured: Tensor | None, other: str) -> None:

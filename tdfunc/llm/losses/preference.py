@@ -231,7 +231,8 @@ def kto(
         )
     z = baseline.detach() if isinstance(baseline, Tensor) else baseline
     gaps = row_sums(new - ref, mask, average=False)
-    counted, desirable = mask.bool().any(-1), desirable.bool()
+    counted = mask.bool().any(-1)
+    desirable = desirable.bool()
     # 1 - sigmoid(x) is sigmoid(-x), which is exact where it is small.
     losses = torch.sigmoid(beta * torch.where(desirable, z - gaps, gaps - z))
     losses = torch.where(desirable, desirable_weight * losses, undesirable_weight * losses)
@@ -295,7 +296,8 @@ def _pairs(
 
 def _finish(losses: Tensor, counted: Tensor, rewards: Tensor, log_probs: Tensor) -> Loss:
     """Return the mean of the losses of pairs, and metrics from the rewards and log-probs (*B, 2) of their rows."""
-    rewards, log_probs = rewards.detach(), log_probs.detach()
+    rewards = rewards.detach()
+    log_probs = log_probs.detach()
     margins = rewards[..., 0] - rewards[..., 1]
 
     def average(values: Tensor) -> Tensor:

@@ -65,7 +65,10 @@ def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k:
         )
     if k > group_size:
         raise error(ValueError, "topk_rewards: k must be in 1 to group_size.", got=f"k={k}, group_size={group_size}")
-    per_row = rewards if rewards.ndim == 1 else rewards.flatten(1).double().mean(1)
+    if rewards.ndim == 1:
+        per_row = rewards
+    else:
+        per_row = rewards.flatten(1).double().mean(1)
     if bool(per_row.isnan().any()):
         raise error(
             ValueError, "topk_rewards: rewards must not be NaN.", got=f"row {int(per_row.isnan().nonzero()[0, 0])}"
@@ -175,5 +178,8 @@ def _check_positive(what: str, number: float | Tensor) -> None:
 
 def _kl_state(coef: float | Tensor) -> TensorDict:
     # In 16 bits a factor near 1 would not change it.
-    value = widen(coef.detach()) if isinstance(coef, Tensor) else torch.tensor(coef, dtype=torch.get_default_dtype())
+    if isinstance(coef, Tensor):
+        value = widen(coef.detach())
+    else:
+        value = torch.tensor(coef, dtype=torch.get_default_dtype())
     return TensorDict({"kl_coef": value})

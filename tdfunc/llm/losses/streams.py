@@ -57,7 +57,9 @@ def spread(what: str, values: Tensor, mask: Tensor) -> Tensor:
 def row_sums(values: Tensor, mask: Tensor, *, average: bool) -> Tensor:
     """Return the sum of each row of a clean stream, or its mean, (*B); 0 for rows without tokens."""
     total = values.sum(-1)
-    return total / mask.bool().sum(-1).clamp(min=1) if average else total
+    if average:
+        return total / mask.bool().sum(-1).clamp(min=1)
+    return total
 
 
 def mean(values: Tensor, mask: Tensor, normalize: Normalize = "token") -> Tensor:

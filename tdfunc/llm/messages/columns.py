@@ -78,7 +78,9 @@ def conversation_in(history: Any) -> Conversation:
     messages = messages_of(history)
     given = tools_of(messages)
     # Records were read before: a null is one that was written.
-    tools = read_tools(given, "History", is_filled=False) if given else None
+    tools = None
+    if given:
+        tools = read_tools(given, "History", is_filled=False)
     if given:
         messages = [{k: v for k, v in each.items() if k != "tools"} for each in messages]
     return Conversation(messages, tools)
@@ -126,7 +128,9 @@ def conversation_of(cls: Any, messages: Sequence[Message]) -> Any:
 def tools_of(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
     """Return the tools of a conversation, from its last message that has any."""
     found = [message["tools"] for message in messages if message.get("tools")]
-    return found[-1] if found else None
+    if found:
+        return found[-1]
+    return None
 
 
 def per_conversation(fn: Callable[..., Any], history: Any, *others: Any) -> Any:

@@ -121,4 +121,6 @@ def texts_of(content: Any) -> list[Any]:
 def text_of(content: Any) -> str | None:
     """Return the text of a content; None if a part is something else than text."""
     texts = texts_of(content)
-    return "".join(texts) if all([isinstance(text, str) for text in texts]) else None
+    if all([isinstance(text, str) for text in texts]):
+        return "".join(texts)
+    return None

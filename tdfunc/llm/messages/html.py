@@ -5,7 +5,9 @@ from html import escape
 from typing import Any
 
 # Conversations, messages of one, and characters of a text that are shown.
-CHATS, MESSAGES, CHARACTERS = 20, 200, 4000
+CHATS = 20
+MESSAGES = 200
+CHARACTERS = 4000
 
 _STYLE = (
     "<style>"
@@ -28,7 +30,10 @@ def chat_html(chats: list[Any]) -> str:
 
 
 def _chat(chat: Any, i: int, count: int) -> str:
-    messages, tools = (chat["messages"], chat.get("tools")) if isinstance(chat, dict) else (chat, None)
+    if isinstance(chat, dict):
+        messages, tools = (chat["messages"], chat.get("tools"))
+    else:
+        messages, tools = (chat, None)
     body = "".join([_message(message) for message in messages[:MESSAGES]])
     if len(messages) > MESSAGES:
         body += f"<small>{len(messages) - MESSAGES} more messages</small>"
@@ -68,8 +73,12 @@ def _text(value: Any) -> str:
 
 
 def _code(value: Any) -> str:
-    return "" if value is None else f"<code>{_text(_json(value))}</code>"
+    if value is None:
+        return ""
+    return f"<code>{_text(_json(value))}</code>"
 
 
 def _json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=repr)

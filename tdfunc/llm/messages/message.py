@@ -38,7 +38,9 @@ def read_messages(given: Sequence[Mapping[str, Any]], where: str) -> list[Messag
         ValueError: A field has two values under two names, of which one would be lost.
     """
     read = [read_message(message, f"{where}, message {i}") for i, message in enumerate(given)]
-    return [_without_filling(message) for message in read] if _is_filled(given) else read
+    if _is_filled(given):
+        return [_without_filling(message) for message in read]
+    return read
 
 
 def read_message(given: Mapping[str, Any], where: str) -> Message:
@@ -103,7 +105,9 @@ def _only_value(known: Any, value: Any, name: str, where: str) -> Any:
 
 def _without_empty(content: Any) -> Any:
     """Return a content whose parts have no entries that are None: a template may ask whether a part has an entry."""
-    return without_nulls(content) if isinstance(content, list) else content
+    if isinstance(content, list):
+        return without_nulls(content)
+    return content
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -126,7 +130,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     # A call may also be its function alone, as in data sets of Hermes.
     if isinstance(call, Mapping) and "function" not in call:
         call = _with_function(call)
-    function = call.get("function") if isinstance(call, Mapping) else None
+    function = None
+    if isinstance(call, Mapping):
+        function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise error(
             TypeError,
@@ -181,7 +187,9 @@ def read_tools(given: Any, where: str, *, is_filled: bool = True) -> list[Any] |
     Raises:
         TypeError: The tools are something else.
     """
-    value = None if given == "" else read_json(given)
+    value = None
+    if given != "":
+        value = read_json(given)
     if value is None:
         return None
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -209,7 +217,9 @@ def _read_tool(given: Any, where: str, has_filling: bool) -> Any:
             got=repr(given)[:200],
         )
     # A null in JSON text was written there by somebody.
-    return without_nulls(tool) if has_filling and not isinstance(given, str) else dict(tool)
+    if has_filling and not isinstance(given, str):
+        return without_nulls(tool)
+    return dict(tool)
 
 
 # Any: a nested value.

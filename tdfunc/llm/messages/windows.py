@@ -44,7 +44,10 @@ def windows_of(conversation: Conversation) -> list[Window]:
     found: list[Window] = []
     for n, (place, end) in enumerate(zip(places, ends, strict=True)):
         head = messages[: places[0]]
-        start = places[n - 1] if n else places[0]
+        if n:
+            start = places[n - 1]
+        else:
+            start = places[0]
         prompt = [*head, *messages[start:place]]
         turn = [*prompt, messages[place]]
         following = [*turn, *messages[place + 1 : end]]

@@ -71,7 +71,9 @@ def check_prompts(rows: Sequence[Row], size: Size) -> None:
     """
     for i, row in enumerate(rows):
         if not len(row.ids):
-            place = torch.unravel_index(torch.tensor(i), size) if size else ()
+            place = ()
+            if size:
+                place = torch.unravel_index(torch.tensor(i), size)
             raise error(
                 ValueError,
                 f"generate: the prompt of row {', '.join(str(int(at)) for at in place) or '0'} must have tokens.",
@@ -118,7 +120,10 @@ class TokenBatch:
         """Return the tokens of each row, without pads."""
         count = len(self.ids)
         prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt] * count
-        ends = [None] * count if self.is_complete is None else flat_list(self.is_complete, len(self.lead))
+        if self.is_complete is None:
+            ends = [None] * count
+        else:
+            ends = flat_list(self.is_complete, len(self.lead))
         wrote = [None] * count if self.assistant is None else self.assistant
         return [
             Row(
@@ -136,7 +141,9 @@ class TokenBatch:
 
     def parts(self, values: Tensor) -> dict[str, Any]:
         """Return values of the positions (N, T, *K) as `full`, and as `prompt` and `response` where these are known."""
-        full, at, n = self.shaped(values), len(self.lead), self.prompt
+        full = self.shaped(values)
+        at = len(self.lead)
+        n = self.prompt
         assert not isinstance(n, list)
         if n is None:
             return {"full": full}
@@ -151,10 +158,15 @@ class TokenBatch:
             behaviour: The log-probs under the sampler (N, T, *K), or None.
         """
         if self.lengths is None:
-            drawn = None if behaviour is None else self.parts(behaviour)["response"]
+            drawn = None
+            if behaviour is not None:
+                drawn = self.parts(behaviour)["response"]
             parts = self.parts(values)
             return LogProbs(**parts, mask=self.shaped(scored), behaviour=drawn, padded=True, batch_size=self.lead)
-        prompts = self.prompt if isinstance(self.prompt, list) else [None] * len(self.lengths)
+        if isinstance(self.prompt, list):
+            prompts = self.prompt
+        else:
+            prompts = [None] * len(self.lengths)
         rows = [
             Row(
                 self.ids[i, :length],
@@ -177,7 +189,9 @@ class TokenBatch:
         def together(name: str, join: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
             """Return the values of all rows as one tensor; None if a row has none, and without rows."""
             found = [getattr(row, name) for row in rows]
-            return self.shaped(join(found)) if found and not any([each is None for each in found]) else None
+            if found and not any([each is None for each in found]):
+                return self.shaped(join(found))
+            return None
 
         def in_responses(found: list[Tensor], fill: Any = 0) -> Tensor:
             assert not isinstance(self.prompt, list)
@@ -216,8 +230,13 @@ def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any, dtype: torch.dtype) 
     """Return values at the places of a mask; values with fewer numbers than the widest row's are filled up."""
     if not rows:
         return torch.full(mask.shape, fill, dtype=dtype, device=mask.device)
-    width = max([row.shape[-1] for row in rows]) if rows[0].dim() > 1 else 0
-    wide = [torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=fill) for row in rows] if width else rows
+    width = 0
+    if rows[0].dim() > 1:
+        width = max([row.shape[-1] for row in rows])
+    if width:
+        wide = [torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=fill) for row in rows]
+    else:
+        wide = rows
     flat = torch.cat(list(wide))
     shape = (*mask.shape, *flat.shape[1:])
     if not flat.shape[0]:
@@ -250,7 +269,9 @@ def padded_batch(
         least: The smallest number of positions of the prompts; given if rows have prompts, even for an empty list.
         side: The side of the padding of rows without parts.
     """
-    device = rows[0].ids.device if rows else None
+    device = None
+    if rows:
+        device = rows[0].ids.device
     known = (rows[0].prompt if rows else least) is not None
     sizes = [(row.prompt or 0 if known else len(row.ids), len(row.ids)) for row in rows]
     if not known and side == "right":
@@ -273,8 +294,13 @@ def ragged_records(rows: Sequence[Row], lead: Size, layout: torch.layout | None)
     """Return records in which each row has its own length: lazy stacks, or nested tensors in a layout of torch."""
     each = [_record_of(row) for row in rows]
     found = [nest(list(parts), lead) for parts in zip(*each, strict=True)]
-    records = Records(*found) if layout is None or not lead else Records(*[part.nested(layout) for part in found])
-    return records if all([row.log_probs is not None for row in rows]) else records._replace(log_probs=None)
+    if layout is None or not lead:
+        records = Records(*found)
+    else:
+        records = Records(*[part.nested(layout) for part in found])
+    if all([row.log_probs is not None for row in rows]):
+        return records
+    return records._replace(log_probs=None)
 
 
 def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:

@@ -134,16 +134,22 @@ def pack(rows: Rows) -> Packed:
     size = max(rows.ids.shape[1], 1)
     found = bins(lengths)
     shape = (max(len(found), 1), size)
-    ids, places = torch.zeros(shape, dtype=torch.int64), torch.zeros(rows.ids.shape, dtype=torch.int64)
-    positions, numbers = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    places = torch.zeros(rows.ids.shape, dtype=torch.int64)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    numbers = torch.zeros(shape, dtype=torch.int64)
     tokens = rows.ids.cpu()
     for i, members in enumerate(found):
         start = 0
         # The rest of a bin is also a row.
         for number, row in enumerate([*members, None]):
-            length = size - start if row is None else lengths[row]
+            if row is None:
+                length = size - start
+            else:
+                length = lengths[row]
             part = slice(start, start + length)
-            positions[i, part], numbers[i, part] = torch.arange(length), number
+            positions[i, part] = torch.arange(length)
+            numbers[i, part] = number
             if row is not None:
                 ids[i, part] = tokens[row, :length]
                 places[row, :length] = i * size + torch.arange(start, start + length)

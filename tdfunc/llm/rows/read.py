@@ -45,7 +45,10 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
     source = unravel(keys.source)
     record = get_value(td, source, None)
     is_record = isinstance(record, TensorCollection)
-    places = {name: (*source, name) for name in ("prompt", "response", "full")} if is_record else {field: source}
+    if is_record:
+        places = {name: (*source, name) for name in ("prompt", "response", "full")}
+    else:
+        places = {field: source}
     parts = {name: value for name, place in places.items() if (value := get_value(td, place, None)) is not None}
     known = field == "full" and "prompt" in parts and "response" in parts
     if field not in parts and not known:
@@ -58,10 +61,17 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
     if not isinstance(first, Tensor) or first.is_nested:
         batch = _read_ragged(td, keys, {name: places[name] for name in parts}, field, known, call)
     else:
-        ids = first if field in parts else torch.cat([first, parts["response"]], -1)
+        if field in parts:
+            ids = first
+        else:
+            ids = torch.cat([first, parts["response"]], -1)
         batch = _read_padded(td, keys, ids, parts, known, call)
-    ends = get_value(record, "is_complete", None) if is_record and field == "full" else None
-    return batch if ends is None else replace(batch, is_complete=ends)
+    ends = None
+    if is_record and field == "full":
+        ends = get_value(record, "is_complete", None)
+    if ends is None:
+        return batch
+    return replace(batch, is_complete=ends)
 
 
 def _read_padded(
@@ -71,7 +81,8 @@ def _read_padded(
 
     After a generation there are two: the mask of the prompts, and the mask of prompts and responses.
     """
-    masks, full = unravel(keys.masks), parts.get("full")
+    masks = unravel(keys.masks)
+    full = parts.get("full")
     own, wide = (get_value(td, path, None) for path in (keys.mask, (*masks, "all_attention_mask")))
     if own is None and isinstance(wide, Tensor) and isinstance(full, Tensor) and wide.shape == full.shape:
         # A prompt comes first.
@@ -84,7 +95,10 @@ def _read_padded(
             expected=f"shape {tuple(ids.shape)}",
             got=", ".join([f"shape {tuple(mask.shape)}" for mask in found]),
         )
-    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask(mask, call)
+    if mask is None:
+        mask = torch.ones_like(ids, dtype=torch.bool)
+    else:
+        mask = as_mask(mask, call)
     wrote = get_value(td, (*masks, "all_assistant_mask"), None)
     rows = Size((ids.shape[:-1].numel(), ids.shape[-1]))
     return TokenBatch(
@@ -100,7 +114,10 @@ def _read_ragged(
     td: TensorCollection, keys: TokenKeys, places: dict[str, Path], field: str, known: bool, call: str
 ) -> TokenBatch:
     """Return ragged tokens, padded at the right, with the first ragged masks that have their lengths."""
-    holder = get_value(td, next(iter(places.values()))[:-1]) if len(places) > 1 else td
+    if len(places) > 1:
+        holder = get_value(td, next(iter(places.values()))[:-1])
+    else:
+        holder = td
     lead = holder._batch_size
     if -1 in lead:
         raise LeafMismatchError(
@@ -111,7 +128,8 @@ def _read_ragged(
         )
     parts = {name: ragged_values(td, place) or [] for name, place in places.items()}
     rows = parts.get(field) or [torch.cat(pair) for pair in zip(parts["prompt"], parts["response"], strict=True)]
-    lengths, masks = [len(row) for row in rows], unravel(keys.masks)
+    lengths = [len(row) for row in rows]
+    masks = unravel(keys.masks)
     own, wide = (ragged_values(td, path) for path in (unravel(keys.mask), (*masks, "all_attention_mask")))
     if own is None and wide is not None and field == "prompt" and "full" in parts:
         # A prompt comes first.
@@ -133,7 +151,9 @@ def _read_ragged(
     wrote = ragged_values(td, (*masks, "all_assistant_mask"))
     if wrote is not None and [None if each is None else len(each) for each in wrote] != lengths:
         wrote = None
-    prompts = [len(row) for row in parts["prompt"]] if known else None
+    prompts = None
+    if known:
+        prompts = [len(row) for row in parts["prompt"]]
     return TokenBatch(ids, mask, lead, prompts, lengths, None if wrote is None else pad_rows(wrote, side="right")[0])
 
 
@@ -147,7 +167,9 @@ def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
     value = get_value(td, path[:1], None)
     if isinstance(value, TensorCollection) and len(path) > 1:
         return ragged_values(value, path[1:])
-    return None if value is None or (isinstance(value, Tensor) and not value.is_nested) else flat_list(value, size)
+    if value is None or (isinstance(value, Tensor) and not value.is_nested):
+        return None
+    return flat_list(value, size)
 
 
 def check_batch(batch: TokenBatch, td: TensorCollection, source: NestedKey, call: str) -> None:

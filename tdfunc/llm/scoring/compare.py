@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 # Largest differences in nats: of one computation in float32, and of logits in 16 bits.
-_EXACT, _ROUNDED = 1e-3, 0.5
+_EXACT = 1e-3
+_ROUNDED = 0.5
 
 
 def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "TensorDict":
@@ -54,9 +55,13 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
             got=", ".join(map(str, shapes[1:])),
         )
     both = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
-    for x in (a, b) if mask is None else ():
-        own = get_value(x, "mask", None) if isinstance(x, TensorCollection) else None
-        both = both if own is None else both & own
+    if mask is None:
+        for x in (a, b):
+            own = None
+            if isinstance(x, TensorCollection):
+                own = get_value(x, "mask", None)
+            if own is not None:
+                both = both & own
     if not both.any():
         raise error(ValueError, "compare: at least one token must have both log-probs.", got="an empty mask")
     gap = torch.where(both, second - first, 0)

@@ -39,7 +39,9 @@ class Head(NamedTuple):
         found = F.linear(hidden, weight, bias)
         if self.scale != 1.0:
             found = found * self.scale
-        return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap
+        if self.softcap is None:
+            return found
+        return torch.tanh(found / self.softcap) * self.softcap
 
 
 def chosen_log_probs(
@@ -69,7 +71,9 @@ def chosen_log_probs(
     else:
         # 16 bits would round it.
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        heat = None if temperature == 1.0 else hidden_ND.new_full((1, 1), temperature, dtype=wide)
+        heat = None
+        if temperature != 1.0:
+            heat = hidden_ND.new_full((1, 1), temperature, dtype=wide)
     weight, bias = output
     flat = hidden_ND, weight, bias, ids_NK, heat
     if is_compiling():
@@ -77,7 +81,8 @@ def chosen_log_probs(
         total = hidden_ND.shape[0]
         size = -(-total // _COMPILED_CHUNKS)
         end = (0, 0, 0, _COMPILED_CHUNKS * size - total)
-        heat = F.pad(temperature.unsqueeze(-1), end, value=1.0) if isinstance(temperature, Tensor) else heat
+        if isinstance(temperature, Tensor):
+            heat = F.pad(temperature.unsqueeze(-1), end, value=1.0)
         flat = F.pad(hidden_ND, end), weight, bias, F.pad(ids_NK, end), heat
         rows = [slice(i * size, (i + 1) * size) for i in range(_COMPILED_CHUNKS)]
         return torch.cat([_log_probs(head, *_cut(flat, part)) for part in rows])[:total]
@@ -113,7 +118,9 @@ def _log_probs(
 def _wide(logits: Tensor, heat: Tensor | None) -> Tensor:
     """Return logits in the dtype of their softmax, divided by the temperature."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide if heat is None else wide / heat
+    if heat is None:
+        return wide
+    return wide / heat
 
 
 class _Chosen(torch.autograd.Function):
@@ -139,7 +146,8 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad_NK,) = grad_outputs
         hidden, weight, bias, ids, heat = ctx.saved_tensors
-        head, needs = ctx.head, ctx.needs_input_grad
+        head = ctx.head
+        needs = ctx.needs_input_grad
         of_hidden: list[Tensor] = []
         of_heat: list[Tensor] = []
         of_weight: Any = None
@@ -147,7 +155,8 @@ class _Chosen(torch.autograd.Function):
         for part in _chunks(grad_NK.shape[0], ctx.size):
             x, _, _, chosen, warm = _cut((hidden, weight, bias, ids, heat), part)
             logits = head.logits(x, weight, bias)
-            wide, grad = _wide(logits, warm), grad_NK[part]
+            wide = _wide(logits, warm)
+            grad = grad_NK[part]
             slope = (-wide.softmax(-1) * grad.sum(-1, keepdim=True)).scatter_add(-1, chosen, grad)
             if warm is not None:
                 of_heat.append((slope * wide).sum(-1, keepdim=True) / -warm)
@@ -164,7 +173,9 @@ class _Chosen(torch.autograd.Function):
                 of_bias = _added(of_bias, slope.sum(0))
         of_weight = of_weight.to(weight.dtype) if needs[1] else None
         of_bias = of_bias.to(weight.dtype) if needs[2] else None
-        spread = torch.cat(of_heat).sum_to_size(heat.shape) if needs[4] else None
+        spread = None
+        if needs[4]:
+            spread = torch.cat(of_heat).sum_to_size(heat.shape)
         return torch.cat(of_hidden) if needs[0] else None, of_weight, of_bias, None, spread, None, None
 
 

@@ -78,14 +78,18 @@ def score_ids(
     chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(ids.unsqueeze(-1) if at is None else at), 0)
     scored = rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
     # Where values can be read, the head runs for tokens alone; elsewhere for pads too, whose results are dropped.
-    before, wanted, places = states[:, :-1].flatten(0, 1), chosen[:, 1:].flatten(0, 1), None
+    before = states[:, :-1].flatten(0, 1)
+    wanted = chosen[:, 1:].flatten(0, 1)
+    places = None
     heat = temperature
     if isinstance(temperature, Tensor):
         heat = temperature.reshape(-1, 1).expand(scored.shape[0], scored.shape[1] - 1).flatten()
     if has_values() and not scored[:, 1:].all():
         places = scored[:, 1:].flatten().nonzero().squeeze(-1)
-        before, wanted = before[places], wanted[places]
-        heat = heat[places] if isinstance(heat, Tensor) else heat
+        before = before[places]
+        wanted = wanted[places]
+        if isinstance(heat, Tensor):
+            heat = heat[places]
     if lm.head is None:
         found = log_probs_of(before, wanted, heat)
     else:
@@ -94,7 +98,8 @@ def score_ids(
         found = found.new_zeros((scored[:, 1:].numel(), found.shape[-1])).index_copy(0, places, found)
     found = found.reshape(*scored[:, 1:].shape, found.shape[-1])
     found = torch.where(scored.unsqueeze(-1), F.pad(found, (0, 0, 1, 0)), 0)
-    values, valid = rows.scatter(found), rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
+    values = rows.scatter(found)
+    valid = rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
     return Scores(values.squeeze(-1) if at is None else values, valid)
 
 
@@ -195,10 +200,14 @@ def _rows_of(lm: CausalLM, ids: Tensor, mask: Tensor | None, at: Tensor | None) 
             got=", ".join([_describe(each) for each in (ids, *others)]),
         )
     rows = compact(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask(mask, "score"))
-    limit, width = lm.max_length, rows.ids.shape[1]
+    limit = lm.max_length
+    width = rows.ids.shape[1]
     if limit is None or width <= limit or (lm.allow_long and lm.extendable):
         return rows
-    lengths = rows.mask.sum(1).tolist() if is_known(rows.mask) else [width]
+    if is_known(rows.mask):
+        lengths = rows.mask.sum(1).tolist()
+    else:
+        lengths = [width]
     raise error(
         ValueError,
         f"score: row {lengths.index(width)} must not be longer than the positions of {lm.family}.",
@@ -210,4 +219,6 @@ def _rows_of(lm: CausalLM, ids: Tensor, mask: Tensor | None, at: Tensor | None) 
 
 # Any: an argument out of its place.
 def _describe(given: Any) -> str:
-    return f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    if isinstance(given, Tensor):
+        return f"{given.dtype} of shape {tuple(given.shape)}"
+    return type(given).__name__

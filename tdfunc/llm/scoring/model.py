@@ -109,7 +109,9 @@ class CausalLM:
         run = LoraApply(lora, self.apply, False)  # pyright: ignore[reportArgumentType]
         # The head runs in chunks only without an adapter.
         module: Any = self.apply.module
-        head = module.get_output_embeddings() if self.head is not None else None
+        head = None
+        if self.head is not None:
+            head = module.get_output_embeddings()
         name = next((name for name, layer in module.named_modules() if layer is head), "")
         is_adapted = bool(name) and run.has_adapter(tuple(name.split(".")))
         return replace(self, apply=run, head=None if is_adapted else self.head)
@@ -203,7 +205,11 @@ def _first_length(config: Any, scaled: list[dict[str, Any]]) -> int:
 def _eos_ids(model: Any) -> tuple[int, ...]:
     """Return the tokens that end a response, of which a model may have none, one or several."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return () if found is None else tuple(found) if isinstance(found, list) else (found,)
+    if found is None:
+        return ()
+    if isinstance(found, list):
+        return tuple(found)
+    return (found,)
 
 
 # Any: the arguments of a function of the model.
@@ -220,7 +226,10 @@ def _call(model: nn.Module, **inputs: Any) -> Any:
 def _find_head(lm: CausalLM, params: Any, buffers: Any, config: Any) -> Head | None:
     """Return the steps that give the family's own logits on random tokens, if there are any."""
     divisor = getattr(config, "logits_scaling", None)
-    scale = 1.0 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0
+    if divisor:
+        scale = 1.0 / divisor
+    else:
+        scale = getattr(config, "logit_scale", None) or 1.0
     head = Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
     ids = torch.randint(config.vocab_size, (2, 5), generator=torch.Generator().manual_seed(0))
     ids = ids.to(next(iter(params.leaves())).device)

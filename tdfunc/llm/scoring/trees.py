@@ -80,21 +80,32 @@ def score(
     """
     check_choice("score: under", under, ("raw", "behaviour"))
     batch = _read(td, tokens_key, mask_key, "score")
-    support = _read_support(td, batch, unravel(log_probs_key)) if under == "behaviour" else None
-    wanted = batch.ids.unsqueeze(-1) if at is None else at.reshape(len(batch.ids), *at.shape[-2:])
-    chosen = wanted if support is None else torch.cat([wanted, support.clamp(min=0)], -1)
+    support = None
+    if under == "behaviour":
+        support = _read_support(td, batch, unravel(log_probs_key))
+    if at is None:
+        wanted = batch.ids.unsqueeze(-1)
+    else:
+        wanted = at.reshape(len(batch.ids), *at.shape[-2:])
+    if support is None:
+        chosen = wanted
+    else:
+        chosen = torch.cat([wanted, support.clamp(min=0)], -1)
     options = {"buffers": buffers, "temperature": temperature, "rng": rng}
     each, mask = score_ids(lm, params, batch.ids, batch.mask, at=chosen, **options)
-    full, of_support = each[..., : wanted.shape[-1]], each[..., wanted.shape[-1] :]
+    full = each[..., : wanted.shape[-1]]
+    of_support = each[..., wanted.shape[-1] :]
     behaviour = full if under == "behaviour" else None
     if support is not None:
-        kept, is_whole = torch.where(support >= 0, of_support, -torch.inf), (support < 0).all(-1, keepdim=True)
+        kept = torch.where(support >= 0, of_support, -torch.inf)
+        is_whole = (support < 0).all(-1, keepdim=True)
         is_left = is_whole | (wanted.unsqueeze(-1) == support.unsqueeze(-2)).any(-1)
         # Without truncation the sum over all tokens is 1.
         total = torch.where(is_whole, 0, kept.logsumexp(-1, keepdim=True))
         behaviour = torch.where(mask.unsqueeze(-1), torch.where(is_left, full - total, -torch.inf), 0)
     if at is None:
-        full, behaviour = full.squeeze(-1), None if behaviour is None else behaviour.squeeze(-1)
+        full = full.squeeze(-1)
+        behaviour = None if behaviour is None else behaviour.squeeze(-1)
     found = batch.log_probs(full, mask, behaviour)
     return td.set(log_probs_key, keep_draws(found, get_value(td, unravel(log_probs_key), None)))
 
@@ -191,18 +202,26 @@ class MaskedCategorical(Categorical):
 # Any: log-probs, or another entry in the place of the old ones.
 def keep_draws(new: Any, old: Any) -> Any:
     """Return log-probs with what describes the tokens in the old entry: `support`, `adjusted` and `version`."""
-    rows = flat_list(old, len(old._batch_size)) if isinstance(old, LogProbs) and old._is_lazy else [old]
+    if isinstance(old, LogProbs) and old._is_lazy:
+        rows = flat_list(old, len(old._batch_size))
+    else:
+        rows = [old]
     if all([not isinstance(row, LogProbs) or row.support is row.adjusted is row.version is None for row in rows]):
         return new
     if new._is_lazy:
         return lazy_stack([keep_draws(*pair) for pair in zip(new.unbind(0), old.unbind(0), strict=True)])
-    drawn, kept = new.response, None if old._is_lazy else old.support
+    drawn = new.response
+    kept = None if old._is_lazy else old.support
     if old._is_lazy or (drawn is not None and kept is not None and kept.shape[:-1] != drawn.shape[: kept.dim() - 1]):
         # In another layout.
         has_versions = any([row.version is not None for row in rows])
-        versions = nest([row.version for row in rows], new._batch_size, list) if has_versions and old._is_lazy else None
+        versions = None
+        if has_versions and old._is_lazy:
+            versions = nest([row.version for row in rows], new._batch_size, list)
         is_drawn = any([row.support is not None or row.adjusted is not None for row in rows])
-        adjusted = torch.ones(new._batch_size, dtype=torch.bool, device=new.full.device) if is_drawn else None
+        adjusted = None
+        if is_drawn:
+            adjusted = torch.ones(new._batch_size, dtype=torch.bool, device=new.full.device)
         return new.replace(adjusted=adjusted, version=versions if old._is_lazy else old.version)
     return new.replace(support=kept, adjusted=old.adjusted, version=old.version)
 
@@ -230,7 +249,10 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
             hint="for sampling with only a temperature, use the `response` of score(temperature=...).",
         )
     lazy = isinstance(record, TensorCollection) and record._is_lazy
-    records = flat_list(record, len(record._batch_size)) if lazy else [record]
+    if lazy:
+        records = flat_list(record, len(record._batch_size))
+    else:
+        records = [record]
     records = [each for each in records if isinstance(each, TensorCollection)]
     if any([get_value(each, "adjusted", None) is not None for each in records]):
         raise UnsupportedError(
@@ -242,8 +264,12 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
     parts: list[Any] = [get_value(each, "support", None) for each in records]
     if all([part is None for part in parts]):
         return None
-    parts = parts if lazy else list(parts[0].reshape(len(batch.ids), *parts[0].shape[-2:]))
-    starts = batch.prompt if isinstance(batch.prompt, list) else [batch.prompt] * len(parts)
+    if not lazy:
+        parts = list(parts[0].reshape(len(batch.ids), *parts[0].shape[-2:]))
+    if isinstance(batch.prompt, list):
+        starts = batch.prompt
+    else:
+        starts = [batch.prompt] * len(parts)
     width = max([part.shape[-1] for part in parts if part is not None])
     found = batch.ids.new_full((*batch.ids.shape, width), -1)
     for row, (start, part) in enumerate(zip(starts, parts, strict=True)):

@@ -53,7 +53,8 @@ class Marked(NamedTuple):
         end = len(self.text) if stop is None else stop
         inside: list[Span] = []
         for first, last, message in self.contents:
-            first, last = max(first, start), min(last, end)
+            first = max(first, start)
+            last = min(last, end)
             if first < last:
                 inside.append(Span(first - start, last - start, message))
         return Marked(self.text[start:end], inside, [])
@@ -157,7 +158,9 @@ class AbstractTemplate(ABC):
             text: The reply.
         """
         closing = closing_tag(prompt)
-        return self.parse_reply(text) if closing is None else continue_thinking(text, closing, self.parse_reply)
+        if closing is None:
+            return self.parse_reply(text)
+        return continue_thinking(text, closing, self.parse_reply)
 
     def render(
         self,
@@ -269,7 +272,9 @@ def check_safe(conversations: Sequence[Conversation], control: tuple[str, ...]) 
             texts = [*strings_in(message), _joined(message)]
             match = next((match for text in texts for match in controls_in(text, control)), None)
             if match is not None:
-                where = describe(each, i) if i < len(each.messages) else "the tools"
+                where = "the tools"
+                if i < len(each.messages):
+                    where = describe(each, i)
                 raise error(
                     ValueError,
                     f"{where} has the control string {match[0]!r} in its text, by which it could forge a message.",
@@ -371,9 +376,12 @@ class AbstractPieceTemplate(AbstractTemplate):
 
 
 def _marked(pieces: Sequence[Piece]) -> Marked:
-    at, contents, found = 0, list[Span](), list[Span]()
+    at = 0
+    contents = list[Span]()
+    found = list[Span]()
     for piece in pieces:
-        start, at = at, at + len(piece.text)
+        start = at
+        at = at + len(piece.text)
         if piece.is_content and piece.text:
             contents.append(Span(start, at, piece.message))
         if piece.is_reply and found and found[-1].stop == start and found[-1].message == piece.message:
@@ -466,7 +474,9 @@ def refuse_tools(tools: list[Any] | None, name: str) -> None:
 def arguments_text(call: dict[str, Any]) -> str:
     """Return the arguments of a call as JSON text; text stays as it is."""
     arguments = call["function"]["arguments"]
-    return arguments if isinstance(arguments, str) else to_json(arguments)
+    if isinstance(arguments, str):
+        return arguments
+    return to_json(arguments)
 
 
 def make_call(name: Any, arguments: Any) -> dict[str, Any]:
@@ -537,7 +547,9 @@ class from_tokenizer(Generic[V]):  # noqa: N801 - used as `property` is
     """
 
     def __init__(self, make: Callable[[Any], V]) -> None:
-        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+        self._make = make
+        self._name = make.__name__
+        self.__doc__ = make.__doc__
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> "from_tokenizer[V]": ...
@@ -546,7 +558,8 @@ class from_tokenizer(Generic[V]):  # noqa: N801 - used as `property` is
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
-        state, kept = _state_of(instance.tokenizer), instance.__dict__
+        state = _state_of(instance.tokenizer)
+        kept = instance.__dict__
         known = kept.get("_read")
         if known is None or known[0] != state:
             known = kept["_read"] = state, dict[str, Any]()

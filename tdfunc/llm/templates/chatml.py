@@ -29,10 +29,12 @@ _CALLS = (
     '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
     "</tool_call>"
 )
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_CALL = "<tool_call>"
+_CALL_END = "</tool_call>"
 _SPACE = re.compile(r"\s*")
 _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>(?:\n|$)", re.DOTALL)
-_START, _END = "<|im_start|>", "<|im_end|>"
+_START = "<|im_start|>"
+_END = "<|im_end|>"
 _HEADER = re.compile(rf"{re.escape(_START)}([^\n]*)\n")
 
 
@@ -82,9 +84,13 @@ class ChatML(AbstractPieceTemplate):
         if tools and (not messages or messages[0]["role"] != "system"):
             found += [Piece(f"{_START}system\n"), *_tool_pieces(tools, None), Piece(f"{_END}\n")]
         for i, message in enumerate(messages):
-            role, is_last = message["role"], i == len(messages) - 1
+            role = message["role"]
+            is_last = i == len(messages) - 1
             if role == "tool":
-                lead = "" if i and messages[i - 1]["role"] == "tool" else f"{_START}user"
+                if i and messages[i - 1]["role"] == "tool":
+                    lead = ""
+                else:
+                    lead = f"{_START}user"
                 found += interleave(i, f"{lead}\n<tool_response>\n", plain_text(conversation, i), "\n</tool_response>")
                 if (is_last and not open_end) or (not is_last and messages[i + 1]["role"] != "tool"):
                     found.append(Piece(f"{_END}\n", i))
@@ -100,17 +106,22 @@ class ChatML(AbstractPieceTemplate):
                     found += [Piece("\n\n", i), *_tool_pieces(tools, i)]
             if not (is_last and open_end):
                 found += [Piece(_END, i, is_reply=is_reply), Piece("\n", i)]
-        return [*found, Piece(f"{_START}assistant\n", len(messages))] if generation_prompt else found
+        if generation_prompt:
+            return [*found, Piece(f"{_START}assistant\n", len(messages))]
+        return found
 
     def _reply(self, conversation: Conversation, i: int, *, after_query: bool) -> list[Piece]:
-        message, is_last = conversation.messages[i], i == len(conversation.messages) - 1
-        text, thinking = plain_text(conversation, i), message.get("reasoning_content") or ""
+        message = conversation.messages[i]
+        is_last = i == len(conversation.messages) - 1
+        text = plain_text(conversation, i)
+        thinking = message.get("reasoning_content") or ""
         if self.drop_thinking:
             if not thinking and "</think>" in text:
                 thinking = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
                 text = text.split("</think>")[-1].lstrip("\n")
             thinking, shows = thinking.strip("\n"), after_query and (is_last or bool(thinking))
-            text = text.lstrip("\n") if shows else text
+            if shows:
+                text = text.lstrip("\n")
         else:
             shows = bool(thinking)
         found: list[Piece] = []
@@ -145,7 +156,9 @@ class ChatML(AbstractPieceTemplate):
             return [self.parse_reply(body)]
         # Without an end each start would be searched for one.
         may_have = role == "user" and body.startswith("<tool_response>") and body.endswith("</tool_response>")
-        responses = [match[1] for match in _RESPONSE.finditer(body)] if may_have else []
+        responses = []
+        if may_have:
+            responses = [match[1] for match in _RESPONSE.finditer(body)]
         joined = "\n".join(f"<tool_response>\n{each}\n</tool_response>" for each in responses)
         if responses and joined == body:
             return [{"role": "tool", "content": each} for each in responses]
@@ -153,7 +166,8 @@ class ChatML(AbstractPieceTemplate):
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
         message: Message = {"role": "assistant"}
-        rest, thinking = text, None
+        rest = text
+        thinking = None
         if text.lstrip().startswith("<think>") or "</think>" in text:
             before, closed, rest = text.partition("</think>")
             if not closed:
@@ -163,7 +177,8 @@ class ChatML(AbstractPieceTemplate):
                 return unparsed(text, "there is text before the thinking")
             # The prompt may have started it.
             thinking = inside if started else before
-            thinking, rest = thinking.strip("\n"), rest.lstrip("\n")
+            thinking = thinking.strip("\n")
+            rest = rest.lstrip("\n")
         content, opened, calls = rest.partition(_CALL)
         if opened:
             try:

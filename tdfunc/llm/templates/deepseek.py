@@ -21,12 +21,19 @@ from tdfunc.llm.templates.base import (
     unparsed,
 )
 
-_BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-_USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
-_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _NAME, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_OUTPUTS, _OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"
-_OUTPUT, _OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
+_BEGIN = "<｜begin▁of▁sentence｜>"
+_END = "<｜end▁of▁sentence｜>"
+_USER = "<｜User｜>"
+_ASSISTANT = "<｜Assistant｜>"
+_CALLS = "<｜tool▁calls▁begin｜>"
+_CALLS_END = "<｜tool▁calls▁end｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+_NAME = "<｜tool▁sep｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+_OUTPUTS = "<｜tool▁outputs▁begin｜>"
+_OUTPUTS_END = "<｜tool▁outputs▁end｜>"
+_OUTPUT = "<｜tool▁output▁begin｜>"
+_OUTPUT_END = "<｜tool▁output▁end｜>"
 _ONE_CALL = re.compile(rf"\n?{_CALL}function{_NAME}([^\n]*)\n```json\n(.*?)\n```{_CALL_END}", re.DOTALL)
 _RESULTS = re.compile(f"{_OUTPUT}(.*){_OUTPUT_END}", re.DOTALL)
 _TURN = re.compile(f"{_USER}|{_ASSISTANT}|{_OUTPUTS}|{_END}")
@@ -66,8 +73,11 @@ class DeepSeek(AbstractPieceTemplate):
             found += interleave(i, "\n\n" if i != systems[0] else "", plain_text(conversation, i))
         others = [i for i in range(len(messages)) if i not in systems]
         for place, i in enumerate(others):
-            role, last = messages[i]["role"], i == others[-1]
-            before = messages[others[place - 1]]["role"] if place else None
+            role = messages[i]["role"]
+            last = i == others[-1]
+            before = None
+            if place:
+                before = messages[others[place - 1]]["role"]
             text = plain_text(conversation, i)
             refuse(conversation, i, "reasoning_content", *(() if role == "assistant" else ("tool_calls",)))
             if role == "assistant":
@@ -90,16 +100,24 @@ class DeepSeek(AbstractPieceTemplate):
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
         messages: list[Message] = []
-        at = len(_BEGIN) if text.startswith(_BEGIN) else 0
+        at = 0
+        if text.startswith(_BEGIN):
+            at = len(_BEGIN)
         turn = _TURN.search(text, at)
-        start = len(text) if turn is None else turn.start()
+        if turn is None:
+            start = len(text)
+        else:
+            start = turn.start()
         if start > at:
             messages.append({"role": "system", "content": text[at:start]})
         at = start
         while at < len(text):
             if text.startswith(_USER, at):
                 turn = _TURN.search(text, at + len(_USER))
-                stop = len(text) if turn is None else turn.start()
+                if turn is None:
+                    stop = len(text)
+                else:
+                    stop = turn.start()
                 messages.append({"role": "user", "content": text[at + len(_USER) : stop]})
                 at = stop
             elif text.startswith(_OUTPUTS, at):
@@ -143,7 +161,11 @@ class DeepSeek(AbstractPieceTemplate):
 def _call_pieces(message: Message, i: int) -> list[Piece]:
     found: list[Piece] = []
     for n, call in enumerate(message.get("tool_calls") or ()):
-        start, end = f"\n{_CALL}function{_NAME}" if n else f"{_CALL}function{_NAME}", f"\n```{_CALL_END}"
+        if n:
+            start = f"\n{_CALL}function{_NAME}"
+        else:
+            start = f"{_CALL}function{_NAME}"
+        end = f"\n```{_CALL_END}"
         parts = start, call["function"]["name"], "\n```json\n", arguments_text(call), end
         found += interleave(i, *parts, is_reply=True)
     if found:

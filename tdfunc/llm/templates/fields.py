@@ -84,7 +84,9 @@ class Coverage:
         before: str | None = None
         for i, message in enumerate(messages):
             # A reply with its ids is not rendered for them.
-            fields = () if message.get("token_ids") else _fields_of(message, has_thinking=i > last_user)
+            fields = ()
+            if not message.get("token_ids"):
+                fields = _fields_of(message, has_thinking=i > last_user)
             kind = _kind_of(message, before, fields, has_tools=bool(conversation.tools))
             before = message["role"]
             if kind in self.known:
@@ -131,7 +133,9 @@ class Coverage:
             short = Conversation([*messages[:i], message], tools)
             found = [short, Conversation([*messages[:i], message, *messages[i + 1 :]], tools)]
             # Some templates write only the thinking behind the last question.
-            return [Conversation([_QUESTION, message], tools), *found] if field == "reasoning_content" else found
+            if field == "reasoning_content":
+                return [Conversation([_QUESTION, message], tools), *found]
+            return found
 
         if self._is_lost(conversation, with_message(changed), markers.made, with_message(emptied)):
             return True
@@ -142,7 +146,9 @@ class Coverage:
         messages, tools = conversation
         content = messages[i]["content"]
         others = _other_parts(content)
-        whole = self._text(conversation) if others else None
+        whole = None
+        if others:
+            whole = self._text(conversation)
         if whole is None:
             return False
         for place in others:
@@ -162,7 +168,8 @@ class Coverage:
         texts = [text for text in map(self._text, marked) if text is not None]
         if texts:
             return not any([all([marker in text for marker in made]) for text in texts])
-        whole, without = self._text(given), self._text(emptied[-1])
+        whole = self._text(given)
+        without = self._text(emptied[-1])
         return whole is not None and whole == without
 
     def _text(self, conversation: Conversation) -> str | None:
@@ -223,7 +230,9 @@ def _has_parameters(tool: Any) -> bool:
         return False
     schema: Mapping[str, Any] = tool
     function = schema.get("function", schema)
-    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    parameters = None
+    if isinstance(function, Mapping):
+        parameters = function.get("parameters")
     return isinstance(parameters, Mapping) and bool(parameters.get("properties"))
 
 
@@ -257,7 +266,9 @@ class _Markers:
         text = part if isinstance(part, str) else part.get("text")
         if not isinstance(text, str) or not text.strip():
             return part
-        return self._new() if isinstance(part, str) else {**part, "text": self._new()}
+        if isinstance(part, str):
+            return self._new()
+        return {**part, "text": self._new()}
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -269,7 +280,9 @@ class _Markers:
         if isinstance(value, Mapping):
             names: Mapping[str, Any] = value
             return {name: self._new() for name in names}
-        return self._new() if isinstance(value, str) and value.strip() else value
+        if isinstance(value, str) and value.strip():
+            return self._new()
+        return value
 
     def tool(self, tool: Any) -> Any:
         """Return a schema with markers in place of the names of the function and of its parameters."""

@@ -18,7 +18,9 @@ from tdfunc.llm.templates.base import (
     refuse_tools,
 )
 
-_BEGIN, _START, _END = "<bos>", "<start_of_turn>", "<end_of_turn>"
+_BEGIN = "<bos>"
+_START = "<start_of_turn>"
+_END = "<end_of_turn>"
 _HEADER = re.compile(rf"{_START}(user|model)\n")
 
 
@@ -66,10 +68,14 @@ class Gemma(AbstractPieceTemplate):
                 found += [Piece(_END, i, is_reply=is_reply), Piece("\n", i)]
         if has_system and len(messages) == 1:
             raise UnsupportedError("gemma: a system message must come with a message of the user, which contains it.")
-        return [*found, Piece(f"{_START}model\n", len(messages))] if generation_prompt else found
+        if generation_prompt:
+            return [*found, Piece(f"{_START}model\n", len(messages))]
+        return found
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
-        at = len(_BEGIN) if text.startswith(_BEGIN) else 0
+        at = 0
+        if text.startswith(_BEGIN):
+            at = len(_BEGIN)
         expected = f"{_START}user or model, and a line break"
         turns = read_turns(text, at, _HEADER, _END, gap="\n", expected=expected)
         roles = {"user": "user", "model": "assistant"}

@@ -85,7 +85,9 @@ class JinjaTemplate(AbstractTemplate):
         chat = Conversation([{"role": "user", "content": "a"}])
         without = self._texts([chat])[0]
         with_prompt = self._texts([chat], generation_prompt=True)[0]
-        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+        if with_prompt.startswith(without):
+            return with_prompt[len(without) :]
+        return ""
 
     @from_tokenizer
     def end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -111,7 +113,9 @@ class JinjaTemplate(AbstractTemplate):
         if start is None:
             return self.end
         before = self._turns.to_user.partition(start)[0]
-        return before.strip() if before.strip() in self.control else self.end
+        if before.strip() in self.control:
+            return before.strip()
+        return self.end
 
     @from_tokenizer
     def arguments(self) -> str:
@@ -211,11 +215,15 @@ class JinjaTemplate(AbstractTemplate):
         names = set[str]().union(*[message for chat in chats for message in chat])
         if not names <= _RENDERED:
             chats = [[{name: each[name] for name in each if name in _RENDERED} for each in chat] for chat in chats]
-        return [[self._as_dict(each) for each in chat] for chat in chats] if "tool_calls" in names else chats
+        if "tool_calls" in names:
+            return [[self._as_dict(each) for each in chat] for chat in chats]
+        return chats
 
     def _as_dict(self, message: Message) -> Message:
         calls = [self._as_call(call) for call in message.get("tool_calls", [])]
-        return {**message, "tool_calls": calls} if calls else message
+        if calls:
+            return {**message, "tool_calls": calls}
+        return message
 
     def _as_call(self, call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -253,7 +261,9 @@ class JinjaTemplate(AbstractTemplate):
         options = {"add_generation_prompt": generation_prompt, "continue_final_message": open_end}
         chats = self._as_dicts(conversations)
         if all([not each.tools for each in conversations]):
-            return self._render(chats, None, **options) if chats else []
+            if chats:
+                return self._render(chats, None, **options)
+            return []
         return [self._render([chat], each.tools, **options)[0] for chat, each in zip(chats, conversations, strict=True)]
 
     def marked_all(  # noqa: D102 - as the interface
@@ -344,7 +354,9 @@ class JinjaTemplate(AbstractTemplate):
         return continue_thinking(text, self._closing, self._parse_alike)
 
     def _parse_alike(self, text: str) -> Message:
-        return {"role": "assistant", "content": text} if self.alike is None else self.alike.parse_reply(text)
+        if self.alike is None:
+            return {"role": "assistant", "content": text}
+        return self.alike.parse_reply(text)
 
     @from_tokenizer
     def _closing(self) -> str | None:

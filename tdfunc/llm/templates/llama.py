@@ -21,8 +21,11 @@ from tdfunc.llm.templates.base import (
     unparsed,
 )
 
-_BEGIN, _START, _STOP = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"
-_END, _MORE = "<|eot_id|>", "<|eom_id|>"
+_BEGIN = "<|begin_of_text|>"
+_START = "<|start_header_id|>"
+_STOP = "<|end_header_id|>"
+_END = "<|eot_id|>"
+_MORE = "<|eom_id|>"
 _TOOLS = (
     "Given the following functions, please respond with a JSON for a function call "
     "with its proper arguments that best answers the given prompt.\n\n"
@@ -76,7 +79,9 @@ class Llama(AbstractPieceTemplate):
             raise UnsupportedError("llama: the tools must come with a first message of the user, which contains them.")
         for i in range(int(has_system), len(messages)):
             message = messages[i]
-            role = "ipython" if message["role"] == "tool" else message["role"]
+            role = "ipython"
+            if message["role"] != "tool":
+                role = message["role"]
             found += interleave(i, _START, role, f"{_STOP}\n\n")
             if tools and i == int(has_system):
                 found.append(Piece(_TOOLS, i))
@@ -92,12 +97,16 @@ class Llama(AbstractPieceTemplate):
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
         messages: list[Message] = []
         tools: list[Any] | None = None
-        at = len(_BEGIN) if text.startswith(_BEGIN) else 0
-        first_user, expected = True, f"{_START}role{_STOP} and two line breaks"
+        at = 0
+        if text.startswith(_BEGIN):
+            at = len(_BEGIN)
+        first_user = True
+        expected = f"{_START}role{_STOP} and two line breaks"
         for role, body, cut in read_turns(text, at, _HEADER, _END, expected=expected):
             if role == "system" and not messages:
                 dates = _DATES.match(body)
-                body = body[dates.end() :] if dates else body
+                if dates:
+                    body = body[dates.end() :]
                 if not body:
                     continue
             elif role == "user" and first_user:
@@ -130,11 +139,15 @@ class Llama(AbstractPieceTemplate):
 def _body(conversation: Conversation, i: int) -> list[Piece]:
     message = conversation.messages[i]
     refuse(conversation, i, "reasoning_content")
-    text, calls = plain_text(conversation, i), message.get("tool_calls")
+    text = plain_text(conversation, i)
+    calls = message.get("tool_calls")
     is_reply = message["role"] == "assistant"
     if not calls:
         # Results of tools are JSON, text included.
-        text = to_json(text) if message["role"] in ("tool", "ipython") else text.strip()
+        if message["role"] in ("tool", "ipython"):
+            text = to_json(text)
+        else:
+            text = text.strip()
         return [Piece(text, i, is_content=True, is_reply=is_reply)]
     if len(calls) > 1 or text or not is_reply:
         raise UnsupportedError(

@@ -54,7 +54,9 @@ class Alignment:
     def _deep(self, value: Any, owner: int | None, is_marked: bool) -> Any:
         if isinstance(value, str):
             forged = self._control is not None and any([mark in value for mark in self._control])
-            return self._marker(value, owner) if is_marked or forged else value
+            if is_marked or forged:
+                return self._marker(value, owner)
+            return value
         if isinstance(value, list):
             return [self._deep(item, owner, is_marked) for item in value]
         if isinstance(value, dict):
@@ -176,7 +178,9 @@ def _end(text: str, start: int, form: str, following: str) -> int:
     """Return the place after a form and the text that follows it, or -1 if they are not at this place."""
     middle = start + len(form)
     is_here = text.startswith(form, start) and text.startswith(following, middle)
-    return middle + len(following) if is_here else -1
+    if is_here:
+        return middle + len(following)
+    return -1
 
 
 def _forms(text: str) -> list[str]:
@@ -219,7 +223,9 @@ class ReplySearch(NamedTuple):
             marked = [None] * len(texts)
         found: list[list[Span]] = []
         for conversation, text, alignment, other in zip(conversations, texts, alignments, marked, strict=True):
-            headed = None if other is None else self._by_markers(conversation, text, other, alignment, strict=True)
+            headed = None
+            if other is not None:
+                headed = self._by_markers(conversation, text, other, alignment, strict=True)
             spans = self._by_prefixes(conversation, text) if headed is None else headed
             if spans is None:
                 other = self.template.texts([alignment.marked], **options)[0]
@@ -251,9 +257,15 @@ class ReplySearch(NamedTuple):
                     f"{describe(conversation, i)} has no place in the text: the template drops it.",
                     got=repr(text[:300]),
                 )
-            before = contents[own[0] - 1].stop if own[0] else 0
-            after = contents[own[-1] + 1].start if own[-1] + 1 < len(contents) else len(text)
-            start, stop = contents[own[0]].start, contents[own[-1]].stop
+            before = 0
+            if own[0]:
+                before = contents[own[0] - 1].stop
+            if own[-1] + 1 < len(contents):
+                after = contents[own[-1] + 1].start
+            else:
+                after = len(text)
+            start = contents[own[0]].start
+            stop = contents[own[-1]].stop
             header = self.template.header
             at = text.rfind(header, before, start) if header else -1
             if at == -1 and strict:
@@ -293,7 +305,9 @@ class ReplySearch(NamedTuple):
         """Return the place behind the end of turn of a reply that starts at a place."""
         end = self.template.end
         ended = turn.rfind(end, start) if end else -1
-        return ended + len(end) if ended != -1 else len(turn)
+        if ended != -1:
+            return ended + len(end)
+        return len(turn)
 
     def _by_windows(self, conversation: Conversation, text: str) -> list[Span] | None:
         """Return the spans of replies whose windows follow each other in the text; None if they do not."""

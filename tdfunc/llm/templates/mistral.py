@@ -20,11 +20,17 @@ from tdfunc.llm.templates.base import (
     unparsed,
 )
 
-_BEGIN, _END = "<s>", "</s>"
-_SYSTEM, _SYSTEM_END = "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"
-_TOOLS, _TOOLS_END = "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"
-_USER, _USER_END = "[INST]", "[/INST]"
-_RESULT, _RESULT_TEXT, _RESULT_END = "[TOOL_RESULTS]", "[TOOL_CONTENT]", "[/TOOL_RESULTS]"
+_BEGIN = "<s>"
+_END = "</s>"
+_SYSTEM = "[SYSTEM_PROMPT]"
+_SYSTEM_END = "[/SYSTEM_PROMPT]"
+_TOOLS = "[AVAILABLE_TOOLS]"
+_TOOLS_END = "[/AVAILABLE_TOOLS]"
+_USER = "[INST]"
+_USER_END = "[/INST]"
+_RESULT = "[TOOL_RESULTS]"
+_RESULT_TEXT = "[TOOL_CONTENT]"
+_RESULT_END = "[/TOOL_RESULTS]"
 _CALLS = "[TOOL_CALLS]"
 _BRACKETS = {_SYSTEM: _SYSTEM_END, _TOOLS: _TOOLS_END, _USER: _USER_END, _RESULT: _RESULT_END}
 _OPEN = re.compile("|".join(re.escape(each) for each in _BRACKETS))
@@ -60,7 +66,8 @@ class Mistral(AbstractPieceTemplate):
         if tools and last_user < 0:
             raise UnsupportedError("mistral: the tools must come with a message of the user, which follows them.")
         for i, message in enumerate(messages):
-            role, text = message["role"], plain_text(conversation, i)
+            role = message["role"]
+            text = plain_text(conversation, i)
             refuse(conversation, i, "reasoning_content", *(() if role == "assistant" else ("tool_calls",)))
             close = not (open_end and i == len(messages) - 1)
             if role == "assistant":
@@ -68,7 +75,8 @@ class Mistral(AbstractPieceTemplate):
                 found += _call_pieces(message, i)
                 found.append(Piece(_END if close else "", i, is_reply=True))
             elif role == "tool":
-                call, end = message.get("tool_call_id") or "", _RESULT_END if close else ""
+                call = message.get("tool_call_id") or ""
+                end = _RESULT_END if close else ""
                 found += interleave(i, _RESULT, call, _RESULT_TEXT, text, end)
             elif role in ("user", "system"):
                 if tools and i == last_user:
@@ -83,7 +91,9 @@ class Mistral(AbstractPieceTemplate):
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
         messages: list[Message] = []
         tools: list[Any] | None = None
-        at = len(_BEGIN) if text.startswith(_BEGIN) else 0
+        at = 0
+        if text.startswith(_BEGIN):
+            at = len(_BEGIN)
         while at < len(text):
             start = _OPEN.match(text, at)
             if start is None:
@@ -123,14 +133,18 @@ def _call_pieces(message: Message, i: int) -> list[Piece]:
         function = call["function"]
         one = {"name": function["name"], "arguments": read_json(function["arguments"])}
         given.append(one | ({"id": call["id"]} if call.get("id") else {}))
-    return interleave(i, _CALLS, to_json(given), is_reply=True) if given else []
+    if given:
+        return interleave(i, _CALLS, to_json(given), is_reply=True)
+    return []
 
 
 def _read_call(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or not {"name", "arguments"} <= given.keys() <= {"name", "arguments", "id"}:
         raise ValueError(f"a call has a name, arguments and an id, got {given!r}")
     call = make_call(given["name"], given["arguments"])
-    return {"id": given["id"], **call} if "id" in given else call
+    if "id" in given:
+        return {"id": given["id"], **call}
+    return call
 
 
 mistral: Mistral = Mistral()

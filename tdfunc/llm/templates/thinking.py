@@ -15,7 +15,9 @@ def closing_tag(prompt: str) -> str | None:
     found = _OPENED.search(prompt[-200:])
     if found is None:
         return None
-    return f"</{found['angle']}>" if found["angle"] else f"[/{found['square']}]"
+    if found["angle"]:
+        return f"</{found['angle']}>"
+    return f"[/{found['square']}]"
 
 
 def continue_thinking(text: str, closing: str, parse: Callable[[str], Message]) -> Message:

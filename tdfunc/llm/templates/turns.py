@@ -29,17 +29,23 @@ class Turns(NamedTuple):
 
     def readings(self, text: str) -> list[list[Message]]:
         """Return the possible conversations of a text, whose end may be missing, the likeliest first."""
-        found = [self._read(text.removeprefix(self.first))] if text.startswith(self.first) else []
+        found = []
+        if text.startswith(self.first):
+            found = [self._read(text.removeprefix(self.first))]
         if self.system is not None and text.startswith(self.system[0]):
             content, closed, rest = text.removeprefix(self.system[0]).partition(self.system[1])
             if closed:
                 # Where the text begins alike with and without one, it is without.
-                at = 0 if len(self.system[0]) > len(self.first) else len(found)
+                if len(self.system[0]) > len(self.first):
+                    at = 0
+                else:
+                    at = len(found)
                 found.insert(at, [{"role": "system", "content": content}, *self._read(rest)])
         return found
 
     def _read(self, text: str) -> list[Message]:
-        role, other = "user", "assistant"
+        role = "user"
+        other = "assistant"
         content, found, rest = text.partition(self.to_reply)
         messages: list[Message] = []
         while found:
@@ -65,12 +71,15 @@ def learn_turns(render: Callable[[list[Message], bool], str]) -> Turns | None:
         places = _PLACES[: len(roles)]
         text = render([{"role": role, "content": place} for role, place in zip(roles, places, strict=True)], header)
         match = re.fullmatch("(.*)".join(["", *map(re.escape, places), ""]), text, re.DOTALL)
-        return match.groups() if match else ()
+        if match:
+            return match.groups()
+        return ()
 
     # A template in Jinja may raise any error.
     try:
         first, to_reply, to_user, again, end = around("user", "assistant", "user", "assistant")
-        asked, header = around("user")[1], around("user", header=True)[1]
+        asked = around("user")[1]
+        header = around("user", header=True)[1]
         ends = {"user": (header, asked, asked.rstrip()), "assistant": (end, end.rstrip())}
     except Exception:
         return None
@@ -79,4 +88,6 @@ def learn_turns(render: Callable[[list[Message], bool], str]) -> Turns | None:
         system = (before, behind)
     except Exception:
         system = None
-    return Turns(first, system, to_reply, to_user, ends) if to_reply == again and to_reply and to_user else None
+    if to_reply == again and to_reply and to_user:
+        return Turns(first, system, to_reply, to_user, ends)
+    return None

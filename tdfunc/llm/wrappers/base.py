@@ -64,7 +64,9 @@ class _Option:
 
     # Any: the option's own type.
     def __get__(self, wrapper: Any, owner: Any = None) -> Any:
-        return self if wrapper is None else getattr(wrapper._options, self._name)
+        if wrapper is None:
+            return self
+        return getattr(wrapper._options, self._name)
 
     def __set__(self, wrapper: Any, value: Any) -> None:
         raise ImmutableError(
@@ -192,7 +194,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         self._pad = 0 if own is None else pad_id_of(own)
         self._outputs = {kind: as_key(key) for kind, key in options.outputs.items()}
         self.in_keys: Sequence[NestedKey] = [as_key(options.source)]
-        selected = None if self._source is None else [key for key in self.out_keys]
+        selected = None
+        if self._source is not None:
+            selected = [key for key in self.out_keys]
         self.out_keys: Sequence[NestedKey] = list(self._outputs.values())
         self._source = None
         if selected is not None:
@@ -278,25 +282,30 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             return torch.device(self.device)
         if td._device is not None:
             return td._device
-        near = inputs.rows[:1] if self.input_mode == "tokens" else []
+        near = []
+        if self.input_mode == "tokens":
+            near = inputs.rows[:1]
         return next((each.device for each in [*[row.ids for row in near], *results]), torch.device("cpu"))
 
     # -- scoring ------------------------------------------------------------------------------------------------
 
     def _scored(self, td: Any, out: Any, training: bool, key: Any) -> dict[str, Any]:
         """Return the outputs of scoring, by their kinds; the record that was read does not change."""
-        lead, mode = td._batch_size, self.input_mode
+        lead = td._batch_size
+        mode = self.input_mode
         inputs = self._reader.read(td, "full")
         rows = self._score_rows(td, inputs, training, key)
         padded = self.pad_output or not rows
-        records = self._batch(rows, inputs, lead).records(rows) if padded else ragged_records(rows, lead, self.layout)
+        if padded:
+            records = self._batch(rows, inputs, lead).records(rows)
+        else:
+            records = ragged_records(rows, lead, self.layout)
         values: dict[str, Any] = records._asdict()
         if mode != "tokens" and (out is not td or self.in_keys[0] != self._outputs.get(mode)):
-            values[mode] = (
-                Text(full=nest(inputs.texts, lead, list), batch_size=lead)
-                if inputs.texts is not None
-                else ChatHistory(full=nest(inputs.chats or [], lead), batch_size=lead)
-            )
+            if inputs.texts is not None:
+                values[mode] = Text(full=nest(inputs.texts, lead, list), batch_size=lead)
+            else:
+                values[mode] = ChatHistory(full=nest(inputs.chats or [], lead), batch_size=lead)
         if mode == "history":
             texts = row_texts(self._text_tokenizer, inputs.rows)
             values["text"] = Text(full=nest(texts, lead, list), batch_size=lead)
@@ -318,9 +327,14 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def _batch(self, rows: list[Row], inputs: Inputs, lead: Size, side: str = "left") -> TokenBatch:
         """Return the padded tokens as they came in; other rows padded at a side."""
         if inputs.batch is not None:
-            return inputs.batch.to(rows[0].ids.device) if rows else inputs.batch
+            if rows:
+                return inputs.batch.to(rows[0].ids.device)
+            return inputs.batch
         # Of parts that are not known, so that each row is in one piece.
-        whole = rows if side == "left" else [replace(row, prompt=None) for row in rows]
+        if side == "left":
+            whole = rows
+        else:
+            whole = [replace(row, prompt=None) for row in rows]
         return padded_batch(whole, lead, pad=self._pad, side=side)
 
     def log_prob(self, tensordict: Any, *, training: bool = False, key: Any = None) -> Tensor:
@@ -411,7 +425,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
         else:
             batch = self._padded(tensordict, padding_side)
-            logits, tokens = tensordict[logits_key], batch.shaped(batch.mask)
+            logits = tensordict[logits_key]
+            tokens = batch.shaped(batch.mask)
         drawn = tokens & (tokens.cumsum(-1) > 1)
         own = drawn if mask_key is None else as_mask(tensordict[mask_key], "get_dist")
         for name, shape in (("the logits", logits.shape[:-1]), ("the mask", own.shape)):
@@ -430,7 +445,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def _generated(self, td: Any, key: Any) -> dict[str, Any]:
         """Return the outputs of generation, by their kinds."""
         inputs = self._reader.read(td, "prompt")
-        options, count = self._generation, self._generation.num_return_sequences
+        options = self._generation
+        count = self._generation.num_return_sequences
         lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
         responses = self._draw_rows([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
         prompts = [row for row in inputs.rows for _ in range(count)]
@@ -442,7 +458,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             rows = joined_rows(prompts, responses, options, device)
             if self.pad_output or not rows:
                 # As wide as the given prompts, whose masks stay in the tree.
-                least = 0 if inputs.batch is None else inputs.batch.ids.shape[1]
+                least = 0
+                if inputs.batch is not None:
+                    least = inputs.batch.ids.shape[1]
                 values |= padded_records(rows, lead, pad=self._pad, least=least)._asdict()
             else:
                 values |= ragged_records(rows, lead, self.layout)._asdict()
@@ -455,19 +473,24 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             values["history"] = self._replied(inputs.chats, before, responses, whole, lead)
         skips = options.skip_special_tokens
         texts = reply_texts(self._text_tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
-        full, ends = [a + b for a, b in zip(before, texts, strict=True)], [each.finish_reason for each in responses]
+        full = [a + b for a, b in zip(before, texts, strict=True)]
+        ends = [each.finish_reason for each in responses]
         lists = nest_all(lead, list, prompt=before, response=texts, full=full, finish_reason=ends)
         values["text"] = Text(**lists, batch_size=lead)
         return values
 
     def _draw_rows(self, prompts: list[Tensor], keys: Tensor | None) -> list[Response]:
         """Return the responses of the backend to prompts, together with those to other threads' prompts."""
-        options, scored = self._generation, self._options.prompt_log_probs
+        options = self._generation
+        scored = self._options.prompt_log_probs
         if self._batcher is None:
             return self.generate_tokens(prompts, options, keys=keys, prompt_log_probs=scored)
         group = ("generate", options, scored)
         count = options.num_return_sequences
-        own = [None] * len(prompts) if keys is None else keys.split(count)
+        if keys is None:
+            own = [None] * len(prompts)
+        else:
+            own = keys.split(count)
         requests = [(group, prompt, each) for prompt, each in zip(prompts, own, strict=True)]
         futures = [self._batcher.submit(request, group=group) for request in requests]
         return [response for future in futures for response in future.result()]
@@ -512,7 +535,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             with torch.set_grad_enabled(how[0]):
                 return self.score_tokens(rows)
         options, scored = how
-        keys = None if requests[0][2] is None else torch.cat([each for _, _, each in requests])
+        keys = None
+        if requests[0][2] is not None:
+            keys = torch.cat([each for _, _, each in requests])
         found = self.generate_tokens(rows, options, keys=keys, prompt_log_probs=scored)
         count = options.num_return_sequences
         return [found[i * count : (i + 1) * count] for i in range(len(rows))]
@@ -532,7 +557,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         Args:
             flush: Run these rows first, so that their callers receive results; otherwise cancel the calls.
         """
-        return [] if self._batcher is None else self._batcher.cleanup(flush=flush)
+        if self._batcher is None:
+            return []
+        return self._batcher.cleanup(flush=flush)
 
     # -- versions -----------------------------------------------------------------------------------------------
 
@@ -563,7 +590,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     @property
     def collector(self) -> Any:
         """The collector that was registered, or None."""
-        return None if self._collector is None else self._collector()
+        if self._collector is None:
+            return None
+        return self._collector()
 
     def __getstate__(self) -> dict[str, Any]:
         # It has no meaning in another process.
@@ -575,7 +604,9 @@ def _with_options(cls: type[LLMWrapperBase]) -> inspect.Signature:
     own = list(inspect.signature(cls.__init__).parameters.values())[1:]
     given = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {each.name for each in given}
-    options = inspect.signature(WrapperOptions).parameters.values() if len(given) < len(own) else ()
+    options = ()
+    if len(given) < len(own):
+        options = inspect.signature(WrapperOptions).parameters.values()
     return inspect.Signature([*given, *[each for each in options if each.name not in names]])
 
 

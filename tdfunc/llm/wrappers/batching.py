@@ -104,7 +104,8 @@ class Batcher(Generic[Q, R]):
         `queue_size` counts the waiting requests; `pending_futures` also counts the requests of the running batch.
         """
         with self._queue.changed:
-            waiting, running = len(self._queue.waiting), len(self._queue.running)
+            waiting = len(self._queue.waiting)
+            running = len(self._queue.running)
         return {
             "queue_size": waiting,
             "pending_futures": waiting + running,
@@ -197,7 +198,9 @@ class _Queue:
     """The requests that wait, oldest first; it has no reference to the batcher other than by them."""
 
     def __init__(self, min_size: int, max_size: int | None, timeout_s: float) -> None:
-        self.min_size, self.max_size, self.timeout_s = min_size, max_size, timeout_s
+        self.min_size = min_size
+        self.max_size = max_size
+        self.timeout_s = timeout_s
         self.changed = threading.Condition()
         # An OrderedDict, since the first key of a dict is slow to find after many others were removed before it.
         self.waiting: OrderedDict[Future[Any], _Entry] = OrderedDict()
@@ -299,7 +302,9 @@ def _serve(queue: _Queue) -> None:
 def _serve_batch(queue: _Queue) -> bool:
     """Answer one batch; a function of its own, so that no local variable keeps the batcher alive between batches."""
     entries = queue.take()
-    parts = [entries] if entries else []
+    parts = []
+    if entries:
+        parts = [entries]
     while parts:
         part = parts.pop()
         outcome = _attempt(part[0].owner._run, [entry.request for entry in part])

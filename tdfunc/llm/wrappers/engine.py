@@ -197,12 +197,18 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         params = sampling_options("vLLMWrapper", options)
         rows = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         if options.max_new_tokens == 0:
-            scores = self.score_tokens(rows) if prompt_log_probs else [None] * len(rows)
+            if prompt_log_probs:
+                scores = self.score_tokens(rows)
+            else:
+                scores = [None] * len(rows)
             nothing = nothing_drawn(options)._replace(version=version)
             return [nothing._replace(prompt_log_probs=score) for score in scores]
         if prompt_log_probs:
             params["prompt_logprobs"] = 0
-        seeds = [None] * len(rows) if keys is None else seeds_of(keys)
+        if keys is None:
+            seeds = [None] * len(rows)
+        else:
+            seeds = seeds_of(keys)
         made = self.engine.run(rows, [{**params, "seed": seed} for seed in seeds])
         return [_response(out, options, row.device) for row, out in zip(rows, made, strict=True)]
 
@@ -219,7 +225,9 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             raise UnsupportedError("vLLMWrapper: the engine has no dropout.", got="training=True")
         filled = [i for i, row in enumerate(rows) if len(row)]
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        made = self.engine.run([rows[i] for i in filled], [params] * len(filled)) if filled else []
+        made = []
+        if filled:
+            made = self.engine.run([rows[i] for i in filled], [params] * len(filled))
         found = [torch.zeros(0) for _ in rows]
         for i, out in zip(filled, made, strict=True):
             found[i] = _prompt_log_probs(out)

@@ -97,14 +97,18 @@ class Reader:
         """Return the texts of the batch."""
         path = unravel(self.keys.source)
         value = self._entry(td, field)
-        size, record = td._batch_size, get_value(td, path)
+        size = td._batch_size
+        record = get_value(td, path)
         if isinstance(value, str):
             texts = [value] * size.numel()
         elif isinstance(record, TensorCollection) and record._is_lazy:
             # Its values follow the dimension of the stack, which need not be the first.
             texts = ragged_values(td, (*path, field)) or []
         else:
-            texts = ragged_values(td, path) or [] if td._is_lazy else flat_list(value, len(size))
+            if td._is_lazy:
+                texts = ragged_values(td, path) or []
+            else:
+                texts = flat_list(value, len(size))
         wrong = [text for text in texts if not isinstance(text, str)]
         if wrong:
             raise LeafMismatchError(

@@ -29,7 +29,8 @@ class NestedCategorical(MaskedCategorical):
                 "get_dist: nested tensors have one batch dimension.", got=f"batch size {list(mask.shape[:-1])}"
             )
         super().__init__(logits, mask)
-        self._tokens, self._layout = tokens, layout
+        self._tokens = tokens
+        self._layout = layout
 
     def _nested(self, values_NT: Tensor) -> Tensor:
         rows = [row[valid] for row, valid in zip(values_NT, self._tokens, strict=True)]

@@ -25,7 +25,8 @@ from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.raw import raw_bytes
 
 # The tokens of one prompt of a proof, and how many candidates of the next token it compares.
-PROMPT, CANDIDATES = 256, 5
+PROMPT = 256
+CANDIDATES = 5
 # The label of weights that were sent and not proven.
 _UNPROVEN = "unproven: "
 
@@ -148,10 +149,14 @@ def push_tree(
     """
     check_choice("push: proof", proof, ("prompt", "full"))
     leaves, buffers = _leaves_of(tree, own_buffers, lm.apply.module)
-    key = random.key(int.from_bytes(os.urandom(7), "big")) if key is None else random.key_of(key)
+    if key is None:
+        key = random.key(int.from_bytes(os.urandom(7), "big"))
+    else:
+        key = random.key_of(key)
     vocabulary, length = engine.limits()
     # The tree scores one token more.
-    length = length if lm.max_length is None else min(length, lm.max_length - 1)
+    if lm.max_length is not None:
+        length = min(length, lm.max_length - 1)
     prompts = draw_prompts(key, vocabulary, length, whole=proof == "full")
     # The cache now has this prompt under the present weights. If it were kept, the verification would fail.
     engine.probe(prompts[0])
@@ -205,7 +210,9 @@ def _leaves_of(tree: Any, own_buffers: Any, module: Any) -> tuple[dict[str, Tens
     """Return the leaves of a tree by the names of the model's state_dict, and the buffers that it lacks."""
     shapes = {name: leaf.shape for name, leaf in module.state_dict().items()}
     is_tied = getattr(module.config, "tie_word_embeddings", False)
-    tied = list(getattr(module, "_tied_weights_keys", None) or []) if is_tied else []
+    tied = []
+    if is_tied:
+        tied = list(getattr(module, "_tied_weights_keys", None) or [])
     flat = {dotted(path): leaf for path, leaf in iter_leaves(tree)}
     # A tree may also have the buffers, some of which checkpoints contain.
     own = {name for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -243,7 +250,8 @@ def _difference(lm: CausalLM, tree: Any, buffers: Any, ids: Tensor, found: Probe
     """Return the largest difference between the log-probs of an engine and a tree; NaN counts as infinite."""
     device = next(iter(tree.leaves())).device
     # One more place, at which the candidates continue the prompt.
-    row, count = torch.cat([ids, ids[:1]]).to(device), len(found.candidates)
+    row = torch.cat([ids, ids[:1]]).to(device)
+    count = len(found.candidates)
     at = torch.cat([ids.unsqueeze(1).expand(-1, count), found.candidates.unsqueeze(0)]).to(device)
     with torch.no_grad():
         own = score_ids(lm, tree, row.unsqueeze(0), buffers=buffers, at=at.unsqueeze(0)).log_probs[0].cpu()

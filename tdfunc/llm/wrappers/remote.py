@@ -31,7 +31,8 @@ from tdfunc.llm.wrappers.server import Server, ServerOptions
 from tdfunc.random.draws import KeyLike
 
 T = TypeVar("T")
-_IDS, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+_IDS = "/inference/v1/generate"
+_COMPLETIONS = "/v1/completions"
 # The answers to the first by servers that do not have it; vLLM's is 403, without `--enable-scale-out`.
 _ABSENT = (403, 404, 405, 501)
 # The second gives ids, and names those of log-probs, on request.
@@ -241,7 +242,10 @@ class RemoteWrapper(LLMWrapperBase):
         if options.max_new_tokens == 0:
             found = [nothing_drawn(options)] * len(rows)
         else:
-            seeds = [None] * len(rows) if keys is None else seeds_of(keys)
+            if keys is None:
+                seeds = [None] * len(rows)
+            else:
+                seeds = seeds_of(keys)
             found = self._server.each(
                 lambda job: self._request_response(*job, options), list(zip(range(len(rows)), rows, seeds, strict=True))
             )
@@ -271,7 +275,8 @@ class RemoteWrapper(LLMWrapperBase):
 
     def _request_response(self, index: int, ids: list[int], seed: int | None, options: GenerationOptions) -> Response:
         """Return the response to one prompt, from the endpoint that the server has."""
-        where, sampling = f"RemoteWrapper: response {index}", sampling_options("RemoteWrapper", options)
+        where = f"RemoteWrapper: response {index}"
+        sampling = sampling_options("RemoteWrapper", options)
         tokens = options.max_new_tokens or 0
         if seed is not None:
             sampling["seed"] = seed
@@ -336,7 +341,9 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
         )
     _check_prompt(choices, ids)
     texts = [choice["text"] for choice in choices if choice.get("text") is not None]
-    text = "".join(texts) if texts else None
+    text = None
+    if texts:
+        text = "".join(texts)
     parts = [choice.get("token_ids") for choice in choices]
     if None in parts:
         if any([part is not None for part in parts]):
@@ -351,7 +358,9 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
     spans = [str(span["version"]) for choice in choices for span in choice.get("weight_versions") or ()]
     for label in spans:
         proven_label(label)
-    log_probs = _log_probs(_labelled(choices), tokens) if options.logprobs else None
+    log_probs = None
+    if options.logprobs:
+        log_probs = _log_probs(_labelled(choices), tokens)
     return Response(
         torch.tensor(tokens, dtype=torch.int64),
         reason,
@@ -395,7 +404,9 @@ def _labelled(choices: list[Any]) -> list[tuple[float, int | None]]:
 def _id_of(name: Any) -> int | None:
     """Return the id that a name of a token has; None for its text."""
     if isinstance(name, str):
-        return int(name.removeprefix("token_id:")) if name.startswith("token_id:") else None
+        if name.startswith("token_id:"):
+            return int(name.removeprefix("token_id:"))
+        return None
     return name
 
 

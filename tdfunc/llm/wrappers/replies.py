@@ -57,6 +57,8 @@ def reply_messages(
             reason = "stop_string"
         if message.get("tool_calls") and reason == "stop":
             reason = "tool_calls"
-        own = {"token_ids": ids} if ids else {}
+        own = {}
+        if ids:
+            own = {"token_ids": ids}
         found.append(message | {"finish_reason": reason, "is_complete": reason != "length"} | own)
     return found

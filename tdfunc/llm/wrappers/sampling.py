@@ -50,7 +50,9 @@ def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }
-    return {**found, "logprobs": 0} if options.logprobs else found
+    if options.logprobs:
+        return {**found, "logprobs": 0}
+    return found
 
 
 def seeds_of(keys: Tensor) -> list[int]:

@@ -26,7 +26,8 @@ _LONGEST_WAIT_S = 60.0
 # The largest answer: more than a prompt of a million tokens with its log-probs.
 _MOST_BYTES = 1 << 30
 # A server may send empty events, or some for its own ends, but not for ever.
-_MOST_EVENTS, _EVENTS_PER_TOKEN = 1000, 4
+_MOST_EVENTS = 1000
+_EVENTS_PER_TOKEN = 4
 # The errors of code that reads an answer of another form: numbers of any size and nesting of any depth are valid JSON.
 _FORM_ERRORS = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RecursionError)
 
@@ -64,7 +65,8 @@ class Server:
         import httpx2
 
         if self._client is None or self._pid != os.getpid():
-            options, count = self.options, self.options.max_concurrency
+            options = self.options
+            count = self.options.max_concurrency
             seconds = None if options.timeout_s == math.inf else options.timeout_s
             self._client = httpx2.Client(
                 base_url=options.base_url.rstrip("/").removesuffix("/v1"),
@@ -117,7 +119,9 @@ class Server:
 
         def pause(state: tenacity.RetryCallState) -> float:
             given: float | None = getattr(state.outcome and state.outcome.exception(), "retry_after_s", None)
-            return backoff(state) if given is None else given
+            if given is None:
+                return backoff(state)
+            return given
 
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self.options.max_retries + 1),
@@ -250,13 +254,18 @@ def _refusal(response: "httpx2.Response", content: bytes, where: str) -> RemoteE
 def _retry_after_s(response: "httpx2.Response") -> float | None:
     """Return the seconds that the server asks to wait; None without a number."""
     seconds: str = response.headers.get("Retry-After", "")
-    return float(seconds) if seconds.isdecimal() else None
+    if seconds.isdecimal():
+        return float(seconds)
+    return None
 
 
 # Any: JSON.
 def _failure(event: dict[str, Any], where: str) -> RemoteError:
     """Return the error of a stream that reports one."""
-    found = event["error"] if isinstance(event["error"], dict) else {"message": event["error"]}
+    if isinstance(event["error"], dict):
+        found = event["error"]
+    else:
+        found = {"message": event["error"]}
     err = RemoteError(f"{where}: the stream must end with a response.", got=found.get("message"))
     code = found.get("code")
     err.status = code if isinstance(code, int) else None

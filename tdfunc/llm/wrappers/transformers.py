@@ -68,7 +68,8 @@ class TransformersWrapper(LLMWrapperBase):
 
     # Any: a tree.
     def _with_params(self, params: Any) -> "Self":
-        new, own = self._shell(), split(params)[1]
+        new = self._shell()
+        own = split(params)[1]
         # Rows of other threads have other parameters.
         new._batcher = None
         new._trees = params, None if own.leaves() else split(from_module(self.model))[1]

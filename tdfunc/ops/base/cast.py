@@ -47,10 +47,14 @@ def to(tree: T, device: torch.device | None = None, dtype: torch.dtype | None = 
         if dtype is not None:
             options["dtype"] = dtype
         # The methods named after a dtype take half the time of `to`.
-        method = _CASTS.get(dtype) if device is None else None
+        method = None
+        if device is None:
+            method = _CASTS.get(dtype)
         plain = None if method is None else lambda _: methodcaller(method)
         tree = tree._map(LeafOp("to", lambda x: x.to(**options), plain=plain))
-    return tree if device is None else on_device(tree, device)
+    if device is None:
+        return tree
+    return on_device(tree, device)
 
 
 def on_device(tree: T, device: torch.device | None) -> T:
@@ -73,7 +77,9 @@ def to_each(tree: T, where: dict[Any, Any], *, non_blocking: bool = False) -> T:
     if not changed:
         return tree
     tree = replace(tree, changed)
-    return on_device(tree, None) if any(x.device != tree._device for x in moved) else tree
+    if any(x.device != tree._device for x in moved):
+        return on_device(tree, None)
+    return tree
 
 
 def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
@@ -84,7 +90,8 @@ def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
         return False
     if source.is_floating_point or target.is_floating_point:
         return target.is_floating_point
-    given, kept = torch.iinfo(source), torch.iinfo(target)
+    given = torch.iinfo(source)
+    kept = torch.iinfo(target)
     return kept.min <= given.min and given.max <= kept.max
 
 
@@ -105,7 +112,9 @@ def clone(tree: T, recurse: bool) -> T:
     if not recurse:
         return tree
     done = foreach_leaves(tree, "_foreach_clone")
-    return done if done is not None else tree._map(LeafOp("clone", methodcaller("clone")))
+    if done is not None:
+        return done
+    return tree._map(LeafOp("clone", methodcaller("clone")))
 
 
 def detach(tree: T) -> T:

@@ -39,8 +39,13 @@ def convert(value: Any, size: Size, device: torch.device | None, where: str) -> 
     if isinstance(value, Tensor):
         return _tensor(value, size, device, where)
     if isinstance(value, TensorCollection):
-        tree = value if value._batch_size[: len(size)] == size else resize(value, size, where)
-        return tree if device is None else to(tree, device)
+        if value._batch_size[: len(size)] == size:
+            tree = value
+        else:
+            tree = resize(value, size, where)
+        if device is None:
+            return tree
+        return to(tree, device)
     if isinstance(value, NonTensorBase):
         return _nontensor(value, size, where)
     if isinstance(value, Mapping):
@@ -105,7 +110,9 @@ def _tensor(value: Tensor, size: Size, device: torch.device | None, where: str) 
 
 def _nontensor(value: NonTensorBase, size: Size, where: str) -> NonTensorBase:
     if isinstance(value, NonTensorData):
-        return value.rebatch(size) if value.shape[: len(size)] != size else value
+        if value.shape[: len(size)] != size:
+            return value.rebatch(size)
+        return value
     check_lead(value.shape, size, where)
     return value
 
@@ -116,7 +123,10 @@ def resize(tree: T, size: Size, where: str = "") -> T:
     for key, node in tree._data.items():
         path = f"{where}.{key}" if where else key
         if isinstance(node, TensorCollection):
-            data[key] = node if node._batch_size[: len(size)] == size else resize(node, size, path)
+            if node._batch_size[: len(size)] == size:
+                data[key] = node
+            else:
+                data[key] = resize(node, size, path)
         else:
             data[key] = convert(node, size, None, path)
     names = tree._names and as_names([*tree._names[: len(size)], *[None] * (len(size) - len(tree._names))], len(size))
@@ -153,9 +163,11 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
                 raise _no_dtype(repr(where), value, err) from err
         else:
             return _tensor(tensor, size, device, where)
-    depth, level = 0, value
+    depth = 0
+    level = value
     while isinstance(level, (list, tuple)) and level and depth < max(len(size), 1):
-        depth, level = depth + 1, level[0]
+        depth = depth + 1
+        level = level[0]
     return as_rows(value, depth, size, where)
 
 
@@ -223,7 +235,8 @@ def read_mapping(
         data[key] = node
         trees = trees or isinstance(node, TensorCollection)
     for key, inner in nested.items():
-        path, mine = f"{where}.{key}" if where else key, data[key]
+        path = f"{where}.{key}" if where else key
+        mine = data[key]
         inner_size = mine._batch_size if isinstance(mine, TensorCollection) else size
         tree = build(TensorCollection._open, inner, inner_size, device, path)
         data[key] = tree if mine is None else _join(mine, tree, path)
@@ -260,4 +273,6 @@ def join_nodes(
 def lift_ties(data: dict[str, Node]) -> Static | None:
     """Return the ties of the sub-trees among the nodes of a tree, as its static data."""
     tied = [(key, node) for key, node in data.items() if isinstance(node, TensorCollection) and node._ties]
-    return Static({}, merge(*[lift(node._ties, key) for key, node in tied])) if tied else None
+    if tied:
+        return Static({}, merge(*[lift(node._ties, key) for key, node in tied]))
+    return None

@@ -36,7 +36,9 @@ def foreach_leaves(tree: T, name: str, *args: Any) -> T | None:
     if not can_foreach():
         return None
     columns = gather((tree,))
-    return None if columns is None else _run(tree, name, *columns, *args)
+    if columns is None:
+        return None
+    return _run(tree, name, *columns, *args)
 
 
 def _run(tree: T, name: str, leaves: list[Tensor], *args: Any) -> T | None:
@@ -61,7 +63,9 @@ def unary(tree: T, name: str, foreach: str | None, **kwargs: Any) -> T:
         if done is not None:
             return done
     elif name == "isfinite":
-        columns = gather((tree,)) if can_foreach() else None
+        columns = None
+        if can_foreach():
+            columns = gather((tree,))
         if columns is not None and all(map(Tensor.is_floating_point, columns[0])):
             # x - x is NaN where x is not finite: faster than `torch.isfinite`.
             with torch.no_grad():
@@ -78,7 +82,9 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
         foreach = None
     fn = getattr(torch, name)
     if isinstance(other, TensorCollection):
-        done = foreach_pairs(tree, other, foreach) if foreach is not None else None
+        done = None
+        if foreach is not None:
+            done = foreach_pairs(tree, other, foreach)
         if done is not None:
             return done
         check_same(tree, other, name)
@@ -90,21 +96,31 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
             # Non-tensor data by value, so that `(a == b).all()` sees them.
             if not isinstance(x, NonTensorBase):
                 return fn(x, y)
-            return x.equal(y) if name == "eq" else ~x.equal(y)
+            if name == "eq":
+                return x.equal(y)
+            return ~x.equal(y)
 
         return tree._shape(LeafOp(name, compare, size, batch=True, plain=lambda _: fn), other)
     number = _as_number(other)
     if number is not None:
-        done = foreach_leaves(tree, foreach, number) if foreach is not None else None
+        done = None
+        if foreach is not None:
+            done = foreach_leaves(tree, foreach, number)
         call: Callable[..., Any] = _WITH_NUMBER.get(name) or fn
-        return done if done is not None else tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
+        if done is not None:
+            return done
+        return tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
     return tree._map(over_batch_op(tree, name, lambda x, y: fn(x, y, **kwargs), _as_tensor(other, name)))
 
 
 def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T | None:
     """Run one foreach kernel over the pairs of leaves of two trees, or return None if it does not apply."""
-    columns = gather((tree, other)) if can_foreach() else None
-    return None if columns is None or not _same_shapes(*columns) else _run(tree, name, *columns, *args)
+    columns = None
+    if can_foreach():
+        columns = gather((tree, other))
+    if columns is None or not _same_shapes(*columns):
+        return None
+    return _run(tree, name, *columns, *args)
 
 
 def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -> Callable[[Size], Size] | None:
@@ -117,12 +133,15 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
         LeafMismatchError: Two leaves differ in their number of features; a batch dimension would meet a feature.
         BatchSizeError: The batch sizes do not broadcast.
     """
-    mine, theirs = tree._batch_size, other._batch_size
+    mine = tree._batch_size
+    theirs = other._batch_size
     if mine == theirs and _plain_twins(tree, other):
-        values, others = tree._data.values(), other._data.values()
+        values = tree._data.values()
+        others = other._data.values()
         if _same_shapes(values, others):
             return None
-    n, m = len(mine), len(theirs)
+    n = len(mine)
+    m = len(theirs)
     if not _check_features(tree, other, _Batches(n, m, n > 0 or m > 0), call, ()) or mine == theirs:
         return None
     size = broadcast(mine, theirs)
@@ -130,14 +149,17 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
         raise BatchSizeError(
             f"{call}: the batch sizes do not broadcast.", expected=str(list(mine)), got=str(list(theirs))
         )
-    return None if size == mine else lambda old: size + old[n:]
+    if size == mine:
+        return None
+    return lambda old: size + old[n:]
 
 
 def _plain_twins(tree: TensorCollection, other: TensorCollection) -> bool:
     """Return True if both hold nothing but plain tensors, under the same keys in one order, and no ties."""
     if is_compiling() or type(tree) is not type(other) or tree._ties or other._ties:
         return False
-    mine, theirs = tree._data, other._data
+    mine = tree._data
+    theirs = other._data
     return (
         PLAIN.issuperset(map(type, mine.values()))
         and PLAIN.issuperset(map(type, theirs.values()))
@@ -167,9 +189,12 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
         # The keys of a stack are those that its trees share; a tree may lack another.
         check_keys(inner, part, call, at)
         if _check_features(inner, part, _Batches(dims.mine - 1, dims.theirs - 1, dims.aligned), call, at):
-            mine, theirs = inner._batch_size, part._batch_size
+            mine = inner._batch_size
+            theirs = part._batch_size
             if mine != theirs and -1 not in (*mine, *theirs) and not fits_into(theirs, mine):
-                where = f" at {dotted(at)!r}" if at else ""
+                where = ""
+                if at:
+                    where = f" at {dotted(at)!r}"
                 raise BatchSizeError(
                     f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree.",
                     expected=str(list(mine)),
@@ -183,7 +208,8 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
         return False
     differ = False
     for key in tree._keys():
-        node, twin = tree._get(key), other._get(key)
+        node = tree._get(key)
+        twin = other._get(key)
         if isinstance(node, TensorCollection):
             differ |= _check_features(node, twin, dims, call, (*at, key))
         elif isinstance(node, Tensor) and isinstance(twin, Tensor) and shape_of(node) != shape_of(twin):
@@ -200,7 +226,8 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
 
 def reversed_binary(tree: T, other: Any, name: str, method: str | None = None, **kwargs: Any) -> T:
     """Apply `torch.<name>(other, leaf)`, or to a number the operator's method, which rounds quotients differently."""
-    fn, number = getattr(torch, name), _as_number(other)
+    fn = getattr(torch, name)
+    number = _as_number(other)
     if number is not None:
         leaf = operator.methodcaller(method, number) if method is not None else lambda x: fn(number, x, **kwargs)
         return tree._map(LeafOp(name, leaf))
@@ -235,7 +262,8 @@ def _as_tensor(other: Any, name: str) -> Tensor:
 
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
     """Describe `fn(leaf, *operands)` for operands over the batch."""
-    size, n = tree._batch_size, len(tree._batch_size)
+    size = tree._batch_size
+    n = len(tree._batch_size)
     for other in others:
         # Along a ragged dimension, which is -1, an operand can only be constant.
         if other.dim() and not fits_into(other.shape, size):

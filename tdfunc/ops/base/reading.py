@@ -22,11 +22,13 @@ def get(tree: TensorCollection, key: NestedKey, default: Any = UNSET) -> Node:
 
 def _find(tree: TensorCollection, path: Path, default: Any) -> tuple[TensorCollection, Node]:
     """Return the node at a path and the tree that it is in."""
-    parent, node = tree, cast("Any", tree)
+    parent = tree
+    node = cast("Any", tree)
     for i, part in enumerate(path):
         is_tree = isinstance(node, TensorCollection)
         if is_tree and part in node._keys():
-            parent, node = node, node._get(part)
+            parent = node
+            node = node._get(part)
         elif default is not UNSET:
             return parent, default
         else:
@@ -120,7 +122,10 @@ def entries(tree: TensorCollection) -> list[Entry]:
 def kind_of(tree: TensorCollection, path: Path) -> Kind | None:
     """Return the recorded kind of a leaf."""
     for key in path[:-1]:
-        tree = tree._data[key] if key in tree._data else tree._get(key)
+        if key in tree._data:
+            tree = tree._data[key]
+        else:
+            tree = tree._get(key)
     return tree._kinds.get(path[-1])
 
 
@@ -153,7 +158,10 @@ class KeysView(Set[Any]):
     __slots__ = ("_leaves_only", "_nested", "_sort", "_tree")
 
     def __init__(self, tree: TensorCollection, nested: bool, leaves_only: bool, sort: bool) -> None:
-        self._tree, self._nested, self._leaves_only, self._sort = tree, nested, leaves_only, sort
+        self._tree = tree
+        self._nested = nested
+        self._leaves_only = leaves_only
+        self._sort = sort
 
     # `keys() & other` is a plain set.
     @classmethod

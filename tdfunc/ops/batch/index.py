@@ -46,7 +46,10 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
 
     def call(shape: Size) -> LeafFn:
         features = shape[n:]
-        wide = index.reshape(index.shape + (1,) * len(features)) if features else index
+        if features:
+            wide = index.reshape(index.shape + (1,) * len(features))
+        else:
+            wide = index
         return methodcaller("gather", dim, wide.expand(index.shape + features))
 
     gathered, plain = by_shape(call)
@@ -96,11 +99,15 @@ def where(condition: Tensor, tree: T, other: Any) -> T:
         size = broadcast_size(tree, other, "where")
 
         def choose(x: Any, holds: Tensor, y: Any) -> Any:
-            return x.where(holds, y) if isinstance(x, NonTensorBase) else torch.where(holds, x, y)
+            if isinstance(x, NonTensorBase):
+                return x.where(holds, y)
+            return torch.where(holds, x, y)
 
         def plain(leaves: Collection[Tensor]) -> LeafFn:
             ndims = set(map(Tensor.dim, leaves))
-            return partial(torch.where, operand(ndims.pop())) if len(ndims) == 1 else op.leaf
+            if len(ndims) == 1:
+                return partial(torch.where, operand(ndims.pop()))
+            return op.leaf
 
         op = over_batch_op(tree, "where", choose, condition)
         operand = broadcaster(*op.args, at_least=condition.dim() > 0)
@@ -118,7 +125,8 @@ def unbind(tree: T, dim: int) -> tuple[T, ...]:
         trees: Any = tree._data.values()
         return tuple(trees)
     size = tree._batch_size
-    before, count = (slice(None),) * dim, dim_size(size, dim, "unbind")
+    before = (slice(None),) * dim
+    count = dim_size(size, dim, "unbind")
     sizes = [size[:dim] + size[dim + 1 :]] * count
     return split_leaves(tree, [(*before, i) for i in range(count)], methodcaller("unbind", dim), sizes, dim)
 
@@ -136,11 +144,15 @@ def split_leaves(
     """
 
     def kept(names: Names) -> Names:
-        return names if gone is None else names[:gone] + names[gone + 1 :]
+        if gone is None:
+            return names
+        return names[:gone] + names[gone + 1 :]
 
     data = tree._data
     if data and not is_compiling() and not tree._ties and PLAIN.issuperset(map(type, data.values())):
-        names = kept(tree._names) if tree._names is not None else None
+        names = None
+        if tree._names is not None:
+            names = kept(tree._names)
         pairs = zip(zip(*map(cut, data.values()), strict=True), sizes, strict=True)
         parts = [(dict(zip(data, leaves, strict=True)), size) for leaves, size in pairs]
         return tuple([tree._make(part, size, tree._device, names, tree._static) for part, size in parts])
@@ -191,7 +203,9 @@ class IndexMethods(TensorCollection):
         """Return the value under a key, or the tree of the rows at an index of the batch dimensions."""
         if type(index) is str:
             node = self._get(index)
-            return value_of(self, index, node) if isinstance(node, NonTensorBase) else node
+            if isinstance(node, NonTensorBase):
+                return value_of(self, index, node)
+            return node
         if isinstance(index, (tuple, str)) and is_key(index):
             return get_value(self, index)
         return self._index(index)

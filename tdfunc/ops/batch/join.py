@@ -51,7 +51,8 @@ def stack(trees: Iterable[T], dim: int = 0) -> T:
         torch.Size([2, 3])
     """
     given = as_trees(trees, "stack")
-    first, others = given[0], given[1:]
+    first = given[0]
+    others = given[1:]
     size = first._batch_size
     dim = dim_index(dim, len(size) + 1, "stack")
     for tree in others:
@@ -80,7 +81,8 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
         LeafMismatchError: A leaf differs in shape (except in `dim`) or dtype.
     """
     given = as_trees(trees, "cat")
-    first, others = given[0], given[1:]
+    first = given[0]
+    others = given[1:]
     size = first._batch_size
     dim = dim_index(dim, len(size), "cat")
     for tree in others:
@@ -97,7 +99,9 @@ def cat(trees: Iterable[T], dim: int = 0) -> T:
 
 def _join_op(name: str, join: Callable[..., Any], dim: int, new: Size, n: int) -> LeafOp:
     def names(old: Names) -> Names:
-        return old if name == "cat" else (*old[:dim], None, *old[dim:])
+        if name == "cat":
+            return old
+        return (*old[:dim], None, *old[dim:])
 
     leaf = join if dim == 0 else partial(join, dim=dim)
     return LeafOp(name, leaf, put_first(new, n), names, True, (dim,), False, True)
@@ -131,7 +135,9 @@ def as_trees(trees: Iterable[T], call: str) -> list[T]:
 
 def _join(op: LeafOp, first: T, others: Sequence[T]) -> T:
     # The leaves of all nodes together, so that checking and joining them is one call in C each.
-    columns = None if is_compiling() else gather((first, *others))
+    columns = None
+    if not is_compiling():
+        columns = gather((first, *others))
     if columns is not None:
         dtypes = list(map(_DTYPE, columns[0]))
         if all([list(map(_DTYPE, column)) == dtypes for column in columns[1:]]):
@@ -164,11 +170,13 @@ def _check_nodes(op: LeafOp, first: TensorCollection, other: TensorCollection, a
     # A lazy stack may join others of another number of trees: its own `_shape` checks them.
     if first._is_lazy:
         return
-    mine, theirs = first._data, other._data
+    mine = first._data
+    theirs = other._data
     if mine.keys() != theirs.keys():
         raise Difference(at, "keys", first, other).error(name)
     for key, node in mine.items():
-        twin, path = theirs[key], (*at, key)
+        twin = theirs[key]
+        path = (*at, key)
         if isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
             _check_nodes(op, node, twin, path)
         elif not any([isinstance(node, kind) and isinstance(twin, kind) for kind in (Tensor, NonTensorBase)]):
@@ -192,17 +200,23 @@ def _check_nodes(op: LeafOp, first: TensorCollection, other: TensorCollection, a
 def _joined(op: LeafOp, node: Any) -> tuple[Any, ...]:
     """Return what must agree in nodes that are joined: the dtype, and the shape except along the dimension of `cat`."""
     if isinstance(node, NonTensorBase):
-        dtype, shape = None, node.shape
+        dtype = None
+        shape = node.shape
     else:
-        dtype, shape = node.dtype, shape_of(node)
-    dim = op.args[0] if op.name == "cat" else len(shape or ())
+        dtype = node.dtype
+        shape = shape_of(node)
+    if op.name == "cat":
+        dim = op.args[0]
+    else:
+        dim = len(shape or ())
     return dtype, shape and shape[:dim] + shape[dim + 1 :]
 
 
 # Any: the class of a lazy stack of typed trees has the class of these.
 def defined_twice(first: Any, other: Any) -> str | None:
     """Return the hint about two classes of trees with one name, which look alike in a message; else None."""
-    first, other = getattr(first, "_stacked", first), getattr(other, "_stacked", other)
+    first = getattr(first, "_stacked", first)
+    other = getattr(other, "_stacked", other)
     if first is other or first.__name__ != other.__name__ or not issubclass(first, TensorCollection):
         return None
     name = first.__name__

@@ -31,10 +31,13 @@ def _same_names(names: Names) -> Names:
 
 def _take(tree: T, dim: int, rows: Tensor, leaf: LeafFn) -> T:
     """Return the tree of the rows along a dimension; `leaf` is torch's own way of taking them."""
-    size, index = tree._batch_size, (*(slice(None),) * dim, rows)
+    size = tree._batch_size
+    index = (*(slice(None),) * dim, rows)
 
     def take(x: Any) -> Any:
-        return x[index] if isinstance(x, NonTensorBase) else leaf(x)
+        if isinstance(x, NonTensorBase):
+            return x[index]
+        return leaf(x)
 
     new = put_first(Size((*size[:dim], len(rows), *size[dim + 1 :])), len(size))
     return tree._shape(LeafOp("index", take, new, _same_names, True, (index,), plain=lambda _: leaf))
@@ -84,7 +87,8 @@ def _repeater(dim: int, times: int) -> LeafFn:
 def repeat_interleave(tree: T, repeats: "int | Tensor", dim: int | None, output_size: int | None) -> T:
     """Repeat each row along a dimension; without one, of the flattened batch."""
     if dim is None:
-        tree, dim = reshape(tree, (-1,)), 0
+        tree = reshape(tree, (-1,))
+        dim = 0
     dim = dim_index(dim, len(tree._batch_size), "repeat_interleave")
     total = dim_size(tree._batch_size, dim, "repeat_interleave")
     if isinstance(repeats, int) and repeats >= 0 and output_size is None:
@@ -93,7 +97,9 @@ def repeat_interleave(tree: T, repeats: "int | Tensor", dim: int | None, output_
         def repeated(x: Tensor) -> Tensor:
             # Faster than torch's own way, and for plain tensors on this device only.
             same = type(x) is Tensor and x.device == rows.device
-            return x.index_select(dim, rows) if same else x.repeat_interleave(repeats, dim)
+            if same:
+                return x.index_select(dim, rows)
+            return x.repeat_interleave(repeats, dim)
 
         return _take(tree, dim, rows, repeated)
     times = torch.as_tensor(repeats, device=None if isinstance(repeats, Tensor) else "cpu")

@@ -27,7 +27,9 @@ def _ints(args: tuple[Any, ...]) -> tuple[int, ...]:
     if len(args) != 1 or isinstance(args[0], int):
         return args
     given = int_or_ints(args[0])
-    return tuple(given) if isinstance(given, list) else (given,)
+    if isinstance(given, list):
+        return tuple(given)
+    return (given,)
 
 
 # Methods by name, called from C, take a third less time on a leaf than functions of ours.
@@ -54,7 +56,10 @@ def reshape(tree: T, shape: tuple[int, ...], method: str = "reshape") -> T:
     """Give the batch another shape of the same number of elements."""
     old = tree._batch_size
     # A ragged batch has no number of elements; a lazy stack takes the sizes as they are.
-    size = Size(shape) if -1 in old else fill_size(shape, old.numel(), method)
+    if -1 in old:
+        size = Size(shape)
+    else:
+        size = fill_size(shape, old.numel(), method)
     if size == old:
         return tree
     return tree._shape(_resized_op(len(old), size, method))
@@ -65,7 +70,8 @@ def flatten(tree: T, start: int, end: int) -> T:
     size = tree._batch_size
     # As in torch, a tree without dimensions has one here.
     ndim = len(size) or 1
-    start, end = dim_index(start, ndim, "flatten"), dim_index(end, ndim, "flatten")
+    start = dim_index(start, ndim, "flatten")
+    end = dim_index(end, ndim, "flatten")
     if not size:
         return reshape(tree, (1,))
     if start > end:
@@ -76,7 +82,9 @@ def flatten(tree: T, start: int, end: int) -> T:
     op = _resized_op(ndim, Size((*size[:start], size[start : end + 1].numel(), *size[end + 1 :])), "reshape")
     # Unlike `reshape`, this method works without the other sizes of a leaf.
     new = tree._shape(op._replace(plain=lambda _: methodcaller("flatten", start, end)))
-    return _name_dims(new, (*names[:start], None, *names[end + 1 :])) if names else new
+    if names:
+        return _name_dims(new, (*names[:start], None, *names[end + 1 :]))
+    return new
 
 
 def unflatten(tree: T, dim: int, sizes: Sequence[int]) -> T:
@@ -106,7 +114,9 @@ def permute(tree: T, dims: tuple[int, ...]) -> T:
             got=list(dims),
         )
     order = tuple([d % n for d in dims])
-    return tree if order == tuple(range(n)) else tree._shape(_permute_op(tree._batch_size, order))
+    if order == tuple(range(n)):
+        return tree
+    return tree._shape(_permute_op(tree._batch_size, order))
 
 
 def _permute_op(size: Size, order: tuple[int, ...]) -> LeafOp:
@@ -120,7 +130,9 @@ def _permute_op(size: Size, order: tuple[int, ...]) -> LeafOp:
 
     def plain(leaves: Collection[Tensor]) -> LeafFn:
         ndims = set(map(Tensor.dim, leaves))
-        return call(ndims.pop()) if len(ndims) == 1 else leaf
+        if len(ndims) == 1:
+            return call(ndims.pop())
+        return leaf
 
     def names(old: Names) -> Names:
         return (*[old[d] for d in order], *old[n:])
@@ -133,11 +145,13 @@ def transpose(tree: T, dim0: int, dim1: int) -> T:
     """Swap two batch dimensions."""
     size = tree._batch_size
     n = len(size)
-    dim0, dim1 = dim_index(dim0, n, "transpose"), dim_index(dim1, n, "transpose")
+    dim0 = dim_index(dim0, n, "transpose")
+    dim1 = dim_index(dim1, n, "transpose")
     if dim0 == dim1:
         return tree
     order = list(range(n))
-    order[dim0], order[dim1] = dim1, dim0
+    order[dim0] = dim1
+    order[dim1] = dim0
     op = _permute_op(size, tuple(order))
     return tree._shape(op._replace(leaf=methodcaller("transpose", dim0, dim1), plain=None))
 
@@ -160,19 +174,23 @@ def unsqueeze(tree: T, dim: int) -> T:
 def squeeze(tree: T, dim: "int | tuple[int, ...] | None") -> T:
     """Remove batch dimensions of size 1 (all, or the given ones that have it)."""
     size = tree._batch_size
-    given = range(len(size)) if dim is None else dims_of(dim)
+    if dim is None:
+        given = range(len(size))
+    else:
+        given = dims_of(dim)
     gone = {d for d in (dim_index(d, len(size), "squeeze") for d in given) if size[d] == 1}
     for d in sorted(gone, reverse=True):
         size = tree._batch_size
         new = put_first(size[:d] + size[d + 1 :], len(size))
-        leaf, names = methodcaller("squeeze", d), lambda names, d=d: names[:d] + names[d + 1 :]
-        tree = tree._shape(LeafOp("squeeze", leaf, new, names, True, (d,)))
+        leaf = methodcaller("squeeze", d)
+        tree = tree._shape(LeafOp("squeeze", leaf, new, lambda names, d=d: names[:d] + names[d + 1 :], True, (d,)))
     return tree
 
 
 def expand(tree: T, shape: tuple[int, ...]) -> T:
     """Expand batch dimensions of size 1, and add new ones in front, without copying."""
-    old, n = tree._batch_size, len(tree._batch_size)
+    old = tree._batch_size
+    n = len(tree._batch_size)
     lead = len(shape) - n
     # None for a dimension that is new; -1 for a ragged one, which stays.
     before = (*[None] * lead, *old)
@@ -222,7 +240,9 @@ def chunk(tree: T, chunks: int, dim: int) -> tuple[T, ...]:
     dim = dim_index(dim, len(tree._batch_size), "chunk")
     total = dim_size(tree._batch_size, dim, "chunk")
     # As torch: a dimension of size 0 is cut into so many empty parts.
-    return split(tree, -(-total // chunks), dim) if total else split(tree, [0] * chunks, dim)
+    if total:
+        return split(tree, -(-total // chunks), dim)
+    return split(tree, [0] * chunks, dim)
 
 
 class ShapeMethods(TensorCollection):
@@ -253,7 +273,9 @@ class ShapeMethods(TensorCollection):
     @property
     def names(self) -> list[str | None]:
         """The names of the batch dimensions."""
-        return list(self._names) if self._names is not None else [None] * len(self._batch_size)
+        if self._names is not None:
+            return list(self._names)
+        return [None] * len(self._batch_size)
 
     def dim(self) -> int:
         """Return the number of batch dimensions."""
@@ -261,7 +283,9 @@ class ShapeMethods(TensorCollection):
 
     def size(self, dim: int | None = None) -> Any:
         """Return the batch size, or one of its dimensions."""
-        return self._batch_size if dim is None else self._batch_size[dim_index(dim, len(self._batch_size), "size")]
+        if dim is None:
+            return self._batch_size
+        return self._batch_size[dim_index(dim, len(self._batch_size), "size")]
 
     def numel(self) -> int:
         """Return the number of elements of the batch (1 for a batch of no dimensions)."""

@@ -25,7 +25,11 @@ from tdfunc.ops.display.text import (
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 # Rows in all, entries of one tree, levels, leaves counted for totals, elements of a leaf that are read.
-ROWS, ENTRIES, DEPTH, COUNTED, VALUES = 400, 100, 24, 300_000, 1 << 14
+ROWS = 400
+ENTRIES = 100
+DEPTH = 24
+COUNTED = 300_000
+VALUES = 1 << 14
 # Characters of a key.
 KEY = 80
 # Sub-trees of a tree with more leaves start closed.
@@ -67,8 +71,10 @@ class _Page:
     """One page: the class of its root, the ties, the state of its sub-trees, the leaves that may still be counted."""
 
     def __init__(self, tree: TensorCollection) -> None:
-        self._class, self._tied = type(tree), aliases(tree)
-        self._is_open, self._countable = totals(tree, OPEN_LEAVES)[2], COUNTED
+        self._class = type(tree)
+        self._tied = aliases(tree)
+        self._is_open = totals(tree, OPEN_LEAVES)[2]
+        self._countable = COUNTED
 
     def branch(self, tree: TensorCollection, path: Path, rows: int) -> Iterator[str]:
         """Yield the heading of a tree and the table of its entries; its sub-trees share the remaining rows."""
@@ -102,7 +108,9 @@ class _Page:
             self._countable -= leaves
             least = "" if complete else "at least "
             parts.append(f"{least}{count_text(leaves, 'leaf')}, {bytes_text(size_bytes)}")
-        names = [_key(path[-1])] if path else []
+        names = []
+        if path:
+            names = [_key(path[-1])]
         if not path or type(tree) is not self._class:
             names.append(_text(type(tree).__name__))
         return f"{' '.join(names)} <small>{_text(' · '.join(parts), 1000)}</small>"
@@ -118,8 +126,12 @@ class _Page:
         tied = self._tied.get(path)
         if tied:
             labels.append(f"tied to {', '.join('.'.join(map(printable, other)) for other in tied[:3])}")
-        small = f" <small>{_text(', '.join(labels), 400)}</small>" if labels else ""
-        size = "" if facts.size_bytes is None else bytes_text(facts.size_bytes)
+        small = ""
+        if labels:
+            small = f" <small>{_text(', '.join(labels), 400)}</small>"
+        size = ""
+        if facts.size_bytes is not None:
+            size = bytes_text(facts.size_bytes)
         return (
             f"<tr><td>{_key(path[-1])}{small}</td><td><code>{_text(facts.shape, 200)}</code></td>"
             f"<td>{_text(facts.dtype)}</td><td>{_text(facts.device)}</td>"
@@ -149,13 +161,19 @@ def _values(leaf: Any) -> str:
     finite = array[np.isfinite(array)]
     text = "" if len(array) else "empty"
     if len(finite) and not leaf.is_complex():
-        low, high = finite.min().item(), finite.max().item()
+        low = finite.min().item()
+        high = finite.max().item()
         text = f"{_number(low)} .. {_number(high)}, mean {finite.mean(dtype=np.float64):.4g}"
         if low == high:
-            text = _number(low) if leaf.numel() == 1 else f"all {_number(low)}"
+            if leaf.numel() == 1:
+                text = _number(low)
+            else:
+                text = f"all {_number(low)}"
     if len(finite) < len(array):
         text += f' <span class="tdf-bad">{len(array) - len(finite):,} NaN or inf</span>'
-    return text if len(array) == leaf.numel() else f"{text} <small>(of the first {len(array):,})</small>"
+    if len(array) == leaf.numel():
+        return text
+    return f"{text} <small>(of the first {len(array):,})</small>"
 
 
 def _first(leaf: Tensor) -> Tensor:
@@ -168,4 +186,8 @@ def _first(leaf: Tensor) -> Tensor:
 
 def _number(value: Any) -> str:
     whole = isinstance(value, int) and abs(value) < 10**9
-    return str(value) if value is True or value is False else f"{value:,}" if whole else f"{value:.4g}"
+    if value is True or value is False:
+        return str(value)
+    if whole:
+        return f"{value:,}"
+    return f"{value:.4g}"

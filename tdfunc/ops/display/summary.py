@@ -120,7 +120,10 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
         # Text, because rich reads a str such as "[red]" as markup.
         cells = [".".join(map(printable, row.path)), row.shape, row.dtype, row.device, row.kind]
         leaves, elements, size = row.amounts
-        numbers = [f"{elements:,}", bytes_text(size)] if leaves else ["", ""]
+        if leaves:
+            numbers = [f"{elements:,}", bytes_text(size)]
+        else:
+            numbers = ["", ""]
         table.add_row(*map(Text, [*cells, *numbers]))
     if len(shown) > ROWS:
         table.add_row(Text(f"... {len(shown) - ROWS:,} more; depth= folds them"))
@@ -135,7 +138,8 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
 
 def _rows(tree: TensorCollection, at: Path, tied: dict[Path, list[Path]], seen: set[int]) -> Iterator[Row]:
     for key in tree._keys():
-        path, node = (*at, key), tree._get(key)
+        path = (*at, key)
+        node = tree._get(key)
         if isinstance(node, TensorCollection):
             if next(iter(node._keys()), None) is None:
                 yield Row(path, "", "", "", "empty tree")

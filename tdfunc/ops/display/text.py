@@ -19,7 +19,8 @@ from tdfunc.core.types import Kind, Path
 from tdfunc.ops.base.cast import all_shared, is_shared
 
 # The methods that return the tensors of a sparse leaf.
-_ROWS, _COLUMNS = ("values", "crow_indices", "col_indices"), ("values", "ccol_indices", "row_indices")
+_ROWS = ("values", "crow_indices", "col_indices")
+_COLUMNS = ("values", "ccol_indices", "row_indices")
 _STORED = {
     torch.sparse_coo: ("_values", "_indices"),
     torch.sparse_csr: _ROWS,
@@ -47,7 +48,9 @@ def printable(text: str, limit: int | None = 120) -> str:
     if limit is not None and len(text) > limit:
         keep = limit // 2
         text = f"{text[:keep]}...{text[-keep // 2 :]} ({len(text):,} characters)"
-    return text if text.isprintable() else "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
+    if text.isprintable():
+        return text
+    return "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
 
 
 def count_text(n: int, word: str) -> str:
@@ -65,13 +68,18 @@ def bytes_text(size: int) -> str:
         value /= 1000
         if value < 999.5 or unit == "PB":
             break
-    digits = f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".removesuffix(".")
+    if value >= 999.5:
+        digits = f"{value:.0f}"
+    else:
+        digits = f"{value:#.3g}".removesuffix(".")
     return f"{digits} {unit}"
 
 
 def kind_text(kind: Kind | None) -> str:
     """Return a kind in words."""
-    return "" if kind is None else kind.value.replace("_", " ").replace("non persistent", "buffer, not saved")
+    if kind is None:
+        return ""
+    return kind.value.replace("_", " ").replace("non persistent", "buffer, not saved")
 
 
 def facts_of(leaf: Any) -> Facts:
@@ -81,8 +89,11 @@ def facts_of(leaf: Any) -> Facts:
         return Facts(leaf_type(leaf))
     # The class of a tensor may raise from anything.
     try:
-        shape, first = _shape_text(parts), parts[0]
-        layout = "" if first.layout is torch.strided else str(first.layout).removeprefix("torch.").replace("_", " ")
+        shape = _shape_text(parts)
+        first = parts[0]
+        layout = ""
+        if first.layout is not torch.strided:
+            layout = str(first.layout).removeprefix("torch.").replace("_", " ")
         is_parameter = isinstance(first, Parameter)
         grad = "" if first.requires_grad == is_parameter else "frozen" if is_parameter else "requires grad"
         return Facts(
@@ -100,7 +111,9 @@ def facts_of(leaf: Any) -> Facts:
 def leaf_type(leaf: Any) -> str:
     """Return the class of a leaf; of non-tensor data the class of its value, or `list` where each row has one."""
     if isinstance(leaf, NonTensorBase):
-        return type(leaf.data).__name__ if isinstance(leaf, NonTensorData) else "list"
+        if isinstance(leaf, NonTensorData):
+            return type(leaf.data).__name__
+        return "list"
     return type(leaf).__name__
 
 
@@ -117,7 +130,10 @@ def flat(leaf: Any) -> Iterator[Any]:
 def stored_bytes(leaf: Tensor) -> int:
     """Return the bytes that the elements take; of a sparse tensor those that it stores, its indices among them."""
     names = _STORED.get(leaf.layout)
-    parts = [leaf] if names is None else [getattr(leaf, name)() for name in names]
+    if names is None:
+        parts = [leaf]
+    else:
+        parts = [getattr(leaf, name)() for name in names]
     return sum([part.numel() * part.element_size() for part in parts])
 
 
@@ -138,15 +154,20 @@ def _shape_text(parts: list[Tensor]) -> str:
 
 
 def _agreed(values: set[str], other: str = "differ") -> str:
-    return values.pop() if len(values) == 1 else other
+    if len(values) == 1:
+        return values.pop()
+    return other
 
 
 def _amount(parts: list[Tensor]) -> tuple[int | None, int | None]:
     """Return the number of elements and the bytes that they take; None where torch has neither."""
     try:
-        elements, size = sum([part.numel() for part in parts]), sum(map(stored_bytes, parts))
+        elements = sum([part.numel() for part in parts])
+        size = sum(map(stored_bytes, parts))
         # Traced sizes are symbols.
-        return (elements, size) if type(elements) is int else (None, None)
+        if type(elements) is int:
+            return (elements, size)
+        return (None, None)
     except Exception:
         return None, None
 
@@ -193,7 +214,8 @@ def totals(tree: TensorCollection, limit: int) -> tuple[int, int, bool]:
             visited += 1
             if isinstance(child, Tensor) and id(child) not in seen:
                 seen.add(id(child))
-                leaves, size_bytes = leaves + 1, size_bytes + (_amount([child])[1] or 0)
+                leaves = leaves + 1
+                size_bytes = size_bytes + (_amount([child])[1] or 0)
             if visited > limit:
                 return leaves, size_bytes, False
     return leaves, size_bytes, True
@@ -211,7 +233,8 @@ def describe_leaf(leaf: Any) -> str:
         return f"{facts.type}({facts.shape}, {facts.dtype}, {facts.device})"
     if not isinstance(leaf, Tensor):
         return printable(repr_of(leaf), _MAX_CHARACTERS)
-    name, shape = type(leaf).__name__, shape_of(leaf)
+    name = type(leaf).__name__
+    shape = shape_of(leaf)
     if shape is None:
         return f"{name}(uninitialized, device={leaf.device}, dtype={leaf.dtype})"
     return f"{name}(shape={shape}, device={leaf.device}, dtype={leaf.dtype}, is_shared={is_shared(leaf)})"
@@ -231,7 +254,9 @@ def tree_repr(tree: TensorCollection, indent: str = "") -> str:
             text = describe_leaf(node)
         lines.append(f"{indent}        {printable(key, None)}: {text}")
     fields = ",\n".join(lines) or f"{indent}    "
-    names = f",\n{indent}    names={list(tree._names)}" if tree._names is not None else ""
+    names = ""
+    if tree._names is not None:
+        names = f",\n{indent}    names={list(tree._names)}"
     return (
         f"{type(tree).__name__}(\n{indent}    fields={{\n{fields}}},\n{indent}    batch_size={tree._batch_size},\n"
         f"{indent}    device={tree._device},\n{indent}    is_shared={all_shared(tree)}{names})"

@@ -58,7 +58,9 @@ class At(Generic[T]):
 
     def get(self) -> Any:
         """Return the rows, entry or part of the tree there."""
-        return self._tree.partition(self._place)[0] if self._is_filter else self._tree[self._place]
+        if self._is_filter:
+            return self._tree.partition(self._place)[0]
+        return self._tree[self._place]
 
     def set(self, value: Any) -> T:
         """Return a new tree in which `value` replaces the selected rows, leaves or entry.
@@ -81,10 +83,14 @@ class At(Generic[T]):
             done = _change_in_stack(self._tree, path, lambda tree, at: At(tree, at).set(value))
             if done is not None:
                 return done
-        old, call = get(self._tree, path), f"at[{self._place!r}].set"
+        old = get(self._tree, path)
+        call = f"at[{self._place!r}].set"
         # A number fills the leaves, as it fills rows; `td.set` makes a leaf of the batch size.
         if isinstance(old, (Tensor, TensorCollection)) and isinstance(value, NUMBERS):
-            value = _spread(old, value, "set") if isinstance(old, TensorCollection) else _filled(old, value, call)
+            if isinstance(old, TensorCollection):
+                value = _spread(old, value, "set")
+            else:
+                value = _filled(old, value, call)
         new = self._tree.set(path, value)
         _check_shapes(old, get(new, path, None), path, call)
         return new
@@ -210,7 +216,9 @@ def _change_in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any
         rest = path[i:]
         if node._is_lazy:
             done = node._each(change, *whole)
-            return tree.set(path[:i], done) if i else done
+            if i:
+                return tree.set(path[:i], done)
+            return done
         node = node._get(key) if key in node._keys() else None
         if not isinstance(node, TensorCollection):
             return None
@@ -234,11 +242,14 @@ def write_rows(tree: T, index: Any, value: Any, call: str) -> T:
         return tree._shape(LeafOp("write_rows", lambda old: old, batch=True, args=(parts, call)), value)
     value = _as_rows(rows, value, call)
     taken = _positions(tree._batch_size, parts)
-    count, n = tree._batch_size.numel(), len(tree._batch_size)
+    count = tree._batch_size.numel()
+    n = len(tree._batch_size)
 
     def leaf(old: Any, new: Any) -> Any:
         if isinstance(old, NonTensorBase):
-            return storage_writes.nontensor_rows(old, parts, new) if call == "set" else old
+            if call == "set":
+                return storage_writes.nontensor_rows(old, parts, new)
+            return old
         features = old.shape[n:]
         # index_put works inside vmap and grad, where writing to a copy of the leaf may not be legal.
         flat = old.reshape(count, *features)
@@ -254,7 +265,9 @@ def _as_tree(rows: TensorCollection, value: Any, call: str) -> TensorCollection:
     value = adopt(value)
     if isinstance(value, Mapping):
         return build(TensorCollection._open, value, rows._batch_size, rows._device)
-    return value if isinstance(value, TensorCollection) else _spread(rows, value, call)
+    if isinstance(value, TensorCollection):
+        return value
+    return _spread(rows, value, call)
 
 
 def _as_rows(rows: TensorCollection, value: Any, call: str) -> TensorCollection:
@@ -294,7 +307,8 @@ def as_leaf(made: Tensor, leaf: Any) -> Tensor:
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
     check_one_shape(value, call)
-    mine, theirs = dict(iter_items(rows, True, True)), dict(iter_items(value, True, True))
+    mine = dict(iter_items(rows, True, True))
+    theirs = dict(iter_items(value, True, True))
     if mine.keys() != theirs.keys():
         storage_writes.check_kinds(call, rows, value)
         raise MissingKeyError(

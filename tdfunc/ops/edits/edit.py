@@ -36,19 +36,24 @@ def set_(tree: T, key: NestedKey, value: Any, kind: Kind | None = None) -> T:
         return new
     node = get(new, path)
     others = {other: node for other in group_of(tree._ties, path) if other != path}
-    new = _set_paths(new, others, kind) if others else new
+    if others:
+        new = _set_paths(new, others, kind)
     return _record_ties(new, new._ties)
 
 
 def _set_path(tree: T, path: Path, value: Any, kind: Kind | None, at: Path = ()) -> T:
     if tree._is_lazy:
         return set_(tree, path, value, kind)
-    key, rest = path[0], path[1:]
+    key = path[0]
+    rest = path[1:]
     if not rest:
         node = accept(tree, key, value, dotted((*at, key)))
         return tree._put({key: node}, {key: kind} if kind is not None else None)
     has_key = key in tree._keys()
-    child = tree._get(key) if has_key else _empty(tree)
+    if has_key:
+        child = tree._get(key)
+    else:
+        child = _empty(tree)
     if not isinstance(child, TensorCollection):
         raise _under_leaf("set", (*at, key), (*at, *path))
     new = _set_path(child, rest, value, kind, (*at, key))
@@ -142,7 +147,9 @@ def update(tree: T, other: Mapping[Any, Any] | TensorCollection) -> T:
     new = _merge(tree, other, (), given)
     theirs = other._ties if isinstance(other, TensorCollection) else ()
     ties = merge(new._ties, theirs)
-    return _write_groups(new, ties, set(given)) if ties else new
+    if ties:
+        return _write_groups(new, ties, set(given))
+    return new
 
 
 def _write_groups(tree: T, ties: Ties, written: Set[Path]) -> T:
@@ -173,7 +180,9 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
     theirs = other._kinds if isinstance(other, TensorCollection) else {}
     flat, nested = by_head(_entries(other))
     for key, value in flat.items():
-        mine = tree._get(key) if key in tree._keys() else None
+        mine = None
+        if key in tree._keys():
+            mine = tree._get(key)
         if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
             changes[key] = _merge(mine, value, (*at, key), given)
             continue
@@ -186,7 +195,12 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
             kinds[key] = theirs[key]
     for key, inner in nested.items():
         has_key = key in changes or key in tree._keys()
-        child = changes.get(key) if key in changes else tree._get(key) if has_key else _empty(tree)
+        if key in changes:
+            child = changes.get(key)
+        elif has_key:
+            child = tree._get(key)
+        else:
+            child = _empty(tree)
         if not isinstance(child, TensorCollection):
             raise _under_leaf("update", (*at, key), (*at, key, *next(iter(inner))))
         changed = _merge(child, inner, (*at, key), given)
@@ -195,7 +209,9 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
 
 
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
-    return ((key, other._get(key)) for key in other._keys()) if isinstance(other, TensorCollection) else other.items()
+    if isinstance(other, TensorCollection):
+        return ((key, other._get(key)) for key in other._keys())
+    return other.items()
 
 
 def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: Mapping[str, Any]) -> dict[Any, Any]:
@@ -223,7 +239,9 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
             changes[key] = None
         elif isinstance(child := tree._get(key), TensorCollection):
             changes[key] = delete_paths(child, inner)
-    return tree._put(changes) if changes else tree
+    if changes:
+        return tree._put(changes)
+    return tree
 
 
 def untie_paths(tree: T, leaves: Mapping[Path, Any]) -> T:
@@ -317,7 +335,9 @@ class EditMethods(TensorCollection):
         if entries and other is not None:
             refuse_options(entries, _UPDATE_OPTIONS, "update")
         tree = update(self, adopt(other)) if other is not None else self
-        return update(tree, entries) if entries else tree
+        if entries:
+            return update(tree, entries)
+        return tree
 
     def delete(self, key: NestedKey) -> "Self":
         """Return a tree without one entry (a leaf or a sub-tree).

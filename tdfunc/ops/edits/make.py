@@ -29,17 +29,27 @@ def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, n
     """Return an open tree without entries, or with empty sub-trees only; of a lazy stack, a stack of such trees."""
     if batch_size is None and tree._is_lazy:
         done = tree._each(lambda t: empty(t, recurse, None, device, UNSET))
-        return done if names is UNSET else done.with_names(names)
+        if names is UNSET:
+            return done
+        return done.with_names(names)
     size = tree._batch_size if batch_size is None else as_size(batch_size)
     place = tree._device if device is UNSET else as_device(device)
     same = names is UNSET and len(size) == len(tree._batch_size)
-    given = tree._names if same else None if names is UNSET else as_names(names, len(size))
+    if same:
+        given = tree._names
+    else:
+        given = None
+        if names is not UNSET:
+            given = as_names(names, len(size))
     data: dict[str, Any] = {}
-    for key in tree._keys() if recurse else ():
-        node = tree._get(key)
-        if isinstance(node, TensorCollection):
-            inner = None if batch_size is None else size + node._batch_size[len(tree._batch_size) :]
-            data[key] = empty(node, True, inner, device, UNSET)
+    if recurse:
+        for key in tree._keys():
+            node = tree._get(key)
+            if isinstance(node, TensorCollection):
+                inner = None
+                if batch_size is not None:
+                    inner = size + node._batch_size[len(tree._batch_size) :]
+                data[key] = empty(node, True, inner, device, UNSET)
     return tree._open._make(data, size, place, given)
 
 
@@ -47,7 +57,9 @@ def fill_new(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | No
     """Return a tree of another batch size that `Tensor.new_*` has made of every leaf."""
     n = len(tree._batch_size)
     place = as_device(device)
-    arguments = (value,) if call == "new_full" else ()
+    arguments = ()
+    if call == "new_full":
+        arguments = (value,)
     options = {key: given for key, given in (("dtype", dtype), ("device", place)) if given is not None}
 
     def make(shape: Size) -> LeafFn:
@@ -55,7 +67,9 @@ def fill_new(tree: T, call: str, size: Size, value: Any, dtype: torch.dtype | No
 
     leaf, plain = by_shape(make)
     made = tree._map(LeafOp(call, leaf, put_first(size, n), plain=plain))
-    return made if place is None else on_device(made, place)
+    if place is None:
+        return made
+    return on_device(made, place)
 
 
 @per_tree()

@@ -43,7 +43,9 @@ def apply(
     else:
         for other in others:
             check_same(tree, other, "apply")
-    size = None if batch_size is None else put_first(as_size(batch_size), len(tree._batch_size))
+    size = None
+    if batch_size is not None:
+        size = put_first(as_size(batch_size), len(tree._batch_size))
     out = _map_leaves(tree, fn, others, size)
     if filter_empty:
         out = drop_empty(out)
@@ -67,7 +69,9 @@ def _map_leaves(
 
 
 def _where(fn: Callable[..., Any], marks: Iterator[bool], leaf: Any, *twins: Any) -> Any:
-    return fn(leaf, *twins) if next(marks) else leaf
+    if next(marks):
+        return fn(leaf, *twins)
+    return leaf
 
 
 @per_tree(cut=1)
@@ -85,7 +89,8 @@ def _fill_missing(tree: TensorCollection, other: TensorCollection, default: Any)
 
 
 def _check_results(tree: TensorCollection, at: Path) -> None:
-    size, leaves = tree._batch_size, tree._data.values()
+    size = tree._batch_size
+    leaves = tree._data.values()
     ndim = len(size)
     if PLAIN.issuperset(map(type, leaves)):
         shape = one_shape(leaves) if ndim else size
@@ -139,7 +144,9 @@ class MapMethods(TensorCollection):
             ['a']
         """
         refuse_inplace(inplace, "apply(fn)")
-        return apply(self, fn, others, **options) if others or options else _map_leaves(self, fn, (), None)
+        if others or options:
+            return apply(self, fn, others, **options)
+        return _map_leaves(self, fn, (), None)
 
     def named_apply(
         self,

@@ -73,7 +73,9 @@ def check_writable(leaf: Tensor, where: str) -> None:
 
 def check_reaches_file(leaf: Tensor, where: str) -> None:
     """Raise for a leaf that is mapped copy-on-write: a write to it would stay in this process."""
-    file = None if is_compiling() else mapped_file(leaf)
+    file = None
+    if not is_compiling():
+        file = mapped_file(leaf)
     if file is not None and file.mode == "c":
         raise LeafMismatchError(
             f"{where}: the leaf is mapped copy-on-write, a write would not reach its file.",
@@ -84,7 +86,8 @@ def check_reaches_file(leaf: Tensor, where: str) -> None:
 
 def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     """Copy a value into the storage of an existing entry (a leaf, or a sub-tree from a tree)."""
-    node, is_many = get(tree, path), isinstance(value, (TensorCollection, Mapping))
+    node = get(tree, path)
+    is_many = isinstance(value, (TensorCollection, Mapping))
     if isinstance(node, TensorCollection):
         if not is_many and not isinstance(value, (list, tuple)):
             raise Difference(path, "kind", node, value).error("set_", hint="give a tree or dict.", note=_NOTHING)
@@ -111,7 +114,8 @@ def _leaf_writes(tree: TensorCollection, path: Path, value: Any) -> dict[Path, t
             node._each(add, value)
             return {(*path[:i], *at): write for at, write in writes.items()}
         node = node._get(key)
-    leaf, where = node, f"set_ {dotted(path)!r}"
+    leaf = node
+    where = f"set_ {dotted(path)!r}"
     if not isinstance(leaf, Tensor):
         raise LeafMismatchError(
             f"{where}: only tensors have storage to write into.",
@@ -138,7 +142,8 @@ def _leaves_of_both(
     call: str, tree: TensorCollection, given: TensorCollection, complete: bool
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
     """Return the leaves of both trees by path; raise unless the first has those of the second (and the same ones)."""
-    mine, theirs = dict(iter_leaves(tree)), dict(iter_leaves(given))
+    mine = dict(iter_leaves(tree))
+    theirs = dict(iter_leaves(given))
     if theirs.keys() - mine.keys() or (complete and mine.keys() != theirs.keys()):
         check_kinds(call, tree, given)
         raise MissingKeyError(
@@ -161,7 +166,8 @@ def _write(
 ) -> None:
     """Write values of the wanted shapes into leaves, after all of them were checked."""
     for path, value in values.items():
-        leaf, where = leaves[path], f"{call} {dotted(path)!r}"
+        leaf = leaves[path]
+        where = f"{call} {dotted(path)!r}"
         check_writable(leaf, where)
         if value.shape != wanted(leaf):
             raise LeafMismatchError(
@@ -244,7 +250,8 @@ def write_row(tree: TensorCollection, index: Any, row: Any) -> TensorCollection:
             f"{call}: the rows have another batch size.", expected=str(list(size)), got=str(list(row._batch_size))
         )
     if not has_leaf(tree):
-        full, k = tree._batch_size, len(size)
+        full = tree._batch_size
+        k = len(size)
         zeros = LeafOp(
             "new_zeros",
             lambda x: x.new_zeros((*full, *x.shape[k:])),

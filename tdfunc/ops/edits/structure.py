@@ -31,11 +31,14 @@ _STR = frozenset((str,))
 def select(tree: T, keys: Sequence[NestedKey], strict: bool) -> T:
     """Keep the given entries."""
     if _is_flat(tree, keys):
-        wanted, data = set(keys), tree._data
+        wanted = set(keys)
+        data = tree._data
         # In the order of the tree, and no further than the last one wanted.
         kept = {key: data[key] for key in islice(filter(wanted.__contains__, data), len(wanted))}
         if len(kept) == len(wanted):
-            return tree if len(kept) == len(data) else tree._replace(kept)
+            if len(kept) == len(data):
+                return tree
+            return tree._replace(kept)
     paths = [unravel(key) for key in keys]
     if strict:
         for path in paths:
@@ -54,13 +57,16 @@ def exclude(tree: T, keys: Sequence[NestedKey]) -> T:
     if _is_flat(tree, keys):
         gone = set(keys)
         data = {key: node for key, node in tree._data.items() if key not in gone}
-        return tree if len(data) == len(tree._data) else tree._replace(data)
+        if len(data) == len(tree._data):
+            return tree
+        return tree._replace(data)
     return delete_paths(tree, [unravel(key) for key in keys])
 
 
 @per_tree()
 def _keep(tree: T, paths: Sequence[Path]) -> T:
-    wanted, data = by_first_key(paths), tree._data
+    wanted = by_first_key(paths)
+    data = tree._data
     kept: dict[str, Node] = {}
     for key, node in data.items():
         paths = wanted.get(key, [])
@@ -72,7 +78,9 @@ def _keep(tree: T, paths: Sequence[Path]) -> T:
     if tree._static is None and len(kept) < len(data) and all([node is not None for node in kept.values()]):
         return tree._replace(kept)
     changes = {key: kept.get(key) for key, node in data.items() if kept.get(key) is not node}
-    return tree._put(changes) if changes else tree
+    if changes:
+        return tree._put(changes)
+    return tree
 
 
 @per_tree()
@@ -90,7 +98,9 @@ def flatten_keys(tree: TensorCollection, separator: str) -> Any:
         )
     ties = remap(tree._ties, lambda path: (separator.join(path),))
     new = TensorCollection._open._make(data, tree._batch_size, tree._device, tree._names)
-    return new._replace(data, kinds=kinds, ties=ties) if kinds or ties else new
+    if kinds or ties:
+        return new._replace(data, kinds=kinds, ties=ties)
+    return new
 
 
 def _flatten_into(
@@ -98,7 +108,8 @@ def _flatten_into(
 ) -> str | None:
     """Add the entries of a tree; return the first name that is there already."""
     for key in tree._keys():
-        node, name = tree._get(key), prefix + key
+        node = tree._get(key)
+        name = prefix + key
         if isinstance(node, TensorCollection):
             if not node._is_lazy:
                 clash = _flatten_into(data, kinds, node, separator, name + separator)
@@ -149,13 +160,16 @@ def _nest(entries: Iterable[tuple[Path, Node, Kind | None]], like: TensorCollect
             new = update(node, new)
         data[key] = new
     made = TensorCollection._open._make(data, like._batch_size, like._device)
-    return made._replace(data, kinds=kinds) if kinds else made
+    if kinds:
+        return made._replace(data, kinds=kinds)
+    return made
 
 
 @per_tree()
 def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     """Move an entry to another path, keeping its place among its siblings when the parent stays the same."""
-    source, target = unravel(old), unravel(new)
+    source = unravel(old)
+    target = unravel(new)
     get(tree, source)
     if source == target:
         return tree
@@ -173,7 +187,8 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     if source[:-1] == target[:-1]:
         moved = _rename_here(bare, source, target[-1])
     else:
-        node, kind = get(bare, source), kind_of(tree, source)
+        node = get(bare, source)
+        kind = kind_of(tree, source)
         above: Any = get(bare, source[:-1]) if source[1:] else bare
         if above._is_lazy and source[0] != target[0] and not isinstance(node, TensorCollection):
             # The key of a lazy stack: its trees have a tensor or value each.

@@ -45,7 +45,8 @@ def map_operands(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[
 
     def leaf(x: Any, *given: Any) -> Any:
         # Tensors come first, then the leaves of the other trees.
-        first, rest = iter(given[: len(tensors)]), iter(given[len(tensors) :])
+        first = iter(given[: len(tensors)])
+        rest = iter(given[len(tensors) :])
         found = [
             next(first) if isinstance(o, Tensor) else next(rest) if isinstance(o, TensorCollection) else o
             for o in operands
@@ -62,7 +63,9 @@ def clamp(tree: T, low: Any, high: Any) -> T:
         return map_operands(tree, "clamp", torch.clamp, (low, high))
     if low is not None:
         tree = binary(tree, low, "clamp_min", "_foreach_clamp_min")
-    return tree if high is None else binary(tree, high, "clamp_max", "_foreach_clamp_max")
+    if high is None:
+        return tree
+    return binary(tree, high, "clamp_max", "_foreach_clamp_max")
 
 
 def lerp(tree: T, end: Any, weight: Any) -> T:

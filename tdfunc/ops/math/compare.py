@@ -78,7 +78,9 @@ def _same(actual: Any, expected: Any, options: dict[str, Any], at: Path) -> Any:
 
 
 def _differ(at: Path, part: str, expected: Any, got: Any) -> AssertionError:
-    where = repr(dotted(at)) if at else "the tree"
+    where = "the tree"
+    if at:
+        where = repr(dotted(at))
     return error(AssertionError, f"assert_close: {part} of {where} differ.", expected=expected, got=got)
 
 
@@ -102,7 +104,8 @@ def tree_equal(first: Any, second: Any, *, rtol: float = 0.0, atol: float = 0.0,
         >>> tdf.tree_equal(a, a.clone()), tdf.tree_equal(a, a.double()), tdf.tree_equal((a, 1), (a, 2))
         (True, False, False)
     """
-    (leaves, spec), (others, other_spec) = tree_flatten(first), tree_flatten(second)
+    leaves, spec = tree_flatten(first)
+    others, other_spec = tree_flatten(second)
     if spec != other_spec or _batch_sizes(first) != _batch_sizes(second):
         return False
     for x, y in zip(leaves, others, strict=True):

@@ -41,14 +41,18 @@ def _reduce_leaves(
 
     def over(x: Tensor, dims: tuple[int, ...]) -> Tensor:
         # A leaf without the dimensions has one element along them.
-        return kernel(x, dims, keepdim) if dims else kernel(x.unsqueeze(-1), (x.dim(),), False)
+        if dims:
+            return kernel(x, dims, keepdim)
+        return kernel(x.unsqueeze(-1), (x.dim(),), False)
 
     if dim == "feature":
         # Each node has its own batch size, so its leaves have their own features.
         sizes = [(x, len(node_at(tree, path[:-1])._batch_size)) for path, x in leaf_items(tree)]
         return with_leaves(tree, [over(x, tuple(range(batch, x.dim()))) for x, batch in sizes])
     if dim is None:
-        plain = direct(None) if direct is not None and not keepdim else None
+        plain = None
+        if direct is not None and not keepdim:
+            plain = direct(None)
         size = (lambda old: Size((1,) * len(old))) if keepdim else lambda _: EMPTY
         return tree._map(LeafOp(name, lambda x: over(x, tuple(range(x.dim()))), size, plain=_always(plain)))
     if isinstance(dim, str):
@@ -57,7 +61,10 @@ def _reduce_leaves(
             f"{name}: dim must be a batch dimension (or several), None for all, or 'feature'.",
             got=repr(dim),
         )
-    given = (dim,) if isinstance(dim, int) else dims_of(dim)
+    if isinstance(dim, int):
+        given = (dim,)
+    else:
+        given = dims_of(dim)
     dims = tuple(sorted({dim_index(d, n, name) for d in given}))
 
     def names_after(names: Names) -> Names:
@@ -73,7 +80,9 @@ def _reduce_leaves(
 
 
 def _always(leaf: LeafFn | None) -> Callable[[Any], LeafFn] | None:
-    return None if leaf is None else lambda _: leaf
+    if leaf is None:
+        return None
+    return lambda _: leaf
 
 
 def reduced_size(size: Size, dims: Sequence[int], keepdim: bool) -> Size:
@@ -97,7 +106,9 @@ def truth(tree: TensorCollection, dim: Any, keepdim: bool, name: str) -> Any:
                 with suppress(RuntimeError):  # on several devices
                     return bool(fn(torch.stack(list(leaves))))
         results = (bool(fn(x)) for _, x in iter_leaves(tree))
-        return all(results) if name == "all" else any(results)
+        if name == "all":
+            return all(results)
+        return any(results)
     return _reduce_leaves(tree, name, dim, keepdim, lambda x, dims, keep: fn(x, dims, keepdim=keep))
 
 
@@ -114,7 +125,9 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
         if not flat:
             raise error(ValueError, f"{name}: the tree must have a leaf.")
         return fn(torch.cat(flat, -1), (len(size),), **kwargs)
-    direct = partial(_method, name, keepdim, kwargs) if name in _METHODS else None
+    direct = None
+    if name in _METHODS:
+        direct = partial(_method, name, keepdim, kwargs)
 
     def each(x: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
         return fn(x, dims, keepdim=keep, **kwargs)
@@ -137,14 +150,18 @@ def _method(name: str, keepdim: bool, options: dict[str, Any], dims: tuple[int, 
         return methodcaller(name, **options)
     # torch reads one number faster than a tuple of it, and positions faster than names.
     given = dims[0] if len(dims) == 1 else dims
-    return methodcaller(name, given, keepdim=keepdim, **options) if options else methodcaller(name, given, keepdim)
+    if options:
+        return methodcaller(name, given, keepdim=keepdim, **options)
+    return methodcaller(name, given, keepdim)
 
 
 def _prod(x: Tensor, dim: tuple[int, ...], keepdim: bool = False, **kwargs: Any) -> Tensor:
     # torch.prod takes one dimension or all; all at once rounds once.
     if len(dim) == x.dim():
         out = torch.prod(x, **kwargs)
-        return out.reshape([1] * x.dim()) if keepdim else out
+        if keepdim:
+            return out.reshape([1] * x.dim())
+        return out
     for d in sorted(dim, reverse=True):
         x = torch.prod(x, d, keepdim=keepdim, **kwargs)
     return x
@@ -160,7 +177,9 @@ def _quantile(x: Tensor, dim: tuple[int, ...], keepdim: bool = False, *, q: Any,
         return torch.quantile(x, q, dim[0], keepdim, interpolation=how)
     last = x.movedim(dim, tuple(range(-len(dim), 0))).flatten(-len(dim))
     out = torch.quantile(last, q, -1, interpolation=how)
-    return out.reshape(reduced_size(x.shape, dim, True)) if keepdim else out
+    if keepdim:
+        return out.reshape(reduced_size(x.shape, dim, True))
+    return out
 
 
 # Spelled otherwise in torch, or with other arguments.
@@ -186,7 +205,9 @@ def extremes(tree: T, name: str, dim: Any, keepdim: bool) -> T:
         # Positions count through all the dimensions.
         out = fn(x.flatten(dims[0], dims[-1]), dims[0])
         size = reduced_size(x.shape, dims, keep)
-        return out.reshape(size) if isinstance(out, Tensor) else tuple(part.reshape(size) for part in out)
+        if isinstance(out, Tensor):
+            return out.reshape(size)
+        return tuple(part.reshape(size) for part in out)
 
     return _reduce_leaves(tree, name, dim, keepdim, kernel)
 

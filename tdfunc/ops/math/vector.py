@@ -54,7 +54,10 @@ def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
                 hint="leave it out (partition(tree, dtype), split(tree)), or cast the others: td.double().",
             )
     # Of no leaves torch makes no vector.
-    vector = torch.cat([leaf.reshape(-1).to(dtype) for leaf in leaves]) if leaves else torch.zeros(0, dtype=dtype)
+    if leaves:
+        vector = torch.cat([leaf.reshape(-1).to(dtype) for leaf in leaves])
+    else:
+        vector = torch.zeros(0, dtype=dtype)
     return vector, _Unravel(spec, [leaf.shape for leaf in leaves], [leaf.dtype for leaf in leaves], dtype)
 
 

@@ -33,7 +33,9 @@ def adadelta(
 def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     """The operations of torch's single-tensor Adadelta in their order, so that numbers agree to the last bit."""
     params, grads = decay(ops, work, values, maximize=maximize)
-    rho, eps, slots = values["rho"], values["eps"], work.slots
+    rho = values["rho"]
+    eps = values["eps"]
+    slots = work.slots
     slots["square_avg"] = ops.addcmul(ops.run("mul", slots["square_avg"], rho), grads, grads, 1 - rho)
     root = ops.sqrt(ops.run("add", slots["square_avg"], eps, keep=True))
     steps = ops.run("div", ops.sqrt(ops.run("add", slots["acc_delta"], eps, keep=True)), root)

@@ -56,7 +56,8 @@ def _shape(slot: str, shape: torch.Size, dims: int) -> torch.Size:
 
 
 def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
-    slots, dims = work.slots, work.dims
+    slots = work.slots
+    dims = work.dims
     # Of the parameters before their decay.
     sizes = ops.each(partial(_root_mean_square, dims=dims), work.params)
     params, grads = decay(ops, work, values, decoupled=True, maximize=maximize)
@@ -72,7 +73,10 @@ def _step_leaf(
     param: Tensor, grad: Tensor, row: Tensor, col: Tensor, square: Tensor, size: Tensor, *numbers: Any, dims: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight, rate, eps2, d, eps1 = numbers
-    least = eps1 if isinstance(eps1, Tensor) or eps1 > 0 else torch.finfo(param.dtype).eps
+    if isinstance(eps1, Tensor) or eps1 > 0:
+        least = eps1
+    else:
+        least = torch.finfo(param.dtype).eps
     if grad.dim() - dims > 1:
         row = torch.lerp(row, torch.linalg.vector_norm(grad, dim=-1, keepdim=True).square() / grad.shape[-1], weight)
         col = torch.lerp(col, torch.linalg.vector_norm(grad, dim=-2, keepdim=True).square() / grad.shape[-2], weight)
@@ -88,5 +92,8 @@ def _root_mean_square(leaf: Tensor, *, dims: int) -> Tensor:
     """Return the root mean square of each member, with as many dimensions as the leaf."""
     inner = list(range(dims, leaf.dim()))
     # A list of no dimensions would mean all of them.
-    norm = torch.linalg.vector_norm(leaf, dim=inner, keepdim=True) if inner else leaf.abs()
+    if inner:
+        norm = torch.linalg.vector_norm(leaf, dim=inner, keepdim=True)
+    else:
+        norm = leaf.abs()
     return norm / leaf.shape[dims:].numel() ** 0.5

@@ -38,7 +38,8 @@ def adagrad(
     """
     hyper: dict[str, Hyper] = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
     hyper["initial_accumulator_value"] = initial_accumulator_value
-    step, fused = partial(_step, maximize=maximize), partial(_fused, maximize=maximize)
+    step = partial(_step, maximize=maximize)
+    fused = partial(_fused, maximize=maximize)
     fill = {"sum": "initial_accumulator_value"}
     return make_optimizer(Rule("adagrad", ("sum",), step, fused, fill=fill), hyper)
 

@@ -93,20 +93,26 @@ def _make(
     slots = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if flags["amsgrad"] else ()))
     step = partial(_step, decoupled=decoupled, **flags)
     # The kernel has no eps_root.
-    fused = partial(_fused, decoupled=decoupled, **flags) if eps_root == 0.0 else None
+    fused = None
+    if eps_root == 0.0:
+        fused = partial(_fused, decoupled=decoupled, **flags)
     return make_optimizer(Rule(name, slots, step, fused, decoupled=decoupled), hyper)
 
 
 def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: bool, maximize: bool) -> None:
     """The operations of torch's single-tensor Adam in their order, so that numbers agree to the last bit."""
-    lr, beta1, beta2, slots = values["lr"], values["beta1"], values["beta2"], work.slots
+    lr = values["lr"]
+    beta1 = values["beta1"]
+    beta2 = values["beta2"]
+    slots = work.slots
     params, grads = decay(ops, work, values, decoupled=decoupled, maximize=maximize)
     slots["exp_avg"] = ops.run("lerp", slots["exp_avg"], grads, 1 - beta1)
     average = ops.run("mul", slots["exp_avg_sq"], beta2)
     slots["exp_avg_sq"] = average = ops.addcmul(average, grads, grads, 1 - beta2)
     if amsgrad:
         slots["max_exp_avg_sq"] = average = ops.run("maximum", slots["max_exp_avg_sq"], average)
-    bias1, bias2 = 1 - beta1**work.step, 1 - beta2**work.step
+    bias1 = 1 - beta1**work.step
+    bias2 = 1 - beta2**work.step
     if "eps_root" in values:
         root = ops.sqrt(ops.run("add", ops.run("div", average, bias2, keep=True), values["eps_root"]))
     else:
@@ -118,7 +124,9 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, amsgrad: b
 def _fused(work: Work, values: Any, *, decoupled: bool, amsgrad: bool, maximize: bool) -> bool:
     # The operator under torch.optim.adam.adam(fused=True), which would add 1 to a step tensor for each leaf.
     kernel = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_")
-    largest = work.slots["max_exp_avg_sq"] if amsgrad else []
+    largest = []
+    if amsgrad:
+        largest = work.slots["max_exp_avg_sq"]
     steps = [torch.as_tensor(work.step, dtype=torch.float32, device=work.params[0].device)] * len(work.params)
     kernel(
         work.params, work.grads, work.slots["exp_avg"], work.slots["exp_avg_sq"], largest, steps,
@@ -158,7 +166,8 @@ def adamax(
 def _adamax_step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     """The operations of torch's single-tensor Adamax in their order, so that numbers agree to the last bit."""
     params, grads = decay(ops, work, values, maximize=maximize)
-    beta1, slots = values["beta1"], work.slots
+    beta1 = values["beta1"]
+    slots = work.slots
     slots["exp_avg"] = ops.run("lerp", slots["exp_avg"], grads, 1 - beta1)
     sizes = ops.run("add", ops.run("abs", grads, keep=True), values["eps"])
     slots["exp_inf"] = ops.run("maximum", ops.run("mul", slots["exp_inf"], values["beta2"]), sizes)

@@ -42,7 +42,8 @@ def asgd(
 def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     """The operations of torch's single-tensor ASGD in their order, so that numbers agree to the last bit."""
     params, grads = decay(ops, work, values, maximize=maximize)
-    lambd, done = values["lambd"], work.step - 1
+    lambd = values["lambd"]
+    done = work.step - 1
     rate = rounded(values["lr"] / ((1 + lambd * values["lr"] * done) ** values["alpha"]))
     work.params = params = ops.add(ops.run("mul", params, 1 - lambd * rate), grads, -rate)
     share = rounded(1 / _at_least_one(done - values["t0"]))
@@ -54,4 +55,6 @@ def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
 
 
 def _at_least_one(count: Coefficient) -> Coefficient:
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
+    if isinstance(count, Tensor):
+        return count.clamp(min=1)
+    return max(1, count)

@@ -88,7 +88,8 @@ def _step(
     steps: int,
     adjust: str,
 ) -> None:
-    momentum, grads = values["momentum"], work.grads
+    momentum = values["momentum"]
+    grads = work.grads
     work.slots["momentum_buffer"] = average = ops.run("lerp", work.slots["momentum_buffer"], grads, 1 - momentum)
     updates = ops.run("lerp", grads, average, momentum, keep=True) if nesterov else average
     updates = ops.each(partial(_orthogonalize, coefficients, steps), updates, values["eps"])
@@ -101,7 +102,9 @@ def _step(
 
 
 def _scale(adjust: str, rows: int, columns: int) -> float:
-    return max(1, rows / max(columns, 1)) ** 0.5 if adjust == "original" else 0.2 * max(rows, columns) ** 0.5
+    if adjust == "original":
+        return max(1, rows / max(columns, 1)) ** 0.5
+    return 0.2 * max(rows, columns) ** 0.5
 
 
 def _orthogonalize(coefficients: tuple[float, float, float], steps: int, grad: Tensor, eps: float | Tensor) -> Tensor:
@@ -109,11 +112,16 @@ def _orthogonalize(coefficients: tuple[float, float, float], steps: int, grad: T
     a, b, c = coefficients
     rows, columns = grad.shape[-2:]
     tall = rows > columns
-    x = grad.mT.bfloat16() if tall else grad.bfloat16()
+    if tall:
+        x = grad.mT.bfloat16()
+    else:
+        x = grad.bfloat16()
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    shape, add_product = x.shape, torch.addmm
+    shape = x.shape
+    add_product = torch.addmm
     if x.dim() > 2:
-        x, add_product = x.flatten(0, -3), torch.baddbmm
+        x = x.flatten(0, -3)
+        add_product = torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
         update = add_product(gram, gram, gram, beta=b, alpha=c)

@@ -44,7 +44,11 @@ def nadam(
 def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, maximize: bool) -> None:
     """The operations of torch's single-tensor NAdam in their order, so that numbers agree to the last bit."""
     params, grads = decay(ops, work, values, decoupled=decoupled, maximize=maximize)
-    lr, beta1, beta2, slots, step = values["lr"], values["beta1"], values["beta2"], work.slots, work.step
+    lr = values["lr"]
+    beta1 = values["beta1"]
+    beta2 = values["beta2"]
+    slots = work.slots
+    step = work.step
     mu, ahead = [beta1 * (1.0 - 0.5 * (0.96 ** (at * values["momentum_decay"]))) for at in (step, step + 1)]
     product = work.scalars["mu_product"] = rounded(work.scalars["mu_product"] * rounded(mu))
     slots["exp_avg"] = ops.run("lerp", slots["exp_avg"], grads, 1 - beta1)

@@ -44,7 +44,10 @@ def radam(
 def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, maximize: bool) -> None:
     """The operations of torch's single-tensor RAdam in their order, so that numbers agree to the last bit."""
     params, grads = decay(ops, work, values, decoupled=decoupled, maximize=maximize)
-    beta1, beta2, slots, step = values["beta1"], values["beta2"], work.slots, work.step
+    beta1 = values["beta1"]
+    beta2 = values["beta2"]
+    slots = work.slots
+    step = work.step
     slots["exp_avg"] = ops.run("lerp", slots["exp_avg"], grads, 1 - beta1)
     slots["exp_avg_sq"] = ops.addcmul(ops.run("mul", slots["exp_avg_sq"], beta2), grads, grads, 1 - beta2)
     bias2 = 1 - beta2**step
@@ -59,7 +62,10 @@ def _step(ops: Lists, work: Work, values: Values, *, decoupled: bool, maximize: 
         rect = choose(known, square, rho * 0.0 + 1.0) ** 0.5
         scale = ops.run("reciprocal", ops.run("add", ops.sqrt(slots["exp_avg_sq"]), values["eps"]))
         scaled = ops.run("mul", ops.run("mul", steps, ops.run("mul", scale, bias2**0.5), keep=True), rect)
-        steps = ops.each(_where, scaled, steps, known.double()) if isinstance(known, Tensor) else scaled
+        if isinstance(known, Tensor):
+            steps = ops.each(_where, scaled, steps, known.double())
+        else:
+            steps = scaled
     work.params = ops.add(params, steps, -1.0)
 
 

@@ -44,7 +44,10 @@ def rmsprop(
     """
     hyper: dict[str, Hyper] = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
     moving = not isinstance(momentum, float | int) or momentum != 0.0
-    squares = ("variance", "grad_avg") if centered else ("square_avg",)
+    if centered:
+        squares = ("variance", "grad_avg")
+    else:
+        squares = ("square_avg",)
     slots = (*squares, *(("momentum_buffer",) if moving else ()))
     rule = Rule("rmsprop", slots, partial(_step, maximize=maximize), upgrade=_upgrade if centered else None)
     return make_optimizer(rule, hyper | ({"momentum": momentum} if moving else {}))
@@ -53,7 +56,9 @@ def rmsprop(
 def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     """The operations of torch's single-tensor RMSprop in their order, so that numbers agree to the last bit."""
     params, grads = decay(ops, work, values, maximize=maximize)
-    lr, alpha, slots = values["lr"], values["alpha"], work.slots
+    lr = values["lr"]
+    alpha = values["alpha"]
+    slots = work.slots
     if "variance" in slots:
         average = _add_to_variance(ops, slots["variance"], slots["grad_avg"], grads, alpha)
         slots["variance"] = average
@@ -84,7 +89,8 @@ def _upgrade(state: Any) -> Any:
     """Return the state of an older version, which kept the mean of squares, with the variance in its place."""
     if not isinstance(state, TensorCollection) or not {"square_avg", "grad_avg"} <= state._data.keys():
         return state
-    squares, means = state._data["square_avg"], state._data["grad_avg"]
+    squares = state._data["square_avg"]
+    means = state._data["grad_avg"]
     rows = zip(widen(list_leaves(squares)), widen(list_leaves(means)), strict=True)
     variance = rebuild(squares, [_variance(square, mean) for square, mean in rows])
     data = {"variance": variance} | {key: node for key, node in state._data.items() if key != "square_avg"}

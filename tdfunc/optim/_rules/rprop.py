@@ -42,7 +42,8 @@ def rprop(
 def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
     grads = ops.run("neg", work.grads, keep=True) if maximize else work.grads
     names = ("eta_minus", "eta_plus", "step_size_min", "step_size_max")
-    slots, limits = work.slots, [values[name] for name in names]
+    slots = work.slots
+    limits = [values[name] for name in names]
     rows = ops.each(_step_leaf, work.params, grads, slots["prev"], slots["step_size"], *limits)
     work.params, slots["prev"], slots["step_size"] = map(list, zip(*rows, strict=True))
 

@@ -59,7 +59,9 @@ def sgd(
             got=f"momentum = {momentum}, dampening = {dampening}",
         )
     flags = {"nesterov": nesterov, "maximize": maximize}
-    slots = ("momentum_buffer",) if moving else ()
+    slots = ()
+    if moving:
+        slots = ("momentum_buffer",)
     rule = Rule("sgd", slots, partial(_step, **flags), partial(_fused, **flags) if moving else None)
     return make_optimizer(rule, hyper, dampening=(-torch.inf, torch.inf))
 
@@ -68,7 +70,9 @@ def _step(ops: Lists, work: Work, values: Values, *, nesterov: bool, maximize: b
     """The operations of torch's single-tensor SGD in their order, so that numbers agree to the last bit."""
     params, grads = decay(ops, work, values, maximize=maximize)
     if "momentum" in values:
-        momentum, dampening, step = values["momentum"], values["dampening"], work.step
+        momentum = values["momentum"]
+        dampening = values["dampening"]
+        step = work.step
         weight: Coefficient = 1.0
         # The first gradient is not dampened.
         if isinstance(dampening, Tensor) or dampening != 0.0:

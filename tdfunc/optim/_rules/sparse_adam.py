@@ -46,7 +46,9 @@ def sparse_adam(
 
 
 def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:
-    slots, beta1, beta2 = work.slots, values["beta1"], values["beta2"]
+    slots = work.slots
+    beta1 = values["beta1"]
+    beta2 = values["beta2"]
     rate = values["lr"] * (1 - beta2**work.step) ** 0.5 / (1 - beta1**work.step)
     numbers = [-rate, 1 - beta1, 1 - beta2, values["eps"]]
     step = partial(_step_leaf, maximize=maximize)
@@ -60,9 +62,14 @@ def _step_leaf(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Steps are not linear, so that an index must occur once.
     grad = grad.coalesce()
-    rows, values = tuple(grad.indices()), -grad.values() if maximize else grad.values()
+    rows = tuple(grad.indices())
+    if maximize:
+        values = -grad.values()
+    else:
+        values = grad.values()
     rate, new, new_square, eps = [x.expand(param.shape)[rows] if isinstance(x, Tensor) else x for x in numbers]
-    first, second = average[rows], square[rows]
+    first = average[rows]
+    second = square[rows]
     first = (values - first) * new + first
     second = (values.pow(2) - second) * new_square + second
     step = rate * (first / (second.sqrt() + eps))

@@ -34,8 +34,10 @@ class Accumulate(AbstractOptimizer):
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
         _, given, how = begin_step("accumulate", params, grads, state, {"sum", "count"}, how)
-        data, active = state._data, how.active
-        count, total = data["count"] + 1, list_leaves(data["sum"])
+        data = state._data
+        active = how.active
+        count = data["count"] + 1
+        total = list_leaves(data["sum"])
         with grads_of(total, given):
             lists = free_lists([*given, *total])
             new_total = lists.run("add", total, widen(given), keep=True)

@@ -31,11 +31,15 @@ class Ema(AbstractOptimizer):
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step."""
         leaves = widen(list_trainable("ema", params))
-        start = [torch.zeros_like(leaf) for leaf in leaves] if self.debias else copy_start(leaves)
+        if self.debias:
+            start = [torch.zeros_like(leaf) for leaf in leaves]
+        else:
+            start = copy_start(leaves)
         return make_state("ema", self.optimizer, params, {"average": rebuild(params, start)}, "count")
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
-        data, active = state._data, how.active
+        data = state._data
+        active = how.active
         _, _, how = begin_step("ema", params, grads, state, {"average", "count"}, how)
         old = list_leaves(data["average"])
         new, inner = how.step(self.optimizer, params, grads, data["optimizer"])

@@ -30,7 +30,9 @@ class ApplyIfFinite(AbstractOptimizer):
         return make_state("apply_if_finite", self.optimizer, params, {}, "consecutive", "total")
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
-        name, data, active = "apply_if_finite", state._data, how.active
+        name = "apply_if_finite"
+        data = state._data
+        active = how.active
         _, given, how = begin_step(name, params, grads, state, {"consecutive", "total"}, how)
         finite = _is_finite(given, data["total"])
         in_a_row = torch.where(finite, 0, data["consecutive"] + 1)
@@ -50,9 +52,13 @@ class ApplyIfFinite(AbstractOptimizer):
 
 
 def _is_finite(leaves: Leaves, count: Tensor) -> Tensor:
-    finite, dims = torch.ones_like(count, dtype=torch.bool), count.dim()
+    finite = torch.ones_like(count, dtype=torch.bool)
+    dims = count.dim()
     for leaf in leaves:
-        rows = leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1)
+        if leaf.dim() > dims:
+            rows = leaf.flatten(dims)
+        else:
+            rows = leaf.unsqueeze(-1)
         finite = finite & rows.isfinite().all(-1).to(finite.device)
     return finite
 

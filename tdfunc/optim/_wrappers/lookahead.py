@@ -35,9 +35,11 @@ class Lookahead(AbstractOptimizer):
         return make_state("lookahead", self.optimizer, params, {"slow": rebuild(params, slow)}, "count")
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
-        data, active = state._data, how.active
+        data = state._data
+        active = how.active
         before, _, how = begin_step("lookahead", params, grads, state, {"slow", "count"}, how)
-        old, count = list_leaves(data["slow"]), data["count"] + 1
+        old = list_leaves(data["slow"])
+        count = data["count"] + 1
         full = count == self.every
         ready = full if active is None else full & active
         new, inner = how.step(self.optimizer, params, grads, data["optimizer"])

@@ -31,7 +31,8 @@ def make_state(
     name: str, optimizer: AbstractOptimizer, params: TensorCollection, data: dict[str, Any], *counts: str
 ) -> "TensorDict":
     """Return a state with the inner optimizer's state, other entries, and counts of 0 for each member."""
-    leaves, size = list_trainable(name, params), params._batch_size
+    leaves = list_trainable(name, params)
+    size = params._batch_size
     check_dense(f"{name}.init", params)
     zeros = torch.zeros(size, dtype=torch.int64, device=leaves[0].device if leaves else None)
     data = {"optimizer": optimizer.init(params), **data, **{count: zeros.clone() for count in counts}}
@@ -90,7 +91,9 @@ def copy_start(leaves: Leaves) -> Leaves:
 
 def select(mask: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
     """Return a tensor of one value for each member, new where the mask is True."""
-    return new if mask is None else torch.where(mask, new, old)
+    if mask is None:
+        return new
+    return torch.where(mask, new, old)
 
 
 def make_rest(params: TensorCollection) -> TensorCollection:

@@ -47,7 +47,9 @@ class ScheduleFree(AbstractOptimizer):
         with grads_of(leaves):
             wide = widen(leaves)
         z = rebuild(params, copy_start(wide))
-        device = leaves[0].device if leaves else None
+        device = None
+        if leaves:
+            device = leaves[0].device
         zeros = torch.zeros(params._batch_size, dtype=torch.float64, device=device)
         data: dict[str, Any] = {"z": z, "lr_max": zeros, "weight_sum": zeros.clone()}
         if _has_low(leaves):
@@ -111,8 +113,11 @@ class ScheduleFree(AbstractOptimizer):
     # Any: the state of a rule.
     def _rate(self, state: Any) -> Tensor:
         """Return the learning rate of this step."""
-        count, lr = state._data["step"], self.optimizer.hyper["lr"]
-        tensors = {"lr": state._data["lr"]} if isinstance(lr, Tensor) else {}
+        count = state._data["step"]
+        lr = self.optimizer.hyper["lr"]
+        tensors = {}
+        if isinstance(lr, Tensor):
+            tensors = {"lr": state._data["lr"]}
         value = read_values(self.optimizer.rule.name, {"lr": lr}, count, tensors, count.shape)["lr"]
         return torch.as_tensor(value, dtype=torch.float64, device=count.device).expand(count.shape)
 

@@ -38,11 +38,14 @@ FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 # Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-_PREFIX, _NEW, _OLD = ".tdfunc-", ".tmp", ".old"
+_PREFIX = ".tdfunc-"
+_NEW = ".tmp"
+_OLD = ".old"
 # The folder of a step of a CheckpointManager. With more digits a name is longer than a file system takes.
 STEP_NAME = re.compile(r"step-([0-9]{10,250})")
 LEFTOVER = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.(tmp|old)")
-_AT_FDCWD, _EXCHANGE = -100, 2
+_AT_FDCWD = -100
+_EXCHANGE = 2
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
@@ -66,7 +69,8 @@ class Descriptor:
 
     def close(self) -> None:
         """Give up the lock and close the descriptor; a second call does nothing."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         if fd == -1:
             return
         # No call between: Ctrl-C comes between calls, and would leave the lock to the end of the process.
@@ -93,7 +97,8 @@ _descriptors: "weakref.WeakSet[Descriptor]" = weakref.WeakSet()
 def _close_copies() -> None:
     _entered.clear()
     for held in list(_descriptors):
-        fd, held.fd = held.fd, -1
+        fd = held.fd
+        held.fd = -1
         if fd != -1:
             # Not `close`, which would take the lock from the parent.
             os.close(fd)
@@ -211,7 +216,8 @@ def put_file(path: str, write: Callable[[int, str], None], *, size_bytes: int, f
             # a save without fsync: ext4 writes delayed blocks out when a file is renamed over another one (its
             # mount option `auto_da_alloc`), and these are not delayed.
             # Not os.posix_fallocate: where a file system cannot do this, it writes zeros instead.
-            fallocate, size = getattr(_libc, "fallocate64", None), ctypes.c_int64(size_bytes)
+            fallocate = getattr(_libc, "fallocate64", None)
+            size = ctypes.c_int64(size_bytes)
             if fallocate is not None and size_bytes and fallocate(fd, 0, ctypes.c_int64(0), size):
                 code = ctypes.get_errno()
                 if code in _NO_SPACE:

@@ -73,7 +73,9 @@ def map_bytes(fd: int, path: str | None, size_bytes: int, mode: MapMode) -> Any:
         ) from err
     # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
     # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
-    return torch.from_numpy(flat.numpy()) if mode == "c" else flat
+    if mode == "c":
+        return torch.from_numpy(flat.numpy())
+    return flat
 
 
 def map_descriptor(
@@ -167,7 +169,9 @@ def _received(
     file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], parameter: bool, grad: bool
 ) -> Tensor:
     leaf = map_again(file, dtype, shape, stride)
-    return nn.Parameter(leaf, grad) if parameter else leaf.requires_grad_(grad)
+    if parameter:
+        return nn.Parameter(leaf, grad)
+    return leaf.requires_grad_(grad)
 
 
 def _send(leaf: Any) -> Any:

@@ -176,7 +176,9 @@ class Ranks:
 
     def world_rank(self, rank: int) -> int:
         """Return the global rank of a rank of the group."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        if self.group is None:
+            return rank
+        return dist.get_global_rank(self.group, rank)
 
     # -- two ranks ------------------------------------------------------------------------------------------------
 
@@ -393,7 +395,8 @@ class Ranks:
 
     def _compare(self, heard: Sequence[Envelope]) -> None:
         """Raise unless all ranks make the same call in the same round."""
-        first, root = heard[0], self.world_rank(0)
+        first = heard[0]
+        root = self.world_rank(0)
         for rank, other in enumerate(heard):
             if other.terms != first.terms:
                 raise error(
@@ -442,7 +445,9 @@ def is_sharded(leaf: Any) -> bool:
 def find_sharded(tree: Any) -> Any:
     """Return a DTensor in a tree or in a plain object, or None if there is none."""
     # Not by recursion: a tree may be deep.
-    stack = [tree] if "torch.distributed.tensor" in sys.modules else []
+    stack = []
+    if "torch.distributed.tensor" in sys.modules:
+        stack = [tree]
     # A plain object may contain itself.
     seen: set[int] = set()
     while stack:
@@ -472,7 +477,9 @@ def _parts_of(node: Any) -> Collection[Any]:
 def group_of(leaf: Any) -> Any:
     """Return the group of the ranks that have a DTensor: of its mesh, if that has one dimension and not all ranks."""
     mesh = leaf.device_mesh
-    return mesh.get_group() if mesh.ndim == 1 and mesh.size() < dist.get_world_size() else None
+    if mesh.ndim == 1 and mesh.size() < dist.get_world_size():
+        return mesh.get_group()
+    return None
 
 
 def machine_of(folder: str) -> list[Any] | None:
@@ -493,7 +500,8 @@ def machine_of(folder: str) -> list[Any] | None:
 def own_part(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """Return the start and shape of this rank's part of a DTensor, and True if no earlier rank has the same part."""
     utils: Any = sys.modules["torch.distributed.tensor._utils"]
-    mesh, placements = leaf.device_mesh, leaf.placements
+    mesh = leaf.device_mesh
+    placements = leaf.placements
     shape, start = utils.compute_local_shape_and_global_offset(leaf.shape, mesh, placements)
     coordinate = mesh.get_coordinate()
     copies = [at for at, place in zip(coordinate or (), placements, strict=False) if place.is_replicate()]
@@ -509,7 +517,9 @@ def place_like(part: Tensor, like: Any) -> Tensor:
 
 def as_tensor(raw: bytes) -> Tensor:
     """Return bytes as a tensor."""
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    if raw:
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def as_bytes(data: Tensor) -> bytes:
@@ -519,9 +529,14 @@ def as_bytes(data: Tensor) -> bytes:
 
 def write_error(err: Exception, rank: int | None = None) -> bytes:
     """Return an error, and the rank that raised it, as bytes for other ranks."""
-    code, text = None, str(err)
+    code = None
+    text = str(err)
     if isinstance(err, OSError) and err.errno is not None:
-        code, text = err.errno, f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
+        code = err.errno
+        if err.filename:
+            text = f"{err.strerror}: {err.filename}"
+        else:
+            text = str(err.strerror)
     if rank is not None and "(raised by rank " not in text:
         text = f"{text} (raised by rank {rank})"
     return json.dumps([type(err).__name__, text, code]).encode()

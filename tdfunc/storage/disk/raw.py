@@ -22,12 +22,15 @@ _NOTHING = nullcontext()
 _READ = 0x100
 # Any: the function of CPython, called through ctypes.
 _from_memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
-_from_memory.restype, _from_memory.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_from_memory.restype = ctypes.py_object
+_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Leave all transforms for a block."""
-    return temporarily_clear_interpreter_stack() if in_functorch() else _NOTHING
+    if in_functorch():
+        return temporarily_clear_interpreter_stack()
+    return _NOTHING
 
 
 # Any: numpy's arrays offer their bytes, which type checkers learn with Python 3.12.
@@ -43,7 +46,9 @@ def memory_of(leaf: Tensor) -> memoryview:
 
     Unlike an array of numpy, it leaves no mark on the storage, which would look shared from then on.
     """
-    return _from_memory(leaf.data_ptr(), leaf.nbytes, _READ) if leaf.nbytes else memoryview(b"")
+    if leaf.nbytes:
+        return _from_memory(leaf.data_ptr(), leaf.nbytes, _READ)
+    return memoryview(b"")
 
 
 def raw_bytes(leaf: Tensor) -> Any:

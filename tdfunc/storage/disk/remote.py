@@ -43,7 +43,9 @@ def as_name(path: "str | bytes | os.PathLike[str]") -> str:
 def find(path: "str | bytes | os.PathLike[str]") -> str:
     """Return the path to read a checkpoint from, as text: a killed writer may have left its folder beside its name."""
     name = as_name(path)
-    return name if is_remote(name) else locate(name)
+    if is_remote(name):
+        return name
+    return locate(name)
 
 
 def local_folder(path: "str | bytes | os.PathLike[str]", call: str) -> str:
@@ -61,7 +63,9 @@ def local_folder(path: "str | bytes | os.PathLike[str]", call: str) -> str:
 def anchored(path: str) -> str:
     """Return a path that means the same file after the current folder has changed."""
     # Not abspath: it takes `link/..` for the folder of the link.
-    return path if is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    if is_remote(path) or os.path.isabs(path):
+        return path
+    return os.path.join(os.getcwd(), path)
 
 
 class Bytes(Protocol):
@@ -117,7 +121,8 @@ class LocalBytes:
 
     def close(self) -> None:
         """Close the descriptor."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         os.close(fd)
 
     def __reduce__(self) -> NoReturn:
@@ -191,7 +196,8 @@ class RemoteBytes:
     """A file on another machine, read in ranges."""
 
     def __init__(self, system: Any, path: str) -> None:
-        self._system, self._path = system, path
+        self._system = system
+        self._path = path
         size = system.size(path)
         if not isinstance(size, int):
             raise UnsupportedError(

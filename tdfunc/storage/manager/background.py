@@ -81,13 +81,16 @@ class Snapshot(NamedTuple):
         Raises:
             ConcurrencyError: A leaf changed before its digest was taken.
         """
-        return self.taken if self.coming is None else self.taken | self.coming.result()
+        if self.coming is None:
+            return self.taken
+        return self.taken | self.coming.result()
 
 
 def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
     """Copy the leaves that may be written to (None), no leaves or all; take the digests of the others, or begin to."""
     out = outline(td)
-    live, leaves = _live_ids(td), list(out.leaves)
+    live = _live_ids(td)
+    leaves = list(out.leaves)
     kept: list[tuple[str, Tensor]] = []
     alone: list[_Private] = []
     # A signal handler may save in the middle of a transform, in which a copy would belong to the transform or trace.
@@ -182,7 +185,9 @@ def _begin(work: Callable[[], dict[str, str]]) -> "Future[dict[str, str]]":
 
 def _digests(leaves: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     # When the interpreter ends, no threads can be started.
-    threads = min(_MAX_THREADS, os.cpu_count() or 1) if threading.main_thread().is_alive() else 1
+    threads = 1
+    if threading.main_thread().is_alive():
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
     large_bytes = sum([leaf.nbytes for _, leaf in leaves if leaf.nbytes > _SMALL_BYTES])
     if threads == 1 or large_bytes < _THREADS_FROM_BYTES:
         return {name: _digest(leaf) for name, leaf in leaves}
@@ -220,7 +225,8 @@ class PendingSave(Future[SavedPath]):
         super().__init__()
         self._path = path
         # The remaining work until it begins. Until it has ended, also the queue, which shows lost errors when it ends.
-        self._write, self._queue = write, queue
+        self._write = write
+        self._queue = queue
         # True once `result` or `exception` has returned or raised.
         self._is_seen = False
         # True while a thread writes it.
@@ -441,7 +447,8 @@ def _wait_in_handler(saves: Sequence[PendingSave], timeout_s: float | None) -> N
 
 
 def _run(save: PendingSave) -> None:
-    write, save._write = save._write, None
+    write = save._write
+    save._write = None
     if write is not None and save.set_running_or_notify_cancel():
         try:
             save._is_writing = True

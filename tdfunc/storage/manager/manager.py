@@ -120,8 +120,12 @@ class CheckpointManager(WaitMethods):
                 hint='metric="loss", and save(..., metadata={"loss": ...}).',
             )
         self._folder = anchored(local_folder(folder, "CheckpointManager"))
-        self._keep_last, self._keep_best, self._metric, self._mode = keep_last, keep_best, metric, mode
-        self._fsync, self._async = fsync, async_save
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._metric = metric
+        self._mode = mode
+        self._fsync = fsync
+        self._async = async_save
         self._max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None
         self._queue = SaveQueue(max_pending)
         # The steps that were there when this run began or went back to a step.
@@ -288,7 +292,9 @@ class CheckpointManager(WaitMethods):
 
         def check() -> Request[Any]:
             number = self._check_load(step, fallback=fallback, verify=verify)
-            place = torch.device(device) if device is not None else None
+            place = None
+            if device is not None:
+                place = torch.device(device)
             # A resumed run continues bit for bit only with leaves of the same alignment.
             choice = Choice(where, like, dtype, place, classes, aligned=True)
             # An error of the disk is an error where leaves are read, and the end of the process where they are mapped.
@@ -336,7 +342,9 @@ class CheckpointManager(WaitMethods):
         """Return the arguments of a save; raise if one of them is wrong."""
         number = as_step(step, "save")
         described = _describe(metadata or {})
-        metric = described.get(self._metric) if self._metric is not None else None
+        metric = None
+        if self._metric is not None:
+            metric = described.get(self._metric)
         if metric is not None and not _is_number(metric):
             raise error(
                 TypeError,
@@ -397,7 +405,8 @@ class CheckpointManager(WaitMethods):
         self, step: int, snapshot: Snapshot | RankSave, metadata: dict[str, Any], overwrite: bool
     ) -> pathlib.Path:
         path = self.path(step)
-        max_bytes, fsync = self._max_bytes, self._fsync
+        max_bytes = self._max_bytes
+        fsync = self._fsync
         try:
             with naming("save", str(path), "the step was not saved"):
                 write_step(
@@ -474,7 +483,10 @@ class CheckpointManager(WaitMethods):
         """Call `read` with the folder and number of a step (or the newest), again if another save replaces it."""
         broken: set[int] = set()
         while True:
-            number = max(set(self.steps()) - broken, default=None) if step is None else as_step(step, call)
+            if step is None:
+                number = max(set(self.steps()) - broken, default=None)
+            else:
+                number = as_step(step, call)
             if number is None and broken:
                 raise damaged(f"{call} {self._folder}: one step must be undamaged.", got=f"damaged: {sorted(broken)}")
             if number is None:
@@ -512,12 +524,14 @@ def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return metadata as JSON returns them, with numbers of Python for those of numpy; raise if others change."""
     described: dict[str, Any] = {}
     for key, value in metadata.items():
-        entry, reason = {key: value}, ""
+        entry = {key: value}
+        reason = ""
         try:
             entry = {key: _without_numpy(value)}
             back: Any = json.loads(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode())
         except (TypeError, ValueError, RecursionError) as err:
-            back, reason = None, str(err)
+            back = None
+            reason = str(err)
         # Types too: JSON makes a list of a tuple, and text of a number that is a key.
         if repr(back) != repr(entry):
             reason = reason or f"JSON turns it into {back[key]!r}"

@@ -307,7 +307,8 @@ def read_about(folder: str, step: int | None) -> About:
             fields = parse_json(raw)
             about = None
             if fields["version"] == _VERSION:
-                metadata, above = dict(fields["metadata"]), dict(fields.get("above", {}))
+                metadata = dict(fields["metadata"])
+                above = dict(fields.get("above", {}))
                 about = About(fields["step"], fields["file"], fields["tree"], metadata, above)
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             raise damaged(f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]) from err

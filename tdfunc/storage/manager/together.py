@@ -62,7 +62,8 @@ class Together(Generic[T]):
 
     # Any: a DTensor.
     def __init__(self, leaf: Any, folder: str, check: Callable[[], Request[T]]) -> None:
-        self._folder, self._check = folder, check
+        self._folder = folder
+        self._check = check
         self._request: Request[T] | None = None
         self._ranks = Ranks(f"load {folder}", group_of(leaf))
         # Steps that one of the ranks cannot read, with the reason.
@@ -102,10 +103,15 @@ class Together(Generic[T]):
             if self._request is None:
                 self._request = self._check()
                 step = self._request.step
-                what = "the newest step" if step is None else f"step {step}"
+                what = "the newest step"
+                if step is not None:
+                    what = f"step {step}"
                 self._ranks.terms = f"load {what}, fallback={self._request.fallback}"
             step = self._request.step
-            seen = list_steps(self._folder) if step is None else [step]
+            if step is None:
+                seen = list_steps(self._folder)
+            else:
+                seen = [step]
             if not seen:
                 raise no_step(self._folder, "load")
             return json.dumps(seen).encode()
@@ -155,4 +161,6 @@ def _sum_up(outcomes: Sequence[_Outcome]) -> _Outcome:
     if bad is not None:
         return bad
     # Another process may have replaced the step between two reads.
-    return outcomes[0] if len({one.text for one in outcomes}) == 1 else _Outcome("changed", "")
+    if len({one.text for one in outcomes}) == 1:
+        return outcomes[0]
+    return _Outcome("changed", "")

@@ -64,7 +64,9 @@ def stem_of(key: str, *, leaf: bool) -> str:
     name = encoded(key)
     # A folder of such a name could stand where another key's leaf, or a node's own files, must be.
     taken = not leaf and (name.endswith(LEAF_SUFFIX) or name == META or name in PICKLES)
-    return hashed(key) if taken or key in RESERVED or len(name.encode()) > _MAX_BYTES else name
+    if taken or key in RESERVED or len(name.encode()) > _MAX_BYTES:
+        return hashed(key)
+    return name
 
 
 def is_raw_name(key: str) -> bool:
@@ -76,7 +78,9 @@ def is_raw_name(key: str) -> bool:
 
 def join_name(folder: str, name: str) -> str:
     """Return a name inside a folder; the name of the root is empty."""
-    return f"{folder}/{name}" if folder else name
+    if folder:
+        return f"{folder}/{name}"
+    return name
 
 
 class Owned(NamedTuple):
@@ -90,7 +94,9 @@ class Owned(NamedTuple):
 
 def owned_names(meta: dict[str, Any]) -> Owned:
     """Return the names of the files and folders that a `meta.json` describes."""
-    files, folders, own = {META}, set[str](), meta.get("")
+    files = {META}
+    folders = set[str]()
+    own = meta.get("")
     fields: dict[str, Any] = own if type(own) is dict else {}
     if "tdfunc" not in fields and not str(meta.get("_type")).startswith(_TYPE_START):
         # Another program's, which may name files in any way.
@@ -150,8 +156,9 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
         TieError: Tied paths hold different leaves.
     """
     out = outline(tree, call=call, values=values, codes=FOLDER_CODES, named=False)
-    for name, leaf in zip(out.names, out.leaves, strict=True) if values else ():
-        address_of(call, name, leaf)
+    if values:
+        for name, leaf in zip(out.names, out.leaves, strict=True):
+            address_of(call, name, leaf)
     assert out.text is not None
     doc = json.loads(out.text)
     for node in doc["nodes"]:
@@ -166,8 +173,10 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
     for number, folder in enumerate(folders):
         path = plan.path(number)
         for key in [k for k, item in zip(plan.keys[number], plan.items[number], strict=True) if type(item) is not dict]:
-            at, name = len(files), join_name(folder, stem_of(key, leaf=True) + LEAF_SUFFIX)
-            size_bytes, is_value = plan.specs[at].size_bytes, IS_VALUE in plan.flags[at]
+            at = len(files)
+            name = join_name(folder, stem_of(key, leaf=True) + LEAF_SUFFIX)
+            size_bytes = plan.specs[at].size_bytes
+            is_value = IS_VALUE in plan.flags[at]
             files.append(FileLeaf(name, out.leaves[at], (*path, key), size_bytes, is_value))
     links = [
         (join_name(folders[number], stem_of(key, leaf=True) + LEAF_SUFFIX), files[plan.tied[group]].name)
@@ -193,14 +202,18 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
 
 def _metas(plan: Description, number: int, folder: str, ties: dict[int, Ties]) -> list[tuple[str, str]]:
     """Return the `meta.json` of a node, and those of its non-tensor data, by their names."""
-    node, size, leaf = plan.nodes[number], list(plan.sizes[number]), plan.starts[number]
+    node = plan.nodes[number]
+    size = list(plan.sizes[number])
+    leaf = plan.starts[number]
     specs: dict[Spec, int] = {}
     items: list[Any] = []
     metas: list[tuple[str, str]] = []
 
     def tensor(at: int, flags: str, shape: Sequence[Any]) -> Any:
         place = specs.setdefault(plan.specs[at], len(specs))
-        return [place, flags, *shape] if flags else place
+        if flags:
+            return [place, flags, *shape]
+        return place
 
     for key, item in zip(plan.keys[number], plan.items[number], strict=True):
         if type(item) is not dict:
@@ -213,7 +226,9 @@ def _metas(plan: Description, number: int, folder: str, ties: dict[int, Ties]) -
         elif "tree" in item:
             items.append({**item, "tree": None})
         else:
-            data = _value_fields(item, item.get("shape", size)) if stem_of(key, leaf=False) == encoded(key) else None
+            data = None
+            if stem_of(key, leaf=False) == encoded(key):
+                data = _value_fields(item, item.get("shape", size))
             if data is not None:
                 metas.append((join_name(join_name(folder, encoded(key)), META), _text(data)))
                 held = "value" if "value" in item else "values"
@@ -260,7 +275,10 @@ def shared_fields(node: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]
         if stem_of(key, leaf=is_leaf) != encoded(key):
             continue
         if is_leaf:
-            place, flags = (item, "") if type(item) is int else item[:2]
+            if type(item) is int:
+                place, flags = (item, "")
+            else:
+                place, flags = item[:2]
             spec = specs[place]
             if IS_VALUE not in flags and str(spec.dtype) in SHARED_DTYPES:
                 entries[key] = {

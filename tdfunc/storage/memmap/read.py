@@ -76,7 +76,9 @@ def load_memmap(
     name = local_folder(prefix, "load_memmap")
     # Only values are copied to `out`, so the classes of the nodes need not be here.
     classes = classes if out is None else TensorCollection._open
-    place = torch.device(device) if device is not None else None
+    place = None
+    if device is not None:
+        place = torch.device(device)
 
     def read(root: int) -> TensorCollection:
         return read_tree(root, os.path.realpath(name), mode, num_threads, classes, place, non_blocking)
@@ -124,7 +126,9 @@ def read_tree(
         if is_fake(place):
             return torch.empty(file.shape, dtype=file.dtype, device=place or "cpu")
         leaf = map_leaf(root, file, where, mode)
-        return leaf if target is None else move_leaf(leaf, target, non_blocking=non_blocking)
+        if target is None:
+            return leaf
+        return move_leaf(leaf, target, non_blocking=non_blocking)
 
     return reader.build(map_each(one, reader.files, threads), place)
 
@@ -213,7 +217,9 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: s
     except FileNotFoundError as err:
         raise damaged(f"leaf {dotted(leaf.path)!r}: its file is missing.", leaf.name) from err
     with file as fd:
-        path = None if where is None else os.path.join(where, leaf.name)
+        path = None
+        if where is not None:
+            path = os.path.join(where, leaf.name)
         return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes, top or where)
 
 
@@ -318,25 +324,34 @@ class FolderReader:
         self._places.append(place)
         self._exact.append(own is not None)
         children: list[_Place] = []
-        keys, items = node.fields["keys"], node.fields["items"]
+        keys = node.fields["keys"]
+        items = node.fields["items"]
         for at, (key, item, stem) in enumerate(zip(keys, items, node.stems, strict=True)):
             if type(item) is dict and "tree" in item:
-                path, folder = (*place.path, key), join_name(place.folder, stem)
+                path = (*place.path, key)
+                folder = join_name(place.folder, stem)
                 self._check_folder(folder, path)
                 # The trees of a stack are of the class that tensordict records for the stack.
-                cls, further = (place.cls, place.further) if node.stack_dim is not None else (None, {})
+                if node.stack_dim is not None:
+                    cls, further = (place.cls, place.further)
+                else:
+                    cls, further = (None, {})
                 children.append(_Place(folder, path, number, at, cls, further))
             elif type(item) is not dict:
                 place_in, *rest = item if type(item) is list else (item,)
                 if type(place_in) is not int or not 0 <= place_in < len(node.specs):
                     raise malformed(f"the number of a spec at {key!r}", repr(item))
-                items[at] = [place_in + len(specs), *rest] if rest else place_in + len(specs)
+                if rest:
+                    items[at] = [place_in + len(specs), *rest]
+                else:
+                    items[at] = place_in + len(specs)
         specs.extend(node.specs)
         return children
 
     def _document(self, place: _Place, meta: dict[str, Any], own: dict[str, Any]) -> _Node:
         """Read a node of this version; tensordict's fields must follow from it."""
-        fields, specs = own["node"], [spec_of(code, shape) for code, shape in own["specs"]]
+        fields = own["node"]
+        specs = [spec_of(code, shape) for code, shape in own["specs"]]
         expected = shared_fields(fields, specs)
         if {key: value for key, value in meta.items() if key} != expected:
             raise damaged(
@@ -345,7 +360,8 @@ class FolderReader:
                 repr({key: value for key, value in meta.items() if key})[:300],
                 hint="another program changed them: restore the file from a copy.",
             )
-        keys, items = fields["keys"], fields["items"]
+        keys = fields["keys"]
+        items = fields["items"]
         stems = [stem_of(key, leaf=type(item) is not dict) for key, item in zip(keys, items, strict=True)]
         size = fields.setdefault("size", [])
         fields.setdefault("device", None)
@@ -378,7 +394,8 @@ class FolderReader:
             raise _unknown(place.path, kind)
         name = kind.removeprefix("<class '").removesuffix("'>")
         classes: Any = (self.classes,) if isinstance(self.classes, type) else self.classes
-        classes = classes.values() if isinstance(classes, Mapping) else classes
+        if isinstance(classes, Mapping):
+            classes = classes.values()
         named = {f"{cls.__module__}.{cls.__qualname__}": f"{cls.__module__}:{cls.__qualname__}" for cls in classes}
         place = place._replace(folder=join_name(place.folder, "_tensordict"), cls=named.get(name), further=meta)
         return place, self._meta(place.folder, place.path)
@@ -401,7 +418,8 @@ class FolderReader:
                 stem = key
             stems.append(stem)
             if is_leaf:
-                is_nested, dtype = entry.get("is_nested"), entry["dtype"]
+                is_nested = entry.get("is_nested")
+                dtype = entry["dtype"]
                 if is_nested or (dtype not in SHARED_DTYPES and str(dtype).startswith("torch.")):
                     raise UnsupportedError(
                         f"leaf {dotted((*place.path, key))!r} must be a dense tensor of a dtype that torch has.",
@@ -428,7 +446,8 @@ class FolderReader:
 
     def _value(self, place: _Place, key: str, stem: str, dims: int, shape: Sequence[int]) -> dict[str, Any]:
         """Read non-tensor data, whose values are lists nested `dims` deep, as an item."""
-        path, folder = (*place.path, key), join_name(place.folder, stem)
+        path = (*place.path, key)
+        folder = join_name(place.folder, stem)
         self._check_folder(folder, path)
         self._check_pickles(folder, path)
         meta = self._meta(folder, path)
@@ -444,7 +463,9 @@ class FolderReader:
                 raise malformed(f"lists nested {dims} deep, of equal lengths", repr(meta["data"]))
             found.append(lengths.pop())
             flat = [value for part in flat for value in part]
-        return {"values": flat, "shape": found} if found != list(shape) else {"values": flat}
+        if found != list(shape):
+            return {"values": flat, "shape": found}
+        return {"values": flat}
 
     def _meta(self, folder: str, path: Path) -> dict[str, Any]:
         what = f"meta.json of {where(path)}"
@@ -468,7 +489,9 @@ class FolderReader:
         for name in PICKLES:
             if self._mode(join_name(folder, name)):
                 # A folder cannot lack an entry that the description of its parent names.
-                rest = f".exclude({path!r})" if path else ""
+                rest = ""
+                if path:
+                    rest = f".exclude({path!r})"
                 raise UnsupportedError(
                     f"{where(path)} has pickled data, which can run any code when it is read.",
                     expected="non-tensor data as JSON",
@@ -516,7 +539,10 @@ class FolderReader:
         check_tie_size(keys, CorruptCheckpointError)
         known: list[dict[str, Ties]] = []
         for place, node in zip(self._places, self._nodes, strict=True):
-            expected = known[place.parent].get(place.path[-1], ()) if known else node.ties
+            if known:
+                expected = known[place.parent].get(place.path[-1], ())
+            else:
+                expected = node.ties
             if set(map(frozenset, expected)) != set(map(frozenset, node.ties)):
                 # A part of a larger folder that was replaced by itself has other ties; that is damage too.
                 raise damaged(
@@ -550,7 +576,9 @@ class FolderReader:
 
 def where(path: Path) -> str:
     """Return the name of a node for messages."""
-    return repr(dotted(path)) if path else "the root"
+    if path:
+        return repr(dotted(path))
+    return "the root"
 
 
 def _unknown(path: Path, kind: Any) -> UnsupportedError:

@@ -307,7 +307,8 @@ def _write_leaf(path: str, file: FileLeaf, target: str | None) -> None:
 
 def _keep_file(path: str, file: FileLeaf, place: str) -> bool:
     """Give a leaf that is mapped from the file in this place that file again, which other mappings share."""
-    found, leaf = mapped_file(file.leaf), file.leaf
+    found = mapped_file(file.leaf)
+    leaf = file.leaf
     if found is None or found.mode != "r+" or found.path != place or found.offset or not leaf.is_contiguous():
         return False
     if not _link(place, path, copy=False):
@@ -399,7 +400,9 @@ def _map_again(top: str, places: list[tuple[Path, Tensor, MappedFile]]) -> list[
             now = files.get(os.path.relpath(name, folder))
             # A view of some rows does not have the shape of the whole.
             is_whole = leaf.numel() * leaf.element_size() == file.size_bytes
-            found = None if now is None else (now.dtype, now.size_bytes, now.shape if is_whole else None)
+            found = None
+            if now is not None:
+                found = (now.dtype, now.size_bytes, now.shape if is_whole else None)
             if now is None or found != (leaf.dtype, file.size_bytes, leaf.shape if is_whole else None):
                 raise LeafMismatchError(
                     f"memmap_refresh_: leaf {dotted(path)!r} must still be in its file; nothing was changed.",

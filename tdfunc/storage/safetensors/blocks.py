@@ -202,7 +202,8 @@ class BlockDigests:
     """
 
     def __init__(self, name: str, recorded: Blocks) -> None:
-        self._name, self._recorded = name, recorded
+        self._name = name
+        self._recorded = recorded
         self._blocks: list[Block] = recorded.read_blocks(name)
         self._states = [xxhash.xxh3_64() for _ in self._blocks]
         self._starts = np.array([block.start for block in self._blocks], np.int64)
@@ -249,12 +250,15 @@ def boxes_between(begin: int, end: int, size: tuple[int, ...]) -> list[Block]:
     if not size:
         return [Block((), ())]
     step = math.prod(size[1:])
-    first, last = -(-begin // step), end // step
+    first = -(-begin // step)
+    last = end // step
     if first > last:
         # Inside of one row.
         row = begin // step
         return _inside(row, begin - row * step, end - row * step, size)
-    boxes = _inside(first - 1, begin - (first - 1) * step, step, size) if begin < first * step else []
+    boxes = []
+    if begin < first * step:
+        boxes = _inside(first - 1, begin - (first - 1) * step, step, size)
     if first < last:
         boxes.append(Block((first, *[0] * (len(size) - 1)), (last - first, *size[1:])))
     return boxes + (_inside(last, 0, end - last * step, size) if last * step < end else [])

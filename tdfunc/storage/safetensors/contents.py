@@ -152,7 +152,8 @@ class Contents:
 
         A read of this thread, which a signal handler has interrupted, ends after this call and closes the files.
         """
-        process, here = os.getpid(), threading.get_ident()
+        process = os.getpid()
+        here = threading.get_ident()
         with self._lock:
             if self.closed:
                 return
@@ -186,7 +187,9 @@ class Contents:
     def doc(self) -> dict[str, Any]:
         """The description of the tree: the saved one, or the one that dotted names imply."""
         with parsing(self.path):
-            return parse_tree(self.metadata["tdfunc.tree"]) if self.is_ours else self._implied()
+            if self.is_ours:
+                return parse_tree(self.metadata["tdfunc.tree"])
+            return self._implied()
 
     @cached_property
     def plan(self) -> Description:
@@ -244,7 +247,9 @@ class Contents:
         lacking = [name for name in homes if name not in known]
         if lacking:
             stray = [name for name in names if name not in homes]
-            others = f", not in the index {stray[:5]}" if stray else ""
+            others = ""
+            if stray:
+                others = f", not in the index {stray[:5]}"
             got = f"{len(names)} leaves; missing {lacking[:5]}{others}"
             raise damaged("the index does not fit its files.", f"{len(homes)} leaves", got)
         if len(known) != len(names):
@@ -254,7 +259,9 @@ class Contents:
 
     def _entries(self, source: Source) -> Entries:
         found = source.header.entries
-        return parse_entries(source.raw, source.size_bytes)[1] if found is None else found
+        if found is None:
+            return parse_entries(source.raw, source.size_bytes)[1]
+        return found
 
     @cached_property
     def _nests(self) -> bool:
@@ -270,7 +277,9 @@ class Contents:
         names = [quote(name) for source in self.sources for name in self._entries(source).names]
         # An index that names a leaf of no file is refused when its tree is read.
         is_whole = self.homes.keys() <= set(names)
-        return [name for name in names if name not in self.homes] if is_whole else []
+        if is_whole:
+            return [name for name in names if name not in self.homes]
+        return []
 
     def _place_all(self) -> Places:
         count = len(self.plan.specs)
@@ -286,7 +295,10 @@ class Contents:
             homes = [self.homes[name] for name in self.names]
         begins: list[int] = [0] * count
         digests: list[str | None] = [None] * count
-        parts = group_by_home(range(count), homes, len(self.sources)) if self.homes is not None else [range(count)]
+        if self.homes is not None:
+            parts = group_by_home(range(count), homes, len(self.sources))
+        else:
+            parts = [range(count)]
         for source, mine in zip(self.sources, parts, strict=True):
             self._place(source, mine, begins, digests)
         leaves = zip(digests, self.names, self.plan.specs, strict=True)
@@ -296,7 +308,9 @@ class Contents:
     def _blocks(self) -> dict[str, Any]:
         """The tables of the leaves that several ranks wrote, by name."""
         is_later = self.is_ours and self.metadata["tdfunc.version"] == BLOCKS_VERSION
-        table = parse_json(self.metadata["tdfunc.blocks"]) if is_later else {}
+        table = {}
+        if is_later:
+            table = parse_json(self.metadata["tdfunc.blocks"])
         for rows in table.values():
             if not all([[type(part) for part in row] == [list, list, str] for row in rows]):
                 raise malformed("lists of a start, sizes and a digest", repr(rows)[:200])
@@ -304,15 +318,22 @@ class Contents:
 
     def _in_blocks(self, digest: str | None, name: str, spec: Spec) -> Digest | None:
         """Return the digest of a leaf; if it was written in blocks, with their digests."""
-        rows = self._blocks.get(json.loads(name)) if digest is not None else None
-        return digest if digest is None or rows is None else Blocks(digest, rows, spec)
+        rows = None
+        if digest is not None:
+            rows = self._blocks.get(json.loads(name))
+        if digest is None or rows is None:
+            return digest
+        return Blocks(digest, rows, spec)
 
     def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str | None]) -> None:
         """Find the leaves of one file; the header's own entries must agree with the tree."""
-        plan, header = self.plan, source.header
-        names, specs = self.names, plan.specs
+        plan = self.plan
+        header = source.header
+        names = self.names
+        specs = plan.specs
         if self.homes is not None:
-            names, specs = [names[i] for i in mine], [specs[i] for i in mine]
+            names = [names[i] for i in mine]
+            specs = [specs[i] for i in mine]
         if header.entries is None and self.is_ours:
             layout = lay_out(names, specs)
             if header.rest.rstrip(" ") == f"{layout.entries}}}":
@@ -372,7 +393,10 @@ class Contents:
         with parsing(self.path):
             leaf = None
             if "places" not in vars(self):
-                leaf = self._read_alone(path) if self.is_ours else self._find_foreign(path)
+                if self.is_ours:
+                    leaf = self._read_alone(path)
+                else:
+                    leaf = self._find_foreign(path)
             if leaf is not None:
                 return leaf
             _, depth, i = self.find(path)
@@ -382,9 +406,11 @@ class Contents:
 
     def leaf(self, i: int) -> Leaf:
         """Return a leaf by its number."""
-        plan, places = self.plan, self.places
+        plan = self.plan
+        places = self.places
         source = self.sources[places.homes[i]]
-        place, digest = plan.place(i), places.digests[i]
+        place = plan.place(i)
+        digest = places.digests[i]
         return Leaf(source, places.begins[i], plan.specs[i], self.names[i], plan.flags[i], place, digest)
 
     def find(self, path: Path) -> tuple[int, int, int | None]:
@@ -395,19 +421,24 @@ class Contents:
         Raises:
             MissingKeyError: The path does not exist.
         """
-        plan, number = self.plan, 0
+        plan = self.plan
+        number = 0
         for depth, key in enumerate(path):
             if "own" in plan.nodes[number]:
                 if plan.nodes[number]["class"] == OBJECT:
                     raise missing(path[: depth + 1], [], f"open({self.path!r})")
                 return number, depth, None
             at = self._index_of(number, key)
-            item = plan.items[number][at] if at is not None else None
+            item = None
+            if at is not None:
+                item = plan.items[number][at]
             if type(item) is dict and "tree" in item:
                 number = item["tree"]
                 continue
             if at is None or depth < len(path) - 1:
-                known = plan.keys[number] if at is None else []
+                known = []
+                if at is None:
+                    known = plan.keys[number]
                 raise missing(path[: depth + 1 + (at is not None)], known, f"open({self.path!r})")
             if type(item) is dict:
                 return number, len(path), plan.tied[item["tie"]] if "tie" in item else -1
@@ -423,14 +454,19 @@ class Contents:
 
     def _read_alone(self, path: Path) -> Leaf | None:
         """Return a plain leaf, after checking only the nodes on the way to it; None for anything else."""
-        nodes, number, device, item = self.doc["nodes"], 0, None, None
+        nodes = self.doc["nodes"]
+        number = 0
+        device = None
+        item = None
         for depth, key in enumerate(path):
             node = nodes[number]
             if "own" in node:
                 return None
             device = node.get("device", device)
             at = self._index_of(number, key)
-            item = node["items"][at] if at is not None else None
+            item = None
+            if at is not None:
+                item = node["items"][at]
             if type(item) is dict and depth < len(path) - 1 and "tree" in item:
                 number = item["tree"]
             elif type(item) not in (int, list) or depth < len(path) - 1:
@@ -441,7 +477,9 @@ class Contents:
         spec = spec_of(*self.doc["specs"][place])
         check_flags(flags, spec.dtype)
         name = quote(".".join(path) if given is None else given)
-        home = 0 if self.homes is None else self.homes[name]
+        home = 0
+        if self.homes is not None:
+            home = self.homes[name]
         source = self.sources[home]
         found = self._table(home).get(name[1:-1])
         if found is None:
@@ -454,7 +492,9 @@ class Contents:
             digests = source.header.metadata["tdfunc.leaves"]
             width = len(digests) // len(self._table(home))
             digest = digests[rank * width : (rank + 1) * width]
-        target = torch.device(device) if device is not None else None
+        target = None
+        if device is not None:
+            target = torch.device(device)
         check_place(target)
         found_digest = self._in_blocks(digest, name, spec) if self._blocks else digest
         return Leaf(source, source.begin + entry.begin, spec, name, flags, target, found_digest)
@@ -466,7 +506,9 @@ class Contents:
             return None
         if not self._nests and len(path) > 1:
             return None
-        home = 0 if self.homes is None else self.homes.get(quote(name), -1)
+        home = 0
+        if self.homes is not None:
+            home = self.homes.get(quote(name), -1)
         if home < 0:
             return None
         source = self.sources[home]
@@ -488,7 +530,9 @@ class Contents:
                 parts = [text.partition('":{"dtype":"') for text in rest.split(']},"')]
                 # A part without an end: some name ends like an entry. The whole tree is read then.
                 complete = all([end for _, end, _ in parts])
-                table = {name: (i, fields) for i, (name, _, fields) in enumerate(parts)} if complete else {}
+                table = {}
+                if complete:
+                    table = {name: (i, fields) for i, (name, _, fields) in enumerate(parts)}
                 self._tables[number] = table
             return self._tables[number]
 
@@ -567,7 +611,8 @@ def _no_checkpoint(path: str, names: list[str], variants: list[str]) -> FileNotF
         what = f"load {path}: this is a memmap folder, whose files are mapped on this machine."
         hint = "fsspec.filesystem(protocol).get(path, folder, recursive=True) fetches it; then load(folder)."
     elif _META in names:
-        what, expected = f"open {path}: this is a memmap folder.", f"{SINGLE} or {INDEX}: open reads safetensors"
+        what = f"open {path}: this is a memmap folder."
+        expected = f"{SINGLE} or {INDEX}: open reads safetensors"
         hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
     elif ".metadata" in names:
         hint = "torch.distributed.checkpoint.load reads its folders, and HuggingFaceStorageWriter consolidates them."
@@ -584,7 +629,9 @@ def is_memmap(path: str, files: Files) -> bool:
 
 def join(folder: str, name: str) -> str:
     """Return the path of a file in a folder, or its URL."""
-    return f"{folder.rstrip('/')}/{name}" if "://" in folder else os.path.join(folder, name)
+    if "://" in folder:
+        return f"{folder.rstrip('/')}/{name}"
+    return os.path.join(folder, name)
 
 
 def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
@@ -631,7 +678,10 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
                 source = source._replace(data=MappedBytes(source.data))
             sources.append(source)
             found = sources[-1].header.digest
-            recorded = None if index is None or index.digests is None else index.digests[number]
+            if index is None or index.digests is None:
+                recorded = None
+            else:
+                recorded = index.digests[number]
             # One damaged letter makes an index of ours look like one of another program.
             is_ours = index is not None and index.is_marked and recorded is None and found is not None
             if verify and (is_ours or recorded not in (None, found)):
@@ -641,7 +691,10 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
                     str(found),
                     hint="restore all files of the folder from one copy, or read them: load(path, verify=False).",
                 )
-        metadata, homes = (sources[0].header.metadata, None) if index is None else (index.metadata, index.homes)
+        if index is None:
+            metadata, homes = (sources[0].header.metadata, None)
+        else:
+            metadata, homes = (index.metadata, index.homes)
         with parsing(path):
             return Contents(path, sources, metadata, homes, verify)
     except BaseException:

@@ -17,7 +17,8 @@ from tdfunc.storage.tree.foreign import Entries, check_text, parse_foreign
 from tdfunc.storage.tree.specs import BITS, Spec, unique
 
 # The second has leaves that several ranks wrote, block by block.
-VERSION, BLOCKS_VERSION = "1", "2"
+VERSION = "1"
+BLOCKS_VERSION = "2"
 ALGORITHM = "xxh3-64"
 # safetensors refuses longer headers.
 MAX_HEADER_BYTES = 100_000_000
@@ -50,7 +51,8 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
         rank = {code: i for i, code in enumerate(sorted(present, key=lambda code: (-BITS[code], code)))}
         # Sorting keeps the order of equals.
         order.sort(key=[rank[code] for code in codes].__getitem__)
-        names, specs = [names[i] for i in order], [specs[i] for i in order]
+        names = [names[i] for i in order]
+        specs = [specs[i] for i in order]
     ends = list(accumulate([spec.size_bytes for spec in specs], initial=0))
     # The end of one is the beginning of the next.
     texts = list(map(str, ends))
@@ -71,7 +73,9 @@ def render(tree: str | None, layout: Layout, blocks: str = "") -> bytearray:
     A shard has no tree; that is in the index. `blocks` is the table of the leaves that were written block by block.
     """
     digests = "0" * (DIGITS * len(layout.order))
-    described = "" if tree is None else f',"tdfunc.tree":{quote(tree)}'
+    described = ""
+    if tree is not None:
+        described = f',"tdfunc.tree":{quote(tree)}'
     described += f',"tdfunc.blocks":{quote(blocks)}' if blocks else ""
     leaves = _LEAVES % (BLOCKS_VERSION if blocks else VERSION)
     header = f'{_START}{ALGORITHM}:{"0" * DIGITS}{leaves}{digests}"{described}}}{layout.entries}}}'
@@ -108,7 +112,8 @@ def parse(raw: bytes, size_bytes: int, *, verify: bool) -> Header:
         if verify and any(key.startswith("tdfunc") for key in metadata):
             raise altered("header", f"a header that starts with {_START}", repr(raw[8:60]))
         return Header(metadata, None, "", entries)
-    algorithm, recorded = found[1].decode("latin-1"), found[2].decode()
+    algorithm = found[1].decode("latin-1")
+    recorded = found[2].decode()
     if verify:
         check_own("header", raw, algorithm, recorded, _DIGEST_AT)
     text = raw[8:].decode()
@@ -172,10 +177,14 @@ def digest(raw: bytes | bytearray, at: int = _DIGEST_AT) -> str:
 
 def split_digests(text: str, count: int) -> list[str]:
     """Return the digest of each leaf, in file order."""
-    width = len(text) // count if count else 0
+    width = 0
+    if count:
+        width = len(text) // count
     if width * count != len(text) or (count and not width):
         raise damaged("the leaf checksums do not fit the leaves.", f"{count} of one width", f"{len(text)} digits")
-    return [text[i : i + width] for i in range(0, len(text), width)] if count else []
+    if count:
+        return [text[i : i + width] for i in range(0, len(text), width)]
+    return []
 
 
 def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], Entries]:

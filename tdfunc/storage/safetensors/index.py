@@ -90,7 +90,9 @@ def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
     if found is not None and verify:
         check_own("index", raw, found[1].decode("latin-1"), found[2].decode(), _DIGEST_AT)
     doc = parse_json(raw)
-    weights = doc.get("weight_map") if isinstance(doc, dict) else None
+    weights = None
+    if isinstance(doc, dict):
+        weights = doc.get("weight_map")
     if not isinstance(weights, dict) or any(type(home) is not str for home in weights.values()):
         raise damaged("the index is malformed.", "a weight_map of names and files", repr(weights)[:200])
     metadata = doc.get("metadata")
@@ -111,5 +113,7 @@ def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
     if ours and verify and (found is None or not isinstance(shards, dict) or len(shards) != len(files)):
         raise altered("index", f"an index that starts with {_START} and has the digest of each file", repr(raw[:60]))
     homes = {quote(name): numbers[home] for name, home in weights.items()}
-    digests = [str(shards.get(name)) for name in files] if isinstance(shards, dict) else None
+    digests = None
+    if isinstance(shards, dict):
+        digests = [str(shards.get(name)) for name in files]
     return Index(texts, homes, files, digests, b'"tdfunc.' in raw)

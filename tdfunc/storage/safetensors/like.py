@@ -27,14 +27,16 @@ def check_like(tree: TensorCollection, like: Any, path: str) -> None:
         TreeStructureError: Keys differ; the message lists all differences.
         LeafMismatchError: Only shapes or dtypes differ; the message lists all of them.
     """
-    expected, found = read_specs(like), read_specs(tree)
+    expected = read_specs(like)
+    found = read_specs(tree)
     groups = like._ties if isinstance(like, TensorCollection) else ()
     held = {at for group in groups if any([path in found for path in group]) for at in group}
     if not any([tree._kinds for _, tree in _nodes(tree)]):
         held |= _computed_buffers(like)
     lacking = [at for at in expected if at not in found and at not in held]
     others = [at for at in found if at not in expected]
-    names, dots = {dotted(at): at for at in others}, None
+    names = {dotted(at): at for at in others}
+    dots = None
     # Keys with dots on one side, as in a state dict, are paths on the other.
     if (same := next((at for at in lacking if dotted(at) in names), None)) is not None:
         dots = "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
@@ -97,14 +99,17 @@ def check_ranks(ranks: Ranks, found: Found | None, text: str | None = None) -> N
     """
 
     def tell() -> bytes:
-        return b"" if found is None else json.dumps([describe_found(found).decode(), text]).encode()
+        if found is None:
+            return b""
+        return json.dumps([describe_found(found).decode(), text]).encode()
 
     def name(told: list[bytes]) -> bytes:
         trees = [(rank, *json.loads(raw)) for rank, raw in enumerate(told) if raw]
         first, first_found, first_text = trees[0]
         for rank, other_found, other_text in trees[1:]:
             who = f"rank {ranks.world_rank(first)} (expected) and rank {ranks.world_rank(rank)}"
-            expected, got = parse_found(first_found.encode()), parse_found(other_found.encode())
+            expected = parse_found(first_found.encode())
+            got = parse_found(other_found.encode())
             if expected != got:
                 raise mismatch(ranks.call, who, expected, got)
             if first_text != other_text:
@@ -123,7 +128,8 @@ def check_ranks(ranks: Ranks, found: Found | None, text: str | None = None) -> N
 
 def _first_difference(first: str, other: str) -> tuple[str, str, str]:
     """Return where two descriptions with equal leaves differ first, and what is there in each."""
-    nodes, others = json.loads(first)["nodes"], json.loads(other)["nodes"]
+    nodes = json.loads(first)["nodes"]
+    others = json.loads(other)["nodes"]
     for node, twin in zip(nodes, others, strict=False):
         for field in sorted(node.keys() | twin.keys()):
             if field != "items" and node.get(field) != twin.get(field):
@@ -145,7 +151,8 @@ def _shown_value(node: dict[str, Any], field: str) -> str:
 
 def mismatch(call: str, who: str, expected: Found, got: Found) -> TreeStructureError | LeafMismatchError:
     """Return the error that lists the differences between the trees of two ranks."""
-    lacking, others = [at for at in expected if at not in got], [at for at in got if at not in expected]
+    lacking = [at for at in expected if at not in got]
+    others = [at for at in got if at not in expected]
     kind, lines = list_differences(expected, got, lacking, others)
     return kind(
         "\n    ".join([f"{call}: {who} must have the same leaves; {len(lines)} difference(s):", *lines]),
@@ -195,14 +202,17 @@ def read_specs(like: Any) -> Found:
 def _spec_of(leaf: Any, at: Path) -> tuple[tuple[int, ...] | None, str | None]:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise _no_spec(at, leaf)
-    shape, dtype = leaf.shape, leaf.dtype
+    shape = leaf.shape
+    dtype = leaf.dtype
     # A class (numpy.float32) goes by its own name.
     name = getattr(dtype, "__name__", None) or str(dtype)
     return None if shape is None else tuple(shape), None if dtype is None else name.removeprefix("torch.")
 
 
 def _no_spec(at: Path, node: Any) -> TypeError:
-    where = f" at {dotted(at)!r}" if at else ""
+    where = ""
+    if at:
+        where = f" at {dotted(at)!r}"
     return error(
         TypeError,
         f"load: like= must have a shape and dtype{where}.",

@@ -73,7 +73,8 @@ def plan_save(
         groups[-1].append(i)
         used += spec.size_bytes
     # No other save has these names, so that the index decides which shards are read.
-    generation, count = secrets.token_hex(4), len(groups)
+    generation = secrets.token_hex(4)
+    count = len(groups)
     names = [f"model-{generation}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     homes = {i: name for name, group in zip(names, groups, strict=True) for i in group}
     size_bytes = sum([spec.size_bytes for spec in outline.specs])
@@ -98,14 +99,18 @@ def plan_save(
 
 def _plan_file(outline: Outline, digests: Mapping[str, str] | None, values: Values | None) -> FilePlan:
     layout = lay_out(outline.names, outline.specs)
-    names, specs, leaves = outline.names, outline.specs, outline.leaves
+    names = outline.names
+    specs = outline.specs
+    leaves = outline.leaves
     work = [
         (address_of("save", names[i], leaves[i]) if values is None else 0, specs[i].size_bytes, leaves[i])
         for i in layout.order
     ]
     head = render(outline.text, layout)
     _check_length("header", len(head) - 8)
-    expected = [(names[i], digests.get(names[i])) for i in layout.order] if digests else []
+    expected = []
+    if digests:
+        expected = [(names[i], digests.get(names[i])) for i in layout.order]
     return FilePlan(head, work, len(head) + layout.size_bytes, expected, values)
 
 
@@ -122,9 +127,11 @@ def _check_length(what: str, size_bytes: int) -> None:
 def address_of(call: str, name: str, leaf: Tensor) -> int:
     """Return the address of the bytes of a leaf in row-major order on the CPU; 0 if it has to be copied for that."""
     try:
-        address, got = leaf.data_ptr(), f"{leaf.untyped_storage().nbytes()} bytes of storage"
+        address = leaf.data_ptr()
+        got = f"{leaf.untyped_storage().nbytes()} bytes of storage"
     except RuntimeError:
-        address, got = None, f"a tensor inside a transformation ({type(leaf).__name__})"
+        address = None
+        got = f"a tensor inside a transformation ({type(leaf).__name__})"
     if address is None or (address < _LOW_ADDRESS and leaf.numel()):
         raise UnsupportedError(
             f"{call}: leaf {name} must have memory to read; nothing was written.",
@@ -149,8 +156,12 @@ def as_bytes(size: int | str) -> int:
     if not isinstance(size, (str, bool)):
         with suppress(TypeError, ValueError):
             return as_count("save: max_shard_size", size)
-    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    count = int(float(found[1]) * _UNITS[(found[2] or " ").upper()]) if found is not None else 0
+    found = None
+    if isinstance(size, str):
+        found = _SIZE.fullmatch(size)
+    count = 0
+    if found is not None:
+        count = int(float(found[1]) * _UNITS[(found[2] or " ").upper()])
     if count <= 0:
         raise error(
             ValueError,

@@ -60,7 +60,9 @@ class _Shells:
     # Any: a DTensor, or the leaf itself.
     def whole(self, leaf: Tensor) -> Any:
         """Return the DTensor in whose place a leaf is."""
-        return self._wholes[id(leaf)][1] if id(leaf) in self._wholes else leaf
+        if id(leaf) in self._wholes:
+            return self._wholes[id(leaf)][1]
+        return leaf
 
     def of_tree(self, tree: TensorCollection) -> TensorCollection:
         """Return a tree with shells, in its plain objects as well."""
@@ -78,7 +80,9 @@ class _Shells:
 
     # Any: a tensor or tree in a plain object.
     def _of_part(self, part: Any) -> Any:
-        return self.of_tree(part) if isinstance(part, TensorCollection) else self._of_leaf(part)
+        if isinstance(part, TensorCollection):
+            return self.of_tree(part)
+        return self._of_leaf(part)
 
     def _of_objects(self, tree: TensorCollection) -> TensorCollection:
         data = dict(tree._data)
@@ -139,7 +143,9 @@ class RankSave:
         digests: dict[str, str] = {}
         for i, (name, leaf) in enumerate(zip(out.names, out.leaves, strict=True)):
             whole = shells.whole(leaf)
-            start, shape, is_first = (0,) * leaf.dim(), tuple(leaf.shape), self.ranks.rank == 0
+            start = (0,) * leaf.dim()
+            shape = tuple(leaf.shape)
+            is_first = self.ranks.rank == 0
             values: Tensor = whole
             if whole is not leaf:
                 if any([place.is_partial() for place in whole.placements]):
@@ -222,7 +228,10 @@ class RankSave:
         try:
             commit(lambda fd, name: self._lead(fd, name, anchor), self._size_bytes())
         except BaseException as err:
-            failure = err if isinstance(err, Exception) else RuntimeError(f"{type(err).__name__}: {err}")
+            if isinstance(err, Exception):
+                failure = err
+            else:
+                failure = RuntimeError(f"{type(err).__name__}: {err}")
             if not self._told:
                 self._tell(failure)
             raise
@@ -265,7 +274,9 @@ class RankSave:
 
     def _head(self, digests: dict[int, list[str]] | None = None) -> bytearray:
         """Return the header, sealed if digests of all blocks are given."""
-        names, table, zeros = self.outline.names, self._table, "0" * DIGITS
+        names = self.outline.names
+        table = self._table
+        zeros = "0" * DIGITS
         many = {i: table_text(b, digests[i] if digests else [zeros] * len(b)) for i, b in table.items() if len(b) > 1}
         text = ",".join([f"{names[i]}:{rows}" for i, rows in many.items()])
         head = render(self.outline.text, self.layout, f"{{{text}}}" if many else "")
@@ -307,7 +318,8 @@ class RankSave:
             for i, part, values in self._parts:
                 spec = self.outline.specs[i]
                 at = place.begin + self.layout.begins[i]
-                size, itemsize = tuple(spec.size), spec.dtype.itemsize
+                size = tuple(spec.size)
+                itemsize = spec.dtype.itemsize
                 found: list[str] = []
                 for block in cut_blocks(part, itemsize):
                     inner = Block(tuple([a - b for a, b in zip(block.start, part.start, strict=True)]), block.shape)

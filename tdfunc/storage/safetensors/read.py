@@ -51,7 +51,8 @@ def open_source(path: str, *, verify: bool, data: Bytes) -> Source:
                 raise damaged("the file is cut short.", "8 bytes or more", f"{size_bytes} bytes")
             # Most headers come with the first read; the bytes after one are cheaper than a second read.
             raw = read_bytes(data, 0, min(size_bytes, _GUESS_BYTES))
-            length, limit = int.from_bytes(raw[:8], "little"), min(size_bytes - 8, MAX_HEADER_BYTES)
+            length = int.from_bytes(raw[:8], "little")
+            limit = min(size_bytes - 8, MAX_HEADER_BYTES)
             if length > limit:
                 raise _no_header(path, data, raw)
             raw = raw[: 8 + length]
@@ -91,7 +92,8 @@ class naming:
     __slots__ = ("_malformed", "_path")
 
     def __init__(self, path: str, malformed: tuple[type[Exception], ...] = ()) -> None:
-        self._path, self._malformed = path, malformed
+        self._path = path
+        self._malformed = malformed
 
     def __enter__(self) -> None:
         pass
@@ -158,7 +160,8 @@ def read_rows(source: Source, spec: Spec, begin: int, runs: Sequence[tuple[int, 
     """Read runs of rows (first, count) of a leaf, one after the other."""
     row_bytes = math.prod(spec.size[1:]) * spec.dtype.itemsize
     rows = torch.empty((sum(count for _, count in runs), *spec.size[1:]), dtype=spec.dtype, device="cpu")
-    view, done = as_view(rows), 0
+    view = as_view(rows)
+    done = 0
     for first, count in runs:
         fill(source.data, view[done : done + count * row_bytes], begin + first * row_bytes)
         done += count * row_bytes

@@ -61,8 +61,13 @@ def open(
         (torch.Size([2, 3]), torch.Size([2, 3]))
     """
     name = find(path)
-    files = RemoteFiles(name, fetch=False) if is_remote(name) else LocalFiles()
-    place = torch.device(device) if device is not None else None
+    if is_remote(name):
+        files = RemoteFiles(name, fetch=False)
+    else:
+        files = LocalFiles()
+    place = None
+    if device is not None:
+        place = torch.device(device)
     contents = open_contents(name, files, verify=verify)
     warn_unlisted(contents)
     return SavedTree(contents, Choice(device=place, classes=classes))
@@ -76,7 +81,9 @@ def _without_lists(index: Any) -> Any:
     if not isinstance(index, list):
         return index
     try:
-        return torch.tensor(index, device="cpu") if index else torch.empty(0, dtype=torch.int64, device="cpu")
+        if index:
+            return torch.tensor(index, device="cpu")
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         # torch reports the mistake.
         return index
@@ -103,7 +110,10 @@ class SavedTree:
     __slots__ = ("_at", "_choice", "_contents", "_outline", "_root")
 
     def __init__(self, contents: Contents, choice: Choice, at: Path = (), root: int = 0) -> None:
-        self._contents, self._choice, self._at, self._root = contents, choice, at, root
+        self._contents = contents
+        self._choice = choice
+        self._at = at
+        self._root = root
         self._outline: Any = None
 
     def __getitem__(self, key: NestedKey) -> Any:
@@ -126,7 +136,9 @@ class SavedTree:
         node = SavedTree(self._contents, self._choice, path[:depth], root)
         if self._contents.plan.nodes[root].get("class") == OBJECT:
             return node.load().data
-        return node if depth == len(path) else get_value(node.load(), path[depth:])
+        if depth == len(path):
+            return node
+        return get_value(node.load(), path[depth:])
 
     def slice(self, key: NestedKey, index: Any, *, verify: bool = False) -> Tensor:
         """Return `leaf[index]` of a leaf; only the rows that the index names are read.
@@ -143,7 +155,8 @@ class SavedTree:
             IndexError: The index does not fit the leaf.
             TypeError: The path leads to a sub-tree or plain data.
         """
-        path, index = unravel(key), _without_lists(index)
+        path = unravel(key)
+        index = _without_lists(index)
         contents = self._contents
         leaf = contents.leaf_at((*self._at, *path))
         if leaf is None or IS_VALUE in leaf.flags:
@@ -161,11 +174,10 @@ class SavedTree:
         # An index that does not fit is not damage of the file, so it is applied outside of `reading`.
         with contents.reading():
             runs, rest = plan or ([], index)
-            values = (
-                read_leaf(leaf.source, leaf.spec, leaf.begin, leaf.name, None)
-                if plan is None
-                else read_rows(leaf.source, leaf.spec, leaf.begin, runs)
-            )
+            if plan is None:
+                values = read_leaf(leaf.source, leaf.spec, leaf.begin, leaf.name, None)
+            else:
+                values = read_rows(leaf.source, leaf.spec, leaf.begin, runs)
         rows = values[rest]
         if target is None or target.type == "cpu":
             return rows
@@ -259,7 +271,9 @@ class SavedTree:
         )
 
     def __repr__(self) -> str:
-        where = f" at {dotted(self._at)!r}" if self._at else ""
+        where = ""
+        if self._at:
+            where = f" at {dotted(self._at)!r}"
         if self.closed:
             return f"SavedTree({self._contents.path!r}{where}, closed)"
         return f"SavedTree({self._contents.path!r}{where}, keys={self.keys()!r})"

@@ -68,7 +68,9 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
         return _read_dequantized(contents, choice, root, mapped=mapped)
     plan = contents.plan
     wanted: Sequence[int] = range(len(plan.specs)) if not root else plan.leaves_below(root)
-    outline, numbers, places = None, {}, dict[int, Any]()
+    outline = None
+    numbers = {}
+    places = dict[int, Any]()
     if choice.where is not None or choice.like is not None:
         outline, numbers = outline_tree(contents, choice, root)
     if outline is not None and isinstance(choice.like, TensorCollection) and find_sharded(choice.like) is not None:
@@ -125,7 +127,10 @@ def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorColl
 def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[TensorCollection, dict[int, int]]:
     """Return the tree on the meta device in its final dtypes, and the number of each leaf by its id."""
     plan = contents.plan
-    wanted = range(len(plan.specs)) if not root else plan.leaves_below(root)
+    if not root:
+        wanted = range(len(plan.specs))
+    else:
+        wanted = plan.leaves_below(root)
     leaves: dict[int, Tensor] = {}
     with outside_transforms():
         for i in wanted:
@@ -146,7 +151,8 @@ def read_leaves(
 ) -> "Leaves":
     """Return leaves by their number, checked, cast and on their devices; at `places` as DTensors like those."""
     parts = {i: Block(*own_part(like)[:2]) for i, like in places.items()}
-    plan, device = contents.plan, choice.device
+    plan = contents.plan
+    device = choice.device
     with contents.reading():
         if is_fake(device):
             leaves: Leaves = {
@@ -156,7 +162,10 @@ def read_leaves(
         elif contents.homes is None:
             read = _read_file(contents, contents.sources[0], wanted, choice, mapped=mapped, parts=parts)
             # All of them are in order, and a list is faster to read and to make.
-            leaves = read if type(wanted) is range else dict(zip(wanted, read, strict=True))
+            if type(wanted) is range:
+                leaves = read
+            else:
+                leaves = dict(zip(wanted, read, strict=True))
         else:
             leaves = {}
             groups = group_by_home(wanted, contents.places.homes, len(contents.sources))
@@ -164,16 +173,20 @@ def read_leaves(
                 if mine:
                     read = _read_file(contents, source, mine, choice, mapped=mapped, parts=parts)
                     leaves.update(zip(mine, read, strict=True))
-        for i in wanted if choice.dtype is not None else ():
-            leaves[i] = leaves[i].to(_dtype_of(contents, i, choice.dtype))
-        for i in wanted if not is_fake(device) and (device is not None or any(plan.devices)) else ():
-            target = device or plan.place(i)
-            if target is not None and target.type != "cpu":
-                leaves[i] = move_leaf(leaves[i], target)
-        for i, like in places.items() if not is_fake(device) else ():
-            leaves[i] = place_like(leaves[i], like)
-        for i in wanted if any(plan.flags) else ():
-            leaves[i] = flag_leaf(leaves[i], plan.flags[i])
+        if choice.dtype is not None:
+            for i in wanted:
+                leaves[i] = leaves[i].to(_dtype_of(contents, i, choice.dtype))
+        if not is_fake(device) and (device is not None or any(plan.devices)):
+            for i in wanted:
+                target = device or plan.place(i)
+                if target is not None and target.type != "cpu":
+                    leaves[i] = move_leaf(leaves[i], target)
+        if not is_fake(device):
+            for i, like in places.items():
+                leaves[i] = place_like(leaves[i], like)
+        if any(plan.flags):
+            for i in wanted:
+                leaves[i] = flag_leaf(leaves[i], plan.flags[i])
         return leaves
 
 
@@ -186,8 +199,12 @@ def _read_file(
     mapped: bool,
     parts: Mapping[int, Block],
 ) -> list[Tensor]:
-    plan, places, names = contents.plan, contents.places, contents.names
-    specs, begins, digests = plan.specs, places.begins, places.digests
+    plan = contents.plan
+    places = contents.places
+    names = contents.names
+    specs = plan.specs
+    begins = places.begins
+    digests = places.digests
     # Leaves are read in the order of the file, which the disk reads ahead.
     if not mapped:
         leaves: dict[int, Tensor] = {}
@@ -198,19 +215,22 @@ def _read_file(
         return [leaves[i] for i in mine]
     assert isinstance(source.data, (LocalBytes, MappedBytes))
     data = source.data.map()
-    view, recorded = memoryview(data), {i: digest for i in mine if (digest := digests[i]) is not None}
+    view = memoryview(data)
+    recorded = {i: digest for i in mine if (digest := digests[i]) is not None}
     for i in sorted(recorded, key=begins.__getitem__):
         check_bytes(names[i], view[begins[i] : begins[i] + specs[i].size_bytes], recorded[i], parts.get(i))
     views = view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
-    for k, i in enumerate(mine) if parts else ():
-        if i in parts:
-            # No more than this part is read.
-            views[k] = views[k][parts[i].box].clone()
+    if parts:
+        for k, i in enumerate(mine):
+            if i in parts:
+                # No more than this part is read.
+                views[k] = views[k][parts[i].box].clone()
     # Tensors in plain objects are those of torch's own optimizers, which use them as they are.
     values = {flags for flags in set(plan.flags) if IS_VALUE in flags}
-    for k, i in enumerate(mine) if choice.aligned or values else ():
-        if (choice.aligned or plan.flags[i] in values) and views[k].data_ptr() % _ALIGN_BYTES:
-            views[k] = views[k].clone()
+    if choice.aligned or values:
+        for k, i in enumerate(mine):
+            if (choice.aligned or plan.flags[i] in values) and views[k].data_ptr() % _ALIGN_BYTES:
+                views[k] = views[k].clone()
     return views
 
 

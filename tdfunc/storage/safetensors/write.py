@@ -51,10 +51,15 @@ def write_file(fd: int, plan: FilePlan) -> str:
         ConcurrencyError: A leaf does not have its expected digest.
     """
     digests: list[str] = []
-    stage = np.empty(_PIECE_BYTES, dtype=np.uint8) if plan.expected else None
+    stage = None
+    if plan.expected:
+        stage = np.empty(_PIECE_BYTES, dtype=np.uint8)
     buffer = np.empty(_BUFFER_BYTES, dtype=np.uint8)
-    view, start, used = buffer.data, buffer.ctypes.data, 0
-    memmove, hexdigest = ctypes.memmove, xxhash.xxh3_64_hexdigest
+    view = buffer.data
+    start = buffer.ctypes.data
+    used = 0
+    memmove = ctypes.memmove
+    hexdigest = xxhash.xxh3_64_hexdigest
     os.lseek(fd, len(plan.head), os.SEEK_SET)
     with torch.no_grad():
         for address, size_bytes, leaf in plan.work:
@@ -66,7 +71,8 @@ def write_file(fd: int, plan: FilePlan) -> str:
             end = used + size_bytes
             if end > _BUFFER_BYTES:
                 write_all(fd, view[:used])
-                used, end = 0, size_bytes
+                used = 0
+                end = size_bytes
             if address:
                 memmove(start + used, address, size_bytes)
             elif size_bytes:
@@ -171,7 +177,8 @@ def _commit_shards(plan: SavePlan, folder: str, fsync: bool) -> None:
     """Replace the checkpoint in a folder by shards; other files in it stay."""
     with suppress(FileExistsError), naming("save", folder, "the folder above must exist, and take a new one"):
         os.mkdir(folder)
-    index, single = os.path.join(folder, INDEX), os.path.join(folder, SINGLE)
+    index = os.path.join(folder, INDEX)
+    single = os.path.join(folder, SINGLE)
     with locked(folder) as fd:
         with naming("save", folder, "the checkpoint was not replaced"):
             # Readers take this file before an index: it is the old checkpoint until it goes.
@@ -249,8 +256,12 @@ def remove_shards(folder: str, names: Iterable[str], own: Iterable[str], files: 
 def _upload(plan: SavePlan, target: str) -> None:
     """Upload all files, the index last; then remove those that readers would prefer or that no index names any more."""
     files = RemoteFiles(target, fetch=False)
-    folder, _, name = target.rpartition("/") if plan.render is None else (target.rstrip("/"), "", "")
-    index, old = f"{folder}/{INDEX}", list[str]()
+    if plan.render is None:
+        folder, _, name = target.rpartition("/")
+    else:
+        folder, _, name = (target.rstrip("/"), "", "")
+    index = f"{folder}/{INDEX}"
+    old = list[str]()
     if plan.render is not None or name == SINGLE:
         # Shards of other saves may be of one that runs.
         with suppress(OSError, TypeError, ValueError):

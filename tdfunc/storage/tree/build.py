@@ -32,37 +32,55 @@ def build_tree(
     """
     objects = [i for i in plan.rich if plan.nodes[i].get("class") == OBJECT]
     keeps_objects = not objects or (not isinstance(classes, (type, Mapping)) and PlainObject in classes)
-    ties, marked = ties_of(plan), set(plan.flags)
+    ties = ties_of(plan)
+    marked = set(plan.flags)
     if ties and not keeps_objects:
         inside = {plan.path(i) for i in objects}
         ties = {i: _outside(plan.path(i), groups, inside) for i, groups in ties.items()}
     built: dict[int, Any] = {}
     kinds = {flags: kind_of(flags) for flags in {*marked, *_KINDS, ""}}
     has_kinds = any(kinds[flags] for flags in marked)
-    listed, make = type(leaves) is list, TensorCollection._open._make
+    listed = type(leaves) is list
+    make = TensorCollection._open._make
     # A node comes after the one that it is in, so going back its sub-trees are there.
     for number in reversed(plan.below(root) if root else range(len(plan.nodes))):
-        keys, size, is_rich = plan.keys[number], plan.sizes[number], number in plan.rich
-        start, end = plan.starts[number], plan.starts[number + 1]
+        keys = plan.keys[number]
+        size = plan.sizes[number]
+        is_rich = number in plan.rich
+        start = plan.starts[number]
+        end = plan.starts[number + 1]
         if is_rich:
             values, flags = _read_items(plan, number, leaves, built)
         else:
-            values = leaves[start:end] if listed else [leaves[i] for i in range(start, end)]
-            flags = plan.flags[start:end] if has_kinds else ()
+            if listed:
+                values = leaves[start:end]
+            else:
+                values = [leaves[i] for i in range(start, end)]
+            flags = ()
+            if has_kinds:
+                flags = plan.flags[start:end]
             if end - start != len(keys):
-                rest, further, items = iter(values), iter(flags), plan.items[number]
+                rest = iter(values)
+                further = iter(flags)
+                items = plan.items[number]
                 values = [built[what["tree"]] if type(what) is dict else next(rest) for what in items]
-                flags = ["" if type(what) is dict else next(further) for what in items] if has_kinds else ()
+                flags = ()
+                if has_kinds:
+                    flags = ["" if type(what) is dict else next(further) for what in items]
         data: dict[str, Any] = dict(zip(keys, values, strict=False))
         if len(data) != len(keys):
             raise malformed("distinct keys", f"a key twice in node {number}")
-        own = {key: kind for key, flag in zip(keys, flags, strict=False) if (kind := kinds[flag])} if flags else {}
+        own = {}
+        if flags:
+            own = {key: kind for key, flag in zip(keys, flags, strict=False) if (kind := kinds[flag])}
         place = plan.devices[number] if device is None else device
         if not is_rich and number not in ties:
             built[number] = make(data, size, place, None, Static(own) if own else None)
             continue
         node = plan.nodes[number]
-        names = as_names(node["names"], len(size)) if "names" in node else None
+        names = None
+        if "names" in node:
+            names = as_names(node["names"], len(size))
         static = Static(own, ties.get(number, ()), node.get("own"))
         if "class" in node and node["class"] == lazy_name():
             built[number] = _stack(data, size, place, names, static)
@@ -72,7 +90,10 @@ def build_tree(
             continue
         cls = TensorCollection._open
         if "class" in node:
-            cls = PlainObject if node["class"] == OBJECT else resolve_class(node["class"], classes, keys)
+            if node["class"] == OBJECT:
+                cls = PlainObject
+            else:
+                cls = resolve_class(node["class"], classes, keys)
         check_fields(cls, data, plan.path(number))
         built[number] = cls._make(data, size, place, names, static if static != Static() else None)
     return built[root]
@@ -86,19 +107,28 @@ def _outside(at: Path, groups: Ties, objects: set[Path]) -> Ties:
 
 def _read_items(plan: Description, number: int, leaves: Any, built: dict[int, Any]) -> tuple[list[Any], list[str]]:
     """Return the values and flags of the items of a node of any kind."""
-    leaf, outer = plan.starts[number], Size(()) if "own" in plan.nodes[number] else plan.sizes[number]
+    leaf = plan.starts[number]
+    if "own" in plan.nodes[number]:
+        outer = Size(())
+    else:
+        outer = plan.sizes[number]
     values: list[Any] = []
     found: list[str] = []
     for what in plan.items[number]:
         if type(what) is not dict:
-            value, flags = leaves[leaf], plan.flags[leaf]
+            value = leaves[leaf]
+            flags = plan.flags[leaf]
             if IS_VALUE in flags:
                 value = NonTensorData(value, _batch(what[3] if len(what) > 3 else outer, outer))
             leaf += 1
         elif "tree" in what:
-            value, flags = built[what["tree"]], what.get("flags", "")
+            value = built[what["tree"]]
+            flags = what.get("flags", "")
         else:
-            value = leaves[plan.tied[what["tie"]]] if "tie" in what else _nontensor(what, outer)
+            if "tie" in what:
+                value = leaves[plan.tied[what["tie"]]]
+            else:
+                value = _nontensor(what, outer)
             flags = what.get("flags", "")
         values.append(value)
         found.append(flags)
@@ -114,7 +144,9 @@ def flag_leaf(leaf: Tensor, flags: str) -> Tensor:
     """Return a leaf as the Parameter that it was, or with its `requires_grad`."""
     if IS_PARAMETER in flags:
         return nn.Parameter(leaf, REQUIRES_GRAD in flags)
-    return leaf.requires_grad_() if REQUIRES_GRAD in flags else leaf
+    if REQUIRES_GRAD in flags:
+        return leaf.requires_grad_()
+    return leaf
 
 
 def without_values(leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,7 +190,8 @@ def ties_of(plan: Description) -> dict[int, Ties]:
 
 
 def _batch(shape: Any, size: Size) -> Size:
-    shape = shape if isinstance(shape, Size) else as_size(shape)
+    if not isinstance(shape, Size):
+        shape = as_size(shape)
     if shape[: len(size)] != size:
         raise malformed(f"a shape that starts with the batch size {list(size)}", str(list(shape)))
     return shape

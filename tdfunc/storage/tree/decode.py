@@ -26,7 +26,10 @@ _FLAGS = frozenset((*_KINDS, IS_PARAMETER, REQUIRES_GRAD, IS_VALUE))
 _MEANINGS = frozenset(("tree", "tie", "value", "values"))
 # Longer prefixes are put together again for each node: all of a deep tree would fill the memory.
 _MAX_KEPT_PREFIX = 256
-_INTS, _TEXTS, _LISTS, _TENSORS = frozenset([int]), frozenset([str]), frozenset([list]), frozenset([int, list])
+_INTS = frozenset([int])
+_TEXTS = frozenset([str])
+_LISTS = frozenset([list])
+_TENSORS = frozenset([int, list])
 # A key that is not followed by its colon at once; a writer of tdfunc leaves no space there.
 _LOOSE_KEYS = ('" ', '"\t', '"\n', '"\r')
 # All fields of a node of plain tensors and trees.
@@ -165,7 +168,8 @@ class Description:
 
     def _read_fields(self, number: int, node: dict[str, Any]) -> None:
         """Read a node's fields."""
-        outer, above = self.sizes[number], self.parents[number]
+        outer = self.sizes[number]
+        above = self.parents[number]
         if "size" in node:
             size = self.sizes[number] = as_size(node["size"], -1 if "own" in node else 0)
             free = above is not None and "own" in self.nodes[above[0]]
@@ -183,10 +187,18 @@ class Description:
 
     def _enter_objects(self, number: int) -> int:
         """Enter the sub-trees, aliases of tied leaves and other data of a node; return their number."""
-        size, device, prefix = self.sizes[number], self.devices[number], self._prefixes[number]
+        size = self.sizes[number]
+        device = self.devices[number]
+        prefix = self._prefixes[number]
         keep = prefix is not None and len(prefix) < _MAX_KEPT_PREFIX
-        sizes, devices, lengths, prefixes = self.sizes, self.devices, self._lengths, self._prefixes
-        length, parents, count, fields = lengths[number] + 1, self.parents, 0, 0
+        sizes = self.sizes
+        devices = self.devices
+        lengths = self._lengths
+        prefixes = self._prefixes
+        length = lengths[number] + 1
+        parents = self.parents
+        count = 0
+        fields = 0
         for key, quoted, what in zip(self.keys[number], self._quoted[number], self.items[number], strict=True):
             if type(what) is not dict:
                 continue
@@ -207,7 +219,9 @@ class Description:
                     self.rich.add(number)
                     if self.nodes[child].get("class") != OBJECT:
                         raise malformed(f"a tree without flags at {key!r}", repr(what["flags"]))
-                parents[child], sizes[child], devices[child] = (number, key), size, device
+                parents[child] = (number, key)
+                sizes[child] = size
+                devices[child] = device
                 lengths[child] = length + len(quoted)
                 if keep:
                     prefixes[child] = f"{prefix}{quoted}."
@@ -240,7 +254,9 @@ class Description:
         """
         # The number of leaves of each node whose names are their paths: a small file could imply many long names.
         counts = [end - start for start, end in zip(self.starts, self.starts[1:], strict=False)]
-        lists = [(leaf, what) for leaf, what in enumerate(self._flat) if type(what) is list] if self._has_lists else ()
+        lists = ()
+        if self._has_lists:
+            lists = [(leaf, what) for leaf, what in enumerate(self._flat) if type(what) is list]
         own = {leaf: what[2] for leaf, what in lists if len(what) > 2 and what[2] is not None}
         for leaf in own:
             counts[self.node_of(leaf)] -= 1
@@ -250,7 +266,9 @@ class Description:
         for number, (keys, items) in enumerate(zip(self._quoted, self.items, strict=True)):
             if self.starts[number] == self.starts[number + 1]:
                 continue
-            prefix = self._prefixes[number] if counts[number] else ""
+            prefix = ""
+            if counts[number]:
+                prefix = self._prefixes[number]
             if prefix is None:
                 prefix = "".join([f"{quote(key)[1:-1]}." for key in self.path(number)])
             if self.starts[number + 1] - self.starts[number] != len(keys):
@@ -265,19 +283,23 @@ class Description:
 
     def _check_leaves(self, numbers: list[int]) -> None:
         """Raise if leaves do not fit their nodes."""
-        for number, device in enumerate(self.devices) if any(self.devices) else ():
-            if self.starts[number] != self.starts[number + 1]:
-                check_place(device)
-        for number, size in enumerate(self.sizes) if any(self.sizes) else ():
-            # The batch size of a lazy stack follows from its trees.
-            if not size or "own" in self.nodes[number]:
-                continue
-            start, end = self.starts[number], self.starts[number + 1]
-            bad = {i for i in set(numbers[start:end]) if self._table[i].size[: len(size)] != size}
-            for leaf in range(start, end) if bad else ():
-                if numbers[leaf] in bad and IS_VALUE not in self.flags[leaf]:
-                    what = f"leaf {dotted(self.path_of(leaf))} to start with the batch size {list(size)}"
-                    raise malformed(what, str(list(self.specs[leaf].size)))
+        if any(self.devices):
+            for number, device in enumerate(self.devices):
+                if self.starts[number] != self.starts[number + 1]:
+                    check_place(device)
+        if any(self.sizes):
+            for number, size in enumerate(self.sizes):
+                # The batch size of a lazy stack follows from its trees.
+                if not size or "own" in self.nodes[number]:
+                    continue
+                start = self.starts[number]
+                end = self.starts[number + 1]
+                bad = {i for i in set(numbers[start:end]) if self._table[i].size[: len(size)] != size}
+                if bad:
+                    for leaf in range(start, end):
+                        if numbers[leaf] in bad and IS_VALUE not in self.flags[leaf]:
+                            what = f"leaf {dotted(self.path_of(leaf))} to start with the batch size {list(size)}"
+                            raise malformed(what, str(list(self.specs[leaf].size)))
 
     def _find_tied(self) -> dict[int, int]:
         refs = [ref for group in self.groups for ref in group]

@@ -23,7 +23,9 @@ from tdfunc.storage.tree.objects import OBJECT, PlainObject, is_json, pack
 from tdfunc.storage.tree.specs import FILE_CODES, Spec, find_surrogate, spec_for
 
 KIND_FLAGS = {Kind.PARAMETER: "p", Kind.BUFFER: "b", Kind.NON_PERSISTENT: "n", Kind.EXTRA_STATE: "x"}
-IS_PARAMETER, REQUIRES_GRAD, IS_VALUE = "P", "g", "v"
+IS_PARAMETER = "P"
+REQUIRES_GRAD = "g"
+IS_VALUE = "v"
 # Each node on the way to a tied leaf keeps the group's paths below it, so memory grows with the depth squared.
 MAX_TIE_KEYS = 4_000_000
 _STRIDED = torch.strided
@@ -90,7 +92,10 @@ class _Writer:
     """Accumulates the nodes and leaves of one tree."""
 
     def __init__(self, call: str, values: bool, codes: Mapping[torch.dtype, str], named: bool) -> None:
-        self.call, self.values, self.codes, self.named = call, values, codes, named
+        self.call = call
+        self.values = values
+        self.codes = codes
+        self.named = named
         self.names: list[str] = []
         self.specs: list[Spec] = []
         self.leaves: list[Tensor] = []
@@ -141,24 +146,34 @@ class _Writer:
 
     def _node(self, node: _Pending) -> list[_Pending]:
         """Write one node with its own leaves; return its sub-trees."""
-        tree, number = node.tree, len(self.nodes)
+        tree = node.tree
+        number = len(self.nodes)
         keys: list[str] = []
         items: list[str] = []
         children: list[_Pending] = []
-        below = restrict(node.ties) if node.ties else {}
+        below = {}
+        if node.ties:
+            below = restrict(node.ties)
         if node.parent is not None:
             node.items[node.place] = f'{{"tree":{number}{_flags_field(node.flags)}}}'
         fields = self._fields(node)
         self.nodes.append(lambda: f'{{{fields}"keys":[{",".join(keys)}],"items":[{",".join(items)}]}}')
         kinds = tree._kinds
         # The batch size of a lazy stack follows from its trees.
-        size = Size(()) if tree._static is not None and tree._static.own is not None else tree._batch_size
+        if tree._static is not None and tree._static.own is not None:
+            size = Size(())
+        else:
+            size = tree._batch_size
         for key, value in tree._data.items():
             quoted = quote(key)
             keys.append(quoted)
             name = f'"{node.prefix}{quoted[1:-1]}"'
-            flags = KIND_FLAGS[kinds[key]] if key in kinds else ""
-            mark = node.marks.get(key) if node.marks is not None else None
+            flags = ""
+            if key in kinds:
+                flags = KIND_FLAGS[kinds[key]]
+            mark = None
+            if node.marks is not None:
+                mark = node.marks.get(key)
             if isinstance(mark, tuple):
                 self.refs[mark[0]][mark[1]] = f"[{number},{quoted}]"
                 if mark[1]:
@@ -172,10 +187,12 @@ class _Writer:
                 items.append(self._tensor(name, value, size, flags))
             elif isinstance(value, TensorCollection):
                 deeper = mark if isinstance(mark, dict) else None
-                inner, flags = below.get(key, ()), flags if isinstance(value, PlainObject) else ""
+                inner = below.get(key, ())
+                flags = flags if isinstance(value, PlainObject) else ""
                 if isinstance(tree, PlainObject) and not tree._ties:
                     # Ties end at an object: the tree around it has none of a tree in it.
-                    inner, deeper = value._ties, self._mark(value._ties)
+                    inner = value._ties
+                    deeper = self._mark(value._ties)
                 children.append(_Pending(value, f"{name[1:-1]}.", tree, inner, deeper, items, len(items), flags))
                 items.append("")
             elif isinstance(value, NonTensorBase):
@@ -187,7 +204,8 @@ class _Writer:
 
     def _fields(self, node: _Pending) -> str:
         """Write a node's fields, omitting those equal to its parent's."""
-        tree, parent = node.tree, node.parent
+        tree = node.tree
+        parent = node.parent
         fields: dict[str, Any] = {}
         if tree._batch_size != (parent._batch_size if parent is not None else ()):
             fields["size"] = list(tree._batch_size)
@@ -208,7 +226,9 @@ class _Writer:
                 got=repr(tree._ties)[:300],
                 hint="td.untie(path).",
             )
-        return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1] + "," if fields else ""
+        if fields:
+            return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1] + ","
+        return ""
 
     def _tensor(self, name: str, leaf: Tensor, batch: Size, flags: str, shape: str = "") -> str:
         """Enter a leaf in the file and write its item: a spec, then flags, name and shape if there are any."""
@@ -225,10 +245,13 @@ class _Writer:
                 hint = "save its parts as leaves, .values() and .offsets(), or .to_padded_tensor(...)."
             raise self._refusal(name, f"a {kind.__name__}", "a plain tensor or Parameter", hint)
         if leaf.layout is not _STRIDED or leaf.is_nested or (leaf.is_meta and self.values):
-            what = "on the meta device" if leaf.is_meta else f"of layout {leaf.layout}"
+            what = "on the meta device"
+            if not leaf.is_meta:
+                what = f"of layout {leaf.layout}"
             hint = "materialize it first." if leaf.is_meta else "save .to_dense(), or its parts as leaves."
             raise self._refusal(name, f"a tensor {what}", "a dense tensor with values", hint)
-        dtype, size = leaf.dtype, leaf.shape
+        dtype = leaf.dtype
+        size = leaf.shape
         number = self.known.get((dtype, size))
         if number is None:
             number = self._new_spec(name, dtype, size)
@@ -251,10 +274,13 @@ class _Writer:
         if not flags and not given:
             return str(number)
         more = ",".join(filter(None, (given, shape)))
-        return f'[{number},"{flags}",{more}]' if more else f'[{number},"{flags}"]'
+        if more:
+            return f'[{number},"{flags}",{more}]'
+        return f'[{number},"{flags}"]'
 
     def _new_spec(self, name: str, dtype: torch.dtype, size: Size) -> int:
-        got, hint = f"{dtype} of shape {list(size)}", "convert it to one of these."
+        got = f"{dtype} of shape {list(size)}"
+        hint = "convert it to one of these."
         try:
             spec = spec_for(dtype, size, self.codes)
         except CorruptCheckpointError as err:
@@ -270,7 +296,9 @@ class _Writer:
         shape = value.shape
         if shape[: len(batch)] != batch:
             raise self._misfit(name, batch, shape)
-        own_shape = _numbers(shape) if shape != batch else ""
+        own_shape = ""
+        if shape != batch:
+            own_shape = _numbers(shape)
         if isinstance(value, NonTensorData) and isinstance(value.data, Tensor):
             return self._tensor(name, value.data, Size(()), flags + IS_VALUE, own_shape)
         tail = (f',"shape":{own_shape}' if own_shape else "") + _flags_field(flags) + "}"
@@ -318,7 +346,9 @@ class _Writer:
 
 
 def _flags_field(flags: str) -> str:
-    return f',"flags":"{flags}"' if flags else ""
+    if flags:
+        return f',"flags":"{flags}"'
+    return ""
 
 
 def _numbers(values: Iterable[int]) -> str:

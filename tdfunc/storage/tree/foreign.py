@@ -77,7 +77,9 @@ class Entries:
             # Two threads may do this at the same time, with the same result.
             self._numbers = {name: number for number, name in enumerate(self.names)}
         number = self._numbers.get(name)
-        return None if number is None else self.entry(number)
+        if number is None:
+            return None
+        return self.entry(number)
 
     def all(self) -> list[Entry]:
         """Return all leaves, in the order of the header."""
@@ -166,7 +168,9 @@ def _count_keys(header: Any) -> int:
 
 
 def _whole(text: str) -> int | float:
-    return -0.0 if text == "-0" else int(text)
+    if text == "-0":
+        return -0.0
+    return int(text)
 
 
 def _check_surrogates(found: Any) -> None:
@@ -215,7 +219,10 @@ def _check_types(names: Sequence[str], columns: Sequence[tuple[Any, Any, Any]]) 
             raise _malformed(name, {"dtype": code, "shape": shape, "data_offsets": offsets})
     numbers = chain.from_iterable([(*shape, *offsets) for _, shape, offsets in columns])
     types = {type(number) for number in numbers}
-    least = min([min(shape, default=0) for _, shape, _ in columns], default=0) if types <= {int} else -1
+    if types <= {int}:
+        least = min([min(shape, default=0) for _, shape, _ in columns], default=0)
+    else:
+        least = -1
     if types <= {int} and least >= 0 and all([offsets[0] >= 0 for _, _, offsets in columns]):
         return
     for name, (_, shape, offsets) in zip(names, columns, strict=True):

@@ -145,7 +145,9 @@ def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> Pla
             return part
         if kind in (list, tuple):
             items = [describe(item, (*place, str(i))) for i, item in enumerate(part)]
-            return items if kind is list else {"tuple": items}
+            if kind is list:
+                return items
+            return {"tuple": items}
         if kind in _NAMES:
             before = len(data)
             keys = [describe(key, place) for key in part]
@@ -153,7 +155,12 @@ def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> Pla
                 items = [[key, describe(part[own], (*place, str(own)))] for key, own in zip(keys, part, strict=True)]
                 return {_NAMES[kind]: items}
         # Python refuses to print an int of thousands of digits, and a module prints all of its own.
-        shown = f"of {part.bit_length()} bits" if kind is int else "" if isinstance(part, nn.Module) else repr(part)
+        if kind is int:
+            shown = f"of {part.bit_length()} bits"
+        else:
+            shown = ""
+            if not isinstance(part, nn.Module):
+                shown = repr(part)
         raise refuse(".".join(place), f"{kind.__name__} {shown}".strip())
 
     own = describe(value, ())
@@ -200,7 +207,9 @@ def scalar_of(text: Any, digits: Any) -> Any:
 
 
 def _find_dtype(text: Any) -> "np.dtype[Any]":
-    dtype = np.dtype(text) if type(text) is str else None
+    dtype = None
+    if type(text) is str:
+        dtype = np.dtype(text)
     if dtype is None or not is_plain_dtype(dtype):
         raise malformed("a dtype of numpy", repr(text)[:100])
     return dtype
@@ -230,7 +239,9 @@ def unpack(data: Mapping[str, Any], own: Any, size: Size) -> NonTensorData:
         if kind == "scalar":
             return scalar_of(*content)
         if kind in ("float", "tuple"):
-            return _FLOATS[content] if kind == "float" else tuple([read(item) for item in content])
+            if kind == "float":
+                return _FLOATS[content]
+            return tuple([read(item) for item in content])
         made = _DICTS[kind]()
         for key, item in content:
             made[read(key)] = read(item)

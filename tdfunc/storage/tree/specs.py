@@ -79,14 +79,18 @@ def spec_of(code: str, shape: Sequence[int]) -> Spec:
     # Also strides of leaves without elements are numbers of 64 bits.
     if not is_countable(shape, BITS[code]):
         raise damaged("A shape is too large.", "elements that can be counted in 64 bits", repr(shape)[:400])
-    size, bits = tuple(shape), math.prod(shape) * BITS[code]
+    size = tuple(shape)
+    bits = math.prod(shape) * BITS[code]
     if code == "F4":
         if not shape or shape[-1] % 2:
             raise damaged("float4 leaves hold pairs of elements.", "an even last dimension", str(list(shape)))
         size = (*size[:-1], size[-1] // 2)
-    dtype, text = DTYPES[code], ",".join(map(str, shape))
+    dtype = DTYPES[code]
+    text = ",".join(map(str, shape))
     middle = f':{{"dtype":"{code}","shape":[{text}],"data_offsets":['
-    numpy = _NUMPY.get(dtype) if bits and len(shape) <= _MAX_NUMPY_DIMS else None
+    numpy = None
+    if bits and len(shape) <= _MAX_NUMPY_DIMS:
+        numpy = _NUMPY.get(dtype)
     return Spec(code, tuple(shape), dtype, Size(size), bits // 8, middle, numpy)
 
 

@@ -30,4 +30,6 @@ def linear(base: Tensor | None, stacked: Tensor, weights: Tensor, *, normalize: 
     """
     del base
     total = (columns(weights, stacked) * stacked).sum(0)
-    return total / weights.sum() if normalize else total
+    if normalize:
+        return total / weights.sum()
+    return total

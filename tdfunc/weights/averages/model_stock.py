@@ -28,7 +28,8 @@ def model_stock(base: Tensor, stacked: Tensor, weights: Tensor, *, filter_wise: 
     """
     count = stacked.shape[0]
     shape = base.shape if filter_wise and base.dim() else (-1,)
-    own, x = base.reshape(shape), stacked.reshape(count, *shape)
+    own = base.reshape(shape)
+    x = stacked.reshape(count, *shape)
     u, _ = units(x - own, 1e-6)
     pairs = torch.einsum("k...n,j...n->...kj", u, u).triu(1)
     cos = pairs.sum((-2, -1)).unsqueeze(-1) / (count * (count - 1) / 2)

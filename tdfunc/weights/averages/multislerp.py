@@ -42,4 +42,6 @@ def multislerp(
         raise error(ValueError, "multislerp: the directions must not cancel out.", hint="choose other weights.")
     # The logarithms at the direction of the sum add up to 0, whose exponential is that direction.
     merged = torch.where(is_lost, (x * w).sum(0), mean * (norms * w).sum()).reshape(stacked.shape[1:])
-    return merged if base is None else base + merged
+    if base is None:
+        return merged
+    return base + merged

@@ -47,4 +47,6 @@ def nuslerp(
     if row_wise and not flatten:
         merged = merged.transpose(0, -1)
     merged = merged.reshape(stacked.shape[1:])
-    return merged if base is None else base + merged
+    if base is None:
+        return merged
+    return base + merged

@@ -30,6 +30,7 @@ def slerp(base: Tensor, stacked: Tensor, weights: Tensor) -> Tensor:
         >>> tdf.weights.slerp(base, end, [0.5])["w"]
         tensor([0.7071, 0.7071])
     """
-    a, b = base.reshape(-1), stacked.reshape(-1)
+    a = base.reshape(-1)
+    b = stacked.reshape(-1)
     cos = (units(a, 1e-8)[0] * units(b, 1e-8)[0]).sum()
     return arc(weights[0], a, b, cos, cos.abs() > 0.9995).reshape(base.shape)

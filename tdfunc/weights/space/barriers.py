@@ -42,7 +42,9 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
     leaves = list_leaves(a)
     dtypes = {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    device = leaves[0].device if leaves else None
+    device = None
+    if leaves:
+        device = leaves[0].device
     # One point is no line: a barrier on it would be 0.
     points = as_count("points", points, least=2)
     t = torch.linspace(0, 1, points, dtype=wide, device=device)

@@ -122,7 +122,8 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
     check_keys(a, b, "weight_matching")
     check_unscaled("weight_matching", a)
     check_unscaled("weight_matching", b)
-    groups = channel_groups(b) if groups is None else groups
+    if groups is None:
+        groups = channel_groups(b)
     _check_finite((a, b), groups)
     counts = [get(b, path).shape[dim] for path, dim in (next(iter(group.items())) for group in groups)]
     orders = [torch.arange(count) for count in counts]
@@ -198,15 +199,19 @@ def _assign(profit: Tensor) -> Tensor:
     rows = np.zeros(n + 1)
     columns = np.zeros(n + 1)
     # Column -> row, and the column before it on the path; number 0 is the start.
-    owner, back = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
+    owner = np.zeros(n + 1, dtype=np.int64)
+    back = np.zeros(n + 1, dtype=np.int64)
     for row in range(1, n + 1):
-        owner[0], at = row, 0
-        least, is_used = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=bool)
+        owner[0] = row
+        at = 0
+        least = np.full(n + 1, np.inf)
+        is_used = np.zeros(n + 1, dtype=bool)
         while True:
             is_used[at] = True
             reduced = cost[owner[at] - 1] - rows[owner[at]] - columns[1:]
             is_nearer = ~is_used[1:] & (reduced < least[1:])
-            least[1:][is_nearer], back[1:][is_nearer] = reduced[is_nearer], at
+            least[1:][is_nearer] = reduced[is_nearer]
+            back[1:][is_nearer] = at
             at = int(np.where(is_used, np.inf, least)[1:].argmin()) + 1
             step = least[at]
             rows[owner[is_used]] += step

@@ -24,7 +24,8 @@ def arcee_fusion(base: Tensor, stacked: Tensor, weights: Tensor) -> Tensor:
         mergekit's `arcee_fusion`, which takes the quantiles of a random sample above a million numbers.
     """
     delta = stacked[0] - base
-    p, q = torch.softmax(stacked[0], -1) + 1e-8, torch.softmax(base, -1) + 1e-8
+    p = torch.softmax(stacked[0], -1) + 1e-8
+    q = torch.softmax(base, -1) + 1e-8
     score = delta.abs() * (p * torch.log(p / q)).sum(-1, keepdim=True)
     ordered = score.reshape(-1).sort().values
     n = ordered.shape[0]

@@ -24,18 +24,24 @@ def find_layers(paths: Iterable[Path]) -> Path | None:
         if place is not None:
             found.setdefault(path[:place], set()).add(path[place])
     whole = [at for at, keys in found.items() if keys == set(map(str, range(len(keys))))]
-    return whole[0] if len(whole) == 1 else None
+    if len(whole) == 1:
+        return whole[0]
+    return None
 
 
 def node_at(tree: TensorCollection, where: Path) -> TensorCollection:
     """Return the node of the layers; in an `nn.Sequential` it is the tree itself, at an empty path."""
-    return get(tree, where) if where else tree
+    if where:
+        return get(tree, where)
+    return tree
 
 
 # Any: a node of any class, which is then the whole tree.
 def with_node(tree: T, where: Path, node: Any) -> T:
     """Return the tree with another node of layers."""
-    return replace(tree, {where: node}) if where else node
+    if where:
+        return replace(tree, {where: node})
+    return node
 
 
 def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | None" = None) -> T:
@@ -61,7 +67,12 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
         ['0', '1', '2']
     """
     first = parts[0][0]
-    where = find_layers(list_paths(first)) if at is None else unravel(at) if at else ()
+    if at is None:
+        where = find_layers(list_paths(first))
+    else:
+        where = ()
+        if at:
+            where = unravel(at)
     if where is None:
         raise TreeStructureError(
             "stack_layers: one node must have the keys 0, 1, 2, ...", hint='name it: at=("model", "layers").'

@@ -50,7 +50,8 @@ def keep_ranks(flat: Tensor, first: Tensor, last: Tensor) -> Tensor:
 
 def rescale_l1(x: Tensor, masked: Tensor) -> Tensor:
     """Return masked rows [K, *S] scaled to the sums of absolute values that they had."""
-    before, after = x.abs().reshape(x.shape[0], -1).sum(1), masked.abs().reshape(x.shape[0], -1).sum(1)
+    before = x.abs().reshape(x.shape[0], -1).sum(1)
+    after = masked.abs().reshape(x.shape[0], -1).sum(1)
     is_small = (before < 1e-7) | (after < 1e-7)
     return masked * columns(torch.where(is_small, 1, before / torch.where(is_small, 1, after)), x)
 
@@ -62,7 +63,9 @@ def keep_largest(x: Tensor, density: PerModel, rescale: bool) -> Tensor:
     n = flat.shape[1]
     count = torch.where(share > 0, (share * n).floor().clamp(1, n), 0)
     masked = x * keep_ranks(flat, n - count, count.new_tensor(n)).reshape(x.shape)
-    return rescale_l1(x, masked) if rescale else masked
+    if rescale:
+        return rescale_l1(x, masked)
+    return masked
 
 
 def keep_middle(x: Tensor, density: PerModel, gamma: PerModel, rescale: bool) -> Tensor:
@@ -74,13 +77,18 @@ def keep_middle(x: Tensor, density: PerModel, gamma: PerModel, rescale: bool) ->
     top = (share_of("gamma", gamma, flat) * n).floor()
     first = torch.where(share >= 1, 0, (n - count - top).clamp(min=0))
     masked = x * keep_ranks(flat, first, first + torch.where(share >= 1, n, count)).reshape(x.shape)
-    return rescale_l1(x, masked) if rescale else masked
+    if rescale:
+        return rescale_l1(x, masked)
+    return masked
 
 
 def keep_random(x: Tensor, probability: Tensor, key: KeyLike, rescale: bool) -> Tensor:
     """Return task vectors of which each number is kept with its probability, and divided by it if `rescale`."""
     kept = random.bernoulli(key_of(key).to(x.device), probability.expand(x.shape))
-    scale = 1 / torch.where(probability > 0, probability, 1) if rescale else torch.ones_like(probability)
+    if rescale:
+        scale = 1 / torch.where(probability > 0, probability, 1)
+    else:
+        scale = torch.ones_like(probability)
     return x * (kept * scale).to(x.dtype)
 
 
@@ -90,11 +98,17 @@ def keep_by_rank(x: Tensor, density: PerModel, epsilon: PerModel, key: KeyLike, 
     The probabilities of a row rise by rank from density - epsilon to density + epsilon. Their mean stays the density:
     epsilon is at most the distance to 0 and 1.
     """
-    rows = x.reshape(*x.shape[:2], -1) if x.dim() > 2 else x.reshape(x.shape[0], 1, -1)
+    if x.dim() > 2:
+        rows = x.reshape(*x.shape[:2], -1)
+    else:
+        rows = x.reshape(x.shape[0], 1, -1)
     n = rows.shape[-1]
     rank = rows.abs().sort(dim=-1, stable=True).indices.argsort(-1).to(torch.float64)
     # A row of one number has the middle rank.
-    place = rank / (n - 1) if n > 1 else rank + 0.5
+    if n > 1:
+        place = rank / (n - 1)
+    else:
+        place = rank + 0.5
     share = columns(share_of("density", density, x).reshape(-1), rows)
     spread = columns(spread_of("epsilon", epsilon, x).reshape(-1), rows)
     spread = torch.minimum(spread, torch.minimum(share, 1 - share))
@@ -119,7 +133,10 @@ def add_up(base: Tensor, x: Tensor, weights: Tensor, *, vote: bool, normalize: b
     """
     w = columns(weights, x)
     x = x * w
-    mask = elect(x) if vote else torch.ones_like(x, dtype=torch.bool)
+    if vote:
+        mask = elect(x)
+    else:
+        mask = torch.ones_like(x, dtype=torch.bool)
     total = (x * mask).sum(0)
     if normalize:
         divisor = (w * mask).sum(0)

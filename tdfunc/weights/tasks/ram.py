@@ -50,7 +50,8 @@ def ramplus_tl(
     x = stacked - base
     is_changed = x.abs() > epsilon
     count = is_changed.sum(0)
-    own, shared = is_changed & (count == 1), is_changed & (count > 1)
+    own = is_changed & (count == 1)
+    shared = is_changed & (count > 1)
     ratio = shared.reshape(x.shape[0], -1).sum(1) / own.reshape(x.shape[0], -1).sum(1).clamp(min=epsilon)
     factor = columns((1 + r * ratio.clamp(0, alpha)).to(x.dtype), x)
     # A NaN is above no epsilon, and stays.
