@@ -130,11 +130,13 @@ def test_data():
     data, again, other = [demo.load_digits(seed) for seed in (0, 0, 1)]
     rows = torch.cat([data.train_x, data.test_x])
 
-    assert (len(data.train_x), len(data.test_x)) == (1200, 597)
+    assert len(data.train_x) == 1200
+    assert len(data.test_x) == 597
     assert torch.equal(rows.sum(0), torch.cat([other.train_x, other.test_x]).sum(0))
     assert torch.equal(data.test_x, again.test_x)
     assert not torch.equal(data.test_x, other.test_x)
-    assert (float(rows.min()), float(rows.max())) == (0.0, 1.0)
+    assert float(rows.min()) == 0.0
+    assert float(rows.max()) == 1.0
 
 
 def test_bootstrap():

@@ -256,6 +256,8 @@ def assert_same(actual, expected):
     assert type(actual) is type(expected)
     assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
     for (_, node), (_, other) in zip(collections(actual), collections(expected), strict=True):
-        assert (node.batch_size, node.names, node.device) == (other.batch_size, other.names, other.device)
+        assert node.batch_size == other.batch_size
+        assert node.names == other.names
+        assert node.device == other.device
     pairs = list(zip(iter_leaves(actual), iter_leaves(expected), strict=True))
     assert all(path == other and same_leaf(a, b) for (path, a), (other, b) in pairs)

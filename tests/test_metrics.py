@@ -76,7 +76,8 @@ def test_classification_laws(rng, members, scale):
     y = torch.as_tensor(rng.normal(size=(members, 3, 2, 4)) * scale, dtype=torch.float32)
     u = uncertainty(y, kind="classification")
 
-    assert (type(u), u.batch_size) == (TensorDict, (3, 2))
+    assert type(u) is TensorDict
+    assert u.batch_size == (3, 2)
     torch.testing.assert_close(u["mean"].sum(-1), torch.ones(3, 2))
     assert (u["mutual_information"] >= 0).all()
     assert (u["mutual_information"] <= np.log(members) + 1e-5).all()
@@ -266,7 +267,8 @@ def test_counts_are_whole_numbers():
     n = 2**24 + 3
     curve = reliability_curve(torch.zeros(1, 1).expand(n, 1), torch.zeros(1, dtype=torch.int8).expand(n), bins=1)
 
-    assert (curve["count"].dtype, curve["count"].tolist()) == (torch.int64, [n])
+    assert curve["count"].dtype == torch.int64
+    assert curve["count"].tolist() == [n]
 
 
 @pytest.mark.parametrize("score", [nll, brier, ece])

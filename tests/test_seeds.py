@@ -653,7 +653,9 @@ def test_from_tensordict_and_back():
     made = Scored.from_tensordict(leaves, {"source": "web"}, safe=True)
     back = made.to_tensordict()
 
-    assert (made.batch_size, made.source, made.rewards) == ((2,), "web", None)
+    assert made.batch_size == (2,)
+    assert made.source == "web"
+    assert made.rewards is None
     assert type(back) is TensorDict
     assert back["source"] == "web"
     assert back["rewards"] is None
@@ -783,7 +785,9 @@ def test_a_history_has_a_message_in_each_row():
     answer = History(role="assistant", content="an answer", tool_calls=calls)
     joined = torch.cat([history, answer.replace(tool_calls=None).unsqueeze(0)])
 
-    assert (history[1].role, history[1].content, history[1].is_complete) == ("user", "another", True)
+    assert history[1].role == "user"
+    assert history[1].content == "another"
+    assert history[1].is_complete is True
     assert joined.role == ["system", "user", "assistant"]
     assert answer.tool_calls is calls
     assert answer.role == "assistant"

@@ -79,7 +79,8 @@ def test_devices_and_classes():
     zero = Composite(
         {"role": NonTensor(2, example_data="user"), "content": NonTensor(2, example_data="")}, 2, data_cls=History
     ).zero()
-    assert (type(zero), zero.batch_size) == (History, (2,))
+    assert type(zero) is History
+    assert zero.batch_size == (2,)
 
 
 def test_equality_and_hash():

@@ -49,7 +49,9 @@ def test_values_inside_vmap():
     td = TensorDict({"a": torch.zeros(2, 3), "row": [["a", "b", "c"], ["d", "e", "f"]], "one": "x"}, [2, 3])
 
     out = torch.vmap(lambda part: part.set("b", part["a"] + len(part["one"])))(td)
-    assert (out["row"], out["one"], out.batch_size) == (td["row"], "x", td.batch_size)
+    assert out["row"] == td["row"]
+    assert out["one"] == "x"
+    assert out.batch_size == td.batch_size
     for touch in (
         lambda p: p["row"] and p, lambda p: p[0], lambda p: p.reshape(3, 1), lambda p: torch.stack([p, p]),
     ):  # fmt: skip

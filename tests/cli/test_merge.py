@@ -325,7 +325,8 @@ def test_a_vocabulary_must_be_clear(name, file, old, new, text, tmp_path, spoken
 
     result = run("merge", "-c", tmp_path / "x.yml", "-o", tmp_path / "out")
 
-    assert (result.code, len(spoken)) == (2, 3)
+    assert result.code == 2
+    assert len(spoken) == 3
     assert text in result.err
 
 
@@ -422,8 +423,10 @@ def test_ties_must_be_equal(tmp_path):
     lost = run("merge", place("tied"), place("untied"), "-o", place("o"), "--method", "linear")
     told = run("merge", place("tied"), place("more"), "-o", tmp_path / "o", "--method", "linear")
 
-    assert (lost.code, "b.weight must be tied in" in lost.err) == (2, True)
-    assert (told.code, "1 leaf not in" in told.err) == (0, True)
+    assert lost.code == 2
+    assert "b.weight must be tied in" in lost.err
+    assert told.code == 0
+    assert "1 leaf not in" in told.err
     tdf.assert_close(tdf.load(tmp_path / "o"), tied)
 
 
@@ -449,5 +452,6 @@ def test_a_weight_given_twice_is_refused(models, tmp_path):
 
     result = run("merge", tmp_path / "b", "--base", tmp_path / "a", "--method", "slerp", *twice, "-o", tmp_path / "x")
 
-    assert (result.code, (tmp_path / "x").exists()) == (2, False)
+    assert result.code == 2
+    assert (tmp_path / "x").exists() is False
     assert "--weight and --option t are the same number of slerp" in result.err

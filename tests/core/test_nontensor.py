@@ -191,7 +191,9 @@ def test_treespecs_are_dumped(values, size):
         loaded = pytree.treespec_loads(pytree.treespec_dumps(spec))
         assert loaded == spec
         node = pytree.tree_unflatten([], loaded)
-        assert (type(node), node.shape, node.tolist()) == (type(given_node), given_node.shape, given_node.tolist())
+        assert type(node) is type(given_node)
+        assert node.shape == given_node.shape
+        assert node.tolist() == given_node.tolist()
 
 
 @pytest.mark.parametrize(

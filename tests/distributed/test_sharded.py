@@ -82,7 +82,8 @@ def _save(rank, folder):
     half = tdf.load(file, like=like.select("columns").to(torch.float16), where="columns", dtype=torch.float16)[
         "columns"
     ]
-    assert (half.dtype, half.shape) == (torch.float16, (6, 7))
+    assert half.dtype == torch.float16
+    assert half.shape == (6, 7)
     dist.barrier()
     _damage(rank, file, grid)
     _fail(rank, folder, tree, grid)

@@ -203,7 +203,8 @@ def test_outputs(fn, how):
 
     out = ensemble(tree, x)
 
-    assert (getattr(out, "batch_size", (3, 5)), tree_structure(out)) == ((3, 5), specs[0])
+    assert getattr(out, "batch_size", (3, 5)) == (3, 5)
+    assert tree_structure(out) == specs[0]
     for x, y in zip(tree_leaves(out), expected, strict=True):
         assert torch.allclose(x, y, atol=1e-6) if isinstance(y, torch.Tensor) else x == y
 
@@ -346,7 +347,8 @@ def test_meta(how):
     ensemble, tree = ensemble_of([make_mlp() for _ in range(3)], how)
     out = ensemble(tree.to("meta"), torch.ones(5, 3, device="meta"))
 
-    assert (out.is_meta, out.shape) == (True, (3, 5, 2))
+    assert out.is_meta is True
+    assert out.shape == (3, 5, 2)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------

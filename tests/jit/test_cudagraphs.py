@@ -93,7 +93,9 @@ def test_training_is_that_of_the_record(name):
         assert_same([*now, losses], [*expected, other])
 
     assert list(map(id, now[0].leaves())) == list(map(id, weights))
-    assert (len(pools), pools[0].captures, pools[0].replays) == (1, 1, 4)
+    assert len(pools) == 1
+    assert pools[0].captures == 1
+    assert pools[0].replays == 4
 
 
 def test_donated_leaves_are_written_without_copies():
@@ -141,7 +143,8 @@ def test_leaves_may_change_places():
     params, _ = captured(TensorDict({"a": b, "b": a}), grads, state)
 
     assert params["a"] is b
-    assert (a.tolist(), b.tolist()) == ([0, 1, 2], [10, 11, 12])
+    assert a.tolist() == [0, 1, 2]
+    assert b.tolist() == [10, 11, 12]
 
 
 def test_results_stay():
@@ -154,7 +157,9 @@ def test_results_stay():
     assert [y.tolist() for y in first] == [[1, 1, 1], [1, 1], [[1, 1, 1]] * 2, [0], [0, 0, 0], [1, 1, 1]]
     assert first[5] is first[0]
     assert [y.tolist() for y in second[:2]] == [[2, 2, 2], [2, 2]]
-    assert (first[2].stride(), first[3].data_ptr(), first[4] is x) == ((0, 1), x.data_ptr(), True)
+    assert first[2].stride() == (0, 1)
+    assert first[3].data_ptr() == x.data_ptr()
+    assert first[4] is x
     first[1].zero_()
     assert first[0].tolist() == [1, 0, 0]
 
@@ -179,7 +184,8 @@ def test_layouts(x):
 
     for _ in range(2):
         for got, expected in zip(captured(x), plain(x), strict=True):
-            assert (got.dtype, got.stride()) == (expected.dtype, expected.stride())
+            assert got.dtype == expected.dtype
+            assert got.stride() == expected.stride()
             assert torch.equal(got.resolve_conj(), expected.resolve_conj())
 
 

@@ -71,7 +71,8 @@ def test_fields_of_conversations(chats):
 def test_one_value_for_messages_and_for_texts():
     """A history gives it to each message; elsewhere it is one value for the batch. An empty batch has no values."""
     history = History(role="user", content=["a", "b"], batch_size=[2])
-    assert (history.role, history.is_complete) == (["user", "user"], [True, True])
+    assert history.role == ["user", "user"]
+    assert history.is_complete == [True, True]
     assert Text(prompt="a", batch_size=[2]).prompt == "a"
     mixed = lazy_stack([Text(prompt="a", batch_size=[2]), Text(prompt=["b", "c"], batch_size=[2])])
     assert mixed.prompt == [["a", "a"], ["b", "c"]]

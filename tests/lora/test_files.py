@@ -61,8 +61,11 @@ def test_what_is_saved_loads(name, options, tmp_path):
     torch.testing.assert_close(
         back.attach(apply)((params, same), x), lora.attach(apply)((params, adapters), x), atol=1e-5, rtol=1e-4
     )
-    assert (back.rank, back.rslora, back.dora) == (4 if "start" in options else 2, lora.rslora, lora.dora)
-    assert (back.bias, back.dropout) == (lora.bias, lora.dropout)
+    assert back.rank == (4 if "start" in options else 2)
+    assert back.rslora == lora.rslora
+    assert back.dora == lora.dora
+    assert back.bias == lora.bias
+    assert back.dropout == lora.dropout
     if "start" not in options:
         tdf.assert_close(same, adapters)
         assert back.alpha == lora.alpha
@@ -91,7 +94,8 @@ def test_whole_leaves_are_biases_or_modules_of_peft(where, whole, bias, modules,
     same = tdf.lora.load(tmp_path, params)[1]
 
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["bias"], config["modules_to_save"]) == (bias, modules)
+    assert config["bias"] == bias
+    assert config["modules_to_save"] == modules
     tdf.assert_close(same, adapters)
 
 
@@ -104,7 +108,9 @@ def test_numbers_of_a_configuration_are_kept(tmp_path):
 
     lora, _ = tdf.lora.load(folder, base)
 
-    assert (lora.alpha, lora.rank, lora.whole) == (1, 49, None)
+    assert lora.alpha == 1
+    assert lora.rank == 49
+    assert lora.whole is None
 
 
 @pytest.mark.parametrize(
@@ -388,7 +394,8 @@ def test_the_function_is_a_value():
     again = pickle.loads(pickle.dumps(run.eval()))
 
     torch.testing.assert_close(again((params, adapters), x), run.eval()((params, adapters), x))
-    assert (run.training, run.eval().training) == (True, False)
+    assert run.training is True
+    assert run.eval().training is False
     drawn = run((params, adapters), x, rng=0)
     torch.testing.assert_close(drawn, run((params, adapters), x, rng=0))
 

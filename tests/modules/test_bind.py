@@ -67,7 +67,8 @@ def test_integer_parameters_and_buffers_go_in_as_they_are():
         TensorDict({"ids": torch.tensor([4, 5, 6]), "mean": mean}).to_module(model)
 
         assert model.ids.tolist() == [4, 5, 6]
-        assert (type(model.mean), model.mean.requires_grad) == (torch.Tensor, False)
+        assert type(model.mean) is torch.Tensor
+        assert model.mean.requires_grad is False
 
 
 @pytest.mark.parametrize("make", [Tied, Shared])

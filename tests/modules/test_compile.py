@@ -114,7 +114,11 @@ def test_writes_are_put_back():
     compiled = torch.compile(lambda p: apply(p, X, buffers=buffers), backend="eager", fullgraph=True)
     assert [compiled(params)[1] for _ in range(2)] == [0, 0]
     module = apply._traced.module
-    assert (module.last, module.memo, module.log, module.reserved, module.norm.training) == (None, {}, [], None, True)
+    assert module.last is None
+    assert module.memo == {}
+    assert module.log == []
+    assert module.reserved is None
+    assert module.norm.training is True
     assert not [name for m in (module, module.linear) for name in ("new", "late", "child") if hasattr(m, name)]
 
 

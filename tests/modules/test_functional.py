@@ -162,7 +162,8 @@ def test_extra_state_comes_from_the_tree_and_back():
 
     torch.testing.assert_close(apply(params, X, buffers=functional(other)[2]), 3.0 * out)
     torch.testing.assert_close(apply(params, X), out)
-    assert (new["_extra_state"], newer["_extra_state"]) == ({"scale": 2.0}, {"scale": 3.0})
+    assert new["_extra_state"] == {"scale": 2.0}
+    assert newer["_extra_state"] == {"scale": 3.0}
     assert buffers["_extra_state"] == {"scale": 1.0}
     torch.testing.assert_close(apply(params.set("note", "text"), X, buffers=buffers), out)
     assert Ensemble(apply)(stack_modules([WithState(), WithState()]), X).shape == (2, 5, 2)
@@ -257,8 +258,11 @@ def test_modes_are_values():
         return [int(new[i, "num_batches_tracked"]) for i in "01"]
 
     assert [count(function) for function in (apply, train, again)] == [[0, 1], [1, 1], [0, 0]]
-    assert (train.training, again.training, train.train(False).training) == (True, False, False)
-    assert (model[0].training, model[1].training) == (False, True)
+    assert train.training is True
+    assert again.training is False
+    assert train.train(False).training is False
+    assert model[0].training is False
+    assert model[1].training is True
 
 
 def test_copy_or_share():

@@ -89,7 +89,9 @@ def test_one_key_one_draw(name):
     assert torch.equal(ours, draws[1])
     assert not (torch.equal(ours, draws[2]) and torch.equal(ours, draws[3]))
     assert torch.equal(torch.get_rng_state(), before)
-    assert (ours.shape, ours.dtype, ours.requires_grad) == (theirs.shape, theirs.dtype, theirs.requires_grad)
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype
+    assert ours.requires_grad == theirs.requires_grad
 
 
 N = 40_000

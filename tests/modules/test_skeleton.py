@@ -235,7 +235,10 @@ def test_metadata_of_poison_is_free():
     weight = module[0].weight
 
     assert isinstance(weight, Poison)
-    assert (weight.shape, weight.dtype, weight.stride(), weight.is_cuda) == ((3, 3), torch.float32, (3, 1), False)
+    assert weight.shape == (3, 3)
+    assert weight.dtype == torch.float32
+    assert weight.stride() == (3, 1)
+    assert weight.is_cuda is False
     assert repr(weight) == "Poison(0.weight, shape=(3, 3))"
     assert list(module.state_dict()) == [name for name, _ in module.named_parameters()] == ["0.weight", "0.bias"]
     assert "Linear(in_features=3" in repr(module)
@@ -262,7 +265,9 @@ class Scribbler(nn.Module):
     def forward(self, x):
         traces = [self.memo, self.log, self.seen, self.queue, self.deep["a"][0].value, self.last, self.reserved]
         assert not any(traces)
-        assert (self.count.sum(), self.rope.sum(), self.removed) == (0, 3, 1)
+        assert self.count.sum() == 0
+        assert self.rope.sum() == 3
+        assert self.removed == 1
         assert not hasattr(self, "late")
         assert not hasattr(self.linear, "child_trace")
         assert not self.linear._forward_hooks

@@ -32,7 +32,9 @@ def test_the_result_shares_the_entries():
     out = assert_pure(TensorDictModule(nn.Linear(3, 2), ["x"], [("n", "y")]), td)
 
     assert out.paths() == [("x",), ("n", "z"), ("n", "y"), ("w",)]
-    assert (out.batch_size, out.names, out["t"]) == (td.batch_size, ["rows"], "text")
+    assert out.batch_size == td.batch_size
+    assert out.names == ["rows"]
+    assert out["t"] == "text"
     assert out["x"] is td["x"]
     assert out["n", "z"] is td["n", "z"]
     assert out.kind("w") is tdf.Kind.BUFFER
@@ -128,7 +130,8 @@ def test_keys_in_short_and_long_forms():
     assert TensorDictModule(torch.exp, ("a", "b"), "c").in_keys == [("a", "b")]
     module = TensorDictModule(torch.exp, [("a", ("b",)), ("c",)], iter([(("d",),)]))
 
-    assert (module.in_keys, module.out_keys) == ([("a", "b"), "c"], ["d"])
+    assert module.in_keys == [("a", "b"), "c"]
+    assert module.out_keys == ["d"]
 
 
 def test_typed_trees():

@@ -32,7 +32,8 @@ def test_a_sequence(pair, trees):
     expected = outcome(other, data.clone())
     out = outcome(assert_pure, mine, tree)
 
-    assert (mine.in_keys, mine.out_keys) == (other.in_keys, other.out_keys)
+    assert mine.in_keys == other.in_keys
+    assert mine.out_keys == other.out_keys
     assert list(mine.state_dict()) == list(other.state_dict())
     assert (out is None) == (expected is None)
     if out is not None:
@@ -55,7 +56,8 @@ def test_selected_out_keys(pair, trees, data):
     selected = mine.select_out_keys(*keys)
     out, expected = outcome(selected, tree), outcome(other, theirs_in.clone())
 
-    assert (selected.out_keys, selected.out_keys_source) == (keys, mine.out_keys)
+    assert selected.out_keys == keys
+    assert selected.out_keys_source == mine.out_keys
     assert (out is None) == (expected is None)
     if out is not None:
         assert_same_entries(out, tree.update({key: expected[key] for key in keys}))
@@ -77,7 +79,8 @@ def test_a_subsequence(pair, data):
     assert (part is None) == (expected is None)
     if part is not None:
         assert list(part.state_dict()) == list(expected.state_dict())
-        assert (part.in_keys, part.out_keys) == (expected.in_keys, expected.out_keys)
+        assert part.in_keys == expected.in_keys
+        assert part.out_keys == expected.out_keys
         assert part.module._modules.keys() == expected.module._modules.keys()
         assert {*map(id, part.parameters())} <= {*map(id, mine.parameters())}
 

@@ -160,7 +160,8 @@ def test_a_sequence(kind, seed):
     torch.manual_seed(seed)
     out = mine(TensorDict({"x": x}, [6]), interaction_type=kind)
 
-    assert (mine.in_keys, mine.out_keys) == (other.in_keys, other.out_keys)
+    assert mine.in_keys == other.in_keys
+    assert mine.out_keys == other.out_keys
     assert list(mine.state_dict()) == list(other.state_dict())
     assert {*out.keys()} == {*expected.keys()}
     for key, value in out.items():

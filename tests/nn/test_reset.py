@@ -71,7 +71,8 @@ def test_dtypes_kinds_gradients_and_ties_stay():
 
     assert new.ties() == tree.ties() != []
     assert new["module", "0", "weight"] is new["module", "1", "weight"]
-    assert ((weight := new["module", "0", "weight"]).dtype, weight.requires_grad) == (torch.float64, True)
+    assert (weight := new["module", "0", "weight"]).dtype == torch.float64
+    assert weight.requires_grad is True
     assert not module.reset_parameters_recursive(tree.detach())["module", "0", "weight"].requires_grad
     assert new.kind(("module", "0", "weight")) is tdf.Kind.PARAMETER
 

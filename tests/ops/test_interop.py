@@ -61,14 +61,18 @@ def test_from_any():
     assert TensorDict.from_dataclass(Plain(A, (A, A)))["inner", "1"] is A
     assert mixed["0"] is A
     assert mixed["1", "d"] is loader
-    assert (mixed["1", "x", "1", "y"], mixed["2"], mixed["1", "size"].tolist()) == (2, "text", [3, 4])
+    assert mixed["1", "x", "1", "y"] == 2
+    assert mixed["2"] == "text"
+    assert mixed["1", "size"].tolist() == [3, 4]
 
 
 def test_from_dict():
     """The options give the batch size, device and names."""
     found = TensorDict.from_dict({("n", "b"): B}, batch_size=[2], device="cpu", names=["r"])
 
-    assert (found.batch_size, found.device, found.names) == ((2,), torch.device("cpu"), ["r"])
+    assert found.batch_size == (2,)
+    assert found.device == torch.device("cpu")
+    assert found.names == ["r"]
     assert TensorDict.from_dict({"a": A}).batch_size == ()
     assert TensorDict.from_dict({"a": A}, device="cpu", auto_batch_size=True).device == torch.device("cpu")
 
@@ -80,10 +84,13 @@ def test_auto_batch_size():
     no_words = TensorDict.from_dict({"a": source["a"], "n": source["n"]}, auto_batch_size=True, names=["r", "c"])
     bare = TensorDict.from_dict({"s": "x", "e": {}}, auto_batch_size=True)
 
-    assert (found.batch_size, found["n"].batch_size) == ((2,), (2, 3, 5))
-    assert (no_words.batch_size, no_words.names) == ((2, 3), ["r", "c"])
+    assert found.batch_size == (2,)
+    assert found["n"].batch_size == (2, 3, 5)
+    assert no_words.batch_size == (2, 3)
+    assert no_words.names == ["r", "c"]
     assert found["n", "e"].batch_size == found["n"]._get("s").shape == (2, 3, 5)
-    assert (bare.batch_size, bare["e"].batch_size) == ((), ())
+    assert bare.batch_size == ()
+    assert bare["e"].batch_size == ()
     assert TensorDict.from_dict({"a": A}, batch_dims=1).batch_size == (2,)
 
 
@@ -204,7 +211,9 @@ def test_columns_of_a_frame():
 
     assert frame["i"].tolist() == [0, 1]
     assert tree["d"] == [pd.Timestamp("2020-01-01"), pd.Timestamp("2021-01-01")]
-    assert (tree["c"], tree["l"], tree["b"]) == (["u", "v"], [[1, 2], [3]], [True, pd.NA])
+    assert tree["c"] == ["u", "v"]
+    assert tree["l"] == [[1, 2], [3]]
+    assert tree["b"] == [True, pd.NA]
     assert str(tree["f"].tolist()) == "[1.5, nan]"
     assert TensorDict.from_pandas(frame[["i"]], batch_size=[], device="cpu").batch_size == Size([])
     assert TensorDict.from_pandas(frame[["i"]], dtype=torch.float32)["i"].dtype is torch.float32
@@ -395,10 +404,14 @@ def test_trees_of_tensordict_that_are_not_plain():
 
     assert tree["n"].batch_size == (3, 4)
     assert TensorDict(Incumbent({"a": torch.ones(3)}, [3], names=["row"])).names == ["row"]
-    assert (tree["s"], tree["r"], tree[2]["r"]) == ("word", ["p", "q", "r"], "r")
+    assert tree["s"] == "word"
+    assert tree["r"] == ["p", "q", "r"]
+    assert tree[2]["r"] == "r"
     assert tree.device.type == "meta"
     made = TensorDict(typed(x=torch.ones(2), note="n", absent=None, batch_size=[2]))
-    assert (list(made.keys()), made.batch_size, made["note"]) == (["x", "note"], (2,), "n")
+    assert list(made.keys()) == ["x", "note"]
+    assert made.batch_size == (2,)
+    assert made["note"] == "n"
     lazy = TensorDict({"l": tensordict.lazy_stack(rows, 0)})["l"]
     assert isinstance(lazy, tdf.LazyStack)
     assert lazy.batch_size == (2, -1)

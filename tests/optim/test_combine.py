@@ -87,7 +87,9 @@ def test_parts_are_trained_by_their_optimizers(wrap, params, data):
     for got, expected in ((state, slots), (states["0"], slots), (states["1"], other_slots)):
         equal(flat(got), flat(expected))
     for tree in (new, whole):
-        assert (tree.paths(), tree.ties(), tree.batch_size) == (params.paths(), params.ties(), params.batch_size)
+        assert tree.paths() == params.paths()
+        assert tree.ties() == params.ties()
+        assert tree.batch_size == params.batch_size
 
 
 @pytest.mark.parametrize("members", [(), (3,)], ids=["one", "stacked"])

@@ -58,7 +58,8 @@ def test_memory_that_does_not_overlap_is_overwritten():
 
     got, _ = opt.update(params, TensorDict({"w": shared, "v": shared[:]}), opt.init(params), donate=True)
 
-    assert (got["w"] is params["w"], buffer.tolist()) == (True, [-0.5] * 8)
+    assert got["w"] is params["w"]
+    assert buffer.tolist() == [-0.5] * 8
 
 
 ONES, ZEROS = TensorDict({"w": torch.ones(4)}), TensorDict({"w": torch.zeros(4)})

@@ -188,7 +188,8 @@ def test_parameters_expanded_and_meta_leaves_come_back(pool):
 
     assert type(back["x"]) is torch.nn.Parameter
     assert back["x"].requires_grad
-    assert (type(back["free"]), back["free"].requires_grad) == (torch.Tensor, True)
+    assert type(back["free"]) is torch.Tensor
+    assert back["free"].requires_grad is True
     assert back["wide"].stride() == (0, 0)
     assert back["m"].device.type == "meta"
 
@@ -212,7 +213,8 @@ def test_tensors_that_pickle_copies(x):
     """Other layouts and subclasses cross by their own pickling."""
     back = from_parcel(to_parcel((x, torch.ones(2))))[0]
 
-    assert (type(back), back.layout) == (type(x), x.layout)
+    assert type(back) is type(x)
+    assert back.layout == x.layout
     assert torch.equal(back.to_dense(), x.to_dense())
 
 
@@ -223,7 +225,8 @@ def test_workers_have_the_threads_of_the_call(pool, standard, monkeypatch):
         assert found.unique().tolist() == [count]
     monkeypatch.setattr(os, "sched_getaffinity", {0: {2, 3, 5}}.__getitem__)
     with WorkerPool() as default:
-        assert (default._max_workers, default.submit(torch.get_num_threads).result()) == (3, 1)
+        assert default._max_workers == 3
+        assert default.submit(torch.get_num_threads).result() == 1
 
 
 @EXECUTORS
@@ -322,7 +325,8 @@ def test_out_in_place_with_leaves_that_change_places():
 
     td.map(lambda t: TensorDict({"a": t["b"], "b": t["a"]}, t.batch_size), num_workers=0, chunksize=3, out=td)
 
-    assert (td["a"].tolist(), td["b"].tolist()) == ([1.0] * 4, [0.0] * 4)
+    assert td["a"].tolist() == [1.0] * 4
+    assert td["b"].tolist() == [0.0] * 4
     with pytest.raises(LeafMismatchError, match="of out shares memory with the tree"):
         both[1:].map(fns.same, num_workers=0, out=both[:-1])
     beside = TensorDict({"a": both["x"][:3], "b": both["x"][1:]}, [3])

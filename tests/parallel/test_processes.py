@@ -110,7 +110,8 @@ def test_a_program_ends_clean(tmp_path):
 
     done = run(program(tmp_path, body))
 
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
 
 
 @pytest.mark.slow
@@ -122,7 +123,8 @@ def test_functions_of_a_script(tmp_path):
     done = run(program(tmp_path, body, functions=functions))
     bare = run(program(tmp_path, body, functions=functions, guard="if True:"))
 
-    assert (done.stdout, done.stderr) == ("135\n", "")
+    assert done.stdout == "135\n"
+    assert done.stderr == ""
     assert bare.returncode != 0
     assert "a worker died, or could not start" in bare.stderr
     assert GUARD in bare.stderr
@@ -158,7 +160,8 @@ def test_three_thousand_leaves_with_few_descriptors(tmp_path):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
     )  # fmt: skip
 
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
 
 
 @pytest.mark.slow

@@ -54,7 +54,9 @@ def test_without_steps(tmp_path):
     """A run that has not begun has no steps and no folder."""
     manager = CheckpointManager(tmp_path / "a" / "b", metric="loss")
 
-    assert (manager.steps(), manager.latest(), manager.best()) == ([], None, None)
+    assert manager.steps() == []
+    assert manager.latest() is None
+    assert manager.best() is None
     for call in (manager.load, manager.metadata, manager.verify):
         with pytest.raises(FileNotFoundError, match=r"a/b: the folder must have a step(.|\n)*latest\(\) is None"):
             call()

@@ -55,7 +55,8 @@ def test_every_part_is_that_of_the_whole(options, tree, tmp_path_factory):
                 assert list(got.keys()) == list(expected.keys())
             elif isinstance(expected, torch.Tensor):
                 assert same_bytes(got, expected)
-                assert (type(got), got.requires_grad) == (type(expected), expected.requires_grad)
+                assert type(got) is type(expected)
+                assert got.requires_grad == expected.requires_grad
             else:
                 assert repr(got) == repr(whole[key])
         assert [str(leaf.shape) for leaf in f.spec().leaves()] == [str(leaf.shape) for leaf in whole.leaves()]
@@ -134,7 +135,9 @@ def test_views_of_the_tree(layers):
     path, tree = layers
 
     with tdfunc.open(path) as f:
-        assert (len(f), list(f), f.keys()) == (2, ["layers", "note"], ["layers", "note"])
+        assert len(f) == 2
+        assert list(f) == ["layers", "note"]
+        assert f.keys() == ["layers", "note"]
         assert f["note"] == "text"
         assert ("layers", "7") in f
         assert ("layers", "77") not in f

@@ -141,7 +141,8 @@ def test_a_step_of_a_run(max_shard_size, tmp_path):
 
     about, read = other_reader.read_step(tmp_path / "run" / "step-0000000007")
 
-    assert (about["step"], about["metadata"]) == (7, {"loss": 0.5})
+    assert about["step"] == 7
+    assert about["metadata"] == {"loss": 0.5}
     assert_same(read, expected(tree))
 
 

@@ -135,7 +135,8 @@ def test_a_folder_that_goes_while_it_is_replaced(libc, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", late)
     commit.replace_folder(str(place), lambda folder: Path(folder, "new").touch(), fsync=False)
 
-    assert (os.listdir(tmp_path), os.listdir(place)) == (["step"], ["new"])
+    assert os.listdir(tmp_path) == ["step"]
+    assert os.listdir(place) == ["new"]
 
 
 def test_a_folder_that_comes_while_it_is_replaced(tmp_path, monkeypatch):
@@ -154,7 +155,8 @@ def test_a_folder_that_comes_while_it_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", late)
     commit.replace_folder(str(place), lambda folder: Path(folder, "new").touch(), fsync=False)
 
-    assert (os.listdir(tmp_path), os.listdir(place)) == (["step"], ["new"])
+    assert os.listdir(tmp_path) == ["step"]
+    assert os.listdir(place) == ["new"]
 
 
 def test_a_step_that_is_replaced_before_it_is_locked(tmp_path, monkeypatch):

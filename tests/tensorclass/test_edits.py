@@ -218,6 +218,8 @@ def test_dataclass_protocol():
     assert Foo.from_dataclass(Plain(torch.zeros(3), None), batch_size=[3]).x.shape == (3,)
     assert [f.name for f in dataclasses.fields(made)] == ["x", "note", "inner", "extra"]
     assert dataclasses.asdict(made)["inner"].keys() == {"y"}
-    assert (replaced.note, replaced.batch_size, replaced.names) == ("new", made.batch_size, ["row"])
+    assert replaced.note == "new"
+    assert replaced.batch_size == made.batch_size
+    assert replaced.names == ["row"]
     assert made.__replace__(note="new").note == "new"
     assert copy.copy(made) is made

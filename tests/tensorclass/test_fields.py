@@ -148,7 +148,9 @@ def test_lists_that_are_values():
     calls, parts = [{"name": "f"}, {}], ["a", "b"]
     made = Chat("user", calls=calls, parts=parts, named=parts, batch_size=[2])
 
-    assert (made[1].calls, made[1].parts, made[1].named) == (calls, parts, parts)
+    assert made[1].calls == calls
+    assert made[1].parts == parts
+    assert made[1].named == parts
     assert Chat(["system", "user"]).role == ["system", "user"]
     assert NoCast([1, 2], batch_size=[2])[0].value == [1, 2]
 
@@ -258,7 +260,9 @@ def test_strings_resolve():
 
     kinds = [type(x) for x in (made.count, made.ratio, made.later, read.later)]
     assert kinds == [int, float, annotated.Later, annotated.Later]
-    assert (made.absent, made.tags, annotated.Auto.unit) == ("as it is", [], "m")
+    assert made.absent == "as it is"
+    assert made.tags == []
+    assert annotated.Auto.unit == "m"
     assert type(outer({"x": torch.zeros(2)}, batch_size=[2]).inner) is inner
 
 
@@ -371,8 +375,12 @@ def test_defaults():
     """Defaults are made for each instance; some fields are given by name only, or not at all."""
     one, two = (Defaults(torch.ones(2), batch_size=[2]) for _ in range(2))
 
-    assert (one.note, one.entries, one.fixed, one.late) == ("plain", ["a", "b"], "fixed", "late")
-    assert (one.stamp, one.blank) == ("now", None)
+    assert one.note == "plain"
+    assert one.entries == ["a", "b"]
+    assert one.fixed == "fixed"
+    assert one.late == "late"
+    assert one.stamp == "now"
+    assert one.blank is None
     assert one.made is not two.made
     assert Defaults(torch.ones(2), "given", late="l").late == "l"
     with pytest.raises(TypeError, match="'fixed'"):

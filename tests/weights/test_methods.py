@@ -37,7 +37,8 @@ def test_pure_and_like_the_base(method):
 
     merged = assert_pure(lambda b, s: method(b, s, weights_of(method), **options_of(method)), base, stacked)
 
-    assert (merged.batch_size, merged.paths()) == (base.batch_size, base.paths())
+    assert merged.batch_size == base.batch_size
+    assert merged.paths() == base.paths()
     assert all(x.dtype == torch.bfloat16 and x.isfinite().all() for x in merged.leaves())
 
 
@@ -207,7 +208,8 @@ def test_ties_and_integers_stay():
 
     merged = tdf.weights.linear(base, torch.stack([base, base]), [1.0, 1.0])
 
-    assert (merged.ties(), merged["c", "num_batches_tracked"].dtype) == ([["a.weight", "b.weight"]], torch.int64)
+    assert merged.ties() == [["a.weight", "b.weight"]]
+    assert merged["c", "num_batches_tracked"].dtype == torch.int64
 
 
 W, T = tdf.weights, tdf.TensorDict

@@ -120,7 +120,8 @@ def test_layers_are_stacked_in_order():
     deep = tdf.weights.stack_layers([(a, range(2)), (b, [2, 0])])
 
     found = [deep["model", "layers", str(i), "experts", "0", "w"].item() for i in range(4)]
-    assert (found, len(deep["model", "layers"].keys())) == ([0, 1, 12, 10], 4)
+    assert found == [0, 1, 12, 10]
+    assert len(deep["model", "layers"].keys()) == 4
     assert deep["embed"] is a["embed"]
 
 

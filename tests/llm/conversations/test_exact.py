@@ -199,7 +199,8 @@ def test_rows_where_thinking_is_dropped():
 
     rows = to_training_rows(template, history)
 
-    assert (is_append_only(template, history), [row.replies for row in rows]) == (False, [(1,), (3,)])
+    assert is_append_only(template, history) is False
+    assert [row.replies for row in rows] == [(1,), (3,)]
     decode = template.tokenizer.decode
     texts = [decode([i for i, own in zip(row.ids, row.generated, strict=True) if own]) for row in rows]
     assert texts == ["<think>\nhm\n</think>\n\nb<|im_end|>", "<think>\nso\n</think>\n\nd<|im_end|>"]
@@ -207,7 +208,8 @@ def test_rows_where_thinking_is_dropped():
     assert decode(rows[1].ids).startswith(prompt)
     assert [len(row.history.tolist()) for row in rows] == [2, 4]
     (row,) = to_training_rows(template, history[:3])
-    assert (is_append_only(template, history[:3]), row.replies) == (False, (1,))
+    assert is_append_only(template, history[:3]) is False
+    assert row.replies == (1,)
 
 
 def test_one_row_where_a_template_only_appends():
@@ -218,7 +220,8 @@ def test_one_row_where_a_template_only_appends():
 
     assert is_append_only(template, history) == [True, True]
     assert [[row.replies for row in each] for each in rows] == [[(1, 3)], [()]]
-    assert (rows[0][0].ids, find_mismatch(template, history)) == (chat_ids(template, history)[0], [None, None])
+    assert rows[0][0].ids == chat_ids(template, history)[0]
+    assert find_mismatch(template, history) == [None, None]
     plain = History.from_chats(CHAT[1:]).set("reasoning_content", None)
     assert is_append_only(TokenTemplate(make_tokenizer(DEFAULT)), plain)
 
@@ -306,7 +309,8 @@ def test_a_reply_ends_once(source, sampled_end):
     plain = History.from_chats([{key: each[key] for key in ("role", "content")} for each in CHAT])
     assert text.endswith(f"b{sampled_end or '<|end|>'}<|start|>user<|message|>c<|end|><|start|>assistant")
     assert masked(plain, template.tokenizer)[1] == ["<|message|>b<|end|>", "<|message|>d<|return|>"]
-    assert (template.template.end, template.template.inner_end) == ("<|return|>", "<|end|>")
+    assert template.template.end == "<|return|>"
+    assert template.template.inner_end == "<|end|>"
 
 
 def test_contents_between_which_nothing_stands():
@@ -338,7 +342,8 @@ def test_thinking_inside_a_content_begins_a_row():
 
     rows = to_training_rows(template, history)
 
-    assert (is_append_only(template, history), [row.replies for row in rows]) == (False, [(1,), (3,)])
+    assert is_append_only(template, history) is False
+    assert [row.replies for row in rows] == [(1,), (3,)]
     assert [row.ids[-len(own) :] for row, own in zip(rows, ids, strict=True)] == ids
     assert template.tokenizer.decode(chat_ids(template, History.from_chats([CHAT[0], answer]))) == text
     assert template.tokenizer.decode(rows[1].ids).startswith("user:a<|im_end|>assistant:b<|im_end|>user:c<|im_end|>")

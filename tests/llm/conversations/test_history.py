@@ -86,19 +86,23 @@ def test_dense_histories_stay_dense():
 
     longer = history.append(replies)
 
-    assert (type(longer), longer.batch_size) == (History, (2, 2))
-    assert (longer.flatten().role, history.extend(history, dim=0).batch_size) == (["user", "assistant"] * 2, (4, 1))
+    assert type(longer) is History
+    assert longer.batch_size == (2, 2)
+    assert longer.flatten().role == ["user", "assistant"] * 2
+    assert history.extend(history, dim=0).batch_size == (4, 1)
     assert history[:1].append(replies[:1]).tolist() == longer[:1].tolist()
     assert longer.tolist()[0][1] == {"role": "assistant", "tool_calls": [CALL]}
     assert longer.tolist()[1] == [{"role": "user", "content": "b"}, {"role": "assistant", "content": "b"}]
-    assert (longer.names, longer.device) == (["chat", "message"], torch.device("cpu"))
+    assert longer.names == ["chat", "message"]
+    assert longer.device == torch.device("cpu")
 
 
 def test_lists_are_values_of_messages_or_rows():
     """A list of lists (or None) is a value for each message; a list of calls is one value."""
     assert History(role="assistant", tool_calls=[CALL]).tool_calls == [CALL]
     rows = History(role=["user", "assistant"], tool_calls=[None, [CALL]], token_ids=[[1], [2, 3]], batch_size=[2])
-    assert (rows.tool_calls, rows[1].token_ids) == ([None, [CALL]], [2, 3])
+    assert rows.tool_calls == [None, [CALL]]
+    assert rows[1].token_ids == [2, 3]
     assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
     # Of two dimensions, against one value for all: a list of other lengths or depths.
     for values, read in (
@@ -134,7 +138,8 @@ def test_shapes_of_ragged_histories():
     assert history[:, :1].dense().batch_size == torch.Size([2, 1])
     assert [part.tolist() for part in history.unbind(0)] == RAGGED
     nested = History.from_text(chatml.render(NESTED), "chatml_format")
-    assert (nested.tolist(), nested.batch_size) == (NESTED.tolist(), NESTED.batch_size)
+    assert nested.tolist() == NESTED.tolist()
+    assert nested.batch_size == NESTED.batch_size
 
 
 def test_equality_is_of_messages():
@@ -234,7 +239,8 @@ def test_padding_is_not_a_message():
     history = History.from_chats(RAGGED)
     padded = history.pad()
 
-    assert (padded.batch_size, padded.tolist()) == ((2, 2), RAGGED)
+    assert padded.batch_size == (2, 2)
+    assert padded.tolist() == RAGGED
     assert chatml.render(padded) == chatml.render(history)
     assert (padded == padded).all()
     assert history.pad(side="left").tolist() == RAGGED

@@ -36,7 +36,8 @@ def test_mask_label_is_a_loop_over_positions(rows, width, seed, dtype):
         ids, mask = data.input_ids[i].tolist(), data.attention_mask[i].tolist()
         assert out.input_ids[i].tolist() == ids[: end + 1] + [50] * (width - end - 1)
         assert out.attention_mask[i].tolist() == mask[: end + 1] + [0] * (width - end - 1)
-    assert (out.batch_size, out.attention_mask.dtype) == (data.batch_size, dtype)
+    assert out.batch_size == data.batch_size
+    assert out.attention_mask.dtype == dtype
     assert torch.equal(out.prompt_rindex, data.prompt_rindex)
     assert torch.equal(out.loss, data.loss)
     assert out.labels is out.logits is None

@@ -126,7 +126,8 @@ def test_prompts_and_pairs():
         assert rows_of({"input_ids": side.input_ids, "attention_mask": side.attention_mask}) == expected
         assert side.rewards is None
     mask = PairwiseDataset.from_dataset(TOKENIZER, records).rejected_data.attention_mask
-    assert (mask.shape[1], mask[:, -1].tolist()) == (550, [True, True])
+    assert mask.shape[1] == 550
+    assert mask[:, -1].tolist() == [True, True]
     whole = PairwiseDataset.from_dataset(TOKENIZER, records, prompt=None, max_length=None)
     assert whole.rejected_data.attention_mask.sum(1).tolist() == [len(ids_of(each["rejected"])) for each in records]
     assert [type(batch) for batch in pairs.split(1)] == [PairwiseDataset] * 2

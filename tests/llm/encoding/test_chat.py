@@ -85,7 +85,8 @@ def test_shapes_by_rank_and_option():
     assert nested(padding=True, **tokens).shape[:2] == (2, 2)
     assert [each(return_dict=True, **tokens).batch_size for each in (one, two)] == [(), (2,)]
     padded = two(return_dict=True, padding=True, **tokens)
-    assert (type(padded), padded.batch_size) == (TensorDict, torch.Size([2]))
+    assert type(padded) is TensorDict
+    assert padded.batch_size == torch.Size([2])
     assert [len(part) for part in nested(**tokens, tokenize=False)] == [2, 2]
     assert [len(part) for part in ragged(return_dict=True, padding=True, **tokens)] == [2, 1]
 

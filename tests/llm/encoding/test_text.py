@@ -53,7 +53,8 @@ def test_padded_texts_are_those_of_transformers(texts, tokenizer, side, cut_side
     options |= {"padding_side": side, "truncation_side": cut_side}
     out = tokenize_text(tokenizer, texts, add_special_tokens=special, **options)
 
-    assert (out.batch_size, out["attention_mask"].dtype) == ((len(texts),), torch.bool)
+    assert out.batch_size == (len(texts),)
+    assert out["attention_mask"].dtype == torch.bool
     assert torch.equal(out["input_ids"], expected["input_ids"].long())
     assert torch.equal(out["attention_mask"], expected["attention_mask"].bool())
     assert state_of(tokenizer) == before
@@ -121,7 +122,8 @@ def test_prompts_end_where_their_positions_say(pairs, tokenizer, special, side, 
 
     out = tokenize_prompts(tokenizer, prompts, responses, padding_side=side, add_special_tokens=special, **options)
 
-    assert (type(out), out.batch_size) == (PromptData, (len(pairs),))
+    assert type(out) is PromptData
+    assert out.batch_size == (len(pairs),)
     assert torch.equal(out.labels, out.input_ids)
     for i, (prompt, response) in enumerate(pairs):
         first, last = ([3], [4, 2]) if special and tokenizer is ADDING else ([], [])

@@ -213,7 +213,8 @@ def test_a_stop_sequence_may_begin_with_the_space_behind_the_prompt(kind, beams)
     (found,) = generate_tokens(lm, params, [prompt], options, buffers=buffers, tokenizer=tokenizer)
 
     assert text[0] == " "
-    assert (len(found.tokens), found.finish_reason) == (1, "stop")
+    assert len(found.tokens) == 1
+    assert found.finish_reason == "stop"
 
 
 def test_no_new_tokens_are_empty_responses():
@@ -224,7 +225,8 @@ def test_no_new_tokens_are_empty_responses():
 
     assert len(found) == 2
     for response in found:
-        assert ([len(x) for x in response[:1] + response[2:4]], response.finish_reason) == ([0, 0, 0], "length")
+        assert [len(x) for x in response[:1] + response[2:4]] == [0, 0, 0]
+        assert response.finish_reason == "length"
     assert generate_tokens(lm, params, [], parse(), buffers=buffers) == []
 
 
@@ -253,7 +255,8 @@ def test_the_model_is_left_alone():
     found = generate_tokens(lm, other, rows, parse(), buffers=buffers)[0].tokens
 
     assert (str(model.config), str(model.generation_config)) == before[:2]
-    assert (model.training, list(model._forward_hooks)) == (True, [hook.id])
+    assert model.training is True
+    assert list(model._forward_hooks) == [hook.id]
     assert all(torch.equal(a, b) for a, b in zip(before[2].values(), model.state_dict().values(), strict=True))
     other.to_module(model.eval())
     assert torch.equal(found, hf_greedy(model, rows[0], max_new_tokens=8))

@@ -193,7 +193,8 @@ def test_texts_of_responses_follow_their_prompts():
     wrapper = FakeWrapper(tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=backend), input_mode="text")
 
     out = wrapper(TensorDict({"text": Text(prompt="the fox", batch_size=[])}))
-    assert (out["text"].response, out["text"].full) == (" .", "the fox .")
+    assert out["text"].response == " ."
+    assert out["text"].full == "the fox ."
     # A prompt that was cut within a character does not precede the text of both.
     first, second = torch.tensor(TOKENIZER("ü")["input_ids"]).split(1)
     assert reply_texts(TOKENIZER, [Row(first)], [Response(second, "stop")]) == ["\ufffd"]
@@ -276,7 +277,8 @@ def test_the_queue_can_be_flushed_and_cancelled():
             thread.join(30)
         assert [isinstance(results[i], TensorDict) for i in range(3)] == [flush] * 3
     alone = wrapper.get_new_version(min_batch_size=None)
-    assert (alone.get_batching_state(), alone.cleanup_batching()) == ({"batching": False}, [])
+    assert alone.get_batching_state() == {"batching": False}
+    assert alone.cleanup_batching() == []
     assert alone.get_new_version(batching=True).get_batching_state()["min_batch_size"] == 1
 
 

@@ -166,12 +166,17 @@ def test_every_option_is_sent(serve, ids_endpoint):
     first, second = [body.get("sampling_params", body) for _, body, _ in service.requests][-2:]
 
     assert {name: first[name] for name in own} == own
-    assert (first["max_tokens"], first["min_tokens"], first["stop"]) == (3, 2, ["x"])
-    assert (first["stop_token_ids"], first["ignore_eos"], "logprobs" in first) == ([4, 5], True, False)
+    assert first["max_tokens"] == 3
+    assert first["min_tokens"] == 2
+    assert first["stop"] == ["x"]
+    assert first["stop_token_ids"] == [4, 5]
+    assert first["ignore_eos"] is True
+    assert "logprobs" not in first
     off = {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0}
     off |= {"include_stop_str_in_output": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
     assert {name: second[name] for name in off} == off
-    assert (second["ignore_eos"], "seed" in second) == (False, False)
+    assert second["ignore_eos"] is False
+    assert "seed" not in second
 
 
 def test_a_server_without_token_ids_gives_texts_alone(serve):
@@ -184,7 +189,9 @@ def test_a_server_without_token_ids_gives_texts_alone(serve):
     out = wrapper(TensorDict({"text": Text(prompt=["the fox"], batch_size=[1])}, [1]))
     (response,) = wrapper.generate_tokens([torch.tensor(tokenizer("the fox").input_ids)], parse(max_new_tokens=2))
 
-    assert (response.tokens, response.log_probs, response.text.count("<")) == (None, None, 2)
+    assert response.tokens is None
+    assert response.log_probs is None
+    assert response.text.count("<") == 2
     assert out["text"].response == [response.text]
     assert not {"tokens", "masks", "log_probs"} & set(out.keys())
     with pytest.raises(UnsupportedError, match="only a server that returns token ids can score"):
@@ -518,7 +525,10 @@ def test_no_tokens_need_no_server(serve):
     found = wrapper.generate_tokens(PROMPTS, parse(max_new_tokens=0))
 
     for each in found:
-        assert (len(each.tokens), len(each.log_probs), each.finish_reason, each.behaviour) == (0, 0, "length", None)
+        assert len(each.tokens) == 0
+        assert len(each.log_probs) == 0
+        assert each.finish_reason == "length"
+        assert each.behaviour is None
     assert wrapper.generate_tokens([], parse()) == wrapper.score_tokens([]) == []
     assert service.requests == []
 
@@ -578,7 +588,8 @@ def test_a_push_to_a_server(pushing):
     done = push(proof="full")
     again = push(tdf.from_module(given), buffers=None, version="three")
 
-    assert (done.version, again.version) == ("2", "three")
+    assert done.version == "2"
+    assert again.version == "three"
     assert done.unread == {}
     assert max(done.difference, again.difference) < 1e-5
     assert done.digests == again.digests

@@ -117,7 +117,8 @@ def test_all_modes_score_each_row_alone(options):
     kinds = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
     assert all(isinstance(each[key], kind) for each in (out, in_text, in_tokens) for key, kind in kinds.items())
     padded = [False] * 3 if options["pad_output"] is False else True
-    assert (out["tokens"].padded, wrapper.lm.packed) == (padded, options is OPTIONS[2])
+    assert out["tokens"].padded == padded
+    assert wrapper.lm.packed == (options is OPTIONS[2])
 
 
 @settings(max_examples=3, deadline=None)
@@ -197,7 +198,8 @@ def test_a_text_gets_one_bos(text, adds):
 
     ids = wrapper(TensorDict({"text": text}))["tokens"].full.tolist()
     has_one = text.startswith("<s>") or adds is not False
-    assert (ids.count(tokenizer.bos_token_id), ids[0] == tokenizer.bos_token_id) == (int(has_one), has_one)
+    assert ids.count(tokenizer.bos_token_id) == int(has_one)
+    assert (ids[0] == tokenizer.bos_token_id) == has_one
 
 
 def test_options_of_templates_and_of_truncation():
@@ -409,7 +411,8 @@ def test_new_versions_keep_the_rest():
     options = wrapper._options
     new = wrapper.get_new_version(generate=False)
 
-    assert (new.generate, wrapper.generate) == (False, True)
+    assert new.generate is False
+    assert wrapper.generate is True
     assert wrapper._options is options
     assert {**vars(new._options), "generate": True} == vars(options)
     assert new.out_keys == ["tokens", ("a", "lp")]
@@ -496,7 +499,8 @@ def test_a_model_that_changes_is_prepared_anew():
         torch.testing.assert_close(wrapper(td)["log_probs"].full[:, 1:], expected, atol=1e-4, rtol=1e-4)
     for ends, found in (([7, 8], (7, 8)), (None, ()), (5, (5,))):
         model.generation_config.eos_token_id = ends
-        assert (wrapper.lm.eos_ids, wrapper.lm.apply is wrapper.lm.apply) == (found, True)
+        assert wrapper.lm.eos_ids == found
+        assert wrapper.lm.apply is wrapper.lm.apply
     with pytest.raises(ImmutableError, match="get_new_version"):
         wrapper.model = other
     new = wrapper.get_new_version(model=other)
@@ -515,7 +519,8 @@ def test_keys_of_the_outputs():
         text_key=None, tokens_key=("t", "ids"), masks_key="m", log_probs_key="lp",
     )  # fmt: skip
 
-    assert (wrapper.in_keys, wrapper.out_keys) == (["mine"], ["mine", ("t", "ids"), "m", "lp"])
+    assert wrapper.in_keys == ["mine"]
+    assert wrapper.out_keys == ["mine", ("t", "ids"), "m", "lp"]
     assert set(wrapper(td).keys()) == {"mine", "t", "m", "lp"}
     other = TensorDict({"in": td["mine"]}, [3])
     out = wrapper.get_new_version(input_key="in")(other)

@@ -54,8 +54,11 @@ def test_values_that_stay_values(td):
         }
     )
 
-    assert (new["s"], new["o"], new["w"]) == ("x", thing, 3)
-    assert (new["l"], new["m"]) == ([["a"], ["b", "c"], "d"], [1, "x", None])
+    assert new["s"] == "x"
+    assert new["o"] == thing
+    assert new["w"] == 3
+    assert new["l"] == [["a"], ["b", "c"], "d"]
+    assert new["m"] == [1, "x", None]
     assert isinstance(new._get("arr"), NonTensorStack)
     assert new[1]["arr"] == "q"
     times = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")
@@ -118,7 +121,9 @@ def test_constructor():
     tree = TensorDict({"a": torch.zeros(3, 2)}, [3], names=["t"]).set("a", torch.ones(3, 2), kind=Kind.PARAMETER)
     same = TensorDict(tree)
 
-    assert (same.batch_size, same.names, same.kind("a")) == ((3,), ["t"], Kind.PARAMETER)
+    assert same.batch_size == (3,)
+    assert same.names == ["t"]
+    assert same.kind("a") == Kind.PARAMETER
     assert TensorDict(tree, [3, 2]).names == ["t", None]
     assert TensorDict(tree, []).names == []
     assert list(TensorDict(tree, b=torch.zeros(3)).keys()) == ["a", "b"]

@@ -65,7 +65,8 @@ def test_completions_are_bounded():
 
     offered = tree._ipython_key_completions_()
 
-    assert (len(offered), offered[:3]) == (10_000, ["many", "last", ("many", "k0")])
+    assert len(offered) == 10_000
+    assert offered[:3] == ["many", "last", ("many", "k0")]
 
 
 def test_dir_lists_what_can_be_called():

@@ -35,8 +35,11 @@ def test_new(name):
     tree = TensorDict({"a": A, "n": TensorDict({"b": A.long()}, [2, 3]), "s": "x"}, [2])
     found = getattr(tree, name)(4, 1, dtype=torch.float64, device="cpu")
 
-    assert (found.batch_size, found["n"].batch_size, found["s"]) == ((4, 1), (4, 1, 3), "x")
-    assert (found["a"].shape, found["n", "b"].dtype) == ((4, 1, 3), torch.float64)
+    assert found.batch_size == (4, 1)
+    assert found["n"].batch_size == (4, 1, 3)
+    assert found["s"] == "x"
+    assert found["a"].shape == (4, 1, 3)
+    assert found["n", "b"].dtype == torch.float64
     assert found.device == found["n"].device == getattr(found, name)(3).device == torch.device("cpu")
     assert getattr(tree, name)()["a"].shape == getattr(tree, name)([])["a"].shape == (3,)
     assert name == "new_empty" or torch.equal(found["a"], getattr(A, name)(4, 1, 3, dtype=torch.float64))

@@ -14,7 +14,10 @@ def test_apply():
 
     assert assert_pure(lambda t: t.apply(lambda x: x + 1), tree)["a"].unique().tolist() == [2]
     plain, placed = tree.apply(lambda x: x), tree.apply(lambda x: x, device="cpu")
-    assert (plain["s"], plain.names, placed.names, str(placed.device)) == ("x", ["t"], ["t"], "cpu")
+    assert plain["s"] == "x"
+    assert plain.names == ["t"]
+    assert placed.names == ["t"]
+    assert str(placed.device) == "cpu"
     assert list(tree.apply(lambda x: x if x.is_floating_point() else None).keys(True)) == ["a", "n", "s"]
     assert "n" not in tree.apply(lambda x: x if x.is_floating_point() else None, filter_empty=True)
     assert tree.exclude("n", "s").apply(torch.add, other)["a"].unique().tolist() == [5]
@@ -22,7 +25,9 @@ def test_apply():
     filled = tree.apply(torch.add, TensorDict({"n": {"b": 7}}, [3]), default=2)
     assert [leaf.unique().tolist() for leaf in filled.leaves()] == [[3], [7]]
     flat = tree.apply(lambda x: x.sum(), batch_size=[], names=None, device="cpu")
-    assert (flat.batch_size, flat["n"].batch_size, flat.device) == ((), (), torch.device("cpu"))
+    assert flat.batch_size == ()
+    assert flat["n"].batch_size == ()
+    assert flat.device == torch.device("cpu")
     assert tree.apply(lambda x: x[:, None], batch_size=[3, 1], names=["t", "u"]).names == ["t", "u"]
     seen = []
     tree.named_apply(lambda name, x: seen.append(name))

@@ -57,7 +57,9 @@ def test_operands_equal_torch(name):
 
     assert torch.equal(found["a"], expected)
     assert torch.equal(found["n", "b"][..., 0], expected)
-    assert (found["s"], found.names, found["n"].batch_size) == ("x", ["r", "c"], (2, 3, 2))
+    assert found["s"] == "x"
+    assert found.names == ["r", "c"]
+    assert found["n"].batch_size == (2, 3, 2)
 
 
 def test_transforms():

@@ -55,14 +55,16 @@ def test_several_trees_at_once():
     back = unravel(vector * 2)
 
     assert vector.tolist() == [1.0] * 6 + [2.0]
-    assert (back[0]["a"].batch_size, back[1][0]) == ((2,), 4.0)
+    assert back[0]["a"].batch_size == (2,)
+    assert back[1][0] == 4.0
     vector, unravel = ravel({"a": torch.ones(2), "b": torch.ones(1, dtype=torch.complex64)})
     assert unravel(vector * 1j)["b"] == 1j
     assert unravel(vector)["a"].tolist() == [1.0, 1.0]
     vector, unravel = ravel([torch.ones(1).double(), torch.tensor([2**31 - 1], dtype=torch.int32)])
     assert [(x.dtype, x.item()) for x in unravel(vector)] == [(torch.float64, 1), (torch.int32, 2**31 - 1)]
     empty, unravel = ravel(TensorDict({}, [3]))
-    assert (empty.shape, unravel(empty).batch_size) == ((0,), (3,))
+    assert empty.shape == (0,)
+    assert unravel(empty).batch_size == (3,)
 
 
 LONG = TensorDict({"w": torch.ones(2), "n": torch.tensor([2**40])})
