@@ -14,10 +14,11 @@ from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
+from tdfunc.optim._apart import lie_apart
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_keys, check_state, check_tree
 from tdfunc.optim._maps import GradientMap
-from tdfunc.optim._run import carry_graph, grads_of, lie_apart, takes_kernels
+from tdfunc.optim._modes import carry_graph, grads_of, takes_kernels
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

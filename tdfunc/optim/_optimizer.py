@@ -29,7 +29,8 @@ from tdfunc.optim._checks import (
     warn_narrow,
 )
 from tdfunc.optim._lists import Leaves, scalar_dtype, spread, wide_dtype, widen
-from tdfunc.optim._run import Rule, Run, read_values
+from tdfunc.optim._rule import Rule, read_values
+from tdfunc.optim._run import Run
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

@@ -7,7 +7,7 @@ import torch
 
 from tdfunc.optim._lists import Lists
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
-from tdfunc.optim._run import Rule, Values, Work, decay
+from tdfunc.optim._rule import Rule, Values, Work, decay
 
 
 def adam(

@@ -11,7 +11,7 @@ from tdfunc.core.errors import LeafMismatchError, as_count, check_choice
 from tdfunc.optim._checks import path_of
 from tdfunc.optim._lists import Leaves, Lists
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
-from tdfunc.optim._run import Rule, Values, Work, decay
+from tdfunc.optim._rule import Rule, Values, Work, decay
 
 
 def muon(

@@ -4,7 +4,7 @@ from functools import partial
 
 from tdfunc.optim._lists import Lists, rounded
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
-from tdfunc.optim._run import Rule, Values, Work, decay
+from tdfunc.optim._rule import Rule, Values, Work, decay
 
 
 def nadam(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tdfunc.optim._lists import Lists, choose
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
-from tdfunc.optim._run import Rule, Values, Work, decay
+from tdfunc.optim._rule import Rule, Values, Work, decay
 
 
 def radam(

@@ -9,7 +9,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._lists import Coefficient, Leaves, Lists, widen
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
-from tdfunc.optim._run import Rule, Values, Work, decay
+from tdfunc.optim._rule import Rule, Values, Work, decay
 
 
 def rmsprop(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tdfunc.optim._lists import Lists
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
-from tdfunc.optim._run import Rule, Values, Work
+from tdfunc.optim._rule import Rule, Values, Work
 
 
 def rprop(

@@ -9,7 +9,7 @@ from torch import Tensor
 from tdfunc.core.errors import error
 from tdfunc.optim._lists import Coefficient, Lists
 from tdfunc.optim._optimizer import Hyper, Optimizer, make_optimizer
-from tdfunc.optim._run import Rule, Values, Work, decay
+from tdfunc.optim._rule import Rule, Values, Work, decay
 
 
 def sgd(

@@ -11,7 +11,7 @@ from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._lists import restore, widen
-from tdfunc.optim._run import free_lists, grads_of, select_members
+from tdfunc.optim._modes import free_lists, grads_of, select_members
 from tdfunc.optim._wrappers.parts import begin_step, make_state, select, step_some
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_hyper, list_trainable
 from tdfunc.optim._lists import restore, widen
-from tdfunc.optim._run import free_lists, grads_of, select_members
+from tdfunc.optim._modes import free_lists, grads_of, select_members
 from tdfunc.optim._wrappers.parts import begin_step, copy_start, make_state, rebuild_params, select
 
 if TYPE_CHECKING:

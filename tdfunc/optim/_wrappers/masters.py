@@ -8,7 +8,7 @@ from tdfunc.core.walk import list_leaves, rebuild
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._lists import widen
-from tdfunc.optim._run import grads_of
+from tdfunc.optim._modes import grads_of
 from tdfunc.optim._wrappers.parts import add_rest, begin_step, make_rest, make_state, rebuild_params, split_rest
 
 if TYPE_CHECKING:

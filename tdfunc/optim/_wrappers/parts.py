@@ -15,10 +15,11 @@ from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
+from tdfunc.optim._apart import lie_apart
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_active, check_dense, check_keys, check_state, list_matching, list_trainable
 from tdfunc.optim._lists import LOW_PRECISION, Leaves, restore, widen
-from tdfunc.optim._run import grads_of, lie_apart, select_members, takes_kernels
+from tdfunc.optim._modes import grads_of, select_members, takes_kernels
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

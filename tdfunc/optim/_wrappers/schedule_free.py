@@ -14,8 +14,9 @@ from tdfunc.ops.edits import maps
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import list_trainable
 from tdfunc.optim._lists import LOW_PRECISION, Leaves, Lists, restore, widen
+from tdfunc.optim._modes import grads_of, select_members
 from tdfunc.optim._optimizer import Optimizer
-from tdfunc.optim._run import grads_of, read_values, select_members
+from tdfunc.optim._rule import read_values
 from tdfunc.optim._wrappers.parts import (
     add_rest,
     begin_step,
