@@ -231,26 +231,12 @@ def _readers(fn: Any) -> Iterator[_Reader]:
         elif isinstance(function, types.FunctionType):
             if package is None and _package(function) not in _LIBRARIES:
                 package = _package(function)
-            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            stored = _names(function.__code__, "STORE_GLOBAL", "STORE_DEREF")
-            readers = [_Reader(n, c, lambda c=c: contents(c), n in stored) for n, c in cells]
+            readers = _closure_readers(function)
             # Of a library's functions (torch.vmap(fn), torch.func.grad(fn)) only their arguments are followed.
             if _package(function) == package:
-                if function.__defaults__:
-                    readers.append(_Reader("defaults", function, lambda f=function: f.__defaults__))
-                if function.__kwdefaults__:
-                    readers.append(_Reader("keyword defaults", function, lambda f=function: f.__kwdefaults__))
-                if not _SEEDERS.isdisjoint(_names(function.__code__, "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")):
-                    raise seeds_error(function.__qualname__, " or ".join(sorted(_SEEDERS)))
-                scope = function.__globals__
-                names = _names(function.__code__, "LOAD_GLOBAL")
-                for name in sorted(names & scope.keys()):
-                    if not isinstance(scope[name], types.ModuleType):
-                        readers.append(_Reader(name, scope, lambda n=name, g=scope: g.get(n, _MISSING), name in stored))
-                # Builtins, which a global may hide, and names that are assigned later.
-                absent = names - scope.keys()
-                if absent:
-                    readers.append(_Reader("new globals", function, functools.partial(scope.keys().isdisjoint, absent)))
+                readers += _default_readers(function)
+                _refuse_seeders(function)
+                readers += _global_readers(function)
             for reader in readers:
                 yield reader
                 todo.append(reader.read())
@@ -259,6 +245,46 @@ def _readers(fn: Any) -> Iterator[_Reader]:
         elif function is fn:
             yield _Reader("self", fn, lambda: fn)
             todo.append(type(fn).__call__)
+
+
+def _stored_names(function: types.FunctionType) -> frozenset[str]:
+    return _names(function.__code__, "STORE_GLOBAL", "STORE_DEREF")
+
+
+def _closure_readers(function: types.FunctionType) -> list[_Reader]:
+    stored = _stored_names(function)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return [_Reader(name, cell, lambda cell=cell: contents(cell), name in stored) for name, cell in cells]
+
+
+def _default_readers(function: types.FunctionType) -> list[_Reader]:
+    readers: list[_Reader] = []
+    if function.__defaults__:
+        readers.append(_Reader("defaults", function, lambda: function.__defaults__))
+    if function.__kwdefaults__:
+        readers.append(_Reader("keyword defaults", function, lambda: function.__kwdefaults__))
+    return readers
+
+
+def _global_readers(function: types.FunctionType) -> list[_Reader]:
+    stored = _stored_names(function)
+    scope = function.__globals__
+    names = _names(function.__code__, "LOAD_GLOBAL")
+    readers: list[_Reader] = []
+    for name in sorted(names & scope.keys()):
+        if not isinstance(scope[name], types.ModuleType):
+            readers.append(_Reader(name, scope, functools.partial(scope.get, name, _MISSING), name in stored))
+    # Builtins, which a global may hide, and names that are assigned later.
+    absent = names - scope.keys()
+    if absent:
+        readers.append(_Reader("new globals", function, functools.partial(scope.keys().isdisjoint, absent)))
+    return readers
+
+
+def _refuse_seeders(function: types.FunctionType) -> None:
+    used = _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
+    if not _SEEDERS.isdisjoint(used):
+        raise seeds_error(function.__qualname__, " or ".join(sorted(_SEEDERS)))
 
 
 def _package(function: types.FunctionType) -> str:

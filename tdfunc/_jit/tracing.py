@@ -361,20 +361,9 @@ def trace(
     constants: bool = False,
 ) -> Trace:
     """Run `fn` once on fake tensors and record its operations on them; `constants` are captured tensors allowed."""
-    tracer: Any = proxy_tensor.PythonKeyTracer()
-    tracer.root = nn.Module()
-    tracer.graph = fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer)
-    tracer.tensor_attrs = {}
+    tracer = _make_tracer()
     fake_mode = FakeTensorMode(allow_fallback_kernels=True)
-    # One for each object: the function may compare arguments by identity, and so does the key.
-    made: dict[int, Tensor] = {}
-    for leaf in leaves:
-        if type(leaf) is nn.Parameter:
-            kept = nn.Parameter(leaf.detach(), leaf.requires_grad)
-        else:
-            kept = leaf.detach()
-        made[id(leaf)] = fake_mode.from_tensor(kept).requires_grad_(leaf.requires_grad)
-    fakes = [made[id(leaf)] for leaf in leaves]
+    fakes = _make_fakes(leaves, fake_mode)
     names = [name for name, _ in named_leaves(args, kwargs, Tensor)]
     storages = dict(zip(map(storage_id, fakes), names, strict=True))
     find = lambda value: name_of(value, environment, args, kwargs)  # noqa: E731
@@ -386,10 +375,7 @@ def trace(
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
     nodes: list[Any] = []
     with fake_mode, proxy_mode, proxy_tensor.disable_autocast_cache():
-        for i, fake in enumerate(fakes):
-            proxy = tracer.create_proxy("placeholder", f"arg{i}", (), {})
-            if made.pop(id(leaves[i]), None) is not None:
-                proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
+        _add_placeholders(tracer, fakes)
         fake_args, fake_kwargs = refill((args, kwargs), iter(fakes), nodes)
         try:
             with watch, guard:
@@ -402,10 +388,7 @@ def trace(
         finally:
             watch.restore()
         slots: list[Tensor] = []
-        # The place of each node by its id, and by ("data", id) the place of each value held for a whole batch.
-        places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
-        places |= {("data", id(node.data)): i for i, node in enumerate(nodes) if isinstance(node, NonTensorData)}
-        build = _make_builder(out, slots, places, "the result")
+        build = _make_builder(out, slots, _places_of(nodes), "the result")
         outputs = [watch._node(tensor) for tensor in slots]
         if watch.captures and not constants:
             raise watch.capture_error()
@@ -414,6 +397,46 @@ def trace(
     return Trace(
         fx.GraphModule(tracer.root, tracer.graph), build, trained, list(watch.captures.values()), watch.refuse_kept
     )
+
+
+# Any: torch has no types for its tracer.
+def _make_tracer() -> Any:
+    tracer: Any = proxy_tensor.PythonKeyTracer()
+    tracer.root = nn.Module()
+    tracer.graph = fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer)
+    tracer.tensor_attrs = {}
+    return tracer
+
+
+def _make_fakes(leaves: list[Tensor], fake_mode: FakeTensorMode) -> list[Tensor]:
+    """Return a fake tensor for each object: the function may compare arguments by identity, and so does the key."""
+    made: dict[int, Tensor] = {}
+    for leaf in leaves:
+        if type(leaf) is nn.Parameter:
+            kept = nn.Parameter(leaf.detach(), leaf.requires_grad)
+        else:
+            kept = leaf.detach()
+        made[id(leaf)] = fake_mode.from_tensor(kept).requires_grad_(leaf.requires_grad)
+    return [made[id(leaf)] for leaf in leaves]
+
+
+def _add_placeholders(tracer: Any, fakes: list[Tensor]) -> None:
+    """Make each fake tensor an argument of the graph; one that comes again stays the first argument."""
+    tracked: set[int] = set()
+    for i, fake in enumerate(fakes):
+        proxy = tracer.create_proxy("placeholder", f"arg{i}", (), {})
+        if id(fake) not in tracked:
+            tracked.add(id(fake))
+            proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
+
+
+def _places_of(nodes: list[Any]) -> dict[Any, int]:
+    """Return the place of each node by its id, and by ("data", id) the place of each value held for a whole batch."""
+    places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
+    for i, node in enumerate(nodes):
+        if isinstance(node, NonTensorData):
+            places["data", id(node.data)] = i
+    return places
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -514,7 +537,8 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
                 value = args[i]
             else:
                 value = kwargs.get(argument.name)
-            found += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
+            items = value if isinstance(value, (list, tuple)) else [value]
+            found += [item for item in items if item is not None]
     return found
 
 
@@ -552,7 +576,8 @@ def name_of(
 
 def _walk(environment: Environment, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of those that the function can reach, breadth first."""
-    todo = [*environment.named_values(), *((f"argument {i}", value) for i, value in enumerate(args))]
+    todo = list(environment.named_values())
+    todo += [(f"argument {i}", value) for i, value in enumerate(args)]
     todo += [(f"argument {name}", value) for name, value in kwargs.items()]
     seen: set[int] = set()
     for name, value in todo:

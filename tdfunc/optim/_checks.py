@@ -117,14 +117,17 @@ def list_matching(
         dtype = leaf.dtype
         if is_wide and value.dtype != dtype:
             dtype = wide_dtype(leaf)
-        if value.shape != shape or value.dtype != dtype or value.layout is not kind:
-            dense = "grads.apply(lambda g: g.to_dense())" if layout is None else "adam takes dense gradients."
-            raise LeafMismatchError(
-                f"{name}.update: the {what} of {path_of(params, i)!r} must fit its parameter.",
-                expected=f"shape {list(shape)}, {dtype}, {kind}",
-                got=f"shape {list(value.shape)}, {value.dtype}, {value.layout}",
-                hint=dense if value.layout is not kind else None,
-            )
+        if value.shape == shape and value.dtype == dtype and value.layout is kind:
+            continue
+        hint = None
+        if value.layout is not kind:
+            hint = "grads.apply(lambda g: g.to_dense())" if layout is None else "adam takes dense gradients."
+        raise LeafMismatchError(
+            f"{name}.update: the {what} of {path_of(params, i)!r} does not fit its parameter.",
+            expected=f"shape {list(shape)}, {dtype}, {kind}",
+            got=f"shape {list(value.shape)}, {value.dtype}, {value.layout}",
+            hint=hint,
+        )
     return values
 
 
