@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import compiled, ensembles, memory, scaling, widths
 from benchmarks.chart import draw, speedups
@@ -11,7 +11,7 @@ from benchmarks.ensembles import Cell
 from benchmarks.measure import geometric_mean
 from benchmarks.memory import Peak
 from benchmarks.results import Results, describe_machine, version_of
-from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, Verdict, judge_suite, shown, time_shown
+from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
 # The pages of tables, none longer than ten screens: the subject and the parts of each.
@@ -24,8 +24,7 @@ PAGES = {
         ("widths", "ensembles", "optimizers", "lora", "llm", "compiled", "gpus"),
     ),
     "benchmarks_files.md": ("files and processes", ("storage", "async", "gather", "map", "messages", "memory")),
-    "benchmarks_targets.md": ("targets", ("targets",)),
-    "benchmarks_missed.md": ("missed targets", ("missed",)),
+    "benchmarks_slower.md": ("where tdfunc is slower", ("slower",)),
 }
 PAGE_OF = {part: name for name, (_, parts) in PAGES.items() for part in parts}
 PICTURE, WIDTHS = "assets/benchmarks.svg", "assets/widths.svg"
@@ -73,8 +72,7 @@ def render(results: Results) -> dict[str, str]:
         "compiled": _compiled(results.compiled),
         "gpus": _gpus(results.gpus),
         "memory": _memory(results.peaks),
-        "targets": _targets(results),
-        "missed": _missed(results),
+        "slower": _slower(results),
     }
     texts: dict[str, str] = {}
     for name, (subject, parts) in PAGES.items():
@@ -134,19 +132,36 @@ def _widths(results: Results) -> list[str]:
     return [*parts, f"{text} also have other numbers of members.", table(("model", "width", "speed-up"), rows)]
 
 
+class _Comparison(NamedTuple):
+    """One case against one rival."""
+
+    ratio: float
+    what: str
+    rival: str
+
+
+def _comparisons(suite: Suite, measured: Sequence[Measured]) -> list[_Comparison]:
+    found: list[_Comparison] = []
+    for m in measured:
+        found += [_Comparison(m.ratio_to(way, suite.clock), m.what, way) for way in m.timings if way != OURS]
+    return found
+
+
 def _overview(results: Results) -> list[str]:
     if not results.suites:
         return []
-    rows: list[list[str]] = []
+    parts: list[tuple[float, list[str]]] = []
     for suite, measured in results.suites:
-        found = [(m.ratio_to(way, suite.clock), m.what, way) for m in measured for way in m.timings if way != OURS]
-        worst, what, way = min(found)
-        title = f"[{suite.title}]({_address(suite)})"
-        faster = sum(value >= 1 for value, _, _ in found)
-        rows.append([title, f"{faster} of {len(found)}", f"{shown(worst)}: {what}, against {way}"])
+        found = _comparisons(suite, measured)
+        worst = min(found)
+        faster = sum(each.ratio >= 1 for each in found)
+        smallest = f"{shown(worst.ratio)}: {worst.what}, against {worst.rival}"
+        parts.append((worst.ratio, [f"[{suite.title}]({_address(suite)})", f"{faster} of {len(found)}", smallest]))
+    rows = [row for _, row in sorted(parts)]
     text = _prose("""
         Each part compares several cases with several rivals. Some rivals do less work: a raw dict checks nothing,
-        and `os.write` writes bytes without names. The last column has the comparison with the smallest speed-up.
+        and `os.write` writes bytes without names. The last column has the comparison with the smallest speed-up, and
+        the parts are in its order.
     """)
     return ["## All parts", text, table(("part", "tdfunc is faster", "smallest speed-up"), rows)]
 
@@ -172,8 +187,8 @@ def _gpu_state(found: Sequence[dict[str, Any]]) -> list[str]:
 
 def _about_tables() -> str:
     return _prose(f"""
-        [Benchmarks](benchmarks.md) describes the method. *2x* means that tdfunc takes half the time. The project has
-        [targets]({PAGE_OF["targets"]}), and [misses]({PAGE_OF["missed"]}) some of them.
+        [Benchmarks](benchmarks.md) describes the method. *2x* means that tdfunc takes half the time. [One
+        page]({PAGE_OF["slower"]}) lists all comparisons in which tdfunc is slower.
     """)
 
 
@@ -229,38 +244,34 @@ def _machines(results: Results) -> str:
     return table(("", *heads), [[label, *values] for label, *values in zip(labels, *found, strict=True)])
 
 
-# -- targets ----------------------------------------------------------------------------------------------------
+# -- where tdfunc is slower ------------------------------------------------------------------------------------
 
 
-def _judged(results: Results) -> list[tuple[Suite, Verdict]]:
-    return [(suite, verdict) for suite, measured in results.suites for verdict in judge_suite(suite, measured)]
-
-
-def _targets(results: Results) -> list[str]:
-    verdicts = _judged(results)
-    if not verdicts:
+def _slower(results: Results) -> list[str]:
+    """Return the table of all comparisons below 1, the slowest first, with the reasons that are known."""
+    found: list[tuple[_Comparison, Suite]] = []
+    for suite, measured in results.suites:
+        found += [(each, suite) for each in _comparisons(suite, measured) if each.ratio < 1]
+    if not found:
         return []
+    found.sort(key=lambda pair: pair[0].ratio)
     rows: list[list[str]] = []
-    for suite, verdict in verdicts:
-        row = verdict.row
-        aim = f"{row.reach:g}x faster" if row.sense == "faster" else f"at most {row.reach:g}x"
-        title = f"[{row.title}]({_address(suite)})"
-        rows.append([title, row.rival, aim, shown(verdict.value), "yes" if verdict.reached else "**no**"])
-    count = sum(verdict.reached for _, verdict in verdicts)
-    head = (
-        "One value stands for several cases. It is the least favourable case. For middle rows of tree operations "
-        "and for the rows against a raw dict, it is the geometric mean."
-    )
-    return [
-        f"{count} of {len(verdicts)} rows reach their target. {head}",
-        table(("work", "against", "reach", "measured", "reached"), rows),
-    ]
+    for each, suite in found:
+        title = f"[{suite.title}]({_address(suite)})"
+        rows.append([f"{title}: {each.what}", each.rival, shown(each.ratio), _reason(suite, each)])
+    text = _prose("""
+        These are all comparisons in which tdfunc takes more time, the slowest first. Some rivals do less work: a raw
+        dict checks nothing.
+    """)
+    return [text, table(("work", "against", "speed-up", "reason"), rows)]
 
 
-def _missed(results: Results) -> list[str]:
-    missed = [v for _, v in _judged(results) if not v.reached]
-    lines = [f"- **{v.row.title}**, against {v.row.rival}: {v.sentence}." for v in missed]
-    return ["These rows miss their target, and some have a known reason:", "\n".join(lines)] if lines else []
+def _reason(suite: Suite, comparison: _Comparison) -> str:
+    """Return why a case is slower than a rival, or an empty text."""
+    for row in suite.rows:
+        if row.rival == comparison.rival and comparison.what in row.cases:
+            return row.why
+    return ""
 
 
 def _code(functions: Sequence[Callable[..., Any]]) -> str:
@@ -305,8 +316,8 @@ def _first_calls(m: Measured, rival: str) -> list[str]:
 
 def _newer(number: str, measured: list[Measured]) -> list[str]:
     text = _prose(f"""
-        The targets are ratios to the pinned tensordict, {version_of("tensordict")}. Version {number} has much less
-        overhead in Python. These are the same rows against it, measured in a separate process, without targets.
+        The tables above have the pinned tensordict, {version_of("tensordict")}. Version {number} has much less overhead
+        in Python. These are the same rows against it, measured in a separate process.
     """)
     return [f"### Against tensordict {number}", text, _cases(_only_tensordict(measured), "cpu")]
 
@@ -369,10 +380,14 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
         f"{c.model}, {c.members} member{'s' * (c.members > 1)}: auto ({c.chosen}) takes {c.ratio:.2f} of {c.best}"
         for c in over
     )
-    verdict = "All cases reach it." if not over else f"{len(over)} of {len(cells)} cases miss it: {words}."
+    limit = f"{ensembles.WITHIN - 1:.0%}"
+    verdict = f"It takes at most {limit} more than the better of the two in all cases."
+    if over:
+        verdict = (
+            f"It takes over {limit} more than the better of the two in {len(over)} of {len(cells)} cases: {words}."
+        )
     text = _prose(f"""
-        `auto` is vmap, or the loop for one member and for models that vmap cannot run. Its target is
-        {ensembles.WITHIN - 1:.0%} above the better of the two. {verdict} Only `how="traced"` replays a trace, and
+        `auto` is vmap, or the loop for one member and for models that vmap cannot run. {verdict} Only `how="traced"` replays a trace, and
         the last column is its gain over `auto`. All models run in evaluation mode, without gradients, after
         {ensembles.WARM_UP} calls. {_code((ensembles.prepare_cell,))}
     """)

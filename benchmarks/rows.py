@@ -1,4 +1,4 @@
-"""Rows of the page: what was measured, against what, what was to be reached, and the verdict in words."""
+"""What is measured, against what, what a run is expected to reach, and the verdict in words."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of the contract (DESIGN.md, section 8) against one rival.
+    """What some cases are expected to reach against one rival; `python -m benchmarks` prints what came of it.
 
     `faster`: reach times as fast as the rival; `at most`: at most reach times its time. `each` case has to reach it,
     or their geometric `mean`; `floor` is what each has to reach besides. Where a row is not reached, `why` is said, and
