@@ -387,9 +387,9 @@ def _ensembles(cells: Sequence[Cell]) -> list[str]:
             f"It takes over {limit} more than the better of the two in {len(over)} of {len(cells)} cases: {words}."
         )
     text = _prose(f"""
-        `auto` is vmap, or the loop for one member and for models that vmap cannot run. {verdict} Only `how="traced"` replays a trace, and
-        the last column is its gain over `auto`. All models run in evaluation mode, without gradients, after
-        {ensembles.WARM_UP} calls. {_code((ensembles.prepare_cell,))}
+        `auto` is vmap, or the loop for one member and for models that vmap cannot run. {verdict} Only
+        `how="traced"` replays a trace, and the last column is its gain over `auto`. All models run in evaluation mode,
+        without gradients, after {ensembles.WARM_UP} calls. {_code((ensembles.prepare_cell,))}
     """)
     head = ("model", "members", *ensembles.WAYS, "auto chose", "auto", "auto / best", "traced, faster than auto")
     return ["## Ways to run an ensemble", text, table(head, rows)]

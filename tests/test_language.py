@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tokenize
 from pathlib import Path
 
 import nbformat
@@ -48,6 +49,32 @@ def public_docstrings(tree):
             yield from public_docstrings(node)
 
 
+def private_docstrings(tree):
+    """Docstrings of private definitions, with their lines."""
+    public = dict(public_docstrings(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            line = node.body[0].lineno
+            if line not in public:
+                yield line, ast.get_docstring(node)
+
+
+def comments(path):
+    """The blocks of comments of a file, with their lines."""
+    block, begin = [], 0
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                if block and token.start[0] != begin + len(block):
+                    yield begin, " ".join(block)
+                    block = []
+                if not block:
+                    begin = token.start[0]
+                block.append(token.string.lstrip("# "))
+    if block:
+        yield begin, " ".join(block)
+
+
 def messages(tree):
     """The texts of each raise statement, with their lines."""
     for node in ast.walk(tree):
@@ -60,7 +87,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SOURCES = sorted((ROOT / "tdfunc").rglob("*.py"))
 # Sentences that are not mended yet: the numbers only fall.
-LIMITS = {"pages": 0, "notebooks": 0, "docstrings": 0, "messages": 0}
+LIMITS = {"pages": 0, "notebooks": 0, "docstrings": 0, "private docstrings": 29, "comments": 54, "messages": 0}
 
 
 def pages(path):
@@ -86,6 +113,8 @@ def of_source(read):
         ("pages", PAGES, pages),
         ("notebooks", NOTEBOOKS, notebook_pages),
         ("docstrings", SOURCES, of_source(public_docstrings)),
+        ("private docstrings", SOURCES, of_source(private_docstrings)),
+        ("comments", SOURCES, comments),
         ("messages", SOURCES, of_source(messages)),
     ],
 )
