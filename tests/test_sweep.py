@@ -231,14 +231,14 @@ def test_halving_of_folds_goes_by_their_mean():
     torch.testing.assert_close(run["lr"], torch.tensor([[0.4, 0.4], [0.2, 0.2]]))
 
 
-def test_keep_best_takes_rows():
+@pytest.mark.parametrize("fn", [sweep.keep_best, tdf.jit(sweep.keep_best)])
+def test_keep_best_takes_rows(fn):
     """Improved members come from the new tree, under jit as well."""
     old = tdf.TensorDict({"w": torch.zeros(3, 2)}, [3])
     new = tdf.TensorDict({"w": torch.ones(3, 2)}, [3])
     improved = torch.tensor([True, False, True])
 
-    for fn in (sweep.keep_best, tdf.jit(sweep.keep_best)):
-        assert fn(old, new, improved)["w"][:, 0].tolist() == [1, 0, 1]
+    assert fn(old, new, improved)["w"][:, 0].tolist() == [1, 0, 1]
 
 
 TREE = tdf.TensorDict({"w": torch.zeros(3)}, [3])

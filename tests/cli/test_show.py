@@ -163,17 +163,17 @@ def test_steps_of_a_run(tmp_path):
     assert "metadata loss" in run("diff", manager.path(3), manager.path(12)).out
 
 
-def test_hostile_names(tmp_path):
+@pytest.mark.parametrize("option", [[], ["--tree"]])
+def test_hostile_names(tmp_path, option):
     """Control characters and rich's markup in a key are printed as text."""
     save(TensorDict({"\x1b[31mred\r": torch.ones(1), "[bold]x": torch.ones(1)}), tmp_path / "t.safetensors")
 
-    for option in ([], ["--tree"]):
-        result = run("show", tmp_path / "t.safetensors", *option)
+    result = run("show", tmp_path / "t.safetensors", *option)
 
-        assert r"\x1b[31mred\r" in result.out
-        assert "[bold]x" in result.out
-        assert "\x1b" not in result.out
-        assert "\r" not in result.out
+    assert r"\x1b[31mred\r" in result.out
+    assert "[bold]x" in result.out
+    assert "\x1b" not in result.out
+    assert "\r" not in result.out
 
 
 def test_one_value_for_a_huge_batch(tmp_path):

@@ -153,19 +153,17 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["auto", "loop", "vmap", "traced"])
-def test_changed_extra_state_is_refused(how):
+@pytest.mark.parametrize("step", [0, 1])
+def test_changed_extra_state_is_refused(how, step):
     """Extra state that forward changes is refused, as the buffers that come back cannot hold it."""
-    for step in (0, 1):
-        models = [Counting(step) for _ in range(2)]
-        ensemble = Ensemble(functional(models[0])[0], how)
-        params, buffers = split(stack_modules(models))
-        if step:
-            with pytest.raises(
-                UnsupportedError, match=r"'_extra_state' of a member.\n.*2.*before\n.*3.*\n.*with_buffers"
-            ):
-                ensemble.with_buffers(params, buffers, torch.ones(3))
-        else:
-            assert ensemble.with_buffers(params, buffers, torch.ones(3))[1]["_extra_state"] == [{"count": 2}] * 2
+    models = [Counting(step) for _ in range(2)]
+    ensemble = Ensemble(functional(models[0])[0], how)
+    params, buffers = split(stack_modules(models))
+    if step:
+        with pytest.raises(UnsupportedError, match=r"'_extra_state' of a member.\n.*2.*before\n.*3.*\n.*with_buffers"):
+            ensemble.with_buffers(params, buffers, torch.ones(3))
+    else:
+        assert ensemble.with_buffers(params, buffers, torch.ones(3))[1]["_extra_state"] == [{"count": 2}] * 2
 
 
 ATTENTION = {

@@ -180,12 +180,12 @@ def test_ties_inside_trees():
     ]
 
 
-def test_a_stack_without_leaves_keeps_its_size():
+@pytest.mark.parametrize(("dim", "size"), [(0, [2]), (1, [3, 2])])
+def test_a_stack_without_leaves_keeps_its_size(dim, size):
     """A rebuilt tree keeps the batch size of a stack without leaves inside."""
-    for dim, size in ((0, [2]), (1, [3, 2])):
-        inner = lazy_stack([TensorDict({}, size[:dim])] * 2, dim)
-        tree = TensorDict({"lazy": inner, "x": torch.zeros(size)}, size)
-        back = pytree.tree_unflatten(*pytree.tree_flatten(tree))
+    inner = lazy_stack([TensorDict({}, size[:dim])] * 2, dim)
+    tree = TensorDict({"lazy": inner, "x": torch.zeros(size)}, size)
+    back = pytree.tree_unflatten(*pytree.tree_flatten(tree))
 
-        assert back["lazy"].batch_size == Size(size)
-        assert [t.batch_size for t in back["lazy"].trees] == [Size(size[:dim])] * 2
+    assert back["lazy"].batch_size == Size(size)
+    assert [t.batch_size for t in back["lazy"].trees] == [Size(size[:dim])] * 2

@@ -58,17 +58,17 @@ def test_leaves_go_in_as_parameters():
     assert model[0].weight.data_ptr() == tree["0", "weight"].data_ptr()
 
 
-def test_integer_parameters_and_buffers_go_in_as_they_are():
+@pytest.mark.parametrize("mean", [torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3), requires_grad=False)])
+def test_integer_parameters_and_buffers_go_in_as_they_are(mean):
     """A parameter that cannot have gradients loads, and a buffer slot gets a plain tensor."""
     model = nn.Module()
     model.ids = nn.Parameter(torch.arange(3), requires_grad=False)
     model.register_buffer("mean", torch.zeros(3))
-    for mean in (torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3), requires_grad=False)):
-        TensorDict({"ids": torch.tensor([4, 5, 6]), "mean": mean}).to_module(model)
+    TensorDict({"ids": torch.tensor([4, 5, 6]), "mean": mean}).to_module(model)
 
-        assert model.ids.tolist() == [4, 5, 6]
-        assert type(model.mean) is torch.Tensor
-        assert model.mean.requires_grad is False
+    assert model.ids.tolist() == [4, 5, 6]
+    assert type(model.mean) is torch.Tensor
+    assert model.mean.requires_grad is False
 
 
 @pytest.mark.parametrize("make", [Tied, Shared])

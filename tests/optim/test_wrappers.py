@@ -359,11 +359,13 @@ def test_sam_of_a_part(generator):
 
 # The patterns of parts need their leaves.
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "parts"])
-def test_trees_without_leaves_or_members(name):
+@pytest.mark.parametrize(
+    "params",
+    [TensorDict({}), TensorDict({"w": torch.ones(0, 2), "v": torch.ones(0)}, [0]), TensorDict({"w": torch.ones(())})],
+)
+def test_trees_without_leaves_or_members(name, params):
     """No leaves, no members, and leaves of no elements are trained to the same."""
     opt = WRAPPERS[name]()
-    for params in (TensorDict({}), TensorDict({"w": torch.ones(0, 2), "v": torch.ones(0)}, [0]),
-                   TensorDict({"w": torch.ones(())})):  # fmt: skip
-        new, state = opt.update(params, params, opt.init(params))
-        assert [leaf.shape for leaf in new.leaves()] == [leaf.shape for leaf in params.leaves()]
-        assert [leaf.shape for leaf in opt.eval_params(new, state).leaves()] == [leaf.shape for leaf in params.leaves()]
+    new, state = opt.update(params, params, opt.init(params))
+    assert [leaf.shape for leaf in new.leaves()] == [leaf.shape for leaf in params.leaves()]
+    assert [leaf.shape for leaf in opt.eval_params(new, state).leaves()] == [leaf.shape for leaf in params.leaves()]

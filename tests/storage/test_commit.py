@@ -309,7 +309,8 @@ def test_nothing_goes_before_the_disk_has_the_new_names(before, save_again, fold
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EIO, "no")])
-def test_a_folder_that_cannot_take_its_place(error, tmp_path, monkeypatch):
+@pytest.mark.parametrize("libc", [None, SimpleNamespace(renameat2=lambda *_: -1), SimpleNamespace(syncfs=lambda _: -1)])
+def test_a_folder_that_cannot_take_its_place(error, tmp_path, monkeypatch, libc):
     """An old folder gets its name back if the second of two steps fails, and an exchange that fails changes nothing."""
     SAVES["memmap"](OLD, tmp_path)
     real, targets = os.rename, []
@@ -320,14 +321,13 @@ def test_a_folder_that_cannot_take_its_place(error, tmp_path, monkeypatch):
             raise error
         real(source, target)
 
-    for libc in (None, SimpleNamespace(renameat2=lambda *_: -1), SimpleNamespace(syncfs=lambda _: -1)):
-        monkeypatch.setattr(commit, "_libc", libc)
-        monkeypatch.setattr(os, "rename", refuse)
-        monkeypatch.setattr("ctypes.get_errno", lambda: errno.EIO)
-        with pytest.raises((KeyboardInterrupt, OSError)):
-            BIG.memmap(tmp_path / "c", sync=True)
-        assert (load(tmp_path / "c") == OLD).all()
-        assert os.listdir(tmp_path) == ["c"]
+    monkeypatch.setattr(commit, "_libc", libc)
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr("ctypes.get_errno", lambda: errno.EIO)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        BIG.memmap(tmp_path / "c", sync=True)
+    assert (load(tmp_path / "c") == OLD).all()
+    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_a_file_system_that_finds_no_folder_is_an_error(tmp_path, monkeypatch):

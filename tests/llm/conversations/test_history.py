@@ -97,7 +97,15 @@ def test_dense_histories_stay_dense():
     assert longer.device == torch.device("cpu")
 
 
-def test_lists_are_values_of_messages_or_rows():
+@pytest.mark.parametrize(
+    ("values", "read"),
+    [
+        ([[[1], None], [None, [2, 3]]], [[[1], None], [None, [2, 3]]]),
+        ([[1], [2]], [[[[1], [2]]] * 2] * 2),
+        ([[[1], [2]], [[3], 4]], [[[[[1], [2]], [[3], 4]]] * 2] * 2),
+    ],
+)
+def test_lists_are_values_of_messages_or_rows(values, read):
     """A list of lists (or None) is a value for each message; a list of calls is one value."""
     assert History(role="assistant", tool_calls=[CALL]).tool_calls == [CALL]
     rows = History(role=["user", "assistant"], tool_calls=[None, [CALL]], token_ids=[[1], [2, 3]], batch_size=[2])
@@ -105,12 +113,7 @@ def test_lists_are_values_of_messages_or_rows():
     assert rows[1].token_ids == [2, 3]
     assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
     # Of two dimensions, against one value for all: a list of other lengths or depths.
-    for values, read in (
-        ([[[1], None], [None, [2, 3]]], [[[1], None], [None, [2, 3]]]),
-        ([[1], [2]], [[[[1], [2]]] * 2] * 2),
-        ([[[1], [2]], [[3], 4]], [[[[[1], [2]], [[3], 4]]] * 2] * 2),
-    ):
-        assert History(role="user", token_ids=values, batch_size=[2, 2]).token_ids == read
+    assert History(role="user", token_ids=values, batch_size=[2, 2]).token_ids == read
 
 
 def test_content_base_becomes_parts():

@@ -293,12 +293,12 @@ def test_logits_that_are_not_numbers_are_errors():
             generate_tokens(lm, broken, prompts([3]), options, keys=keys, buffers=buffers)
 
 
-def test_scores_keep_the_record_of_draws():
+@pytest.mark.parametrize(("support", "expected"), [(None, [True, False]), (torch.zeros(2, 4, 1), [True, True])])
+def test_scores_keep_the_record_of_draws(support, expected):
     """Draws that a penalty changed stay so; a support of another layout leaves nothing that is known of them."""
     new = LogProbs(full=torch.zeros(2, 3), response=torch.zeros(2, 2), batch_size=[2])
-    for support, expected in ((None, [True, False]), (torch.zeros(2, 4, 1), [True, True])):
-        old = LogProbs(adjusted=torch.tensor([True, False]), support=support, batch_size=[2])
-        assert keep_draws(new, old).adjusted.tolist() == expected
+    old = LogProbs(adjusted=torch.tensor([True, False]), support=support, batch_size=[2])
+    assert keep_draws(new, old).adjusted.tolist() == expected
 
 
 @pytest.mark.parametrize("adjusted", [None, True], ids=["raw", "adjusted"])

@@ -48,7 +48,10 @@ def test_the_numbers_are_the_formulas(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_causes(seed):
+@pytest.mark.parametrize(
+    ("size", "errors", "cause"), [(0.4, 2.5, "dtype"), (0.4, 3.5, "unknown"), (0.52, 0.0, "unknown")]
+)
+def test_causes(seed, size, errors, cause):
     """Each cause is named on data that have it."""
     logits, ids = drawn(seed)
     a = log_probs(logits, ids)
@@ -64,5 +67,4 @@ def test_causes(seed):
     assert compare(a, log_probs(drawn(seed + 10)[0], ids))["cause"] == "unknown"
     # Rounding is below half a nat, and its mean within three standard errors of 0.
     signs = (-1.0) ** torch.arange(a.numel()).view(a.shape)
-    for size, errors, cause in ((0.4, 2.5, "dtype"), (0.4, 3.5, "unknown"), (0.52, 0.0, "unknown")):
-        assert compare(a, a + size * (signs + errors / a.numel() ** 0.5))["cause"] == cause
+    assert compare(a, a + size * (signs + errors / a.numel() ** 0.5))["cause"] == cause

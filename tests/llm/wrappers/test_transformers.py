@@ -202,7 +202,8 @@ def test_a_text_gets_one_bos(text, adds):
     assert (ids[0] == tokenizer.bos_token_id) == has_one
 
 
-def test_options_of_templates_and_of_truncation():
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_options_of_templates_and_of_truncation(side):
     """A template by name, options of Jinja, and truncation reach the conversations."""
     td, model = chats_td(), model_for()
     wrapper = TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="history", generate=False)
@@ -213,12 +214,11 @@ def test_options_of_templates_and_of_truncation():
     source = "{{ mood }}" + GENERATION
     moody = wrapper.get_new_version(chat_template=source, tokenizer_kwargs={"mood": "gay"})(td)
     assert moody["text"].full == ["gay" + text for text in wrapper(td)["text"].full]
-    for side in ("left", "right"):
-        kwargs = {"truncation": True, "max_length": 5, "truncation_side": side}
-        cut = wrapper.get_new_version(tokenizer_kwargs=kwargs)(td)
-        whole = wrapper(td)["tokens"].full
-        part = slice(5) if side == "right" else slice(-5, None)
-        assert [row.tolist() for row in cut["tokens"].full] == [row[part].tolist() for row in whole]
+    kwargs = {"truncation": True, "max_length": 5, "truncation_side": side}
+    cut = wrapper.get_new_version(tokenizer_kwargs=kwargs)(td)
+    whole = wrapper(td)["tokens"].full
+    part = slice(5) if side == "right" else slice(-5, None)
+    assert [row.tolist() for row in cut["tokens"].full] == [row[part].tolist() for row in whole]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -30,14 +30,14 @@ def test_trees_that_meet():
     [torch.Tensor.clone, torch.neg, lambda t: t * 2, lambda t: t + t.detach(), lambda t: t.clamp(0, 1), torch.exp],
     ids=["clone", "neg", "number", "tree", "clamp", "exp"],
 )
-def test_each_leaf_requires_grad_as_alone(fn):
+@pytest.mark.parametrize("keys", [["w", "buffer"], ["w", "buffer", "ids"], ["buffer"], ["w"]])
+def test_each_leaf_requires_grad_as_alone(fn, keys):
     """A buffer next to a Parameter does not begin to require grad because one kernel runs over both."""
     leaves = {"w": nn.Parameter(torch.ones(2)), "buffer": torch.ones(2), "ids": torch.ones(2, dtype=torch.int64)}
 
-    for keys in (["w", "buffer"], ["w", "buffer", "ids"], ["buffer"], ["w"]):
-        tree = TensorDict({key: leaves[key] for key in keys}, [2])
-        new = tree.clone() if fn is torch.Tensor.clone else fn(tree)
-        assert {key: new[key].requires_grad for key in keys} == {key: fn(leaves[key]).requires_grad for key in keys}
+    tree = TensorDict({key: leaves[key] for key in keys}, [2])
+    new = tree.clone() if fn is torch.Tensor.clone else fn(tree)
+    assert {key: new[key].requires_grad for key in keys} == {key: fn(leaves[key]).requires_grad for key in keys}
 
 
 def test_a_tree_of_gradients_keeps_one_kernel_call():
