@@ -5,6 +5,8 @@ import torch
 
 from benchmarks.pages.transform_table import COLUMNS, RAISES, ROWS, compare
 
+pytestmark = pytest.mark.sample(3)
+
 
 def cells(*, raising):
     """Pytest parameters for the cells that work, or for those that raise."""

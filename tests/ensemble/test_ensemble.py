@@ -16,6 +16,8 @@ from tdfunc.ops.batch.join import stack
 from tests.ensemble.models import Returns, ensemble_of, make_cnn, make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_pure, assert_trees_equal, examples, quick
 
+pytestmark = pytest.mark.sample(2)
+
 WAYS = ("loop", "vmap", "traced", "auto")
 
 

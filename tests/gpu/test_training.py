@@ -11,6 +11,8 @@ from tests.jit.pools import on_cpu
 from tests.jit.test_cudagraphs import MODELS, clone, make_step
 from tests.optim.table import FUSED, RULES, random_tree, train
 
+pytestmark = pytest.mark.sample(2)
+
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 # It computes in bfloat16.
 LOOSE = dict.fromkeys(("muon", "muon rms"), {"rtol": 5e-2, "atol": 1e-2})

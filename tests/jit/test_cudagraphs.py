@@ -20,6 +20,8 @@ from tests.helpers import assert_trees_equal, quick
 from tests.jit.pools import StandIn, on_cpu
 from tests.optim.table import RULES
 
+pytestmark = pytest.mark.sample(2)
+
 MEMBERS = 3
 
 

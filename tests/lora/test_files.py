@@ -16,6 +16,8 @@ from tdfunc.lora import Lora
 from tdfunc.lora._writing import short_names
 from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, experts, trained
 
+pytestmark = pytest.mark.sample(2)
+
 EXPERTS = ("model", "layers", "0", "mlp", "experts")
 
 

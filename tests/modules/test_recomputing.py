@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import tdfunc as tdf
 
+pytestmark = pytest.mark.sample(2)
+
 IDS = torch.randint(0, 17, (2, 6))
 
 

@@ -26,6 +26,8 @@ from tests.optim.table import (
     train_torch,
 )
 
+pytestmark = pytest.mark.sample(2)
+
 STEPS = 12
 FLAGS, BETAS = st.booleans(), st.sampled_from([0.0, 0.9, 0.999])
 DTYPES = st.sampled_from([torch.float32, torch.float64])

@@ -14,6 +14,8 @@ from tdfunc import open as open_file
 from tdfunc.storage.api import load, save
 from tests.storage.trees import assert_same, entry, forge, retie
 
+pytestmark = pytest.mark.sample(3)
+
 OURS = (CorruptCheckpointError, UnsupportedError)
 
 

@@ -13,6 +13,8 @@ from tdfunc.parallel.parcel import from_parcel, to_parcel
 from tests.storage.test_raw import ONES
 from tests.storage.trees import DTYPES, assert_same, of_dtype, same_bytes, tied_trees, trees
 
+pytestmark = pytest.mark.sample(2)
+
 LAW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

@@ -16,6 +16,8 @@ from tdfunc.llm.templates.base import Conversation, make_call
 from tdfunc.llm.templates.llama import _TOOLS as LLAMA_TOOLS
 from tests.llm.tokens import CHATML, calls, make_tokenizer, messages
 
+pytestmark = pytest.mark.sample(4)
+
 ALL = {"chatml": chatml, "qwen": qwen, "llama": llama, "deepseek": deepseek, "mistral": mistral, "gemma": gemma}
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
 # Written for these tests, for conversations without tools.

@@ -30,6 +30,8 @@ from tests.llm.wrappers.pushing import other_weights
 from tests.llm.wrappers.serving import COMPLETIONS, EOS, IDS, Service, answer, cut, refuse, report, reset
 from tests.storage.trees import assert_same
 
+pytestmark = pytest.mark.sample(2)
+
 MODEL = make("llama")
 PROMPTS = [torch.tensor([5, 9, 11]), torch.tensor([7]), torch.tensor([3, 4, 90, 2, 8])]
 SENDS = pytest.mark.parametrize(

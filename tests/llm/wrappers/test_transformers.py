@@ -37,6 +37,8 @@ from tests.llm.models import VOCAB, make, row_log_probs
 from tests.llm.tokens import GENERATION, make_tokenizer
 from tests.llm.wrappers.fake import FakeWrapper
 
+pytestmark = pytest.mark.sample(2)
+
 TOKENIZER = make_tokenizer()
 CHATS = [
     [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the fox"}],

@@ -11,6 +11,8 @@ from tdfunc import TensorDict
 from tdfunc.ops.math import pointwise, tables
 from tests.ops.math import generate
 
+pytestmark = pytest.mark.sample(2)
+
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64,
 ]  # fmt: skip
