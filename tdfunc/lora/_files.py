@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
-from tdfunc.core.keys import Filter, FilterLike, at_paths, dotted
+from tdfunc.core.keys import Entry, Filter, FilterLike, at_paths, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
 from tdfunc.lora._config import Config, load_config, read_config
@@ -31,16 +31,13 @@ from tdfunc.lora._targets import (
     parts_of,
     read_parts,
 )
-from tdfunc.lora._writing import Written, add_names, check_target, config_of, whole_modules, write_parts
+from tdfunc.lora._writing import check_target, config_of, list_layers, whole_modules, write_parts
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items
 from tdfunc.storage.api import load as load_tree
 from tdfunc.storage.api import save as save_tree
 from tdfunc.storage.disk.commit import replace_folder
-
-if TYPE_CHECKING:
-    from tdfunc.core.keys import Entry
 
 # More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
 _MAX_GLOBS = 32
@@ -80,17 +77,60 @@ def load(
     Source:
         The files of PEFT 0.17 to 0.21. Before 0.19, PEFT used the first dimension of fused experts as their inputs.
     """
-    name = os.fspath(path)
+    contents = _read_file(os.fspath(path), params, prefix)
+    layouts = None
+    if apply is not None:
+        layouts = layouts_of(module_of(apply))
+    adapters, whole = read_adapters(contents.tensors, contents.config, params, layouts, contents.outer)
+    if apply is not None:
+        for adapter in adapters:
+            check_table(adapter, module_of(apply))
+    if _change_nothing(adapters, whole, params):
+        raise error(
+            ValueError,
+            f"lora.load: the adapters in {contents.file!r} must change something.",
+            expected="a factor B, or a leaf, that is not as before the training",
+            got=f"{len(adapters)} adapters, all of which are zero",
+            hint="save the adapters after the training; lora.init makes fresh ones.",
+        )
+    lora = _as_lora(adapters, whole, contents.config, params)
+    leaves: dict[Path, Tensor] = {}
+    for adapter in adapters:
+        for part, leaf in adapter.parts.items():
+            leaves[(*adapter.paths[0], part)] = leaf
+    tree = make_tree(leaves | whole)
+    read_parts(lora, params, tree, "lora.load")
+    return lora, tree
+
+
+class _Contents(NamedTuple):
+    """An adapter on disk, in PEFT's form.
+
+    Attributes:
+        file: The path of the tensors.
+        tensors: The leaves by their names, without the beginning that is removed.
+        config: The configuration.
+        outer: The beginning that only the names in the configuration have.
+    """
+
+    file: str
+    tensors: dict[str, Tensor]
+    config: Config
+    outer: str
+
+
+def _read_file(name: str, params: TensorCollection, prefix: str | None) -> _Contents:
+    """Return the contents of a folder of PEFT, or of a file of Kohya."""
     config: Config | None = None
     if os.path.isdir(name):
         config = read_config(load_config(_find_config(name)))
         name = os.path.join(name, _TENSORS)
     loaded = load_tree(name)
-    tensors = {dotted(at): leaf for at, leaf in iter_items(loaded, True, True)}
-    begin = prefix if prefix is not None else PREFIX
+    tensors = {dotted(path): leaf for path, leaf in iter_items(loaded, True, True)}
+    begin = PREFIX
     if prefix is not None:
+        begin = prefix
         tensors = {key: leaf for key, leaf in tensors.items() if key.startswith(prefix)}
-    # The beginning that only the names in the configuration have.
     outer = begin.removeprefix(PREFIX)
     if is_kohya(tensors):
         tensors, config = as_peft(tensors, params)
@@ -101,50 +141,38 @@ def load(
             got=f"a file with leaves like {next(iter(tensors), None)!r}",
         )
     tensors = {key.removeprefix(begin): leaf for key, leaf in tensors.items()}
-    layouts = None
-    if apply is not None:
-        layouts = layouts_of(module_of(apply))
-    adapters, whole = read_adapters(tensors, config, params, layouts, outer)
-    if apply is not None:
-        for adapter in adapters:
-            check_table(adapter, module_of(apply))
-    if all(map(_is_nothing, adapters)) and all(
-        torch.equal(leaf, get(params, at).to(leaf.dtype)) for at, leaf in whole.items()
-    ):
-        raise error(
-            ValueError,
-            f"lora.load: the adapters in {name!r} must change something.",
-            expected="a factor B, or a leaf, that is not as before the training",
-            got=f"{len(adapters)} adapters, all of which are zero",
-            hint="save the adapters after the training; lora.init makes fresh ones.",
-        )
-    lora = _as_lora(adapters, whole, config, params)
-    tree = make_tree(
-        {(*adapter.paths[0], part): leaf for adapter in adapters for part, leaf in adapter.parts.items()} | whole
-    )
-    read_parts(lora, params, tree, "lora.load")
-    return lora, tree
+    return _Contents(name, tensors, config, outer)
 
 
 def _find_config(folder: str) -> str:
     """Return the path of the configuration in a folder that also has the tensors."""
     names = sorted(os.listdir(folder))
     if _CONFIG not in names or _TENSORS not in names:
+        hint = None
+        if "adapter_model.bin" in names:
+            hint = "adapter_model.bin is a pickle, which is never read: load it with peft and save it again."
         raise error(
             FileNotFoundError,
             f"lora.load: {folder!r} must hold an adapter.",
             expected=f"{_CONFIG} and {_TENSORS}",
             got=", ".join(names[:10]) or "nothing",
-            hint="adapter_model.bin is a pickle, which is never read: load it with peft and save it again."
-            if "adapter_model.bin" in names
-            else None,
+            hint=hint,
         )
     return os.path.join(folder, _CONFIG)
 
 
+def _change_nothing(adapters: Sequence[Adapter], whole: Mapping[Path, Tensor], params: TensorCollection) -> bool:
+    """Return whether the base with these adapters, and leaves that are trained whole, is the base."""
+    if not all(map(_is_nothing, adapters)):
+        return False
+    return all(torch.equal(leaf, get(params, path).to(leaf.dtype)) for path, leaf in whole.items())
+
+
 def _is_nothing(adapter: Adapter) -> bool:
     parts = adapter.parts
-    if "magnitude" in parts or ("bias" in parts and parts["bias"].any()):
+    if "magnitude" in parts:
+        return False
+    if "bias" in parts and parts["bias"].any():
         return False
     return not (parts["A"].any() and parts["B"].any())
 
@@ -152,26 +180,33 @@ def _is_nothing(adapter: Adapter) -> bool:
 def _as_lora(
     adapters: Sequence[Adapter], whole: Mapping[Path, Tensor], config: Config, params: TensorCollection
 ) -> Lora:
+    """Return the choice that has the adapters, and the leaves trained whole, of a file."""
+    part_names = {tuple(sorted(adapter.parts)) for adapter in adapters}
+    if len(part_names) > 1:
+        raise LeafMismatchError("lora.load: all adapters must have the same parts.", got=sorted(part_names))
+    names = next(iter(part_names), ())
     found = entries(params)
     ranks = {adapter.paths[0]: adapter.rank for adapter in adapters}
     alphas = {adapter.paths[0]: adapter.alpha for adapter in adapters}
-    parts = {tuple(sorted(adapter.parts)) for adapter in adapters}
-    if len(parts) > 1:
-        raise LeafMismatchError("lora.load: all adapters must have the same parts.", got=sorted(parts))
-    names = next(iter(parts), ())
+    where: FilterLike = Filter(lambda path, leaf: False)
+    if adapters:
+        where = _filter(ranks, found)
+    trained = None
+    if whole:
+        trained = _filter(whole, found)
     return Lora(
-        _filter(ranks, found) if ranks else Filter(lambda path, leaf: False),
+        where,
         rank=_by_value(ranks, found),
         alpha=_by_value(alphas, found),
         rslora=config.rslora,
         dora="magnitude" in names,
         bias="bias" in names,
         dropout=config.dropout,
-        whole=_filter(whole, found) if whole else None,
+        whole=trained,
     )
 
 
-def _by_value(values: Mapping[Path, Any], found: "Sequence[Entry]") -> Any:
+def _by_value(values: Mapping[Path, Any], found: Sequence[Entry]) -> Any:
     """Return one value for all paths, or a dict of filters."""
     groups: dict[Any, list[Path]] = {}
     for path, value in values.items():
@@ -179,11 +214,17 @@ def _by_value(values: Mapping[Path, Any], found: "Sequence[Entry]") -> Any:
     if len(groups) < 2:
         return next(iter(groups), 1)
     chosen = [entry for entry in found if entry.paths[0] in values]
-    most = max(groups, key=lambda value: len(groups[value]))
-    return {_filter(paths, chosen): value for value, paths in groups.items() if value != most} | {"*": most}
+    most_frequent = max(groups, key=lambda value: len(groups[value]))
+    by_filter: dict[FilterLike, Any] = {}
+    for value, paths in groups.items():
+        if value != most_frequent:
+            by_filter[_filter(paths, chosen)] = value
+    # The first filter that matches a leaf counts, so the rest comes last.
+    by_filter["*"] = most_frequent
+    return by_filter
 
 
-def _filter(paths: "Mapping[Path, Any] | Sequence[Path]", found: "Sequence[Entry]") -> FilterLike:
+def _filter(paths: Mapping[Path, Any] | Sequence[Path], found: Sequence[Entry]) -> FilterLike:
     """Return a filter for the leaves at these paths: globs by their last keys where a few of these choose no others."""
     wanted = set(paths)
     ends = {".".join(path[-2:]) for path in wanted}
@@ -193,8 +234,9 @@ def _filter(paths: "Mapping[Path, Any] | Sequence[Path]", found: "Sequence[Entry
     globs: FilterLike = first
     for other in others:
         globs = Filter(globs) | other
-    chosen = Filter(globs).mask(found)
-    if {entry.paths[0] for entry, is_in in zip(found, chosen, strict=True) if is_in} == wanted:
+    mask = Filter(globs).mask(found)
+    chosen = {entry.paths[0] for entry, is_chosen in zip(found, mask, strict=True) if is_chosen}
+    if chosen == wanted:
         return globs
     return at_paths(wanted)
 
@@ -229,54 +271,65 @@ def save(
     module = module_of(apply)
     base = from_module(module)
     targets, whole = find_targets(lora, entries(base), layouts_of(module))
-    shapes = {(*t.path, name): size for t in targets for name, size in parts_of(lora, t).items()}
-    given = check_leaves("lora.save", shapes | {entry.paths[0]: entry.leaf.shape for entry in whole}, adapters)
-    tensors: dict[str, Tensor] = {}
-    written = Written(set(), set(), {}, {})
+    given = _given_leaves(lora, targets, whole, adapters)
+    for target in targets:
+        check_target(target, lora, module)
+    layers = list_layers(lora, targets)
+    replaced = whole_modules(whole, layers.modules, base, module)
+    entries_of_config = config_of(lora, targets, layers, module, replaced) | dict(config or {})
+    tensors = _adapter_tensors(lora, targets, given)
+    for path, name in replaced.names.items():
+        tensors[name] = given[path].detach()
+    tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
+    text = json.dumps(entries_of_config, indent=2, sort_keys=True)
+    _write_folder(os.path.abspath(os.fspath(folder)), tree, text, fsync=fsync)
+
+
+def _given_leaves(
+    lora: Lora, targets: Sequence[Target], whole: Sequence[Entry], adapters: TensorCollection
+) -> dict[Path, Tensor]:
+    """Return the leaves of adapters by their paths; raise unless they are those of the choice."""
+    shapes: dict[Path, torch.Size | None] = {}
+    for target in targets:
+        for name, shape in parts_of(lora, target).items():
+            shapes[(*target.path, name)] = shape
+    for entry in whole:
+        shapes[entry.paths[0]] = entry.leaf.shape
+    return check_leaves("lora.save", shapes, adapters)
+
+
+def _adapter_tensors(lora: Lora, targets: Sequence[Target], given: Mapping[Path, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of all adapters by PEFT's names, for each layer of each weight."""
+    # The adapted parameters of a module of experts, which PEFT nests in the order of the targets.
     experts: dict[Path, list[Path]] = {}
     for target in targets:
         if target.layout.is_experts:
             experts.setdefault(target.path[:-1], []).append(target.path)
+    tensors: dict[str, Tensor] = {}
     for target in targets:
-        check_target(target, lora, module)
-        tensors |= _tensors_of(lora, target, experts, given)
-        rank = target.rank * (1 if lora.start == "kaiming" else 2)
-        add_names(written, target, rank, rslora=lora.rslora)
-    replaced = whole_modules(whole, written.modules, base, module)
-    ready = config_of(lora, targets, written, module, replaced.bias, replaced.modules)
-    tensors |= {name: given[path].detach() for path, name in replaced.names.items()}
-    tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
-    text = json.dumps(ready | dict(config or {}), indent=2, sort_keys=True)
-    target = os.path.abspath(os.fspath(folder))
+        parts = {name: given[(*target.path, name)].detach() for name in parts_of(lora, target)}
+        parts["A"], parts["B"] = factors(parts)
+        plain = {name: part for name, part in parts.items() if name not in FROZEN}
+        for path in target.paths:
+            later = 0
+            if target.layout.is_experts and path[:-1] in experts:
+                siblings = experts[path[:-1]]
+                later = len(siblings) - 1 - siblings.index(path)
+            tensors |= write_parts(target, path, plain, later)
+    return tensors
+
+
+def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) -> None:
+    """Replace a folder by one with these tensors and this configuration, and its other files."""
 
     def write(new: str) -> None:
-        if os.path.isdir(target):
-            shutil.copytree(target, new, symlinks=True, dirs_exist_ok=True)
+        if os.path.isdir(folder):
+            shutil.copytree(folder, new, symlinks=True, dirs_exist_ok=True)
         save_tree(tree, os.path.join(new, _TENSORS), fsync=fsync)
         with open(os.path.join(new, _CONFIG), "w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(config)
             file.flush()
             if fsync:
                 os.fsync(file.fileno())
 
-    replace_folder(target, write, fsync=fsync)
-
-
-def _tensors_of(
-    lora: Lora, target: Target, experts: Mapping[Path, Sequence[Path]], given: Mapping[Path, Tensor]
-) -> dict[str, Tensor]:
-    """Return the tensors of one weight's adapter, for each of its layers; `experts` are the parameters by module."""
-    parts = {name: given[(*target.path, name)].detach() for name in parts_of(lora, target)}
-    parts["A"], parts["B"] = factors(parts)
-    plain = {name: part for name, part in parts.items() if name not in FROZEN}
-    tensors: dict[str, Tensor] = {}
-    for path in target.paths:
-        # Parameters of one module are nested, in the order of the targets.
-        same = []
-        if target.layout.is_experts:
-            same = experts.get(path[:-1], [])
-        outer = 0
-        if same:
-            outer = len(same) - 1 - same.index(path)
-        tensors |= write_parts(target, path, plain, outer)
-    return tensors
+    replace_folder(folder, write, fsync=fsync)
