@@ -66,14 +66,16 @@ class Targets:
         """Return the number of the block of a layer: the first number that follows the name of a list of blocks."""
         keys = name.split(".")
         for place in range(1, len(keys) - 1):
-            if not keys[place].isdecimal():
-                continue
-            lists = [".".join(keys[start:place]) for start in range(place)]
-            if not self.layers_pattern and place > 1:
-                return int(keys[place])
-            if any(pattern.matches(each) for pattern in self.layers_pattern for each in lists):
+            if keys[place].isdecimal() and self._is_list(keys[:place]):
                 return int(keys[place])
         return None
+
+    def _is_list(self, keys: Sequence[str]) -> bool:
+        """Return whether the keys before a number are the name of a list of blocks."""
+        if not self.layers_pattern:
+            return len(keys) > 1
+        ends = [".".join(keys[start:]) for start in range(len(keys))]
+        return any(pattern.matches(end) for pattern in self.layers_pattern for end in ends)
 
 
 def _chooses(choice: Ends | Pattern, name: str) -> bool:
@@ -143,9 +145,13 @@ def read_config(entries: Mapping[str, Any]) -> Config:
         raise UnsupportedError("lora.load: the adapter must be LoRA.", got=f"peft_type {entries.get('peft_type')!r}")
     reader.check_start()
     modules_to_save = reader.names("modules_to_save")
+    default_rank = reader.rank("r", 8)
+    ranks = reader.table("rank_pattern", default_rank, _is_rank)
+    default_alpha = reader.number("lora_alpha", 8)
+    alphas = reader.table("alpha_pattern", default_alpha, _is_number)
     config = Config(
-        ranks=reader.table("rank_pattern", reader.rank("r", 8), _is_rank),
-        alphas=reader.table("alpha_pattern", reader.number("lora_alpha", 8), _is_number),
+        ranks=ranks,
+        alphas=alphas,
         rslora=reader.flag("use_rslora"),
         dora=reader.flag("use_dora"),
         bias=reader.flag("lora_bias"),
@@ -154,28 +160,29 @@ def read_config(entries: Mapping[str, Any]) -> Config:
         trained_biases=reader.biases(),
         modules_to_save=modules_to_save,
         version=_version_of(entries.get("peft_version")),
-        targets=Targets(
-            modules=reader.modules(),
-            excluded=reader.choice("exclude_modules") or Ends(),
-            layers=reader.layers(),
-            layers_pattern=tuple(
-                [Pattern(text, "'layers_pattern'") for text in reader.names("layers_pattern", single=True)]
-            ),
-            saved=Modules(modules_to_save, "'modules_to_save'"),
-            parameters=Ends(reader.names("target_parameters")),
-        ),
+        targets=_read_targets(reader, modules_to_save),
     )
     reader.check_rest()
     return config
 
 
+def _read_targets(reader: "_Reader", modules_to_save: Sequence[str]) -> Targets:
+    modules = reader.modules()
+    excluded = reader.choice("exclude_modules") or Ends()
+    layers = reader.layers()
+    layers_pattern = [Pattern(text, "'layers_pattern'") for text in reader.names("layers_pattern", single=True)]
+    saved = Modules(modules_to_save, "'modules_to_save'")
+    parameters = Ends(reader.names("target_parameters"))
+    return Targets(modules, excluded, layers, tuple(layers_pattern), saved, parameters)
+
+
 def _version_of(given: object) -> tuple[int, int] | None:
-    match = None
-    if isinstance(given, str):
-        match = re.match(r"(\d{1,9})\.(\d{1,9})", given)
-    if match is not None:
-        return (int(match[1]), int(match[2]))
-    return None
+    if not isinstance(given, str):
+        return None
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", given)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])
 
 
 def _is_rank(value: object) -> bool:
@@ -186,6 +193,10 @@ def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < 1e300 and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_text(value: object) -> bool:
@@ -211,6 +222,7 @@ class _Reader:
         )
 
     def _typed(self, name: str, default: Any, test: Callable[[object], bool], expected: str) -> Any:
+        """Return an entry that passes a test; without the entry the default."""
         value = self._get(name)
         if name not in self._entries:
             return default
@@ -269,7 +281,7 @@ class _Reader:
         if given is None or given == []:
             return None
         numbers = given if isinstance(given, list) else [given]  # pyright: ignore[reportUnknownVariableType]
-        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):  # pyright: ignore[reportUnknownVariableType]
+        if not all(map(_is_whole, numbers)):  # pyright: ignore[reportUnknownArgumentType]
             raise self._refusal("layers_to_transform", "a whole number or a list of them")
         return tuple(numbers)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
@@ -294,7 +306,8 @@ class _Reader:
     def check_rest(self) -> None:
         """Raise if an entry that was not read has a value."""
         for name, value in self._entries.items():
-            if name not in self._read and name not in _WITHOUT_EFFECT and value:
+            is_understood = name in self._read or name in _WITHOUT_EFFECT
+            if value and not is_understood:
                 raise UnsupportedError(
                     f"lora.load: the configuration must not have {_short(name)}.",
                     expected="LoRA, rsLoRA or DoRA",
