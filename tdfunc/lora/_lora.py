@@ -168,13 +168,15 @@ class Lora:
         if self.start == "pissa":
             for target in targets:
                 check_scale("init", target)
+        # A choice of only whole leaves has no targets, and zero keys cannot be split.
         keys = random.split(key_of(key), max(1, len(targets)))
         leaves: dict[Path, Tensor] = {}
         for target, own in zip(targets, keys, strict=False):
-            wide = dtype or (torch.float32 if target.leaf.dtype in _HALF else target.leaf.dtype)
-            parts = start(target, parts_of(self, target), self.start, own, wide)
+            parts = start(target, parts_of(self, target), self.start, own, dtype or _adapter_dtype(target.leaf))
             leaves |= {(*target.path, name): part for name, part in parts.items()}
-        return make_tree(leaves | {entry.paths[0]: entry.leaf.detach().clone() for entry in whole})
+        for entry in whole:
+            leaves[entry.paths[0]] = entry.leaf.detach().clone()
+        return make_tree(leaves)
 
     @overload
     def attach(self, apply: Apply, *, rows: bool = False) -> LoraApply: ...
@@ -241,18 +243,17 @@ class Lora:
             TreeStructureError: The adapters and this choice have different leaves.
             LeafMismatchError: An adapter does not fit its weight.
         """
-        if self.dora or self.whole is not None:
-            raise UnsupportedError(
-                "unmerge: the merged weights must contain the base.",
-                got="magnitudes of DoRA, which replace its norms" if self.dora else "leaves that were replaced whole",
-                hint="keep the parameters: merge does not change them.",
-            )
+        if self.dora:
+            raise _lost_base("magnitudes of DoRA, which replace its norms")
+        if self.whole is not None:
+            raise _lost_base("leaves that were replaced whole")
         found, _ = read_parts(self, merged, adapters, "unmerge")
         biases = _Biases(merged, found)
         new = merged
         for target, parts in found:
             delta = change(target.leaf, parts, target.scale)
-            new = set_(new, target.path, (target.leaf.to(delta.dtype) - delta).to(target.leaf.dtype))
+            weight = target.leaf.to(delta.dtype) - delta
+            new = set_(new, target.path, weight.to(target.leaf.dtype))
             if "bias" in parts:
                 new = biases.add(new, target, parts["bias"].to(delta.dtype) * -target.scale)
         return new
@@ -298,11 +299,26 @@ class Lora:
             if self.bias:
                 delta = _bias_change(base, tuned, target)
                 parts["bias"] = extracted_bias(old, delta, parts, target.scale)
-            dtype = torch.float32 if old.dtype in _HALF else old.dtype
+            dtype = _adapter_dtype(old)
             leaves |= {(*target.path, name): part.to(dtype).contiguous() for name, part in parts.items()}
         for entry in whole:
             leaves[entry.paths[0]] = _twin(tuned, entry.paths, entry.leaf).detach().clone()
         return make_tree(leaves)
+
+
+def _adapter_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of the adapter of a weight: factors of 16 bits would lose small updates."""
+    if weight.dtype in _HALF:
+        return torch.float32
+    return weight.dtype
+
+
+def _lost_base(got: str) -> UnsupportedError:
+    return UnsupportedError(
+        "unmerge: the merged weights must contain the base.",
+        got=got,
+        hint="keep the parameters: merge does not change them.",
+    )
 
 
 def _twin(tuned: TensorCollection, paths: Sequence[Path], leaf: Tensor) -> Tensor:
@@ -315,10 +331,13 @@ def _twin(tuned: TensorCollection, paths: Sequence[Path], leaf: Tensor) -> Tenso
     path = paths[0]
     other = get(tuned, path)
     if not isinstance(other, Tensor) or other.shape != leaf.shape:
+        got = type(other).__name__
+        if isinstance(other, Tensor):
+            got = f"shape {tuple(other.shape)}"
         raise LeafMismatchError(
             f"extract: the leaf {dotted(path)!r} must be one of both trees.",
             expected=f"shape {tuple(leaf.shape)}",
-            got=f"shape {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__,
+            got=got,
         )
     # A file may have a tied leaf under its first name alone.
     for name in paths[1:]:
@@ -364,7 +383,7 @@ def _bias_change(base: TensorCollection, tuned: TensorCollection, target: Target
         after = _twin(tuned, [path], before).detach()
         wide = wide_dtype(before.dtype, after.dtype)
         changes.append(after.to(wide) - before.to(wide))
-        eps = max(torch.finfo(leaf.dtype).eps for leaf in (before, after))
+        eps = max(torch.finfo(before.dtype).eps, torch.finfo(after.dtype).eps)
         rounding = max(rounding, 4 * eps * float(after.abs().max()))
     if any(not torch.allclose(changes[0], other, rtol=0, atol=rounding) for other in changes[1:]):
         raise UnsupportedError(
@@ -383,7 +402,8 @@ class _Biases:
         # The paths of each bias, under each of them.
         self._paths: dict[Path, tuple[Path, ...]] = {}
         if any("bias" in parts for _, parts in found):
-            self._paths = {path: entry.paths for entry in entries(params) for path in entry.paths}
+            for entry in entries(params):
+                self._paths |= dict.fromkeys(entry.paths, entry.paths)
 
     def add(self, params: T, target: Target, delta: Tensor) -> T:
         """Return parameters with a change of the biases of a weight's layers.
@@ -404,5 +424,6 @@ class _Biases:
                     hint="lora.attach(apply) runs such adapters; they cannot be merged.",
                 )
             old = get(params, paths[0])
-            params = set_(params, paths[0], (old.to(wide_dtype(old.dtype, delta.dtype)) + delta).to(old.dtype))
+            new = old.to(wide_dtype(old.dtype, delta.dtype)) + delta
+            params = set_(params, paths[0], new.to(old.dtype))
         return params
