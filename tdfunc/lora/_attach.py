@@ -1,7 +1,7 @@
 """A module with adapters as a pure function: the skeleton's layers get classes that have the factors."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor, nn
@@ -10,6 +10,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
+from tdfunc.lora._choice import Choice
 from tdfunc.lora._experts import experts_class
 from tdfunc.lora._layers import Adapted, Setting, layer_class
 from tdfunc.lora._targets import Target, check_leaves, find_targets, layouts_of, make_tree, parts_of
@@ -21,9 +22,6 @@ from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import duplicate
 from tdfunc.ops.base.reading import entries
 from tdfunc.random.draws import KeyLike, key_of
-
-if TYPE_CHECKING:
-    from tdfunc.lora._lora import Lora
 
 
 class _Replaced(NamedTuple):
@@ -40,7 +38,7 @@ class LoraApply:
     has the size of all their weights. Otherwise it is called like `Apply`.
     """
 
-    def __init__(self, lora: "Lora", apply: Apply, rows: bool) -> None:
+    def __init__(self, lora: Choice, apply: Apply, rows: bool) -> None:
         self._lora = lora
         self._base = apply
         self._rows = rows

@@ -9,7 +9,7 @@ import enum
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, as_count, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Kind, Path
+from tdfunc.lora._choice import Choice
 from tdfunc.ops.base.reading import entries, get, iter_items
 from tdfunc.ops.edits.edit import set_
 from tdfunc.storage.scales import find_scaled, may_have_codes, refusal
-
-if TYPE_CHECKING:
-    from tdfunc.lora._lora import Lora
 
 FROZEN = ("A0", "B0")
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -125,7 +123,7 @@ def _guessed_layout(path: Path, leaf: Tensor) -> Layout:
 
 
 def find_targets(
-    lora: "Lora", found: Sequence[Entry], layouts: Callable[[Path], Layout] | None
+    lora: Choice, found: Sequence[Entry], layouts: Callable[[Path], Layout] | None
 ) -> tuple[list[Target], list[Entry]]:
     """Return the weights with adapters, and the leaves that are trained whole.
 
@@ -160,7 +158,7 @@ def find_targets(
 
 
 # Any: the rank and alpha are as the user gave them.
-def _make_target(lora: "Lora", entry: Entry, rank: Any, alpha: Any, layouts: Callable[[Path], Layout] | None) -> Target:
+def _make_target(lora: Choice, entry: Entry, rank: Any, alpha: Any, layouts: Callable[[Path], Layout] | None) -> Target:
     """Return a chosen leaf as a weight with an adapter.
 
     Raises:
@@ -190,7 +188,7 @@ def _make_target(lora: "Lora", entry: Entry, rank: Any, alpha: Any, layouts: Cal
     return Target(entry.paths, leaf, layout, rank, scale)
 
 
-def _layout_of(lora: "Lora", entry: Entry, layouts: Callable[[Path], Layout] | None) -> Layout:
+def _layout_of(lora: Choice, entry: Entry, layouts: Callable[[Path], Layout] | None) -> Layout:
     """Return the layout of a weight, of which all layers of a tied weight are a part.
 
     Raises:
@@ -281,7 +279,7 @@ def layouts_of(module: nn.Module) -> Callable[[Path], Layout]:
     return layout_of
 
 
-def parts_of(lora: "Lora", target: Target) -> dict[str, torch.Size]:
+def parts_of(lora: Choice, target: Target) -> dict[str, torch.Size]:
     """Return the shape of each leaf of an adapter."""
     shape = target.leaf.shape
     rank = target.rank
@@ -317,7 +315,7 @@ def make_tree(leaves: Mapping[Path, Tensor]) -> TensorDict:
 
 
 def read_parts(
-    lora: "Lora", params: TensorCollection, adapters: TensorCollection, call: str
+    lora: Choice, params: TensorCollection, adapters: TensorCollection, call: str
 ) -> tuple[list[tuple[Target, dict[str, Tensor]]], dict[Path, Tensor]]:
     """Return each weight of `params` that is adapted with the leaves of its adapter, and the leaves trained whole.
 

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 from statistics import mode
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,13 +18,11 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.keys import Entry, dotted
 from tdfunc.core.types import Kind, Path
+from tdfunc.lora._choice import Choice
 from tdfunc.lora._config import read_config
 from tdfunc.lora._patterns import Ends
 from tdfunc.lora._targets import Layout, Target
 from tdfunc.ops.base.reading import entries
-
-if TYPE_CHECKING:
-    from tdfunc.lora._lora import Lora
 
 N = TypeVar("N", int, float)
 # The version whose layout of experts is written.
@@ -40,7 +38,7 @@ def no_peft(path: Path, what: str) -> UnsupportedError:
     )
 
 
-def check_target(target: Target, lora: "Lora", module: nn.Module) -> None:
+def check_target(target: Target, lora: Choice, module: nn.Module) -> None:
     """Raise unless PEFT has such an adapter for a weight.
 
     Raises:
@@ -114,7 +112,7 @@ class Layers(NamedTuple):
     alphas: dict[str, float]
 
 
-def list_layers(lora: "Lora", targets: Sequence[Target]) -> Layers:
+def list_layers(lora: Choice, targets: Sequence[Target]) -> Layers:
     """Return the layers of all weights, with the rank and alpha of the adapters that are written."""
     layers = Layers(set(), set(), {}, {})
     for target in targets:
@@ -153,7 +151,7 @@ class Whole(NamedTuple):
 
 
 def config_of(
-    lora: "Lora", targets: Sequence[Target], layers: Layers, module: nn.Module, whole: Whole
+    lora: Choice, targets: Sequence[Target], layers: Layers, module: nn.Module, whole: Whole
 ) -> dict[str, Any]:
     """Return the entries of the configuration.
 
