@@ -17,12 +17,9 @@ from tdfunc.weights.method import Method
 from tdfunc.weights.swaps.arcee_fusion import arcee_fusion
 from tdfunc.weights.swaps.nearswap import nearswap
 from tdfunc.weights.swaps.passthrough import passthrough
-from tdfunc.weights.tasks.breadcrumbs import breadcrumbs
-from tdfunc.weights.tasks.breadcrumbs_ties import breadcrumbs_ties
-from tdfunc.weights.tasks.dare_linear import dare_linear
-from tdfunc.weights.tasks.dare_ties import dare_ties
-from tdfunc.weights.tasks.della import della
-from tdfunc.weights.tasks.della_linear import della_linear
+from tdfunc.weights.tasks.breadcrumbs import breadcrumbs, breadcrumbs_ties
+from tdfunc.weights.tasks.dare import dare_linear, dare_ties
+from tdfunc.weights.tasks.della import della, della_linear
 from tdfunc.weights.tasks.ram import ram, ramplus_tl
 from tdfunc.weights.tasks.sce import sce
 from tdfunc.weights.tasks.task_arithmetic import task_arithmetic
