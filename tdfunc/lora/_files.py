@@ -304,7 +304,8 @@ def _adapter_tensors(lora: Lora, targets: Sequence[Target], given: Mapping[Path,
     experts: dict[Path, list[Path]] = {}
     for target in targets:
         if target.layout.is_experts:
-            experts.setdefault(target.path[:-1], []).append(target.path)
+            for path in target.paths:
+                experts.setdefault(path[:-1], []).append(path)
     tensors: dict[str, Tensor] = {}
     for target in targets:
         parts = {name: given[(*target.path, name)].detach() for name in parts_of(lora, target)}
@@ -312,7 +313,7 @@ def _adapter_tensors(lora: Lora, targets: Sequence[Target], given: Mapping[Path,
         plain = {name: part for name, part in parts.items() if name not in FROZEN}
         for path in target.paths:
             later = 0
-            if target.layout.is_experts and path[:-1] in experts:
+            if target.layout.is_experts:
                 siblings = experts[path[:-1]]
                 later = len(siblings) - 1 - siblings.index(path)
             tensors |= write_parts(target, path, plain, later)

@@ -71,6 +71,31 @@ def test_what_is_saved_loads(name, options, tmp_path):
         assert back.alpha == lora.alpha
 
 
+class TiedExperts(nn.Module):
+    """Two layers of experts with the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = MODULES["experts"][0]()
+        self.second = copy.deepcopy(self.first)
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(self.second.experts, name, getattr(self.first.experts, name))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_tied_experts_that_are_saved_load(tmp_path):
+    """Each of the layers has the adapters of both parameters."""
+    apply, params, _ = tdf.functional(TiedExperts())
+    lora = Lora("*_proj", rank=2)
+    adapters = trained(lora, params, apply)
+
+    tdf.lora.save(tmp_path / "a", lora, adapters, apply)
+
+    tdf.assert_close(tdf.lora.load(tmp_path / "a", params, apply=apply)[1], adapters)
+
+
 NOTHING = tdf.Filter(lambda path, leaf: False)
 
 
