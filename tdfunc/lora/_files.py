@@ -131,17 +131,16 @@ def _read_file(name: str, params: TensorCollection, prefix: str | None) -> _Cont
     if prefix is not None:
         begin = prefix
         tensors = {key: leaf for key, leaf in tensors.items() if key.startswith(prefix)}
-    outer = begin.removeprefix(PREFIX)
     if is_kohya(tensors):
         tensors, config = as_peft(tensors, params)
-        outer = ""
-    elif config is None:
+        return _Contents(name, tensors, config, outer="")
+    if config is None:
         raise UnsupportedError(
             f"lora.load: {name!r} must be a folder of PEFT or a file of Kohya.",
             got=f"a file with leaves like {next(iter(tensors), None)!r}",
         )
     tensors = {key.removeprefix(begin): leaf for key, leaf in tensors.items()}
-    return _Contents(name, tensors, config, outer)
+    return _Contents(name, tensors, config, outer=begin.removeprefix(PREFIX))
 
 
 def _find_config(folder: str) -> str:

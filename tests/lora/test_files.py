@@ -225,6 +225,17 @@ def test_a_file_of_kohya_loads(dora, tmp_path):
     assert lora.dora == dora
 
 
+def test_a_base_of_kohya_may_have_the_names_of_peft(tmp_path):
+    """The beginning that PEFT's names have is removed only from PEFT's names."""
+    path = ("base_model", "model", "0", "weight")
+    params = tdf.TensorDict({path: torch.zeros(4, 3)})
+    save_file(under("lora_te_base_model_model_0", DOWN), tmp_path / "a.safetensors")
+
+    _, adapters = tdf.lora.load(tmp_path / "a.safetensors", params)
+
+    torch.testing.assert_close(adapters[(*path, "A")], DOWN["lora_down.weight"])
+
+
 # The parameters of bases.
 TIED = lambda: tdf.functional(Tied())[1]  # noqa: E731
 LINEAR = lambda: tdf.functional(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))[1]  # noqa: E731
