@@ -530,19 +530,18 @@ def _untied(
         own_values = [whole[path] for path in entry.paths if path in whole]
         if own_adapters:
             alphas = {adapter.alpha for adapter in own_adapters}
-            tensors = [tuple(adapter.parts.values()) for adapter in own_adapters]
-            _check_one_change(entry, tensors, is_one_scale=len(alphas) == 1)
+            _check_one_change(entry, [adapter.parts for adapter in own_adapters], is_one_scale=len(alphas) == 1)
             adapters.append(own_adapters[0]._replace(paths=entry.paths))
         elif own_values:
-            _check_one_change(entry, [(value,) for value in own_values])
+            _check_one_change(entry, [{"value": value} for value in own_values])
         if own_values:
             replaced[entry.paths[0]] = own_values[0]
     return adapters, replaced
 
 
-def _check_one_change(entry: Entry, changes: Sequence[tuple[Tensor, ...]], is_one_scale: bool = True) -> None:
+def _check_one_change(entry: Entry, changes: Sequence[Mapping[str, Tensor]], is_one_scale: bool = True) -> None:
     """Raise unless all layers of a weight have a change, and the same one."""
-    is_same = is_one_scale and all(all(map(torch.equal, changes[0], other)) for other in changes)
+    is_same = is_one_scale and all(_are_equal(changes[0], other) for other in changes)
     if len(changes) == len(entry.paths) and is_same:
         return
     got = f"{len(changes)} adapters"
@@ -554,3 +553,9 @@ def _check_one_change(entry: Entry, changes: Sequence[tuple[Tensor, ...]], is_on
         got=got,
         hint="take the parameters of a model that does not tie them.",
     )
+
+
+def _are_equal(parts: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    if parts.keys() != others.keys():
+        return False
+    return all(torch.equal(part, others[name]) for name, part in parts.items())

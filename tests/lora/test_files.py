@@ -14,7 +14,7 @@ from torch import nn
 import tdfunc as tdf
 from tdfunc.lora import Lora
 from tdfunc.lora._writing import short_names
-from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, experts, trained
+from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, TiedLinear, experts, trained
 
 EXPERTS = ("model", "layers", "0", "mlp", "experts")
 
@@ -244,6 +244,11 @@ EXPERTS_OF_0 = lambda: tdf.TensorDict({"0": {"w": torch.zeros(3, 4, 5)}})  # noq
 ALIKE = lambda: tdf.TensorDict({"a": {"b": {"weight": ROW}}, "a_b": {"weight": ROW}})  # noqa: E731
 ROW, GOOD, GOOD_1 = torch.ones(2, 3), under("0", pair(3, 4)), under("1", pair(4, 3))
 CHANNELS = under("0", {"lora_A.weight": torch.ones(2, 4, 1, 1), "lora_B.weight": torch.ones(4, 2, 1, 1)})
+TIED_LINEAR = lambda: tdf.functional(TiedLinear())[1]  # noqa: E731
+ONES = {"lora_A.weight": torch.ones(2, 6), "lora_B.weight": torch.ones(6, 2)}
+ONE_BIAS = under("a", ONES) | under(
+    "b", {name: leaf.clone() for name, leaf in ONES.items()} | {"lora_B.bias": torch.ones(6)}
+)
 MAGNITUDES = {"lora_magnitude_vector": torch.ones(3)}
 DOWN = {"lora_down.weight": ROW, "lora_up.weight": torch.ones(4, 2)}
 SCALED = under("lora_te_0", DOWN | {"dora_scale": torch.ones(4, 1)})
@@ -367,6 +372,7 @@ ERRORS = {
     "tokens": (lambda: load_peft(GOOD, trainable_token_indices=[1]), UNSUPPORTED, "trainable_token_indices"),
     "a start in the base": (lambda: load_peft(GOOD, init_lora_weights="pissa"), UNSUPPORTED, "pissa"),
     "one of two tied weights": (lambda: load_peft(under("head", pair(6, 11)), TIED), UNSUPPORTED, "weight are one"),
+    "parts of one tied weight": (lambda: load_peft(ONE_BIAS, TIED_LINEAR), UNSUPPORTED, "adapters that differ"),
     "too few magnitudes": (lambda: load_peft(GOOD | under("0", MAGNITUDES)), MISFIT, r"4 magnitudes"),
     "magnitudes of experts": (lambda: load_peft(OF_0, EXPERTS_OF_0, target_parameters=["0.w"]), MISFIT, "no experts"),
     "channels of all groups": (lambda: load_peft(CHANNELS, GROUPED), UNSUPPORTED, "grouped convolution"),
