@@ -300,6 +300,15 @@ def _place(modules: Mapping[str, dict[str, Tensor]], context: _Context) -> dict[
             nested.setdefault(module, {})[depth] = parts
     for module, parts_by_depth in nested.items():
         placed |= _place_nested(module, parts_by_depth, context)
+    for path in placed:
+        leaf = _leaf(context.params, path, "")
+        if leaf.ndim < 2:
+            raise LeafMismatchError(
+                f"lora.load: the leaf {dotted(path)!r} cannot have an adapter.",
+                expected="2 or more dimensions",
+                got=f"shape {tuple(leaf.shape)}",
+                hint="the adapter is of another model.",
+            )
     return placed
 
 

@@ -249,6 +249,7 @@ ONES = {"lora_A.weight": torch.ones(2, 6), "lora_B.weight": torch.ones(6, 2)}
 ONE_BIAS = under("a", ONES) | under(
     "b", {name: leaf.clone() for name, leaf in ONES.items()} | {"lora_B.bias": torch.ones(6)}
 )
+NORM = lambda: tdf.functional(NET)[1]  # noqa: E731
 MAGNITUDES = {"lora_magnitude_vector": torch.ones(3)}
 DOWN = {"lora_down.weight": ROW, "lora_up.weight": torch.ones(4, 2)}
 SCALED = under("lora_te_0", DOWN | {"dora_scale": torch.ones(4, 1)})
@@ -373,6 +374,7 @@ ERRORS = {
     "a start in the base": (lambda: load_peft(GOOD, init_lora_weights="pissa"), UNSUPPORTED, "pissa"),
     "one of two tied weights": (lambda: load_peft(under("head", pair(6, 11)), TIED), UNSUPPORTED, "weight are one"),
     "parts of one tied weight": (lambda: load_peft(ONE_BIAS, TIED_LINEAR), UNSUPPORTED, "adapters that differ"),
+    "an adapter of a norm": (lambda: load_peft(under("1", pair(4, 4)), NORM), MISFIT, "'1.weight' cannot have an ad"),
     "too few magnitudes": (lambda: load_peft(GOOD | under("0", MAGNITUDES)), MISFIT, r"4 magnitudes"),
     "magnitudes of experts": (lambda: load_peft(OF_0, EXPERTS_OF_0, target_parameters=["0.w"]), MISFIT, "no experts"),
     "channels of all groups": (lambda: load_peft(CHANNELS, GROUPED), UNSUPPORTED, "grouped convolution"),
