@@ -176,7 +176,10 @@ class SWAG:
         count = parts["count"]
         if has_values() and count.numel() and int(count.min()) < 2:
             raise error(
-                ValueError, "SWAG.sample: there must be two models or more.", expected="count >= 2", got=count.tolist()
+                ValueError,
+                "SWAG.sample: the state has fewer than two models.",
+                expected="count >= 2",
+                got=count.tolist(),
             )
         key = key_of(key)
         size = mean._batch_size
@@ -214,7 +217,7 @@ class SWAG:
         parts = _parts(call, state, {"mean", "variance", "deviations"})
         rank = parts["deviations"]._batch_size[-1]
         if rank != self.rank:
-            raise TreeStructureError(f"{call}: the state must be of this rank.", expected=self.rank, got=rank)
+            raise TreeStructureError(f"{call}: the state is of another rank.", expected=self.rank, got=rank)
         return parts
 
 
@@ -272,7 +275,7 @@ class Snapshots:
         if kept == 0 or kept != int(counts.max()):
             raise error(
                 ValueError,
-                "Snapshots.stack: each member must have collected equally many models, and at least one.",
+                "Snapshots.stack: the members have collected no models, or different numbers of them.",
                 got=counts.tolist(),
                 hint="state[i] is the state of member i.",
             )
@@ -372,9 +375,7 @@ def update_bn(
                 # Each batch begins anew, so that its statistics are rounded once.
                 buffers = replace(buffers, narrow)
     if not seen:
-        raise error(
-            ValueError, "update_bn: there must be a batch.", got="no batches", hint="an iterator can be used up."
-        )
+        raise error(ValueError, "update_bn: `batches` is empty.", got="no batches", hint="an iterator can be used up.")
     if narrow:
         return replace(buffers, _mean_statistics(totals, narrow))
     return buffers
@@ -456,7 +457,7 @@ def _parts(call: str, state: Any, names: set[str]) -> dict[str, Any]:
     else:
         got = type(state).__name__
     raise TreeStructureError(
-        f"{call}: the state must be of this class.",
+        f"{call}: the state is not of this class.",
         expected=f"a tree with the entries {sorted(expected)}",
         got=got,
         hint="state = init(params); the order is update(params, state).",
@@ -502,7 +503,7 @@ def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept
     count: Tensor = state["count"]
     if count.shape != params._batch_size:
         raise BatchSizeError(
-            f"{call}: params must have the batch size of the state.",
+            f"{call}: params and the state have different batch sizes.",
             expected=list(count.shape),
             got=list(params._batch_size),
         )
@@ -514,7 +515,7 @@ def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept
         expected = [*old.shape[:dims], *old.shape[dims + extra :]]
         if list(new.shape) != expected:
             raise LeafMismatchError(
-                f"{call}: the leaf {dotted(path)!r} must have its shape in the state.",
+                f"{call}: the leaf {dotted(path)!r} has another shape in the state.",
                 expected=expected,
                 got=list(new.shape),
             )

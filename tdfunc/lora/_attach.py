@@ -46,7 +46,7 @@ class LoraApply:
         targets, whole = find_targets(lora, entries(from_module(template)), layouts_of(template))
         if rows and whole:
             raise UnsupportedError(
-                "attach: with rows=True all leaves must have adapters.",
+                "attach: with rows=True no leaf can be trained whole.",
                 got=f"{dotted(whole[0].paths[0])!r}, which is trained whole",
                 hint="torch.vmap over rows runs a whole leaf for each.",
             )
@@ -154,7 +154,7 @@ class LoraApply:
         if not isinstance(trees, tuple) or len(trees) != 2:
             raise error(
                 TypeError,
-                "lora: the first argument must be the parameters and the adapters.",
+                "lora: the first argument is not a pair of the parameters and the adapters.",
                 expected="run((params, adapters), x)",
                 got=type(trees).__name__,
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tdfunc.core.errors import UnsupportedError, damaged
+from tdfunc.core.errors import UnsupportedError, brief, damaged
 from tdfunc.lora._patterns import Ends, Modules, Pattern, PatternTable
 
 # Entries that do not change the numbers of a saved adapter: its origin, its training, and the start of its training.
@@ -142,7 +142,7 @@ def read_config(entries: Mapping[str, Any]) -> Config:
     """
     reader = _Reader(entries)
     if entries.get("peft_type") != "LORA":
-        raise UnsupportedError("lora.load: the adapter must be LoRA.", got=f"peft_type {entries.get('peft_type')!r}")
+        raise UnsupportedError("lora.load: the adapter is not LoRA.", got=f"peft_type {entries.get('peft_type')!r}")
     reader.check_start()
     modules_to_save = reader.names("modules_to_save")
     default_rank = reader.rank("r", 8)
@@ -218,7 +218,7 @@ class _Reader:
         return UnsupportedError(
             f"lora.load: the value of {name!r} in the configuration is not usable.",
             expected=expected,
-            got=f"{name}={_short(self._entries.get(name))}",
+            got=f"{name}={brief(self._entries.get(name))}",
         )
 
     def _typed(self, name: str, default: Any, test: Callable[[object], bool], expected: str) -> Any:
@@ -297,9 +297,9 @@ class _Reader:
             start = self._get("init_lora_weights")
         if str(start).lower() not in _PLAIN_STARTS:
             raise UnsupportedError(
-                f"lora.load: the start {_short(start)} changes the base in a way that the file does not contain.",
+                f"lora.load: the start {brief(start)} changes the base in a way that the file does not contain.",
                 expected="a start that does not change the base",
-                got=f"init_lora_weights={_short(start)}",
+                got=f"init_lora_weights={brief(start)}",
                 hint="peft writes plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
             )
 
@@ -309,15 +309,7 @@ class _Reader:
             is_understood = name in self._read or name in _WITHOUT_EFFECT
             if value and not is_understood:
                 raise UnsupportedError(
-                    f"lora.load: the configuration must not have {_short(name)}.",
+                    f"lora.load: the entry {brief(name)} of the configuration is not supported.",
                     expected="LoRA, rsLoRA or DoRA",
-                    got=f"{name[:80]}={_short(value)}",
+                    got=f"{name[:80]}={brief(value)}",
                 )
-
-
-def _short(value: object) -> str:
-    """Return a value as messages show it."""
-    text = repr(value)
-    if len(text) <= 80:
-        return text
-    return f"{text[:80]}..."

@@ -141,7 +141,7 @@ def _factor_rows(setting: Setting, parts: dict[str, Tensor], routes: _Routes) ->
     rows = parts["A"].shape[0]
     if routes.num_tokens % rows:
         raise LeafMismatchError(
-            f"lora: the tokens of {dotted(setting.path)!r} must come row by row.",
+            f"lora: the tokens of {dotted(setting.path)!r} do not come row by row.",
             expected=f"a multiple of {rows} tokens",
             got=f"{routes.num_tokens} tokens",
         )

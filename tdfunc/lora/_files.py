@@ -88,7 +88,7 @@ def load(
     if _change_nothing(adapters, whole, params):
         raise error(
             ValueError,
-            f"lora.load: the adapters in {contents.file!r} must change something.",
+            f"lora.load: the adapters in {contents.file!r} change nothing.",
             expected="a factor B, or a leaf, that is not as before the training",
             got=f"{len(adapters)} adapters, all of which are zero",
             hint="save the adapters after the training; lora.init makes fresh ones.",
@@ -136,7 +136,7 @@ def _read_file(name: str, params: TensorCollection, prefix: str | None) -> _Cont
         return _Contents(name, tensors, config, outer="")
     if config is None:
         raise UnsupportedError(
-            f"lora.load: {name!r} must be a folder of PEFT or a file of Kohya.",
+            f"lora.load: {name!r} is neither a folder of PEFT nor a file of Kohya.",
             got=f"a file with leaves like {next(iter(tensors), None)!r}",
         )
     tensors = {key.removeprefix(begin): leaf for key, leaf in tensors.items()}
@@ -152,7 +152,7 @@ def _find_config(folder: str) -> str:
             hint = "adapter_model.bin is a pickle, which is never read: load it with peft and save it again."
         raise error(
             FileNotFoundError,
-            f"lora.load: {folder!r} must hold an adapter.",
+            f"lora.load: {folder!r} does not hold an adapter.",
             expected=f"{_CONFIG} and {_TENSORS}",
             got=", ".join(names[:10]) or "nothing",
             hint=hint,
@@ -182,7 +182,7 @@ def _as_lora(
     """Return the choice that has the adapters, and the leaves trained whole, of a file."""
     part_names = {tuple(sorted(adapter.parts)) for adapter in adapters}
     if len(part_names) > 1:
-        raise LeafMismatchError("lora.load: all adapters must have the same parts.", got=sorted(part_names))
+        raise LeafMismatchError("lora.load: the adapters have different parts.", got=sorted(part_names))
     names = next(iter(part_names), ())
     found = entries(params)
     ranks = {adapter.paths[0]: adapter.rank for adapter in adapters}

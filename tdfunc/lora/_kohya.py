@@ -77,7 +77,7 @@ def _find_module(name: str, modules: Mapping[str, list[_Module]]) -> tuple[_Modu
     found = modules.get(re.sub(r"^lora_[a-z0-9]+_", "", words), [])
     if last not in _PARTS or len(found) != 1:
         raise UnsupportedError(
-            f"lora.load: the leaf {name!r} must belong to one module of the base.",
+            f"lora.load: the leaf {name!r} does not belong to exactly one module of the base.",
             expected="<model>_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha or .dora_scale",
             got=f"{len(found)} modules of that name, and the part {last!r}",
             hint="prefix= takes the leaves of one model out of a file of several: prefix='lora_unet_'.",
@@ -110,7 +110,7 @@ def _check_scales(name: str, tensor: Tensor, module: _Module) -> None:
     """Raise unless the magnitudes are those of the outputs."""
     if tensor.ndim == 0 or tensor.shape[0] != module.outputs:
         raise UnsupportedError(
-            f"lora.load: the scales {name!r} must belong to the outputs.",
+            f"lora.load: the scales {name!r} do not belong to the outputs.",
             expected=f"{module.outputs} scales, in the first dimension",
             got=f"shape {tuple(tensor.shape)}, which scales the inputs",
         )

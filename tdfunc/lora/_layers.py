@@ -219,7 +219,7 @@ def check_rows(path: Path, x: Tensor, a: Tensor) -> None:
     """Raise unless the first dimension of a layer's input has the rows of the adapters."""
     if x.shape[:1] != a.shape[:1]:
         raise LeafMismatchError(
-            f"lora: the input of {dotted(path[:-1])!r} must have a row for each adapter.",
+            f"lora: the input of {dotted(path[:-1])!r} does not have a row for each adapter.",
             expected=f"{a.shape[0]} rows, in the first dimension",
             got=f"shape {tuple(x.shape)}",
             hint="stack an adapter for each row, many[which]; a model that folds the batch into another dimension "

@@ -278,7 +278,7 @@ def extract(lora: Lora, base: TensorCollection, tuned: TensorCollection, *, appl
     """
     if lora.start != "kaiming":
         raise UnsupportedError(
-            "extract: the adapters must start from nothing.", expected="start='kaiming'", got=repr(lora.start)
+            "extract: adapters with a start cannot be extracted.", expected="start='kaiming'", got=repr(lora.start)
         )
     layouts = None
     if apply is not None:
@@ -309,7 +309,7 @@ def _adapter_dtype(weight: Tensor) -> torch.dtype:
 
 def _lost_base(got: str) -> UnsupportedError:
     return UnsupportedError(
-        "unmerge: the merged weights must contain the base.",
+        "unmerge: the merged weights do not contain the base.",
         got=got,
         hint="keep the parameters: merge does not change them.",
     )
@@ -329,7 +329,7 @@ def _twin(tuned: TensorCollection, paths: Sequence[Path], leaf: Tensor) -> Tenso
         if isinstance(other, Tensor):
             got = f"shape {tuple(other.shape)}"
         raise LeafMismatchError(
-            f"extract: the leaf {dotted(path)!r} must be one of both trees.",
+            f"extract: the leaf {dotted(path)!r} of the tuned model does not fit the base.",
             expected=f"shape {tuple(leaf.shape)}",
             got=got,
         )

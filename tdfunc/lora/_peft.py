@@ -268,7 +268,7 @@ def _leaf(params: TensorCollection, path: Path, name: str) -> Tensor:
 
 def _no_leaf(name: str, wanted: str, got: str) -> LeafMismatchError:
     return LeafMismatchError(
-        f"lora.load: the leaf {name!r} of the file must belong to a leaf of the base.",
+        f"lora.load: the leaf {name!r} of the file does not belong to a leaf of the base.",
         expected=f"{wanted!r} in the parameters",
         got=got,
         hint="the adapter is of another model, or prefix= cuts the beginning of its names. Adapters have no buffers, "
@@ -322,7 +322,9 @@ def _place_nested(
         paths = [(*module, key) for key in node._keys() if context.is_target_parameter((*module, key))]
     if sorted(parts_by_depth) != list(range(len(paths))):
         _leaf(context.params, (*module, "weight"), f"{dotted(module)}.lora_A.weight")
-        raise UnsupportedError(f"lora.load: the parameters of {dotted(module)!r} that are adapted must be named.")
+        raise UnsupportedError(
+            f"lora.load: the configuration does not name the adapted parameters of {dotted(module)!r}."
+        )
     # Later parameters of a module are wrapped around the earlier ones.
     depths = reversed(range(len(paths)))
     return {path: parts_by_depth[depth] for path, depth in zip(paths, depths, strict=True)}
@@ -402,7 +404,7 @@ def _is_transposed(entry: Entry, params: TensorCollection) -> bool:
 
 def _ambiguous(path: Path, needed: str) -> UnsupportedError:
     return UnsupportedError(
-        f"lora.load: the orientation of the adapter of {dotted(path)!r} must be given: its weight is square.",
+        f"lora.load: the orientation of the adapter of {dotted(path)!r} is not known: its weight is square.",
         expected=needed,
         hint="lora.load(folder, params, apply=apply).",
     )
@@ -424,7 +426,9 @@ def _adapter(path: Path, parts: Mapping[str, Tensor], context: _Context, orienta
     # A part of the other kind of layer beside them is an error as well.
     has_both = all(name in parts for name in names)
     if not has_both or (not is_table and "lora_embedding_B" in parts):
-        raise LeafMismatchError(f"lora.load: the adapter of {dotted(path)!r} must have A and B.", got=sorted(parts))
+        raise LeafMismatchError(
+            f"lora.load: the adapter of {dotted(path)!r} does not have both A and B.", got=sorted(parts)
+        )
     a, b = (parts[name] for name in names)
     if is_table:
         factors = _Factors(b.mT, a.mT, is_output_last=True)
@@ -496,7 +500,7 @@ def _alpha_of(path: Path, factors: _Factors, context: _Context) -> float:
     rank = context.config.ranks[name]
     if rank != factors.b.shape[-1]:
         raise LeafMismatchError(
-            f"lora.load: the rank of {dotted(path)!r} must be the one in the configuration.",
+            f"lora.load: the rank of {dotted(path)!r} is not the rank in the configuration.",
             expected=rank,
             got=f"{factors.b.shape[-1]}, in the file",
         )

@@ -114,7 +114,7 @@ def layout_in(module: nn.Module, path: Path) -> Layout:
 def _guessed_layout(path: Path, leaf: Tensor) -> Layout:
     if leaf.ndim == 3:
         raise LeafMismatchError(
-            f"lora: the layer of {dotted(path)!r} must be clear from its shape.",
+            f"lora: the layer of {dotted(path)!r} is not clear from its shape.",
             expected="2 dimensions (a linear layer), or 4 or 5 (a convolution)",
             got=f"shape {tuple(leaf.shape)}: a Conv1d or fused experts",
             hint="lora.init(params, key=key, apply=apply) reads the layer.",
@@ -144,10 +144,10 @@ def find_targets(
         whole = _chosen(trainable, lora.whole)
     _check_codes(found, [*adapted, *whole])
     if not adapted and not whole:
-        raise FilterError("lora: `where` must choose a leaf.", got=f"{lora.where!r}, which chooses none")
+        raise FilterError("lora: `where` chooses no leaf.", got=repr(lora.where))
     twice = {entry.paths[0] for entry in adapted} & {entry.paths[0] for entry in whole}
     if twice:
-        raise FilterError(f"lora: the leaf {dotted(min(twice))!r} must be chosen by `where` or by `whole`.", got="both")
+        raise FilterError(f"lora: `where` and `whole` both choose the leaf {dotted(min(twice))!r}.")
     ranks = _assigned(adapted, lora.rank, "rank")
     alphas = _assigned(adapted, lora.alpha, "alpha")
     targets = [
@@ -351,7 +351,7 @@ def check_leaves(
     unknown = [dotted(path) for path in given if path not in expected]
     if missing or unknown:
         raise TreeStructureError(
-            f"{call}: the adapters must have the leaves of this Lora.",
+            f"{call}: the adapters do not have the leaves of this Lora.",
             expected=_number_of_leaves(expected, missing),
             got=_number_of_leaves(given, unknown),
             hint="lora.init(params, key=key) makes them; tdf.lora.load returns both.",

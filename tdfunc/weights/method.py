@@ -107,12 +107,12 @@ class Method(Generic[P]):
         """
         if not stacked._batch_size:
             hint = "torch.stack([a, b]) makes one tree of two models."
-            raise BatchSizeError(f"{self.name}: the models must be stacked.", got="batch size []", hint=hint)
+            raise BatchSizeError(f"{self.name}: the models are not stacked.", got="batch size []", hint=hint)
         count = stacked._batch_size[0]
         self.check(base is not None, count)
         w = weights if isinstance(weights, Tensor) else torch.tensor(weights, dtype=torch.float64)
         if w.shape != (count,):
-            what = f"{self.name}: each model must have a weight."
+            what = f"{self.name}: the weights are not one for each model."
             raise BatchSizeError(what, expected=[count], got=list(w.shape))
         like = stacked._index(0) if base is None else base
         rows = leaves_like(like, stacked, self.name)
@@ -128,7 +128,7 @@ class Method(Generic[P]):
         for path, own, x in zip(list_paths(like), list_leaves(like), rows, strict=True):
             name = dotted(path)
             if x.shape != (count, *own.shape):
-                what = f"{self.name}: the leaf {name!r} must have the shape of the base in each model."
+                what = f"{self.name}: the leaf {name!r} does not have the shape of the base in each model."
                 raise LeafMismatchError(what, expected=[count, *own.shape], got=list(x.shape))
             if name in codes or not _has_mean(own):
                 self._check_equal(name, own, x, codes.get(name))
@@ -146,7 +146,7 @@ class Method(Generic[P]):
                 raise refusal_of_codes
         elif has_values() and not bool((x == own).all()):
             raise LeafMismatchError(
-                f"{self.name}: the leaf {name!r} ({own.dtype}) must be equal in all models.",
+                f"{self.name}: the leaf {name!r} ({own.dtype}) differs between the models.",
                 hint="tdf.partition(tree, where) splits off the leaves to merge.",
             )
 
@@ -230,7 +230,7 @@ class Method(Generic[P]):
                 expected = str(self.least)
             else:
                 expected = f"at most {self.most}"
-            what = f"{self.name}: the number of models, without the base, must be in range."
+            what = f"{self.name}: this number of models, without the base, cannot be merged."
             raise error(ValueError, what, expected=expected, got=count)
 
     def __repr__(self) -> str:

@@ -42,7 +42,7 @@ def multislerp(
     (mean,), (length,) = units((u * w).sum(0, keepdim=True), eps)
     is_lost = length <= eps
     if len(x) > 2 and has_values() and bool(is_lost) and bool((norms > eps).any()):
-        raise error(ValueError, "multislerp: the directions must not cancel out.", hint="choose other weights.")
+        raise error(ValueError, "multislerp: the directions cancel out.", hint="choose other weights.")
     # The logarithms at the direction of the sum add up to 0, whose exponential is that direction.
     merged = torch.where(is_lost, (x * w).sum(0), mean * (norms * w).sum())
     merged = merged.reshape(stacked.shape[1:])

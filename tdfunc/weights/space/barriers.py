@@ -111,7 +111,7 @@ def barriers(loss: Callable[[T], Tensor], stacked: T, *, points: int = 11, chunk
         The definition of `barrier`.
     """
     if not stacked._batch_size:
-        raise BatchSizeError("barriers: the members must be stacked.", got="batch size []")
+        raise BatchSizeError("barriers: the members are not stacked.", got="batch size []")
     count = stacked._batch_size[0]
     i, j = torch.triu_indices(count, count, 1)
     barrier_of = torch.vmap(lambda a, b: barrier(loss, a, b, points=points), chunk_size=chunk_size)

@@ -41,7 +41,7 @@ def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
     """
     if params._ties:
         tied = [list(map(dotted, paths)) for paths in params._ties]
-        raise UnsupportedError("channel_groups: no leaf may be tied.", got=tied)
+        raise UnsupportedError("channel_groups: a leaf is tied.", got=tied)
     groups: list[dict[Path, int]] = []
     # The leaves by layer; numbers, such as counts of passes, have no neurons.
     layers: dict[Path, dict[Path, Tensor]] = {}
@@ -178,7 +178,7 @@ def _check_finite(models: Sequence[TensorCollection], groups: Sequence[Group]) -
             leaf = get(model, path)
             count = int((~leaf.isfinite()).sum())
             if count:
-                what = f"weight_matching: the leaf {dotted(path)!r} of the {which} model must be finite."
+                what = f"weight_matching: the leaf {dotted(path)!r} of the {which} model is not finite."
                 raise error(ValueError, what, got=f"{count} of {leaf.numel()} numbers are NaN or infinite")
 
 
@@ -187,7 +187,7 @@ def _blocks(path: Path, leaf: Tensor, dim: int, count: int) -> Tensor:
     size = leaf.shape[dim]
     if size % count:
         raise LeafMismatchError(
-            f"weight_matching: dimension {dim} of {dotted(path)!r} must be a multiple of the neurons before it.",
+            f"weight_matching: dimension {dim} of {dotted(path)!r} is not a multiple of the neurons before it.",
             expected=f"a multiple of {count}",
             got=size,
             hint="groups= names the leaves of each order, for layers that are not a chain.",

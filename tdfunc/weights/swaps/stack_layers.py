@@ -78,7 +78,7 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
         where = ()
     if where is None:
         raise TreeStructureError(
-            "stack_layers: one node must have the keys 0, 1, 2, ...", hint='name it: at=("model", "layers").'
+            "stack_layers: not exactly one node has the keys 0, 1, 2, ...", hint='name it: at=("model", "layers").'
         )
     taken: list[TensorCollection] = []
     for tree, numbers in parts:
@@ -92,7 +92,7 @@ def _take_layers(tree: TensorCollection, where: Path, numbers: Iterable[int]) ->
     layers = node_at(tree, where)
     for tied in tree._ties:
         if any(path[: len(where)] == where for path in tied):
-            raise TieError(f"stack_layers: no leaf under {dotted(where)!r} may be tied.", hint="untie it first.")
+            raise TieError(f"stack_layers: a leaf under {dotted(where)!r} is tied.", hint="untie it first.")
     taken: list[TensorCollection] = []
     for number in numbers:
         if str(number) not in layers._data:
