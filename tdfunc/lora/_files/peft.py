@@ -1,4 +1,4 @@
-"""PEFT's adapters as files: names and orientations, read into our trees; `_writing` writes them.
+"""PEFT's adapters as files: names and orientations, read into our trees; `writing` writes them.
 
 PEFT stores A as (R, inputs) and B as (outputs, R) for every layer. An embedding has `lora_embedding_A` (R, V) and
 `lora_embedding_B` (D, R). Experts are concatenated: A (E * R, inputs) by expert, B (outputs, R * E) with the experts
@@ -17,7 +17,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import Entry, dotted
 from tdfunc.core.types import Kind, Path
-from tdfunc.lora._config import Config
+from tdfunc.lora._files.config import Config
 from tdfunc.lora._targets import Layout
 from tdfunc.ops.base.reading import entries, get, has
 

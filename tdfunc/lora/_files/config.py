@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tdfunc.core.errors import UnsupportedError, brief, damaged
-from tdfunc.lora._patterns import Ends, Modules, Pattern, PatternTable
+from tdfunc.lora._files.patterns import Ends, Modules, Pattern, PatternTable
 
 # Entries that do not change the numbers of a saved adapter: its origin, its training, and the start of its training.
 _WITHOUT_EFFECT = {

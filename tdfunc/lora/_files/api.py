@@ -15,11 +15,12 @@ from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, at_paths, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
-from tdfunc.lora._config import Config, load_config, read_config
-from tdfunc.lora._kohya import as_peft, is_kohya
+from tdfunc.lora._files.config import Config, load_config, read_config
+from tdfunc.lora._files.kohya import as_peft, is_kohya
+from tdfunc.lora._files.peft import PREFIX, Adapter, check_table, read_adapters
+from tdfunc.lora._files.writing import check_target, config_of, list_layers, whole_modules, write_parts
 from tdfunc.lora._lora import Lora
 from tdfunc.lora._math import factors
-from tdfunc.lora._peft import PREFIX, Adapter, check_table, read_adapters
 from tdfunc.lora._targets import (
     FROZEN,
     Target,
@@ -31,7 +32,6 @@ from tdfunc.lora._targets import (
     parts_of,
     read_parts,
 )
-from tdfunc.lora._writing import check_target, config_of, list_layers, whole_modules, write_parts
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items

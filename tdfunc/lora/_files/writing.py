@@ -19,8 +19,8 @@ from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.keys import Entry, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.lora._choice import Choice
-from tdfunc.lora._config import read_config
-from tdfunc.lora._patterns import Ends
+from tdfunc.lora._files.config import read_config
+from tdfunc.lora._files.patterns import Ends
 from tdfunc.lora._targets import Layout, Target
 from tdfunc.ops.base.reading import entries
 

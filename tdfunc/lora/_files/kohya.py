@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
-from tdfunc.lora._config import Config
+from tdfunc.lora._files.config import Config
 from tdfunc.ops.base.reading import entries
 
 _PARTS = {
