@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=TensorCollection)
 # The buffer of BatchNorm that counts the passes in its average.
 _TRACKED = "num_batches_tracked"
+# The buffers of BatchNorm before the first pass.
+_FRESH = {"running_mean": 0, "running_var": 1, _TRACKED: 0}
 
 
 class SWA:
@@ -135,17 +137,16 @@ class SWAG:
         """Return the state with one more model, which replaces the oldest deviation; arguments as in `SWA.update`."""
         old = self._parts("SWAG.update", state)
         count = _next_count("SWAG.update", old, params, old["mean"])
-        new: dict[str, Any] = {"count": count}
-        new["mean"] = mean = old["mean"].apply(lambda mean, x: _moved(mean, x.detach(), count), params)
-        new["variance"] = old["variance"].apply(
-            lambda variance, before, after, x: _moved(variance, (x.detach() - before) * (x.detach() - after), count),
-            old["mean"],
-            mean,
-            params,
-        )
+
+        def moved_variance(variance: Tensor, before: Tensor, after: Tensor, x: Tensor) -> Tensor:
+            return _moved(variance, (x.detach() - before) * (x.detach() - after), count)
+
+        mean = old["mean"].apply(lambda mean, x: _moved(mean, x.detach(), count), params)
+        variance = old["variance"].apply(moved_variance, old["mean"], mean, params)
+        new: dict[str, Any] = {"count": count, "mean": mean, "variance": variance}
         if self.rank:
-            away = mean.apply(lambda mean, x: x.detach() - mean, params)
-            new["deviations"] = _pushed("SWAG.update", old["deviations"], away)
+            deviation = mean.apply(lambda mean, x: x.detach() - mean, params)
+            new["deviations"] = _pushed("SWAG.update", old["deviations"], deviation)
         return _advance("SWAG.update", state, new, active)
 
     def sample(self, state: TensorCollection, members: int, *, key: KeyLike, scale: float = 1.0) -> "TensorDict":
@@ -172,47 +173,51 @@ class SWAG:
         """
         parts = self._parts("SWAG.sample", state)
         mean = parts["mean"]
-        variance = parts["variance"]
         count = parts["count"]
         if has_values() and count.numel() and int(count.min()) < 2:
             raise error(
-                ValueError, "SWAG.sample: there must be two models or more.", expected="count >= 2", got=count.tolist()
+                ValueError,
+                "SWAG.sample: the state has fewer than two models.",
+                expected="count >= 2",
+                got=count.tolist(),
             )
         key = key_of(key)
         size = mean._batch_size
         means = list_leaves(mean)
-        spread = [x.clamp(min=0).sqrt() for x in list_leaves(variance)]
-        columns = []
+        deviations = [variance.clamp(min=0).sqrt() for variance in list_leaves(parts["variance"])]
+        columns: list[Tensor] = []
+        # The share of each part in the standard deviation.
+        share = 1.0
         if self.rank:
             columns = list_leaves(parts["deviations"])
+            share = math.sqrt(0.5)
         # Deviations that are not there yet are zeros.
         kept = (count.clamp(max=self.rank) - 1).clamp(min=1)
         root = math.sqrt(scale)
-        half = 1.0
-        if self.rank:
-            half = math.sqrt(0.5)
 
-        def draw(i: Tensor) -> Any:
-            own = random.fold_in(key, i)
+        def draw(member: Tensor) -> Any:
+            own = random.fold_in(key, member)
             z = random.normal(random.fold_in(own, 0), (*size, self.rank), dtype=torch.float64)
             z = z / kept.double().unsqueeze(-1).sqrt()
             leaves: list[Tensor] = []
-            for place, (x, s) in enumerate(zip(means, spread, strict=True)):
-                noise = s * random.normal(random.fold_in(own, place + 1), tuple(x.shape), dtype=x.dtype)
+            for place, (x, deviation) in enumerate(zip(means, deviations, strict=True)):
+                noise = deviation * random.normal(random.fold_in(own, place + 1), tuple(x.shape), dtype=x.dtype)
                 if self.rank:
-                    weights = z.reshape((*z.shape, *[1] * (x.dim() - len(size)))).to(x.dtype)
+                    ones = [1] * (x.dim() - len(size))
+                    weights = z.reshape(*z.shape, *ones).to(x.dtype)
                     noise = noise + (weights * columns[place]).sum(len(size))
-                leaves.append(x + root * half * noise)
+                leaves.append(x + root * share * noise)
             return rebuild(mean, leaves)
 
         return torch.vmap(draw)(torch.arange(members, device=key.device))
 
     def _parts(self, call: str, state: Any) -> dict[str, Any]:
-        parts = _parts(call, state, {"mean", "variance", "deviations"} if self.rank else {"mean", "variance"})
-        if self.rank and parts["deviations"]._batch_size[-1] != self.rank:
-            raise TreeStructureError(
-                f"{call}: the state must be of this rank.", expected=self.rank, got=parts["deviations"]._batch_size[-1]
-            )
+        if not self.rank:
+            return _parts(call, state, {"mean", "variance"})
+        parts = _parts(call, state, {"mean", "variance", "deviations"})
+        rank = parts["deviations"]._batch_size[-1]
+        if rank != self.rank:
+            raise TreeStructureError(f"{call}: the state is of another rank.", expected=self.rank, got=rank)
         return parts
 
 
@@ -270,12 +275,13 @@ class Snapshots:
         if kept == 0 or kept != int(counts.max()):
             raise error(
                 ValueError,
-                "Snapshots.stack: each member must have collected equally many models, and at least one.",
+                "Snapshots.stack: the members have collected no models, or different numbers of them.",
                 got=counts.tolist(),
                 hint="state[i] is the state of member i.",
             )
         dims = len(state._batch_size)
-        members = parts["members"][(slice(None),) * dims + (slice(self.members - kept, None),)]
+        newest = slice(self.members - kept, None)
+        members = parts["members"][(slice(None),) * dims + (newest,)]
         if dims:
             return members.flatten(0, dims)
         return members
@@ -342,16 +348,7 @@ def update_bn(
             if isinstance(part, _BatchNorm):
                 part.momentum = None
 
-    norms = [name for name, part in apply.module.named_modules() if isinstance(part, _BatchNorm)]
-    fresh: dict[Path, Tensor] = {}
-    for name in norms:
-        for buffer, value in (("running_mean", 0), ("running_var", 1), (_TRACKED, 0)):
-            if name:
-                path = (*name.split("."), buffer)
-            else:
-                path = (buffer,)
-            if has(buffers, path):
-                fresh[path] = torch.full_like(get(buffers, path), value)
+    fresh = _fresh_statistics(apply.module, buffers)
     if not fresh:
         return buffers
     narrow = _narrow_norms(fresh)
@@ -378,17 +375,29 @@ def update_bn(
                 # Each batch begins anew, so that its statistics are rounded once.
                 buffers = replace(buffers, narrow)
     if not seen:
-        raise error(
-            ValueError, "update_bn: there must be a batch.", got="no batches", hint="an iterator can be used up."
-        )
+        raise error(ValueError, "update_bn: `batches` is empty.", got="no batches", hint="an iterator can be used up.")
     if narrow:
         return replace(buffers, _mean_statistics(totals, narrow))
     return buffers
 
 
+def _fresh_statistics(module: nn.Module, buffers: TensorCollection) -> dict[Path, Tensor]:
+    """Return the buffers of the BatchNorm layers as they are before the first pass."""
+    fresh: dict[Path, Tensor] = {}
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            continue
+        layer = tuple(name.split(".")) if name else ()
+        for buffer, value in _FRESH.items():
+            path = (*layer, buffer)
+            if has(buffers, path):
+                fresh[path] = torch.full_like(get(buffers, path), value)
+    return fresh
+
+
 def _narrow_norms(fresh: dict[Path, Tensor]) -> dict[Path, Tensor]:
     """Return the buffers of layers whose statistics have 16 bits, in which an average stops moving."""
-    layers = {path[:-1] for path, leaf in fresh.items() if leaf.is_floating_point() and leaf.dtype != _wide(leaf)}
+    layers = {path[:-1] for path, leaf in fresh.items() if leaf.dtype != _wide(leaf)}
     return {path: leaf for path, leaf in fresh.items() if path[:-1] in layers}
 
 
@@ -405,7 +414,9 @@ def _add_statistics(
             own = passes
         else:
             own = leaf.to(_wide(leaf)) * passes.unsqueeze(-1)
-        new[path] = totals[path] + own if path in totals else own
+        if path in totals:
+            own = totals[path] + own
+        new[path] = own
     return new
 
 
@@ -438,14 +449,19 @@ def _check_params(call: str, params: TensorCollection) -> None:
 # Any: the nodes are tensors and trees.
 def _parts(call: str, state: Any, names: set[str]) -> dict[str, Any]:
     """Return the entries of a state, which must be a state of this class."""
-    if not isinstance(state, TensorCollection) or state._data.keys() != {"count", *names}:
-        raise TreeStructureError(
-            f"{call}: the state must be of this class.",
-            expected=f"a tree with the entries {sorted({'count', *names})}",
-            got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
-            hint="state = init(params); the order is update(params, state).",
-        )
-    return state._data
+    expected = {"count", *names}
+    if isinstance(state, TensorCollection):
+        if state._data.keys() == expected:
+            return state._data
+        got = str(sorted(state._data))
+    else:
+        got = type(state).__name__
+    raise TreeStructureError(
+        f"{call}: the state is not of this class.",
+        expected=f"a tree with the entries {sorted(expected)}",
+        got=got,
+        hint="state = init(params); the order is update(params, state).",
+    )
 
 
 def _state(params: TensorCollection, parts: dict[str, Any]) -> Any:
@@ -465,10 +481,10 @@ def _rows(tree: T, n: int) -> T:
 def _pushed(call: str, rows: T, tree: TensorCollection) -> T:
     """Return the rows without the oldest one, and with a new one at the end."""
     dims = len(tree._batch_size)
-    leaves = [
-        torch.cat([old.narrow(dims, 1, old.shape[dims] - 1), new.to(old.dtype).unsqueeze(dims)], dims)
-        for old, new in zip(list_leaves(rows), leaves_like(rows, tree, call), strict=True)
-    ]
+    leaves: list[Tensor] = []
+    for old, new in zip(list_leaves(rows), leaves_like(rows, tree, call), strict=True):
+        kept = old.narrow(dims, 1, old.shape[dims] - 1)
+        leaves.append(torch.cat([kept, new.to(old.dtype).unsqueeze(dims)], dims))
     return rebuild(rows, leaves)
 
 
@@ -476,8 +492,9 @@ def _moved(mean: Tensor, x: Tensor, count: Tensor) -> Tensor:
     """Return the average of `count` values, given the average of the others and the last value."""
     if not (mean.is_floating_point() or mean.is_complex()):
         return x
-    share = count.reshape((*count.shape, *[1] * (mean.dim() - count.dim()))).to(mean.dtype)
-    return mean + (x.to(mean.dtype) - mean) / share
+    ones = [1] * (mean.dim() - count.dim())
+    divisor = count.reshape((*count.shape, *ones)).to(mean.dtype)
+    return mean + (x.to(mean.dtype) - mean) / divisor
 
 
 def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept: TensorCollection) -> Tensor:
@@ -486,19 +503,20 @@ def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept
     count: Tensor = state["count"]
     if count.shape != params._batch_size:
         raise BatchSizeError(
-            f"{call}: params must have the batch size of the state.",
+            f"{call}: params and the state have different batch sizes.",
             expected=list(count.shape),
             got=list(params._batch_size),
         )
     leaves = leaves_like(kept, params, call)
     # The rows of `Snapshots` have a further dimension.
     dims = len(params._batch_size)
-    extra = len(kept._batch_size) - len(params._batch_size)
+    extra = len(kept._batch_size) - dims
     for path, old, new in zip(list_paths(kept), list_leaves(kept), leaves, strict=True):
-        if (*old.shape[:dims], *old.shape[dims + extra :]) != new.shape:
+        expected = [*old.shape[:dims], *old.shape[dims + extra :]]
+        if list(new.shape) != expected:
             raise LeafMismatchError(
-                f"{call}: the leaf {dotted(path)!r} must have its shape in the state.",
-                expected=[*old.shape[:dims], *old.shape[dims + extra :]],
+                f"{call}: the leaf {dotted(path)!r} has another shape in the state.",
+                expected=expected,
                 got=list(new.shape),
             )
     return count + 1

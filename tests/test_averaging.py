@@ -263,7 +263,7 @@ NORM = tdf.functional(nn.BatchNorm1d(2))
 STACK = TensorDict({"w": torch.zeros(2, 3)}, [2])
 SNAPSHOTS = averaging.Snapshots(2)
 MESSAGES = [
-    (lambda: averaging.update_bn(*NORM, []), ValueError, "there must be a batch.*used up"),
+    (lambda: averaging.update_bn(*NORM, []), ValueError, "`batches` is empty.*used up"),
     (lambda: averaging.SWAG(1), ValueError, "rank must be 0, or at least 2.*1"),
     (lambda: averaging.SWAG().init(TensorDict({"n": torch.ones(2).long()})), tdf.LeafMismatchError, "SWAG.init.*'n'"),
     *[(lambda rule=rule: rule.init({}), TypeError, "init: params must be a tree.*dict") for rule in RULES.values()],
@@ -271,18 +271,18 @@ MESSAGES = [
       for rule in RULES.values()],
     (lambda: averaging.Snapshots(0), ValueError, "members must be at least 1.*0"),
     (lambda: averaging.cosine_cycles(0.1, 0), ValueError, "cycle_steps must be at least 1.*0"),
-    (lambda: averaging.SWA().update(averaging.SWA().init(STACK), STACK), tdf.TreeStructureError, "of this class.*'w'"),
+    (lambda: averaging.SWA().update(averaging.SWA().init(STACK), STACK), tdf.TreeStructureError, "not of this.*'w'"),
     (lambda: averaging.SWAG(0).update(STACK, averaging.SWAG(2).init(STACK)), tdf.TreeStructureError,
-     "SWAG.update: the state must be of this class.*'deviations'"),
+     "SWAG.update: the state is not of this class.*'deviations'"),
     (lambda: averaging.SWAG(3).sample(averaging.SWAG(2).init(STACK), 2, key=0), tdf.TreeStructureError,
-     "SWAG.sample: the state must be of this rank.*3.*2"),
+     "SWAG.sample: the state is of another rank.*3.*2"),
     (lambda: averaging.SWAG(2).sample(averaging.SWAG(2).init(STACK), 2, key=0), ValueError,
-     r"two models or more.*\[0, 0\]"),
+     r"fewer than two models.*\[0, 0\]"),
     *[(lambda rule=rule: rule.init(tdf.lazy_stack([STACK, STACK])), tdf.UnsupportedError, "init: members must be")
       for rule in RULES.values()],
-    (lambda: SNAPSHOTS.stack(SNAPSHOTS.init(STACK)), ValueError, r"equally many models, and at least one.*\[0, 0\]"),
+    (lambda: SNAPSHOTS.stack(SNAPSHOTS.init(STACK)), ValueError, r"no models, or different numbers.*\[0, 0\]"),
     (lambda: SNAPSHOTS.update(STACK[0], SNAPSHOTS.init(STACK)), tdf.BatchSizeError,
-     r"Snapshots.update.*batch size of the state.*\[2\].*\[\]"),
+     r"Snapshots.update.*different batch sizes.*\[2\].*\[\]"),
     (lambda: SNAPSHOTS.update(STACK.apply(lambda x: x[:, :2]), SNAPSHOTS.init(STACK)), tdf.LeafMismatchError,
      r"Snapshots.update: the leaf 'w'.*\[2, 3\].*\[2, 2\]"),
     (lambda: averaging.SWA().update(STACK.rename_key("w", "v"), averaging.SWA().init(STACK)), tdf.TreeStructureError,

@@ -1,7 +1,7 @@
 """A module with adapters as a pure function: the skeleton's layers get classes that have the factors."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor, nn
@@ -10,9 +10,10 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
+from tdfunc.lora._choice import Choice
 from tdfunc.lora._experts import experts_class
 from tdfunc.lora._layers import Adapted, Setting, layer_class
-from tdfunc.lora._targets import check_leaves, find_targets, layouts_of, make_tree, parts_of
+from tdfunc.lora._targets import Target, check_leaves, find_targets, layouts_of, make_tree, parts_of
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply
 from tdfunc.modules.plan import Plan, Spec
@@ -22,8 +23,12 @@ from tdfunc.modules.skeleton import duplicate
 from tdfunc.ops.base.reading import entries
 from tdfunc.random.draws import KeyLike, key_of
 
-if TYPE_CHECKING:
-    from tdfunc.lora._lora import Lora
+
+class _Replaced(NamedTuple):
+    """The places of a leaf of the module that is trained whole, and the place of the leaf in its stead."""
+
+    places: list[int]
+    by: int
 
 
 class LoraApply:
@@ -33,7 +38,7 @@ class LoraApply:
     has the size of all their weights. Otherwise it is called like `Apply`.
     """
 
-    def __init__(self, lora: "Lora", apply: Apply, rows: bool) -> None:
+    def __init__(self, lora: Choice, apply: Apply, rows: bool) -> None:
         self._lora = lora
         self._base = apply
         self._rows = rows
@@ -41,46 +46,45 @@ class LoraApply:
         targets, whole = find_targets(lora, entries(from_module(template)), layouts_of(template))
         if rows and whole:
             raise UnsupportedError(
-                "attach: with rows=True all leaves must have adapters.",
+                "attach: with rows=True no leaf can be trained whole.",
                 got=f"{dotted(whole[0].paths[0])!r}, which is trained whole",
                 hint="torch.vmap over rows runs a whole leaf for each.",
             )
-        leaves: dict[Path, Tensor] = {}
-        # The path of the adapter's leaf for each slot.
-        slots: dict[Path, Path] = {}
+        adapter_slots: dict[Path, Tensor] = {}
+        # The path of the adapter's leaf for each slot of a layer.
+        leaf_paths: dict[Path, Path] = {}
         for target in targets:
-            shapes = parts_of(lora, target)
             # Tied weights share an adapter: one object in the slots of all their layers.
-            own = {name: _slot(shape, target.leaf, (*target.path, name)) for name, shape in shapes.items()}
-            leaves |= {(*target.path, name): slot for name, slot in own.items()}
+            slots = {part: _slot(shape, target, part) for part, shape in parts_of(lora, target).items()}
+            adapter_slots |= {(*target.path, part): slot for part, slot in slots.items()}
             for path in target.paths:
-                layer = template.get_submodule(dotted(path[:-1]))
-                name = path[-1]
-                settings = layer.__dict__.setdefault("_lora", {})
-                settings[name] = Setting(path, tuple(own), target.scale, lora.dropout, rows)
-                table: dict[str, Any] = layer._parameters
-                table.update({f"{name}:{part}": slot for part, slot in own.items()})
-                slots |= {(*path[:-1], f"{name}:{part}"): (*target.path, part) for part in own}
-                if not isinstance(layer, Adapted):
-                    layer.__class__ = (experts_class if target.layout.is_experts else layer_class)(type(layer))
-        places = {path: i for i, path in enumerate(apply.paths)}
-        self._plan = Plan(make_tree(leaves | {entry.paths[0]: entry.leaf for entry in whole}))
-        given = {path: i for i, path in enumerate(self._plan.paths, len(places))}
-        # The places of each leaf that is trained whole, and of the leaf in its stead.
-        self._whole = [([places[path] for path in entry.paths], given[entry.paths[0]]) for entry in whole]
-        places |= given
+                setting = Setting(path, tuple(slots), target.scale, lora.dropout, rows)
+                _adapt_layer(template.get_submodule(dotted(path[:-1])), target, setting, slots)
+                for part in slots:
+                    leaf_paths[(*path[:-1], f"{path[-1]}:{part}")] = (*target.path, part)
+        whole_leaves = {entry.paths[0]: entry.leaf for entry in whole}
+        self._plan = Plan(make_tree(adapter_slots | whole_leaves))
+        # The places of all leaves: those of the module, and then those of the adapters.
+        base_places = {path: place for place, path in enumerate(apply.paths)}
+        adapter_places = {path: place for place, path in enumerate(self._plan.paths, len(base_places))}
+        self._whole: list[_Replaced] = []
+        for entry in whole:
+            replaced = [base_places[path] for path in entry.paths]
+            self._whole.append(_Replaced(replaced, adapter_places[entry.paths[0]]))
         tree = from_module(template)
         params, rest = split(tree)
         spec = Spec(type(template).__name__, params, rest, tree)
         self._inner = Apply(template, spec, (), apply._originals)
-        # The order of the inner function's leaves among the leaves of the module, followed by the adapters.
-        self._order = [places[slots.get(path, path)] for path in self._inner.paths]
+        # The places of the inner function's leaves, in its order.
+        places = base_places | adapter_places
+        self._order = [places[leaf_paths.get(path, path)] for path in self._inner.paths]
 
     def __reduce__(self) -> Any:
         return LoraApply, (self._lora, self._base, self._rows)
 
     def __repr__(self) -> str:
-        return f"LoraApply({self._base!r}, {len(self._plan.paths)} adapter leaves{', rows' if self._rows else ''})"
+        rows = ", rows" if self._rows else ""
+        return f"LoraApply({self._base!r}, {len(self._plan.paths)} adapter leaves{rows})"
 
     @property
     def module(self) -> nn.Module:
@@ -150,25 +154,24 @@ class LoraApply:
         if not isinstance(trees, tuple) or len(trees) != 2:
             raise error(
                 TypeError,
-                "lora: the first argument must be the parameters and the adapters.",
+                "lora: the first argument is not a pair of the parameters and the adapters.",
                 expected="run((params, adapters), x)",
                 got=type(trees).__name__,
             )
         params, adapters = trees
         leaves = self._base.leaves(params, buffers) + self._adapter_leaves(adapters)
-        for places, given in self._whole:
-            for place in places:
-                leaves[place] = leaves[given]
+        for replaced in self._whole:
+            for place in replaced.places:
+                leaves[place] = leaves[replaced.by]
         mode = None
         if rng is not None:
             mode = seeded(key_of(rng), strict=True)
         return self._inner.run_leaves([leaves[i] for i in self._order], args, kwargs, mode, keep=keep)
 
     def _adapter_leaves(self, adapters: Any) -> list[Any]:
+        lead = EMPTY
         if self._rows:
             lead = next((Size(leaf.shape[:1]) for leaf in adapters.leaves()), EMPTY)
-        else:
-            lead = EMPTY
         leaves = self._plan.checked(adapters, lead)
         if leaves is None:
             check_leaves("lora", dict.fromkeys(self._plan.paths), adapters)
@@ -176,7 +179,21 @@ class LoraApply:
         return leaves
 
 
-def _slot(shape: Size, like: Tensor, path: Path) -> Poison:
+def _slot(shape: Size, target: Target, part: str) -> Poison:
     """Return the poison of a leaf of an adapter; its dtype is not checked."""
-    empty = torch.empty(shape, dtype=like.dtype, device="meta")
-    return Poison.of(nn.Parameter(empty, requires_grad=False), path)
+    empty = torch.empty(shape, dtype=target.leaf.dtype, device="meta")
+    return Poison.of(nn.Parameter(empty, requires_grad=False), (*target.path, part))
+
+
+# Any: poison takes the place of a parameter.
+def _adapt_layer(layer: nn.Module, target: Target, setting: Setting, slots: Mapping[str, Any]) -> None:
+    """Give a layer of our copy of a module the slots of the adapter of one weight, and the class that uses them."""
+    name = setting.path[-1]
+    layer.__dict__.setdefault("_lora", {})[name] = setting
+    for part, slot in slots.items():
+        layer._parameters[f"{name}:{part}"] = slot
+    # Experts have several weights.
+    if isinstance(layer, Adapted):
+        return
+    make_class = experts_class if target.layout.is_experts else layer_class
+    layer.__class__ = make_class(type(layer))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tdfunc.core.errors import LeafMismatchError
 from tdfunc.core.keys import dotted
-from tdfunc.lora._layers import Adapted
+from tdfunc.lora._layers import Adapted, Setting
 from tdfunc.lora._math import factors, gain
 
 
@@ -56,16 +56,17 @@ class _Experts(Adapted):
             numbers = torch.arange(self.num_experts, device=experts_S.device)
             ends_E = (experts_S[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)
         routes = _Routes(experts_S, order_S // top_k, num_tokens, ends_E)
-        x = self._project("gate_up_proj" if self.has_gate else "up_proj", hidden_states[routes.tokens_S], routes)
+        x = hidden_states[routes.tokens_S]
         if self.has_gate:
-            x = own._apply_gate(x)
+            x = own._apply_gate(self._project("gate_up_proj", x, routes))
         else:
-            x = own.act_fn(x)
+            x = own.act_fn(self._project("up_proj", x, routes))
         x = self._project("down_proj", x, routes)
         if self.has_post_expert_norm:
             x = own.post_expert_norm(x)
         x = x * top_k_weights.reshape(-1)[order_S][:, None]
         if ends_E is not None:
+            # Back from the order of the experts to the order of the tokens.
             x = x[torch.argsort(order_S)]
         return x.unflatten(0, (num_tokens, top_k)).sum(1).to(hidden_states.dtype)
 
@@ -77,49 +78,88 @@ class _Experts(Adapted):
         matrix = weight if self.is_transposed else weight.mT
         out = _times(x, matrix, routes)
         if setting is not None:
-            parts: dict[str, Any] = {part: self._parameters[f"{name}:{part}"] for part in setting.names}
-            dropped = F.dropout(x, setting.dropout) if setting.dropout and self.training else x
-            # Factors and inputs meet in the wider dtype of the two.
-            wide = torch.promote_types(parts["A"].dtype, x.dtype)
-            parts = {part: value.to(wide) for part, value in parts.items()}
-            if setting.rows:
-                n = parts["A"].shape[0]
-                if routes.num_tokens % n:
-                    raise LeafMismatchError(
-                        f"lora: the tokens of {dotted(setting.path)!r} must come row by row.",
-                        expected=f"a multiple of {n} tokens",
-                        got=f"{routes.num_tokens} tokens",
-                    )
-                # A matrix for each pair, by its row and its expert.
-                at = (routes.tokens_S // (routes.num_tokens // n), routes.experts_S)
-                a, b = (matrices[at] for matrices in torch.vmap(factors)(parts))
-                one = routes._replace(ends_E=None, experts_S=torch.arange(len(at[1]), device=x.device))
-            else:
-                at = routes.experts_S
-                one = routes
-                a, b = factors(parts)
-                # The kernel takes strides of whole 16 bytes.
-                more = 0
-                if routes.ends_E is not None:
-                    more = -a.shape[-2] % (16 // a.element_size())
-                a = F.pad(a, (0, 0, 0, more))
-                b = F.pad(b, (0, more))
-            if self.is_transposed:
-                first, second = (b, a)
-            else:
-                first, second = (a.mT, b.mT)
-            low = _times(_times(dropped.to(wide), first, one) * setting.scale, second, one)
-            if "magnitude" in parts:
-                scaled = functools.partial(gain, weight, scale=setting.scale)
-                c = (torch.vmap(scaled)(parts) if setting.rows else scaled(parts))[at]
-                low = c * low + (c - 1) * (out if dropped is x else _times(dropped, matrix, routes))
-            out = (out + low).to(out.dtype)
-        bias = None
-        if self.has_bias:
-            bias = self._parameters[f"{name}_bias"]
+            out = (out + self._low(name, setting, x, out, routes)).to(out.dtype)
+        if not self.has_bias:
+            return out
+        bias = self._parameters[f"{name}_bias"]
         if bias is None:
             return out
         return out + bias[routes.experts_S]
+
+    def _low(self, name: str, setting: Setting, x: Tensor, out: Tensor, routes: _Routes) -> Tensor:
+        """Return the part of the adapter of one weight, given the inputs and the part of the weight."""
+        weight: Any = self._parameters[name]
+        dropped = x
+        if setting.dropout and self.training:
+            dropped = F.dropout(x, setting.dropout)
+        given: dict[str, Any] = {part: self._parameters[f"{name}:{part}"] for part in setting.names}
+        # Factors and inputs meet in the wider dtype of the two.
+        wide = torch.promote_types(given["A"].dtype, x.dtype)
+        parts: dict[str, Tensor] = {part: value.to(wide) for part, value in given.items()}
+        if setting.rows:
+            factored = _factor_rows(setting, parts, routes)
+        else:
+            factored = _factor_experts(parts, routes)
+        if self.is_transposed:
+            first = factored.b
+            second = factored.a
+        else:
+            first = factored.a.mT
+            second = factored.b.mT
+        inner = _times(dropped.to(wide), first, factored.routes) * setting.scale
+        low = _times(inner, second, factored.routes)
+        if "magnitude" not in parts:
+            return low
+        gain_of = functools.partial(gain, weight, scale=setting.scale)
+        if setting.rows:
+            gain_of = torch.vmap(gain_of)
+        c = gain_of(parts)[factored.at]
+        if dropped is not x:
+            matrix = weight if self.is_transposed else weight.mT
+            out = _times(dropped, matrix, routes)
+        return c * low + (c - 1) * out
+
+
+class _Factored(NamedTuple):
+    """The factors of one weight's adapters, and the pairs that use them.
+
+    Attributes:
+        a: A of each expert, or of each pair.
+        b: B of each expert, or of each pair.
+        routes: The pairs, whose experts are the numbers of these factors.
+        at: The index of the adapter of each pair in a tensor of all adapters.
+    """
+
+    a: Tensor
+    b: Tensor
+    routes: _Routes
+    at: Tensor | tuple[Tensor, Tensor]
+
+
+def _factor_rows(setting: Setting, parts: dict[str, Tensor], routes: _Routes) -> _Factored:
+    """Return the factors of adapters of which each has a row of tokens: a matrix for each pair."""
+    rows = parts["A"].shape[0]
+    if routes.num_tokens % rows:
+        raise LeafMismatchError(
+            f"lora: the tokens of {dotted(setting.path)!r} do not come row by row.",
+            expected=f"a multiple of {rows} tokens",
+            got=f"{routes.num_tokens} tokens",
+        )
+    rows_S = routes.tokens_S // (routes.num_tokens // rows)
+    at = (rows_S, routes.experts_S)
+    a, b = torch.vmap(factors)(parts)
+    pairs = torch.arange(len(routes.experts_S), device=routes.experts_S.device)
+    return _Factored(a[at], b[at], routes._replace(ends_E=None, experts_S=pairs), at)
+
+
+def _factor_experts(parts: dict[str, Tensor], routes: _Routes) -> _Factored:
+    """Return the factors of one adapter: a matrix for each expert."""
+    a, b = factors(parts)
+    more = 0
+    if routes.ends_E is not None:
+        # The kernel takes strides of whole 16 bytes.
+        more = -a.shape[-2] % (16 // a.element_size())
+    return _Factored(F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more)), routes, routes.experts_S)
 
 
 def _times(x: Tensor, matrices: Tensor, routes: _Routes) -> Tensor:

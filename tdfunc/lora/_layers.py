@@ -35,6 +35,7 @@ class Setting(NamedTuple):
     rows: bool
 
 
+# Any: the function of torch that reads the poison.
 def _pass_by(path: Path, func: Any) -> NoReturn:
     raise LeakError(
         f"lora: forward uses the weight {dotted(path)!r} without its adapter ({func}).",
@@ -44,13 +45,16 @@ def _pass_by(path: Path, func: Any) -> NoReturn:
     )
 
 
+# Any: a layer of a class that is made at run time.
 def _weight(self: Any, name: str) -> Any:
+    """Return the poison that outsiders read in the place of a weight."""
     return Poison.of(self._parameters[name], self._lora[name].path, _pass_by)
 
 
 @functools.cache
 def layer_class(cls: type[Any]) -> type[Any]:
     """Return the class of a layer with an adapter."""
+    # transformers' `Conv1D` is known by its name, because transformers is optional.
     base = next(b for b in cls.__mro__ if b in _MIXINS or b.__name__ == "Conv1D")
     mixin = _MIXINS.get(base, _Transposed)
     core = type(f"Lora{base.__name__}", (mixin, base), {"weight": property(lambda self: _weight(self, "weight"))})
@@ -179,8 +183,8 @@ def _with_gradient(value: Tensor, source: Tensor) -> Tensor:
 def _counts(ids: Tensor, size: int) -> Tensor:
     """Return for each id the number of times that it occurs among them, with a last dimension of 1."""
     flat = ids.flatten()
-    one = torch.ones_like(flat)
-    return torch.zeros(size, dtype=one.dtype, device=one.device).scatter_add(0, flat, one)[ids][..., None]
+    counts = torch.zeros(size, dtype=flat.dtype, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))
+    return counts[ids][..., None]
 
 
 class _Conv(_Layer):
@@ -193,10 +197,14 @@ class _Conv(_Layer):
 
     def _low(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         groups = self.groups
-        inner = self._conv_forward(x, a.repeat(groups, *[1] * (a.ndim - 1)) if groups > 1 else a, None) * scale
+        if groups > 1:
+            # Each group of channels has the same A.
+            a = a.repeat(groups, *[1] * (a.ndim - 1))
+        inner = self._conv_forward(x, a, None) * scale
         size = inner.shape[-len(self.kernel_size) :]
         inner = inner.flatten(-len(size)).unflatten(-2, (groups, -1))
-        return (b.unflatten(0, (groups, -1)) @ inner).flatten(-3, -2).unflatten(-1, size)
+        out = b.unflatten(0, (groups, -1)) @ inner
+        return out.flatten(-3, -2).unflatten(-1, size)
 
     def _by_channel(self, values: Tensor) -> Tensor:
         return values.reshape(-1, *[1] * len(self.kernel_size))
@@ -211,7 +219,7 @@ def check_rows(path: Path, x: Tensor, a: Tensor) -> None:
     """Raise unless the first dimension of a layer's input has the rows of the adapters."""
     if x.shape[:1] != a.shape[:1]:
         raise LeafMismatchError(
-            f"lora: the input of {dotted(path[:-1])!r} must have a row for each adapter.",
+            f"lora: the input of {dotted(path[:-1])!r} does not have a row for each adapter.",
             expected=f"{a.shape[0]} rows, in the first dimension",
             got=f"shape {tuple(x.shape)}",
             hint="stack an adapter for each row, many[which]; a model that folds the batch into another dimension "

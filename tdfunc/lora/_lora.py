@@ -1,8 +1,8 @@
-"""`Lora`: a choice of weights, ranks and scales as a value, with pure functions on trees of adapters."""
+"""`Lora`, a choice of weights, ranks and scales as a value, and its pure functions on trees of adapters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,19 +10,11 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import is_known
-from tdfunc.core.errors import (
-    LeafMismatchError,
-    TieError,
-    UnsupportedError,
-    as_flag,
-    as_number,
-    check_choice,
-    error,
-)
-from tdfunc.core.keys import FilterLike, dotted
+from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError
+from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
+from tdfunc.lora._choice import Choice
 from tdfunc.lora._math import change, extracted, extracted_bias, merged, start, wide_dtype
 from tdfunc.lora._targets import (
     Target,
@@ -41,9 +33,6 @@ from tdfunc.random.draws import KeyLike, key_of
 
 T = TypeVar("T", bound=TensorCollection)
 A = TypeVar("A", bound="AbstractAttachable")
-# One number for all leaves, or one for each filter; the first that matches a leaf counts.
-Ranks: TypeAlias = "int | dict[FilterLike, int]"
-Alphas: TypeAlias = "float | dict[FilterLike, float] | None"
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -57,20 +46,8 @@ class AbstractAttachable(Protocol):
         ...
 
 
-def _plain(what: str, number: float | Tensor) -> Any:
-    """Return a number as one of Python, which a file can have; a tensor that is followed stays.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is not finite.
-    """
-    if isinstance(number, Tensor) and (number.requires_grad or not is_known(number)):
-        return number
-    return as_number(what, number)
-
-
 @dataclass(frozen=True)
-class Lora:
+class Lora(Choice):
     """A choice of weights for adapters of low rank, as a value.
 
     The layer of a weight W computes with `W + scale * B @ A`, without making that sum. `init` returns the adapters of
@@ -109,32 +86,6 @@ class Lora:
         torch.Size([5, 2])
     """
 
-    where: "FilterLike"
-    rank: Ranks
-    alpha: Alphas = None
-    rslora: bool = False
-    dora: bool = False
-    bias: bool = False
-    dropout: float = 0.0
-    start: Literal["kaiming", "pissa", "olora"] = "kaiming"
-    whole: "FilterLike | None" = None
-
-    def __post_init__(self) -> None:
-        check_choice("Lora: start", self.start, ("kaiming", "pissa", "olora"))
-        for name in ("rslora", "dora", "bias"):
-            self._set(name, as_flag(f"Lora: {name}", getattr(self, name)))
-        self._set("dropout", _plain("Lora: dropout", self.dropout))
-        if not 0 <= self.dropout < 1:
-            raise error(ValueError, "Lora: dropout must be a probability below 1.", got=self.dropout)
-        if isinstance(self.alpha, dict):
-            self._set("alpha", {key: _plain("Lora: alpha", one) for key, one in self.alpha.items()})
-        elif self.alpha is not None:
-            self._set("alpha", _plain("Lora: alpha", self.alpha))
-
-    # Any: a field, which is frozen after this.
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
     def init(
         self,
         params: TensorCollection,
@@ -143,38 +94,8 @@ class Lora:
         apply: "Apply | LoraApply | None" = None,
         dtype: torch.dtype | None = None,
     ) -> TensorDict:
-        """Return new adapters for a base, which do not change its function.
-
-        Args:
-            params: The base.
-            key: A random key, or a seed.
-            apply: The function of the base, which contains the layers of the weights. Without it, a weight of 2
-                dimensions belongs to a linear layer, (outputs, inputs), and a weight of 4 or 5 to a convolution.
-            dtype: The dtype of the adapters. By default the dtype of the weight, and float32 for weights of 16 bits.
-
-        Returns:
-            A tree of new leaves. It also contains the start of `"pissa"` and `"olora"` as buffers `A0` and `B0`, which
-            get no gradient. `tdf.split` separates them from the trained leaves.
-
-        Raises:
-            FilterError: A pattern matches no leaf of the base.
-            LeafMismatchError: The shape of a chosen leaf does not fit the weight of a layer.
-            UnsupportedError: A chosen weight belongs to a layer that cannot have adapters.
-        """
-        layouts = None
-        if apply is not None:
-            layouts = layouts_of(module_of(apply))
-        targets, whole = find_targets(self, entries(params), layouts)
-        if self.start == "pissa":
-            for target in targets:
-                check_scale("init", target)
-        keys = random.split(key_of(key), max(1, len(targets)))
-        leaves: dict[Path, Tensor] = {}
-        for target, own in zip(targets, keys, strict=False):
-            wide = dtype or (torch.float32 if target.leaf.dtype in _HALF else target.leaf.dtype)
-            parts = start(target, parts_of(self, target), self.start, own, wide)
-            leaves |= {(*target.path, name): part for name, part in parts.items()}
-        return make_tree(leaves | {entry.paths[0]: entry.leaf.detach().clone() for entry in whole})
+        """Return new adapters for a base, which do not change its function, like `tdf.lora.init`."""
+        return init(self, params, key=key, apply=apply, dtype=dtype)
 
     @overload
     def attach(self, apply: Apply, *, rows: bool = False) -> LoraApply: ...
@@ -183,126 +104,215 @@ class Lora:
     def attach(self, apply: A, *, rows: bool = False) -> A: ...
 
     def attach(self, apply: Any, *, rows: bool = False) -> Any:
-        """Return `run((params, adapters), *inputs)`, which is `apply` with adapters in its layers.
-
-        Gradients, `vmap` over adapters, `tdf.jit` and `rng=` work as with `apply`. Many adapters of one base take
-        one `torch.vmap(run, ((None, 0), 0))`, in which no tensor is as large as all their weights.
-
-        Args:
-            apply: The function of `functional`, or of its `train` and `eval`. Of a `CausalLM` the result is a
-                `CausalLM`, whose parameters are the pair `(params, adapters)`.
-            rows: Run row i of a batch with adapter i. The first dimension of each adapter's leaf are the rows, such as
-                in `many[which]`. The first dimension of the inputs of all layers with adapters must be the rows; the
-                tokens of experts must come row by row.
-
-        Raises:
-            FilterError: A pattern matches no leaf of the module.
-            UnsupportedError: A chosen weight belongs to a layer that cannot have adapters, or with `rows` a leaf is
-                trained whole.
-        """
-        if isinstance(apply, AbstractAttachable):
-            return apply.with_adapters(self, rows=rows)
-        module_of(apply)
-        return LoraApply(self, apply, rows)
+        """Return `run((params, adapters), *inputs)`: `apply` with adapters in its layers, like `tdf.lora.attach`."""
+        return attach(self, apply, rows=rows)
 
     def merge(self, params: T, adapters: TensorCollection) -> T:
-        """Return the base with the adapters in its weights.
-
-        Raises:
-            TreeStructureError: The adapters and this choice have different leaves.
-            LeafMismatchError: An adapter does not fit its weight, or has a bias and its layer has none.
-
-        Examples:
-            >>> params = TensorDict({"fc": {"weight": torch.zeros(2, 3)}})
-            >>> lora = tdf.lora.Lora("fc.weight", rank=1)
-            >>> adapters = lora.init(params, key=0).apply(torch.ones_like)
-            >>> lora.merge(params, adapters)["fc", "weight"]
-            tensor([[1., 1., 1.],
-                    [1., 1., 1.]])
-        """
-        found, whole = read_parts(self, params, adapters, "merge")
-        new = params
-        for path, leaf in whole.items():
-            new = set_(new, path, leaf)
-        biases = _Biases(params, found)
-        for target, parts in found:
-            changed = merged(target.leaf, parts, target.scale)
-            new = set_(new, target.path, changed.weight)
-            if changed.bias is not None:
-                new = biases.add(new, target, changed.bias)
-        return new
+        """Return the base with the adapters in its weights, like `tdf.lora.merge`."""
+        return merge(self, params, adapters)
 
     def unmerge(self, merged: T, adapters: TensorCollection) -> T:
-        """Return the base from the result of `merge`.
-
-        Raises:
-            UnsupportedError: The adapters belong to DoRA, or leaves were trained whole: the merged tree has lost the
-                norms and values of the base.
-            TreeStructureError: The adapters and this choice have different leaves.
-            LeafMismatchError: An adapter does not fit its weight.
-        """
-        if self.dora or self.whole is not None:
-            raise UnsupportedError(
-                "unmerge: the merged weights must contain the base.",
-                got="magnitudes of DoRA, which replace its norms" if self.dora else "leaves that were replaced whole",
-                hint="keep the parameters: merge does not change them.",
-            )
-        found, _ = read_parts(self, merged, adapters, "unmerge")
-        biases = _Biases(merged, found)
-        new = merged
-        for target, parts in found:
-            delta = change(target.leaf, parts, target.scale)
-            new = set_(new, target.path, (target.leaf.to(delta.dtype) - delta).to(target.leaf.dtype))
-            if "bias" in parts:
-                new = biases.add(new, target, parts["bias"].to(delta.dtype) * -target.scale)
-        return new
+        """Return the base from the result of `merge`, like `tdf.lora.unmerge`."""
+        return unmerge(self, merged, adapters)
 
     def extract(self, base: TensorCollection, tuned: TensorCollection, *, apply: Apply | None = None) -> TensorDict:
-        """Return the adapters that bring a base as close to a tuned model as their rank allows.
+        """Return the adapters that bring a base as close to a tuned model as they can, like `tdf.lora.extract`."""
+        return extract(self, base, tuned, apply=apply)
 
-        Args:
-            base: The parameters before the tuning.
-            tuned: The parameters after it.
-            apply: The function of the base, as for `init`.
 
-        Raises:
-            FilterError: A pattern matches no leaf of the base.
-            TreeStructureError: `tuned` does not have a leaf.
-            LeafMismatchError: A leaf has another shape in `tuned`.
-            TieError: A tied leaf of the base has several values in `tuned`.
-            UnsupportedError: `start` is not `"kaiming"`: these adapters are relative to a start.
+def init(
+    lora: Lora,
+    params: TensorCollection,
+    *,
+    key: KeyLike,
+    apply: "Apply | LoraApply | None" = None,
+    dtype: torch.dtype | None = None,
+) -> TensorDict:
+    """Return new adapters for a base, which do not change its function.
 
-        Source:
-            Eckart and Young, "The approximation of one matrix by another of lower rank" (1936).
+    Args:
+        lora: The choice.
+        params: The base.
+        key: A random key, or a seed.
+        apply: The function of the base, which contains the layers of the weights. Without it, a weight of 2
+            dimensions belongs to a linear layer, (outputs, inputs), and a weight of 4 or 5 to a convolution.
+        dtype: The dtype of the adapters. By default the dtype of the weight, and float32 for weights of 16 bits.
 
-        Examples:
-            >>> base, lora = TensorDict({"w": torch.zeros(4, 3)}), tdf.lora.Lora("w", rank=1)
-            >>> tuned = TensorDict({"w": torch.ones(4, 3)})
-            >>> adapters = lora.extract(base, tuned)
-            >>> tdf.assert_close(lora.merge(base, adapters), tuned)
-        """
-        if self.start != "kaiming":
-            raise UnsupportedError(
-                "extract: the adapters must start from nothing.", expected="start='kaiming'", got=repr(self.start)
-            )
-        layouts = None
-        if apply is not None:
-            layouts = layouts_of(module_of(apply))
-        targets, whole = find_targets(self, entries(base), layouts)
-        leaves: dict[Path, Tensor] = {}
+    Returns:
+        A tree of new leaves. It also contains the start of `"pissa"` and `"olora"` as buffers `A0` and `B0`, which
+        get no gradient. `tdf.split` separates them from the trained leaves.
+
+    Raises:
+        FilterError: A pattern matches no leaf of the base.
+        LeafMismatchError: The shape of a chosen leaf does not fit the weight of a layer.
+        UnsupportedError: A chosen weight belongs to a layer that cannot have adapters.
+    """
+    layouts = None
+    if apply is not None:
+        layouts = layouts_of(module_of(apply))
+    targets, whole = find_targets(lora, entries(params), layouts)
+    if lora.start == "pissa":
         for target in targets:
-            check_scale("extract", target)
-            old = target.leaf.detach()
-            new = _twin(tuned, target.paths, target.leaf).detach()
-            parts = extracted(old, new, parts_of(self, target), target)
-            if self.bias:
-                delta = _bias_change(base, tuned, target)
-                parts["bias"] = extracted_bias(old, delta, parts, target.scale)
-            dtype = torch.float32 if old.dtype in _HALF else old.dtype
-            leaves |= {(*target.path, name): part.to(dtype).contiguous() for name, part in parts.items()}
-        for entry in whole:
-            leaves[entry.paths[0]] = _twin(tuned, entry.paths, entry.leaf).detach().clone()
-        return make_tree(leaves)
+            check_scale("init", target)
+    # A choice of only whole leaves has no targets, and zero keys cannot be split.
+    keys = random.split(key_of(key), max(1, len(targets)))
+    leaves: dict[Path, Tensor] = {}
+    for target, own in zip(targets, keys, strict=False):
+        parts = start(target, parts_of(lora, target), lora.start, own, dtype or _adapter_dtype(target.leaf))
+        leaves |= {(*target.path, name): part for name, part in parts.items()}
+    for entry in whole:
+        leaves[entry.paths[0]] = entry.leaf.detach().clone()
+    return make_tree(leaves)
+
+
+@overload
+def attach(lora: Lora, apply: Apply, *, rows: bool = False) -> LoraApply: ...
+
+
+@overload
+def attach(lora: Lora, apply: A, *, rows: bool = False) -> A: ...
+
+
+def attach(lora: Lora, apply: Any, *, rows: bool = False) -> Any:
+    """Return `run((params, adapters), *inputs)`, which is `apply` with adapters in its layers.
+
+    Gradients, `vmap` over adapters, `tdf.jit` and `rng=` work as with `apply`. Many adapters of one base take
+    one `torch.vmap(run, ((None, 0), 0))`, in which no tensor is as large as all their weights.
+
+    Args:
+        lora: The choice.
+        apply: The function of `functional`, or of its `train` and `eval`. Of a `CausalLM` the result is a
+            `CausalLM`, whose parameters are the pair `(params, adapters)`.
+        rows: Run row i of a batch with adapter i. The first dimension of each adapter's leaf are the rows, such as
+            in `many[which]`. The first dimension of the inputs of all layers with adapters must be the rows; the
+            tokens of experts must come row by row.
+
+    Raises:
+        FilterError: A pattern matches no leaf of the module.
+        UnsupportedError: A chosen weight belongs to a layer that cannot have adapters, or with `rows` a leaf is
+            trained whole.
+    """
+    if isinstance(apply, AbstractAttachable):
+        return apply.with_adapters(lora, rows=rows)
+    module_of(apply)
+    return LoraApply(lora, apply, rows)
+
+
+def merge(lora: Lora, params: T, adapters: TensorCollection) -> T:
+    """Return the base with the adapters in its weights.
+
+    Raises:
+        TreeStructureError: The adapters and the choice have different leaves.
+        LeafMismatchError: An adapter does not fit its weight, or has a bias and its layer has none.
+
+    Examples:
+        >>> params = TensorDict({"fc": {"weight": torch.zeros(2, 3)}})
+        >>> lora = tdf.lora.Lora("fc.weight", rank=1)
+        >>> adapters = lora.init(params, key=0).apply(torch.ones_like)
+        >>> lora.merge(params, adapters)["fc", "weight"]
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+    found, whole = read_parts(lora, params, adapters, "merge")
+    new = params
+    for path, leaf in whole.items():
+        new = set_(new, path, leaf)
+    biases = _Biases(params, found)
+    for target, parts in found:
+        changed = merged(target.leaf, parts, target.scale)
+        new = set_(new, target.path, changed.weight)
+        if changed.bias is not None:
+            new = biases.add(new, target, changed.bias)
+    return new
+
+
+def unmerge(lora: Lora, merged: T, adapters: TensorCollection) -> T:
+    """Return the base from the result of `merge`.
+
+    Raises:
+        UnsupportedError: The adapters belong to DoRA, or leaves were trained whole: the merged tree has lost the
+            norms and values of the base.
+        TreeStructureError: The adapters and the choice have different leaves.
+        LeafMismatchError: An adapter does not fit its weight.
+    """
+    if lora.dora:
+        raise _lost_base("magnitudes of DoRA, which replace its norms")
+    if lora.whole is not None:
+        raise _lost_base("leaves that were replaced whole")
+    found, _ = read_parts(lora, merged, adapters, "unmerge")
+    biases = _Biases(merged, found)
+    new = merged
+    for target, parts in found:
+        delta = change(target.leaf, parts, target.scale)
+        weight = target.leaf.to(delta.dtype) - delta
+        new = set_(new, target.path, weight.to(target.leaf.dtype))
+        if "bias" in parts:
+            new = biases.add(new, target, parts["bias"].to(delta.dtype) * -target.scale)
+    return new
+
+
+def extract(lora: Lora, base: TensorCollection, tuned: TensorCollection, *, apply: Apply | None = None) -> TensorDict:
+    """Return the adapters that bring a base as close to a tuned model as their rank allows.
+
+    Args:
+        lora: The choice.
+        base: The parameters before the tuning.
+        tuned: The parameters after it.
+        apply: The function of the base, as for `init`.
+
+    Raises:
+        FilterError: A pattern matches no leaf of the base.
+        TreeStructureError: `tuned` does not have a leaf.
+        LeafMismatchError: A leaf has another shape in `tuned`.
+        TieError: A tied leaf of the base has several values in `tuned`.
+        UnsupportedError: `start` is not `"kaiming"`: these adapters are relative to a start.
+
+    Source:
+        Eckart and Young, "The approximation of one matrix by another of lower rank" (1936).
+
+    Examples:
+        >>> base, lora = TensorDict({"w": torch.zeros(4, 3)}), tdf.lora.Lora("w", rank=1)
+        >>> tuned = TensorDict({"w": torch.ones(4, 3)})
+        >>> adapters = lora.extract(base, tuned)
+        >>> tdf.assert_close(lora.merge(base, adapters), tuned)
+    """
+    if lora.start != "kaiming":
+        raise UnsupportedError(
+            "extract: adapters with a start cannot be extracted.", expected="start='kaiming'", got=repr(lora.start)
+        )
+    layouts = None
+    if apply is not None:
+        layouts = layouts_of(module_of(apply))
+    targets, whole = find_targets(lora, entries(base), layouts)
+    leaves: dict[Path, Tensor] = {}
+    for target in targets:
+        check_scale("extract", target)
+        old = target.leaf.detach()
+        new = _twin(tuned, target.paths, target.leaf).detach()
+        parts = extracted(old, new, parts_of(lora, target), target)
+        if lora.bias:
+            delta = _bias_change(base, tuned, target)
+            parts["bias"] = extracted_bias(old, delta, parts, target.scale)
+        dtype = _adapter_dtype(old)
+        leaves |= {(*target.path, name): part.to(dtype).contiguous() for name, part in parts.items()}
+    for entry in whole:
+        leaves[entry.paths[0]] = _twin(tuned, entry.paths, entry.leaf).detach().clone()
+    return make_tree(leaves)
+
+
+def _adapter_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of the adapter of a weight: factors of 16 bits would lose small updates."""
+    if weight.dtype in _HALF:
+        return torch.float32
+    return weight.dtype
+
+
+def _lost_base(got: str) -> UnsupportedError:
+    return UnsupportedError(
+        "unmerge: the merged weights do not contain the base.",
+        got=got,
+        hint="keep the parameters: merge does not change them.",
+    )
 
 
 def _twin(tuned: TensorCollection, paths: Sequence[Path], leaf: Tensor) -> Tensor:
@@ -315,10 +325,13 @@ def _twin(tuned: TensorCollection, paths: Sequence[Path], leaf: Tensor) -> Tenso
     path = paths[0]
     other = get(tuned, path)
     if not isinstance(other, Tensor) or other.shape != leaf.shape:
+        got = type(other).__name__
+        if isinstance(other, Tensor):
+            got = f"shape {tuple(other.shape)}"
         raise LeafMismatchError(
-            f"extract: the leaf {dotted(path)!r} must be one of both trees.",
+            f"extract: the leaf {dotted(path)!r} of the tuned model does not fit the base.",
             expected=f"shape {tuple(leaf.shape)}",
-            got=f"shape {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__,
+            got=got,
         )
     # A file may have a tied leaf under its first name alone.
     for name in paths[1:]:
@@ -364,7 +377,7 @@ def _bias_change(base: TensorCollection, tuned: TensorCollection, target: Target
         after = _twin(tuned, [path], before).detach()
         wide = wide_dtype(before.dtype, after.dtype)
         changes.append(after.to(wide) - before.to(wide))
-        eps = max(torch.finfo(leaf.dtype).eps for leaf in (before, after))
+        eps = max(torch.finfo(before.dtype).eps, torch.finfo(after.dtype).eps)
         rounding = max(rounding, 4 * eps * float(after.abs().max()))
     if any(not torch.allclose(changes[0], other, rtol=0, atol=rounding) for other in changes[1:]):
         raise UnsupportedError(
@@ -383,7 +396,8 @@ class _Biases:
         # The paths of each bias, under each of them.
         self._paths: dict[Path, tuple[Path, ...]] = {}
         if any("bias" in parts for _, parts in found):
-            self._paths = {path: entry.paths for entry in entries(params) for path in entry.paths}
+            for entry in entries(params):
+                self._paths |= dict.fromkeys(entry.paths, entry.paths)
 
     def add(self, params: T, target: Target, delta: Tensor) -> T:
         """Return parameters with a change of the biases of a weight's layers.
@@ -404,5 +418,6 @@ class _Biases:
                     hint="lora.attach(apply) runs such adapters; they cannot be merged.",
                 )
             old = get(params, paths[0])
-            params = set_(params, paths[0], (old.to(wide_dtype(old.dtype, delta.dtype)) + delta).to(old.dtype))
+            new = old.to(wide_dtype(old.dtype, delta.dtype)) + delta
+            params = set_(params, paths[0], new.to(old.dtype))
         return params

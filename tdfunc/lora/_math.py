@@ -37,8 +37,8 @@ def change(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
     """Return the change of a weight, in full, in a wide dtype."""
     a, b = factors(parts)
     wide = wide_dtype(weight.dtype, a.dtype)
-    a = as_matrix(a, b).to(wide)
-    return (b.to(wide) @ a).reshape(weight.shape) * scale
+    product = b.to(wide) @ as_matrix(a, b).to(wide)
+    return product.reshape(weight.shape) * scale
 
 
 def as_matrix(a: Tensor, b: Tensor) -> Tensor:
@@ -58,18 +58,16 @@ def gain(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
         Liu et al., "DoRA: weight-decomposed low-rank adaptation" (2024), equation 5 and section 4.3.
     """
     magnitude = parts["magnitude"]
-    a, b = [x.detach() for x in factors(parts)]
-    a = as_matrix(a, b)
+    a, b = factors(parts)
+    # The rows of `left @ right` are the outputs.
+    left = b.detach()
+    right = as_matrix(a, b).detach()
     weight = weight.detach()
     if b.ndim == 2:
         weight = weight.flatten(1)
-    # The rows of `left @ right` are the outputs.
-    left = b
-    right = a
     if is_output_last(magnitude, b):
         weight = weight.mT
-        left = a.mT
-        right = b.mT
+        left, right = right.mT, left.mT
     wide = wide_dtype(weight.dtype, a.dtype)
     left = left.to(wide) * scale
     right = right.to(wide)
@@ -88,9 +86,15 @@ def _row_norms(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
     the expanded square.
     """
     rows, columns = weight.shape
-    size = max(1, min(-(-rows // _BLOCKS), _BLOCK_SIZE // max(1, columns)))
-    blocks = zip(weight.split(size), left.split(size), strict=True)
-    return torch.cat([torch.linalg.vector_norm(w.to(x.dtype) + x @ right, dim=-1) for w, x in blocks])
+    # The rows of a block if there are as few as possible, rounded up.
+    share = -(-rows // _BLOCKS)
+    most_rows = _BLOCK_SIZE // max(1, columns)
+    size = max(1, min(share, most_rows))
+    norms: list[Tensor] = []
+    for weight_rows, left_rows in zip(weight.split(size), left.split(size), strict=True):
+        changed = weight_rows.to(left_rows.dtype) + left_rows @ right
+        norms.append(torch.linalg.vector_norm(changed, dim=-1))
+    return torch.cat(norms)
 
 
 def _ratio(magnitude: Tensor, norm: Tensor) -> Tensor:
@@ -101,7 +105,9 @@ def _ratio(magnitude: Tensor, norm: Tensor) -> Tensor:
 
 def is_output_last(magnitude: Tensor, b: Tensor) -> bool:
     """Return whether a magnitude scales the last dimension of its weight, by its shape."""
-    return magnitude.ndim == b.ndim and (magnitude.shape[-1] != 1 or magnitude.shape[-2] != b.shape[-2])
+    if magnitude.ndim != b.ndim:
+        return False
+    return magnitude.shape[-1] != 1 or magnitude.shape[-2] != b.shape[-2]
 
 
 def norm_of(weight: Tensor, shape: torch.Size) -> Tensor:
@@ -226,10 +232,13 @@ def _start_of(target: Target, weight: Tensor, kind: str) -> tuple[Tensor, Tensor
     rank = target.rank
     if kind == "pissa":
         return split_matrix(matrix / target.scale, rank)
-    last = target.layout.has_output_last
-    q, r = torch.linalg.qr(matrix.mT if last else matrix)
+    # The columns of q are the outputs.
+    is_output_last = target.layout.has_output_last
+    if is_output_last:
+        matrix = matrix.mT
+    q, r = torch.linalg.qr(matrix)
     q = q[..., :, :rank]
     r = r[..., :rank, :]
-    if last:
+    if is_output_last:
         return padded(q.mT, r.mT, rank)
     return padded(r, q, rank)

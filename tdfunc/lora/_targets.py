@@ -8,8 +8,8 @@ shape (M, N, *K) counts as a matrix (M, N * K), whose A keeps the shape (R, N, *
 import enum
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, as_count, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Kind, Path
-from tdfunc.ops.base.reading import entries, get, has, iter_items
+from tdfunc.lora._choice import Choice
+from tdfunc.ops.base.reading import entries, get, iter_items
 from tdfunc.ops.edits.edit import set_
 from tdfunc.storage.scales import find_scaled, may_have_codes, refusal
-
-if TYPE_CHECKING:
-    from tdfunc.lora._lora import Lora
 
 FROZEN = ("A0", "B0")
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -80,8 +78,10 @@ def transposed_class() -> type[nn.Module] | None:
 
 def base_class(module: nn.Module) -> type[nn.Module] | None:
     """Return the class of layers that can be adapted of which a module is an instance."""
-    classes = (nn.Linear, nn.Embedding, *_CONVS, *filter(None, [transposed_class()]))
-    return next((cls for cls in classes if isinstance(module, cls)), None)
+    for cls in (nn.Linear, nn.Embedding, *_CONVS, transposed_class()):
+        if cls is not None and isinstance(module, cls):
+            return cls
+    return None
 
 
 def layout_in(module: nn.Module, path: Path) -> Layout:
@@ -92,14 +92,16 @@ def layout_in(module: nn.Module, path: Path) -> Layout:
     """
     name = path[-1]
     base = base_class(module)
-    own = module.__dict__
-    if name in _EXPERTS and {"has_gate", "has_bias", "is_transposed"} <= own.keys():
-        return Layout.EXPERTS_TRANSPOSED if own["is_transposed"] else Layout.EXPERTS
+    attributes = module.__dict__
+    # The decorator of transformers gives fused experts these attributes.
+    if name in _EXPERTS and {"has_gate", "has_bias", "is_transposed"} <= attributes.keys():
+        return Layout.EXPERTS_TRANSPOSED if attributes["is_transposed"] else Layout.EXPERTS
     if name != "weight" or base is None:
+        cls = type(module)
         raise UnsupportedError(
-            f"lora: the weight {dotted(path)!r} of a {type(module).__name__} cannot have an adapter.",
+            f"lora: the weight {dotted(path)!r} of a {cls.__name__} cannot have an adapter.",
             expected="the weight of a Linear, Conv1D, Conv1d, Conv2d, Conv3d or Embedding, or fused experts",
-            got=f"{type(module).__module__}.{type(module).__qualname__}.{name}",
+            got=f"{cls.__module__}.{cls.__qualname__}.{name}",
             hint="leave it out: `where & ~Filter(...)`; or train it whole: Lora(..., whole=...).",
         )
     if base is nn.Linear:
@@ -112,7 +114,7 @@ def layout_in(module: nn.Module, path: Path) -> Layout:
 def _guessed_layout(path: Path, leaf: Tensor) -> Layout:
     if leaf.ndim == 3:
         raise LeafMismatchError(
-            f"lora: the layer of {dotted(path)!r} must be clear from its shape.",
+            f"lora: the layer of {dotted(path)!r} is not clear from its shape.",
             expected="2 dimensions (a linear layer), or 4 or 5 (a convolution)",
             got=f"shape {tuple(leaf.shape)}: a Conv1d or fused experts",
             hint="lora.init(params, key=key, apply=apply) reads the layer.",
@@ -121,7 +123,7 @@ def _guessed_layout(path: Path, leaf: Tensor) -> Layout:
 
 
 def find_targets(
-    lora: "Lora", found: Sequence[Entry], layouts: Callable[[Path], Layout] | None
+    lora: Choice, found: Sequence[Entry], layouts: Callable[[Path], Layout] | None
 ) -> tuple[list[Target], list[Entry]]:
     """Return the weights with adapters, and the leaves that are trained whole.
 
@@ -135,70 +137,101 @@ def find_targets(
         LeafMismatchError: A chosen leaf is not a matrix.
         UnsupportedError: A chosen leaf has codes, such as FP8 weights beside a scale.
     """
-    every = found
-    found = [entry for entry in every if entry.kind in (None, Kind.PARAMETER)]
-    chosen = _chosen(found, lora.where)
-    whole = []
+    trainable = [entry for entry in found if entry.kind in (None, Kind.PARAMETER)]
+    adapted = _chosen(trainable, lora.where)
+    whole: list[Entry] = []
     if lora.whole is not None:
-        whole = _chosen(found, lora.whole)
-    _check_codes(every, [*chosen, *whole])
-    twice = {entry.paths[0] for entry in chosen} & {entry.paths[0] for entry in whole}
-    if not chosen and not whole:
-        raise FilterError("lora: `where` must choose a leaf.", got=f"{lora.where!r}, which chooses none")
+        whole = _chosen(trainable, lora.whole)
+    _check_codes(found, [*adapted, *whole])
+    if not adapted and not whole:
+        raise FilterError("lora: `where` chooses no leaf.", got=repr(lora.where))
+    twice = {entry.paths[0] for entry in adapted} & {entry.paths[0] for entry in whole}
     if twice:
-        raise FilterError(f"lora: the leaf {dotted(min(twice))!r} must be chosen by `where` or by `whole`.", got="both")
-    targets: list[Target] = []
-    ranks = _assigned(chosen, lora.rank, "rank")
-    alphas = _assigned(chosen, lora.alpha, "alpha")
-    for (paths, leaf, _), rank, alpha in zip(chosen, ranks, alphas, strict=True):
-        if not isinstance(leaf, Tensor) or leaf.ndim < 2 or not leaf.is_floating_point():
-            raise LeafMismatchError(
-                f"lora: the leaf {dotted(paths[0])!r} cannot have an adapter.",
-                expected="a floating-point tensor of 2 or more dimensions",
-                got=f"shape {tuple(leaf.shape)}, {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__,
-                hint='choose the weights of layers, such as "*_proj.weight"; whole= trains other leaves.',
-            )
-        rank = as_count(f"lora: the rank of {dotted(paths[0])!r}", rank)
-        # Of a tied weight the embedding counts, which is what PEFT's `ensure_weight_tying` starts from.
-        if layouts is not None:
-            kinds = [layouts(path) for path in paths]
-        else:
-            kinds = [_guessed_layout(paths[0], leaf)]
-        layout = Layout.EMBEDDING if Layout.EMBEDDING in kinds else kinds[0]
-        if lora.dora and len(set(kinds)) > 1:
-            raise UnsupportedError(
-                f"lora: {dotted(paths[0])!r} is tied to {dotted(paths[1])!r}, and DoRA scales their outputs.",
-                expected="one direction of scaling for all layers of a tied weight",
-                got=", ".join([kind.value for kind in kinds]),
-                hint="Lora(..., dora=False), or leave the tied weight out.",
-            )
-        if lora.bias and (layout is Layout.EMBEDDING or layout.is_experts):
-            raise UnsupportedError(
-                f"lora: the {layout.value} {dotted(paths[0])!r} cannot have a bias.", got="bias=True"
-            )
-        scale = 1.0
-        if alpha is not None:
-            scale = alpha / (math.sqrt(rank) if lora.rslora else rank)
-        targets.append(Target(paths, leaf, layout, rank, scale))
+        raise FilterError(f"lora: `where` and `whole` both choose the leaf {dotted(min(twice))!r}.")
+    ranks = _assigned(adapted, lora.rank, "rank")
+    alphas = _assigned(adapted, lora.alpha, "alpha")
+    targets = [
+        _make_target(lora, entry, rank, alpha, layouts)
+        for entry, rank, alpha in zip(adapted, ranks, alphas, strict=True)
+    ]
     return targets, whole
+
+
+# Any: the rank and alpha are as the user gave them.
+def _make_target(lora: Choice, entry: Entry, rank: Any, alpha: Any, layouts: Callable[[Path], Layout] | None) -> Target:
+    """Return a chosen leaf as a weight with an adapter.
+
+    Raises:
+        LeafMismatchError: The leaf is not a matrix.
+        UnsupportedError: Its layer cannot have an adapter of this kind.
+    """
+    name = dotted(entry.paths[0])
+    leaf = entry.leaf
+    if not isinstance(leaf, Tensor) or leaf.ndim < 2 or not leaf.is_floating_point():
+        if isinstance(leaf, Tensor):
+            got = f"shape {tuple(leaf.shape)}, {leaf.dtype}"
+        else:
+            got = type(leaf).__name__
+        raise LeafMismatchError(
+            f"lora: the leaf {name!r} cannot have an adapter.",
+            expected="a floating-point tensor of 2 or more dimensions",
+            got=got,
+            hint='choose the weights of layers, such as "*_proj.weight"; whole= trains other leaves.',
+        )
+    rank = as_count(f"lora: the rank of {name!r}", rank)
+    layout = _layout_of(lora, entry, layouts)
+    if lora.bias and (layout is Layout.EMBEDDING or layout.is_experts):
+        raise UnsupportedError(f"lora: the {layout.value} {name!r} cannot have a bias.", got="bias=True")
+    scale = 1.0
+    if alpha is not None:
+        scale = alpha / (math.sqrt(rank) if lora.rslora else rank)
+    return Target(entry.paths, leaf, layout, rank, scale)
+
+
+def _layout_of(lora: Choice, entry: Entry, layouts: Callable[[Path], Layout] | None) -> Layout:
+    """Return the layout of a weight, of which all layers of a tied weight are a part.
+
+    Raises:
+        UnsupportedError: DoRA scales the outputs of the layers in different directions.
+    """
+    if layouts is not None:
+        kinds = [layouts(path) for path in entry.paths]
+    else:
+        kinds = [_guessed_layout(entry.paths[0], entry.leaf)]
+    if lora.dora and len(set(kinds)) > 1:
+        raise UnsupportedError(
+            f"lora: {dotted(entry.paths[0])!r} is tied to {dotted(entry.paths[1])!r}, and DoRA scales their outputs.",
+            expected="one direction of scaling for all layers of a tied weight",
+            got=", ".join([kind.value for kind in kinds]),
+            hint="Lora(..., dora=False), or leave the tied weight out.",
+        )
+    # Of a tied weight the embedding counts, which is what PEFT's `ensure_weight_tying` starts from.
+    if Layout.EMBEDDING in kinds:
+        return Layout.EMBEDDING
+    return kinds[0]
 
 
 def _check_codes(found: Sequence[Entry], chosen: Sequence[Entry]) -> None:
     """Raise if a chosen leaf has codes and not numbers; a look at the dtypes is enough for an ordinary base."""
-    if not may_have_codes([entry.leaf.dtype for entry in chosen if isinstance(entry.leaf, Tensor)], ()):
+    dtypes = [entry.leaf.dtype for entry in chosen if isinstance(entry.leaf, Tensor)]
+    if not may_have_codes(dtypes, ()):
         return
+    specs: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    for entry in found:
+        if isinstance(entry.leaf, Tensor):
+            specs |= dict.fromkeys(map(dotted, entry.paths), (entry.leaf.dtype, entry.leaf.shape))
     names = {dotted(entry.paths[0]) for entry in chosen}
-    leaves = [(path, entry.leaf) for entry in found for path in entry.paths if isinstance(entry.leaf, Tensor)]
-    specs = {dotted(path): (leaf.dtype, leaf.shape) for path, leaf in leaves}
-    for one in find_scaled(specs):
-        if one.name in names:
-            raise refusal("lora", one, specs)
+    for scaled in find_scaled(specs):
+        if scaled.name in names:
+            raise refusal("lora", scaled, specs)
 
 
 def _chosen(found: Sequence[Entry], where: FilterLike) -> list[Entry]:
-    return [entry for entry, is_in in zip(found, Filter(where).mask(found), strict=True) if is_in]
+    mask = Filter(where).mask(found)
+    return [entry for entry, is_chosen in zip(found, mask, strict=True) if is_chosen]
 
 
+# Any: a value for all leaves, or a dict of values by filter.
 def _assigned(chosen: Sequence[Entry], given: Any, name: str) -> list[Any]:
     if isinstance(given, dict):
         return assign(chosen, given, f"lora: {name}")
@@ -225,22 +258,28 @@ def module_of(apply: Any) -> nn.Module:
     """
     module = getattr(apply, "module", None)
     if not isinstance(module, nn.Module):
+        # A language model has its function as an attribute.
+        hint = "pass lm.apply." if hasattr(apply, "apply") else None
         raise error(
             TypeError,
             "lora: `apply` is not the function of a module.",
             expected="the function that tdf.functional(module) returns",
             got=type(apply).__name__,
-            hint="pass lm.apply." if hasattr(apply, "apply") else None,
+            hint=hint,
         )
     return module
 
 
 def layouts_of(module: nn.Module) -> Callable[[Path], Layout]:
     """Return the function that gives the layout of a weight of a module by its path."""
-    return lambda path: layout_in(module.get_submodule(dotted(path[:-1])), path)
+
+    def layout_of(path: Path) -> Layout:
+        return layout_in(module.get_submodule(dotted(path[:-1])), path)
+
+    return layout_of
 
 
-def parts_of(lora: "Lora", target: Target) -> dict[str, torch.Size]:
+def parts_of(lora: Choice, target: Target) -> dict[str, torch.Size]:
     """Return the shape of each leaf of an adapter."""
     shape = target.leaf.shape
     rank = target.rank
@@ -270,12 +309,13 @@ def make_tree(leaves: Mapping[Path, Tensor]) -> TensorDict:
     """Return the tree of adapters; the frozen parts of a start are recorded as buffers."""
     tree = TensorDict({})
     for path, leaf in leaves.items():
-        tree = set_(tree, path, leaf, Kind.BUFFER if path[-1] in FROZEN else Kind.PARAMETER)
+        kind = Kind.BUFFER if path[-1] in FROZEN else Kind.PARAMETER
+        tree = set_(tree, path, leaf, kind)
     return tree
 
 
 def read_parts(
-    lora: "Lora", params: TensorCollection, adapters: TensorCollection, call: str
+    lora: Choice, params: TensorCollection, adapters: TensorCollection, call: str
 ) -> tuple[list[tuple[Target, dict[str, Tensor]]], dict[Path, Tensor]]:
     """Return each weight of `params` that is adapted with the leaves of its adapter, and the leaves trained whole.
 
@@ -287,13 +327,17 @@ def read_parts(
     found: list[tuple[Target, dict[str, Tensor]]] = []
     expected: dict[Path, torch.Size | None] = {entry.paths[0]: entry.leaf.shape for entry in whole}
     for target in targets:
-        is_conv = has(adapters, (*target.path, "B")) and get(adapters, (*target.path, "B")).ndim < target.leaf.ndim
-        target = target._replace(layout=Layout.CONV if is_conv else Layout.LINEAR)
-        parts = parts_of(lora, target)
-        # The weight does not determine the outputs of a layer, which a bias has; a magnitude has one of two forms.
-        free = ("magnitude", "bias")
-        expected |= {(*target.path, name): None if name in free else shape for name, shape in parts.items()}
-        found.append((target, {name: get(adapters, (*target.path, name), None) for name in parts}))
+        # The factor B of a convolution is a matrix.
+        b = get(adapters, (*target.path, "B"), None)
+        if b is not None and b.ndim < target.leaf.ndim:
+            target = target._replace(layout=Layout.CONV)
+        parts: dict[str, Tensor] = {}
+        for name, shape in parts_of(lora, target).items():
+            path = (*target.path, name)
+            # The weight does not determine the outputs of a layer, which a bias has; a magnitude has one of two forms.
+            expected[path] = None if name in ("magnitude", "bias") else shape
+            parts[name] = get(adapters, path, None)
+        found.append((target, parts))
     given = check_leaves(call, expected, adapters)
     return found, {entry.paths[0]: given[entry.paths[0]] for entry in whole}
 
@@ -307,19 +351,29 @@ def check_leaves(
     unknown = [dotted(path) for path in given if path not in expected]
     if missing or unknown:
         raise TreeStructureError(
-            f"{call}: the adapters must have the leaves of this Lora.",
-            expected=f"{len(expected)} leaves" + (f", also {missing[:5]}" if missing else ""),
-            got=f"{len(given)} leaves" + (f", also {unknown[:5]}" if unknown else ""),
+            f"{call}: the adapters do not have the leaves of this Lora.",
+            expected=_number_of_leaves(expected, missing),
+            got=_number_of_leaves(given, unknown),
             hint="lora.init(params, key=key) makes them; tdf.lora.load returns both.",
         )
     for path, shape in expected.items():
-        if shape is not None and given[path].shape != shape:
+        leaf = given[path]
+        if shape is not None and leaf.shape != shape:
+            hint = None
+            if leaf.shape[1:] == shape:
+                hint = "the adapters are stacked: use torch.vmap, or one of them, adapters[i]."
             raise LeafMismatchError(
                 f"{call}: the leaf {dotted(path)!r} does not fit the base.",
                 expected=f"shape {tuple(shape)}",
-                got=f"shape {tuple(given[path].shape)}",
-                hint="the adapters are stacked: use torch.vmap, or one of them, adapters[i]."
-                if given[path].shape[1:] == shape
-                else None,
+                got=f"shape {tuple(leaf.shape)}",
+                hint=hint,
             )
     return given
+
+
+def _number_of_leaves(leaves: Collection[Path], only_here: Sequence[str]) -> str:
+    """Return the number of leaves of one side, and the first of those that the other side lacks, for messages."""
+    number = f"{len(leaves)} leaves"
+    if only_here:
+        return f"{number}, also {only_here[:5]}"
+    return number

@@ -25,11 +25,11 @@ from tdfunc.weights.swaps.nearswap import nearswap as nearswap
 from tdfunc.weights.swaps.passthrough import passthrough as passthrough
 from tdfunc.weights.swaps.stack_layers import stack_layers as stack_layers
 from tdfunc.weights.tasks.breadcrumbs import breadcrumbs as breadcrumbs
-from tdfunc.weights.tasks.breadcrumbs_ties import breadcrumbs_ties as breadcrumbs_ties
-from tdfunc.weights.tasks.dare_linear import dare_linear as dare_linear
-from tdfunc.weights.tasks.dare_ties import dare_ties as dare_ties
+from tdfunc.weights.tasks.breadcrumbs import breadcrumbs_ties as breadcrumbs_ties
+from tdfunc.weights.tasks.dare import dare_linear as dare_linear
+from tdfunc.weights.tasks.dare import dare_ties as dare_ties
 from tdfunc.weights.tasks.della import della as della
-from tdfunc.weights.tasks.della_linear import della_linear as della_linear
+from tdfunc.weights.tasks.della import della_linear as della_linear
 from tdfunc.weights.tasks.ram import ram as ram
 from tdfunc.weights.tasks.ram import ramplus_tl as ramplus_tl
 from tdfunc.weights.tasks.sce import sce as sce

@@ -74,9 +74,10 @@ class Method(Generic[P]):
         self.mean = mean
         self.sign = sign
         parameters = list(inspect.signature(leaf).parameters.values())
+        keywords = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
         # Any: the defaults of the options.
-        self.options: dict[str, Any] = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
-        self.per_model: frozenset[str] = frozenset(one.name for one in parameters if one.annotation == PerModel)
+        self.options: dict[str, Any] = {one.name: one.default for one in keywords}
+        self.per_model: frozenset[str] = frozenset([one.name for one in parameters if one.annotation == PerModel])
         self.is_random: bool = self.options.pop("key", None) is not None
 
     def __call__(self, base: T | None, stacked: T, weights: Weights, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -106,46 +107,48 @@ class Method(Generic[P]):
         """
         if not stacked._batch_size:
             hint = "torch.stack([a, b]) makes one tree of two models."
-            raise BatchSizeError(f"{self.name}: the models must be stacked.", got="batch size []", hint=hint)
+            raise BatchSizeError(f"{self.name}: the models are not stacked.", got="batch size []", hint=hint)
         count = stacked._batch_size[0]
         self.check(base is not None, count)
         w = weights if isinstance(weights, Tensor) else torch.tensor(weights, dtype=torch.float64)
         if w.shape != (count,):
-            what = f"{self.name}: each model must have a weight."
+            what = f"{self.name}: the weights are not one for each model."
             raise BatchSizeError(what, expected=[count], got=list(w.shape))
         like = stacked._index(0) if base is None else base
         rows = leaves_like(like, stacked, self.name)
-        paths = list_paths(like)
         # Any: the type of one keyword of a ParamSpec is not known.
-        given = cast("dict[str, Any]", kwargs)
+        options = cast("dict[str, Any]", kwargs)
         key = None
-        if "key" in given:
-            key = key_of(given["key"])
-        for dtype in {compute_dtype(x.dtype) for x in rows if x.is_floating_point() or x.is_complex()}:
-            self.check_numbers(w, dtype, given)
-        merged: list[Tensor] = []
+        if "key" in options:
+            key = key_of(options["key"])
+        for dtype in {compute_dtype(x.dtype) for x in rows if _has_mean(x)}:
+            self.check_numbers(w, dtype, options)
         codes = _refusals(self.name, like) | _refusals(self.name, stacked)
-        for path, own, x in zip(paths, list_leaves(like), rows, strict=True):
+        merged: list[Tensor] = []
+        for path, own, x in zip(list_paths(like), list_leaves(like), rows, strict=True):
+            name = dotted(path)
             if x.shape != (count, *own.shape):
-                what = f"{self.name}: the leaf {dotted(path)!r} must have the shape of the base in each model."
+                what = f"{self.name}: the leaf {name!r} does not have the shape of the base in each model."
                 raise LeafMismatchError(what, expected=[count, *own.shape], got=list(x.shape))
-            if dotted(path) in codes:
-                if not _has_equal_rows(x, own):
-                    raise codes[dotted(path)]
+            if name in codes or not _has_mean(own):
+                self._check_equal(name, own, x, codes.get(name))
                 merged.append(own)
                 continue
             if key is not None:
-                given["key"] = leaf_key(key, dotted(path))
-            if not own.is_floating_point() and not own.is_complex():
-                if has_values() and not bool((x == own).all()):
-                    raise LeafMismatchError(
-                        f"{self.name}: the leaf {dotted(path)!r} ({own.dtype}) must be equal in all models.",
-                        hint="tdf.partition(tree, where) splits off the leaves to merge.",
-                    )
-                merged.append(own)
-            else:
-                merged.append(self.on_leaf(None if base is None else own, x, w, *args, **kwargs))
+                options["key"] = leaf_key(key, name)
+            merged.append(self.on_leaf(None if base is None else own, x, w, *args, **kwargs))
         return rebuild(like, merged)
+
+    def _check_equal(self, name: str, own: Tensor, x: Tensor, refusal_of_codes: UnsupportedError | None) -> None:
+        """Raise if a leaf that cannot be merged, codes or integers, differs between the models."""
+        if refusal_of_codes is not None:
+            if not _has_equal_rows(x, own):
+                raise refusal_of_codes
+        elif has_values() and not bool((x == own).all()):
+            raise LeafMismatchError(
+                f"{self.name}: the leaf {name!r} ({own.dtype}) differs between the models.",
+                hint="tdf.partition(tree, where) splits off the leaves to merge.",
+            )
 
     def on_leaf(self, base: Tensor | None, stacked: Tensor, w: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         """Return one merged leaf: computed in float32 at least, and cast back."""
@@ -156,16 +159,16 @@ class Method(Generic[P]):
         self, base: Tensor | None, stacked: Tensor, w: Tensor, *args: P.args, **kwargs: P.kwargs
     ) -> Tensor:
         """Return one merged leaf in the dtype in which it is computed."""
-        dtype = compute_dtype(stacked.dtype)
         if not stacked.numel():
             if base is None:
                 return stacked[0]
             return base
-        if base is None or self.base == "unused":
-            own = None
-        else:
+        dtype = compute_dtype(stacked.dtype)
+        own = None
+        if base is not None and self.base != "unused":
             own = base.to(dtype)
-        return self.leaf(own, stacked.to(dtype), w.to(stacked.device, _real(dtype)), *args, **kwargs)
+        w = w.to(stacked.device, _real(dtype))
+        return self.leaf(own, stacked.to(dtype), w, *args, **kwargs)
 
     # Any: the options of the method.
     def check_numbers(self, w: Tensor, dtype: torch.dtype, options: Mapping[str, Any], where: str = "") -> None:
@@ -190,17 +193,23 @@ class Method(Generic[P]):
         if self.sign == "not negative":
             require_values(own >= 0, lambda: refuse("no negative number"))
         if self.is_mean(options):
-            require_values(
-                ~is_cancelled(own, own.sum()), lambda: refuse("a finite sum other than 0, also after rounding")
-            )
+            is_defined = ~is_cancelled(own, own.sum())
+            require_values(is_defined, lambda: refuse("a finite sum other than 0, also after rounding"))
         for name, value in options.items():
-            if isinstance(value, str) and isinstance(self.options.get(name), bool):
-                # Every text but the empty one would be True.
-                raise error(TypeError, f"{self.name}: {name} must be True or False.", got=brief(value))
-            if name != "key" and not isinstance(value, bool | str | None):
-                numbers = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                what = f"{self.name}: {name}{where} must be finite."
-                require_values(numbers.isfinite(), functools.partial(error, ValueError, what, got=brief(value)))
+            if name != "key":
+                self._check_option(name, value, where)
+
+    # Any: the value of an option.
+    def _check_option(self, name: str, value: Any, where: str) -> None:
+        """Raise if a text takes the place of a flag, or a number is not finite."""
+        if isinstance(value, str) and isinstance(self.options.get(name), bool):
+            # Every text but the empty one would be True.
+            raise error(TypeError, f"{self.name}: {name} must be True or False.", got=brief(value))
+        if isinstance(value, bool | str | None):
+            return
+        numbers = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        what = f"{self.name}: {name}{where} must be finite."
+        require_values(numbers.isfinite(), lambda: error(ValueError, what, got=brief(value)))
 
     # Any: the options of the method.
     def is_mean(self, options: Mapping[str, Any]) -> bool:
@@ -213,13 +222,15 @@ class Method(Generic[P]):
         """Raise unless the method can merge this number of models, with or without a base."""
         if self.base == "required" and not has_base:
             raise error(ValueError, f"{self.name}: the method requires a base.", expected="the base", got="None")
-        if count < self.least or (self.most is not None and count > self.most):
-            if self.most is not None:
-                most = f"at most {self.most}"
+        is_too_many = self.most is not None and count > self.most
+        if count < self.least or is_too_many:
+            if self.most is None:
+                expected = f"at least {self.least}"
+            elif self.most == self.least:
+                expected = str(self.least)
             else:
-                most = f"at least {self.least}"
-            expected = str(self.least) if self.least == self.most else most
-            what = f"{self.name}: the number of models, without the base, must be in range."
+                expected = f"at most {self.most}"
+            what = f"{self.name}: this number of models, without the base, cannot be merged."
             raise error(ValueError, what, expected=expected, got=count)
 
     def __repr__(self) -> str:
@@ -229,7 +240,16 @@ class Method(Generic[P]):
 def _refusals(call: str, tree: TensorCollection) -> dict[str, UnsupportedError]:
     """Return the error for each leaf of codes in a tree, and for each leaf that belongs to codes."""
     found, specs = codes_in(tree)
-    return {name: refusal(call, one, specs) for one in found for name in (one.name, *one.companions)}
+    refusals: dict[str, UnsupportedError] = {}
+    for scaled in found:
+        for name in (scaled.name, *scaled.companions):
+            refusals[name] = refusal(call, scaled, specs)
+    return refusals
+
+
+def _has_mean(x: Tensor) -> bool:
+    """Return whether the numbers of a leaf can be merged: integers and bools cannot."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def _has_equal_rows(x: Tensor, own: Tensor) -> bool:
@@ -272,8 +292,21 @@ def method(
         >>> largest(base, stacked, [1.0, 1.0])["w"]
         tensor([3., 2.])
     """
-    facts: Any = {"formula": formula, "source": source, "base": base, "least": least, "most": most, "weight": weight}
-    return lambda leaf: Method(leaf, **facts, mean=mean, sign=sign)
+
+    def make_method(leaf: Callable[Concatenate[Any, Tensor, Tensor, P], Tensor]) -> Method[P]:
+        return Method(
+            leaf,
+            formula=formula,
+            source=source,
+            base=base,
+            least=least,
+            most=most,
+            weight=weight,
+            mean=mean,
+            sign=sign,
+        )
+
+    return make_method
 
 
 def leaf_key(key: Tensor, name: str) -> Tensor:

@@ -17,12 +17,9 @@ from tdfunc.weights.method import Method
 from tdfunc.weights.swaps.arcee_fusion import arcee_fusion
 from tdfunc.weights.swaps.nearswap import nearswap
 from tdfunc.weights.swaps.passthrough import passthrough
-from tdfunc.weights.tasks.breadcrumbs import breadcrumbs
-from tdfunc.weights.tasks.breadcrumbs_ties import breadcrumbs_ties
-from tdfunc.weights.tasks.dare_linear import dare_linear
-from tdfunc.weights.tasks.dare_ties import dare_ties
-from tdfunc.weights.tasks.della import della
-from tdfunc.weights.tasks.della_linear import della_linear
+from tdfunc.weights.tasks.breadcrumbs import breadcrumbs, breadcrumbs_ties
+from tdfunc.weights.tasks.dare import dare_linear, dare_ties
+from tdfunc.weights.tasks.della import della, della_linear
 from tdfunc.weights.tasks.ram import ram, ramplus_tl
 from tdfunc.weights.tasks.sce import sce
 from tdfunc.weights.tasks.task_arithmetic import task_arithmetic
@@ -30,10 +27,28 @@ from tdfunc.weights.tasks.ties import ties
 
 Methods = Mapping[str, Method[...]]
 
+# In the order of the table.
 _ALL: tuple[Method[...], ...] = (
-    *(linear, slerp, nuslerp, multislerp, karcher, model_stock),
-    *(task_arithmetic, ties, dare_linear, dare_ties, della, della_linear, breadcrumbs, breadcrumbs_ties),
-    *(sce, ram, ramplus_tl, nearswap, arcee_fusion, passthrough),
+    linear,
+    slerp,
+    nuslerp,
+    multislerp,
+    karcher,
+    model_stock,
+    task_arithmetic,
+    ties,
+    dare_linear,
+    dare_ties,
+    della,
+    della_linear,
+    breadcrumbs,
+    breadcrumbs_ties,
+    sce,
+    ram,
+    ramplus_tl,
+    nearswap,
+    arcee_fusion,
+    passthrough,
 )
 HEADER = ("method", "definition", "base", "models", "options", "source")
 METHODS: Methods = MappingProxyType({one.name: one for one in _ALL})
@@ -52,7 +67,10 @@ def table(methods: Methods = METHODS) -> str:
     lines = [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
     for name, formula, base, models, options, source in rows(methods):
         # A bar would end the cell.
-        cells = (f"`{name}`", f"`{formula}`".replace("|", "\\|"), base, models, options and f"`{options}`", source)
+        definition = f"`{formula}`".replace("|", "\\|")
+        if options:
+            options = f"`{options}`"
+        cells = (f"`{name}`", definition, base, models, options, source)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -63,10 +81,12 @@ def rows(methods: Methods = METHODS) -> list[tuple[str, ...]]:
     for name, one in methods.items():
         if one.least == one.most:
             models = str(one.least)
-        else:
+        elif one.least == 1:
             models = "any"
-            if one.least != 1:
-                models = f"{one.least} or more"
-        options = [f"{key}={value!r}" for key, value in one.options.items()] + ["key"] * one.is_random
+        else:
+            models = f"{one.least} or more"
+        options = [f"{key}={value!r}" for key, value in one.options.items()]
+        if one.is_random:
+            options.append("key")
         found.append((name, one.formula, one.base, models, ", ".join(options), one.source))
     return found

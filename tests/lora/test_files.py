@@ -13,8 +13,8 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
-from tdfunc.lora._writing import short_names
-from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, experts, trained
+from tdfunc.lora._files.writing import short_names
+from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, TiedLinear, experts, trained
 
 pytestmark = pytest.mark.sample(2)
 
@@ -71,6 +71,31 @@ def test_what_is_saved_loads(name, options, tmp_path):
     if "start" not in options:
         tdf.assert_close(same, adapters)
         assert back.alpha == lora.alpha
+
+
+class TiedExperts(nn.Module):
+    """Two layers of experts with the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = MODULES["experts"][0]()
+        self.second = copy.deepcopy(self.first)
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(self.second.experts, name, getattr(self.first.experts, name))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_tied_experts_that_are_saved_load(tmp_path):
+    """Each of the layers has the adapters of both parameters."""
+    apply, params, _ = tdf.functional(TiedExperts())
+    lora = Lora("*_proj", rank=2)
+    adapters = trained(lora, params, apply)
+
+    tdf.lora.save(tmp_path / "a", lora, adapters, apply)
+
+    tdf.assert_close(tdf.lora.load(tmp_path / "a", params, apply=apply)[1], adapters)
 
 
 NOTHING = tdf.Filter(lambda path, leaf: False)
@@ -202,6 +227,17 @@ def test_a_file_of_kohya_loads(dora, tmp_path):
     assert lora.dora == dora
 
 
+def test_a_base_of_kohya_may_have_the_names_of_peft(tmp_path):
+    """The beginning that PEFT's names have is removed only from PEFT's names."""
+    path = ("base_model", "model", "0", "weight")
+    params = tdf.TensorDict({path: torch.zeros(4, 3)})
+    save_file(under("lora_te_base_model_model_0", DOWN), tmp_path / "a.safetensors")
+
+    _, adapters = tdf.lora.load(tmp_path / "a.safetensors", params)
+
+    torch.testing.assert_close(adapters[(*path, "A")], DOWN["lora_down.weight"])
+
+
 # The parameters of bases.
 TIED = lambda: tdf.functional(Tied())[1]  # noqa: E731
 LINEAR = lambda: tdf.functional(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))[1]  # noqa: E731
@@ -210,6 +246,12 @@ EXPERTS_OF_0 = lambda: tdf.TensorDict({"0": {"w": torch.zeros(3, 4, 5)}})  # noq
 ALIKE = lambda: tdf.TensorDict({"a": {"b": {"weight": ROW}}, "a_b": {"weight": ROW}})  # noqa: E731
 ROW, GOOD, GOOD_1 = torch.ones(2, 3), under("0", pair(3, 4)), under("1", pair(4, 3))
 CHANNELS = under("0", {"lora_A.weight": torch.ones(2, 4, 1, 1), "lora_B.weight": torch.ones(4, 2, 1, 1)})
+TIED_LINEAR = lambda: tdf.functional(TiedLinear())[1]  # noqa: E731
+ONES = {"lora_A.weight": torch.ones(2, 6), "lora_B.weight": torch.ones(6, 2)}
+ONE_BIAS = under("a", ONES) | under(
+    "b", {name: leaf.clone() for name, leaf in ONES.items()} | {"lora_B.bias": torch.ones(6)}
+)
+NORM = lambda: tdf.functional(NET)[1]  # noqa: E731
 MAGNITUDES = {"lora_magnitude_vector": torch.ones(3)}
 DOWN = {"lora_down.weight": ROW, "lora_up.weight": torch.ones(4, 2)}
 SCALED = under("lora_te_0", DOWN | {"dora_scale": torch.ones(4, 1)})
@@ -292,7 +334,7 @@ ERRORS = {
     "a layer of another size": (lambda: load_peft(under("0", pair(3, 5))), MISFIT, r"'0\.weight'.*fit"),
     "a whole leaf of another size": (lambda: load_peft(GOOD | {"0.bias": torch.ones(5)}), MISFIT, r"'0\.bias' does"),
     "another table": (lambda: load_peft(GOOD | {"0.weight": torch.ones(4, 3)}), UNSUPPORTED, "another table"),
-    "unequal parts": (lambda: load_file(SCALED | under("lora_te_1", DOWN_1)), MISFIT, "must have the same parts"),
+    "unequal parts": (lambda: load_file(SCALED | under("lora_te_1", DOWN_1)), MISFIT, "different parts"),
     "another rank": (lambda: load_peft(GOOD, r=3), MISFIT, r"rank of '0\.weight'"),
     "magnitudes that are lost": (lambda: load_peft(GOOD, use_dora=True), MISFIT, "'use_dora' and the tensors"),
     "magnitudes without the option": (lambda: load_peft(GOOD | MAGNITUDES_OF_0), MISFIT, "'use_dora' and the tensors"),
@@ -326,13 +368,15 @@ ERRORS = {
     "a norm with statistics": (lambda: save_part(STATISTICAL, "0.weight", whole="1.*"), UNSUPPORTED, "with buffers"),
     "a name that ends another": (lambda: save_part(ENDS(), "a.weight", whole="head.*"), UNSUPPORTED, "also the end of"),
     "a part of an adapted name": (lambda: save_part(INSIDE(), "x.n.weight", whole="n.*"), UNSUPPORTED, "end of"),
-    "A alone": (lambda: load_peft({"0.lora_A.weight": ROW}), MISFIT, "must have A and B"),
-    "nothing changes": (lambda: load_peft({name: leaf * 0 for name, leaf in GOOD.items()}), ValueError, "change som"),
+    "A alone": (lambda: load_peft({"0.lora_A.weight": ROW}), MISFIT, "have both A and B"),
+    "nothing changes": (lambda: load_peft({name: leaf * 0 for name, leaf in GOOD.items()}), ValueError, "change noth"),
     "another method": (lambda: load_peft(GOOD, peft_type="LOHA"), UNSUPPORTED, "LOHA"),
     "an option that is not read": (lambda: load_peft(GOOD, use_qalora=True), UNSUPPORTED, "use_qalora"),
     "tokens": (lambda: load_peft(GOOD, trainable_token_indices=[1]), UNSUPPORTED, "trainable_token_indices"),
     "a start in the base": (lambda: load_peft(GOOD, init_lora_weights="pissa"), UNSUPPORTED, "pissa"),
     "one of two tied weights": (lambda: load_peft(under("head", pair(6, 11)), TIED), UNSUPPORTED, "weight are one"),
+    "parts of one tied weight": (lambda: load_peft(ONE_BIAS, TIED_LINEAR), UNSUPPORTED, "adapters that differ"),
+    "an adapter of a norm": (lambda: load_peft(under("1", pair(4, 4)), NORM), MISFIT, "'1.weight' cannot have an ad"),
     "too few magnitudes": (lambda: load_peft(GOOD | under("0", MAGNITUDES)), MISFIT, r"4 magnitudes"),
     "magnitudes of experts": (lambda: load_peft(OF_0, EXPERTS_OF_0, target_parameters=["0.w"]), MISFIT, "no experts"),
     "channels of all groups": (lambda: load_peft(CHANNELS, GROUPED), UNSUPPORTED, "grouped convolution"),
@@ -340,8 +384,8 @@ ERRORS = {
     "another layer": (lambda: attach("2.weight", NET), UNSUPPORTED, r"2\.weight.*ConvTranspose1d"),
     "a bias of experts": (lambda: attach("*gate_up_proj_bias", MODULES["experts"][0]()), UNSUPPORTED, "up_proj_bias"),
     "no leaf": (lambda: attach("9.weight", NET), tdf.FilterError, "matches no leaf"),
-    "no choice": (lambda: init(NOTHING), tdf.FilterError, "must choose a leaf"),
-    "chosen twice": (lambda: attach("0.*", NET, whole="0.*"), tdf.FilterError, "`where` or by `whole`"),
+    "no choice": (lambda: init(NOTHING), tdf.FilterError, "chooses no leaf"),
+    "chosen twice": (lambda: attach("0.*", NET, whole="0.*"), tdf.FilterError, "`where` and `whole` both"),
     "rank 0": (lambda: init(rank=0), ValueError, "rank of"),
     "a start": (lambda: Lora("0.weight", rank=2, start="svd"), ValueError, "start must be"),
     "a probability": (lambda: Lora("0.weight", rank=2, dropout=1.0), ValueError, "dropout"),
@@ -349,7 +393,7 @@ ERRORS = {
     "a bias of an embedding": (lambda: attach("embed.weight", Tied(), bias=True), UNSUPPORTED, "cannot have a bias"),
     "DoRA of tied layers": (lambda: attach("embed.weight", Tied(), dora=True), UNSUPPORTED, "'head.weight', and DoRA"),
     "rows": (lambda: run_rows("linear"), MISFIT, "a row for each adapter"),
-    "rows of experts": (lambda: run_rows("experts"), MISFIT, "must come row by row"),
+    "rows of experts": (lambda: run_rows("experts"), MISFIT, "do not come row by row"),
     "a read past the adapter": (lambda: call(*attach("out_proj.weight", HEADS), *X), tdf.LeakError, "out_proj.weight"),
     "another rank in a run": (lambda: call(*attach("0.weight", NET[:1])[:2], init(rank=3), ROW), MISFIT, "0.weight.A"),
     "no adapters": (lambda: call(*attach("0.weight", NET[:1])[:2], LINEAR(), ROW), OTHER, "the leaves of this Lora"),
@@ -357,10 +401,10 @@ ERRORS = {
     "a merge of another rank": (lambda: PLAIN.merge(LINEAR(), init(rank=3)), MISFIT, "does not fit the base"),
     "a name in a call": (lambda: call(*attach("weight", NAMED), ROW), UNSUPPORTED, "argument called 'rng'"),
     "a name in with_buffers": (lambda: attach("weight", NAMED)[0].with_buffers(({}, {}), {}, ROW), UNSUPPORTED, "rng"),
-    "no pair": (lambda: attach("0.weight", NET)[0](LINEAR(), ROW), TypeError, "must be the parameters"),
+    "no pair": (lambda: attach("0.weight", NET)[0](LINEAR(), ROW), TypeError, "not a pair of the para"),
     "unmerge of DoRA": (lambda: DORA.unmerge(LINEAR(), LINEAR()), UNSUPPORTED, "DoRA"),
-    "extract of a start": (lambda: PISSA.extract(LINEAR(), LINEAR()), UNSUPPORTED, "must start from nothing"),
-    "extract of another shape": (lambda: PLAIN.extract(LINEAR(), TUNED), MISFIT, "one of both trees"),
+    "extract of a start": (lambda: PISSA.extract(LINEAR(), LINEAR()), UNSUPPORTED, "with a start cannot be"),
+    "extract of another shape": (lambda: PLAIN.extract(LINEAR(), TUNED), MISFIT, "does not fit the base"),
     "a bias that is not there": (lambda: BIAS.merge(*attach("0.weight", UNBIASED, bias=True)[1:]), MISFIT, "has none"),
     "a grouped convolution in PEFT": (lambda: save_part(MODULES["grouped"][0](), "0.weight"), UNSUPPORTED, "grouped"),
     "experts in PEFT": (lambda: save_part(MODULES["experts"][0](), "*_proj", dora=True), UNSUPPORTED, "DoRA of fused"),
@@ -373,7 +417,7 @@ ERRORS = {
     "two modules of Kohya": (lambda: load_file(under("lora_te_a_b", DOWN), ALIKE), UNSUPPORTED, "2 modules"),
     "a part of Kohya": (lambda: load_file(under("lora_te_0", DOWN | {"hada_w1": ROW + 1})), UNSUPPORTED, "'hada_w1'"),
     "scales of inputs": (lambda: load_file(under("lora_te_0", DOWN | {"dora_scale": X[0]})), UNSUPPORTED, "to the out"),
-    "another file": (lambda: load_file({"x": ROW}), UNSUPPORTED, "PEFT or a file of Kohya"),
+    "another file": (lambda: load_file({"x": ROW}), UNSUPPORTED, "PEFT nor a file of Kohya"),
 }  # fmt: skip
 
 

@@ -38,7 +38,8 @@ def karcher(base: Tensor | None, stacked: Tensor, weights: Tensor, *, max_iter: 
     own = own / torch.where(is_cancelled(own.flatten(), total), 1, total)
     mean, length = units((own * u).sum(0), tol)
     # Directions that cancel out start at the first one.
-    mean = torch.where(length <= tol, (u * is_valid).gather(0, is_valid.int().argmax(0).expand_as(u[:1]))[0], mean)
+    first = is_valid.int().argmax(0).expand_as(u[:1])
+    mean = torch.where(length <= tol, (u * is_valid).gather(0, first)[0], mean)
     is_done = torch.zeros_like(length, dtype=torch.bool)
     for _ in range(as_count("max_iter", max_iter, least=0)):
         cos = (u * mean).sum(-1, keepdim=True).clamp(-1, 1)
@@ -50,4 +51,5 @@ def karcher(base: Tensor | None, stacked: Tensor, weights: Tensor, *, max_iter: 
         is_done = is_done | (step < tol)
         moved = torch.cos(step) * mean + torch.sin(step) * direction
         mean = torch.where(is_done, mean, units(moved, tol)[0])
-    return ((w * norms).sum() * mean * is_valid.any()).reshape(stacked.shape[1:])
+    merged = (w * norms).sum() * mean * is_valid.any()
+    return merged.reshape(stacked.shape[1:])

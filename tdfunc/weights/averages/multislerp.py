@@ -33,15 +33,19 @@ def multislerp(
     Source:
         Goddard, "MultiSLERP" (2024).
     """
-    x = (stacked if base is None else stacked - base).reshape(stacked.shape[0], -1)
-    w = columns(shares(weights) if normalize_weights else weights, x)
+    x = stacked if base is None else stacked - base
+    x = x.reshape(stacked.shape[0], -1)
+    if normalize_weights:
+        weights = shares(weights)
+    w = columns(weights, x)
     u, norms = units(x, eps)
     (mean,), (length,) = units((u * w).sum(0, keepdim=True), eps)
     is_lost = length <= eps
-    if stacked.shape[0] > 2 and has_values() and bool(is_lost) and bool((norms > eps).any()):
-        raise error(ValueError, "multislerp: the directions must not cancel out.", hint="choose other weights.")
+    if len(x) > 2 and has_values() and bool(is_lost) and bool((norms > eps).any()):
+        raise error(ValueError, "multislerp: the directions cancel out.", hint="choose other weights.")
     # The logarithms at the direction of the sum add up to 0, whose exponential is that direction.
-    merged = torch.where(is_lost, (x * w).sum(0), mean * (norms * w).sum()).reshape(stacked.shape[1:])
+    merged = torch.where(is_lost, (x * w).sum(0), mean * (norms * w).sum())
+    merged = merged.reshape(stacked.shape[1:])
     if base is None:
         return merged
     return base + merged

@@ -42,7 +42,8 @@ def nuslerp(
     cos = (u[0] * u[1]).sum(-1, keepdim=True)
     far = is_far(cos)
     gap = torch.linalg.vector_norm(torch.where(far, u[0] + u[1], 0), dim=-1, keepdim=True)
-    near = arc(t, x[0], x[1], cos, far | (1 - cos.square() <= 1e-16))
+    is_line = far | (1 - cos.square() <= 1e-16)
+    near = arc(t, x[0], x[1], cos, is_line)
     merged = torch.where(far, long_arc(t, x[0], x[1], gap), near)
     if row_wise and not flatten:
         merged = merged.transpose(0, -1)

@@ -48,7 +48,11 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
     # One point is no line: a barrier on it would be 0.
     points = as_count("points", points, least=2)
     t = torch.linspace(0, 1, points, dtype=wide, device=device)
-    return torch.vmap(lambda t: loss(apply(a, partial(_between, t), (b,))), chunk_size=chunk_size)(t)
+
+    def loss_at(place: Tensor) -> Tensor:
+        return loss(apply(a, partial(_between, place), (b,)))
+
+    return torch.vmap(loss_at, chunk_size=chunk_size)(t)
 
 
 def _between(t: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -107,10 +111,10 @@ def barriers(loss: Callable[[T], Tensor], stacked: T, *, points: int = 11, chunk
         The definition of `barrier`.
     """
     if not stacked._batch_size:
-        raise BatchSizeError("barriers: the members must be stacked.", got="batch size []")
+        raise BatchSizeError("barriers: the members are not stacked.", got="batch size []")
     count = stacked._batch_size[0]
     i, j = torch.triu_indices(count, count, 1)
-    run = torch.vmap(lambda a, b: barrier(loss, a, b, points=points), chunk_size=chunk_size)
-    heights = run(stacked._index(i), stacked._index(j))
+    barrier_of = torch.vmap(lambda a, b: barrier(loss, a, b, points=points), chunk_size=chunk_size)
+    heights = barrier_of(stacked._index(i), stacked._index(j))
     upper = heights.new_zeros(count, count).index_put((i, j), heights)
     return upper + upper.T

@@ -55,16 +55,20 @@ def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection |
         >>> cosine(a, b)
         tensor(0.7071)
     """
-    xs, ys = (list(side) for side in zip(*_pairs("cosine", a, b), strict=True))
+    pairs = _pairs("cosine", a, b)
+    xs = [x for x, _ in pairs]
+    ys = [y for _, y in pairs]
     if base is not None:
-        zeros = [z for _, z in _pairs("cosine", a, base)]
-        xs, ys = ([x - z for x, z in zip(side, zeros, strict=True)] for side in (xs, ys))
-    dims = [len(a._batch_size), len(b._batch_size)]
-    scale_x = _scale(xs, dims[0])
-    scale_y = _scale(ys, dims[1])
-    both = _dot(xs, ys, max(dims), scale_x, scale_y)
-    of_x = _dot(xs, xs, dims[0], scale_x, scale_x)
-    of_y = _dot(ys, ys, dims[1], scale_y, scale_y)
+        zeros = [zero for _, zero in _pairs("cosine", a, base)]
+        xs = [x - zero for x, zero in zip(xs, zeros, strict=True)]
+        ys = [y - zero for y, zero in zip(ys, zeros, strict=True)]
+    dims_x = len(a._batch_size)
+    dims_y = len(b._batch_size)
+    scale_x = _scale(xs, dims_x)
+    scale_y = _scale(ys, dims_y)
+    both = _dot(xs, ys, max(dims_x, dims_y), scale_x, scale_y)
+    of_x = _dot(xs, xs, dims_x, scale_x, scale_x)
+    of_y = _dot(ys, ys, dims_y, scale_y, scale_y)
     # The product of two squared norms leaves the range of float32 before they do.
     norms = (of_x.double() * of_y.double()).sqrt()
     return (both / norms).to(both.dtype)
@@ -85,7 +89,12 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _scale(xs: list[Tensor], dims: int) -> Tensor:
     """Return the power of two that brings the squares of each model into range."""
-    sizes = [_rows(x, dims).abs().amax(-1) if x.numel() else x.new_zeros(x.shape[:dims]) for x in xs]
+    sizes: list[Tensor] = []
+    for x in xs:
+        if x.numel():
+            sizes.append(_rows(x, dims).abs().amax(-1))
+        else:
+            sizes.append(x.new_zeros(x.shape[:dims]))
     return square_scale(torch.stack(sizes).amax(0))
 
 
@@ -105,4 +114,5 @@ def _rows(x: Tensor, dims: int) -> Tensor:
 
 def _over(x: Tensor, scale: Tensor) -> Tensor:
     """Return a leaf over the scales of its models."""
-    return x / scale.reshape((*scale.shape, *[1] * (x.dim() - scale.dim()))).to(x.dtype)
+    ones = [1] * (x.dim() - scale.dim())
+    return x / scale.reshape((*scale.shape, *ones)).to(x.dtype)

@@ -40,10 +40,10 @@ def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
         [{('0', 'weight'): 0, ('0', 'bias'): 0, ('2', 'weight'): 1}]
     """
     if params._ties:
-        raise UnsupportedError(
-            "channel_groups: no leaf may be tied.", got=[list(map(dotted, one)) for one in params._ties]
-        )
+        tied = [list(map(dotted, paths)) for paths in params._ties]
+        raise UnsupportedError("channel_groups: a leaf is tied.", got=tied)
     groups: list[dict[Path, int]] = []
+    # The leaves by layer; numbers, such as counts of passes, have no neurons.
     layers: dict[Path, dict[Path, Tensor]] = {}
     for path, leaf in iter_leaves(params):
         if leaf.dim():
@@ -78,8 +78,9 @@ def permute_channels(params: T, groups: Sequence[Group], orders: Sequence[Tensor
     new: dict[Path, Tensor] = {}
     for group, order in zip(groups, orders, strict=True):
         for path, dim in group.items():
-            leaf = new.get(path)
-            new[path] = _reordered(path, get(params, path) if leaf is None else leaf, [(dim, order)])
+            # A leaf can be in several groups.
+            leaf = new[path] if path in new else get(params, path)
+            new[path] = _reordered(path, leaf, [(dim, order)])
     return replace(params, new)
 
 
@@ -125,8 +126,7 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
     if groups is None:
         groups = channel_groups(b)
     _check_finite((a, b), groups)
-    counts = [get(b, path).shape[dim] for path, dim in (next(iter(group.items())) for group in groups)]
-    orders = [torch.arange(count) for count in counts]
+    orders = [torch.arange(_count_neurons(b, group)) for group in groups]
     # By path, the dimension of each group that has it, by the number of the group.
     dims: dict[Path, dict[int, int]] = {}
     for place, group in enumerate(groups):
@@ -136,19 +136,15 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
         for _ in range(as_count("max_iter", max_iter, least=0)):
             is_better = False
             for place, group in enumerate(groups):
-                parts: list[Tensor] = []
+                profits: list[Tensor] = []
                 for path, dim in group.items():
                     # Of the leaves of this group alone: the whole model for each group would be pairs of groups.
-                    others = [(own, orders[i]) for i, own in dims[path].items() if i != place]
+                    others = [(own, orders[other]) for other, own in dims[path].items() if other != place]
                     moved = _reordered(path, get(b, path), others)
-                    parts.append(
-                        _rows(path, get(a, path), dim, counts[place]) @ _rows(path, moved, dim, counts[place]).T
-                    )
-                profit = torch.stack(parts).sum(0)
+                    profits.append(_profit(path, get(a, path), moved, dim, len(orders[place])))
+                profit = torch.stack(profits).sum(0)
                 order = _assign(profit)
-                gain = profit.gather(1, order[:, None]).sum() - profit.gather(1, orders[place][:, None]).sum()
-                # Without a threshold, equally good orders would alternate for ever.
-                if gain > 1e-9 * profit.abs().sum():
+                if _is_better(profit, order, orders[place]):
                     orders[place] = order
                     is_better = True
             if not is_better:
@@ -156,14 +152,33 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
     return permute_channels(b, groups, orders)
 
 
+def _count_neurons(params: TensorCollection, group: Group) -> int:
+    """Return the number of neurons of a group, which its first leaf has."""
+    path, dim = next(iter(group.items()))
+    return get(params, path).shape[dim]
+
+
+def _profit(path: Path, a: Tensor, b: Tensor, dim: int, count: int) -> Tensor:
+    """Return for each pair of neurons of two models the product of their weights in one leaf."""
+    return _rows(path, a, dim, count) @ _rows(path, b, dim, count).T
+
+
+def _is_better(profit: Tensor, order: Tensor, old: Tensor) -> bool:
+    """Return whether an order of the columns has a greater sum than the old one."""
+    gain = profit.gather(1, order[:, None]).sum() - profit.gather(1, old[:, None]).sum()
+    # Without a threshold, equally good orders would alternate for ever.
+    return bool(gain > 1e-9 * profit.abs().sum())
+
+
 def _check_finite(models: Sequence[TensorCollection], groups: Sequence[Group]) -> None:
     """Raise if a number of a group is NaN or infinite."""
+    paths = {path: None for group in groups for path in group}
     for model, which in zip(models, ("first", "second"), strict=True):
-        for path in dict.fromkeys(path for group in groups for path in group):
+        for path in paths:
             leaf = get(model, path)
             count = int((~leaf.isfinite()).sum())
             if count:
-                what = f"weight_matching: the leaf {dotted(path)!r} of the {which} model must be finite."
+                what = f"weight_matching: the leaf {dotted(path)!r} of the {which} model is not finite."
                 raise error(ValueError, what, got=f"{count} of {leaf.numel()} numbers are NaN or infinite")
 
 
@@ -172,7 +187,7 @@ def _blocks(path: Path, leaf: Tensor, dim: int, count: int) -> Tensor:
     size = leaf.shape[dim]
     if size % count:
         raise LeafMismatchError(
-            f"weight_matching: dimension {dim} of {dotted(path)!r} must be a multiple of the neurons before it.",
+            f"weight_matching: dimension {dim} of {dotted(path)!r} is not a multiple of the neurons before it.",
             expected=f"a multiple of {count}",
             got=size,
             hint="groups= names the leaves of each order, for layers that are not a chain.",
@@ -219,8 +234,11 @@ def _assign(profit: Tensor) -> Tensor:
             least[~is_used] -= step
             if owner[at] == 0:
                 break
+        # Along the path back to the start, each column takes the row of the one before it.
         while at:
-            owner[at], at = owner[back[at]], int(back[at])
+            before = int(back[at])
+            owner[at] = owner[before]
+            at = before
     found = np.empty(n, dtype=np.int64)
     found[owner[1:] - 1] = np.arange(n)
     return torch.from_numpy(found)

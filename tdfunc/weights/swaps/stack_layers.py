@@ -18,14 +18,17 @@ def find_layers(paths: Iterable[Path]) -> Path | None:
 
     Nodes inside such a node, the experts of a layer, do not count.
     """
-    found: dict[Path, set[str]] = {}
+    keys_by_node: dict[Path, set[str]] = {}
     for path in paths:
         place = next((i for i, key in enumerate(path[:-1]) if key.isdecimal()), None)
         if place is not None:
-            found.setdefault(path[:place], set()).add(path[place])
-    whole = [at for at, keys in found.items() if keys == set(map(str, range(len(keys))))]
-    if len(whole) == 1:
-        return whole[0]
+            keys_by_node.setdefault(path[:place], set()).add(path[place])
+    found: list[Path] = []
+    for node, keys in keys_by_node.items():
+        if keys == set(map(str, range(len(keys)))):
+            found.append(node)
+    if len(found) == 1:
+        return found[0]
     return None
 
 
@@ -69,23 +72,31 @@ def stack_layers(parts: Sequence[tuple[T, Iterable[int]]], *, at: "NestedKey | N
     first = parts[0][0]
     if at is None:
         where = find_layers(list_paths(first))
+    elif at:
+        where = unravel(at)
     else:
         where = ()
-        if at:
-            where = unravel(at)
     if where is None:
         raise TreeStructureError(
-            "stack_layers: one node must have the keys 0, 1, 2, ...", hint='name it: at=("model", "layers").'
+            "stack_layers: not exactly one node has the keys 0, 1, 2, ...", hint='name it: at=("model", "layers").'
         )
     taken: list[TensorCollection] = []
     for tree, numbers in parts:
-        layers = node_at(tree, where)
-        if any(path[: len(where)] == where for group in tree._ties for path in group):
-            raise TieError(f"stack_layers: no leaf under {dotted(where)!r} may be tied.", hint="untie it first.")
-        for number in numbers:
-            if str(number) not in layers._data:
-                what = f"stack_layers: {dotted(where)!r} must have the layer {number}."
-                raise error(ValueError, what, expected=f"0 to {len(layers._data) - 1}", got=number)
-            taken.append(layers._data[str(number)])
-    node = node_at(first, where)
-    return with_node(first, where, node._replace({str(i): layer for i, layer in enumerate(taken)}))
+        taken += _take_layers(tree, where, numbers)
+    layers = {str(number): layer for number, layer in enumerate(taken)}
+    return with_node(first, where, node_at(first, where)._replace(layers))
+
+
+def _take_layers(tree: TensorCollection, where: Path, numbers: Iterable[int]) -> list[TensorCollection]:
+    """Return the layers of a model that have these numbers."""
+    layers = node_at(tree, where)
+    for tied in tree._ties:
+        if any(path[: len(where)] == where for path in tied):
+            raise TieError(f"stack_layers: a leaf under {dotted(where)!r} is tied.", hint="untie it first.")
+    taken: list[TensorCollection] = []
+    for number in numbers:
+        if str(number) not in layers._data:
+            what = f"stack_layers: {dotted(where)!r} must have the layer {number}."
+            raise error(ValueError, what, expected=f"0 to {len(layers._data) - 1}", got=number)
+        taken.append(layers._data[str(number)])
+    return taken

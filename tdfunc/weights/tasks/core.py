@@ -53,7 +53,8 @@ def rescale_l1(x: Tensor, masked: Tensor) -> Tensor:
     before = x.abs().reshape(x.shape[0], -1).sum(1)
     after = masked.abs().reshape(x.shape[0], -1).sum(1)
     is_small = (before < 1e-7) | (after < 1e-7)
-    return masked * columns(torch.where(is_small, 1, before / torch.where(is_small, 1, after)), x)
+    factor = torch.where(is_small, 1, before / torch.where(is_small, 1, after))
+    return masked * columns(factor, x)
 
 
 def keep_largest(x: Tensor, density: PerModel, rescale: bool) -> Tensor:
@@ -76,7 +77,8 @@ def keep_middle(x: Tensor, density: PerModel, gamma: PerModel, rescale: bool) ->
     count = (share * n).floor()
     top = (share_of("gamma", gamma, flat) * n).floor()
     first = torch.where(share >= 1, 0, (n - count - top).clamp(min=0))
-    masked = x * keep_ranks(flat, first, first + torch.where(share >= 1, n, count)).reshape(x.shape)
+    last = first + torch.where(share >= 1, n, count)
+    masked = x * keep_ranks(flat, first, last).reshape(x.shape)
     if rescale:
         return rescale_l1(x, masked)
     return masked
@@ -104,15 +106,16 @@ def keep_by_rank(x: Tensor, density: PerModel, epsilon: PerModel, key: KeyLike, 
         rows = x.reshape(x.shape[0], 1, -1)
     n = rows.shape[-1]
     rank = rows.abs().sort(dim=-1, stable=True).indices.argsort(-1).to(torch.float64)
-    # A row of one number has the middle rank.
     if n > 1:
         place = rank / (n - 1)
     else:
+        # A row of one number has the middle rank.
         place = rank + 0.5
     share = columns(share_of("density", density, x).reshape(-1), rows)
     spread = columns(spread_of("epsilon", epsilon, x).reshape(-1), rows)
     spread = torch.minimum(spread, torch.minimum(share, 1 - share))
-    return keep_random(x, (share + spread * (2 * place - 1)).clamp(0, 1).reshape(x.shape), key, rescale)
+    probability = (share + spread * (2 * place - 1)).clamp(0, 1)
+    return keep_random(x, probability.reshape(x.shape), key, rescale)
 
 
 def elect(x: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def sce(base: Tensor, stacked: Tensor, weights: Tensor, *, select_topk: float | 
     share = share_of("select_topk", select_topk, flat)
     n = flat.shape[1]
     count = ((variance != 0).sum() * share).floor()
-    kept = keep_ranks(variance, torch.where(share >= 1, 0, n - count), count.new_tensor(n))
+    first = torch.where(share >= 1, 0, n - count)
+    kept = keep_ranks(variance, first, count.new_tensor(n))
     x = x * kept.reshape(base.shape)
     energy = x.square().reshape(x.shape[0], -1).mean(1)
     total = energy.sum()

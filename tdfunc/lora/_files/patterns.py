@@ -144,7 +144,9 @@ class _Match:
             return places & ~self._where(part, lambda place: self._is_beside(arg, place))
         if name == "AT":
             return places & self._where(part, lambda place: _is_at(arg, self._text, place))
-        return (places & self._where(part, lambda place: _fits(name, arg, self._text[place : place + 1]))) << 1
+        # What is left takes one character.
+        fitting = self._where(part, lambda place: _fits(name, arg, self._text[place : place + 1]))
+        return (places & fitting) << 1
 
     # Any: the parser has no types.
     def _is_beside(self, arg: tuple[int, Any], place: int) -> bool:
@@ -154,12 +156,16 @@ class _Match:
             return bool(self.ends(parts, 1 << place))
         # Its width is fixed.
         width: int = parts.getwidth()[0]
-        return place >= width and bool(self.ends(parts, 1 << (place - width)) >> place & 1)
+        if place < width:
+            return False
+        ends = self.ends(parts, 1 << (place - width))
+        return bool(ends >> place & 1)
 
     def _where(self, part: _Part, test: Callable[[int], bool]) -> int:
         """Return the places that pass the test of a part."""
         if id(part) not in self._fitting:
-            self._fitting[id(part)] = sum(1 << place for place in range(len(self._text) + 1) if test(place))
+            places = [place for place in range(len(self._text) + 1) if test(place)]
+            self._fitting[id(part)] = sum(1 << place for place in places)
         return self._fitting[id(part)]
 
     def _repeat(self, least: int, most: int, parts: Sequence[_Part], places: int) -> int:
@@ -194,8 +200,12 @@ def _fits(name: str, arg: Any, char: str) -> bool:
         return ord(char) != arg
     if name == "ANY":
         return char != "\n"
-    negated = bool(arg) and str(arg[0][0]) == "NEGATE"
-    return negated != any(_in_class(str(op), value, char) for op, value in arg if str(op) != "NEGATE")
+    elements = [(str(op), value) for op, value in arg]
+    is_negated = bool(elements) and elements[0][0] == "NEGATE"
+    if is_negated:
+        elements = elements[1:]
+    is_in = any(_in_class(op, value, char) for op, value in elements)
+    return is_in != is_negated
 
 
 def _in_class(name: str, arg: Any, char: str) -> bool:
@@ -228,11 +238,14 @@ class Names:
         text = ""
         dots: list[int] = []
         for op, arg in parts:
-            if str(op) not in ("LITERAL", "ANY"):
-                return False
-            if str(op) == "ANY":
+            name = str(op)
+            if name == "LITERAL":
+                text += chr(arg)
+            elif name == "ANY":
                 dots.append(len(text))
-            text += chr(arg) if str(op) == "LITERAL" else "."
+                text += "."
+            else:
+                return False
         shapes = self._shapes.setdefault(len(text), {})
         shapes.setdefault(tuple(dots), {}).setdefault(text, (place, value))
         return True
@@ -289,9 +302,10 @@ class Modules:
     def has(self, name: str) -> bool:
         """Return whether a module is one of them, or inside one."""
         keys = name.split(".")
-        stretches = [".".join(keys[i:j]) for i in range(len(keys)) for j in range(i + 1, len(keys) + 1)]
-        if any(self._names.find(each) is not None for each in stretches):
-            return True
+        for start in range(len(keys)):
+            for end in range(start + 1, len(keys) + 1):
+                if self._names.find(".".join(keys[start:end])) is not None:
+                    return True
         return any(pattern.matches(name) for pattern in self._others)
 
 
@@ -327,15 +341,18 @@ class PatternTable:
         """Enter a pattern that is a name; return False if it is another one."""
         if parts is None:
             return False
-        if parts and (str(parts[0][0]), str(parts[0][1])) == ("AT", "AT_BEGINNING"):
+        if parts and str(parts[0][0]) == "AT" and str(parts[0][1]) == "AT_BEGINNING":
             return self._complete.add(parts[1:], place, value)
         return self._ends.add(parts, place, value)
 
     def __getitem__(self, name: str) -> Any:
-        found = [self._complete.find(name), *[self._ends.find(end) for end in ends_of(name)]]
-        known = [each for each in found if each is not None]
-        place, value = min(known, key=operator.itemgetter(0), default=(sys.maxsize, self._default))
-        for other, pattern, its_value in self._others:
-            if other < place and pattern.matches(name):
-                return its_value
+        found = [self._complete.find(name)]
+        found += [self._ends.find(end) for end in ends_of(name)]
+        written_out = [each for each in found if each is not None]
+        place, value = min(written_out, key=operator.itemgetter(0), default=(sys.maxsize, self._default))
+        for pattern_place, pattern, pattern_value in self._others:
+            if pattern_place > place:
+                break
+            if pattern.matches(name):
+                return pattern_value
         return value

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tdfunc.core.errors import UnsupportedError, damaged
-from tdfunc.lora._patterns import Ends, Modules, Pattern, PatternTable
+from tdfunc.core.errors import UnsupportedError, brief, damaged
+from tdfunc.lora._files.patterns import Ends, Modules, Pattern, PatternTable
 
 # Entries that do not change the numbers of a saved adapter: its origin, its training, and the start of its training.
 _WITHOUT_EFFECT = {
@@ -66,14 +66,16 @@ class Targets:
         """Return the number of the block of a layer: the first number that follows the name of a list of blocks."""
         keys = name.split(".")
         for place in range(1, len(keys) - 1):
-            if not keys[place].isdecimal():
-                continue
-            lists = [".".join(keys[start:place]) for start in range(place)]
-            if not self.layers_pattern and place > 1:
-                return int(keys[place])
-            if any(pattern.matches(each) for pattern in self.layers_pattern for each in lists):
+            if keys[place].isdecimal() and self._is_list(keys[:place]):
                 return int(keys[place])
         return None
+
+    def _is_list(self, keys: Sequence[str]) -> bool:
+        """Return whether the keys before a number are the name of a list of blocks."""
+        if not self.layers_pattern:
+            return len(keys) > 1
+        ends = [".".join(keys[start:]) for start in range(len(keys))]
+        return any(pattern.matches(end) for pattern in self.layers_pattern for end in ends)
 
 
 def _chooses(choice: Ends | Pattern, name: str) -> bool:
@@ -140,12 +142,16 @@ def read_config(entries: Mapping[str, Any]) -> Config:
     """
     reader = _Reader(entries)
     if entries.get("peft_type") != "LORA":
-        raise UnsupportedError("lora.load: the adapter must be LoRA.", got=f"peft_type {entries.get('peft_type')!r}")
+        raise UnsupportedError("lora.load: the adapter is not LoRA.", got=f"peft_type {entries.get('peft_type')!r}")
     reader.check_start()
     modules_to_save = reader.names("modules_to_save")
+    default_rank = reader.rank("r", 8)
+    ranks = reader.table("rank_pattern", default_rank, _is_rank)
+    default_alpha = reader.number("lora_alpha", 8)
+    alphas = reader.table("alpha_pattern", default_alpha, _is_number)
     config = Config(
-        ranks=reader.table("rank_pattern", reader.rank("r", 8), _is_rank),
-        alphas=reader.table("alpha_pattern", reader.number("lora_alpha", 8), _is_number),
+        ranks=ranks,
+        alphas=alphas,
         rslora=reader.flag("use_rslora"),
         dora=reader.flag("use_dora"),
         bias=reader.flag("lora_bias"),
@@ -154,28 +160,29 @@ def read_config(entries: Mapping[str, Any]) -> Config:
         trained_biases=reader.biases(),
         modules_to_save=modules_to_save,
         version=_version_of(entries.get("peft_version")),
-        targets=Targets(
-            modules=reader.modules(),
-            excluded=reader.choice("exclude_modules") or Ends(),
-            layers=reader.layers(),
-            layers_pattern=tuple(
-                [Pattern(text, "'layers_pattern'") for text in reader.names("layers_pattern", single=True)]
-            ),
-            saved=Modules(modules_to_save, "'modules_to_save'"),
-            parameters=Ends(reader.names("target_parameters")),
-        ),
+        targets=_read_targets(reader, modules_to_save),
     )
     reader.check_rest()
     return config
 
 
+def _read_targets(reader: "_Reader", modules_to_save: Sequence[str]) -> Targets:
+    modules = reader.modules()
+    excluded = reader.choice("exclude_modules") or Ends()
+    layers = reader.layers()
+    layers_pattern = [Pattern(text, "'layers_pattern'") for text in reader.names("layers_pattern", single=True)]
+    saved = Modules(modules_to_save, "'modules_to_save'")
+    parameters = Ends(reader.names("target_parameters"))
+    return Targets(modules, excluded, layers, tuple(layers_pattern), saved, parameters)
+
+
 def _version_of(given: object) -> tuple[int, int] | None:
-    match = None
-    if isinstance(given, str):
-        match = re.match(r"(\d{1,9})\.(\d{1,9})", given)
-    if match is not None:
-        return (int(match[1]), int(match[2]))
-    return None
+    if not isinstance(given, str):
+        return None
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", given)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])
 
 
 def _is_rank(value: object) -> bool:
@@ -186,6 +193,10 @@ def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < 1e300 and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_text(value: object) -> bool:
@@ -207,10 +218,11 @@ class _Reader:
         return UnsupportedError(
             f"lora.load: the value of {name!r} in the configuration is not usable.",
             expected=expected,
-            got=f"{name}={_short(self._entries.get(name))}",
+            got=f"{name}={brief(self._entries.get(name))}",
         )
 
     def _typed(self, name: str, default: Any, test: Callable[[object], bool], expected: str) -> Any:
+        """Return an entry that passes a test; without the entry the default."""
         value = self._get(name)
         if name not in self._entries:
             return default
@@ -269,7 +281,7 @@ class _Reader:
         if given is None or given == []:
             return None
         numbers = given if isinstance(given, list) else [given]  # pyright: ignore[reportUnknownVariableType]
-        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):  # pyright: ignore[reportUnknownVariableType]
+        if not all(map(_is_whole, numbers)):  # pyright: ignore[reportUnknownArgumentType]
             raise self._refusal("layers_to_transform", "a whole number or a list of them")
         return tuple(numbers)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
@@ -285,26 +297,19 @@ class _Reader:
             start = self._get("init_lora_weights")
         if str(start).lower() not in _PLAIN_STARTS:
             raise UnsupportedError(
-                f"lora.load: the start {_short(start)} changes the base in a way that the file does not contain.",
+                f"lora.load: the start {brief(start)} changes the base in a way that the file does not contain.",
                 expected="a start that does not change the base",
-                got=f"init_lora_weights={_short(start)}",
+                got=f"init_lora_weights={brief(start)}",
                 hint="peft writes plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
             )
 
     def check_rest(self) -> None:
         """Raise if an entry that was not read has a value."""
         for name, value in self._entries.items():
-            if name not in self._read and name not in _WITHOUT_EFFECT and value:
+            is_understood = name in self._read or name in _WITHOUT_EFFECT
+            if value and not is_understood:
                 raise UnsupportedError(
-                    f"lora.load: the configuration must not have {_short(name)}.",
+                    f"lora.load: the entry {brief(name)} of the configuration is not supported.",
                     expected="LoRA, rsLoRA or DoRA",
-                    got=f"{name[:80]}={_short(value)}",
+                    got=f"{name[:80]}={brief(value)}",
                 )
-
-
-def _short(value: object) -> str:
-    """Return a value as messages show it."""
-    text = repr(value)
-    if len(text) <= 80:
-        return text
-    return f"{text[:80]}..."

@@ -10,23 +10,21 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 from statistics import mode
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
-from tdfunc.core.keys import dotted
+from tdfunc.core.keys import Entry, dotted
 from tdfunc.core.types import Kind, Path
-from tdfunc.lora._config import read_config
-from tdfunc.lora._patterns import Ends
+from tdfunc.lora._choice import Choice
+from tdfunc.lora._files.config import read_config
+from tdfunc.lora._files.patterns import Ends
 from tdfunc.lora._targets import Layout, Target
 from tdfunc.ops.base.reading import entries
 
-if TYPE_CHECKING:
-    from tdfunc.core.keys import Entry
-    from tdfunc.lora._lora import Lora
-
+N = TypeVar("N", int, float)
 # The version whose layout of experts is written.
 VERSION = "0.21.2"
 
@@ -40,7 +38,7 @@ def no_peft(path: Path, what: str) -> UnsupportedError:
     )
 
 
-def check_target(target: Target, lora: "Lora", module: nn.Module) -> None:
+def check_target(target: Target, lora: Choice, module: nn.Module) -> None:
     """Raise unless PEFT has such an adapter for a weight.
 
     Raises:
@@ -61,45 +59,44 @@ def check_target(target: Target, lora: "Lora", module: nn.Module) -> None:
             raise no_peft(each, "a table with max_norm, which PEFT applies to the factors")
 
 
-def write_parts(target: Target, path: Path, parts: Mapping[str, Tensor], outer: int) -> dict[str, Tensor]:
+def write_parts(target: Target, path: Path, parts: Mapping[str, Tensor], later: int) -> dict[str, Tensor]:
     """Return the leaves of PEFT for the layer at `path`, which is one of the layers of a target.
 
     Args:
         target: The weight.
         path: The path of the weight in this layer.
         parts: The leaves of its adapter, without a start.
-        outer: The number of later parameters of its module that have adapters.
+        later: The number of later parameters of its module that have adapters.
     """
     a = parts["A"]
     b = parts["B"]
     layout = target.layout
-    is_table = layout is Layout.EMBEDDING and path == target.path
-    if layout.has_output_last and layout is not Layout.EMBEDDING:
-        a, b = b.mT, a.mT
-    if layout.is_experts:
-        name = ".".join([*path[:-1], *["base_layer"] * outer])
-        a = a.flatten(0, 1)
-        b = b.permute(1, 2, 0).flatten(1)
+    name = ".".join([*path[:-1], *["base_layer"] * later])
+    if layout is Layout.EMBEDDING and path == target.path:
+        written = {f"{name}.lora_embedding_A": b.mT, f"{name}.lora_embedding_B": a.mT}
     else:
-        name = dotted(path[:-1])
-        if layout is Layout.CONV:
+        # Of a table that is tied to a linear layer, this layer has the orientation of the table.
+        if layout.has_output_last and layout is not Layout.EMBEDDING:
+            a, b = b.mT, a.mT
+        if layout.is_experts:
+            a = a.flatten(0, 1)
+            b = b.permute(1, 2, 0).flatten(1)
+        elif layout is Layout.CONV:
             b = b.reshape(*b.shape, *[1] * (target.leaf.ndim - 2))
-    own = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
-    if is_table:
-        own = {f"{name}.lora_embedding_A": b.mT, f"{name}.lora_embedding_B": a.mT}
+        written = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
     if "magnitude" in parts:
         magnitude = parts["magnitude"]
         if layout is Layout.CONV:
-            shaped = magnitude.transpose(0, 1)
+            magnitude = magnitude.transpose(0, 1)
         else:
-            shaped = magnitude.flatten()
-        own[f"{name}.lora_magnitude_vector"] = shaped
+            magnitude = magnitude.flatten()
+        written[f"{name}.lora_magnitude_vector"] = magnitude
     if "bias" in parts:
-        own[f"{name}.lora_B.bias"] = parts["bias"]
-    return own
+        written[f"{name}.lora_B.bias"] = parts["bias"]
+    return written
 
 
-class Written(NamedTuple):
+class Layers(NamedTuple):
     """The adapted layers of a folder.
 
     Attributes:
@@ -115,34 +112,57 @@ class Written(NamedTuple):
     alphas: dict[str, float]
 
 
-def add_names(written: Written, target: Target, rank: int, *, rslora: bool) -> None:
-    """Record the layers of a weight."""
-    alpha = float(target.scale) * (math.sqrt(rank) if rslora else rank)
-    # Some servers take whole numbers only.
-    if math.isclose(alpha, round(alpha)):
-        alpha = round(alpha)
-    for path in target.paths:
-        is_parameter = target.layout.is_experts
-        name = dotted(path if is_parameter else path[:-1])
-        (written.parameters if is_parameter else written.modules).add(name)
-        written.ranks[name] = rank
-        written.alphas[name] = alpha
+def list_layers(lora: Choice, targets: Sequence[Target]) -> Layers:
+    """Return the layers of all weights, with the rank and alpha of the adapters that are written."""
+    layers = Layers(set(), set(), {}, {})
+    for target in targets:
+        rank = target.rank
+        if lora.start != "kaiming":
+            # The start is subtracted as additional ranks.
+            rank = 2 * rank
+        alpha = float(target.scale) * (math.sqrt(rank) if lora.rslora else rank)
+        # Some servers take whole numbers only.
+        if math.isclose(alpha, round(alpha)):
+            alpha = round(alpha)
+        for path in target.paths:
+            if target.layout.is_experts:
+                name = dotted(path)
+                layers.parameters.add(name)
+            else:
+                name = dotted(path[:-1])
+                layers.modules.add(name)
+            layers.ranks[name] = rank
+            layers.alphas[name] = alpha
+    return layers
+
+
+class Whole(NamedTuple):
+    """The leaves of a folder that are trained whole.
+
+    Attributes:
+        names: The name of each, by its path.
+        bias: PEFT's option for biases.
+        modules: PEFT's modules to save.
+    """
+
+    names: dict[Path, str]
+    bias: str
+    modules: list[str]
 
 
 def config_of(
-    lora: "Lora", targets: Sequence[Target], written: Written, module: nn.Module, bias: str, saved: list[str]
+    lora: Choice, targets: Sequence[Target], layers: Layers, module: nn.Module, whole: Whole
 ) -> dict[str, Any]:
     """Return the entries of the configuration.
 
     Raises:
         UnsupportedError: No configuration selects exactly these layers.
     """
-    rank = 1
-    if written.ranks:
-        rank = mode(written.ranks.values())
-    alpha = 1.0
-    if written.alphas:
-        alpha = mode(written.alphas.values())
+    rank, rank_pattern = _most_frequent(layers.ranks, 1)
+    alpha, alpha_pattern = _most_frequent(layers.alphas, 1.0)
+    is_transposed = any(target.layout is Layout.TRANSPOSED for target in targets)
+    is_tied = any(len(target.paths) > 1 for target in targets)
+    model_config = getattr(module, "config", None)
     config = {
         "peft_type": "LORA",
         "peft_version": VERSION,
@@ -151,24 +171,32 @@ def config_of(
         "init_lora_weights": True,
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": {_pattern(name): value for name, value in written.ranks.items() if value != rank},
-        "alpha_pattern": {_pattern(name): value for name, value in written.alphas.items() if value != alpha},
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
         "lora_dropout": lora.dropout,
         "lora_bias": lora.bias,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "bias": bias,
-        "modules_to_save": saved or None,
-        "fan_in_fan_out": any(target.layout is Layout.TRANSPOSED for target in targets),
-        "ensure_weight_tying": any(len(target.paths) > 1 for target in targets),
-        "base_model_name_or_path": getattr(getattr(module, "config", None), "_name_or_path", None),
+        "bias": whole.bias,
+        "modules_to_save": whole.modules or None,
+        "fan_in_fan_out": is_transposed,
+        "ensure_weight_tying": is_tied,
+        "base_model_name_or_path": getattr(model_config, "_name_or_path", None),
     }
     # Containers count: PEFT refuses a name that one of them has.
     modules = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-    config["target_modules"] = _target_modules(written.modules, modules, config)
+    config["target_modules"] = _target_modules(layers.modules, modules, config)
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    config["target_parameters"] = _target_parameters(written.parameters, parameters)
+    config["target_parameters"] = _target_parameters(layers.parameters, parameters)
     return config
+
+
+def _most_frequent(values: Mapping[str, N], default: N) -> tuple[N, dict[str, N]]:
+    """Return the most frequent of some values by name, and the other values by a pattern for each name."""
+    if not values:
+        return default, {}
+    most_frequent = mode(values.values())
+    return most_frequent, {_pattern(name): value for name, value in values.items() if value != most_frequent}
 
 
 def _pattern(name: str) -> str:
@@ -183,11 +211,14 @@ def _target_modules(chosen: set[str], modules: Sequence[str], config: Mapping[st
         UnsupportedError: There are none, because a name in `modules_to_save` is also part of an adapted layer's.
     """
     pattern = "|".join(map(re.escape, sorted(chosen)))
+    targets = None
     for candidate in (short_names(chosen, modules), pattern):
         targets = read_config(dict(config, target_modules=candidate)).targets
-        if {name for name in modules if targets.has_module(name)} == chosen:
+        selected = {name for name in modules if targets.has_module(name)}
+        if selected == chosen:
             return candidate
-    targets = read_config(dict(config, target_modules=pattern)).targets
+    assert targets is not None
+    # The pattern, which was tried last, selects no other modules.
     lost = min(name for name in chosen if not targets.has_module(name))
     raise no_peft((*lost.split("."), "weight"), f"a layer that modules_to_save={config['modules_to_save']} excludes")
 
@@ -212,44 +243,24 @@ def short_names(chosen: Iterable[str], everything: Sequence[str]) -> list[str]:
     every = sorted(everything)
     for count in (1, 2, 3):
         ends = Ends([".".join(name.split(".")[-count:]) for name in chosen])
-        if [name for name in every if ends.has(name)] == chosen:
+        selected = [name for name in every if ends.has(name)]
+        if selected == chosen:
             return sorted(ends.ends)
     return chosen
 
 
-class Whole(NamedTuple):
-    """The leaves of a folder that are trained whole.
-
-    Attributes:
-        names: The name of each, by its path.
-        bias: PEFT's option for biases.
-        modules: PEFT's modules to save.
-    """
-
-    names: dict[Path, str]
-    bias: str
-    modules: list[str]
-
-
-def whole_modules(whole: "Sequence[Entry]", adapted: set[str], base: TensorCollection, module: nn.Module) -> Whole:
+def whole_modules(whole: Sequence[Entry], adapted: set[str], base: TensorCollection, module: nn.Module) -> Whole:
     """Return the names of leaves that are replaced, and PEFT's options for them.
 
     Raises:
         UnsupportedError: The leaves are neither complete modules nor all biases, or PEFT saves more of a module.
     """
-    paths = {entry.paths[0] for entry in whole}
     for entry in whole:
         if len(entry.paths) > 1:
             raise no_peft(entry.paths[0], "a tied weight that is trained whole")
-    biases = {e.paths[0] for e in entries(base) if e.paths[0][-1] == "bias" and e.kind is Kind.PARAMETER}
-    of_adapted = {path for path in biases if dotted(path[:-1]) in adapted}
-    bias = "none"
-    taken = set[Path]()
-    for option, group in (("all", biases), ("lora_only", of_adapted)):
-        if group and group <= paths and bias == "none":
-            bias = option
-            taken = group
-    modules = _outermost({dotted(path[:-1]) for path in paths - taken})
+    paths = {entry.paths[0] for entry in whole}
+    option, biases = _bias_option(paths, adapted, base)
+    modules = _outermost({dotted(path[:-1]) for path in paths - biases})
     if modules:
         saved = _Saved(module, set(map(dotted, paths)), adapted)
         for name in modules:
@@ -257,17 +268,37 @@ def whole_modules(whole: "Sequence[Entry]", adapted: set[str], base: TensorColle
     names: dict[Path, str] = {}
     for path in paths:
         layer = dotted(path[:-1])
-        is_wrapped = path in taken and layer in adapted
-        if is_wrapped:
+        if path in biases and layer in adapted:
             names[path] = f"{layer}.base_layer.bias"
         else:
             names[path] = dotted(path)
-    return Whole(names, bias, modules)
+    return Whole(names, option, modules)
+
+
+def _bias_option(paths: set[Path], adapted: set[str], base: TensorCollection) -> tuple[str, set[Path]]:
+    """Return PEFT's option for biases, given the leaves that are trained whole, and the biases that it stands for."""
+    biases: set[Path] = set()
+    for entry in entries(base):
+        path = entry.paths[0]
+        if path[-1] == "bias" and entry.kind is Kind.PARAMETER:
+            biases.add(path)
+    if biases and biases <= paths:
+        return "all", biases
+    of_adapted = {path for path in biases if dotted(path[:-1]) in adapted}
+    if of_adapted and of_adapted <= paths:
+        return "lora_only", of_adapted
+    return "none", set()
 
 
 def _outermost(names: set[str]) -> list[str]:
     """Return the names of modules that are not inside another one of them."""
-    return sorted(name for name in names if names.isdisjoint(accumulate(name.split(".")[:-1], "{}.{}".format)))
+    outermost: list[str] = []
+    for name in sorted(names):
+        # "a.b.c" is inside "a" and "a.b".
+        parents = accumulate(name.split(".")[:-1], "{}.{}".format)
+        if names.isdisjoint(parents):
+            outermost.append(name)
+    return outermost
 
 
 class _Saved:
@@ -288,11 +319,13 @@ class _Saved:
             other = next((each for each in alike if each != name), "the model itself")
             raise no_peft(key, f"a module whose name is also the end of {other!r}")
         own = self._module.get_submodule(name)
-        if any(f"{name}.{leaf}" not in self._leaves for leaf, _ in own.named_parameters()):
+        parameters = {f"{name}.{leaf}" for leaf, _ in own.named_parameters()}
+        if not parameters <= self._leaves:
             raise no_peft(key, "a module of which some leaves are trained whole")
         if any(_beginning(self._adapted, f"{name}.")):
             raise no_peft(key, "a module of which some leaves are trained whole, and others have adapters")
-        if any(leaf in own.state_dict() for leaf, _ in own.named_buffers()):
+        buffers = [leaf for leaf, _ in own.named_buffers()]
+        if not own.state_dict().keys().isdisjoint(buffers):
             raise no_peft(key, "a module with buffers, which PEFT saves with it")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError
-from tdfunc.lora._config import Config
+from tdfunc.lora._files.config import Config
 from tdfunc.ops.base.reading import entries
 
 _PARTS = {
@@ -43,19 +43,10 @@ def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[di
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for name, tensor in tensors.items():
-        words, _, last = name.partition(".")
-        # The first words name the model: lora_unet, lora_te1.
-        found = modules.get(re.sub(r"^lora_[a-z0-9]+_", "", words), [])
-        if last not in _PARTS or len(found) != 1:
-            raise UnsupportedError(
-                f"lora.load: the leaf {name!r} must belong to one module of the base.",
-                expected="<model>_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha or .dora_scale",
-                got=f"{len(found)} modules of that name, and the part {last!r}",
-                hint="prefix= takes the leaves of one model out of a file of several: prefix='lora_unet_'.",
-            )
-        module = found[0]
-        part = _PARTS[last]
-        if f"{module.name}.{part}" in renamed or (part == "alpha" and module.name in alphas):
+        module, part = _find_module(name, modules)
+        peft_name = f"{module.name}.{part}"
+        is_second = module.name in alphas if part == "alpha" else peft_name in renamed
+        if is_second:
             raise UnsupportedError(
                 f"lora.load: two adapters of the file belong to the module {module.name!r}.",
                 got=f"{name!r} is the second",
@@ -68,15 +59,30 @@ def as_peft(tensors: Mapping[str, Tensor], params: TensorCollection) -> tuple[di
             _check_scales(name, tensor, module)
         if part == "lora_A.weight":
             ranks[module.name] = tensor.shape[0]
-        renamed[f"{module.name}.{part}"] = tensor
-    for module in alphas:
-        if module not in ranks:
+        renamed[peft_name] = tensor
+    for name in alphas:
+        if name not in ranks:
             raise LeafMismatchError(
-                f"lora.load: the module {module!r} has an alpha, and no factors.",
+                f"lora.load: the module {name!r} has an alpha, and no factors.",
                 expected="lora_down.weight and lora_up.weight beside each alpha",
             )
     # Without an alpha the scale is 1.
     return renamed, Config(ranks=ranks, alphas=ranks | alphas)
+
+
+def _find_module(name: str, modules: Mapping[str, list[_Module]]) -> tuple[_Module, str]:
+    """Return the module that a leaf of the file belongs to, and PEFT's name of its part."""
+    words, _, last = name.partition(".")
+    # The first words name the model: lora_unet, lora_te1.
+    found = modules.get(re.sub(r"^lora_[a-z0-9]+_", "", words), [])
+    if last not in _PARTS or len(found) != 1:
+        raise UnsupportedError(
+            f"lora.load: the leaf {name!r} does not belong to exactly one module of the base.",
+            expected="<model>_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha or .dora_scale",
+            got=f"{len(found)} modules of that name, and the part {last!r}",
+            hint="prefix= takes the leaves of one model out of a file of several: prefix='lora_unet_'.",
+        )
+    return found[0], _PARTS[last]
 
 
 def _modules_of(params: TensorCollection) -> dict[str, list[_Module]]:
@@ -85,7 +91,8 @@ def _modules_of(params: TensorCollection) -> dict[str, list[_Module]]:
     for entry in entries(params):
         for path in entry.paths:
             if path[-1] == "weight":
-                module = _Module(".".join(path[:-1]), entry.leaf.shape[0] if entry.leaf.ndim else 0)
+                outputs = entry.leaf.shape[0] if entry.leaf.ndim else 0
+                module = _Module(".".join(path[:-1]), outputs)
                 modules.setdefault("_".join(path[:-1]), []).append(module)
     return modules
 
@@ -103,7 +110,7 @@ def _check_scales(name: str, tensor: Tensor, module: _Module) -> None:
     """Raise unless the magnitudes are those of the outputs."""
     if tensor.ndim == 0 or tensor.shape[0] != module.outputs:
         raise UnsupportedError(
-            f"lora.load: the scales {name!r} must belong to the outputs.",
+            f"lora.load: the scales {name!r} do not belong to the outputs.",
             expected=f"{module.outputs} scales, in the first dimension",
             got=f"shape {tuple(tensor.shape)}, which scales the inputs",
         )

@@ -1,0 +1,1 @@
+"""The files of adapters: PEFT's folders, which are read and written, and Kohya's files, which are read."""
