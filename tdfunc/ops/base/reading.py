@@ -91,12 +91,13 @@ def check_same_keys(tree: TensorCollection, call: str) -> None:
     if tree._is_lazy:
         trees: list[Any] = list(tree._data.values())
         keys = [set(each._keys()) for each in trees]
-        some = set[str]().union(*keys) - set[str].intersection(*keys)
-        if some:
+        only_some = set[str]().union(*keys) - set[str].intersection(*keys)
+        if only_some:
+            key = min(only_some)
             raise TreeStructureError(
-                f"{call}: the key {min(some)!r} is not in all trees of its lazy stack.",
+                f"{call}: the key {key!r} is not in all trees of its lazy stack.",
                 expected="keys that all have",
-                got=f"it is in trees {[i for i, each in enumerate(keys) if min(some) in each]}",
+                got=f"it is in trees {[i for i, each in enumerate(keys) if key in each]}",
                 hint="select() the keys that all have, set() the others, or do it to each of lazy.trees.",
             )
         nodes += trees

@@ -144,15 +144,17 @@ def _leaves_of_both(
     """Return the leaves of both trees by path; raise unless the first has those of the second (and the same ones)."""
     mine = dict(iter_leaves(tree))
     theirs = dict(iter_leaves(given))
-    if theirs.keys() - mine.keys() or (complete and mine.keys() != theirs.keys()):
+    unknown = theirs.keys() - mine.keys()
+    if unknown or (complete and mine.keys() != theirs.keys()):
         check_kinds(call, tree, given)
+        hint = None
+        if call.startswith("at"):
+            hint = "a key cannot be added while writing rows: create all keys first, tree.new_zeros([N])."
         raise MissingKeyError(
             f"{call}: the trees have different keys{_NOTHING}.",
             expected=f"{sorted(map(dotted, mine))}",
             got=f"{sorted(map(dotted, theirs))}",
-            hint="a key cannot be added while writing rows: create all keys first, tree.new_zeros([N])."
-            if call.startswith("at")
-            else None,
+            hint=hint,
         )
     return mine, theirs
 
@@ -176,7 +178,18 @@ def _write(
                 got=f"shape {list(value.shape)}",
             )
         check_dtype(value, leaf, where)
-    # A tensor at several paths, tied or not, is given one value.
+    _check_one_value(leaves, values)
+    places = Places(leaves.values())
+    changed = {path: value for path, value in values.items() if value is not leaves[path]}
+    # Values in memory that is written to are copied first, as when leaves are swapped.
+    apart = {path: value.clone() if places.holds(value) else value for path, value in changed.items()}
+    with torch.no_grad():
+        for path, value in apart.items():
+            write(leaves[path], value)
+
+
+def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
+    """Raise unless a tensor at several paths, tied or not, is given one value."""
     first: dict[int, Path] = {}
     for path, value in values.items():
         other = first.setdefault(id(leaves[path]), path)
@@ -186,13 +199,6 @@ def _write(
                 f"the tied paths {both} are given different values{_NOTHING}.",
                 expected="one value for the one tensor at both",
             )
-    places = Places(leaves.values())
-    changed = {path: value for path, value in values.items() if value is not leaves[path]}
-    # Values in memory that is written to are copied first, as when leaves are swapped.
-    apart = {path: value.clone() if places.holds(value) else value for path, value in changed.items()}
-    with torch.no_grad():
-        for path, value in apart.items():
-            write(leaves[path], value)
 
 
 def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> None:
