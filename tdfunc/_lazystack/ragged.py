@@ -243,9 +243,10 @@ def _only_place(leaves: Sequence[Tensor], ragged: Sequence[int], only: int, at: 
     ndim = leaves[0].dim()
     place = only % ndim + 1 if -ndim <= only < ndim else 0
     if any(other != place for other in ragged):
+        shapes = [list(leaf.shape) for leaf in leaves]
         raise LeafMismatchError(
             f"pad_sequence: leaf {dotted(at)!r} must differ in dimension {only} only.",
-            got=f"shapes {[list(leaf.shape) for leaf in leaves]}",
+            got=f"shapes {shapes}",
             hint="lazy_stack(trees).pad() pads all dimensions.",
         )
     return place

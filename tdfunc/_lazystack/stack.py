@@ -185,12 +185,13 @@ class LazyStack(TreeMethods):
                     [ 0,  1,  2]]), tensor([[False, False,  True],
                     [ True,  True,  True]]))
         """
-        padded = pad_trees(self._trees, self._dim, value, side, return_mask)
+        whole, masks = pad_trees(self._trees, self._dim, value, side, return_mask)
         if self._names is not None:
-            padded = tuple([tree if tree is None else tree.with_names(self._names) for tree in padded])
+            whole = whole.with_names(self._names)
+            masks = None if masks is None else masks.with_names(self._names)
         if return_mask:
-            return padded
-        return padded[0]
+            return whole, masks
+        return whole
 
     def nested(self, layout: torch.layout = torch.jagged) -> Any:
         """Return one tree of nested tensors, with batch size [number of trees].
@@ -362,8 +363,11 @@ class LazyStack(TreeMethods):
         count = len(self._data)
         if isinstance(value, Mapping):
             entries = cast("Mapping[Any, Any]", value)
-            parts = {key: self._cut(part) for key, part in entries.items()}
-            return [{key: part[i] for key, part in parts.items()} for i in range(count)]
+            cut: list[dict[Any, Any]] = [{} for _ in range(count)]
+            for key, entry in entries.items():
+                for own, part in zip(cut, self._cut(entry), strict=True):
+                    own[key] = part
+            return cut
         if isinstance(value, _Values):
             value = value.nodes
         if isinstance(value, (list, tuple)):
@@ -553,8 +557,14 @@ def _define_for(cls: Any) -> None:
     with _DEFINING:
         if _kept(cls).made is not None:
             return
-        namespace = {"__slots__": (), "__module__": cls.__module__, "_stacked": cls, "__doc__": LazyStack.__doc__}
-        namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
+        name = f"LazyStack[{cls.__name__}]"
+        namespace = {
+            "__slots__": (),
+            "__module__": cls.__module__,
+            "__qualname__": name,
+            "__doc__": LazyStack.__doc__,
+            "_stacked": cls,
+        }
         made = type(cls)(name, (LazyStack, cls), namespace)
         # Not in the namespace, where it would replace the constructor of the fields.
         made.__new__ = LazyStack.__new__

@@ -262,7 +262,8 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     found = [name for name, sub in module.named_modules(remove_duplicate=False) if isinstance(sub, types)]
     # The module itself has the name "", and the path of no parts.
     owners = {tuple(name.split(".")) if name else () for name in found}
-    text = f"of_type({', '.join(t.__name__ for t in types)})"
+    names = ", ".join([kind.__name__ for kind in types])
+    text = f"of_type({names})"
     if not owners:
         kinds = sorted({type(sub).__name__ for sub in module.modules()})
         raise FilterError(
@@ -326,12 +327,17 @@ def _places_of(parts: Sequence[Filter], entries: Sequence[Entry]) -> Iterator[Se
         yield table[name]
 
 
+def _by_path(test: Callable[[Path], object], entries: Sequence[Entry]) -> list[bool]:
+    """Return for each leaf True if one of its paths passes a test."""
+    return [any(map(test, entry.paths)) for entry in entries]
+
+
 def _owned(owners: set[Path], entries: Sequence[Entry]) -> list[bool]:
-    return [any(path[:-1] in owners for path in e.paths) for e in entries]
+    return _by_path(lambda path: path[:-1] in owners, entries)
 
 
 def _listed(names: frozenset[str], text: str, entries: Sequence[Entry]) -> list[bool]:
-    found = [any(dotted(path) in names for path in e.paths) for e in entries]
+    found = _by_path(lambda path: dotted(path) in names, entries)
     if not any(found):
         raise FilterError(f"Filter: {text} matches no leaf.", got=f"{len(entries)} leaves")
     return found
@@ -344,7 +350,10 @@ def _having(field: str, value: object, entries: Sequence[Entry]) -> list[bool]:
 
 
 def _wanted(predicate: Callable[..., object], entries: Sequence[Entry]) -> list[bool]:
-    return [any(bool(predicate(p, e.leaf)) for p in e.paths) for e in entries]
+    found: list[bool] = []
+    for paths, leaf, _ in entries:
+        found.append(any(bool(predicate(path, leaf)) for path in paths))
+    return found
 
 
 def _joined(left: Filter, right: Filter, rule: Callable[..., list[bool]], symbol: str) -> Filter:
@@ -368,14 +377,14 @@ def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filte
 
 
 def _matching(regex: re.Pattern[str], text: str, entries: Sequence[Entry]) -> list[bool]:
-    found = [any(regex.fullmatch(dotted(path)) for path in e.paths) for e in entries]
+    found = _by_path(lambda path: regex.fullmatch(dotted(path)), entries)
     if not any(found):
         raise _no_match(text, entries)
     return found
 
 
 def _named(name: str, entries: Sequence[Entry]) -> list[bool]:
-    found = [any(dotted(path) == name for path in e.paths) for e in entries]
+    found = _by_path(lambda path: dotted(path) == name, entries)
     if not any(found):
         raise _no_match(repr(name), entries)
     return found

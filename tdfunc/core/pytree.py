@@ -136,6 +136,7 @@ def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
     elif size != old:
         children = tuple([_follow(child, old, size) for child in children])
     elif not cls._is_lazy and any([type(c) is not Tensor for c in children]):
+        # Of the same size: only a child that has none yet takes it.
         children = tuple([_follow(c, old, size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children])
     data = dict(zip(context.keys, children, strict=True))
     if context.order is not context.keys:

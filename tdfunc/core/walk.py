@@ -43,8 +43,12 @@ def _extend(tree: TensorCollection, leaves: list[Any]) -> None:
 
 def list_paths(tree: TensorCollection) -> list[Path]:
     """Return the path of each leaf, in the order of `list_leaves`."""
-    found = torch_pytree.tree_flatten_with_path(tree)[0]
-    return [tuple([str(getattr(entry, "key", entry)) for entry in entries]) for entries, _ in found]
+    found, _ = torch_pytree.tree_flatten_with_path(tree)
+    return [tuple(map(_key_of, entries)) for entries, _ in found]
+
+
+def _key_of(entry: Any) -> str:
+    return str(getattr(entry, "key", entry))
 
 
 def rebuild(tree: T, leaves: Sequence[Any]) -> T:
@@ -167,10 +171,7 @@ def refill(tree: T, leaves: Iterator[Any], op: LeafOp | None = None) -> T:
     names: Names | None = tree._names
     if op is not None and op.size is not None:
         size = op.size(size)
-        if names is not None and op.names is not None:
-            names = op.names(names)
-        else:
-            names = None
+        names = None if names is None or op.names is None else op.names(names)
     return tree._make(data, size, tree._device, names, tree._static)
 
 

@@ -136,7 +136,8 @@ def _deviation(name: str) -> Handler:
         correction: Any = None,
     ) -> Any:
         if isinstance(dim, bool):
-            dim, unbiased = None, dim
+            unbiased = dim
+            dim = None
         if correction is None:
             correction = int(unbiased)
         return reduce(input, name, dim, keepdim, None, correction=correction)

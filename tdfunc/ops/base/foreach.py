@@ -264,14 +264,18 @@ def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor
                 hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
             )
     # With all batch dimensions of the tree; an operand without any stays as it is.
-    leads = tuple([x.reshape((1,) * (n - x.dim()) + x.shape) if 0 < x.dim() < n else x for x in others])
+    leads: list[Tensor] = []
+    for other in others:
+        if 0 < other.dim() < n:
+            other = other.reshape((1,) * (n - other.dim()) + other.shape)
+        leads.append(other)
 
     def bind(*leads: Tensor) -> LeafFn:
         # A 0-d operand stays one (it does not promote); a part without batch dimensions of one that has them does not.
         operands = [broadcaster(lead, at_least=other.dim() > 0) for lead, other in zip(leads, others, strict=True)]
         return lambda x, *rest: fn(x, *[operand(x.dim()) for operand in operands], *rest)
 
-    return LeafOp(name, bind(*leads), args=leads, bind=bind)
+    return LeafOp(name, bind(*leads), args=tuple(leads), bind=bind)
 
 
 def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]:

@@ -1,6 +1,6 @@
 """Reading a tree: nodes by path, keys, values, leaves, and the entries that filters are given."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
 from tdfunc.core.collection import PLAIN, TensorCollection, check_one_shape, leaf_items, leaf_paths
@@ -170,8 +170,10 @@ class KeysView(Set[Any]):
         return set(it)
 
     def __iter__(self) -> Iterator[Any]:
-        paths = (path for path, _ in iter_items(self._tree, self._nested, self._leaves_only))
-        return (path[0] if len(path) == 1 else path for path in (sorted(paths) if self._sort else paths))
+        paths: Iterable[Path] = (path for path, _ in iter_items(self._tree, self._nested, self._leaves_only))
+        if self._sort:
+            paths = sorted(paths)
+        return (path[0] if len(path) == 1 else path for path in paths)
 
     def __len__(self) -> int:
         return sum(1 for _ in iter_items(self._tree, self._nested, self._leaves_only))
@@ -239,7 +241,7 @@ class ReadMethods(TensorCollection):
 
     def ties(self) -> list[list[str]]:
         """Return the groups of dotted paths that hold one tensor."""
-        return [[dotted(path) for path in group] for group in self._ties]
+        return [list(map(dotted, group)) for group in self._ties]
 
     def kind(self, key: NestedKey) -> Kind | None:
         """Return the kind of a leaf in the module it came from, or None.

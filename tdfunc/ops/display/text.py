@@ -56,7 +56,9 @@ def printable(text: str, limit: int | None = 120) -> str:
 def count_text(n: int, word: str) -> str:
     """Return `1 leaf`, `2 leaves`."""
     plural = {"leaf": "leaves", "entry": "entries"}.get(word, f"{word}s")
-    return f"{n:,} {word if n == 1 else plural}"
+    if n == 1:
+        return f"1 {word}"
+    return f"{n:,} {plural}"
 
 
 def bytes_text(size: int) -> str:

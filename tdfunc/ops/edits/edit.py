@@ -86,11 +86,12 @@ def _as_field(tree: TensorCollection, key: str, new: TensorCollection, at: Path)
     try:
         return accept(tree, key, new, dotted((*at, key)))
     except TreeStructureError as err:
+        field: NestedKey = (*at, key) if at else key
         raise TreeStructureError(
             f"{dotted((*at, key))!r} is an empty field, which this path does not fill.",
             expected="fields of its class, all without a default among them",
             got=str(list(new._keys())),
-            hint=f"set the whole field: td.set({(*at, key) if at else key!r}, {{...}}).",
+            hint=f"set the whole field: td.set({field!r}, {{...}}).",
         ) from err
 
 
@@ -389,7 +390,7 @@ class EditMethods(TensorCollection):
         path = unravel(key)
         leaf = get(self, path)
         if len(group_of(self._ties, path)) == 1:
-            groups = [[dotted(p) for p in group] for group in self._ties]
+            groups = [list(map(dotted, group)) for group in self._ties]
             raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
         return untie_paths(self, {path: leaf.clone()})
 

@@ -96,7 +96,8 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     if is_many:
         raise Difference(path, "kind", node, value).error("set_", hint="td.set replaces the entry.", note=_NOTHING)
     writes = _leaf_writes(tree, path, value)
-    leaves, values = ({at: write[i] for at, write in writes.items()} for i in range(2))
+    leaves = {at: leaf for at, (leaf, _) in writes.items()}
+    values = {at: part for at, (_, part) in writes.items()}
     _write("set_", leaves, values, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
 
 
@@ -297,7 +298,8 @@ def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBa
     array = np.array(node._array, dtype=object)
     # A 0-d object array assigned to one place would be put there itself.
     values = new._array if new._array.ndim else new._array[()]
-    array[tuple(as_array(p) if isinstance(p, Tensor) else p for p in parts)] = values
+    place = tuple(as_array(part) if isinstance(part, Tensor) else part for part in parts)
+    array[place] = values
     return NonTensorStack._wrap(array)
 
 

@@ -77,7 +77,8 @@ def _reduce_leaves(
     new = put_first(reduced_size(tree._batch_size, dims, keepdim), n)
     plain = direct(dims) if direct is not None and dims else None
     args = (dims, keepdim)
-    return tree._map(LeafOp(name, bind(*args), new, names_after, args=args, plain=_always(plain), bind=bind))
+    # By position: keywords take longer.
+    return tree._map(LeafOp(name, bind(*args), new, names_after, False, args, False, False, _always(plain), bind))
 
 
 def _always(leaf: LeafFn | None) -> Callable[[Any], LeafFn] | None:
