@@ -43,14 +43,14 @@ def check_same_ndim(trees: Sequence[Any], call: str) -> None:
     for i, tree in enumerate(trees):
         if type(tree) is not type(first):
             raise TreeStructureError(
-                f"{call}: trees 0 and {i} must be of one class.",
+                f"{call}: trees 0 and {i} are of different classes.",
                 expected=type(first).__name__,
                 got=type(tree).__name__,
                 hint=defined_twice(type(first), type(tree)),
             )
         if len(tree._batch_size) != len(first._batch_size):
             raise BatchSizeError(
-                f"{call}: trees 0 and {i} must have one number of batch dimensions.",
+                f"{call}: trees 0 and {i} have different numbers of batch dimensions.",
                 expected=f"batch size {list(first._batch_size)}",
                 got=f"batch size {list(tree._batch_size)}",
                 hint="unsqueeze() adds the dimension that is missing.",
@@ -91,7 +91,7 @@ def check_kinds(nodes: Sequence[Node], call: str, at: Path) -> None:
         hint = defined_twice(type(nodes[0]), type(nodes[i]))
         if kind != kinds[0] or hint is not None:
             raise TreeStructureError(
-                f"{call}: {dotted(at)!r} must be of one kind in trees 0 and {i}.",
+                f"{call}: {dotted(at)!r} is of different kinds in trees 0 and {i}.",
                 expected=kinds[0],
                 got=kind,
                 hint=hint,
@@ -114,7 +114,7 @@ def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
     for i, leaf in enumerate(leaves):
         if leaf.dim() != first.dim() or leaf.dtype != first.dtype:
             raise LeafMismatchError(
-                f"{call}: leaf {dotted(at)!r} of trees 0 and {i} must differ in lengths only.",
+                f"{call}: leaf {dotted(at)!r} differs in more than lengths in trees 0 and {i}.",
                 expected=f"shape {list(first.shape)}, {first.dtype}",
                 got=f"shape {list(leaf.shape)}, {leaf.dtype}",
                 hint="cast or reshape it first: lazy_stack([fn(tree) for tree in lazy.trees]).",
@@ -220,7 +220,7 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
         ragged = [_only_place(leaves, ragged, padding.only, at)]
     if not keeps_number(value, leaves[0].dtype):
         raise LeafMismatchError(
-            f"pad: the value must fit leaf {dotted(at)!r}.",
+            f"pad: leaf {dotted(at)!r} cannot hold the value.",
             expected=f"a value of {leaves[0].dtype}",
             got=repr(value),
             hint="give a value for each leaf: pad({key: value}).",
@@ -245,7 +245,7 @@ def _only_place(leaves: Sequence[Tensor], ragged: Sequence[int], only: int, at: 
     if any(other != place for other in ragged):
         shapes = [list(leaf.shape) for leaf in leaves]
         raise LeafMismatchError(
-            f"pad_sequence: leaf {dotted(at)!r} must differ in dimension {only} only.",
+            f"pad_sequence: leaf {dotted(at)!r} differs in more than dimension {only}.",
             got=f"shapes {shapes}",
             hint="lazy_stack(trees).pad() pads all dimensions.",
         )
@@ -331,7 +331,7 @@ def _nested_leaf(leaves: Sequence[Tensor], nesting: Nesting, at: Path) -> Tensor
     for i, leaf in enumerate(leaves):
         if leaf.shape[1:] != first.shape[1:]:
             raise LeafMismatchError(
-                f"nested: leaf {dotted(at)!r} of trees 0 and {i} must differ in its first dimension only.",
+                f"nested: leaf {dotted(at)!r} differs in more than its first dimension in trees 0 and {i}.",
                 expected=f"shape {list(first.shape)}",
                 got=f"shape {list(leaf.shape)}",
                 hint="layout=torch.strided takes any shapes.",

@@ -122,7 +122,7 @@ def _on_write_rows(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
             raise no_one_shape(f"at[...].{call} with an index of several dimensions", stack)
         if value._batch_size[dim : dim + 1] != (len(numbers),):
             raise BatchSizeError(
-                f"at[...].{call}: the rows must have the batch size of the index.",
+                f"at[...].{call}: the rows do not have the batch size of the index.",
                 expected=f"{len(numbers)} at dimension {dim}",
                 got=f"batch size {list(value._batch_size)}",
             )
@@ -142,7 +142,7 @@ def _written(tree: Any, parts: tuple[Any, ...], rows: Any, call: str) -> Any:
     for path, old, new in pairs:
         if isinstance(old, Tensor) and old.dtype is not new.dtype:
             raise LeafMismatchError(
-                f"at[...].set: the rows for {dotted(path)!r} must have its dtype.",
+                f"at[...].set: the rows for {dotted(path)!r} have another dtype.",
                 expected=str(old.dtype),
                 got=str(new.dtype),
             )
@@ -153,7 +153,7 @@ def _on_join(stack: Any, op: LeafOp, others: Sequence[Any]) -> Any:
     for other in others:
         if other._dim != stack._dim or len(other._batch_size) != len(stack._batch_size):
             raise TreeStructureError(
-                f"{op.name}: all lazy stacks must hold their trees along one dimension.",
+                f"{op.name}: the lazy stacks hold their trees along different dimensions.",
                 expected=f"batch size {list(stack._batch_size)} along dimension {stack._dim}",
                 got=f"batch size {list(other._batch_size)} along dimension {other._dim}",
                 hint="permute() moves the dimension of a stack.",

@@ -245,7 +245,7 @@ class LazyStack(TreeMethods):
         dim = self._dim
         if size[dim : dim + 1] != (len(self._data),):
             raise BatchSizeError(
-                f"with_batch_size: dimension {dim} must be the number of trees.",
+                f"with_batch_size: dimension {dim} is not the number of trees.",
                 expected=len(self._data),
                 got=str(list(size)),
             )
@@ -349,7 +349,7 @@ class LazyStack(TreeMethods):
         new = self._like(trees)
         if batch_size is not None and batch_size != new._batch_size and self._cache is not _UNDECIDED:
             raise BatchSizeError(
-                "The batch size of a lazy stack must agree with its trees.",
+                "The batch size does not agree with the trees of the lazy stack.",
                 expected=str(list(new._batch_size)),
                 got=str(list(batch_size)),
                 hint="lazy.with_batch_size(...), or give the tree around it another batch size.",

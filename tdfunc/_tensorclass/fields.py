@@ -175,7 +175,7 @@ def make_node(
     node = convert(value, size, device, where)
     if options.tensor_only and isinstance(node, NonTensorBase):
         raise LeafMismatchError(
-            f"{where!r}: the value must be a tensor.",
+            f"{where!r}: the value is not a tensor.",
             expected="a tensor, tree, number or list of numbers",
             got=type(value).__name__,
             hint='derive from TensorClass without "tensor_only".',
@@ -302,7 +302,7 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
     others = " and ".join(f"{key!r} has {_described(field.node)}" for key, field in shaped.items() if key != wrong)
     hint = f"an axis of one name has one size in all fields, and {others}; replace() takes several in one call."
     raise LeafMismatchError(
-        f"{f'{cls.__name__}.{wrong}'!r}: the value must fit its annotation.",
+        f"{f'{cls.__name__}.{wrong}'!r}: the value does not fit its annotation.",
         expected=" or ".join(each.__name__ for each in shaped[wrong].types),
         got=_described(shaped[wrong].node),
         hint=hint if others else None,

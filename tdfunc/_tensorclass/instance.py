@@ -279,7 +279,7 @@ def _check_keys(cls: Any, given: Sequence[str], safe: bool) -> None:
         lacking = [name for name in cls._required if name not in given]
     if unknown or lacking:
         raise TreeStructureError(
-            f"{cls.__name__}.from_tensordict: the keys must be the fields.",
+            f"{cls.__name__}.from_tensordict: the keys are not the fields.",
             expected=f"{list(cls._fields)}",
             got=f"{given}: unknown {unknown}, missing {lacking}",
             hint="select() the fields first." if unknown else "safe=False leaves missing fields empty.",

@@ -267,7 +267,7 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
     if not owners:
         kinds = sorted({type(sub).__name__ for sub in module.modules()})
         raise FilterError(
-            f"{text}: {type(module).__name__} must have a submodule of these types.", got=f"{', '.join(kinds)}"
+            f"{text}: {type(module).__name__} has no submodule of these types.", got=f"{', '.join(kinds)}"
         )
     return _combined(partial(_owned, owners), text)
 

@@ -46,7 +46,7 @@ class NonTensorBase:
         """Raise unless the values are laid out along this batch; inside vmap the values of a stack are not."""
         if self._features is not None or self.shape[: len(size)] != size:
             raise BatchSizeError(
-                f"{key!r}: the values must be laid out along the batch of their tree.",
+                f"{key!r}: the values are not laid out along the batch of their tree.",
                 expected=f"shape {list(size)} + (...)",
                 got=f"shape {list(self.shape)}",
                 hint=_HINT,
@@ -300,7 +300,7 @@ class NonTensorStack(NonTensorBase):
                 if not isinstance(part, (list, tuple)) or len(part) != length:
                     raise error(
                         ValueError,
-                        "NonTensorStack: the list must not be ragged.",
+                        "NonTensorStack: the list is ragged.",
                         expected=f"lists of {length}",
                         got=f"{part!r}",
                     )
@@ -490,7 +490,7 @@ def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None
     for node, part in zip(nodes, kept, strict=True):
         if node._features is not None:
             raise BatchSizeError(
-                f"{call}: non-tensor data must be laid out along the batch of their tree.",
+                f"{call}: non-tensor data are not laid out along the batch of their tree.",
                 expected=f"shape {list(node.shape)}",
                 got=f"shape {list(node._array.shape)}",
                 hint=_HINT,
@@ -498,7 +498,7 @@ def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None
         if part != kept[0]:
             raise error(
                 RuntimeError,
-                f"{call}: the non-tensor data must have one shape.",
+                f"{call}: the non-tensor data have different shapes.",
                 expected=str(list(nodes[0].shape)),
                 got=str(list(node.shape)),
             )

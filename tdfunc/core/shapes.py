@@ -149,7 +149,7 @@ def dim_size(size: Size, dim: int, call: str) -> int:
     """Return the size of a batch dimension, which a ragged one (-1) does not have."""
     if size[dim] < 0:
         raise BatchSizeError(
-            f"{call}: batch dimension {dim} is ragged, and must have one size.",
+            f"{call}: batch dimension {dim} is ragged, and has no single size.",
             got=f"batch size {list(size)}",
             hint="pad() the lazy stack first, or call it on each of its trees.",
         )
@@ -164,7 +164,7 @@ def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     if math.prod(sizes) != numel or (sizes and min(sizes) < 0):
         raise error(
             RuntimeError,
-            f"{call}: the shape must have the number of elements of the batch.",
+            f"{call}: the shape does not have the number of elements of the batch.",
             expected=f"{numel} elements",
             got=str(tuple(sizes)),
         )
@@ -232,7 +232,7 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
             if item.shape != covered:
                 raise error(
                     IndexError,
-                    "index: the mask must have the shape of the batch dimensions that it covers.",
+                    "index: the mask does not have the shape of the batch dimensions that it covers.",
                     expected=str(list(covered)),
                     got=str(list(item.shape)),
                 )
@@ -250,7 +250,7 @@ def _too_many(index: Any, used: int, size: Size) -> IndexError:
         hint = "only batch dimensions can be indexed; for dimensions of the leaves use td.apply(lambda x: x[...])."
     return error(
         IndexError,
-        "index: there must be one index at most for each batch dimension.",
+        "index: there are more indices than batch dimensions.",
         expected=f"at most {len(size)} for batch size {list(size)}",
         got=f"{used} in {index!r}",
         hint=hint,
@@ -394,14 +394,14 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
         shape = broadcast(*shapes)
         if shape is None:
             got = ", ".join(str(list(each)) for each in shapes)
-            raise error(IndexError, "index: the index tensors must broadcast together.", got=f"shapes {got}")
+            raise error(IndexError, "index: the index tensors do not broadcast together.", got=f"shapes {got}")
         is_empty = any([dim is not None and size[dim] == 0 for _, dim in layout.advanced])
         # As torch: any position in an empty dimension is out of range.
         # The sizes first: to a compiler the number of elements that a mask takes may be unknown.
         if is_empty and shape.numel():
             raise error(
                 IndexError,
-                "index: an empty batch dimension must not be indexed with integers.",
+                "index: an empty batch dimension has no positions.",
                 expected="no positions, or a dimension with elements",
                 got=f"positions of shape {list(shape)}, batch size {list(size)}",
             )
@@ -458,7 +458,7 @@ def check_lead(shape: Size, size: Size, where: str) -> None:
     """Raise unless `shape` starts with the batch size."""
     if shape[: len(size)] != size:
         raise BatchSizeError(
-            f"{where!r}: the leading dimensions must be the batch size.",
+            f"{where!r}: the leading dimensions are not the batch size.",
             expected=f"shape {list(size)} + (...)" if size else "any shape",
             got=f"shape {list(shape)}",
             hint="give batch_size the leading dimensions that all entries share.",

@@ -302,7 +302,7 @@ def _check_names(nodes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     unexpected = sorted(found.keys() - nodes)
     if missing or unexpected:
         raise MissingKeyError(
-            "load_state_dict: the state dict must have the keys of the tree.",
+            "load_state_dict: the state dict has other keys than the tree.",
             expected=str(sorted(nodes)),
             got=f"missing {missing}, unexpected {unexpected}",
             hint="strict=False loads the keys that both have.",
@@ -313,7 +313,7 @@ def _like_leaf(value: Any, leaf: Tensor, name: str) -> Tensor:
     """Return a value of a state dict with the dtype and device of the leaf that it replaces."""
     if not isinstance(value, Tensor) or value.shape != leaf.shape:
         raise LeafMismatchError(
-            f"load_state_dict: {name!r} must have the shape of the leaf.",
+            f"load_state_dict: {name!r} does not have the shape of the leaf.",
             expected=f"shape {list(leaf.shape)}",
             got=f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__,
         )
@@ -404,7 +404,7 @@ class InteropMethods(TensorCollection):
             node: Any = flat._get(key)
             if not isinstance(node, (Tensor, NonTensorBase)) or node.dim() != 1:
                 raise LeafMismatchError(
-                    f"to_pandas: {key!r} must be a leaf with one value for each row.",
+                    f"to_pandas: {key!r} is not a leaf with one value for each row.",
                     got=f"a {type(node).__name__} of shape {list(node.shape)}",
                     hint='separator="." joins nested keys; pad() or dense() a lazy stack; give each feature a key.',
                 )
@@ -463,7 +463,7 @@ def scalars(tree: TensorCollection) -> dict[str, float]:
         is_tensor = isinstance(node, Tensor)
         if not is_tensor or node.dim() > 1 or node.is_complex():
             raise LeafMismatchError(
-                f"scalars: {dotted(path)!r} must be a real number, or one for each member.",
+                f"scalars: {dotted(path)!r} is not a real number, or one for each member.",
                 expected="a tensor of shape () or (E,)",
                 got=f"{node.dtype} of shape {list(node.shape)}" if is_tensor else type(node).__name__,
                 hint="reduce it first, tree.apply(lambda leaf: leaf.flatten(1).mean(1)), or exclude() it.",

@@ -153,7 +153,7 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
             stacked = torch.stack(list(value))
         except RuntimeError as err:
             raise LeafMismatchError(
-                f"{where!r}: the tensors of a list must have one shape.",
+                f"{where!r}: the tensors of a list have different shapes.",
                 got=str(err),
                 hint="pad them, or keep them ragged: tdf.lazy_stack of a tree for each.",
             ) from err
@@ -188,7 +188,7 @@ def as_rows(value: Sequence[Any], depth: int, size: Size, where: str) -> NonTens
                 stack = NonTensorStack._wrap(empty)
     except ValueError as err:
         raise BatchSizeError(
-            f"{where!r}: the list must not be ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)
+            f"{where!r}: the list is ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)
         ) from err
     return _nontensor(stack, size, where)
 
@@ -276,7 +276,7 @@ def is_plain(source: dict[Any, Any], size: Size) -> bool:
 def _join(mine: Node, new: Node, where: str) -> TensorCollection:
     """Return two trees that are given under one key as one."""
     if not isinstance(mine, TensorCollection) or not isinstance(new, TensorCollection):
-        raise MissingKeyError(f"{where!r} must be given once.", got=f"{type(mine).__name__} and {type(new).__name__}")
+        raise MissingKeyError(f"{where!r} is given twice.", got=f"{type(mine).__name__} and {type(new).__name__}")
     nodes = {key: new._get(key) for key in new._keys()}
     for key, node in nodes.items():
         if key in mine._keys():

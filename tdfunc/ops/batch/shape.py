@@ -230,7 +230,7 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
         if sum(parts) != total or any(p < 0 for p in parts):
             raise error(
                 ValueError,
-                "split: the sizes must add up to the dimension.",
+                "split: the sizes do not add up to the dimension.",
                 expected=str(total),
                 got=f"{parts} (sum {sum(parts)})",
             )

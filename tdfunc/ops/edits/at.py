@@ -180,7 +180,7 @@ def _check_shapes(old: Any, new: Any, path: Path, call: str) -> None:
     for at, mine, twin in pairs:
         if isinstance(mine, Tensor) and twin.shape != mine.shape:
             raise LeafMismatchError(
-                f"{call}: the value for {dotted(at)!r} must have the shape of the leaf.",
+                f"{call}: the value for {dotted(at)!r} does not have the shape of the leaf.",
                 expected=f"shape {list(mine.shape)}",
                 got=f"shape {list(twin.shape)}",
                 hint="td.set replaces a leaf by one of another shape.",

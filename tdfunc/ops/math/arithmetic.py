@@ -30,7 +30,7 @@ def map_operands(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[
         check_same(tree, other, name)
         if broadcast_size(tree, other, name) is not None:
             raise BatchSizeError(
-                f"{name}: the first tree must have the largest batch.",
+                f"{name}: the first tree does not have the largest batch.",
                 expected=list(tree._batch_size),
                 got=list(other._batch_size),
                 hint="expand() the first tree.",
