@@ -81,7 +81,7 @@ def test_other_values_raise_when_they_are_read(make):
     """Values whose place after the transform is not known are never read at a wrong one."""
     out = make()
 
-    with pytest.raises(BatchSizeError, match="'s': the values must be laid out along the batch"):
+    with pytest.raises(BatchSizeError, match="'s': the values are not laid out along the batch"):
         out["s"]
     assert out.exclude("s", "n")[0]["x"].shape == out["x"][0].shape
 
@@ -91,7 +91,7 @@ def test_values_come_back_after_half_of_the_way():
     tree = grid(3, 2)
     row = pytree.tree_map(lambda x: x[0], tree)
 
-    with pytest.raises(BatchSizeError, match=r"'s': the values must(.|\n)*\[2\](.|\n)*\[3, 2\]"):
+    with pytest.raises(BatchSizeError, match=r"'s': the values are not(.|\n)*\[2\](.|\n)*\[3, 2\]"):
         row["s"]
     assert pytree.tree_map(lambda x: x.expand(3, 2), row)["s"] == tree["s"]
     sparse = TensorDict({"x": torch.eye(2).to_sparse(), "s": ["a", "b"]}, [2])

@@ -222,7 +222,7 @@ ACCEPTED = (
     Accepted(
         CHECKED,
         named("at_number", "at_mul", "at_add", "at_set"),
-        only_ours_raises("out of range", "one index at most"),
+        only_ours_raises("out of range", "more indices than batch"),
         rare=("case", 201, 2835),
     ),
     Accepted(GRAD, learns, grads_as_alone),

@@ -1,6 +1,6 @@
 """One tree, padded or of nested tensors, made of trees of unequal shapes; and the checks that they fit each other."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,14 +43,14 @@ def check_same_ndim(trees: Sequence[Any], call: str) -> None:
     for i, tree in enumerate(trees):
         if type(tree) is not type(first):
             raise TreeStructureError(
-                f"{call}: trees 0 and {i} must be of one class.",
+                f"{call}: trees 0 and {i} are of different classes.",
                 expected=type(first).__name__,
                 got=type(tree).__name__,
                 hint=defined_twice(type(first), type(tree)),
             )
         if len(tree._batch_size) != len(first._batch_size):
             raise BatchSizeError(
-                f"{call}: trees 0 and {i} must have one number of batch dimensions.",
+                f"{call}: trees 0 and {i} have different numbers of batch dimensions.",
                 expected=f"batch size {list(first._batch_size)}",
                 got=f"batch size {list(tree._batch_size)}",
                 hint="unsqueeze() adds the dimension that is missing.",
@@ -91,7 +91,7 @@ def check_kinds(nodes: Sequence[Node], call: str, at: Path) -> None:
         hint = defined_twice(type(nodes[0]), type(nodes[i]))
         if kind != kinds[0] or hint is not None:
             raise TreeStructureError(
-                f"{call}: {dotted(at)!r} must be of one kind in trees 0 and {i}.",
+                f"{call}: {dotted(at)!r} is of different kinds in trees 0 and {i}.",
                 expected=kinds[0],
                 got=kind,
                 hint=hint,
@@ -110,11 +110,12 @@ def _kind(node: Node) -> str:
 
 def _check_leaves(leaves: Sequence[Tensor], call: str, at: Path) -> None:
     """Raise unless the leaves have one dtype and one number of dimensions."""
+    first = leaves[0]
     for i, leaf in enumerate(leaves):
-        if leaf.dim() != leaves[0].dim() or leaf.dtype != leaves[0].dtype:
+        if leaf.dim() != first.dim() or leaf.dtype != first.dtype:
             raise LeafMismatchError(
-                f"{call}: leaf {dotted(at)!r} of trees 0 and {i} must differ in lengths only.",
-                expected=f"shape {list(leaves[0].shape)}, {leaves[0].dtype}",
+                f"{call}: leaf {dotted(at)!r} differs in more than lengths in trees 0 and {i}.",
+                expected=f"shape {list(first.shape)}, {first.dtype}",
                 got=f"shape {list(leaf.shape)}, {leaf.dtype}",
                 hint="cast or reshape it first: lazy_stack([fn(tree) for tree in lazy.trees]).",
             )
@@ -135,8 +136,15 @@ def _values(trees: Sequence[Any], value: Any) -> Callable[[Path], Any]:
     for path in table:
         if not has(trees[0], path):
             raise missing(path, trees[0]._keys(), "pad")
-    # The longest given path that leads to the leaf.
-    return lambda path: next((table[path[:n]] for n in range(len(path), 0, -1) if path[:n] in table), 0)
+
+    def nearest(path: Path) -> Any:
+        """Return the value of the longest given path that leads to the leaf."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in table:
+                return table[path[:length]]
+        return 0
+
+    return nearest
 
 
 def _dense_pair(tree: Any, padding: Padding) -> Padded:
@@ -153,26 +161,46 @@ def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padde
     masks: dict[str, Node] = {}
     ndim = len(first._batch_size)
     for key, nodes in same_keys(trees, "pad", at):
-        inner = [mask if mask is None else mask._data[key] for _, mask in pairs]
         path = (*at, key)
-        # A compiler would guard on the identity, and compile again for every new tensor.
-        ids = path if is_compiling() else tuple(map(id, nodes))
+        ids = _ids_of(nodes, path)
         if ids not in padding.done:
-            both = list(zip(nodes, inner, strict=True))
-            if isinstance(nodes[0], TensorCollection):
-                inner_pairs = [(t, mask) if mask is not None else _dense_pair(t, padding) for t, mask in both]
-                made = _pad(inner_pairs, dim, path, padding)
-            elif isinstance(nodes[0], NonTensorBase):
-                made = _pad_values(both, dim, padding)
-            else:
-                made = _pad_leaves(both, dim, ndim, path, padding)
-            padding.done[ids] = nodes, made
-        data[key], masks[key] = padding.done[ids][1]
-    largest = Size([max(sizes) for sizes in zip(*[t._batch_size for t in trees], strict=True)])
+            inner = [None if mask is None else mask._data[key] for _, mask in pairs]
+            made = _pad_nodes(list(zip(nodes, inner, strict=True)), dim, ndim, path, padding)
+            padding.done[ids] = (nodes, made)
+        _, (padded, mask) = padding.done[ids]
+        data[key] = padded
+        masks[key] = mask
+    largest = Size(_largest([tree._batch_size for tree in trees]))
     size = stacked_size(largest, dim, len(trees))
     static = _common_static(trees)
     whole = first._make(data, size, first._device, None, static)
-    return whole, first._open._make(masks, size, first._device, None, static) if padding.masks else None
+    if not padding.masks:
+        return whole, None
+    return whole, first._open._make(masks, size, first._device, None, static)
+
+
+def _ids_of(nodes: Sequence[Node], at: Path) -> tuple[int, ...] | Path:
+    """Return what nodes that are tied have in common: their identity, so that they are made once."""
+    # A compiler would guard on the identity, and compile again for every new tensor.
+    if is_compiling():
+        return at
+    return tuple(map(id, nodes))
+
+
+def _largest(sizes: Iterable[Sequence[int]]) -> list[int]:
+    """Return the largest size in each dimension."""
+    return [max(each) for each in zip(*sizes, strict=True)]
+
+
+def _pad_nodes(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding) -> Padded:
+    """Pad the nodes under one key, given with the masks that they have already."""
+    node = pairs[0][0]
+    if isinstance(node, TensorCollection):
+        inner = [(tree, mask) if mask is not None else _dense_pair(tree, padding) for tree, mask in pairs]
+        return _pad(inner, dim, at, padding)
+    if isinstance(node, NonTensorBase):
+        return _pad_values(pairs, dim, padding)
+    return _pad_leaves(pairs, dim, ndim, at, padding)
 
 
 def _common_static(trees: Sequence[Any]) -> Static | None:
@@ -184,24 +212,15 @@ def _common_static(trees: Sequence[Any]) -> Static | None:
 def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding) -> Padded:
     leaves: list[Tensor] = [leaf for leaf, _ in pairs]
     _check_leaves(leaves, "pad", at)
-    full = [max(sizes) for sizes in zip(*[leaf.shape for leaf in leaves], strict=True)]
+    full = _largest([leaf.shape for leaf in leaves])
     value = padding.value(at)
+    # The dimensions in which the lengths differ, counted from 1.
     ragged = [i + 1 for i, length in enumerate(full) if any(leaf.shape[i] != length for leaf in leaves)]
     if padding.only is not None:
-        place = 0
-        if -len(full) <= padding.only < len(full):
-            place = padding.only % len(full) + 1
-        if any([i != place for i in ragged]):
-            raise LeafMismatchError(
-                f"pad_sequence: leaf {dotted(at)!r} must differ in dimension {padding.only} only.",
-                got=f"shapes {[list(leaf.shape) for leaf in leaves]}",
-                hint="lazy_stack(trees).pad() pads all dimensions.",
-            )
-        # Also where the lengths happen to agree.
-        ragged = [place]
+        ragged = [_only_place(leaves, ragged, padding.only, at)]
     if not keeps_number(value, leaves[0].dtype):
         raise LeafMismatchError(
-            f"pad: the value must fit leaf {dotted(at)!r}.",
+            f"pad: leaf {dotted(at)!r} cannot hold the value.",
             expected=f"a value of {leaves[0].dtype}",
             got=repr(value),
             hint="give a value for each leaf: pad({key: value}).",
@@ -210,15 +229,36 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
     if not padding.masks:
         return padded, None
     # The mask has the dimensions up to the last in which the lengths differ, and at least those of the batch.
-    n = max([ndim, *ragged, *[mask.dim() for _, mask in pairs if mask is not None]])
-    masks = [_mask(leaf, mask, n) for leaf, mask in pairs]
-    return padded, torch.stack([_grown(mask, full[:n], False, padding.left) for mask in masks], dim)
+    inner_ndims = [mask.dim() for _, mask in pairs if mask is not None]
+    mask_ndim = max([ndim, *ragged, *inner_ndims])
+    masks = [_mask(leaf, mask, mask_ndim) for leaf, mask in pairs]
+    return padded, torch.stack([_grown(mask, full[:mask_ndim], False, padding.left) for mask in masks], dim)
 
 
-def _mask(leaf: Tensor, mask: Tensor | None, n: int) -> Tensor:
+def _only_place(leaves: Sequence[Tensor], ragged: Sequence[int], only: int, at: Path) -> int:
+    """Return the dimension `only` counted from 1, 0 if the leaves lack it; raise if they differ in another.
+
+    It is also the answer where the lengths happen to agree.
+    """
+    ndim = leaves[0].dim()
+    place = only % ndim + 1 if -ndim <= only < ndim else 0
+    if any(other != place for other in ragged):
+        shapes = [list(leaf.shape) for leaf in leaves]
+        raise LeafMismatchError(
+            f"pad_sequence: leaf {dotted(at)!r} differs in more than dimension {only}.",
+            got=f"shapes {shapes}",
+            hint="lazy_stack(trees).pad() pads all dimensions.",
+        )
+    return place
+
+
+def _mask(leaf: Tensor, mask: Tensor | None, ndim: int) -> Tensor:
+    """Return the mask of a leaf, or the one that it has, over its first dimensions."""
+    size = leaf.shape[:ndim]
     if mask is None:
-        return torch.ones(leaf.shape[:n], dtype=torch.bool, device=leaf.device)
-    return mask.reshape(*mask.shape, *[1] * (n - mask.dim())).expand(leaf.shape[:n])
+        return torch.ones(size, dtype=torch.bool, device=leaf.device)
+    added = [1] * (ndim - mask.dim())
+    return mask.reshape(*mask.shape, *added).expand(size)
 
 
 def _grown(x: Tensor, full: Sequence[int], value: Any, left: bool) -> Tensor:
@@ -232,17 +272,21 @@ def _grown(x: Tensor, full: Sequence[int], value: Any, left: bool) -> Tensor:
 
 def _pad_values(pairs: Sequence[Padded], dim: int, padding: Padding) -> Padded:
     """Pad non-tensor values with None."""
-    arrays = [node._array for node, _ in pairs]
-    full = [max(sizes) for sizes in zip(*[array.shape for array in arrays], strict=True)]
-    filled = []
-    real = []
-    for array, (_, mask) in zip(arrays, pairs, strict=True):
-        spans = [slice(f - s, f) if padding.left else slice(s) for s, f in zip(array.shape, full, strict=True)]
-        # Without a dimension, the Ellipsis assigns the array as it is, not the array as one value.
-        place = (*spans, ...)
+    full = _largest([node._array.shape for node, _ in pairs])
+    filled: list[Any] = []
+    real: list[Any] = []
+    for node, mask in pairs:
+        array = node._array
         values = np.full(full, None, dtype=object)
         known = np.zeros(full, dtype=bool)
-        values[place], known[place] = array, True if mask is None else mask.numpy()
+        if padding.left:
+            spans = [slice(target - length, target) for length, target in zip(array.shape, full, strict=True)]
+        else:
+            spans = [slice(length) for length in array.shape]
+        # Without a dimension, the Ellipsis assigns the array as it is, not the array as one value.
+        place = (*spans, ...)
+        values[place] = array
+        known[place] = True if mask is None else mask.numpy()
         filled.append(values)
         real.append(known)
     return NonTensorStack._wrap(np.stack(filled, dim)), torch.from_numpy(np.stack(real, dim))
@@ -269,34 +313,35 @@ def nest_trees(trees: Sequence[Any], nesting: Nesting, at: Path) -> Any:
         elif isinstance(nodes[0], NonTensorBase):
             data[key] = NonTensorStack(*[node.value for node in nodes])
         else:
-            ids = path if is_compiling() else tuple(map(id, nodes))
+            ids = _ids_of(nodes, path)
             if ids not in nesting.done:
                 nesting.done[ids] = nodes, _nested_leaf(nodes, nesting, path)
-            data[key] = nesting.done[ids][1]
+            _, data[key] = nesting.done[ids]
     return first._make(data, Size((len(trees),)), first._device, None, _common_static(trees))
 
 
 def _nested_leaf(leaves: Sequence[Tensor], nesting: Nesting, at: Path) -> Tensor:
     _check_leaves(leaves, "nested", at)
+    first = leaves[0]
     # A leaf without dimensions cannot be ragged.
-    if leaves[0].dim() == 0:
+    if first.dim() == 0:
         return torch.stack(list(leaves))
     if nesting.layout is torch.strided:
         return torch.nested.as_nested_tensor(list(leaves), layout=nesting.layout)
     for i, leaf in enumerate(leaves):
-        if leaf.shape[1:] != leaves[0].shape[1:]:
+        if leaf.shape[1:] != first.shape[1:]:
             raise LeafMismatchError(
-                f"nested: leaf {dotted(at)!r} of trees 0 and {i} must differ in its first dimension only.",
-                expected=f"shape {list(leaves[0].shape)}",
+                f"nested: leaf {dotted(at)!r} differs in more than its first dimension in trees 0 and {i}.",
+                expected=f"shape {list(first.shape)}",
                 got=f"shape {list(leaf.shape)}",
                 hint="layout=torch.strided takes any shapes.",
             )
     lengths = tuple(leaf.shape[0] for leaf in leaves)
-    where = (lengths, leaves[0].device)
+    where = (lengths, first.device)
     # Leaves of equal lengths share one tensor of offsets, by which torch finds that they can be combined.
     if where not in nesting.offsets:
-        nesting.offsets[where] = torch.tensor([0, *np.cumsum(lengths).tolist()], device=leaves[0].device)
-    low = min(lengths)
-    high = max(lengths)
-    offsets = nesting.offsets[where]
-    return torch.nested.nested_tensor_from_jagged(torch.cat(list(leaves)), offsets, min_seqlen=low, max_seqlen=high)
+        ends = np.cumsum(lengths).tolist()
+        nesting.offsets[where] = torch.tensor([0, *ends], device=first.device)
+    return torch.nested.nested_tensor_from_jagged(
+        torch.cat(list(leaves)), nesting.offsets[where], min_seqlen=min(lengths), max_seqlen=max(lengths)
+    )

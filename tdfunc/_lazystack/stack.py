@@ -68,12 +68,11 @@ class LazyStack(TreeMethods):
         size = common_size([tree._batch_size for tree in trees])
         names: Names | None = first._names
         if names is not None:
-            same = all([tree._names == names for tree in trees])
-            if same:
-                names = (*names[:dim], None, *names[dim:])
-            else:
-                names = None
-        device = first._device if all([tree._device == first._device for tree in trees]) else None
+            is_shared = all([tree._names == names for tree in trees])
+            names = (*names[:dim], None, *names[dim:]) if is_shared else None
+        device = first._device
+        if not all([tree._device == device for tree in trees]):
+            device = None
         ties = merge(*[lift(tree._ties, str(i)) for i, tree in enumerate(trees) if tree._ties])
         # Counted from the end, the place stays right when vmap takes dimensions in front of it away.
         static = Static({}, ties, dim - len(size) - 1)
@@ -120,7 +119,8 @@ class LazyStack(TreeMethods):
 
     def _tree_at(self, number: int) -> Any:
         """Return one tree without a list of all: a loop over numbers would make that list for each."""
-        found = self._data.get(str(number if number >= 0 else number + len(self._data)))
+        place = number if number >= 0 else number + len(self._data)
+        found = self._data.get(str(place))
         if found is None:
             return self._trees[number]
         return found
@@ -185,12 +185,13 @@ class LazyStack(TreeMethods):
                     [ 0,  1,  2]]), tensor([[False, False,  True],
                     [ True,  True,  True]]))
         """
-        padded = pad_trees(self._trees, self._dim, value, side, return_mask)
+        whole, masks = pad_trees(self._trees, self._dim, value, side, return_mask)
         if self._names is not None:
-            padded = tuple([tree if tree is None else tree.with_names(self._names) for tree in padded])
+            whole = whole.with_names(self._names)
+            masks = None if masks is None else masks.with_names(self._names)
         if return_mask:
-            return padded
-        return padded[0]
+            return whole, masks
+        return whole
 
     def nested(self, layout: torch.layout = torch.jagged) -> Any:
         """Return one tree of nested tensors, with batch size [number of trees].
@@ -244,11 +245,12 @@ class LazyStack(TreeMethods):
         dim = self._dim
         if size[dim : dim + 1] != (len(self._data),):
             raise BatchSizeError(
-                f"with_batch_size: dimension {dim} must be the number of trees.",
+                f"with_batch_size: dimension {dim} is not the number of trees.",
                 expected=len(self._data),
                 got=str(list(size)),
             )
-        return self._like([tree.with_batch_size((*size[:dim], *size[dim + 1 :])) for tree in self._trees])
+        inner = (*size[:dim], *size[dim + 1 :])
+        return self._like([tree.with_batch_size(inner) for tree in self._trees])
 
     def with_names(self, names: Sequence[str | None] | None) -> Any:
         """Return the stack with names for the batch dimensions of its trees; its own dimension has none."""
@@ -261,24 +263,24 @@ class LazyStack(TreeMethods):
                 got=repr(given[dim]),
                 hint="pad() or dense() first.",
             )
-        return self._like(
-            [t.with_names(None if given is None else (*given[:dim], *given[dim + 1 :])) for t in self._trees]
-        )
+        inner = None if given is None else (*given[:dim], *given[dim + 1 :])
+        return self._like([tree.with_names(inner) for tree in self._trees])
 
     def replace(self, changes: Mapping[str, Any] | TensorCollection | None = None, /, **entries: Any) -> Any:
         """Return the stack with some entries of each tree replaced: values are cut as by `set`."""
-        if changes is None:
-            new = self
-        else:
-            new = self._each(lambda tree, part: tree.replace(part), changes)
+        new: Any = self
+        if changes is not None:
+            new = new._each(lambda tree, part: tree.replace(part), changes)
         if entries:
-            return new._each(lambda tree, part: tree.replace(part), entries)
+            new = new._each(lambda tree, part: tree.replace(part), entries)
         return new
 
     def __repr__(self) -> str:
-        rest = f",\n    stack_dim={self._dim}"
+        lines = [f"    stack_dim={self._dim}"]
         places: dict[str, list[int]] = {}
-        for i, tree in enumerate([tree for tree in self._data.values() if isinstance(tree, TensorCollection)]):
+        # Inside tree_map a child may be anything.
+        trees = [tree for tree in self._data.values() if isinstance(tree, TensorCollection)]
+        for i, tree in enumerate(trees):
             for key in tree._keys():
                 places.setdefault(key, []).append(i)
         for key in sorted(places.keys() - set(self._keys())):
@@ -286,7 +288,8 @@ class LazyStack(TreeMethods):
             more = ""
             if len(numbers) > _SHOWN_PLACES:
                 more = f" and {len(numbers) - _SHOWN_PLACES} more"
-            rest += f",\n    {printable(key)}: in trees {numbers[:_SHOWN_PLACES]}{more}"
+            lines.append(f"    {printable(key)}: in trees {numbers[:_SHOWN_PLACES]}{more}")
+        rest = "".join([f",\n{line}" for line in lines])
         return f"{tree_repr(self)[:-1]}{rest})"
 
     def _show_heading(self) -> list[str]:
@@ -307,7 +310,8 @@ class LazyStack(TreeMethods):
         if key not in self._keys():
             raise missing((key,), self._keys(), node=self)
         nodes = [tree._get(key) for tree in trees]
-        if all([isinstance(node, TensorCollection) for node in nodes]) and len(set(map(type, nodes))) == 1:
+        is_one_class = len(set(map(type, nodes))) == 1
+        if is_one_class and isinstance(nodes[0], TensorCollection):
             # Names are of one node: those of this one are not of the trees inside.
             return self._of(nodes, self._dim)
         if all([isinstance(node, NonTensorBase) for node in nodes]):
@@ -335,11 +339,17 @@ class LazyStack(TreeMethods):
     # Any: the options of `TensorCollection._replace`.
     def _replace(self, data: dict[str, Node], *, batch_size: Size | None = None, **_: Any) -> Any:
         # A tree that loses all entries stays, as an empty one: the others keep their places.
+        trees: list[Any] = []
         mine: dict[str, Any] = self._data
-        new = self._like([data[k] if k in data else tree._replace({}, kinds={}, ties=()) for k, tree in mine.items()])
+        for number, tree in mine.items():
+            if number in data:
+                trees.append(data[number])
+            else:
+                trees.append(tree._replace({}, kinds={}, ties=()))
+        new = self._like(trees)
         if batch_size is not None and batch_size != new._batch_size and self._cache is not _UNDECIDED:
             raise BatchSizeError(
-                "The batch size of a lazy stack must agree with its trees.",
+                "The batch size does not agree with the trees of the lazy stack.",
                 expected=str(list(new._batch_size)),
                 got=str(list(batch_size)),
                 hint="lazy.with_batch_size(...), or give the tree around it another batch size.",
@@ -353,8 +363,11 @@ class LazyStack(TreeMethods):
         count = len(self._data)
         if isinstance(value, Mapping):
             entries = cast("Mapping[Any, Any]", value)
-            parts = {key: self._cut(part) for key, part in entries.items()}
-            return [{key: part[i] for key, part in parts.items()} for i in range(count)]
+            cut: list[dict[Any, Any]] = [{} for _ in range(count)]
+            for key, entry in entries.items():
+                for own, part in zip(cut, self._cut(entry), strict=True):
+                    own[key] = part
+            return cut
         if isinstance(value, _Values):
             value = value.nodes
         if isinstance(value, (list, tuple)):
@@ -376,17 +389,20 @@ class LazyStack(TreeMethods):
         count = len(self._data)
         if isinstance(value, LazyStack) and value._dim == dim and len(value._data) == count:
             return value._trees
-        size = tuple(value._batch_size if isinstance(value, TensorCollection) else value.shape)
+        is_tree = isinstance(value, TensorCollection)
+        size = tuple(value._batch_size if is_tree else value.shape)
         if size[dim : dim + 1] != (count,):
             raise BatchSizeError(
                 "The value must have one part for each tree of the lazy stack, along its dimension.",
                 expected=f"{count} at dimension {dim}",
-                got=f"{'batch size' if isinstance(value, TensorCollection) else 'shape'} {list(size)}",
+                got=f"{'batch size' if is_tree else 'shape'} {list(size)}",
                 hint="give one value for each tree, in a tuple.",
             )
         if isinstance(value, np.ndarray):
             return [np.take(cast("Any", value), i, dim) for i in range(count)]
-        return list(index.unbind(value, dim) if isinstance(value, TensorCollection) else value.unbind(dim))
+        if is_tree:
+            return list(index.unbind(value, dim))
+        return list(value.unbind(dim))
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -404,7 +420,8 @@ class LazyStack(TreeMethods):
 
     def _run(self, op: LeafOp, others: Sequence[Any], primitive: str) -> Any:
         """Apply an operation that treats every element of the batch alike to each tree."""
-        if op.size is not None or (op.args and (op.bind is None or not isinstance(op.args[0], Tensor))):
+        is_divisible = not op.args or (op.bind is not None and isinstance(op.args[0], Tensor))
+        if op.size is not None or not is_divisible:
             raise no_one_shape(op.name, self)
         ops = [op] * len(self._data)
         if op.bind is not None:
@@ -412,11 +429,10 @@ class LazyStack(TreeMethods):
             ops = [op._replace(leaf=op.bind(*row), args=row, plain=None) for row in rows]
         twins: list[list[Any]] = [self._cut_along(other) for other in others]
         done: list[Any] = []
-        for i, (tree, each) in enumerate(zip(self._trees, ops, strict=True)):
-            rest = [twin[i] for twin in twins]
+        for tree, own_op, *rest in zip(self._trees, ops, *twins, strict=True):
             if any([twin._is_lazy != tree._is_lazy for twin in rest]):
                 raise no_one_shape(f"{op.name} of stacks along different dimensions", self)
-            done.append(getattr(tree, primitive)(each, *rest))
+            done.append(getattr(tree, primitive)(own_op, *rest))
         return self._like(done)
 
     def _cut_operand(self, operand: Tensor) -> list[Tensor]:
@@ -425,7 +441,9 @@ class LazyStack(TreeMethods):
         count = len(self._data)
         if operand.dim() <= dim:
             return [operand] * count
-        return [operand.select(dim, i if operand.shape[dim] > 1 else 0) for i in range(count)]
+        if operand.shape[dim] == 1:
+            return [operand.select(dim, 0)] * count
+        return [operand.select(dim, i) for i in range(count)]
 
     # -- pytree and pickle --------------------------------------------------------------------------------------
 
@@ -539,8 +557,14 @@ def _define_for(cls: Any) -> None:
     with _DEFINING:
         if _kept(cls).made is not None:
             return
-        namespace = {"__slots__": (), "__module__": cls.__module__, "_stacked": cls, "__doc__": LazyStack.__doc__}
-        namespace["__qualname__"] = name = f"LazyStack[{cls.__name__}]"
+        name = f"LazyStack[{cls.__name__}]"
+        namespace = {
+            "__slots__": (),
+            "__module__": cls.__module__,
+            "__qualname__": name,
+            "__doc__": LazyStack.__doc__,
+            "_stacked": cls,
+        }
         made = type(cls)(name, (LazyStack, cls), namespace)
         # Not in the namespace, where it would replace the constructor of the fields.
         made.__new__ = LazyStack.__new__

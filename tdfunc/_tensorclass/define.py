@@ -40,15 +40,17 @@ def unchanged(instance: Any) -> Any:
 def build(cls: Any, values: dict[str, Any], batch_size: Any, device: Any, names: Any) -> Any:
     """Make an instance, for a generated constructor."""
     size = as_size(batch_size)
-    place = None
-    if device is not None:
-        place = as_device(device)
+    place = None if device is None else as_device(device)
     static = None
     if place is not None or cls._looks_up or not _are_tensors(values, size):
         values, static = read_fields(cls, values, size, place)
-    new = cls._make(values, size, place, None if names is None else as_names(names, len(size)), static)
+    if names is not None:
+        names = as_names(names, len(size))
+    new = cls._make(values, size, place, names, static)
     complete = cls.__post_init__
-    result = new if complete is unchanged else complete(new)
+    if complete is unchanged:
+        return new
+    result = complete(new)
     if result is None:
         return new
     if not isinstance(result, cls):
@@ -88,7 +90,7 @@ def read_fields(
     plain = device is None and not cls._looks_up
     ndim = len(size)
     data: dict[str, Node] = {}
-    trees = False
+    holds_trees = False
     for key, value in values.items():
         if value is None:
             continue
@@ -98,10 +100,11 @@ def read_fields(
         node = make_node(cls, key, value, size, device, f"{cls.__name__}.{key}")
         if node is not None:
             data[key] = node
-            trees = trees or isinstance(node, TensorCollection)
+            holds_trees = holds_trees or isinstance(node, TensorCollection)
     if cls._looks_up:
         check_annotations(cls, data, data)
-    return data, lift_ties(data) if trees else None
+    static = lift_ties(data) if holds_trees else None
+    return data, static
 
 
 class Meta(ABCMeta):
@@ -111,8 +114,9 @@ class Meta(ABCMeta):
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> "Meta":
         options = {option: bool(keywords.pop(option)) for option in OPTIONS if option in keywords}
+        has_fields = "_is_base" not in namespace
         constructor = {"__init__", "__new__"} & namespace.keys()
-        if constructor and "_is_base" not in namespace:
+        if constructor and has_fields:
             raise error(
                 TypeError,
                 f"{name}.{constructor.pop()} would replace the constructor of the fields.",
@@ -122,12 +126,13 @@ class Meta(ABCMeta):
         namespace.setdefault("__slots__", ())
         # Any: the attributes of TensorClass, on a class that a type checker sees as its metaclass.
         cls: Any = super().__new__(mcls, name, bases, namespace, **keywords)
-        cls._options = merge_options(name, [b._options for b in bases if isinstance(b, Meta)] or [Options()], options)
+        inherited = [base._options for base in bases if isinstance(base, Meta)]
+        cls._options = merge_options(name, inherited or [Options()], options)
         lazy = TensorCollection._lazy
         if lazy is not None and issubclass(cls, lazy):
             # It keeps its fields in the trees that it stacks, under its own keys.
             cls._any_key = True
-        elif "_is_base" not in namespace:
+        elif has_fields:
             _define_fields(cls, namespace)
         if cls.__dictoffset__:
             cls._make = classmethod(_make_with_dict)
@@ -156,24 +161,56 @@ _COMMON = ("data", "kind", "leaves", "nested", "paths", "summary")
 
 
 def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
+    """Give a class its fields: the dataclass that `dataclasses` sees, a property for each field, and a constructor."""
     hints = read_annotations(cls)
+    _check_free(cls, hints)
+    _check_no_overwrite(cls, hints, namespace)
+    own_doc = cls.__doc__
+    _make_dataclass(cls, hints, namespace)
+    fields = dataclasses.fields(cls)
+    cls._fields = tuple(field.name for field in fields)
+    cls._known = frozenset(cls._fields)
+    cls._required = tuple(field.name for field in fields if _has_no_default(field))
+    for name in cls._fields:
+        setattr(cls, name, Field(name, cls._options.tensor_only))
+    cls._hints = _all_hints(cls, hints)
+    cls._looks_up = looks_up(cls)
+    cls.__new__ = _make_constructor(cls)
+    if own_doc:
+        cls.__doc__ = own_doc
+    else:
+        cls.__doc__ = f"{cls.__name__}{inspect.signature(cls.__new__)}".replace("(__cls__, ", "(")
+    register(cls)
+
+
+def _check_free(cls: Any, hints: Mapping[str, Any]) -> None:
+    """Raise if a field has the name of a method or property of trees."""
     base = next(each for each in cls.__mro__ if "_is_base" in vars(each))
     # A lazy stack of instances has the fields, and its own names.
-    both = {*dir(base), *dir(TensorCollection._lazy)} - {*_COMMON, *PURE_CALLS}
-    public = {name for name in both if not name.startswith("_")}
+    taken = {*dir(base), *dir(TensorCollection._lazy)} - {*_COMMON, *PURE_CALLS}
+    public = {name for name in taken if not name.startswith("_")}
     for name in hints:
         # A tree's own slots and helpers; other names with an underscore are free.
-        hidden = name.startswith("_") and hasattr(base, name)
-        always = name in CONSTRUCTOR or hidden or name in Slots.__slots__
-        if always or (name in public and not cls._options.shadow):
-            raise error(
-                AttributeError,
-                f"{cls.__name__}: the field {name!r} has the name of a method or property of trees.",
-                hint="rename it."
-                if always
-                else f'rename it, or write class {cls.__name__}(TensorClass["shadow"]): the method is then '
-                f"TensorClass.{name}(instance).",
+        is_hidden = name.startswith("_") and hasattr(base, name)
+        is_reserved = name in CONSTRUCTOR or is_hidden or name in Slots.__slots__
+        is_shadowing = name in public and not cls._options.shadow
+        if not is_reserved and not is_shadowing:
+            continue
+        hint = "rename it."
+        if not is_reserved:
+            hint = (
+                f'rename it, or write class {cls.__name__}(TensorClass["shadow"]): the method is then '
+                f"TensorClass.{name}(instance)."
             )
+        raise error(
+            AttributeError,
+            f"{cls.__name__}: the field {name!r} has the name of a method or property of trees.",
+            hint=hint,
+        )
+
+
+def _check_no_overwrite(cls: Any, hints: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
+    """Raise if the body of a class gives a field of its bases another value without annotating it."""
     for name in cls._fields:
         if name in namespace and name not in hints:
             raise error(
@@ -182,11 +219,14 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
                 got=repr(namespace[name]),
                 hint=f"annotate it to give the field a default ({name}: type = value), or use another name.",
             )
+
+
+def _make_dataclass(cls: Any, hints: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
     for name in hints:
         # A base's attribute of this name (its field's property, a shadowed method) must not become the default.
         if name not in namespace and hasattr(cls, name):
             setattr(cls, name, dataclasses.field())
-    doc = cls.__doc__
+    # Without a docstring `dataclass` would write one, from a signature that is not ours.
     cls.__doc__ = cls.__doc__ or cls.__name__
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
     # `dataclasses.replace` passes on InitVars, which are not fields: so the batch size is kept.
@@ -194,18 +234,19 @@ def _define_fields(cls: Any, namespace: dict[str, Any]) -> None:
     # From Python 3.13 on `dataclass` puts its own there, which would lose the batch size.
     if "__replace__" in vars(cls) and "__replace__" not in namespace:
         del cls.__replace__
-    fields = dataclasses.fields(cls)
-    cls._fields = tuple(f.name for f in fields)
-    cls._known = frozenset(cls._fields)
-    cls._required = tuple(f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING)
-    for name in cls._fields:
-        setattr(cls, name, Field(name, cls._options.tensor_only))
-    inherited = [vars(base).get("_hints", {}) for base in reversed(cls.__mro__[1:])]
-    cls._hints = {key: hint for each in (*inherited, hints) for key, hint in each.items() if key in cls._known}
-    cls._looks_up = looks_up(cls)
-    cls.__new__ = _make_constructor(cls)
-    cls.__doc__ = doc or f"{cls.__name__}{inspect.signature(cls.__new__)}".replace("(__cls__, ", "(")
-    register(cls)
+
+
+def _has_no_default(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _all_hints(cls: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hints of all fields: those of the bases, replaced by the class's own."""
+    merged: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[1:]):
+        merged |= vars(base).get("_hints", {})
+    merged |= own
+    return {name: hint for name, hint in merged.items() if name in cls._known}
 
 
 class Field(property):
@@ -252,38 +293,51 @@ def _make_constructor(cls: Any) -> Callable[..., Any]:
 
     As `dataclasses` does, it is compiled for exactly these fields, so that Python itself checks the arguments.
     """
-    # Python refuses to make an object of an abstract class.
-    make = (lambda cls, *_: object.__new__(cls)) if cls.__abstractmethods__ else build
-    scope: dict[str, Any] = {"__build__": make, "__factory__": _FACTORY}
+    fields = dataclasses.fields(cls)
+    scope: dict[str, Any] = {
+        "__build__": _refuse_abstract if cls.__abstractmethods__ else build,
+        "__factory__": _FACTORY,
+    }
     by_place: list[str] = []
     by_name: list[str] = []
     given: list[str] = []
-    for field in dataclasses.fields(cls):
-        name = field.name
-        default = f"__default_{field.name}__"
-        factory = f"__make_{field.name}__"
-        parameter = value = name
-        if field.default_factory is not dataclasses.MISSING:
-            scope[factory] = field.default_factory
-            parameter = f"{name}=__factory__"
-            if field.init:
-                value = f"{factory}() if {name} is __factory__ else {name}"
-            else:
-                value = f"{factory}()"
-        elif field.default is not dataclasses.MISSING:
-            scope[default] = field.default
-            parameter = f"{name}={default}"
-            value = name if field.init else default
-        elif not field.init:
-            value = "None"
-        given.append(f"{name!r}: {value}")
-        if field.init:
-            (by_name if field.kw_only else by_place).append(parameter)
-    taken = ", ".join(["__cls__", *by_place, "*", *by_name, *(f"{name}=None" for name in CONSTRUCTOR)])
-    exec(f"def __new__({taken}):\n return __build__(__cls__, {{{', '.join(given)}}}, {', '.join(CONSTRUCTOR)})", scope)
+    for field in fields:
+        parameter, value = _field_source(field, scope)
+        given.append(f"{field.name!r}: {value}")
+        if field.init and field.kw_only:
+            by_name.append(parameter)
+        elif field.init:
+            by_place.append(parameter)
+    options = [f"{name}=None" for name in CONSTRUCTOR]
+    signature = ", ".join(["__cls__", *by_place, "*", *by_name, *options])
+    call = f"__build__(__cls__, {{{', '.join(given)}}}, {', '.join(CONSTRUCTOR)})"
+    exec(f"def __new__({signature}):\n return {call}", scope)
     new: Any = scope["__new__"]
     new.__qualname__ = cls.__qualname__
     new.__module__ = cls.__module__
-    new.__annotations__ = {f.name: f.type for f in dataclasses.fields(cls) if f.init}
+    new.__annotations__ = {field.name: field.type for field in fields if field.init}
     new.__doc__ = f"Make a {cls.__name__} from its fields."
     return new
+
+
+def _refuse_abstract(cls: Any, *_: Any) -> Any:
+    """Let Python raise its own error: it makes no object of an abstract class."""
+    return object.__new__(cls)
+
+
+def _field_source(field: "dataclasses.Field[Any]", scope: dict[str, Any]) -> tuple[str, str]:
+    """Return the source of a field's parameter and of its value in the constructor; its default goes into the scope."""
+    name = field.name
+    if field.default_factory is not dataclasses.MISSING:
+        factory = f"__make_{name}__"
+        scope[factory] = field.default_factory
+        made = f"{factory}()"
+        if field.init:
+            return f"{name}=__factory__", f"{made} if {name} is __factory__ else {name}"
+        return name, made
+    if field.default is not dataclasses.MISSING:
+        default = f"__default_{name}__"
+        scope[default] = field.default
+        return f"{name}={default}", name if field.init else default
+    # A field that is no argument and has no default is empty.
+    return name, name if field.init else "None"

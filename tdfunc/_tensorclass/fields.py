@@ -67,10 +67,12 @@ def read_annotations(cls: Any) -> dict[str, Any]:
         frame = frame.f_back
     if frame is None:
         scope = getattr(sys.modules.get(cls.__module__), "__dict__", {})
+        names = {cls.__name__: cls}
     else:
         scope = frame.f_globals
-    names = {**({} if frame is None else frame.f_locals), cls.__name__: cls}
-    return {key: _resolve(each, scope, names) for key, each in inspect.get_annotations(cls, **options).items()}
+        names = {**frame.f_locals, cls.__name__: cls}
+    annotations = inspect.get_annotations(cls, **options)
+    return {key: _resolve(annotation, scope, names) for key, annotation in annotations.items()}
 
 
 def _resolve(annotation: Any, scope: dict[str, Any], names: Mapping[str, Any]) -> Any:
@@ -99,8 +101,9 @@ def resolve_again(cls: Any) -> None:
 
 def looks_up(cls: Any) -> bool:
     """Return True if values are compared with annotations, also those that are tensors."""
-    hints = cls._hints.values()
-    return cls._options.autocast or any(type(hint) is Unresolved or _shape_annotations(hint) for hint in hints)
+    if cls._options.autocast:
+        return True
+    return any(type(hint) is Unresolved or _shape_annotations(hint) for hint in cls._hints.values())
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -139,22 +142,23 @@ def typed_class(cls: Any, key: str, value: Any) -> Any:
     if not convertible:
         return None
     members = _members(cls._hints.get(key, Any))
-    typed = [each for each in members if _has_fields(each)]
-    others = [each for each in members if not _has_fields(each)]
+    typed = [member for member in members if _has_fields(member)]
+    others = [member for member in members if not _has_fields(member)]
     # With two classes, or another member that takes the value, the annotation is ambiguous.
-    names = (Any, object, *type(value).__mro__)
-    taken = [
-        each
-        for each in others
-        if each in names or _is_tree(each) or isinstance(each, type) and issubclass(each, Mapping)
-    ]
-    if len(typed) == 1 and not taken:
-        return typed[0]
-    return None
+    if len(typed) != 1 or any(_takes(member, value) for member in others):
+        return None
+    return typed[0]
 
 
 def _has_fields(member: Any) -> bool:
     return _is_tree(member) and bool(getattr(member, "_fields", None))
+
+
+def _takes(member: Any, value: Any) -> bool:
+    """Return True if a member of an annotation, which has no fields, takes a tree, mapping or dataclass as it is."""
+    if member in (Any, object, *type(value).__mro__) or _is_tree(member):
+        return True
+    return isinstance(member, type) and issubclass(member, Mapping)
 
 
 def make_node(
@@ -164,44 +168,14 @@ def make_node(
     if value is None or (isinstance(value, NonTensorData) and value.data is None):
         return None
     options = cls._options
-    hint = cls._hints.get(key, Any)
-    # The one class that the annotation names, without type arguments and `| None`.
-    named = _members(hint)
-    found = None
-    if len(named) == 1:
-        found = named[0]
-    wanted = found if isinstance(found, type) and found not in (object, Any) and not _is_shaped(found) else None
-    if options.nocast and not isinstance(value, (Tensor, TensorCollection, NonTensorBase)):
-        # A list in a field that holds no lists is a value for each row.
-        is_rows = isinstance(value, list) and size and not any(map(_holds_lists, named))
-        if is_rows:
-            value = as_rows(value, len(size), size, where)
-        else:
-            value = NonTensorData(value, size)
-    elif options.tensor_only and isinstance(value, NonTensorBase):
-        value = value.value
-    elif options.autocast and wanted is not None and not isinstance(value, (TensorCollection, NonTensorBase)):
-        value = _cast(value, wanted, size, where)
-    typed = None
+    if options.nocast or options.tensor_only or options.autocast:
+        value = _by_options(options, cls._hints.get(key, Any), value, size, where)
     if not isinstance(value, (Tensor, NonTensorBase)):
-        typed = typed_class(cls, key, value)
-    if typed is not None and isinstance(value, TensorCollection):
-        value = typed.from_tensordict(value)
-    elif typed is not None:
-        # Any: an instance of a dataclass, which has no class in common with others.
-        record: Any = value
-        is_mapping = isinstance(value, Mapping)
-        if is_mapping:
-            given = record
-        else:
-            given = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-        value = typed(**given, batch_size=size, device=device)
-    elif isinstance(value, Mapping) and not options.tensor_only and not any(map(_is_tree, named)):
-        value = NonTensorData(value, size)
+        value = _by_annotation(cls, key, value, size, device)
     node = convert(value, size, device, where)
     if options.tensor_only and isinstance(node, NonTensorBase):
         raise LeafMismatchError(
-            f"{where!r}: the value must be a tensor.",
+            f"{where!r}: the value is not a tensor.",
             expected="a tensor, tree, number or list of numbers",
             got=type(value).__name__,
             hint='derive from TensorClass without "tensor_only".',
@@ -209,21 +183,69 @@ def make_node(
     return node
 
 
+def _by_options(options: Options, hint: Any, value: Any, size: Size, where: str) -> Any:
+    """Return a value as `nocast`, `tensor_only` or `autocast` treats it; these options exclude each other."""
+    is_data = isinstance(value, NonTensorBase)
+    if options.nocast and not is_data and not isinstance(value, (Tensor, TensorCollection)):
+        # A list in a field that holds no lists is a value for each row.
+        is_rows = isinstance(value, list) and size and not any(map(_holds_lists, _members(hint)))
+        if is_rows:
+            return as_rows(value, len(size), size, where)
+        return NonTensorData(value, size)
+    if options.tensor_only and is_data:
+        return value.value
+    if options.autocast and not is_data and not isinstance(value, TensorCollection):
+        wanted = _cast_target(hint)
+        if wanted is not None:
+            return _cast(value, wanted, size, where)
+    return value
+
+
+def _by_annotation(cls: Any, key: str, value: Any, size: Size, device: torch.device | None) -> Any:
+    """Return a tree, mapping or dataclass as an instance of the annotated class; a mapping of none as data."""
+    typed = typed_class(cls, key, value)
+    if typed is None:
+        is_data = isinstance(value, Mapping) and not cls._options.tensor_only
+        if is_data and not any(map(_is_tree, _members(cls._hints.get(key, Any)))):
+            return NonTensorData(value, size)
+        return value
+    if isinstance(value, TensorCollection):
+        return typed.from_tensordict(value)
+    if isinstance(value, Mapping):
+        given: Any = value
+    else:
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return typed(**given, batch_size=size, device=device)
+
+
+def _cast_target(hint: Any) -> type | None:
+    """Return the one class that an annotation names, without type arguments and `| None`; None without such a class."""
+    members = _members(hint)
+    if len(members) != 1:
+        return None
+    wanted = members[0]
+    if not isinstance(wanted, type) or wanted in (object, Any) or _is_shaped(wanted):
+        return None
+    return wanted
+
+
 def _cast(value: Any, wanted: type, size: Size, where: str) -> Any:
     """Return a value as the annotated class: a tensor or tree, or else non-tensor data."""
-    if issubclass(wanted, TensorCollection) or isinstance(value, wanted) and issubclass(wanted, Tensor):
+    if issubclass(wanted, TensorCollection):
         return value
+    if issubclass(wanted, Tensor) and isinstance(value, wanted):
+        return value
+    # A bool is an int to Python, not to a reader of annotations.
+    fits = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
     try:
         if issubclass(wanted, Tensor):
             return torch.as_tensor(value)
-        # A bool is an int to Python, not to a reader of annotations.
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        if not fits:
+            plain = value
             if isinstance(value, Tensor) and value.numel() == 1:
                 plain = value.item()
-            else:
-                plain = value
-            call: Callable[[Any], Any] = np.asarray if wanted is np.ndarray else wanted
-            value = call(plain)
+            make: Callable[[Any], Any] = np.asarray if wanted is np.ndarray else wanted
+            value = make(plain)
     except (TypeError, ValueError, RuntimeError) as err:
         raise LeafMismatchError(
             f"{where!r}: autocast cannot convert the value to the annotated type.",
@@ -241,8 +263,18 @@ def _is_shaped(hint: Any) -> bool:
 def _shape_annotations(hint: Any) -> tuple[Any, ...]:
     """Return the jaxtyping types of an annotation if it has any, with the other classes of a union."""
     alternatives = _alternatives(hint)
-    shaped = any(map(_is_shaped, alternatives)) and all(isinstance(each, type) for each in alternatives)
-    return alternatives if shaped else ()
+    if not any(map(_is_shaped, alternatives)):
+        return ()
+    if not all(isinstance(each, type) for each in alternatives):
+        return ()
+    return alternatives
+
+
+class _Shaped(NamedTuple):
+    """The node of a field with a jaxtyping annotation, and the types of the annotation."""
+
+    node: Node
+    types: tuple[Any, ...]
 
 
 def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[str]) -> None:
@@ -252,39 +284,55 @@ def check_annotations(cls: Any, nodes: Mapping[str, Node], edited: Collection[st
     """
     if is_compiling():
         return
-    # Inside vmap the batch dimension of some fields may be hidden.
-    keys = [key for key in nodes if key not in edited and not in_functorch()] + [key for key in nodes if key in edited]
-    hints = {key: _shape_annotations(cls._hints.get(key)) for key in keys if nodes[key] is not None}
-    given = {key: (nodes[key], types) for key, types in hints.items() if types}
-    if not given:
+    # The fields that do not change come first: they bind the axes that an edited field must fit.
+    # Inside vmap the batch dimension of some of them may be hidden.
+    keys = [key for key in nodes if key in edited]
+    if not in_functorch():
+        keys = [key for key in nodes if key not in edited] + keys
+    shaped: dict[str, _Shaped] = {}
+    for key in keys:
+        types = _shape_annotations(cls._hints.get(key))
+        if types and nodes[key] is not None:
+            shaped[key] = _Shaped(nodes[key], types)
+    if not shaped:
         return
-    import jaxtyping  # an annotation of its types exists, so it is installed
-
-    # A new context, whatever function with its own checks is running.
-    with jaxtyping.jaxtyped("context"):
-        fits = {key: _fits(*each) for key, each in given.items()}
-        misfits = [key for key, fit in fits.items() if fit is False and key in edited]
-        # All fields have bound their axes: an axis such as `n+1` can be checked, unless no field gives `n`.
-        misfits += [key for key, fit in fits.items() if fit is None and _fits(*given[key]) is False]
-    if not misfits:
+    wrong = _first_misfit(shaped, edited)
+    if wrong is None:
         return
-    wrong = misfits[0]
-    others = " and ".join(f"{key!r} has {_described(each[0])}" for key, each in given.items() if key != wrong)
+    others = " and ".join(f"{key!r} has {_described(field.node)}" for key, field in shaped.items() if key != wrong)
     hint = f"an axis of one name has one size in all fields, and {others}; replace() takes several in one call."
     raise LeafMismatchError(
-        f"{f'{cls.__name__}.{wrong}'!r}: the value must fit its annotation.",
-        expected=" or ".join(each.__name__ for each in given[wrong][1]),
-        got=_described(given[wrong][0]),
+        f"{f'{cls.__name__}.{wrong}'!r}: the value does not fit its annotation.",
+        expected=" or ".join(each.__name__ for each in shaped[wrong].types),
+        got=_described(shaped[wrong].node),
         hint=hint if others else None,
     )
 
 
-def _fits(node: Any, alternatives: Iterable[Any]) -> bool | None:
+def _first_misfit(shaped: Mapping[str, _Shaped], edited: Collection[str]) -> str | None:
+    """Return the first edited field whose value does not fit its annotation."""
+    import jaxtyping  # an annotation of its types exists, so it is installed
+
+    # A new context, whatever function with its own checks is running.
+    with jaxtyping.jaxtyped("context"):
+        fits = {key: _fits(field) for key, field in shaped.items()}
+        for key, fit in fits.items():
+            if fit is False and key in edited:
+                return key
+        # All fields have bound their axes: an axis such as `n+1` can be checked, unless no field gives `n`.
+        for key, fit in fits.items():
+            if fit is None and _fits(shaped[key]) is False:
+                return key
+    return None
+
+
+def _fits(field: _Shaped) -> bool | None:
     """Return True if a value is one of the types; None where this needs an axis that no field has bound yet."""
     import jaxtyping
 
     try:
-        return any([isinstance(node, each) for each in alternatives])
+        # A list, so that all types bind their axes, also those after one that fits.
+        return any([isinstance(field.node, each) for each in field.types])
     except jaxtyping.AnnotationError:
         return None
 

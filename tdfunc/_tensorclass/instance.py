@@ -108,11 +108,12 @@ class TensorClass(_Typed):
 
     def __class_getitem__(cls, item: Any) -> Any:
         """Return the class with options; of a generic class, the class with type arguments."""
-        given = item if isinstance(item, tuple) else (item,)
         above: Any = super()
         if hasattr(above, "__class_getitem__"):
             return above.__class_getitem__(item)
-        if "_is_base" not in cls.__dict__ or not all(option in OPTIONS for option in given):
+        given = item if isinstance(item, tuple) else (item,)
+        takes_options = "_is_base" in cls.__dict__
+        if not takes_options or not all(option in OPTIONS for option in given):
             raise error(
                 TypeError,
                 f"{cls.__name__}[...]: options are given to TensorClass, type arguments to classes that are Generic.",
@@ -182,27 +183,20 @@ class TensorClass(_Typed):
         cls = getattr(cls, "_stacked", cls)
         if tensordict._is_lazy:
             return tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)
-        given = list(dict.fromkeys([*tensordict._keys(), *(non_tensordict or {})]))
-        unknown = [key for key in given if key not in cls._fields]
-        lacking = [name for name in cls._required if safe and name not in given]
-        if unknown or lacking:
-            raise TreeStructureError(
-                f"{cls.__name__}.from_tensordict: the keys must be the fields.",
-                expected=f"{list(cls._fields)}",
-                got=f"{given}: unknown {unknown}, missing {lacking}",
-                hint="select() the fields first." if unknown else "safe=False leaves missing fields empty.",
-            )
+        further = non_tensordict or {}
+        _check_keys(cls, list(dict.fromkeys([*tensordict._keys(), *further])), safe)
         size = tensordict._batch_size
         place = tensordict._device
         static = tensordict._static
         values = {key: tensordict._get(key) for key in tensordict._keys()}
-        data = read_fields(cls, values, size, place)[0]
+        data, _ = read_fields(cls, values, size, place)
         if static is not None:
-            static = static._replace(kinds={key: kind for key, kind in static.kinds.items() if key in data})
+            kinds = {key: kind for key, kind in static.kinds.items() if key in data}
+            static = static._replace(kinds=kinds)
         new: Any = cls._make(data, size, place, tensordict._names, static)
-        if non_tensordict:
+        if further:
             # Emptied first: a path that gets another value leaves the group that it was tied in.
-            new = TensorClass.replace(new._put(dict.fromkeys(non_tensordict)), non_tensordict)
+            new = TensorClass.replace(new._put(dict.fromkeys(further)), further)
         return new
 
     @classmethod
@@ -216,8 +210,8 @@ class TensorClass(_Typed):
         """Return a value of a field as a node, None where it empties the field."""
         cls = type(self)
         size = self._batch_size
-        plain = type(value) is Tensor and self._device is None and not cls._looks_up and not value.is_nested
-        if plain and value.shape[: len(size)] == size:
+        is_plain = type(value) is Tensor and self._device is None and not cls._looks_up and not value.is_nested
+        if is_plain and value.shape[: len(size)] == size:
             return value
         if cls._looks_up:
             resolve_again(cls)
@@ -249,24 +243,47 @@ class TensorClass(_Typed):
     def __setattr__(self, name: str, value: object) -> None:
         if name in CONSTRUCTOR:
             super().__setattr__(name, value)
-        is_field = name in self._fields
+        what = f"{type(self).__name__} is immutable"
+        fields = None
+        if name not in self._fields:
+            what += f" and has no field {name!r}"
+            fields = f"one of {list(self._fields)}"
         raise ImmutableError(
-            f"{type(self).__name__} is immutable{'' if is_field else f' and has no field {name!r}'}.",
-            expected=None if is_field else f"one of {list(self._fields)}",
+            f"{what}.",
+            expected=fields,
             got=f".{name} = value",
             hint=f"new = old.replace({name}=value); in __post_init__: return self.replace({name}=value).",
         )
 
     def __repr__(self) -> str:
-        nodes = {key: self._get(key) for key in sorted(self._keys())}
-        texts = {key: repr(n) if isinstance(n, TensorCollection) else describe_leaf(n) for key, n in nodes.items()}
-        parts = [f"    {key}={text}".replace("\n", "\n    ") for key, text in texts.items()]
-        parts += [f"    {name}=None" for name in self._fields if name not in nodes]
-        parts += [f"    batch_size={self._batch_size}", f"    device={self._device}"]
-        parts += [f"    is_shared={all_shared(self)}"]
+        parts: list[str] = []
+        keys = sorted(self._keys())
+        for key in keys:
+            node = self._get(key)
+            text = repr(node) if isinstance(node, TensorCollection) else describe_leaf(node)
+            parts.append(f"    {key}={text}".replace("\n", "\n    "))
+        parts += [f"    {name}=None" for name in self._fields if name not in keys]
+        parts.append(f"    batch_size={self._batch_size}")
+        parts.append(f"    device={self._device}")
+        parts.append(f"    is_shared={all_shared(self)}")
         if self._names is not None:
             parts.append(f"    names={list(self._names)}")
         return f"{type(self).__name__}(\n" + ",\n".join(parts) + ")"
+
+
+def _check_keys(cls: Any, given: Sequence[str], safe: bool) -> None:
+    """Raise unless the keys of a tree are fields, and if `safe`, all fields without a default are among them."""
+    unknown = [key for key in given if key not in cls._fields]
+    lacking: list[str] = []
+    if safe:
+        lacking = [name for name in cls._required if name not in given]
+    if unknown or lacking:
+        raise TreeStructureError(
+            f"{cls.__name__}.from_tensordict: the keys are not the fields.",
+            expected=f"{list(cls._fields)}",
+            got=f"{given}: unknown {unknown}, missing {lacking}",
+            hint="select() the fields first." if unknown else "safe=False leaves missing fields empty.",
+        )
 
 
 def tensorclass(cls: Any = None, /, **options: bool) -> Any:

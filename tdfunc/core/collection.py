@@ -247,7 +247,7 @@ class TensorCollection(Slots):
         names = self._names
         if op.size is not None:
             if names is not None:
-                names = op.names(names) if op.names is not None else None
+                names = None if op.names is None else op.names(names)
             size = op.size(size)
         if static is not None and len(data) != len(self._data):
             static = Static({k: kind for k, kind in static.kinds.items() if k in data}, static.ties, static.own)
@@ -348,14 +348,14 @@ class TensorCollection(Slots):
 
     def __setitem__(self, key: Any, value: object) -> NoReturn:
         # A mask would be printed whole.
-        items: Any = key if isinstance(key, tuple) else (key,)
-        shown = ", ".join([repr(k) if isinstance(k, (str, int, slice, tuple)) else "index" for k in items])
+        parts: Any = key if isinstance(key, tuple) else (key,)
+        shown = ", ".join([repr(part) if isinstance(part, (str, int, slice, tuple)) else "index" for part in parts])
         fix = "td = td.at[index].set(value)"
         if is_key(key):
             fix = f"td = td.set({key!r}, value)"
-        if isinstance(value, Tensor) and is_key(key) and dict(iter_leaves(self)).get(unravel(key)) is value:
-            # `td[key] += 1` has changed the leaf by the time that Python assigns it.
-            fix = f"td = td.at[{shown}].add(value). If this was +=, it has already written to the shared leaf."
+            if isinstance(value, Tensor) and dict(iter_leaves(self)).get(unravel(key)) is value:
+                # `td[key] += 1` has changed the leaf by the time that Python assigns it.
+                fix = f"td = td.at[{shown}].add(value). If this was +=, it has already written to the shared leaf."
         raise _frozen(self, f"td[{shown}] = value", fix)
 
     def __delitem__(self, key: Any) -> NoReturn:
@@ -441,13 +441,12 @@ def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> N
     """Raise unless all nodes have the keys of the first."""
     keys = first._data.keys()
     for other in others:
-        if not isinstance(other, TensorCollection) or other._data.keys() != keys:
+        is_tree = isinstance(other, TensorCollection)
+        if not is_tree or other._data.keys() != keys:
             raise TreeStructureError(
                 "The trees have different keys.",
                 expected=f"{sorted(keys)}",
-                got=f"{sorted(other._data)}"
-                if isinstance(other, TensorCollection)
-                else f"a leaf of type {type(other).__name__}",
+                got=f"{sorted(other._data)}" if is_tree else f"a leaf of type {type(other).__name__}",
                 hint="select() the common keys, or set() the missing ones.",
             )
 
@@ -499,9 +498,11 @@ def index_op(index: Any, size: Size) -> LeafOp:
     head = _first_rows(index, size)
     if head is None and size and size[0] > 0 and type(index) is Tensor and _is_rows(index):
         head = index.shape + size[1:]
-    parts: tuple[Any, ...] = (index,) if head is not None else normalize_index(index, size)
     if head is None:
+        parts: tuple[Any, ...] = normalize_index(index, size)
         head = index_size(parts, size)
+    else:
+        parts = (index,)
     # x[i] and x[i:j] are faster than x[(i,)]; index_select is faster than both for many rows of a large leaf.
     key: Any = parts[0] if len(parts) == 1 else parts
     names = partial(index_names, parts)

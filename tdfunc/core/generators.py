@@ -21,7 +21,8 @@ from tdfunc.core.errors import UnsupportedError, user_line
 def default_generators(leaves: Iterable[Any]) -> list[torch.Generator]:
     """Return the default generators of the CPU and of the devices that hold some tensors."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
-    return [torch.default_generator, *[torch.cuda.default_generators[d.index] for d in sorted(devices, key=str)]]
+    on_cuda = [torch.cuda.default_generators[device.index] for device in sorted(devices, key=str)]
+    return [torch.default_generator, *on_cuda]
 
 
 # Any: values of every type.
@@ -87,11 +88,13 @@ def refuse_draws(
     witness = Witness()
     with witness if generators else nullcontext():
         yield
-    found = [f"a draw from {name} generator" for name, state in foreign_states(named).items() if state != foreign[name]]
-    with outside():
-        moved = any([not torch.equal(a, g.get_state()) for a, g in zip(before, generators, strict=True)])
-    if (witness.drew and (moved or is_fake(None))) or (moved and threading.active_count() == 1):
-        found += [f"a draw from torch's default generator by {name}" for name in witness.drew[:1] or ["an operation"]]
+    found: list[str] = []
+    for name, state in foreign_states(named).items():
+        if state != foreign[name]:
+            found.append(f"a draw from {name} generator")
+    if _has_drawn(witness, generators, before):
+        operation = witness.drew[0] if witness.drew else "an operation"
+        found.append(f"a draw from torch's default generator by {operation}")
     if found:
         raise UnsupportedError(
             what,
@@ -99,3 +102,17 @@ def refuse_draws(
             got="; ".join(found),
             hint=hint,
         )
+
+
+def _has_drawn(witness: Witness, generators: Sequence[torch.Generator], before: Sequence[Tensor]) -> bool:
+    """Return True if torch's generators moved, and the code inside moved them.
+
+    An operation is proof where tensors are fake, which move no generator; a generator alone, where no other thread
+    may have moved it.
+    """
+    with outside():
+        pairs = zip(before, generators, strict=True)
+        has_moved = any([not torch.equal(state, generator.get_state()) for state, generator in pairs])
+    if witness.drew:
+        return has_moved or is_fake(None)
+    return has_moved and threading.active_count() == 1

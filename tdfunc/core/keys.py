@@ -17,6 +17,8 @@ from tdfunc.core.types import Kind, NestedKey, Path
 V = TypeVar("V")
 # The most paths in the text of a filter.
 _SHOWN_PATHS = 3
+# The most keys in the text of a missing one.
+_SHOWN_NAMES = 20
 # The characters that make a glob of a name.
 _WILD = frozenset("*?[")
 
@@ -90,23 +92,15 @@ class _Missing:
         names = list(known)
         key = path[-1]
         parent = path[:-1]
-        parts = tuple(key.split("."))
-        # A file has no node to look into, only the names of one level.
-        if node is None:
-            nested = parts[0] in names
-        else:
-            nested = _leads(node, parts)
-        if node is not None and not hasattr(node, "_keys"):
-            hint = f"{dotted(parent)!r} is a leaf, and a leaf has no children."
-        elif nested:
-            hint = f"a nested key is a tuple: {(*parent, *parts)!r}."
-        else:
-            hint = did_you_mean(key, names)
-        shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-        where = ""
-        if parent:
-            where = f" under {dotted(parent)!r}"
-        self._text = explain(f"{call}: no key {key!r}{where}.", expected=f"one of {shown or '(no keys)'}", hint=hint)
+        where = f" under {dotted(parent)!r}" if parent else ""
+        shown = ", ".join(map(repr, names[:_SHOWN_NAMES])) or "(no keys)"
+        if len(names) > _SHOWN_NAMES:
+            shown += ", ..."
+        self._text = explain(
+            f"{call}: no key {key!r}{where}.",
+            expected=f"one of {shown}",
+            hint=_hint_for(key, parent, names, node),
+        )
         return self._text
 
     def __repr__(self) -> str:
@@ -114,6 +108,21 @@ class _Missing:
 
     def __reduce__(self) -> Any:
         return str, (str(self),)
+
+
+def _hint_for(key: str, parent: Path, names: Sequence[str], node: Any) -> str | None:
+    """Return the hint for a key that is missing under a parent path, of which the node and its keys are given."""
+    parts = tuple(key.split("."))
+    # A file has no node to look into, only the names of one level.
+    if node is None:
+        is_nested = parts[0] in names
+    elif not hasattr(node, "_keys"):
+        return f"{dotted(parent)!r} is a leaf, and a leaf has no children."
+    else:
+        is_nested = _leads(node, parts)
+    if is_nested:
+        return f"a nested key is a tuple: {(*parent, *parts)!r}."
+    return did_you_mean(key, names)
 
 
 def did_you_mean(key: str, names: Sequence[str]) -> str | None:
@@ -251,12 +260,14 @@ def of_type(module: nn.Module, *types: type[nn.Module]) -> Filter:
         FilterError: The module has no submodule of these types.
     """
     found = [name for name, sub in module.named_modules(remove_duplicate=False) if isinstance(sub, types)]
+    # The module itself has the name "", and the path of no parts.
     owners = {tuple(name.split(".")) if name else () for name in found}
-    text = f"of_type({', '.join(t.__name__ for t in types)})"
+    names = ", ".join([kind.__name__ for kind in types])
+    text = f"of_type({names})"
     if not owners:
         kinds = sorted({type(sub).__name__ for sub in module.modules()})
         raise FilterError(
-            f"{text}: {type(module).__name__} must have a submodule of these types.", got=f"{', '.join(kinds)}"
+            f"{text}: {type(module).__name__} has no submodule of these types.", got=f"{', '.join(kinds)}"
         )
     return _combined(partial(_owned, owners), text)
 
@@ -316,23 +327,33 @@ def _places_of(parts: Sequence[Filter], entries: Sequence[Entry]) -> Iterator[Se
         yield table[name]
 
 
+def _by_path(test: Callable[[Path], object], entries: Sequence[Entry]) -> list[bool]:
+    """Return for each leaf True if one of its paths passes a test."""
+    return [any(map(test, entry.paths)) for entry in entries]
+
+
 def _owned(owners: set[Path], entries: Sequence[Entry]) -> list[bool]:
-    return [any(path[:-1] in owners for path in e.paths) for e in entries]
+    return _by_path(lambda path: path[:-1] in owners, entries)
 
 
 def _listed(names: frozenset[str], text: str, entries: Sequence[Entry]) -> list[bool]:
-    found = [any(dotted(path) in names for path in e.paths) for e in entries]
+    found = _by_path(lambda path: dotted(path) in names, entries)
     if not any(found):
         raise FilterError(f"Filter: {text} matches no leaf.", got=f"{len(entries)} leaves")
     return found
 
 
 def _having(field: str, value: object, entries: Sequence[Entry]) -> list[bool]:
-    return [e.kind is value if field == "kind" else getattr(e.leaf, field, None) is value for e in entries]
+    if field == "kind":
+        return [entry.kind is value for entry in entries]
+    return [getattr(entry.leaf, field, None) is value for entry in entries]
 
 
 def _wanted(predicate: Callable[..., object], entries: Sequence[Entry]) -> list[bool]:
-    return [any(bool(predicate(p, e.leaf)) for p in e.paths) for e in entries]
+    found: list[bool] = []
+    for paths, leaf, _ in entries:
+        found.append(any(bool(predicate(path, leaf)) for path in paths))
+    return found
 
 
 def _joined(left: Filter, right: Filter, rule: Callable[..., list[bool]], symbol: str) -> Filter:
@@ -356,14 +377,14 @@ def _combined(mask: Callable[[Sequence[Entry]], list[bool]], text: str) -> Filte
 
 
 def _matching(regex: re.Pattern[str], text: str, entries: Sequence[Entry]) -> list[bool]:
-    found = [any(regex.fullmatch(dotted(path)) for path in e.paths) for e in entries]
+    found = _by_path(lambda path: regex.fullmatch(dotted(path)), entries)
     if not any(found):
         raise _no_match(text, entries)
     return found
 
 
 def _named(name: str, entries: Sequence[Entry]) -> list[bool]:
-    found = [any(dotted(path) == name for path in e.paths) for e in entries]
+    found = _by_path(lambda path: dotted(path) == name, entries)
     if not any(found):
         raise _no_match(repr(name), entries)
     return found

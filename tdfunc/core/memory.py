@@ -108,7 +108,10 @@ def extent_of(tensor: Any) -> Extent | None:
             return _NOWHERE
         if not tensor.is_contiguous():
             size_bytes = _count_steps(tensor) * tensor.element_size()
-        if getattr(storage, _ATTRIBUTE, None) is not None and (file := mapped_file(tensor)) is not None:
+        file = None
+        if getattr(storage, _ATTRIBUTE, None) is not None:
+            file = mapped_file(tensor)
+        if file is not None:
             space = file.file_id
             begin = file.offset
         # torch warns where a fake tensor is asked for its address.
@@ -206,8 +209,10 @@ class Places:
             extents = [extent_of(tensor) for tensor in tensors]
         # Where one cannot be known, none can be ruled out.
         self._known = None not in extents and not is_compiling()
+        # For each space, the runs of bytes without gaps, in order.
         self._merged: dict[Any, list[tuple[int, int]]] = {}
-        for space, begin, end in sorted([extent for extent in extents if extent is not None], key=itemgetter(1)):
+        known = [extent for extent in extents if extent is not None]
+        for space, begin, end in sorted(known, key=itemgetter(1)):
             runs = self._merged.setdefault(space, [])
             if runs and begin < runs[-1][1]:
                 runs[-1] = (runs[-1][0], max(end, runs[-1][1]))

@@ -46,7 +46,7 @@ class NonTensorBase:
         """Raise unless the values are laid out along this batch; inside vmap the values of a stack are not."""
         if self._features is not None or self.shape[: len(size)] != size:
             raise BatchSizeError(
-                f"{key!r}: the values must be laid out along the batch of their tree.",
+                f"{key!r}: the values are not laid out along the batch of their tree.",
                 expected=f"shape {list(size)} + (...)",
                 got=f"shape {list(self.shape)}",
                 hint=_HINT,
@@ -300,7 +300,7 @@ class NonTensorStack(NonTensorBase):
                 if not isinstance(part, (list, tuple)) or len(part) != length:
                     raise error(
                         ValueError,
-                        "NonTensorStack: the list must not be ragged.",
+                        "NonTensorStack: the list is ragged.",
                         expected=f"lists of {length}",
                         got=f"{part!r}",
                     )
@@ -333,12 +333,12 @@ class NonTensorStack(NonTensorBase):
         # numpy checks positions that no element needs.
         if size.numel() == 0:
             return self._wrap(np.empty(size, dtype=object))
-        taken = tuple((as_array(i) if i.dim() else int(i)) if isinstance(i, torch.Tensor) else i for i in parts)
-        # torch selects with ints first, numpy counts them among the advanced indices.
-        taking = [item for item in taken if item is not None and not isinstance(item, bool)]
+        taken = [_numpy_item(part) for part in parts]
+        # torch selects with ints first, numpy counts them among the advanced indices: so two steps.
         # The Ellipsis keeps an array an array.
-        array = self._array[(*(item if isinstance(item, int) else slice(None) for item in taking), ...)]
-        array = array[(*(item for item in taken if not isinstance(item, int) or isinstance(item, bool)), ...)]
+        ints = [item if _is_number(item) else slice(None) for item in taken if _takes_dim(item)]
+        rest = [item for item in taken if not _is_number(item)]
+        array = self._array[(*ints, ...)][(*rest, ...)]
         # A full index leaves one value: it is data of an empty batch, not a stack.
         if array.ndim == 0:
             return NonTensorData(array[()])
@@ -355,6 +355,24 @@ class NonTensorStack(NonTensorBase):
         else:
             text = _first_values(self._array)
         return f"NonTensorStack({_cut(text)}, batch_size={self.shape}, device=None)"
+
+
+def _numpy_item(part: Any) -> Any:
+    """Return one part of a normalized index as numpy takes it."""
+    if not isinstance(part, torch.Tensor):
+        return part
+    if part.dim():
+        return as_array(part)
+    return int(part)
+
+
+def _takes_dim(part: Any) -> bool:
+    return part is not None and not isinstance(part, bool)
+
+
+def _is_number(part: Any) -> bool:
+    """Return True for an int; a bool is an index of another kind, to numpy as to torch."""
+    return isinstance(part, int) and not isinstance(part, bool)
 
 
 # A stack of more values shows the first of each dimension in its repr.
@@ -397,9 +415,12 @@ def _only_in_front(old: Size, size: Size) -> bool:
     Where another dimension of the same size could be the one that moved, the answer is no.
     """
     short, long = sorted((old, size), key=len)
-    lead = long[: len(long) - len(short)]
-    rest = long[len(long) - len(short) :]
-    return not lead or not short or (rest == short and short[0] not in lead)
+    added = len(long) - len(short)
+    if not added or not short:
+        return True
+    lead = long[:added]
+    rest = long[added:]
+    return rest == short and short[0] not in lead
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -448,8 +469,9 @@ def _same_nodes(a: NonTensorBase, b: NonTensorBase) -> bool:
     # The batch of one broadcast value is not compared, as it is not for trees.
     if isinstance(a, NonTensorData) and isinstance(b, NonTensorData):
         return same_value(a.data, b.data)
-    same_type = type(a) is type(b) and a._array.shape == b._array.shape
-    return same_type and all(same_value(x, y) for x, y in zip(a._array.flat, b._array.flat, strict=True))
+    if type(a) is not type(b) or a._array.shape != b._array.shape:
+        return False
+    return all(same_value(x, y) for x, y in zip(a._array.flat, b._array.flat, strict=True))
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
@@ -468,7 +490,7 @@ def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None
     for node, part in zip(nodes, kept, strict=True):
         if node._features is not None:
             raise BatchSizeError(
-                f"{call}: non-tensor data must be laid out along the batch of their tree.",
+                f"{call}: non-tensor data are not laid out along the batch of their tree.",
                 expected=f"shape {list(node.shape)}",
                 got=f"shape {list(node._array.shape)}",
                 hint=_HINT,
@@ -476,7 +498,7 @@ def _check_shapes(call: str, nodes: Sequence[Any], kept: Sequence[Size]) -> None
         if part != kept[0]:
             raise error(
                 RuntimeError,
-                f"{call}: the non-tensor data must have one shape.",
+                f"{call}: the non-tensor data have different shapes.",
                 expected=str(list(nodes[0].shape)),
                 got=str(list(node.shape)),
             )
@@ -486,11 +508,12 @@ def _cat(nodes: Sequence[Any], dim: int = 0) -> Any:
     shapes = [node.shape for node in nodes]
     dim = dim_index(dim, len(shapes[0]), "cat")
     _check_shapes("cat", nodes, [shape[:dim] + shape[dim + 1 :] for shape in shapes])
-    if all(isinstance(n, NonTensorData) for n in nodes) and all(_same_nodes(nodes[0], n) for n in nodes[1:]):
-        size = list(nodes[0].shape)
-        size[dim] = sum(n.shape[dim] for n in nodes)
-        return NonTensorData(nodes[0].data, size)
-    return NonTensorStack._wrap(np.concatenate([n._array for n in nodes], axis=dim))
+    first = nodes[0]
+    is_one_value = all(isinstance(node, NonTensorData) and _same_nodes(first, node) for node in nodes)
+    if is_one_value:
+        total = sum(shape[dim] for shape in shapes)
+        return NonTensorData(first.data, (*shapes[0][:dim], total, *shapes[0][dim + 1 :]))
+    return NonTensorStack._wrap(np.concatenate([node._array for node in nodes], axis=dim))
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {

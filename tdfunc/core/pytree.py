@@ -66,14 +66,13 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
     compiling = is_compiling()
     if not compiling and type(tree._cache) is _Flat:
         return tree._cache
-    node = tree
+    data = tree._data
     grafts = ()
-    cuts = []
     if tree._static is not None:
         cuts = spanning(tree._ties)
-    if cuts:
-        node, grafts = prune(tree, cuts)
-    data = node._data
+        if cuts:
+            pruned, grafts = prune(tree, cuts)
+            data = pruned._data
     order = tuple(data)
     keys = tuple(sorted(data))
     # One object where they agree, so that unflattening compares identities.
@@ -87,10 +86,13 @@ def flatten(tree: TensorCollection) -> tuple[tuple[Any, ...], Context]:
         features = [_features(child, n) for child in children]
     else:
         features = [len(shape) - n for shape in shapes]
+    level = None
+    if tree._is_lazy and not compiling:
+        level = _functorch.maybe_current_level()
+    # By position: keywords take longer, and every new node makes one.
     context = Context(
         keys, tree._ties, order, tree._batch_size, tree._device, tree._names,
-        tuple(features), tree._static, grafts, shapes,
-        _functorch.maybe_current_level() if tree._is_lazy and not compiling else None,
+        tuple(features), tree._static, grafts, shapes, level,
     )  # fmt: skip
     flat = _Flat(children, context)
     if not compiling:
@@ -134,6 +136,7 @@ def unflatten(cls: type[T], context: Context, children: Iterable[Any]) -> T:
     elif size != old:
         children = tuple([_follow(child, old, size) for child in children])
     elif not cls._is_lazy and any([type(c) is not Tensor for c in children]):
+        # Of the same size: only a child that has none yet takes it.
         children = tuple([_follow(c, old, size) if getattr(c, "_cache", None) is _UNDECIDED else c for c in children])
     data = dict(zip(context.keys, children, strict=True))
     if context.order is not context.keys:
@@ -168,30 +171,24 @@ def rebuilt_size(
     """Return the batch size that rebuilt children give their node, None if none votes, and its device."""
     if not cls._is_lazy:
         return _vote(children, context)
-    # That of its trees, with their number in its place.
+    # A lazy stack has the batch size of its trees, with their number in its place.
     if any([not isinstance(child, TensorCollection) or child._cache is _UNDECIDED for child in children]):
         return None, context.device
     # The place of the stack counts from the end, so that dimensions may come and go in front.
     assert context.static is not None
-    own: Any = context.static.own
+    own: int = context.static.own
     size = common_size([child._batch_size for child in children])
-    _check_vmap(children, context, len(context.batch_size) + own, len(size) + 1)
+    ndim = len(size) + 1
+    _check_vmap(children, context, len(context.batch_size) + own, ndim)
     device = children[0]._device
-    shared = device if all([child._device == device for child in children]) else None
-    return stacked_size(size, max(len(size) + 1 + own, 0), len(children)), shared
+    if not all([child._device == device for child in children]):
+        device = None
+    return stacked_size(size, max(ndim + own, 0), len(children)), device
 
 
 def _check_vmap(children: tuple[Any, ...], context: Context, dim: int, ndim: int) -> None:
     """Raise if vmap has taken a dimension of the leaves that has another number in the lazy stack."""
-    taken: int | None = None
-    if is_compiling():
-        # dynamo cannot read from a tensor the dimension that vmap took.
-        taken = None if ndim == len(context.batch_size) or dim >= len(context.batch_size) - 1 else dim
-    elif ndim < len(context.batch_size) and (level := _functorch.maybe_current_level()) != context.level:
-        leaves = [leaf for child in children for _, leaf in iter_leaves(child)]
-        mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.maybe_get_level(x) == level]
-        dims = [_functorch.maybe_get_bdim(x) for x in mapped]
-        taken = next((each for each in dims if each >= dim), None)
+    taken = _taken_dim(children, context, dim, ndim)
     if taken is not None:
         raise BatchSizeError(
             "vmap: in_dims must be in front of the dimension along which a lazy stack holds its trees.",
@@ -200,6 +197,28 @@ def _check_vmap(children: tuple[Any, ...], context: Context, dim: int, ndim: int
             hint="permute() the stack so that its own dimension comes last (no copy); to map over the trees, write "
             "dense() or pad() first, or [fn(tree) for tree in lazy].",
         )
+
+
+def _taken_dim(children: tuple[Any, ...], context: Context, dim: int, ndim: int) -> int | None:
+    """Return the first dimension, not in front of `dim`, that vmap has taken from the leaves of a lazy stack."""
+    old_ndim = len(context.batch_size)
+    if is_compiling():
+        # dynamo cannot read from a tensor the dimension that vmap took.
+        if ndim == old_ndim or dim >= old_ndim - 1:
+            return None
+        return dim
+    if ndim >= old_ndim:
+        return None
+    level = _functorch.maybe_current_level()
+    if level == context.level:
+        return None
+    for child in children:
+        for _, leaf in iter_leaves(child):
+            if isinstance(leaf, Tensor) and _functorch.maybe_get_level(leaf) == level:
+                mapped_dim = _functorch.maybe_get_bdim(leaf)
+                if mapped_dim >= dim:
+                    return mapped_dim
+    return None
 
 
 def _vote(children: tuple[Any, ...], context: Context) -> tuple[Size | None, torch.device | None]:
@@ -301,10 +320,10 @@ def _dump(context: Context) -> Any:
     return {
         "keys": list(context.keys),
         "order": list(context.order),
-        "ties": [[list(path) for path in group] for group in context.ties],
+        "ties": [list(map(list, group)) for group in context.ties],
         "batch_size": [int(size) for size in context.batch_size],
-        "device": str(context.device) if context.device is not None else None,
-        "names": list(context.names) if context.names is not None else None,
+        "device": None if context.device is None else str(context.device),
+        "names": None if context.names is None else list(context.names),
         "features": list(context.features),
         "kinds": {key: kind.value for key, kind in static.kinds.items()},
         "own": static.own,
@@ -313,15 +332,24 @@ def _dump(context: Context) -> Any:
 
 
 def _restore(dumped: Any) -> Context:
-    ties = tuple(tuple(tuple(path) for path in group) for group in dumped["ties"])
-    static = Static({key: Kind(kind) for key, kind in dumped["kinds"].items()}, ties, dumped["own"])
+    """Return the context that `_dump` wrote."""
+    ties = tuple([tuple(map(tuple, group)) for group in dumped["ties"]])
+    kinds = {key: Kind(kind) for key, kind in dumped["kinds"].items()}
+    static = Static(kinds, ties, dumped["own"])
+    device = dumped["device"]
+    names = dumped["names"]
+    grafts = [Graft(tuple(path), place, tuple(source)) for path, place, source in dumped["grafts"]]
     return Context(
-        tuple(dumped["keys"]), ties, tuple(dumped["order"]), Size(dumped["batch_size"]),
-        torch.device(dumped["device"]) if dumped["device"] else None,
-        tuple(dumped["names"]) if dumped["names"] else None,
-        tuple(dumped["features"]), None if static == NO_STATIC else static,
-        tuple(Graft(tuple(path), place, tuple(source)) for path, place, source in dumped["grafts"]),
-    )  # fmt: skip
+        keys=tuple(dumped["keys"]),
+        ties=ties,
+        order=tuple(dumped["order"]),
+        batch_size=Size(dumped["batch_size"]),
+        device=torch.device(device) if device else None,
+        names=tuple(names) if names else None,
+        features=tuple(dumped["features"]),
+        static=None if static == NO_STATIC else static,
+        grafts=tuple(grafts),
+    )
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:

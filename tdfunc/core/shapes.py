@@ -41,10 +41,9 @@ def shape_of(leaf: Tensor) -> Size | None:
     if rows is None:
         return None
     # Without rows a size is not known, and a nested tensor of no dimensions has no columns.
-    columns = []
-    if rows.dim() == 2:
-        columns = rows.t().tolist()
-    return Size([leaf.size(0), *[column[0] if len(set(column)) == 1 else -1 for column in columns]])
+    columns = rows.t().tolist() if rows.dim() == 2 else []
+    sizes = [column[0] if len(set(column)) == 1 else -1 for column in columns]
+    return Size([leaf.size(0), *sizes])
 
 
 def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
@@ -150,7 +149,7 @@ def dim_size(size: Size, dim: int, call: str) -> int:
     """Return the size of a batch dimension, which a ragged one (-1) does not have."""
     if size[dim] < 0:
         raise BatchSizeError(
-            f"{call}: batch dimension {dim} is ragged, and must have one size.",
+            f"{call}: batch dimension {dim} is ragged, and has no single size.",
             got=f"batch size {list(size)}",
             hint="pad() the lazy stack first, or call it on each of its trees.",
         )
@@ -165,7 +164,7 @@ def fill_size(sizes: Sequence[int], numel: int, call: str) -> Size:
     if math.prod(sizes) != numel or (sizes and min(sizes) < 0):
         raise error(
             RuntimeError,
-            f"{call}: the shape must have the number of elements of the batch.",
+            f"{call}: the shape does not have the number of elements of the batch.",
             expected=f"{numel} elements",
             got=str(tuple(sizes)),
         )
@@ -181,14 +180,15 @@ def broadcast(*sizes: Size) -> Size | None:
     for size in sizes[1:]:
         if size == result:
             continue
-        if len(size) >= len(result):
-            long, short = (size, result)
-        else:
-            long, short = (result, size)
-        skipped = len(long) - len(short)
-        if not all([a == b or a == 1 or b == 1 for a, b in zip(long[skipped:], short, strict=True)]):
+        long = size
+        short = result
+        if len(long) < len(short):
+            long, short = short, long
+        lead = long[: len(long) - len(short)]
+        pairs = list(zip(long[len(lead) :], short, strict=True))
+        if not all([a == b or a == 1 or b == 1 for a, b in pairs]):
             return None
-        result = long[:skipped] + Size([b if a == 1 else a for a, b in zip(long[skipped:], short, strict=True)])
+        result = lead + Size([b if a == 1 else a for a, b in pairs])
     return result
 
 
@@ -212,18 +212,11 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
 
     Boolean masks become their nonzero positions once, for all leaves.
     """
-    items = [_index_item(item, index) for item in (index if isinstance(index, tuple) else (index,))]  # pyright: ignore[reportUnknownVariableType]
+    given: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    items = [_index_item(item, index) for item in given]
     used = sum([_count_dims(item) for item in items])
     if used > len(size):
-        raise error(
-            IndexError,
-            "index: there must be one index at most for each batch dimension.",
-            expected=f"at most {len(size)} for batch size {list(size)}",
-            got=f"{used} in {index!r}",
-            hint="only batch dimensions can be indexed; for dimensions of the leaves use td.apply(lambda x: x[...])."
-            if size
-            else "a tree without a batch size has no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0'].",
-        )
+        raise _too_many(index, used, size)
     parts: list[Any] = []
     dim = 0
     skipped = len(size) - used
@@ -239,7 +232,7 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
             if item.shape != covered:
                 raise error(
                     IndexError,
-                    "index: the mask must have the shape of the batch dimensions that it covers.",
+                    "index: the mask does not have the shape of the batch dimensions that it covers.",
                     expected=str(list(covered)),
                     got=str(list(item.shape)),
                 )
@@ -249,6 +242,19 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
             parts.append(item)
             dim += _count_dims(item)
     return tuple(parts)
+
+
+def _too_many(index: Any, used: int, size: Size) -> IndexError:
+    hint = "a tree without a batch size has no rows: TensorDict(..., batch_size=[n]). Keys are text: td['0']."
+    if size:
+        hint = "only batch dimensions can be indexed; for dimensions of the leaves use td.apply(lambda x: x[...])."
+    return error(
+        IndexError,
+        "index: there are more indices than batch dimensions.",
+        expected=f"at most {len(size)} for batch size {list(size)}",
+        got=f"{used} in {index!r}",
+        hint=hint,
+    )
 
 
 def _count_dims(item: Any) -> int:
@@ -277,13 +283,7 @@ def _index_item(item: Any, whole: Any) -> Any:
         # A number, also where an array of its type would be a mask.
         return item.item()
     if isinstance(item, (list, range, np.ndarray)):
-        try:
-            item = torch.as_tensor(list(item) if isinstance(item, range) else item, device="cpu")  # pyright: ignore[reportUnknownArgumentType]
-        except (TypeError, ValueError, RuntimeError) as err:
-            raise _bad_index(item, whole) from err
-        # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.
-        if item.dtype in _NARROW or (not item.numel() and item.dtype is not torch.bool):
-            item = item.long()
+        item = _as_index_tensor(item, whole)
     if not isinstance(item, Tensor):
         raise _bad_index(item, whole)
     if item.dtype in _MASK_DTYPES:
@@ -300,13 +300,30 @@ def _index_item(item: Any, whole: Any) -> Any:
     return item
 
 
+def _as_index_tensor(item: Any, whole: Any) -> Tensor:
+    """Return a list, range or array as a tensor of positions or bools."""
+    values: Any = list(item) if isinstance(item, range) else item
+    try:
+        positions = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise _bad_index(item, whole) from err
+    # An empty list is of floats, and numpy's narrow integers are indices; uint8 is an old spelling of a mask.
+    is_empty = not positions.numel() and positions.dtype is not torch.bool
+    if is_empty or positions.dtype in _NARROW:
+        return positions.long()
+    return positions
+
+
 def _bad_index(item: Any, whole: Any) -> IndexError:
-    items: list[Any] = list(whole) if isinstance(whole, (list, tuple)) else [whole]  # pyright: ignore[reportUnknownArgumentType]
+    # Any: whatever a caller wrote between brackets.
+    given: Any = whole
     hint = "a key and an index do not mix: td[index][key] reads, td.at[key].apply(fn) writes."
-    if isinstance(whole, list) and all([isinstance(each, str) for each in items]):
-        hint = f"several keys are chosen by td.select({', '.join(map(repr, items))})."
-    elif isinstance(whole, tuple) and all([isinstance(each, (str, int)) for each in items]):
-        hint += f" Keys are text: td[{', '.join(repr(str(each)) for each in items)}]."
+    if isinstance(whole, list) and all([isinstance(each, str) for each in given]):
+        keys = ", ".join([repr(each) for each in given])
+        hint = f"several keys are chosen by td.select({keys})."
+    elif isinstance(whole, tuple) and all([isinstance(each, (str, int)) for each in given]):
+        keys = ", ".join([repr(str(each)) for each in given])
+        hint += f" Keys are text: td[{keys}]."
     return error(
         IndexError,
         "index: each item must be an index.",
@@ -323,8 +340,12 @@ def slice_length(item: slice, length: int) -> int:
     # A compiler keeps these symbolic; `indices` would make it compile again for each length.
     start = 0 if item.start is None else item.start
     stop = length if item.stop is None else item.stop
-    start, stop = [max(end + length, 0) if end < 0 else min(end, length) for end in (start, stop)]
-    return max(stop - start, 0)
+    return max(_bounded(stop, length) - _bounded(start, length), 0)
+
+
+def _bounded(end: int, length: int) -> int:
+    """Return an end of a slice, counted from the first of `length` rows."""
+    return max(end + length, 0) if end < 0 else min(end, length)
 
 
 class _Layout(NamedTuple):
@@ -348,14 +369,15 @@ def _read_layout(index: tuple[Any, ...]) -> _Layout:
     places: list[int] = []
     dim = 0
     for item in index:
-        if isinstance(item, _INTS) and not isinstance(item, bool) or isinstance(item, Tensor) and not item.dim():
+        is_bool = isinstance(item, bool)
+        if (isinstance(item, _INTS) and not is_bool) or (isinstance(item, Tensor) and not item.dim()):
             ints.append((item, dim))
         elif item is None or isinstance(item, slice):
             kept.append((item, None if item is None else dim))
         else:
             places.append(len(kept) + len(advanced))
-            advanced.append((item, None if isinstance(item, bool) else dim))
-        dim += item is not None and not isinstance(item, bool)
+            advanced.append((item, None if is_bool else dim))
+        dim += item is not None and not is_bool
     # Advanced indices side by side leave their result in place, else it goes first.
     together = bool(places) and places[-1] - places[0] == len(places) - 1
     return _Layout(kept, advanced, places[0] if together else 0, ints, dim)
@@ -372,13 +394,14 @@ def index_size(index: tuple[Any, ...], size: Size) -> Size:
         shape = broadcast(*shapes)
         if shape is None:
             got = ", ".join(str(list(each)) for each in shapes)
-            raise error(IndexError, "index: the index tensors must broadcast together.", got=f"shapes {got}")
+            raise error(IndexError, "index: the index tensors do not broadcast together.", got=f"shapes {got}")
+        is_empty = any([dim is not None and size[dim] == 0 for _, dim in layout.advanced])
         # As torch: any position in an empty dimension is out of range.
         # The sizes first: to a compiler the number of elements that a mask takes may be unknown.
-        if any([dim is not None and size[dim] == 0 for _, dim in layout.advanced]) and shape.numel():
+        if is_empty and shape.numel():
             raise error(
                 IndexError,
-                "index: an empty batch dimension must not be indexed with integers.",
+                "index: an empty batch dimension has no positions.",
                 expected="no positions, or a dimension with elements",
                 got=f"positions of shape {list(shape)}, batch size {list(size)}",
             )
@@ -435,7 +458,7 @@ def check_lead(shape: Size, size: Size, where: str) -> None:
     """Raise unless `shape` starts with the batch size."""
     if shape[: len(size)] != size:
         raise BatchSizeError(
-            f"{where!r}: the leading dimensions must be the batch size.",
+            f"{where!r}: the leading dimensions are not the batch size.",
             expected=f"shape {list(size)} + (...)" if size else "any shape",
             got=f"shape {list(shape)}",
             hint="give batch_size the leading dimensions that all entries share.",

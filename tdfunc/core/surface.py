@@ -11,12 +11,13 @@ def surface(namespace: dict[str, Any], *modules: str) -> list[str]:
     have the same rule, as `from a import b` exports nothing and `from a import b as b` does.
     """
     is_package = "__path__" in namespace
-    names = [
-        name
-        for name, value in namespace.items()
-        if not name.startswith("_")
-        if (name in modules or not isinstance(value, ModuleType))
-        if is_package or (callable(value) and getattr(value, "__module__", None) == namespace["__name__"])
-    ]
-    namespace["__all__"], namespace["__dir__"] = names, names.copy
+    names: list[str] = []
+    for name, value in namespace.items():
+        if name.startswith("_") or (isinstance(value, ModuleType) and name not in modules):
+            continue
+        is_own = callable(value) and getattr(value, "__module__", None) == namespace["__name__"]
+        if is_package or is_own:
+            names.append(name)
+    namespace["__all__"] = names
+    namespace["__dir__"] = names.copy
     return names

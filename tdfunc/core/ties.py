@@ -32,27 +32,33 @@ def lift(ties: Ties, key: str) -> Ties:
 
 def remap(ties: Ties, rename: Callable[[Path], Path | None]) -> Ties:
     """Rename every path; None removes it, and a group that is left with one path."""
-    groups = (tuple(new for path in group if (new := rename(path)) is not None) for group in ties)
-    return tuple(group for group in groups if len(group) > 1)
+    groups: list[Group] = []
+    for group in ties:
+        renamed = [rename(path) for path in group]
+        kept = tuple([path for path in renamed if path is not None])
+        if len(kept) > 1:
+            groups.append(kept)
+    return tuple(groups)
 
 
 def merge(*parts: Ties) -> Ties:
     """Join groups that share a path; the order of first appearance is kept."""
     groups: list[list[Path]] = []
-    place: dict[Path, int] = {}
-    for group in (group for ties in parts for group in ties):
-        touching = sorted({place[path] for path in group if path in place})
-        if touching:
+    # The number of the group in which each path is.
+    number: dict[Path, int] = {}
+    for ties in parts:
+        for group in ties:
+            touching = sorted({number[path] for path in group if path in number})
+            if not touching:
+                touching = [len(groups)]
+                groups.append([])
+            # All go to the first; the others stay as empty groups, so that numbers keep their meaning.
+            joined = [path for i in touching for path in groups[i]]
+            for i in touching:
+                groups[i] = []
             home = touching[0]
-        else:
-            home = len(groups)
-        if not touching:
-            groups.append([])
-        joined = [path for i in touching for path in groups[i]]
-        for i in touching:
-            groups[i] = []
-        groups[home] = list(dict.fromkeys([*joined, *group]))
-        place.update(dict.fromkeys(groups[home], home))
+            groups[home] = list(dict.fromkeys([*joined, *group]))
+            number.update(dict.fromkeys(groups[home], home))
     return tuple(tuple(group) for group in groups if group)
 
 
@@ -122,7 +128,8 @@ def prune(tree: Any, cuts: list[tuple[Path, Path]]) -> tuple[Any, tuple[Graft, .
         if parent not in places:
             places[parent] = {key: place for place, key in enumerate(node_at(tree, parent)._data)}
         grafts.append(Graft(path, places[parent][path[-1]], source))
-    return _without(tree, [path for path, _ in cuts]), tuple(sorted(grafts, key=lambda g: (g.path[:-1], g.place)))
+    grafts.sort(key=lambda item: (item.path[:-1], item.place))
+    return _without(tree, [path for path, _ in cuts]), tuple(grafts)
 
 
 # None is a value in trees that `tree_map` built.

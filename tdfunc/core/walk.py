@@ -43,8 +43,12 @@ def _extend(tree: TensorCollection, leaves: list[Any]) -> None:
 
 def list_paths(tree: TensorCollection) -> list[Path]:
     """Return the path of each leaf, in the order of `list_leaves`."""
-    found = torch_pytree.tree_flatten_with_path(tree)[0]
-    return [tuple([str(getattr(entry, "key", entry)) for entry in entries]) for entries, _ in found]
+    found, _ = torch_pytree.tree_flatten_with_path(tree)
+    return [tuple(map(_key_of, entries)) for entries, _ in found]
+
+
+def _key_of(entry: Any) -> str:
+    return str(getattr(entry, "key", entry))
 
 
 def rebuild(tree: T, leaves: Sequence[Any]) -> T:
@@ -104,13 +108,16 @@ def gather(trees: Sequence[TensorCollection]) -> list[list[Tensor]] | None:
     """Return the leaves of each tree; None unless they are untied trees of plain tensors of one structure and order."""
     columns: list[list[Any]] = [[] for _ in trees]
     if len(trees) == 1:
-        return columns if _extend_plain(trees[0], columns[0]) and columns[0] else None
-    if not _gather(trees, columns):
+        if not _extend_plain(trees[0], columns[0]):
+            return None
+    elif not _gather(trees, columns) or not all([PLAIN.issuperset(map(type, column)) for column in columns]):
         return None
-    return columns if columns[0] and all([PLAIN.issuperset(map(type, column)) for column in columns]) else None
+    # Trees without leaves have none to gather.
+    return columns if columns[0] else None
 
 
 def _extend_plain(tree: TensorCollection, leaves: list[Any]) -> bool:
+    """Append the leaves of a tree; return False where it is not an untied tree of plain tensors."""
     if (tree._static is not None and tree._static.ties) or tree._is_lazy:
         return False
     values = tree._data.values()
@@ -126,8 +133,9 @@ def _extend_plain(tree: TensorCollection, leaves: list[Any]) -> bool:
 
 
 def _gather(nodes: Sequence[TensorCollection], columns: list[list[Any]]) -> bool:
+    """Append the leaves of each node to its column; return False where the nodes are not of one structure."""
     first = nodes[0]
-    cls = type(nodes[0])
+    cls = type(first)
     static = first._static
     keys = list(first._data)
     if cls._shape is not TensorCollection._shape or (static is not None and static.ties):
@@ -163,10 +171,7 @@ def refill(tree: T, leaves: Iterator[Any], op: LeafOp | None = None) -> T:
     names: Names | None = tree._names
     if op is not None and op.size is not None:
         size = op.size(size)
-        if names is not None and op.names is not None:
-            names = op.names(names)
-        else:
-            names = None
+        names = None if names is None or op.names is None else op.names(names)
     return tree._make(data, size, tree._device, names, tree._static)
 
 
@@ -178,6 +183,8 @@ def replace(tree: T, nodes: Mapping[Path, Any]) -> T:
 
 
 Pairs: TypeAlias = list[tuple[Path, Any, Any]]
+# None is a node in trees that `tree_map` built.
+_ABSENT: Any = object()
 _KINDS = ((TensorCollection, "a tree"), (NonTensorBase, "non-tensor data"), (object, "a leaf"))
 
 
@@ -192,8 +199,9 @@ class Difference(NamedTuple):
     def error(self, call: str, *, hint: str | None = None, note: str = "") -> TreeStructureError:
         """Return the error that names the path and the two nodes."""
         if self.kind == "keys":
+            where = f" under {dotted(self.path)!r}" if self.path else ""
             return TreeStructureError(
-                f"{call}: the trees have different keys{f' under {dotted(self.path)!r}' if self.path else ''}{note}.",
+                f"{call}: the trees have different keys{where}{note}.",
                 expected=f"{sorted(self.a._keys())}",
                 got=f"{sorted(self.b._keys())}",
                 hint=hint or "select() the common keys, or set() the missing ones.",
@@ -213,15 +221,13 @@ def zip_trees(a: TensorCollection, b: TensorCollection, *, shared: bool = False,
     """
     # Two classes may store one tree in different ways: these are compared through their keys.
     same = type(a) is type(b) and not a._is_lazy
-    if same:
-        mine, theirs = (a._data, b._data)
-    else:
-        mine, theirs = (_nodes(a), _nodes(b))
+    mine = a._data if same else _nodes(a)
+    theirs = b._data if same else _nodes(b)
     if mine.keys() != theirs.keys() and not shared:
         return Difference(at, "keys", a, b)
     pairs: Pairs = []
     for key, node in mine.items():
-        twin = theirs.get(key, pairs)
+        twin = theirs.get(key, _ABSENT)
         if type(node) is type(twin) is Tensor:
             pairs.append(((*at, key), node, twin))
         elif isinstance(node, TensorCollection) and isinstance(twin, TensorCollection):
@@ -229,7 +235,7 @@ def zip_trees(a: TensorCollection, b: TensorCollection, *, shared: bool = False,
             if isinstance(inner, Difference):
                 return inner
             pairs += inner
-        elif twin is pairs:
+        elif twin is _ABSENT:
             continue
         elif any([isinstance(node, kind) != isinstance(twin, kind) for kind in (TensorCollection, NonTensorBase)]):
             return Difference((*at, key), "kind", node, twin)
@@ -252,7 +258,8 @@ def describe(node: Any) -> str:
         return f"a {type(node).__name__} with the keys {sorted(node._keys())}"
     if isinstance(node, Tensor):
         shape = shape_of(node)
-        return f"a tensor of {'no shape' if shape is None else f'shape {list(shape)}'}, {node.dtype}"
+        size = "no shape" if shape is None else f"shape {list(shape)}"
+        return f"a tensor of {size}, {node.dtype}"
     if isinstance(node, NonTensorBase):
         return f"non-tensor data {node!r}"[:200]
     return f"a {type(node).__name__}"

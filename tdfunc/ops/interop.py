@@ -27,7 +27,7 @@ from tdfunc.core.errors import (
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorStack
 from tdfunc.core.shapes import common_prefix
-from tdfunc.core.types import Path
+from tdfunc.core.types import Group, Path
 from tdfunc.ops.base.convert import adopt, as_tensor, resize
 from tdfunc.ops.base.reading import get_value, iter_items
 from tdfunc.ops.batch.index import unbind
@@ -281,46 +281,58 @@ def list_of(value: Any, convert: bool) -> Any:
 
 def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: bool, flat: bool | None) -> T:
     """Return the tree with the values of a state dict."""
-    if flat:
-        found = dict(given)
-    else:
-        found = dict(_flat(given, ""))
+    found = dict(given) if flat else dict(_flat(given, ""))
     nodes = {dotted(path): (path, node) for path, node in saved_nodes(tree)}
-    missing = sorted(nodes.keys() - found)
-    unexpected = sorted(found.keys() - nodes)
-    if strict and (missing or unexpected):
-        raise MissingKeyError(
-            "load_state_dict: the state dict must have the keys of the tree.",
-            expected=str(sorted(nodes)),
-            got=f"missing {missing}, unexpected {unexpected}",
-            hint="strict=False loads the keys that both have.",
-        )
+    if strict:
+        _check_names(nodes, found)
     values: dict[Any, Any] = {}
     for name, (path, node) in nodes.items():
         if name not in found:
             continue
-        value = values[path] = found[name]
-        if assign or not isinstance(node, Tensor):
-            continue
-        if not isinstance(value, Tensor) or value.shape != node.shape:
-            raise LeafMismatchError(
-                f"load_state_dict: {name!r} must have the shape of the leaf.",
-                expected=f"shape {list(node.shape)}",
-                got=f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__,
-            )
-        values[path] = value.detach().to(node.device, node.dtype)
+        values[path] = found[name]
+        if isinstance(node, Tensor) and not assign:
+            values[path] = _like_leaf(found[name], node, name)
     for group in tree._ties:
-        paths = [path for path in group if path in values]
-        for path in paths[1:]:
-            if not torch.equal(values[paths[0]], values[path]):
-                raise TieError(
-                    f"load_state_dict: {dotted(paths[0])!r} and {dotted(path)!r} are one tensor in the tree.",
-                    expected="equal values",
-                    got="values that differ",
-                    hint=f"untie({dotted(path)!r}) first, to load both.",
-                )
-            values[path] = values[paths[0]]
+        _make_one(group, values)
     return update(tree, values)
+
+
+def _check_names(nodes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    missing = sorted(nodes.keys() - found)
+    unexpected = sorted(found.keys() - nodes)
+    if missing or unexpected:
+        raise MissingKeyError(
+            "load_state_dict: the state dict has other keys than the tree.",
+            expected=str(sorted(nodes)),
+            got=f"missing {missing}, unexpected {unexpected}",
+            hint="strict=False loads the keys that both have.",
+        )
+
+
+def _like_leaf(value: Any, leaf: Tensor, name: str) -> Tensor:
+    """Return a value of a state dict with the dtype and device of the leaf that it replaces."""
+    if not isinstance(value, Tensor) or value.shape != leaf.shape:
+        raise LeafMismatchError(
+            f"load_state_dict: {name!r} does not have the shape of the leaf.",
+            expected=f"shape {list(leaf.shape)}",
+            got=f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__,
+        )
+    return value.detach().to(leaf.device, leaf.dtype)
+
+
+def _make_one(group: Group, values: dict[Any, Any]) -> None:
+    """Give the paths of one tied tensor one object among the values; raise if their values differ."""
+    given = [path for path in group if path in values]
+    for path in given[1:]:
+        first = given[0]
+        if not torch.equal(values[first], values[path]):
+            raise TieError(
+                f"load_state_dict: {dotted(first)!r} and {dotted(path)!r} are one tensor in the tree.",
+                expected="equal values",
+                got="values that differ",
+                hint=f"untie({dotted(path)!r}) first, to load both.",
+            )
+        values[path] = values[first]
 
 
 def _flat(given: Mapping[str, Any], prefix: str) -> "list[tuple[str, Any]]":
@@ -392,11 +404,14 @@ class InteropMethods(TensorCollection):
             node: Any = flat._get(key)
             if not isinstance(node, (Tensor, NonTensorBase)) or node.dim() != 1:
                 raise LeafMismatchError(
-                    f"to_pandas: {key!r} must be a leaf with one value for each row.",
+                    f"to_pandas: {key!r} is not a leaf with one value for each row.",
                     got=f"a {type(node).__name__} of shape {list(node.shape)}",
                     hint='separator="." joins nested keys; pad() or dense() a lazy stack; give each feature a key.',
                 )
-            columns[key] = node._array if isinstance(node, NonTensorBase) else _as_array(node, "to_pandas", (key,))
+            if isinstance(node, NonTensorBase):
+                columns[key] = node._array
+            else:
+                columns[key] = _as_array(node, "to_pandas", (key,))
         return pandas.DataFrame(columns, index=range(self._batch_size[0]))
 
     def load_state_dict(
@@ -445,11 +460,12 @@ def scalars(tree: TensorCollection) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for path, node in iter_items(tree, True, True):
-        if not isinstance(node, Tensor) or node.dim() > 1 or node.is_complex():
+        is_tensor = isinstance(node, Tensor)
+        if not is_tensor or node.dim() > 1 or node.is_complex():
             raise LeafMismatchError(
-                f"scalars: {dotted(path)!r} must be a real number, or one for each member.",
+                f"scalars: {dotted(path)!r} is not a real number, or one for each member.",
                 expected="a tensor of shape () or (E,)",
-                got=f"{node.dtype} of shape {list(node.shape)}" if isinstance(node, Tensor) else type(node).__name__,
+                got=f"{node.dtype} of shape {list(node.shape)}" if is_tensor else type(node).__name__,
                 hint="reduce it first, tree.apply(lambda leaf: leaf.flatten(1).mean(1)), or exclude() it.",
             )
         name = "/".join(path)

@@ -136,7 +136,8 @@ def _deviation(name: str) -> Handler:
         correction: Any = None,
     ) -> Any:
         if isinstance(dim, bool):
-            dim, unbiased = None, dim
+            unbiased = dim
+            dim = None
         if correction is None:
             correction = int(unbiased)
         return reduce(input, name, dim, keepdim, None, correction=correction)
@@ -186,15 +187,18 @@ def _isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equ
 
 
 def _at_index(tree: TensorCollection, dim: int, index: Any, call: str) -> Any:
-    return tree._index((*[slice(None)] * dim_index(dim, len(tree._batch_size), call), index))
+    before = (slice(None),) * dim_index(dim, len(tree._batch_size), call)
+    return tree._index((*before, index))
 
 
 def _extreme(name: str, of_two: Handler) -> Handler:
     def call(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-        other = dim if isinstance(dim, (TensorCollection, torch.Tensor)) else other
-        if other is None:
-            return extreme(input, name, dim, keepdim, None, True)
-        return of_two(input, other)
+        # As torch: the second position is a dimension or the other operand.
+        if isinstance(dim, (TensorCollection, torch.Tensor)):
+            return of_two(input, dim)
+        if other is not None:
+            return of_two(input, other)
+        return extreme(input, name, dim, keepdim, None, True)
 
     return call
 
@@ -302,26 +306,27 @@ class DispatchMethods(TensorCollection):
             handler = _checkpoint
         if handler is None:
             name = _method_name(func)
-            if name:
-                handler = METHODS.get(name)
-                # Python then calls the tree's own method.
-                if handler is None:
-                    return NotImplemented
-        if handler is None:
-            many = bool(args) and isinstance(args[0], (list, tuple))
-            leaves = ""
-            if many:
-                leaves = f"a.apply(lambda x, y: {_title(func)}((x, y), ...), b)"
-            raise UnsupportedError(
-                f"{_title(func)} is not defined on trees.",
-                hint=f"{leaves or f'td.apply(lambda x: {_title(func)}(x, ...))'} calls it on every leaf.",
-            )
+            if not name:
+                raise _undefined(func, args)
+            handler = METHODS.get(name)
+            # Python then calls the tree's own method.
+            if handler is None:
+                return NotImplemented
         if kwargs and kwargs.get("out") is not None:
             raise ImmutableError(
                 f"{_title(func)}: out= would write to a tree.",
                 hint="use the result of the function; td.update_(result) copies values into existing storage.",
             )
         return handler(*args, **(kwargs or {}))
+
+
+def _undefined(func: Any, args: Any) -> UnsupportedError:
+    title = _title(func)
+    call = f"td.apply(lambda x: {title}(x, ...))"
+    # A function of several tensors, as torch.stack.
+    if args and isinstance(args[0], (list, tuple)):
+        call = f"a.apply(lambda x, y: {title}((x, y), ...), b)"
+    return UnsupportedError(f"{title} is not defined on trees.", hint=f"{call} calls it on every leaf.")
 
 
 def _method_name(func: Any) -> str:
@@ -342,4 +347,6 @@ def _title(func: Any) -> str:
     name = getattr(func, "__name__", repr(func))
     if name.startswith("special_"):
         return f"torch.special.{name.removeprefix('special_')}"
-    return f"{'torch.nn.functional' if getattr(func, '__module__', '') == 'torch.nn.functional' else 'torch'}.{name}"
+    if getattr(func, "__module__", "") == "torch.nn.functional":
+        return f"torch.nn.functional.{name}"
+    return f"torch.{name}"

@@ -87,17 +87,17 @@ SIZES = [
 ]
 NON_TENSOR = [
     *[
-        (lambda values=values: NonTensorStack.from_nested(values, 2), ValueError, "must not be ragged.*lists of")
+        (lambda values=values: NonTensorStack.from_nested(values, 2), ValueError, "list is ragged.*lists of")
         for values in [[["a"], ["b", "c"]], [["a", "b"], ["c"]], [["a"], "b"]]
     ],
-    (lambda: TensorDict({"s": [["a"], ["b", "c"]]}, [2, 1]), BatchSizeError, r"'s': .*not be ragged.*\[2, 1\]"),
+    (lambda: TensorDict({"s": [["a"], ["b", "c"]]}, [2, 1]), BatchSizeError, r"'s': .*list is ragged.*\[2, 1\]"),
     (lambda: STACK.unbind(1), IndexError, "unbind: .*dimension 1 does not.*-1 <= dim < 1"),
     (lambda: STACK[0].unbind(), IndexError, "unbind: .*dimension 0 does not.*this one has none"),
     (lambda: STACK.split(1, -2), IndexError, "split: .*dimension -2 does not.*-1 <= dim < 1"),
     (lambda: STACK.index_select(1, torch.tensor([0])), IndexError, "index_select: .*dimension 1 does not"),
     (lambda: STACK.expand(-1, 2), RuntimeError, "leading, non-existing dimension"),
-    (lambda: torch.stack([STACK, STACK[:1]]), RuntimeError, r"stack: .*must have one shape.*\[2\].*\[1\]"),
-    (lambda: torch.cat([STACK, STACK[None]]), RuntimeError, r"cat: .*must have one shape.*\[2\].*\[1, 2\]"),
+    (lambda: torch.stack([STACK, STACK[:1]]), RuntimeError, r"stack: .*have different shapes.*\[2\].*\[1\]"),
+    (lambda: torch.cat([STACK, STACK[None]]), RuntimeError, r"cat: .*have different shapes.*\[2\].*\[1, 2\]"),
     (lambda: torch.cat([STACK, STACK], 1), IndexError, "cat: .*dimension 1 does not"),
     (lambda: torch.sin(STACK), TypeError, "'torch.sin'.*returned NotImplemented"),
     (lambda: torch.vmap(lambda t: torch.stack([ONE, t]))(ROWS), BatchSizeError, "stack: .*laid out along.*in_dims=0"),

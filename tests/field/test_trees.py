@@ -135,7 +135,7 @@ def test_a_mask_of_numpy_of_another_length_is_refused():
     """The message has both shapes."""
     tree = TensorDict({"x": torch.zeros(6)}, [6])
 
-    with pytest.raises(IndexError, match=r"(?s)mask must have the shape.*\[6\].*\[5\]"):
+    with pytest.raises(IndexError, match=r"(?s)mask does not have the shape.*\[6\].*\[5\]"):
         tree[np.ones(5, dtype=bool)]
 
 

@@ -133,7 +133,7 @@ def test_child_follows_shapes(around):
     assert torch.cat([around, around[:1]])["lazy"].batch_size == Size([4, -1])
     assert around.with_batch_size([])["lazy"].batch_size == Size([3, -1])
     assert around["lazy"][:1].expand(4, -1).batch_size == Size([4, 2])
-    with pytest.raises(BatchSizeError, match=r"must agree with its trees"):
+    with pytest.raises(BatchSizeError, match=r"does not agree with the trees"):
         TensorDict({"l": lazy_stack([TensorDict({"a": torch.zeros(2, 3)}) for _ in range(3)])}).with_batch_size([2, 3])
 
 

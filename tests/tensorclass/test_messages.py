@@ -68,7 +68,7 @@ VALUES = [
         r"'Defaults.made'.*\[3\].*shape \[2\]",
     ),
     (lambda: Chat(["a", "b", "c"], batch_size=[2]), BatchSizeError, r"'Chat.role'.*\[2\].*shape \[3\]"),
-    (lambda: Chat([["a"], ["b", "c"]], batch_size=[2, 1]), BatchSizeError, "'Chat.role': the list must not be ragged"),
+    (lambda: Chat([["a"], ["b", "c"]], batch_size=[2, 1]), BatchSizeError, "'Chat.role': the list is ragged"),
     (lambda: NoCast(X, batch_size=[2], names=["a", "b"]), ValueError, r"1 name.*got: +\('a', 'b'\)"),
     (lambda: Only(X, {"z": 1}), TypeError, r"Inner\(\) got an unexpected keyword argument 'z'"),
     (lambda: Only(X, TensorDict({"z": 1})), ValueError, r"Inner.*\['y', 'note'\].*unknown \['z'\]"),

@@ -129,7 +129,11 @@ def resize(tree: T, size: Size, where: str = "") -> T:
                 data[key] = resize(node, size, path)
         else:
             data[key] = convert(node, size, None, path)
-    names = tree._names and as_names([*tree._names[: len(size)], *[None] * (len(size) - len(tree._names))], len(size))
+    names = None
+    if tree._names is not None:
+        # New dimensions, which are the last, have none.
+        added = [None] * (len(size) - len(tree._names))
+        names = as_names([*tree._names[: len(size)], *added], len(size))
     return tree._replace(data, batch_size=size, names=names)
 
 
@@ -149,7 +153,7 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
             stacked = torch.stack(list(value))
         except RuntimeError as err:
             raise LeafMismatchError(
-                f"{where!r}: the tensors of a list must have one shape.",
+                f"{where!r}: the tensors of a list have different shapes.",
                 got=str(err),
                 hint="pad them, or keep them ragged: tdf.lazy_stack of a tree for each.",
             ) from err
@@ -163,10 +167,12 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
                 raise _no_dtype(repr(where), value, err) from err
         else:
             return _tensor(tensor, size, device, where)
+    # The outer levels are the batch; without a batch the list itself is one dimension.
+    most = max(len(size), 1)
     depth = 0
     level = value
-    while isinstance(level, (list, tuple)) and level and depth < max(len(size), 1):
-        depth = depth + 1
+    while isinstance(level, (list, tuple)) and level and depth < most:
+        depth += 1
         level = level[0]
     return as_rows(value, depth, size, where)
 
@@ -175,19 +181,23 @@ def as_rows(value: Sequence[Any], depth: int, size: Size, where: str) -> NonTens
     """Return the items of nested lists as non-tensor data, one for each row."""
     try:
         stack = NonTensorStack.from_nested(value, depth)
-        # The dimensions behind an empty one are not in the lists.
-        if 0 in size and value == (empty := np.empty(size, dtype=object)).tolist():
-            stack = NonTensorStack._wrap(empty)
+        if 0 in size:
+            # The dimensions behind an empty one are not in the lists.
+            empty = np.empty(size, dtype=object)
+            if value == empty.tolist():
+                stack = NonTensorStack._wrap(empty)
     except ValueError as err:
         raise BatchSizeError(
-            f"{where!r}: the list must not be ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)
+            f"{where!r}: the list is ragged.", expected=f"lists of batch size {list(size)}", got=repr(value)
         ) from err
     return _nontensor(stack, size, where)
 
 
 def adopt(source: Any) -> Any:
     """Return a tree of tensordict's, which is read by its own methods, as one of ours; anything else as it is."""
-    if isinstance(source, TensorCollection) or not (hasattr(source, "batch_size") and hasattr(source, "to_dict")):
+    if isinstance(source, TensorCollection):
+        return source
+    if not hasattr(source, "batch_size") or not hasattr(source, "to_dict"):
         return source
     if hasattr(source, "tensordicts"):
         return TensorCollection._lazy([adopt(tree) for tree in source.tensordicts], source.stack_dim)
@@ -216,7 +226,7 @@ def read_mapping(
     data: dict[str, Node] = {}
     nested: dict[str, dict[Path, Any]] = {}
     last: Any = None
-    trees = False
+    holds_trees = False
     for key, value in source.items():
         if type(key) is not str or not key:
             key, *rest = unravel(key)
@@ -233,15 +243,24 @@ def read_mapping(
                 continue
         node = convert(value, size, device, f"{where}.{key}" if where else key)
         data[key] = node
-        trees = trees or isinstance(node, TensorCollection)
-    for key, inner in nested.items():
+        holds_trees = holds_trees or isinstance(node, TensorCollection)
+    if nested:
+        _add_nested(data, nested, size, device, where)
+    if holds_trees or nested:
+        return data, lift_ties(data)
+    return data, None
+
+
+def _add_nested(
+    data: dict[str, Node], nested: dict[str, dict[Path, Any]], size: Size, device: torch.device | None, where: str
+) -> None:
+    """Add the entries under nested keys to the trees that are given under their first keys, or as trees."""
+    for key, entries in nested.items():
         path = f"{where}.{key}" if where else key
         mine = data[key]
         inner_size = mine._batch_size if isinstance(mine, TensorCollection) else size
-        tree = build(TensorCollection._open, inner, inner_size, device, path)
+        tree = build(TensorCollection._open, entries, inner_size, device, path)
         data[key] = tree if mine is None else _join(mine, tree, path)
-        trees = True
-    return data, lift_ties(data) if trees else None
 
 
 def is_plain(source: dict[Any, Any], size: Size) -> bool:
@@ -257,10 +276,12 @@ def is_plain(source: dict[Any, Any], size: Size) -> bool:
 def _join(mine: Node, new: Node, where: str) -> TensorCollection:
     """Return two trees that are given under one key as one."""
     if not isinstance(mine, TensorCollection) or not isinstance(new, TensorCollection):
-        raise MissingKeyError(f"{where!r} must be given once.", got=f"{type(mine).__name__} and {type(new).__name__}")
+        raise MissingKeyError(f"{where!r} is given twice.", got=f"{type(mine).__name__} and {type(new).__name__}")
     nodes = {key: new._get(key) for key in new._keys()}
-    both = {key: _join(mine._get(key), nodes[key], f"{where}.{key}") for key in nodes if key in mine._keys()}
-    return mine._put(nodes | both)
+    for key, node in nodes.items():
+        if key in mine._keys():
+            nodes[key] = _join(mine._get(key), node, f"{where}.{key}")
+    return mine._put(nodes)
 
 
 def join_nodes(

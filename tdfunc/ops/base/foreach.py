@@ -63,9 +63,7 @@ def unary(tree: T, name: str, foreach: str | None, **kwargs: Any) -> T:
         if done is not None:
             return done
     elif name == "isfinite":
-        columns = None
-        if can_foreach():
-            columns = gather((tree,))
+        columns = gather((tree,)) if can_foreach() else None
         if columns is not None and all(map(Tensor.is_floating_point, columns[0])):
             # x - x is NaN where x is not finite: faster than `torch.isfinite`.
             with torch.no_grad():
@@ -82,15 +80,15 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
         foreach = None
     fn = getattr(torch, name)
     if isinstance(other, TensorCollection):
-        done = None
         if foreach is not None:
             done = foreach_pairs(tree, other, foreach)
-        if done is not None:
-            return done
+            if done is not None:
+                return done
         check_same(tree, other, name)
         size = broadcast_size(tree, other, name)
         if name not in ("eq", "ne"):
-            return tree._map(LeafOp(name, (lambda x, y: fn(x, y, **kwargs)) if kwargs else fn, size), other)
+            leaf = (lambda x, y: fn(x, y, **kwargs)) if kwargs else fn
+            return tree._map(LeafOp(name, leaf, size), other)
 
         def compare(x: Any, y: Any) -> Any:
             # Non-tensor data by value, so that `(a == b).all()` sees them.
@@ -102,22 +100,19 @@ def binary(tree: T, other: Any, name: str, foreach: str | None, **kwargs: Any) -
 
         return tree._shape(LeafOp(name, compare, size, batch=True, plain=lambda _: fn), other)
     number = _as_number(other)
-    if number is not None:
-        done = None
-        if foreach is not None:
-            done = foreach_leaves(tree, foreach, number)
-        call: Callable[..., Any] = _WITH_NUMBER.get(name) or fn
+    if number is None:
+        return tree._map(over_batch_op(tree, name, lambda x, y: fn(x, y, **kwargs), _as_tensor(other, name)))
+    if foreach is not None:
+        done = foreach_leaves(tree, foreach, number)
         if done is not None:
             return done
-        return tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
-    return tree._map(over_batch_op(tree, name, lambda x, y: fn(x, y, **kwargs), _as_tensor(other, name)))
+    call: Callable[..., Any] = _WITH_NUMBER.get(name) or fn
+    return tree._map(LeafOp(name, lambda x: call(x, number, **kwargs)))
 
 
 def foreach_pairs(tree: T, other: TensorCollection, name: str, *args: Any) -> T | None:
     """Run one foreach kernel over the pairs of leaves of two trees, or return None if it does not apply."""
-    columns = None
-    if can_foreach():
-        columns = gather((tree, other))
+    columns = gather((tree, other)) if can_foreach() else None
     if columns is None or not _same_shapes(*columns):
         return None
     return _run(tree, name, *columns, *args)
@@ -135,14 +130,12 @@ def broadcast_size(tree: TensorCollection, other: TensorCollection, call: str) -
     """
     mine = tree._batch_size
     theirs = other._batch_size
-    if mine == theirs and _plain_twins(tree, other):
-        values = tree._data.values()
-        others = other._data.values()
-        if _same_shapes(values, others):
-            return None
+    if mine == theirs and _plain_twins(tree, other) and _same_shapes(tree._data.values(), other._data.values()):
+        return None
     n = len(mine)
     m = len(theirs)
-    if not _check_features(tree, other, _Batches(n, m, n > 0 or m > 0), call, ()) or mine == theirs:
+    differ = _check_features(tree, other, _Batches(n, m, n > 0 or m > 0), call, ())
+    if not differ or mine == theirs:
         return None
     size = broadcast(mine, theirs)
     if size is None:
@@ -184,27 +177,8 @@ class _Batches(NamedTuple):
 
 def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batches, call: str, at: Path) -> bool:
     """Return True if any two leaves differ in shape; those of a lazy stack, whose trees follow their own, do not."""
-
-    def check_tree(inner: TensorCollection, part: TensorCollection) -> TensorCollection:
-        # The keys of a stack are those that its trees share; a tree may lack another.
-        check_keys(inner, part, call, at)
-        if _check_features(inner, part, _Batches(dims.mine - 1, dims.theirs - 1, dims.aligned), call, at):
-            mine = inner._batch_size
-            theirs = part._batch_size
-            if mine != theirs and -1 not in (*mine, *theirs) and not fits_into(theirs, mine):
-                where = ""
-                if at:
-                    where = f" at {dotted(at)!r}"
-                raise BatchSizeError(
-                    f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree.",
-                    expected=str(list(mine)),
-                    got=str(list(theirs)),
-                    hint="expand() the lazy stack to the batch size of the other first.",
-                )
-        return inner
-
     if tree._is_lazy:
-        tree._each(check_tree, other)
+        tree._each(lambda inner, part: _check_tree(inner, part, dims, call, at), other)
         return False
     differ = False
     for key in tree._keys():
@@ -222,6 +196,26 @@ def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batc
                     hint="give both the same dimensions after the batch; dimensions of size 1 are expanded.",
                 )
     return differ
+
+
+def _check_tree(inner: Any, part: Any, dims: _Batches, call: str, at: Path) -> Any:
+    """Return a tree of a lazy stack; raise unless its part of the other operand fits it."""
+    # The keys of a stack are those that its trees share; a tree may lack another.
+    check_keys(inner, part, call, at)
+    if not _check_features(inner, part, _Batches(dims.mine - 1, dims.theirs - 1, dims.aligned), call, at):
+        return inner
+    mine = inner._batch_size
+    theirs = part._batch_size
+    is_ragged = -1 in (*mine, *theirs)
+    if mine != theirs and not is_ragged and not fits_into(theirs, mine):
+        where = f" at {dotted(at)!r}" if at else ""
+        raise BatchSizeError(
+            f"{call}: the operand of a tree of the lazy stack{where} does not fit the batch of the tree.",
+            expected=str(list(mine)),
+            got=str(list(theirs)),
+            hint="expand() the lazy stack to the batch size of the other first.",
+        )
+    return inner
 
 
 def reversed_binary(tree: T, other: Any, name: str, method: str | None = None, **kwargs: Any) -> T:
@@ -250,14 +244,10 @@ def _as_tensor(other: Any, name: str) -> Tensor:
         return other
     if isinstance(other, np.ndarray):
         return torch.as_tensor(other)
-    raise error(
-        TypeError,
-        f"{name}: an operand must be a tree, number or tensor.",
-        got=type(other).__name__,
-        hint="td.update(d) puts its entries into the tree; TensorDict(d) is a tree."
-        if isinstance(other, Mapping)
-        else None,
-    )
+    hint = None
+    if isinstance(other, Mapping):
+        hint = "td.update(d) puts its entries into the tree; TensorDict(d) is a tree."
+    raise error(TypeError, f"{name}: an operand must be a tree, number or tensor.", got=type(other).__name__, hint=hint)
 
 
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:
@@ -274,14 +264,18 @@ def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor
                 hint="for each leaf's own dimensions use td.apply(lambda x: ...).",
             )
     # With all batch dimensions of the tree; an operand without any stays as it is.
-    leads = tuple([x.reshape((1,) * (n - x.dim()) + x.shape) if 0 < x.dim() < n else x for x in others])
+    leads: list[Tensor] = []
+    for other in others:
+        if 0 < other.dim() < n:
+            other = other.reshape((1,) * (n - other.dim()) + other.shape)
+        leads.append(other)
 
     def bind(*leads: Tensor) -> LeafFn:
         # A 0-d operand stays one (it does not promote); a part without batch dimensions of one that has them does not.
         operands = [broadcaster(lead, at_least=other.dim() > 0) for lead, other in zip(leads, others, strict=True)]
         return lambda x, *rest: fn(x, *[operand(x.dim()) for operand in operands], *rest)
 
-    return LeafOp(name, bind(*leads), args=leads, bind=bind)
+    return LeafOp(name, bind(*leads), args=tuple(leads), bind=bind)
 
 
 def broadcaster(lead: Tensor, at_least: bool = False) -> Callable[[int], Tensor]:
@@ -314,9 +308,12 @@ def check_same(tree: TensorCollection, other: TensorCollection, call: str) -> No
 def check_ties(tree: TensorCollection, other: TensorCollection, call: str) -> None:
     """Raise unless two trees tie the same paths, in any order."""
     if other._ties != tree._ties and _groups(other) != _groups(tree):
-        mine, theirs = ([list(map(dotted, group)) for group in each._ties] for each in (tree, other))
-        hint = "untie() the paths that are tied in only one of them, or make the second by mapping the first."
-        raise TieError(f"{call}: the trees tie different paths.", expected=mine, got=theirs, hint=hint)
+        raise TieError(
+            f"{call}: the trees tie different paths.",
+            expected=[list(map(dotted, group)) for group in tree._ties],
+            got=[list(map(dotted, group)) for group in other._ties],
+            hint="untie() the paths that are tied in only one of them, or make the second by mapping the first.",
+        )
 
 
 def _groups(tree: TensorCollection) -> set[frozenset[Path]]:

@@ -1,6 +1,6 @@
 """Reading a tree: nodes by path, keys, values, leaves, and the entries that filters are given."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, TypeVar, cast
 
 from tdfunc.core.collection import PLAIN, TensorCollection, check_one_shape, leaf_items, leaf_paths
@@ -91,12 +91,13 @@ def check_same_keys(tree: TensorCollection, call: str) -> None:
     if tree._is_lazy:
         trees: list[Any] = list(tree._data.values())
         keys = [set(each._keys()) for each in trees]
-        some = set[str]().union(*keys) - set[str].intersection(*keys)
-        if some:
+        only_some = set[str]().union(*keys) - set[str].intersection(*keys)
+        if only_some:
+            key = min(only_some)
             raise TreeStructureError(
-                f"{call}: the key {min(some)!r} is not in all trees of its lazy stack.",
+                f"{call}: the key {key!r} is not in all trees of its lazy stack.",
                 expected="keys that all have",
-                got=f"it is in trees {[i for i, each in enumerate(keys) if min(some) in each]}",
+                got=f"it is in trees {[i for i, each in enumerate(keys) if key in each]}",
                 hint="select() the keys that all have, set() the others, or do it to each of lazy.trees.",
             )
         nodes += trees
@@ -169,8 +170,10 @@ class KeysView(Set[Any]):
         return set(it)
 
     def __iter__(self) -> Iterator[Any]:
-        paths = (path for path, _ in iter_items(self._tree, self._nested, self._leaves_only))
-        return (path[0] if len(path) == 1 else path for path in (sorted(paths) if self._sort else paths))
+        paths: Iterable[Path] = (path for path, _ in iter_items(self._tree, self._nested, self._leaves_only))
+        if self._sort:
+            paths = sorted(paths)
+        return (path[0] if len(path) == 1 else path for path in paths)
 
     def __len__(self) -> int:
         return sum(1 for _ in iter_items(self._tree, self._nested, self._leaves_only))
@@ -238,7 +241,7 @@ class ReadMethods(TensorCollection):
 
     def ties(self) -> list[list[str]]:
         """Return the groups of dotted paths that hold one tensor."""
-        return [[dotted(path) for path in group] for group in self._ties]
+        return [list(map(dotted, group)) for group in self._ties]
 
     def kind(self, key: NestedKey) -> Kind | None:
         """Return the kind of a leaf in the module it came from, or None.

@@ -57,8 +57,10 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
     def leaf(x: Any) -> Any:
         if not isinstance(x, NonTensorBase):
             return gathered(x)
-        grid = torch.meshgrid(*[torch.arange(size, device=index.device) for size in index.shape], indexing="ij")
-        return x[tuple(index if i == dim else rows for i, rows in enumerate(grid))]
+        ranges = [torch.arange(size, device=index.device) for size in index.shape]
+        grid = list(torch.meshgrid(*ranges, indexing="ij"))
+        grid[dim] = index
+        return x[tuple(grid)]
 
     new = put_first(index.shape, n)
     return tree._shape(LeafOp("gather", leaf, new, lambda names: names, True, (dim, index), plain=plain))
@@ -81,7 +83,8 @@ def masked_select(tree: T, mask: Any) -> T:
 def check_condition(tree: TensorCollection, condition: Any, call: str) -> None:
     """Raise unless a condition has one bool for each element of the batch, sizes of 1 expanded."""
     is_tensor = isinstance(condition, Tensor)
-    if not is_tensor or condition.dtype is not torch.bool or condition.dim() not in (0, len(tree._batch_size)):
+    ndims = (0, len(tree._batch_size))
+    if not is_tensor or condition.dtype is not torch.bool or condition.dim() not in ndims:
         raise error(
             ValueError,
             f"{call}: the condition must be a tensor with one bool for each element of the batch.",
@@ -150,16 +153,29 @@ def split_leaves(
 
     data = tree._data
     if data and not is_compiling() and not tree._ties and PLAIN.issuperset(map(type, data.values())):
-        names = None
-        if tree._names is not None:
-            names = kept(tree._names)
-        pairs = zip(zip(*map(cut, data.values()), strict=True), sizes, strict=True)
-        parts = [(dict(zip(data, leaves, strict=True)), size) for leaves, size in pairs]
-        return tuple([tree._make(part, size, tree._device, names, tree._static) for part, size in parts])
+        names = None if tree._names is None else kept(tree._names)
+        rows = zip(*map(cut, data.values()), strict=True)
+        parts: list[T] = []
+        for leaves, size in zip(rows, sizes, strict=True):
+            part = dict(zip(data, leaves, strict=True))
+            parts.append(tree._make(part, size, tree._device, names, tree._static))
+        return tuple(parts)
+    n = len(tree._batch_size)
+    take = _taker(cut)
+    parts = []
+    for i, (at, size) in enumerate(zip(index, sizes, strict=True)):
+        parts.append(tree._shape(LeafOp("index", take(i, at), put_first(size, n), kept, True, (at,))))
+    return tuple(parts)
+
+
+def _taker(cut: Callable[[Any], Sequence[Any]]) -> Callable[[int, tuple[Any, ...]], LeafFn]:
+    """Return the function that makes, for the number and index of a piece, the function of a leaf that takes it.
+
+    The first tree's map cuts; all pieces are kept by the leaf's identity for the other trees.
+    """
     pieces: dict[int, Sequence[Any]] = {}
 
-    # The first tree's map cuts; all pieces are kept by the leaf's identity for the other trees.
-    def piece(i: int, at: tuple[Any, ...]) -> Callable[[Any], Any]:
+    def piece(i: int, at: tuple[Any, ...]) -> LeafFn:
         def take(leaf: Any) -> Any:
             if isinstance(leaf, NonTensorBase):
                 return leaf[at]
@@ -173,11 +189,7 @@ def split_leaves(
 
         return take
 
-    n = len(tree._batch_size)
-    return tuple(
-        tree._shape(LeafOp("index", piece(i, at), put_first(size, n), kept, True, (at,)))
-        for i, (at, size) in enumerate(zip(index, sizes, strict=True))
-    )
+    return piece
 
 
 def _size_of_rows(tree: TensorCollection, call: str) -> Size:

@@ -111,9 +111,10 @@ def _agree(first: TensorCollection, second: TensorCollection, but: int | None = 
     """Return True if two trees have one batch size, but for a dimension; a ragged one agrees with any size."""
     if first._batch_size == second._batch_size:
         return True
-    pairs = list(zip(_sizes(first), _sizes(second), strict=False))
-    same_rank = len(first._batch_size) == len(second._batch_size)
-    return same_rank and all([a == b or -1 in (a, b) for dim, (a, b) in enumerate(pairs) if dim != but])
+    if len(first._batch_size) != len(second._batch_size):
+        return False
+    pairs = list(zip(_sizes(first), _sizes(second), strict=True))
+    return all([a == b or -1 in (a, b) for dim, (a, b) in enumerate(pairs) if dim != but])
 
 
 # Any: a lazy stack has its own dimension.
@@ -146,7 +147,8 @@ def _join(op: LeafOp, first: T, others: Sequence[T]) -> T:
             rows = zip(*columns, strict=True)
             # The checks below name a leaf whose shapes differ.
             with suppress(RuntimeError):
-                return refill(first, map(fn, rows, repeat(dim)) if dim else map(fn, rows), op)
+                joined = map(fn, rows, repeat(dim)) if dim else map(fn, rows)
+                return refill(first, joined, op)
     # torch would silently promote or untie.
     for other in others:
         _check_nodes(op, first, other, ())
@@ -158,15 +160,7 @@ def _check_nodes(op: LeafOp, first: TensorCollection, other: TensorCollection, a
     """Raise unless classes, keys, shapes, dtypes and kinds agree."""
     name = op.name
     if type(other) is not type(first):
-        hint = defined_twice(type(first), type(other))
-        if first._is_lazy != other._is_lazy:
-            hint = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
-        raise TreeStructureError(
-            f"{name}: the trees are of different classes{f' under {dotted(at)!r}' if at else ''}.",
-            expected=type(first).__name__,
-            got=type(other).__name__,
-            hint=hint,
-        )
+        raise _other_class(name, first, other, at)
     # A lazy stack may join others of another number of trees: its own `_shape` checks them.
     if first._is_lazy:
         return
@@ -188,13 +182,34 @@ def _check_nodes(op: LeafOp, first: TensorCollection, other: TensorCollection, a
                 got=describe(twin),
                 hint="cast or pad them first: td.apply(lambda x: x.to(dtype)), or keep them ragged with lazy_stack.",
             )
-    if first._kinds != other._kinds and first._kinds and other._kinds:
-        key = next(k for k in mine if first._kinds.get(k) != other._kinds.get(k))
-        raise LeafMismatchError(
-            f"{name}: leaf {dotted((*at, key))!r} is of different kinds.",
-            expected=str(first._kinds.get(key)),
-            got=str(other._kinds.get(key)),
-        )
+    _check_kinds(name, first, other, at)
+
+
+def _other_class(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> TreeStructureError:
+    hint = defined_twice(type(first), type(other))
+    if first._is_lazy != other._is_lazy:
+        hint = "dense() makes one tree of a lazy stack, lazy_stack(tree.unbind(dim), dim) the other way round."
+    where = f" under {dotted(at)!r}" if at else ""
+    return TreeStructureError(
+        f"{name}: the trees are of different classes{where}.",
+        expected=type(first).__name__,
+        got=type(other).__name__,
+        hint=hint,
+    )
+
+
+def _check_kinds(name: str, first: TensorCollection, other: TensorCollection, at: Path) -> None:
+    """Raise unless the leaves of two nodes have the same kinds, where both nodes record kinds."""
+    mine = first._kinds
+    theirs = other._kinds
+    if not mine or not theirs or mine == theirs:
+        return
+    key = next(key for key in first._data if mine.get(key) != theirs.get(key))
+    raise LeafMismatchError(
+        f"{name}: leaf {dotted((*at, key))!r} is of different kinds.",
+        expected=str(mine.get(key)),
+        got=str(theirs.get(key)),
+    )
 
 
 def _joined(op: LeafOp, node: Any) -> tuple[Any, ...]:
@@ -205,11 +220,10 @@ def _joined(op: LeafOp, node: Any) -> tuple[Any, ...]:
     else:
         dtype = node.dtype
         shape = shape_of(node)
-    if op.name == "cat":
-        dim = op.args[0]
-    else:
-        dim = len(shape or ())
-    return dtype, shape and shape[:dim] + shape[dim + 1 :]
+    if op.name == "cat" and shape:
+        (dim,) = op.args
+        shape = shape[:dim] + shape[dim + 1 :]
+    return dtype, shape
 
 
 # Any: the class of a lazy stack of typed trees has the class of these.

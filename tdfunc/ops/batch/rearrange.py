@@ -135,6 +135,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     """
     size = tree._batch_size
     sizes = dims_of(pad_size)
+    # For each batch dimension the numbers before and after it.
     pairs = list(zip(sizes[::2], sizes[1::2], strict=False))
     if len(sizes) % 2 or len(pairs) > len(size) or any(count < 0 for count in sizes):
         raise error(
@@ -147,7 +148,11 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
         dim_size(size, dim, "pad")
 
     def grown(old: Size) -> Size:
-        return Size([*[before + s + after for (before, after), s in zip(pairs, old, strict=False)], *old[len(pairs) :]])
+        padded = [before + length + after for (before, after), length in zip(pairs, old, strict=False)]
+        return Size([*padded, *old[len(pairs) :]])
+
+    # `torch.nn.functional.pad` counts dimensions from the last.
+    last_first = [count for pair in reversed(pairs) for count in pair]
 
     def leaf(x: Any) -> Any:
         if isinstance(x, NonTensorBase):
@@ -158,9 +163,8 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
                 got=f"{value!r} for {x.dtype}",
                 hint="cast the leaf first, or pad it by itself.",
             )
-        # `torch.nn.functional.pad` counts dimensions from the last.
-        last_first = [n for pair in reversed(pairs) for n in pair]
-        return torch.nn.functional.pad(x, [*[0] * (2 * (x.dim() - len(pairs))), *last_first], value=value)
+        unpadded = [0, 0] * (x.dim() - len(pairs))
+        return torch.nn.functional.pad(x, [*unpadded, *last_first], value=value)
 
     return tree._shape(LeafOp("pad", leaf, grown, _same_names, True, (tuple(sizes), value)))
 

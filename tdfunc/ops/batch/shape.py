@@ -178,13 +178,21 @@ def squeeze(tree: T, dim: "int | tuple[int, ...] | None") -> T:
         given = range(len(size))
     else:
         given = dims_of(dim)
-    gone = {d for d in (dim_index(d, len(size), "squeeze") for d in given) if size[d] == 1}
+    dims = {dim_index(d, len(size), "squeeze") for d in given}
+    gone = [d for d in dims if size[d] == 1]
     for d in sorted(gone, reverse=True):
         size = tree._batch_size
         new = put_first(size[:d] + size[d + 1 :], len(size))
         leaf = methodcaller("squeeze", d)
         tree = tree._shape(LeafOp("squeeze", leaf, new, lambda names, d=d: names[:d] + names[d + 1 :], True, (d,)))
     return tree
+
+
+def _grows_to(size: int | None, new: int) -> bool:
+    """Return True if a dimension expands to a new size; one of None is new."""
+    if new == size:
+        return True
+    return new >= 0 and size in (1, None)
 
 
 def expand(tree: T, shape: tuple[int, ...]) -> T:
@@ -194,8 +202,8 @@ def expand(tree: T, shape: tuple[int, ...]) -> T:
     lead = len(shape) - n
     # None for a dimension that is new; -1 for a ragged one, which stays.
     before = (*[None] * lead, *old)
-    full = tuple([s if size is None or s != -1 else size for s, size in zip(shape, before, strict=False)])
-    if lead < 0 or any([s != size and (s < 0 or size not in (1, None)) for s, size in zip(full, before, strict=True)]):
+    full = tuple([new if size is None or new != -1 else size for new, size in zip(shape, before, strict=False)])
+    if lead < 0 or not all([_grows_to(size, new) for size, new in zip(before, full, strict=True)]):
         raise error(
             RuntimeError,
             "expand: only sizes of 1 can grow, and new dimensions come first.",
@@ -222,7 +230,7 @@ def split(tree: T, sizes: "int | Sequence[int]", dim: int) -> tuple[T, ...]:
         if sum(parts) != total or any(p < 0 for p in parts):
             raise error(
                 ValueError,
-                "split: the sizes must add up to the dimension.",
+                "split: the sizes do not add up to the dimension.",
                 expected=str(total),
                 got=f"{parts} (sum {sum(parts)})",
             )

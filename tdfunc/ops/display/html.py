@@ -64,7 +64,8 @@ def render_html(tree: TensorCollection) -> str:
     """Return the HTML of a tree."""
     # The sum of large numbers may overflow.
     with np.errstate(over="ignore"):
-        return f'<div class="tdf">{STYLE}{"".join(_Page(tree).branch(tree, (), ROWS))}</div>'
+        body = "".join(_Page(tree).branch(tree, (), ROWS))
+    return f'<div class="tdf">{STYLE}{body}</div>'
 
 
 class _Page:
@@ -78,12 +79,14 @@ class _Page:
 
     def branch(self, tree: TensorCollection, path: Path, rows: int) -> Iterator[str]:
         """Yield the heading of a tree and the table of its entries; its sub-trees share the remaining rows."""
-        keys = list(islice(tree._keys(), min(ENTRIES, rows) if len(path) < DEPTH else 0))
-        nodes = {key: tree._get(key) for key in keys}
-        share = (rows - len(keys)) // max(1, sum(isinstance(node, TensorCollection) for node in nodes.values()))
+        shown = min(ENTRIES, rows) if len(path) < DEPTH else 0
+        nodes = {key: tree._get(key) for key in islice(tree._keys(), shown)}
+        trees = [node for node in nodes.values() if isinstance(node, TensorCollection)]
+        share = (rows - len(nodes)) // max(1, len(trees))
         attribute = " open" if self._is_open or not path else ""
+        headings = "" if path else _HEADINGS
         yield f"<details{attribute}><summary>{self._heading(tree, path)}</summary>"
-        yield f'<div class="tdf-in"><table>{_COLUMNS}{"" if path else _HEADINGS}<tbody>'
+        yield f'<div class="tdf-in"><table>{_COLUMNS}{headings}<tbody>'
         for key, node in nodes.items():
             if isinstance(node, TensorCollection):
                 yield '<tr><td colspan="6">'
@@ -91,9 +94,10 @@ class _Page:
                 yield "</td></tr>"
             else:
                 yield self._leaf((*path, key), node, tree._kinds.get(key))
-        left = sum(1 for _ in tree._keys()) - len(keys)
-        if left or not keys:
-            yield f'<tr><td colspan="6"><small>{f"... {left:,} more" if left else "no entries"}</small></td></tr>'
+        left = sum(1 for _ in tree._keys()) - len(nodes)
+        if left or not nodes:
+            note = f"... {left:,} more" if left else "no entries"
+            yield f'<tr><td colspan="6"><small>{note}</small></td></tr>'
         yield "</tbody></table></div></details>"
 
     # Any: `_show_heading` is a method of the classes of trees that show.
@@ -108,9 +112,9 @@ class _Page:
             self._countable -= leaves
             least = "" if complete else "at least "
             parts.append(f"{least}{count_text(leaves, 'leaf')}, {bytes_text(size_bytes)}")
-        names = []
+        names: list[str] = []
         if path:
-            names = [_key(path[-1])]
+            names.append(_key(path[-1]))
         if not path or type(tree) is not self._class:
             names.append(_text(type(tree).__name__))
         return f"{' '.join(names)} <small>{_text(' · '.join(parts), 1000)}</small>"
@@ -120,18 +124,16 @@ class _Page:
         if not facts.dtype:
             name = f"{_key(path[-1])} <small>{_text(leaf_type(node))}</small>"
             return f'<tr><td>{name}</td><td colspan="5"><code>{_text(value_text(node), 400)}</code></td></tr>'
-        labels = [kind_text(kind) or facts.type, *facts.notes]
-        if kind is None and facts.type == "Tensor":
-            del labels[0]
+        labels = list(facts.notes)
+        # A plain tensor is the common leaf, and has no label.
+        if kind is not None or facts.type != "Tensor":
+            labels.insert(0, kind_text(kind) or facts.type)
         tied = self._tied.get(path)
         if tied:
-            labels.append(f"tied to {', '.join('.'.join(map(printable, other)) for other in tied[:3])}")
-        small = ""
-        if labels:
-            small = f" <small>{_text(', '.join(labels), 400)}</small>"
-        size = ""
-        if facts.size_bytes is not None:
-            size = bytes_text(facts.size_bytes)
+            others = [".".join(map(printable, other)) for other in tied[:3]]
+            labels.append(f"tied to {', '.join(others)}")
+        small = f" <small>{_text(', '.join(labels), 400)}</small>" if labels else ""
+        size = "" if facts.size_bytes is None else bytes_text(facts.size_bytes)
         return (
             f"<tr><td>{_key(path[-1])}{small}</td><td><code>{_text(facts.shape, 200)}</code></td>"
             f"<td>{_text(facts.dtype)}</td><td>{_text(facts.device)}</td>"
@@ -161,19 +163,23 @@ def _values(leaf: Any) -> str:
     finite = array[np.isfinite(array)]
     text = "" if len(array) else "empty"
     if len(finite) and not leaf.is_complex():
-        low = finite.min().item()
-        high = finite.max().item()
-        text = f"{_number(low)} .. {_number(high)}, mean {finite.mean(dtype=np.float64):.4g}"
-        if low == high:
-            if leaf.numel() == 1:
-                text = _number(low)
-            else:
-                text = f"all {_number(low)}"
+        text = _range_text(finite, leaf.numel())
     if len(finite) < len(array):
         text += f' <span class="tdf-bad">{len(array) - len(finite):,} NaN or inf</span>'
     if len(array) == leaf.numel():
         return text
     return f"{text} <small>(of the first {len(array):,})</small>"
+
+
+def _range_text(finite: Any, count: int) -> str:
+    """Return the range and mean of values of a leaf of `count` elements."""
+    low = finite.min().item()
+    high = finite.max().item()
+    if low != high:
+        return f"{_number(low)} .. {_number(high)}, mean {finite.mean(dtype=np.float64):.4g}"
+    if count == 1:
+        return _number(low)
+    return f"all {_number(low)}"
 
 
 def _first(leaf: Tensor) -> Tensor:
@@ -185,9 +191,8 @@ def _first(leaf: Tensor) -> Tensor:
 
 
 def _number(value: Any) -> str:
-    whole = isinstance(value, int) and abs(value) < 10**9
     if value is True or value is False:
         return str(value)
-    if whole:
+    if isinstance(value, int) and abs(value) < 10**9:
         return f"{value:,}"
     return f"{value:.4g}"

@@ -49,10 +49,19 @@ class ShowMethods(TensorCollection):
         return summary(self, depth, where)
 
     def __dir__(self) -> list[str]:
-        # Names that raise and private helpers of tdfunc's own classes are left out; those of a subclass are its own.
-        own = {name for cls in type(self).__mro__ if cls.__module__.startswith("tdfunc.") for name in vars(cls)}
-        shown = [name for name in object.__dir__(self) if name[:1] != "_" or name[:2] == "__" or name not in own]
-        return [name for name in shown if name not in PURE_CALLS or hasattr(self, name)]
+        ours: set[str] = set()
+        for cls in type(self).__mro__:
+            if cls.__module__.startswith("tdfunc."):
+                ours.update(vars(cls))
+
+        def is_shown(name: str) -> bool:
+            # Private helpers of tdfunc's own classes; those of a subclass are its own.
+            if name.startswith("_") and not name.startswith("__") and name in ours:
+                return False
+            # Names that raise.
+            return name not in PURE_CALLS or hasattr(self, name)
+
+        return [name for name in object.__dir__(self) if is_shown(name)]
 
     def _ipython_key_completions_(self) -> list[Any]:
         """Return the first keys level by level, nested ones as tuples: IPython completes `td["a", "` from these."""

@@ -9,7 +9,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.keys import Filter, FilterLike
 from tdfunc.core.nontensor import NonTensorBase
-from tdfunc.core.types import Path
+from tdfunc.core.types import Kind, Path
 from tdfunc.ops.display.text import (
     aliases,
     bytes_text,
@@ -25,6 +25,14 @@ from tdfunc.ops.edits.structure import partition
 ROWS = 1000
 
 
+class Amounts(NamedTuple):
+    """Leaves, and the elements and bytes that they have together."""
+
+    leaves: int = 0
+    elements: int = 0
+    size_bytes: int = 0
+
+
 class Row(NamedTuple):
     """A line of the table: a leaf, or the leaves of a tree that `depth` folds into one."""
 
@@ -33,8 +41,8 @@ class Row(NamedTuple):
     dtype: str
     device: str
     kind: str
-    # Leaves, elements and bytes.
-    amounts: tuple[int, int, int] = (0, 0, 0)
+    # Zeros for a line that is not a leaf of its own: a tied path, an empty tree, non-tensor data.
+    amounts: Amounts = Amounts()
 
 
 @final
@@ -76,16 +84,24 @@ class Summary:
 
 
 def _group(rows: list[Row], field: str) -> dict[str, tuple[int, int, int]]:
+    """Return the sums by a field, as plain tuples: they are shown at a prompt."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        if row.amounts[0]:
+        if row.amounts.leaves:
             found.setdefault(getattr(row, field) or "other", []).append(row)
-    return {name: _sum(group) for name, group in found.items()}
+    sums: dict[str, tuple[int, int, int]] = {}
+    for name, group in found.items():
+        leaves, elements, size_bytes = _sum(group)
+        sums[name] = (leaves, elements, size_bytes)
+    return sums
 
 
-def _sum(rows: list[Row]) -> tuple[int, int, int]:
-    leaves, elements, size_bytes = (sum(row.amounts[i] for row in rows) for i in range(3))
-    return leaves, elements, size_bytes
+def _sum(rows: list[Row]) -> Amounts:
+    return Amounts(
+        sum(row.amounts.leaves for row in rows),
+        sum(row.amounts.elements for row in rows),
+        sum(row.amounts.size_bytes for row in rows),
+    )
 
 
 def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None") -> Summary:
@@ -101,42 +117,38 @@ def summary(tree: TensorCollection, depth: int | None, where: "FilterLike | None
         ) from err
     title = f"{type(tree).__name__}, batch {list(tree._batch_size)}"
     if where is not None:
-        tree = partition(tree, where)[0]
-        title += f", where {where if isinstance(where, Filter) else repr(where)}"
-    rows = shown = list(_rows(tree, (), aliases(tree), set()))
-    if depth is not None:
-        below: dict[Path, list[Row]] = {}
-        for row in rows:
-            below.setdefault(row.path[:depth], []).append(row)
-        shown = [group[0] if group[0].path == path else _fold(path, group) for path, group in below.items()]
+        tree, _ = partition(tree, where)
+        chosen = str(where) if isinstance(where, Filter) else repr(where)
+        title += f", where {chosen}"
+    rows = list(_rows(tree, (), aliases(tree), set()))
+    shown = rows if depth is None else _fold_below(rows, depth)
     table = Table(title=printable(title), title_justify="left", show_footer=True)
     found = Summary(rows, table)
     table.add_column("path", Text(count_text(found.leaves, "leaf")), overflow="fold")
     for name in ("shape", "dtype", "device", "kind"):
         table.add_column(name, overflow="fold")
-    for name, total in (("elements", f"{found.elements:,}"), ("size", bytes_text(found.size_bytes))):
-        table.add_column(name, Text(total), justify="right", no_wrap=True)
+    table.add_column("elements", Text(f"{found.elements:,}"), justify="right", no_wrap=True)
+    table.add_column("size", Text(bytes_text(found.size_bytes)), justify="right", no_wrap=True)
     for row in shown[:ROWS]:
+        cells = [".".join(map(printable, row.path)), row.shape, row.dtype, row.device, row.kind, "", ""]
+        if row.amounts.leaves:
+            cells[-2:] = [f"{row.amounts.elements:,}", bytes_text(row.amounts.size_bytes)]
         # Text, because rich reads a str such as "[red]" as markup.
-        cells = [".".join(map(printable, row.path)), row.shape, row.dtype, row.device, row.kind]
-        leaves, elements, size = row.amounts
-        if leaves:
-            numbers = [f"{elements:,}", bytes_text(size)]
-        else:
-            numbers = ["", ""]
-        table.add_row(*map(Text, [*cells, *numbers]))
+        table.add_row(*map(Text, cells))
     if len(shown) > ROWS:
         table.add_row(Text(f"... {len(shown) - ROWS:,} more; depth= folds them"))
     for groups in (found.by_dtype, found.by_kind):
         if len(groups) > 1:
             table.add_section()
-            for name, (leaves, elements, size) in groups.items():
-                cells = [f"of it {name}", count_text(leaves, "leaf"), "", "", "", f"{elements:,}", bytes_text(size)]
+            for name, (leaves, elements, size_bytes) in groups.items():
+                numbers = [f"{elements:,}", bytes_text(size_bytes)]
+                cells = [f"of it {name}", count_text(leaves, "leaf"), "", "", "", *numbers]
                 table.add_row(*map(Text, cells), style="dim")
     return found
 
 
 def _rows(tree: TensorCollection, at: Path, tied: dict[Path, list[Path]], seen: set[int]) -> Iterator[Row]:
+    """Yield the line of each leaf and of each empty tree; tensors on earlier lines are in `seen`, by identity."""
     for key in tree._keys():
         path = (*at, key)
         node = tree._get(key)
@@ -147,27 +159,41 @@ def _rows(tree: TensorCollection, at: Path, tied: dict[Path, list[Path]], seen: 
         elif isinstance(node, NonTensorBase):
             yield Row(path, f"{list(node.shape)}", leaf_type(node), "", "non-tensor")
         else:
-            parts = {id(part): part for part in flat(node)}
-            new = [part for each, part in parts.items() if each not in seen]
-            seen.update(parts)
-            if not new:
-                others = [".".join(other) for other in tied.get(path, [])[:1]]
-                yield Row(path, "", "", "", f"tied to {others[0]}" if others else "seen above")
-                continue
-            facts = facts_of(node)
-            amounts = facts if new[0] is node else facts_of(tuple(new))
-            kind = kind_text(tree._kinds.get(key)) or ("tensor" if facts.type == "Tensor" else facts.type)
-            shape = ", ".join([facts.shape, *facts.notes])
-            totals = (len(new), amounts.elements or 0, amounts.size_bytes or 0)
-            yield Row(path, shape, facts.dtype, facts.device, kind, totals)
+            yield _leaf_row(path, node, tree._kinds.get(key), tied.get(path, []), seen)
+
+
+def _leaf_row(path: Path, node: Any, kind: Kind | None, tied: list[Path], seen: set[int]) -> Row:
+    parts = {id(part): part for part in flat(node)}
+    new = [part for each, part in parts.items() if each not in seen]
+    seen.update(parts)
+    if not new:
+        return Row(path, "", "", "", f"tied to {'.'.join(tied[0])}" if tied else "seen above")
+    facts = facts_of(node)
+    # Of a leaf with several tensors, those that earlier lines have not counted.
+    counted = facts if new[0] is node else facts_of(tuple(new))
+    amounts = Amounts(len(new), counted.elements or 0, counted.size_bytes or 0)
+    plain = "tensor" if facts.type == "Tensor" else facts.type
+    shape = ", ".join([facts.shape, *facts.notes])
+    return Row(path, shape, facts.dtype, facts.device, kind_text(kind) or plain, amounts)
+
+
+def _fold_below(rows: list[Row], depth: int) -> list[Row]:
+    """Return the lines with those below a depth put on one for each tree."""
+    below: dict[Path, list[Row]] = {}
+    for row in rows:
+        below.setdefault(row.path[:depth], []).append(row)
+    return [group[0] if group[0].path == path else _fold(path, group) for path, group in below.items()]
 
 
 def _fold(path: Path, rows: list[Row]) -> Row:
     """Put the leaves of a tree on one line."""
 
     def common(field: str) -> str:
-        found = list(dict.fromkeys(getattr(row, field) for row in rows if row.amounts[0]))
-        return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        found = list(dict.fromkeys(getattr(row, field) for row in rows if row.amounts.leaves))
+        if len(found) > 3:
+            found = [*found[:3], "..."]
+        return ", ".join(found)
 
     amounts = _sum(rows)
-    return Row((*path, "*"), count_text(amounts[0], "leaf"), common("dtype"), common("device"), common("kind"), amounts)
+    count = count_text(amounts.leaves, "leaf")
+    return Row((*path, "*"), count, common("dtype"), common("device"), common("kind"), amounts)

@@ -56,7 +56,9 @@ def printable(text: str, limit: int | None = 120) -> str:
 def count_text(n: int, word: str) -> str:
     """Return `1 leaf`, `2 leaves`."""
     plural = {"leaf": "leaves", "entry": "entries"}.get(word, f"{word}s")
-    return f"{n:,} {word if n == 1 else plural}"
+    if n == 1:
+        return f"1 {word}"
+    return f"{n:,} {plural}"
 
 
 def bytes_text(size: int) -> str:
@@ -89,23 +91,35 @@ def facts_of(leaf: Any) -> Facts:
         return Facts(leaf_type(leaf))
     # The class of a tensor may raise from anything.
     try:
-        shape = _shape_text(parts)
         first = parts[0]
-        layout = ""
-        if first.layout is not torch.strided:
-            layout = str(first.layout).removeprefix("torch.").replace("_", " ")
-        is_parameter = isinstance(first, Parameter)
-        grad = "" if first.requires_grad == is_parameter else "frozen" if is_parameter else "requires grad"
+        shape = _shape_text(parts)
+        if isinstance(leaf, tuple):
+            shape = f"{len(parts):,} x {shape}"
+        elements, size_bytes = _amount(parts)
         return Facts(
             type(first).__name__,
-            f"{len(parts):,} x {shape}" if isinstance(leaf, tuple) else shape,
-            _agreed({str(part.dtype).removeprefix("torch.") for part in parts}),
-            _agreed({str(part.device) for part in parts}),
-            *_amount(parts),
-            tuple(filter(None, (layout, grad))),
+            shape,
+            dtype=_agreed({str(part.dtype).removeprefix("torch.") for part in parts}),
+            device=_agreed({str(part.device) for part in parts}),
+            elements=elements,
+            size_bytes=size_bytes,
+            notes=_notes(first),
         )
     except Exception:
         return Facts(leaf_type(leaf))
+
+
+def _notes(leaf: Tensor) -> tuple[str, ...]:
+    """Return the layout of a tensor unless it is strided, and `frozen` or `requires grad` where that is unusual."""
+    notes: list[str] = []
+    if leaf.layout is not torch.strided:
+        notes.append(str(leaf.layout).removeprefix("torch.").replace("_", " "))
+    is_parameter = isinstance(leaf, Parameter)
+    if is_parameter and not leaf.requires_grad:
+        notes.append("frozen")
+    elif leaf.requires_grad and not is_parameter:
+        notes.append("requires grad")
+    return tuple(notes)
 
 
 def leaf_type(leaf: Any) -> str:
@@ -145,12 +159,16 @@ def _shape_text(parts: list[Tensor]) -> str:
         return "not initialised"
     if len(set(map(len, known))) > 1:
         return "shapes differ"
-    nested = parts[0].is_nested
-    # The sizes of a jagged nested tensor are symbols without a name.
-    columns = [
-        {"-1" if nested and type(n) is not int else str(n) for n in column} for column in zip(*known, strict=True)
-    ]
-    return f"[{', '.join([_agreed(column, '-1') for column in columns])}]"
+    is_nested = parts[0].is_nested
+
+    def size_text(size: Any) -> str:
+        # The sizes of a jagged nested tensor are symbols without a name.
+        if is_nested and type(size) is not int:
+            return "-1"
+        return str(size)
+
+    sizes = [_agreed(set(map(size_text, column)), "-1") for column in zip(*known, strict=True)]
+    return f"[{', '.join(sizes)}]"
 
 
 def _agreed(values: set[str], other: str = "differ") -> str:
@@ -166,14 +184,16 @@ def _amount(parts: list[Tensor]) -> tuple[int | None, int | None]:
         size = sum(map(stored_bytes, parts))
         # Traced sizes are symbols.
         if type(elements) is int:
-            return (elements, size)
-        return (None, None)
+            return elements, size
     except Exception:
-        return None, None
+        pass
+    return None, None
 
 
 # Of a leaf in a tree's repr: a list of a data set's names would fill the screen.
 _MAX_CHARACTERS = 3_000
+# Of non-tensor data with a value for each row.
+_SHOWN_VALUES = 6
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 6
@@ -182,9 +202,10 @@ _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 6
 def value_text(leaf: Any) -> str:
     """Return the value of non-tensor data, or any object, on one short line."""
     if isinstance(leaf, NonTensorStack):
-        shown = list(islice(leaf._array.flat, 7))
-        text = ", ".join(map(_short_repr, shown[:6])) + (", ..." if len(shown) > 6 else "")
-        return f"{list(leaf.shape)} values: {text}"
+        shown = [_short_repr(value) for value in islice(leaf._array.flat, _SHOWN_VALUES)]
+        if leaf._array.size > _SHOWN_VALUES:
+            shown.append("...")
+        return f"{list(leaf.shape)} values: {', '.join(shown)}"
     return _short_repr(leaf.data if isinstance(leaf, NonTensorData) else leaf)
 
 
@@ -204,7 +225,9 @@ def _short_repr(value: Any) -> str:
 def totals(tree: TensorCollection, limit: int) -> tuple[int, int, bool]:
     """Return the leaves of a tree, their bytes, and whether `limit` nodes were enough; a tensor counts once."""
     seen: set[int] = set()
-    leaves = size_bytes = visited = 0
+    leaves = 0
+    size_bytes = 0
+    visited = 0
     nodes = [tree]
     while nodes:
         # By storage, not by key: a lazy stack's trees one by one.
@@ -214,8 +237,9 @@ def totals(tree: TensorCollection, limit: int) -> tuple[int, int, bool]:
             visited += 1
             if isinstance(child, Tensor) and id(child) not in seen:
                 seen.add(id(child))
-                leaves = leaves + 1
-                size_bytes = size_bytes + (_amount([child])[1] or 0)
+                leaves += 1
+                _, child_bytes = _amount([child])
+                size_bytes += child_bytes or 0
             if visited > limit:
                 return leaves, size_bytes, False
     return leaves, size_bytes, True
@@ -223,7 +247,11 @@ def totals(tree: TensorCollection, limit: int) -> tuple[int, int, bool]:
 
 def aliases(tree: TensorCollection) -> dict[Path, list[Path]]:
     """Return for each path of a tied tensor the other paths, the first one first."""
-    return {path: [other for other in group if other != path] for group in tree._ties for path in group}
+    found: dict[Path, list[Path]] = {}
+    for group in tree._ties:
+        for path in group:
+            found[path] = [other for other in group if other != path]
+    return found
 
 
 def describe_leaf(leaf: Any) -> str:
@@ -246,12 +274,12 @@ def tree_repr(tree: TensorCollection, indent: str = "") -> str:
     for key in sorted(tree._keys()):
         node = tree._get(key)
         # A class with its own repr keeps it; the plain form is called directly, to save stack.
-        if isinstance(node, TensorCollection) and type(node).__repr__ is TensorCollection._open.__repr__:
-            text = tree_repr(node, indent=f"{indent}        ")
-        elif isinstance(node, TensorCollection):
-            text = repr(node).replace("\n", f"\n{indent}        ")
-        else:
+        if not isinstance(node, TensorCollection):
             text = describe_leaf(node)
+        elif type(node).__repr__ is TensorCollection._open.__repr__:
+            text = tree_repr(node, indent=f"{indent}        ")
+        else:
+            text = repr(node).replace("\n", f"\n{indent}        ")
         lines.append(f"{indent}        {printable(key, None)}: {text}")
     fields = ",\n".join(lines) or f"{indent}    "
     names = ""

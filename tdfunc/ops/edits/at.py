@@ -1,7 +1,7 @@
 """The `at` handle: pure changes at an index of the batch, at a path, or at the leaves that a filter chooses."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -180,7 +180,7 @@ def _check_shapes(old: Any, new: Any, path: Path, call: str) -> None:
     for at, mine, twin in pairs:
         if isinstance(mine, Tensor) and twin.shape != mine.shape:
             raise LeafMismatchError(
-                f"{call}: the value for {dotted(at)!r} must have the shape of the leaf.",
+                f"{call}: the value for {dotted(at)!r} does not have the shape of the leaf.",
                 expected=f"shape {list(mine.shape)}",
                 got=f"shape {list(twin.shape)}",
                 hint="td.set replaces a leaf by one of another shape.",
@@ -206,23 +206,34 @@ def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *val
 def _change_in_stack(tree: Any, path: Path, fn: Callable[..., Any], *values: Any) -> Any:
     """Return the tree with `fn(part, rest of the path, *values)` for each tree of a stack on the path, or None."""
     node: Any = tree
-    # A tensor of no dimensions cannot be cut, and is for every tree.
-    whole = [NonTensorData(v) if isinstance(v, (Tensor, np.ndarray)) and v.ndim == 0 else v for v in values]
-
-    def change(part: Any, *given: Any) -> Any:
-        return fn(part, rest, *[v.data if isinstance(v, NonTensorData) else v for v in given])
-
     for i, key in enumerate(path):
-        rest = path[i:]
         if node._is_lazy:
-            done = node._each(change, *whole)
-            if i:
-                return tree.set(path[:i], done)
-            return done
+            done = _change_each(node, path[i:], fn, values)
+            return tree.set(path[:i], done) if i else done
         node = node._get(key) if key in node._keys() else None
         if not isinstance(node, TensorCollection):
             return None
     return None
+
+
+def _change_each(stack: Any, path: Path, fn: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """Return the stack of `fn(tree, path, *its part of each value)` for its trees."""
+
+    def change(tree: Any, *parts: Any) -> Any:
+        return fn(tree, path, *map(_unwrapped, parts))
+
+    return stack._each(change, *map(_uncut, values))
+
+
+def _uncut(value: Any) -> Any:
+    """Wrap a tensor of no dimensions, which cannot be cut and is for every tree of a stack."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
+        return NonTensorData(value)
+    return value
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.data if isinstance(value, NonTensorData) else value
 
 
 def _positions(size: Size, parts: tuple[Any, ...]) -> Tensor:
@@ -306,6 +317,7 @@ def as_leaf(made: Tensor, leaf: Any) -> Tensor:
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:
+    """Raise unless a tree has the paths, the batch size, the shapes and the ties of the rows that it replaces."""
     check_one_shape(value, call)
     mine = dict(iter_items(rows, True, True))
     theirs = dict(iter_items(value, True, True))
@@ -324,17 +336,21 @@ def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> N
             got=str(list(value._batch_size)),
         )
     for path, old in mine.items():
-        new: Any = theirs[path]
-        if isinstance(old, Tensor) and not (
-            isinstance(new, Tensor) and new.shape == old.shape and keeps_values(new.dtype, old.dtype)
-        ):
-            raise LeafMismatchError(
-                f"{call}: the rows for {dotted(path)!r} do not fit.",
-                expected=f"shape {list(old.shape)}, {old.dtype}",
-                got=f"shape {list(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__,
-                hint="cast or reshape them first; a dtype that loses values is never cast to.",
-            )
+        if isinstance(old, Tensor):
+            _check_row_leaf(old, theirs[path], path, call)
     for group in rows._ties:
         if any(get(value, path) is not get(value, group[0]) for path in group[1:]):
             names = " and ".join(repr(dotted(path)) for path in group)
             raise TieError(f"{call}: the tied paths {names} are given different rows.", expected="one tensor")
+
+
+def _check_row_leaf(old: Tensor, new: Any, path: Path, call: str) -> None:
+    is_tensor = isinstance(new, Tensor)
+    if is_tensor and new.shape == old.shape and keeps_values(new.dtype, old.dtype):
+        return
+    raise LeafMismatchError(
+        f"{call}: the rows for {dotted(path)!r} do not fit.",
+        expected=f"shape {list(old.shape)}, {old.dtype}",
+        got=f"shape {list(new.shape)}, {new.dtype}" if is_tensor else type(new).__name__,
+        hint="cast or reshape them first; a dtype that loses values is never cast to.",
+    )

@@ -86,11 +86,12 @@ def _as_field(tree: TensorCollection, key: str, new: TensorCollection, at: Path)
     try:
         return accept(tree, key, new, dotted((*at, key)))
     except TreeStructureError as err:
+        field: NestedKey = (*at, key) if at else key
         raise TreeStructureError(
             f"{dotted((*at, key))!r} is an empty field, which this path does not fill.",
             expected="fields of its class, all without a default among them",
             got=str(list(new._keys())),
-            hint=f"set the whole field: td.set({(*at, key) if at else key!r}, {{...}}).",
+            hint=f"set the whole field: td.set({field!r}, {{...}}).",
         ) from err
 
 
@@ -110,11 +111,13 @@ def _record_ties(tree: T, ties: Ties) -> T:
     for group in ties:
         first = node_at(tree, group[0])
         for path in group[1:]:
-            if node_at(tree, path) is not first:
+            other = node_at(tree, path)
+            if other is not first:
+                names = " and ".join([repr(dotted(each)) for each in group])
                 raise TieError(
                     f"The edit gives the tied paths {dotted(group[0])!r} and {dotted(path)!r} different tensors.",
-                    expected=f"one tensor for {' and '.join(repr(dotted(p)) for p in group)}",
-                    got=f"{describe(first)} and {describe(node_at(tree, path))}",
+                    expected=f"one tensor for {names}",
+                    got=f"{describe(first)} and {describe(other)}",
                     hint=f"set one path (all are written), or separate them first: td.untie({dotted(path)!r}).",
                 )
     return restore_ties(tree, ties)
@@ -128,12 +131,11 @@ def restore_ties(tree: T, ties: Ties) -> T:
     for group in ties:
         for key in dict.fromkeys(path[0] for path in group):
             inside.setdefault(key, []).append(group)
-    data = {
-        key: restore_ties(node, under(tuple(inside[key]), key))
-        if key in inside and isinstance(node, TensorCollection)
-        else node
-        for key, node in tree._data.items()
-    }
+    data = tree._data.copy()
+    for key, groups in inside.items():
+        node = data.get(key)
+        if isinstance(node, TensorCollection):
+            data[key] = restore_ties(node, under(tuple(groups), key))
     return tree._replace(data, ties=merge(tree._ties, ties))
 
 
@@ -158,8 +160,11 @@ def _write_groups(tree: T, ties: Ties, written: Set[Path]) -> T:
     for group in ties:
         source = next((path for path in group if path in written), None)
         if source is not None:
-            values |= dict.fromkeys([path for path in group if path not in written], get(tree, source))
-    return _record_ties(_set_paths(tree, values) if values else tree, ties)
+            others = [path for path in group if path not in written]
+            values |= dict.fromkeys(others, get(tree, source))
+    if values:
+        tree = _set_paths(tree, values)
+    return _record_ties(tree, ties)
 
 
 def replace_nodes(tree: T, nodes: dict[str, Node]) -> T:
@@ -180,32 +185,43 @@ def _merge(tree: T, other: Mapping[Any, Any] | TensorCollection, at: Path, given
     theirs = other._kinds if isinstance(other, TensorCollection) else {}
     flat, nested = by_head(_entries(other))
     for key, value in flat.items():
-        mine = None
-        if key in tree._keys():
-            mine = tree._get(key)
+        mine = tree._get(key) if key in tree._keys() else None
         if isinstance(mine, TensorCollection) and isinstance(value, (TensorCollection, Mapping)):
             changes[key] = _merge(mine, value, (*at, key), given)
             continue
-        node = changes[key] = accept(tree, key, value, dotted((*at, key)))
+        node = accept(tree, key, value, dotted((*at, key)))
+        changes[key] = node
         if isinstance(node, TensorCollection):
             given.extend((*at, key, *path) for path, _ in iter_leaves(node))
         elif node is not None:
             given.append((*at, key))
         if key in theirs:
             kinds[key] = theirs[key]
-    for key, inner in nested.items():
-        has_key = key in changes or key in tree._keys()
+    _merge_nested(tree, changes, nested, at, given)
+    return tree._put(changes, kinds or None)
+
+
+def _merge_nested(
+    tree: TensorCollection,
+    changes: dict[str, Node],
+    nested: Mapping[str, Mapping[Path, Any]],
+    at: Path,
+    given: list[Path],
+) -> None:
+    """Add entries under nested keys to the changes of a tree, in the sub-trees that they change or that it has."""
+    for key, entries in nested.items():
+        child: Node = None
         if key in changes:
-            child = changes.get(key)
-        elif has_key:
+            child = changes[key]
+        elif key in tree._keys():
             child = tree._get(key)
         else:
-            child = _empty(tree)
+            made = _merge(_empty(tree), entries, (*at, key), given)
+            changes[key] = _as_field(tree, key, made, at)
+            continue
         if not isinstance(child, TensorCollection):
-            raise _under_leaf("update", (*at, key), (*at, key, *next(iter(inner))))
-        changed = _merge(child, inner, (*at, key), given)
-        changes[key] = changed if has_key else _as_field(tree, key, changed, at)
-    return tree._put(changes, kinds or None)
+            raise _under_leaf("update", (*at, key), (*at, key, *next(iter(entries))))
+        changes[key] = _merge(child, entries, (*at, key), given)
 
 
 def _entries(other: Mapping[Any, Any] | TensorCollection) -> Iterable[tuple[Any, Any]]:
@@ -218,7 +234,9 @@ def replacements(changes: Mapping[Any, Any] | TensorCollection | None, entries: 
     """Return the arguments of `replace` as one dict."""
     if isinstance(changes, TensorCollection):
         check_one_shape(changes, "replace")
-    return {**dict(() if changes is None else _entries(adopt(changes))), **entries}
+    if changes is None:
+        return dict(entries)
+    return {**dict(_entries(adopt(changes))), **entries}
 
 
 def delete(tree: T, key: NestedKey) -> T:
@@ -235,9 +253,10 @@ def delete_paths(tree: T, paths: Iterable[Path]) -> T:
     for key, inner in by_first_key(paths).items():
         if key not in tree._keys():
             continue
+        child = tree._get(key)
         if () in inner:
             changes[key] = None
-        elif isinstance(child := tree._get(key), TensorCollection):
+        elif isinstance(child, TensorCollection):
             changes[key] = delete_paths(child, inner)
     if changes:
         return tree._put(changes)
@@ -371,7 +390,7 @@ class EditMethods(TensorCollection):
         path = unravel(key)
         leaf = get(self, path)
         if len(group_of(self._ties, path)) == 1:
-            groups = [[dotted(p) for p in group] for group in self._ties]
+            groups = [list(map(dotted, group)) for group in self._ties]
             raise TieError(f"untie: {dotted(path)!r} is not tied.", expected=f"a path of {groups}")
         return untie_paths(self, {path: leaf.clone()})
 

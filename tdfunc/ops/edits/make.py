@@ -34,21 +34,18 @@ def empty(tree: TensorCollection, recurse: bool, batch_size: Any, device: Any, n
         return done.with_names(names)
     size = tree._batch_size if batch_size is None else as_size(batch_size)
     place = tree._device if device is UNSET else as_device(device)
-    same = names is UNSET and len(size) == len(tree._batch_size)
-    if same:
+    if names is not UNSET:
+        given = as_names(names, len(size))
+    elif len(size) == len(tree._batch_size):
         given = tree._names
     else:
         given = None
-        if names is not UNSET:
-            given = as_names(names, len(size))
     data: dict[str, Any] = {}
     if recurse:
         for key in tree._keys():
             node = tree._get(key)
             if isinstance(node, TensorCollection):
-                inner = None
-                if batch_size is not None:
-                    inner = size + node._batch_size[len(tree._batch_size) :]
+                inner = None if batch_size is None else size + node._batch_size[len(tree._batch_size) :]
                 data[key] = empty(node, True, inner, device, UNSET)
     return tree._open._make(data, size, place, given)
 

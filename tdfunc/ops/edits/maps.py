@@ -10,7 +10,7 @@ from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection, leaf_paths, 
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.shapes import as_names, as_size, one_shape, put_first, shape_of
-from tdfunc.core.types import Path
+from tdfunc.core.types import Node, Path
 from tdfunc.ops.base.cast import as_device
 from tdfunc.ops.base.foreach import check_same
 from tdfunc.ops.base.reading import UNSET, entries, holds_leaf, refuse_inplace
@@ -92,6 +92,7 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
     size = tree._batch_size
     leaves = tree._data.values()
     ndim = len(size)
+    # The common node, without a look at each leaf.
     if PLAIN.issuperset(map(type, leaves)):
         shape = one_shape(leaves) if ndim else size
         if not leaves or (shape is not None and shape[:ndim] == size):
@@ -112,8 +113,15 @@ def _check_results(tree: TensorCollection, at: Path) -> None:
 
 def drop_empty(tree: T) -> T:
     """Return the tree without sub-trees that hold no leaf; a lazy stack keeps the places of trees that are empty."""
-    inner = {key: drop_empty(node) if isinstance(node, TensorCollection) else node for key, node in tree._data.items()}
-    return tree._replace({k: x for k, x in inner.items() if not isinstance(x, TensorCollection) or holds_leaf(x)})
+    data: dict[str, Node] = {}
+    for key, node in tree._data.items():
+        if not isinstance(node, TensorCollection):
+            data[key] = node
+            continue
+        inner = drop_empty(node)
+        if holds_leaf(inner):
+            data[key] = inner
+    return tree._replace(data)
 
 
 class MapMethods(TensorCollection):

@@ -96,7 +96,8 @@ def write_leaf(tree: TensorCollection, path: Path, value: Any) -> None:
     if is_many:
         raise Difference(path, "kind", node, value).error("set_", hint="td.set replaces the entry.", note=_NOTHING)
     writes = _leaf_writes(tree, path, value)
-    leaves, values = ({at: write[i] for at, write in writes.items()} for i in range(2))
+    leaves = {at: leaf for at, (leaf, _) in writes.items()}
+    values = {at: part for at, (_, part) in writes.items()}
     _write("set_", leaves, values, lambda leaf: leaf.shape, lambda leaf, value: leaf.copy_(value))
 
 
@@ -144,15 +145,17 @@ def _leaves_of_both(
     """Return the leaves of both trees by path; raise unless the first has those of the second (and the same ones)."""
     mine = dict(iter_leaves(tree))
     theirs = dict(iter_leaves(given))
-    if theirs.keys() - mine.keys() or (complete and mine.keys() != theirs.keys()):
+    unknown = theirs.keys() - mine.keys()
+    if unknown or (complete and mine.keys() != theirs.keys()):
         check_kinds(call, tree, given)
+        hint = None
+        if call.startswith("at"):
+            hint = "a key cannot be added while writing rows: create all keys first, tree.new_zeros([N])."
         raise MissingKeyError(
             f"{call}: the trees have different keys{_NOTHING}.",
             expected=f"{sorted(map(dotted, mine))}",
             got=f"{sorted(map(dotted, theirs))}",
-            hint="a key cannot be added while writing rows: create all keys first, tree.new_zeros([N])."
-            if call.startswith("at")
-            else None,
+            hint=hint,
         )
     return mine, theirs
 
@@ -176,7 +179,18 @@ def _write(
                 got=f"shape {list(value.shape)}",
             )
         check_dtype(value, leaf, where)
-    # A tensor at several paths, tied or not, is given one value.
+    _check_one_value(leaves, values)
+    places = Places(leaves.values())
+    changed = {path: value for path, value in values.items() if value is not leaves[path]}
+    # Values in memory that is written to are copied first, as when leaves are swapped.
+    apart = {path: value.clone() if places.holds(value) else value for path, value in changed.items()}
+    with torch.no_grad():
+        for path, value in apart.items():
+            write(leaves[path], value)
+
+
+def _check_one_value(leaves: dict[Path, Any], values: dict[Path, Any]) -> None:
+    """Raise unless a tensor at several paths, tied or not, is given one value."""
     first: dict[int, Path] = {}
     for path, value in values.items():
         other = first.setdefault(id(leaves[path]), path)
@@ -186,13 +200,6 @@ def _write(
                 f"the tied paths {both} are given different values{_NOTHING}.",
                 expected="one value for the one tensor at both",
             )
-    places = Places(leaves.values())
-    changed = {path: value for path, value in values.items() if value is not leaves[path]}
-    # Values in memory that is written to are copied first, as when leaves are swapped.
-    apart = {path: value.clone() if places.holds(value) else value for path, value in changed.items()}
-    with torch.no_grad():
-        for path, value in apart.items():
-            write(leaves[path], value)
 
 
 def check_kinds(call: str, tree: TensorCollection, given: TensorCollection) -> None:
@@ -291,7 +298,8 @@ def nontensor_rows(node: NonTensorBase, parts: tuple[Any, ...], new: NonTensorBa
     array = np.array(node._array, dtype=object)
     # A 0-d object array assigned to one place would be put there itself.
     values = new._array if new._array.ndim else new._array[()]
-    array[tuple(as_array(p) if isinstance(p, Tensor) else p for p in parts)] = values
+    place = tuple(as_array(part) if isinstance(part, Tensor) else part for part in parts)
+    array[place] = values
     return NonTensorStack._wrap(array)
 
 

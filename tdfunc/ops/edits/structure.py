@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -129,27 +129,38 @@ def unflatten_keys(tree: TensorCollection, separator: str) -> Any:
     """Split keys at the separator into nested trees."""
     parts = {key: tuple(key.split(separator)) for key in tree._keys()}
     paths = {key: path if all(path) else (key,) for key, path in parts.items()}
-    new = _nest([(path, tree._get(key), tree._kinds.get(key)) for key, path in paths.items()], tree, ())
+    placed = [_Placed(path, tree._get(key), tree._kinds.get(key)) for key, path in paths.items()]
+    new = _nest(placed, tree, ())
     ties = remap(tree._ties, lambda path: (*paths[path[0]], *path[1:]))
     return restore_ties(new._replace(new._data, names=tree._names, batch_size=tree._batch_size), ties)
 
 
-def _nest(entries: Iterable[tuple[Path, Node, Kind | None]], like: TensorCollection, at: Path) -> Any:
+class _Placed(NamedTuple):
+    """A node with its kind, and the path at which it is put."""
+
+    path: Path
+    node: Node
+    kind: Kind | None
+
+
+def _nest(entries: Iterable[_Placed], like: TensorCollection, at: Path) -> Any:
     """Return a tree of nodes, with their kinds, at paths that all differ."""
-    groups: dict[str, list[tuple[Path, Node, Kind | None]]] = {}
+    groups: dict[str, list[_Placed]] = {}
     for path, node, kind in entries:
-        groups.setdefault(path[0], []).append((path[1:], node, kind))
+        groups.setdefault(path[0], []).append(_Placed(path[1:], node, kind))
     data: dict[str, Node] = {}
     kinds: dict[str, Kind] = {}
     for key, group in groups.items():
-        whole = [(node, kind) for rest, node, kind in group if not rest]
-        if len(whole) == len(group):
-            ((data[key], kind),) = whole
-            if kind is not None:
-                kinds[key] = kind
+        whole = [entry for entry in group if not entry.path]
+        below = [entry for entry in group if entry.path]
+        if not below:
+            (entry,) = whole
+            data[key] = entry.node
+            if entry.kind is not None:
+                kinds[key] = entry.kind
             continue
-        new = _nest([entry for entry in group if entry[0]], like, (*at, key))
-        for node, _ in whole:
+        new = _nest(below, like, (*at, key))
+        for _, node, _ in whole:
             # Neither a leaf over entries of a tree, nor a tree over a leaf of another.
             if not isinstance(node, TensorCollection) or zip_trees(node, new, shared=True):
                 raise MissingKeyError(
@@ -180,9 +191,16 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
             hint="delete it first, or pass safe=False.",
         )
     n = len(source)
-    # The leaf at the target is overwritten, and leaves its groups.
-    kept = remap(tree._ties, lambda path: None if path[: len(target)] == target and path[:n] != source else path)
-    ties = remap(kept, lambda path: target + path[n:] if path[:n] == source else path)
+
+    def renamed(path: Path) -> Path | None:
+        if path[:n] == source:
+            return target + path[n:]
+        # The leaf at the target is overwritten, and leaves its groups.
+        if path[: len(target)] == target:
+            return None
+        return path
+
+    ties = remap(tree._ties, renamed)
     bare = _drop_ties(tree)
     if source[:-1] == target[:-1]:
         moved = _rename_here(bare, source, target[-1])
@@ -295,8 +313,13 @@ def partition(tree: T, where: FilterLike) -> tuple[T, T]:
         (['head'], ['body'])
     """
     found = entries(tree)
-    chosen = {path for entry, yes in zip(found, Filter(where).mask(found), strict=True) if yes for path in entry.paths}
-    rest = {path for entry in found for path in entry.paths} - chosen
+    chosen: set[Path] = set()
+    rest: set[Path] = set()
+    for entry, is_chosen in zip(found, Filter(where).mask(found), strict=True):
+        if is_chosen:
+            chosen.update(entry.paths)
+        else:
+            rest.update(entry.paths)
     return keep_leaves(tree, chosen), keep_leaves(tree, rest, nontensors=True)
 
 

@@ -30,27 +30,32 @@ def map_operands(tree: T, name: str, fn: Callable[..., Any], operands: Sequence[
         check_same(tree, other, name)
         if broadcast_size(tree, other, name) is not None:
             raise BatchSizeError(
-                f"{name}: the first tree must have the largest batch.",
+                f"{name}: the first tree does not have the largest batch.",
                 expected=list(tree._batch_size),
                 got=list(other._batch_size),
                 hint="expand() the first tree.",
             )
 
     rest = operands[len(trees) :]
+    trees_first = all(isinstance(x, TensorCollection) for x in operands[: len(trees)])
     # The common case, without sorting operands out for each leaf.
-    if not tensors and all(isinstance(x, TensorCollection) for x in operands[: len(trees)]):
+    if not tensors and trees_first:
         if fn is getattr(torch, name, None) and not trees:
             return tree._map(LeafOp(name, methodcaller(name, *rest)))
         return tree._map(LeafOp(name, lambda x, *twins: fn(x, *twins, *rest)), *trees)
 
     def leaf(x: Any, *given: Any) -> Any:
         # Tensors come first, then the leaves of the other trees.
-        first = iter(given[: len(tensors)])
-        rest = iter(given[len(tensors) :])
-        found = [
-            next(first) if isinstance(o, Tensor) else next(rest) if isinstance(o, TensorCollection) else o
-            for o in operands
-        ]
+        parts = iter(given[: len(tensors)])
+        twins = iter(given[len(tensors) :])
+        found: list[Any] = []
+        for operand in operands:
+            if isinstance(operand, Tensor):
+                found.append(next(parts))
+            elif isinstance(operand, TensorCollection):
+                found.append(next(twins))
+            else:
+                found.append(operand)
         return fn(x, *found)
 
     return tree._map(over_batch_op(tree, name, leaf, *tensors), *trees)

@@ -157,7 +157,10 @@ def _all_leaves(call: str, first: TensorCollection, second: TensorCollection, sa
     found: list[bool] = []
 
     def leaf(x: Any, y: Any) -> Any:
-        found.append(x.shape == y.shape and bool(x.equal(y).all()) if isinstance(x, NonTensorBase) else same(x, y))
+        if isinstance(x, NonTensorBase):
+            found.append(x.shape == y.shape and bool(x.equal(y).all()))
+        else:
+            found.append(same(x, y))
         return x
 
     first._shape(LeafOp(call, leaf, batch=True), second)

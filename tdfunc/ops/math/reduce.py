@@ -47,13 +47,17 @@ def _reduce_leaves(
 
     if dim == "feature":
         # Each node has its own batch size, so its leaves have their own features.
-        sizes = [(x, len(node_at(tree, path[:-1])._batch_size)) for path, x in leaf_items(tree)]
-        return with_leaves(tree, [over(x, tuple(range(batch, x.dim()))) for x, batch in sizes])
+        done: list[Tensor] = []
+        for path, leaf in leaf_items(tree):
+            batch_ndim = len(node_at(tree, path[:-1])._batch_size)
+            done.append(over(leaf, tuple(range(batch_ndim, leaf.dim()))))
+        return with_leaves(tree, done)
     if dim is None:
-        plain = None
-        if direct is not None and not keepdim:
-            plain = direct(None)
-        size = (lambda old: Size((1,) * len(old))) if keepdim else lambda _: EMPTY
+        plain = direct(None) if direct is not None and not keepdim else None
+
+        def size(old: Size) -> Size:
+            return Size((1,) * len(old)) if keepdim else EMPTY
+
         return tree._map(LeafOp(name, lambda x: over(x, tuple(range(x.dim()))), size, plain=_always(plain)))
     if isinstance(dim, str):
         raise error(
@@ -61,10 +65,7 @@ def _reduce_leaves(
             f"{name}: dim must be a batch dimension (or several), None for all, or 'feature'.",
             got=repr(dim),
         )
-    if isinstance(dim, int):
-        given = (dim,)
-    else:
-        given = dims_of(dim)
+    given = (dim,) if isinstance(dim, int) else dims_of(dim)
     dims = tuple(sorted({dim_index(d, n, name) for d in given}))
 
     def names_after(names: Names) -> Names:
@@ -74,9 +75,10 @@ def _reduce_leaves(
         return lambda x: over(x, dims)
 
     new = put_first(reduced_size(tree._batch_size, dims, keepdim), n)
-    plain = _always(direct(dims) if direct is not None and dims else None)
+    plain = direct(dims) if direct is not None and dims else None
     args = (dims, keepdim)
-    return tree._map(LeafOp(name, bind(*args), new, names_after, False, args, False, False, plain, bind))
+    # By position: keywords take longer.
+    return tree._map(LeafOp(name, bind(*args), new, names_after, False, args, False, False, _always(plain), bind))
 
 
 def _always(leaf: LeafFn | None) -> Callable[[Any], LeafFn] | None:

@@ -82,16 +82,20 @@ class _Unravel(NamedTuple):
         for shape in self.shapes:
             ends.append(ends[-1] + shape.numel())
         if vector.shape != (ends[-1],) or vector.dtype != self.dtype:
+            hint = None
+            if vector.dim() == 2:
+                hint = "torch.vmap(unravel)(matrix) makes a stacked tree of its rows."
             raise LeafMismatchError(
                 "unravel: the vector does not fit the tree.",
                 expected=f"shape ({ends[-1]},), {self.dtype}",
                 got=f"shape {tuple(vector.shape)}, {vector.dtype}",
-                hint="torch.vmap(unravel)(matrix) makes a stacked tree of its rows." if vector.dim() == 2 else None,
+                hint=hint,
             )
-        parts = [vector[start:end] for start, end in pairwise(ends)]
-        leaves = [
-            # torch warns of a cast that drops imaginary parts.
-            (part if dtype.is_complex else part.real).reshape(shape).to(dtype)
-            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
-        ]
+        leaves: list[Tensor] = []
+        for (start, end), shape, dtype in zip(pairwise(ends), self.shapes, self.dtypes, strict=True):
+            part = vector[start:end]
+            if not dtype.is_complex:
+                # torch warns of a cast that drops imaginary parts.
+                part = part.real
+            leaves.append(part.reshape(shape).to(dtype))
         return tree_unflatten(leaves, self.spec)
