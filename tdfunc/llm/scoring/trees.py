@@ -4,6 +4,7 @@ A tree has its tokens under `tokens` and its mask under `attention_mask` or `mas
 entry. The rows may be padded on any side, or be a ragged stack; the result has the same layout.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -303,7 +304,12 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
         (padded,) = given
         supports = list(padded.reshape(len(batch.ids), *padded.shape[-2:]))
     starts = batch.prompt if isinstance(batch.prompt, list) else [batch.prompt] * len(supports)
-    width = max([support.shape[-1] for support in given])
+    return _place_supports(batch, starts, supports)
+
+
+def _place_supports(batch: TokenBatch, starts: Sequence[int], supports: Sequence[Tensor | None]) -> Tensor:
+    """Return the supports of responses (R, K) at their places in the rows (N, T, K), -1 elsewhere."""
+    width = max([support.shape[-1] for support in supports if support is not None])
     found = batch.ids.new_full((*batch.ids.shape, width), -1)
     for row, (start, support) in enumerate(zip(starts, supports, strict=True)):
         # A row without truncation has none.
