@@ -169,7 +169,7 @@ def _can_improve(running: _Running, finished: _Finished, length: int, options: G
 
 
 def _as_beams(finished: _Finished) -> Beams:
-    """Return the responses without what follows their ends."""
+    """Return the responses up to their ends."""
     tokens: list[list[Tensor]] = []
     for rows, lengths in zip(finished.tokens, finished.lengths.tolist(), strict=True):
         tokens.append([row[:length].clone() for row, length in zip(rows, lengths, strict=True)])

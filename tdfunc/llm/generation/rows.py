@@ -116,7 +116,7 @@ def joined_rows(
 
 
 def _with_draws(row: Row, n: int, response: Response, options: GenerationOptions) -> Row:
-    """Return a row, whose prompt has n tokens, with the log-probs of its response and what describes its sampling."""
+    """Return a row, whose prompt has n tokens, with the log-probs of its response and the record of its sampling."""
     assert response.log_probs is not None
     before = response.prompt_log_probs
     if before is None:

@@ -202,7 +202,7 @@ class TokenBatch:
 
     # Any: `LogProbs`.
     def _row_log_probs(self, rows: Sequence[Row]) -> Any:
-        """Return the log-probs of rows, with what describes their sampling; None if a row has no log-probs."""
+        """Return the log-probs of rows, with the record of their sampling; None if a row has no log-probs."""
         values = [row.log_probs for row in rows if row.log_probs is not None]
         scored = [row.scored for row in rows if row.scored is not None]
         if len(values) < len(rows):

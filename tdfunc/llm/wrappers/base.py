@@ -191,7 +191,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         side = getattr(self._text_tokenizer, "truncation_side", "right")
         given: dict[str, Any] = {"truncation_side": side, **(options.tokenizer_kwargs or {})}
         truncation = {name: given.pop(name) for name in CUTS if name in given}
-        # What is left are `add_special_tokens` or the options of the template.
+        # The others are `add_special_tokens` or the options of the template.
         self._template: TokenTemplate | None = None
         if options.input_mode == "history":
             chosen = options.chat_template_name or options.chat_template
