@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc.llm.generation.decode import Stop, read_prompts, read_tokens, seen_in, select
+from tdfunc.llm.generation.decode import Stop, add_seen, read_repeated, read_tokens, select
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.sampling import penalize
 
@@ -33,6 +33,38 @@ class _Finished(NamedTuple):
     scores: Tensor
     stopped: Tensor
     real: Tensor
+
+
+class _Running(NamedTuple):
+    """The beams that have not ended.
+
+    Attributes:
+        tokens: The ids (B, W, T).
+        scores: The log-probs (B, W), in descending order.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+
+
+class _Candidates(NamedTuple):
+    """The most probable beams with one more token, more of them than there are beams.
+
+    Attributes:
+        tokens: The ids (B, C, T).
+        scores: The log-probs (B, C), in descending order.
+        parents: The number of the beam that each continues (B, C).
+        ids: The last token of each (B, C).
+        stopped: True where a token or a text ends the response (B, C).
+        ended: True where it ends, also by its length (B, C).
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    ids: Tensor
+    stopped: Tensor
+    ended: Tensor
 
 
 class Beams(NamedTuple):
@@ -64,93 +96,106 @@ def search(
     count = ids_BT.shape[0]
     device = ids_BT.device
     tails = stop.tails(ids_BT, mask_BT)
-    spread = torch.arange(count, device=device).repeat_interleave(width)
-    logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)
-    seen = None
-    if options.repetition_penalty != 1.0:
-        seen = seen_in(logits, ids_BT, mask_BT)
-    logits = logits[spread]
-    context = select(context, spread)
-    seen = None if seen is None else seen[spread]
-    size = logits.shape[-1]
+    logits, context, seen = read_repeated(model, ids_BT, mask_BT, options, cached=cached, repeats=width)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    # So many that, if the best are all ends, enough are left to continue with.
-    candidates = min(max(2, 1 + len(stop.ids)) * width, size * width)
-    tokens = ids_BT.new_zeros(count, width, limit)
-    # All beams are the prompt: the others would repeat the first.
-    running = torch.full((count, width), _NONE, dtype=wide, device=device)
-    running[:, 0] = 0.0
-    none = torch.zeros(count, width, dtype=torch.bool, device=device)
-    ended = _Finished(tokens, torch.zeros_like(none, dtype=torch.int64), torch.full_like(running, _NONE), none, none)
+    running, finished = _start(ids_BT, width, limit, wide)
+    # True for prompts whose running beams can still become better than the finished ones.
     open_B1 = torch.ones(count, 1, dtype=torch.bool, device=device)
+    first_of_prompt = torch.arange(count, device=device).unsqueeze(1) * width
     steps = 0
     for step in range(limit):
         tick(1)
         steps += 1
         banned = stop.ids if step < options.min_new_tokens else None
-        found = penalize(logits.to(wide).log_softmax(-1), seen, options.repetition_penalty, banned)
-        totals = (found.view(count, width, size) + running.unsqueeze(-1)).flatten(1)
-        scores, places = totals.topk(candidates)
-        parents = places // size
-        ids = places % size
-        drafts = _gather(tokens, parents)
-        drafts[:, :, step] = ids
-        stopped = torch.isin(ids, stop.ids) | stop.ended(drafts[:, :, : step + 1], tails)
-        hits = torch.ones_like(stopped) if step + 1 == limit else stopped
-        ended = _merge(ended, drafts, scores, hits, stopped, step + 1, options, open_B1)
-        running, chosen = (scores + hits * _NONE).topk(width)
-        tokens = _gather(drafts, chosen)
-        parents = parents.gather(1, chosen)
-        ids = ids.gather(1, chosen)
-        if options.early_stopping == "never" and options.length_penalty > 0:
-            length = limit
-        else:
-            length = step + 1
-        worst = torch.where(ended.real, ended.scores.amin(1, keepdim=True), _NONE)
-        open_B1 = open_B1 & (running[:, :1] / length**options.length_penalty > worst).any(1, keepdim=True)
-        is_full = options.early_stopping is True and bool(ended.real.all())
-        if bool(hits.all()) or is_full or not bool(open_B1.any()):
+        log_probs = penalize(logits.to(wide).log_softmax(-1), seen, options.repetition_penalty, banned)
+        found = _extend(running, log_probs, step, stop, tails, is_last=step + 1 == limit)
+        finished = _merge(finished, found, step + 1, options, open_B1)
+        scores, chosen = (found.scores + found.ended * _NONE).topk(width)
+        running = _Running(_gather(found.tokens, chosen), scores)
+        open_B1 = open_B1 & _can_improve(running, finished, step + 1, options)
+        is_full = options.early_stopping is True and bool(finished.real.all())
+        if bool(found.ended.all()) or is_full or not bool(open_B1.any()):
             break
-        index = (parents + torch.arange(count, device=device).unsqueeze(1) * width).flatten()
-        if seen is None:
-            seen = None
-        else:
-            seen = seen[index].scatter(1, ids.reshape(-1, 1), True)
-        logits, context = read_tokens(select(context, index), ids.flatten())
+        ids = found.ids.gather(1, chosen).flatten()
+        index = (found.parents.gather(1, chosen) + first_of_prompt).flatten()
+        if seen is not None:
+            seen = add_seen(seen[index], ids)
+        logits, context = read_tokens(select(context, index), ids)
     tick(limit - steps)
-    return Beams(
-        [
-            [row[:length].clone() for row, length in zip(rows, lengths, strict=True)]
-            for rows, lengths in zip(ended.tokens, ended.lengths.tolist(), strict=True)
-        ],
-        ended.stopped.tolist(),
-    )
+    return _as_beams(finished)
 
 
-def _merge(
-    old: _Finished,
-    drafts: Tensor,
-    scores: Tensor,
-    hits: Tensor,
-    stopped: Tensor,
-    length: int,
-    options: GenerationOptions,
-    open_B1: Tensor,
-) -> _Finished:
+def _start(ids_BT: Tensor, width: int, limit: int, dtype: torch.dtype) -> tuple[_Running, _Finished]:
+    """Return the beams before the first token, and no finished responses."""
+    shape = (ids_BT.shape[0], width)
+    tokens = ids_BT.new_zeros(*shape, limit)
+    scores = torch.full(shape, _NONE, dtype=dtype, device=ids_BT.device)
+    nothing = torch.zeros(shape, dtype=torch.bool, device=ids_BT.device)
+    lengths = torch.zeros_like(nothing, dtype=torch.int64)
+    finished = _Finished(tokens, lengths, scores, stopped=nothing, real=nothing)
+    # All beams are the prompt: the others would repeat the first.
+    scores = scores.clone()
+    scores[:, 0] = 0.0
+    return _Running(tokens, scores), finished
+
+
+def _extend(
+    running: _Running, log_probs: Tensor, step: int, stop: Stop, tails: list[list[int]], *, is_last: bool
+) -> _Candidates:
+    """Return the most probable beams with one more token, from the log-probs of the next tokens (B * W, V)."""
+    count, width = running.scores.shape
+    size = log_probs.shape[-1]
+    totals = log_probs.view(count, width, size) + running.scores.unsqueeze(-1)
+    # So many that, if the best are all ends, enough are left to continue with.
+    candidates = min(max(2, 1 + len(stop.ids)) * width, size * width)
+    scores, places = totals.flatten(1).topk(candidates)
+    parents = places // size
+    ids = places % size
+    tokens = _gather(running.tokens, parents)
+    tokens[:, :, step] = ids
+    stopped = torch.isin(ids, stop.ids) | stop.ended(tokens[:, :, : step + 1], tails)
+    ended = torch.ones_like(stopped) if is_last else stopped
+    return _Candidates(tokens, scores, parents, ids, stopped, ended)
+
+
+def _can_improve(running: _Running, finished: _Finished, length: int, options: GenerationOptions) -> Tensor:
+    """Return True for prompts whose best running beam may become better than the worst finished response (B, 1)."""
+    if options.early_stopping == "never" and options.length_penalty > 0:
+        # The score that the beam would have at most, if it were as long as allowed.
+        length = options.max_new_tokens or 0
+    best = running.scores[:, :1] / length**options.length_penalty
+    worst = torch.where(finished.real, finished.scores.amin(1, keepdim=True), _NONE)
+    return (best > worst).any(1, keepdim=True)
+
+
+def _as_beams(finished: _Finished) -> Beams:
+    """Return the responses up to their ends."""
+    tokens: list[list[Tensor]] = []
+    for rows, lengths in zip(finished.tokens, finished.lengths.tolist(), strict=True):
+        tokens.append([row[:length].clone() for row, length in zip(rows, lengths, strict=True)])
+    return Beams(tokens, finished.stopped.tolist())
+
+
+def _merge(old: _Finished, found: _Candidates, length: int, options: GenerationOptions, open_B1: Tensor) -> _Finished:
     """Return the best of the responses that had ended and those that end now."""
     width = options.num_beams
     # The candidates beyond the beams are only there to continue with.
-    ends = hits & (torch.arange(hits.shape[1], device=hits.device) < width)
+    is_beam = torch.arange(found.ended.shape[1], device=found.ended.device) < width
+    ends = found.ended & is_beam
     is_full = old.real.all(1, keepdim=True) & (options.early_stopping is True)
-    scores = scores / length**options.length_penalty + (~ends | is_full | ~open_B1) * _NONE
+    is_refused = ~ends | is_full | ~open_B1
+    scores = found.scores / length**options.length_penalty + is_refused * _NONE
     best, places = torch.cat([old.scores, scores], 1).topk(width)
-    lengths = torch.full_like(ends, length, dtype=torch.int64)
+    tokens = torch.cat([old.tokens, found.tokens], 1)
+    lengths = torch.cat([old.lengths, torch.full_like(ends, length, dtype=torch.int64)], 1)
+    stopped = torch.cat([old.stopped, found.stopped], 1)
+    real = torch.cat([old.real, ends], 1)
     return _Finished(
-        _gather(torch.cat([old.tokens, drafts], 1), places),
-        torch.cat([old.lengths, lengths], 1).gather(1, places),
+        _gather(tokens, places),
+        lengths.gather(1, places),
         best,
-        torch.cat([old.stopped, stopped], 1).gather(1, places),
-        torch.cat([old.real, ends], 1).gather(1, places),
+        stopped.gather(1, places),
+        real.gather(1, places),
     )
 
 

@@ -3,7 +3,7 @@
 B rows, T positions of the prompts, R of the responses, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +51,9 @@ class Stop(NamedTuple):
         if self.decode is None:
             return []
         valid = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
-        pairs = zip(ids_BT[:, -CONTEXT:], valid[:, -CONTEXT:].bool(), strict=True)
-        return [ids[real].tolist() for ids, real in pairs]
+        last_ids = ids_BT[:, -CONTEXT:]
+        is_token = valid[:, -CONTEXT:].bool()
+        return [ids[real].tolist() for ids, real in zip(last_ids, is_token, strict=True)]
 
     def ended(self, tokens: Tensor, tails: list[list[int]]) -> Tensor:
         """Return True for rows of tokens (*B, T) whose text has an end.
@@ -66,8 +67,11 @@ class Stop(NamedTuple):
         rows = tokens.flatten(0, -2).tolist()
         repeats = len(rows) // len(tails)
         texts = self.decode([tail for tail in tails for _ in range(repeats)], rows)
-        found = [any([end in text for end in self.texts]) for text in texts]
+        found = [self._has_end(text) for text in texts]
         return torch.tensor(found, device=tokens.device).reshape(tokens.shape[:-1])
+
+    def _has_end(self, text: str) -> bool:
+        return any([end in text for end in self.texts])
 
 
 class Context(NamedTuple):
@@ -99,7 +103,27 @@ def read_prompts(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, *, cached: 
         valid = mask_BT.to(torch.int64)
     positions = (valid.cumsum(1) - 1).clamp(min=0)
     logits = next_logits(model, ids_BT, mask_BT, positions, cache)
-    return logits, Context(model, cache, None if cached else ids_BT, mask_BT, positions[:, -1:])
+    ids = None if cached else ids_BT
+    return logits, Context(model, cache, ids, mask_BT, positions[:, -1:])
+
+
+def read_repeated(
+    model: Any, ids_BT: Tensor, mask_BT: Tensor | None, options: GenerationOptions, *, cached: bool, repeats: int
+) -> tuple[Tensor, Context, Tensor | None]:
+    """Return the logits (B * N, V) that follow prompts, each of which comes N times, and their context.
+
+    The third is True for the ids that each row has (B * N, V), which a repetition penalty reads; None without one.
+    """
+    logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)
+    seen = None
+    if options.repetition_penalty != 1.0:
+        seen = seen_in(logits, ids_BT, mask_BT)
+    if repeats == 1:
+        return logits, context, seen
+    index = torch.arange(len(ids_BT), device=ids_BT.device).repeat_interleave(repeats)
+    if seen is not None:
+        seen = seen[index]
+    return logits[index], select(context, index), seen
 
 
 def read_tokens(context: Context, ids_B: Tensor) -> tuple[Tensor, Context]:
@@ -110,9 +134,11 @@ def read_tokens(context: Context, ids_B: Tensor) -> tuple[Tensor, Context]:
     if mask is not None:
         mask = torch.cat([mask, mask.new_ones(new.shape)], 1)
     if ids is None:
-        return next_logits(model, new, mask, last, cache), Context(model, cache, None, mask, last)
-    ids = torch.cat([ids, new], 1)
-    return next_logits(model, ids, None, None, None), Context(model, None, ids, mask, last)
+        logits = next_logits(model, new, mask, last, cache)
+    else:
+        ids = torch.cat([ids, new], 1)
+        logits = next_logits(model, ids, None, None, None)
+    return logits, Context(model, cache, ids, mask, last)
 
 
 def select(context: Context, index: Tensor) -> Context:
@@ -120,7 +146,10 @@ def select(context: Context, index: Tensor) -> Context:
     model, cache, ids, mask, last = context
     if cache is not None:
         cache.reorder_cache(index)
-    ids, mask = (None if x is None else x[index] for x in (ids, mask))
+    if ids is not None:
+        ids = ids[index]
+    if mask is not None:
+        mask = mask[index]
     return Context(model, cache, ids, mask, last[index])
 
 
@@ -149,54 +178,63 @@ def decode(
         repeats: The number N of responses to each prompt.
         tick: Called with the number of steps that are done, `max_new_tokens` of them in all.
     """
-    logits, context = read_prompts(model, ids_BT, mask_BT, cached=cached)
-    penalty = options.repetition_penalty
-    seen = None
-    if penalty != 1.0:
-        seen = seen_in(logits, ids_BT, mask_BT)
-    if repeats > 1:
-        spread = torch.arange(len(ids_BT), device=ids_BT.device).repeat_interleave(repeats)
-        logits = logits[spread]
-        context = select(context, spread)
-        seen = None if seen is None else seen[spread]
+    logits, context, seen = read_repeated(model, ids_BT, mask_BT, options, cached=cached, repeats=repeats)
     count = logits.shape[0]
     limit = options.max_new_tokens or 0
     tails = stop.tails(ids_BT, mask_BT)
     steps: list[Choice] = []
     done = torch.zeros(count, dtype=torch.bool, device=ids_BT.device)
     lengths = torch.full((count,), limit, device=ids_BT.device)
-    block = None
-    for step in range(limit):
+    for step, uniform_B1 in enumerate(_columns(uniforms, limit)):
         tick(1)
         raw = logits.to(torch.promote_types(logits.dtype, torch.float32))
         banned = stop.ids if step < options.min_new_tokens else None
-        scores = penalize(raw, seen, penalty, banned)
-        if uniforms is not None and step % BLOCK == 0:
-            block = uniforms(step // BLOCK)
-        at = step % BLOCK
-        choice = choose(raw, scores, options, None if block is None else block[:, at : at + 1])
+        scores = penalize(raw, seen, options.repetition_penalty, banned)
+        choice = choose(raw, scores, options, uniform_B1)
         steps.append(choice)
         ended = torch.isin(choice.ids, stop.ids)
         if stop.texts:
-            ended = ended | stop.ended(torch.stack([each.ids for each in steps], 1), tails)
+            tokens = torch.stack([each.ids for each in steps], 1)
+            ended = ended | stop.ended(tokens, tails)
         lengths = torch.where(ended & ~done, step + 1, lengths)
         done = done | ended
         if step + 1 == limit or bool(done.all()):
             break
         if seen is not None:
-            seen = seen.scatter(1, choice.ids.unsqueeze(1), True)
+            seen = add_seen(seen, choice.ids)
         logits, context = read_tokens(context, choice.ids)
     tick(limit - len(steps))
     return Decoded(steps, lengths.tolist(), done.tolist())
 
 
+def _columns(uniforms: Callable[[int], Tensor] | None, limit: int) -> Iterator[Tensor | None]:
+    """Yield the uniform numbers (B, 1) of each step, drawn in blocks; None for greedy search."""
+    block = None
+    for step in range(limit):
+        if uniforms is None:
+            yield None
+            continue
+        column = step % BLOCK
+        if block is None or column == 0:
+            block = uniforms(step // BLOCK)
+        yield block[:, column : column + 1]
+
+
 def seen_in(logits_BV: Tensor, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
-    """Return for each row which ids it has (B, V)."""
+    """Return True for the ids that each row has (B, V)."""
     valid = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
-    return torch.zeros_like(logits_BV, dtype=torch.int64).scatter_add_(1, ids_BT, valid) > 0
+    counts = torch.zeros_like(logits_BV, dtype=torch.int64)
+    return counts.scatter_add_(1, ids_BT, valid) > 0
+
+
+def add_seen(seen_BV: Tensor, ids_B: Tensor) -> Tensor:
+    """Return the ids that each row has, with one more for each."""
+    return seen_BV.scatter(1, ids_B.unsqueeze(1), True)
 
 
 def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return prompts as rows (B, T) with pads at the left, and the mask; None for rows of one length."""
     ids, mask = pad_rows(prompts, side="left")
-    return ids, None if bool(mask.all()) else mask.to(torch.int64)
+    if bool(mask.all()):
+        return ids, None
+    return ids, mask.to(torch.int64)

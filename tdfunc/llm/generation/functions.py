@@ -9,7 +9,7 @@ from tdfunc.core.errors import error
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.generation.rows import generate_tokens, joined_rows
-from tdfunc.llm.rows.batch import check_prompts, padded_records, ragged_records
+from tdfunc.llm.rows.batch import Records, Row, TokenBatch, check_prompts, padded_records, ragged_records
 from tdfunc.llm.rows.read import TokenKeys, check_batch, read_tokens
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.ops.edits.edit import EditMethods
@@ -85,24 +85,26 @@ def generate(
         >>> out["tokens"].full.shape, out["log_probs"].response.shape
         (torch.Size([2, 7]), torch.Size([2, 4]))
     """
-    if options is not None and generate_kwargs:
-        raise error(
-            TypeError, "generate: options must come alone.", got=", ".join(map(repr, ["options", *generate_kwargs]))
-        )
     if options is None:
         options = GenerationOptions.parse(generate_kwargs)
+    elif generate_kwargs:
+        given = ", ".join(map(repr, ["options", *generate_kwargs]))
+        raise error(TypeError, "generate: options must come alone.", got=given)
     lead = td._batch_size
     count = options.num_return_sequences
     batch = read_tokens(td, TokenKeys(tokens_key, mask_key, masks_key), "prompt", "generate")
     check_batch(batch, td, tokens_key, "generate")
     prompts = batch.rows()
     check_prompts(prompts, lead)
+    keys = None
+    if key is not None:
+        keys = fold_in(key_of(key), torch.arange(len(prompts) * count))
     responses = generate_tokens(
         lm,
         params,
         [row.ids for row in prompts],
         options,
-        keys=None if key is None else fold_in(key_of(key), torch.arange(len(prompts) * count)),
+        keys=keys,
         buffers=buffers,
         tokenizer=tokenizer,
         prompt_log_probs=prompt_log_probs,
@@ -114,14 +116,7 @@ def generate(
     if count > 1:
         out = out.unsqueeze(len(lead)).expand(*lead, count)
         lead = Size((*lead, count))
-    if pad_output or (pad_output is None and batch.lengths is None) or not rows:
-        # As wide as the given prompts, whose masks stay in the tree.
-        least = 0
-        if batch.lengths is None:
-            least = batch.ids.shape[1]
-        records = padded_records(rows, lead, pad=0, least=least)
-    else:
-        records = ragged_records(rows, lead, None)
+    records = _records_of(rows, lead, batch, pad_output)
     for place, value in zip((tokens_key, masks_key, log_probs_key), records, strict=True):
         # The log-probs of an earlier call are of other tokens.
         if value is None:
@@ -129,3 +124,15 @@ def generate(
         else:
             out = out.set(place, value)
     return out
+
+
+def _records_of(rows: list[Row], lead: Size, batch: TokenBatch, pad_output: bool | None) -> Records:
+    """Return the records of prompts and responses, by default in the layout of the prompts."""
+    is_padded = batch.lengths is None
+    if pad_output is None:
+        pad_output = is_padded
+    if rows and not pad_output:
+        return ragged_records(rows, lead, None)
+    # As wide as the given prompts, whose masks stay in the tree.
+    least = batch.ids.shape[1] if is_padded else 0
+    return padded_records(rows, lead, pad=0, least=least)

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 # If both are given, the legacy name prevails.
 _LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 _IDS = ("stop_token_ids", "eos_token_ids")
+# The options that remove tokens.
+_CUTS = ("top_k", "top_p", "min_p")
 _SWITCHES = ("do_sample", "logprobs", "skip_special_tokens")
 # The least value of each.
 _COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "num_return_sequences": 1, "num_beams": 1, "top_k": 1}
+# The values at which options remove no tokens.
+_OFF = {"top_p": 1, "min_p": 0}
 # The names of a GenerationConfig, and those of ours.
 _CONFIG = {"stop_strings": "stop_sequences", "eos_token_id": "eos_token_ids"}
 # Entries of a GenerationConfig that concern the form of its results, which is another one here.
@@ -115,21 +119,14 @@ class GenerationOptions:
             >>> GenerationOptions.parse({"max_tokens": 8, "temperature": 0.7, "top_p": 1}).top_p is None
             True
         """
-        if isinstance(kwargs, Mapping):
-            given = dict(kwargs)
-        else:
-            given = _of_config(kwargs)
-        given = {name: value for name, value in given.items() if value is not None}
-        for old, new in _LEGACY.items():
-            if old in given:
-                given[new] = given.pop(old)
-        names = {field.name for field in fields(cls)} | {"do_sample"}
-        unknown = sorted(set(given) - names)
+        given = _given(kwargs)
+        known = {field.name for field in fields(cls)} | {"do_sample"}
+        unknown = sorted(set(given) - known)
         if unknown:
             raise error(
                 TypeError,
                 f"generate: {unknown[0]!r} must be one of the options.",
-                expected=", ".join(sorted({*names, *_LEGACY})),
+                expected=", ".join(sorted({*known, *_LEGACY})),
                 got=", ".join(map(repr, unknown)),
             )
         if num_samples is not None and given.setdefault("num_return_sequences", num_samples) != num_samples:
@@ -139,49 +136,49 @@ class GenerationOptions:
                 expected=num_samples,
                 got=given["num_return_sequences"],
             )
-        for name in _SWITCHES:
-            # A text of a configuration is true, also "false".
-            check_choice(f"generate: {name}", given.get(name, False), (True, False))
-        given["temperature"] = _temperature(given.pop("do_sample", None), given.get("temperature"))
-        if "stop_sequences" in given:
-            given["stop_sequences"] = _texts(given["stop_sequences"])
-        for name in _IDS:
-            if name in given:
-                given[name] = _ids(name, given[name])
-        for name, least in _COUNTS.items():
-            if name in given:
-                given[name] = as_count(f"generate: {name}", given[name], least)
-        # These values truncate nothing.
-        for name, off in (("top_p", 1), ("min_p", 0)):
-            if given.get(name) == off:
-                del given[name]
-        options = cls(**given)
+        options = cls(**_converted(given))
         options._check()
         return options
 
     def _check(self) -> None:
         """Raise for options out of range, and for those that contradict each other."""
-        cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None), "top_k")
-        rules = {
-            "top_p must be above 0 and at most 1.": self.top_p is None or 0 < self.top_p <= 1,
-            "min_p must be above 0 and at most 1.": self.min_p is None or 0 < self.min_p <= 1,
-            "repetition_penalty must be above 0.": 0 < self.repetition_penalty < math.inf,
-            "a stop sequence must not be empty.": "" not in self.stop_sequences,
-            f"{cut} must come with sampling: temperature=1.0 or do_sample=True.": self.samples or not self.cuts,
-            "beams must come without sampling.": self.num_beams == 1 or not self.samples,
-            "length_penalty and early_stopping must come with beams.": self.num_beams > 1
-            or (self.length_penalty == 1.0 and self.early_stopping is False),
-            "several responses to a prompt must come from sampling, or from as many beams.": self.samples
-            or self.num_return_sequences <= self.num_beams,
-        }
         check_choice("generate: early_stopping", self.early_stopping, (True, False, "never"))
-        for rule, holds in rules.items():
-            if not holds:
-                given = {each.name: getattr(self, each.name) for each in fields(self)}
-                changed = [
-                    f"{each.name}={given[each.name]!r}" for each in fields(self) if given[each.name] != each.default
-                ]
-                raise error(ValueError, f"generate: {rule}", got=", ".join(changed))
+        rule = self._find_bad_value() or self._find_contradiction()
+        if rule is None:
+            return
+        changed: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                changed.append(f"{field.name}={value!r}")
+        raise error(ValueError, f"generate: {rule}", got=", ".join(changed))
+
+    def _find_bad_value(self) -> str | None:
+        """Return the rule that an option out of range breaks, or None."""
+        # A NaN is in no range.
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            return "top_p must be above 0 and at most 1."
+        if self.min_p is not None and not 0 < self.min_p <= 1:
+            return "min_p must be above 0 and at most 1."
+        if not 0 < self.repetition_penalty < math.inf:
+            return "repetition_penalty must be above 0."
+        if "" in self.stop_sequences:
+            return "a stop sequence must not be empty."
+        return None
+
+    def _find_contradiction(self) -> str | None:
+        """Return the rule that two options break together, or None."""
+        if self.cuts and not self.samples:
+            cut = next(name for name in _CUTS if getattr(self, name) is not None)
+            return f"{cut} must come with sampling: temperature=1.0 or do_sample=True."
+        if self.num_beams != 1 and self.samples:
+            return "beams must come without sampling."
+        has_beam_options = self.length_penalty != 1.0 or self.early_stopping is not False
+        if has_beam_options and self.num_beams == 1:
+            return "length_penalty and early_stopping must come with beams."
+        if not self.samples and self.num_return_sequences > self.num_beams:
+            return "several responses to a prompt must come from sampling, or from as many beams."
+        return None
 
 
 class Response(NamedTuple):
@@ -212,10 +209,43 @@ class Response(NamedTuple):
 
 def empty_response(options: GenerationOptions, *, drawn: bool, device: torch.device | None = None) -> Response:
     """Return a response without tokens; with `drawn` it has the log-probs of a sampler."""
-    none = torch.zeros(0, device=device)
-    log_probs = none if options.logprobs else None
-    behaviour = none if drawn else None
-    return Response(none.to(torch.int64), "length", log_probs, behaviour)
+    nothing = torch.zeros(0, device=device)
+    log_probs = nothing if options.logprobs else None
+    behaviour = nothing if drawn else None
+    return Response(nothing.to(torch.int64), "length", log_probs, behaviour)
+
+
+# Any: the values are what the caller passed.
+def _given(kwargs: "Mapping[str, Any] | GenerationConfig | None") -> dict[str, Any]:
+    """Return the options that are not None, under their present names."""
+    options = dict(kwargs) if isinstance(kwargs, Mapping) else _of_config(kwargs)
+    given = {name: value for name, value in options.items() if value is not None}
+    for old, new in _LEGACY.items():
+        if old in given:
+            given[new] = given.pop(old)
+    return given
+
+
+# Any: the values are what the caller passed.
+def _converted(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of options in the types of `GenerationOptions`, with `do_sample` as a temperature."""
+    for name in _SWITCHES:
+        # A text of a configuration is true, also "false".
+        check_choice(f"generate: {name}", given.get(name, False), (True, False))
+    options = dict(given)
+    options["temperature"] = _temperature(options.pop("do_sample", None), options.get("temperature"))
+    if "stop_sequences" in options:
+        options["stop_sequences"] = _texts(options["stop_sequences"])
+    for name in _IDS:
+        if name in options:
+            options[name] = _ids(name, options[name])
+    for name, least in _COUNTS.items():
+        if name in options:
+            options[name] = as_count(f"generate: {name}", options[name], least)
+    for name, off in _OFF.items():
+        if options.get(name) == off:
+            del options[name]
+    return options
 
 
 # Any: the values are what the caller passed.
@@ -236,7 +266,9 @@ def _ids(name: str, given: Any) -> tuple[int, ...]:
     """Return one id, or those of a list, set, array or tensor."""
     if isinstance(given, (Tensor, np.ndarray, np.generic)):
         given = given.tolist()
-    ids: Iterable[Any] = given if isinstance(given, Collection) and not isinstance(given, str) else (given,)
+    ids: Iterable[Any] = (given,)
+    if isinstance(given, Collection) and not isinstance(given, str):
+        ids = given
     return tuple([as_count(f"generate: an id of {name}", each, -1) for each in ids])
 
 
@@ -246,15 +278,17 @@ def _temperature(do_sample: bool | None, temperature: float | None) -> float:
         raise error(ValueError, "generate: temperature must be finite and at least 0.", got=temperature)
     if do_sample is None:
         return float(temperature or 0.0)
-    if do_sample and temperature == 0:
-        raise error(ValueError, "generate: do_sample=True must come with a temperature above 0.", got="temperature=0")
-    if not do_sample and temperature:
-        raise error(
-            ValueError, "generate: do_sample=False must come with temperature 0.", got=f"temperature={temperature}"
-        )
-    if do_sample:
-        return float(1.0 if temperature is None else temperature)
-    return 0.0
+    if not do_sample:
+        if temperature:
+            got = f"temperature={temperature}"
+            raise error(ValueError, "generate: do_sample=False must come with temperature 0.", got=got)
+        return 0.0
+    if temperature is None:
+        return 1.0
+    if temperature == 0:
+        got = "temperature=0"
+        raise error(ValueError, "generate: do_sample=True must come with a temperature above 0.", got=got)
+    return float(temperature)
 
 
 def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
@@ -265,7 +299,10 @@ def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
     """
     if config is None:
         return {}
-    entries = {name: value for name, value in config.to_dict().items() if value is not None and name not in _IGNORED}
+    entries: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        if value is not None and name not in _IGNORED:
+            entries[name] = value
     limit = entries.pop("max_length", None)
     if limit is not None and "max_new_tokens" not in entries:
         raise error(

@@ -7,6 +7,7 @@ families is needed: the model runs on random weights, and rows with pads and a c
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,9 @@ def find_way(lm: CausalLM, params: Any, buffers: Any, length: int) -> Way:
 def _precision(leaf: Tensor) -> tuple[object, ...]:
     """Return what decides how a model with such leaves rounds."""
     device = leaf.device
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    autocast = None
+    if torch.is_autocast_enabled(device.type):
+        autocast = torch.get_autocast_dtype(device.type)
     return leaf.dtype, device, torch.get_float32_matmul_precision(), autocast
 
 
@@ -68,45 +71,86 @@ def _first_floating(params: Any) -> Tensor:
 
 
 def _measure(lm: CausalLM, params: Any, buffers: Any) -> Way:
-    weights, rest = split(params)
-    weights = _random_weights(weights)
-    rest = rest if buffers is None else buffers
-    leaf = _first_floating(weights)
-    vocabulary = lm.apply.module.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue]
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(vocabulary, (length,), generator=generator).to(leaf.device) for length in _ROWS]
-    own = [lm.run(weights, own_logits, row.unsqueeze(0), None, None, buffers=rest)[0, -_STEPS - 1 :] for row in rows]
-
-    def gap(parts: Sequence[Sequence[Tensor]], *, cached: bool) -> float:
-        """Return the largest difference of a log-prob from a full pass over the row alone, in nats."""
-        read = functools.partial(_read, cached=cached)
-        found = [row for part in parts for row in lm.run(weights, read, part, buffers=rest)]
-        wide = torch.promote_types(leaf.dtype, torch.float32)
-        pairs = [[x.to(wide).log_softmax(-1) for x in pair] for pair in zip(found, own, strict=True)]
-        return max([(a - b).abs().max().nan_to_num(math.inf).item() for a, b in pairs])
-
-    alone = [[row] for row in rows]
+    """Run the model on random weights, and return the fastest way that has the results of each row alone."""
+    trial = _trial_of(lm, params, buffers)
+    alone = [[row] for row in trial.rows]
     # Two full passes of one model differ by rounding, but not where both take the same kernels.
-    rounding = max(gap(alone, cached=False), torch.finfo(leaf.dtype).eps, _product_error(leaf))
+    rounding = max(trial.gap(alone, cached=False), torch.finfo(trial.leaf.dtype).eps, _product_error(trial.leaf))
     tolerance = max(_TIMES * rounding, 2e-5)
+    cached = trial.is_exact(alone, tolerance)
+    padded = cached and trial.is_exact([trial.rows], tolerance)
+    return Way(padded, cached)
 
-    def is_exact(parts: Sequence[Sequence[Tensor]]) -> bool:
+
+# Any: trees.
+@dataclass(frozen=True)
+class _Trial:
+    """A model on random weights, and rows whose logits are known.
+
+    Attributes:
+        lm: The model.
+        weights: The random parameters.
+        buffers: The model's buffers.
+        leaf: One of the parameters, for their dtype and device.
+        rows: Rows of random tokens.
+        own: The last logits of each row, by a full pass over the row alone.
+    """
+
+    lm: CausalLM
+    weights: Any
+    buffers: Any
+    leaf: Tensor
+    rows: list[Tensor]
+    own: list[Tensor]
+
+    def gap(self, parts: Sequence[Sequence[Tensor]], *, cached: bool) -> float:
+        """Return the largest difference of a log-prob from `own`, in nats, where the rows are read in parts."""
+        read = functools.partial(_read, cached=cached)
+        found: list[Tensor] = []
+        for part in parts:
+            found += self.lm.run(self.weights, read, part, buffers=self.buffers)
+        wide = torch.promote_types(self.leaf.dtype, torch.float32)
+        gaps: list[float] = []
+        for logits, own in zip(found, self.own, strict=True):
+            difference = logits.to(wide).log_softmax(-1) - own.to(wide).log_softmax(-1)
+            gaps.append(difference.abs().max().nan_to_num(math.inf).item())
+        return max(gaps)
+
+    def is_exact(self, parts: Sequence[Sequence[Tensor]], tolerance: float) -> bool:
+        """Return True if the rows, read in parts with a cache, have the results of each row alone."""
         try:
-            return gap(parts, cached=True) <= tolerance < math.inf
+            return self.gap(parts, cached=True) <= tolerance < math.inf
         # A family that has no such cache may raise anything.
         except Exception:
             return False
 
-    cached = is_exact(alone)
-    return Way(padded=cached and is_exact([rows]), cached=cached)
+
+def _trial_of(lm: CausalLM, params: Any, buffers: Any) -> _Trial:
+    weights, rest = split(params)
+    weights = _random_weights(weights)
+    if buffers is not None:
+        rest = buffers
+    leaf = _first_floating(weights)
+    vocabulary = lm.apply.module.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue]
+    generator = torch.Generator().manual_seed(0)
+    rows: list[Tensor] = []
+    own: list[Tensor] = []
+    for length in _ROWS:
+        row = torch.randint(vocabulary, (length,), generator=generator).to(leaf.device)
+        logits = lm.run(weights, own_logits, row.unsqueeze(0), None, None, buffers=rest)
+        rows.append(row)
+        own.append(logits[0, -_STEPS - 1 :])
+    return _Trial(lm, weights, rest, leaf, rows, own)
 
 
 def _product_error(leaf: Tensor) -> float:
     """Return the relative error of a product of matrices like a leaf, in the precision that is set for its device."""
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, generator=generator).to(leaf) for size in ((64, 256), (256, 64)))
+    a = torch.randn((64, 256), generator=generator).to(leaf)
+    b = torch.randn((256, 64), generator=generator).to(leaf)
     exact = a.cpu().double() @ b.cpu().double()
-    return (((a @ b).cpu().double() - exact).abs().max() / exact.abs().max()).item()
+    error = (a @ b).cpu().double() - exact
+    return (error.abs().max() / exact.abs().max()).item()
 
 
 def _read(model: Any, rows: Sequence[Tensor], *, cached: bool) -> list[Tensor]:
@@ -119,7 +163,8 @@ def _read(model: Any, rows: Sequence[Tensor], *, cached: bool) -> list[Tensor]:
     context = select(context, spread)
     for step in range(_STEPS, 0, -1):
         new = torch.stack([row[-step] for row in rows])
-        logits, context = read_tokens(context, torch.stack([new.flip(0), new], 1).flatten())
+        both = torch.stack([new.flip(0), new], 1).flatten()
+        logits, context = read_tokens(context, both)
         found.append(logits[1::2])
     return list(torch.stack(found, 1))
 

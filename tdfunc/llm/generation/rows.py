@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from tdfunc.llm.encoding.encode import texts_behind
 from tdfunc.llm.generation.beams import Beams, search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
 from tdfunc.llm.generation.options import GenerationOptions, Response, empty_response
-from tdfunc.llm.generation.probe import find_way
+from tdfunc.llm.generation.probe import Way, find_way
+from tdfunc.llm.generation.sampling import Choice
 from tdfunc.llm.rows.batch import Row, rows_on
 from tdfunc.llm.rows.packing import equal_lengths
 from tdfunc.llm.scoring.ids import score_rows
@@ -77,23 +78,23 @@ def generate_tokens(
     device: Any = next(iter(lm.base_of(params)[1].leaves())).device
     rows = [row.to(device, torch.int64) for row in prompts]
     count = options.num_return_sequences
-    ends = {*(lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids), *options.stop_token_ids}
-    text_of = None
-    if options.stop_sequences:
-        text_of = functools.partial(texts_behind, tokenizer)
-    stop = Stop(torch.tensor(sorted(ends), dtype=torch.int64, device=device), options.stop_sequences, text_of)
-    keys = keys.to(device) if keys is not None and options.samples else None
+    scores: Sequence[Tensor | None] = [None] * len(rows)
+    if not options.samples:
+        keys = None
+    elif keys is not None:
+        keys = keys.to(device)
     with torch.no_grad():
         if prompt_log_probs:
             scores = score_rows(lm, params, rows, buffers=buffers)
-        else:
-            scores = [None] * len(rows)
-        if not options.max_new_tokens:
-            found = [empty_response(options, drawn=options.samples, device=device)] * (count * len(rows))
-        else:
-            found = _generate(lm, params, rows, options, stop, keys, buffers, progress)
+        if options.max_new_tokens:
+            stop = _stop_of(lm, options, tokenizer, device)
+            call = _Call(lm, params, buffers, options, stop, keys)
+            found = _generate(call, rows, progress)
             if options.num_beams != 1:
-                found = _scored(lm, params, rows, found, options, buffers)
+                found = _with_log_probs(call, rows, found)
+        else:
+            nothing = empty_response(options, drawn=options.samples, device=device)
+            found = [nothing] * (count * len(rows))
         return [row._replace(prompt_log_probs=scores[i // count]) for i, row in enumerate(found)]
 
 
@@ -105,65 +106,117 @@ def joined_rows(
     for prompt, response in zip(prompts, responses, strict=True):
         assert response.tokens is not None
         n = len(prompt.ids)
-        near = response.tokens.device
-        ids = torch.cat([prompt.ids.to(near), response.tokens])
-        row = Row(ids, n, is_complete=torch.tensor(response.finish_reason == "stop"), version=response.version)
+        ids = torch.cat([prompt.ids.to(response.tokens.device), response.tokens])
+        is_complete = torch.tensor(response.finish_reason == "stop")
+        row = Row(ids, n, is_complete=is_complete, version=response.version)
         if response.log_probs is not None:
-            before = response.prompt_log_probs
-            scored = torch.arange(len(ids)) > (n - 1 if before is None else 0)
-            if before is None:
-                before = response.log_probs.new_zeros(n)
-            log_probs = torch.cat([before, response.log_probs])
-            drawn = {"behaviour": response.behaviour, "support": response.support}
-            # An engine that does not report its distribution does not report its truncation.
-            if options.adjusts or (options.cuts and response.behaviour is None):
-                drawn["adjusted"] = torch.tensor(True)
-            row = replace(row, log_probs=log_probs, scored=scored, **drawn)
+            row = _with_draws(row, n, response, options)
         rows.append(row)
     return rows_on(device, rows)
 
 
-def _generate(
-    lm: CausalLM,
-    params: Any,
-    rows: Sequence[Tensor],
-    options: GenerationOptions,
-    stop: Stop,
-    keys: Tensor | None,
-    buffers: Any,
-    progress: bool,
-) -> list[Response]:
+def _with_draws(row: Row, n: int, response: Response, options: GenerationOptions) -> Row:
+    """Return a row, whose prompt has n tokens, with the log-probs of its response and the record of its sampling."""
+    assert response.log_probs is not None
+    before = response.prompt_log_probs
+    if before is None:
+        # The prompt has no log-probs, and so its tokens are not scored.
+        before = response.log_probs.new_zeros(n)
+        first_scored = n
+    else:
+        first_scored = 1
+    adjusted = None
+    # An engine that does not report its distribution does not report its truncation.
+    if options.adjusts or (options.cuts and response.behaviour is None):
+        adjusted = torch.tensor(True)
+    return replace(
+        row,
+        log_probs=torch.cat([before, response.log_probs]),
+        scored=torch.arange(len(row.ids)) >= first_scored,
+        behaviour=response.behaviour,
+        support=response.support,
+        adjusted=adjusted,
+    )
+
+
+# Any: trees.
+@dataclass(frozen=True)
+class _Call:
+    """The model and the options of a call of `generate_tokens`.
+
+    Attributes:
+        lm: The model.
+        params: Its parameters.
+        buffers: Its buffers, or None.
+        options: The options, of which `max_new_tokens` is above 0.
+        stop: The ends of a response.
+        keys: A random key for each response; None for greedy and beam search.
+    """
+
+    lm: CausalLM
+    params: Any
+    buffers: Any
+    options: GenerationOptions
+    stop: Stop
+    keys: Tensor | None
+
+
+# Any: a tokenizer of transformers.
+def _stop_of(lm: CausalLM, options: GenerationOptions, tokenizer: Any, device: torch.device) -> Stop:
+    """Return the ends of a response: those of the options, else the model's own, and the stop tokens."""
+    ends = lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids
+    ids = sorted({*ends, *options.stop_token_ids})
+    text_of = None
+    if options.stop_sequences:
+        text_of = functools.partial(texts_behind, tokenizer)
+    return Stop(torch.tensor(ids, dtype=torch.int64, device=device), options.stop_sequences, text_of)
+
+
+def _generate(call: _Call, rows: Sequence[Tensor], progress: bool) -> list[Response]:
     """Return the responses to each prompt, in batches of prompts that can be read together."""
-    count = options.num_return_sequences
+    count = call.options.num_return_sequences
+    limit = call.options.max_new_tokens or 0
     lengths = [len(row) for row in rows]
     # Adapters do not change how a family reads its cache and pads.
-    base, own = lm.base_of(params)
-    way = find_way(base, own, buffers, max(lengths) + (options.max_new_tokens or 0))
-    if way.padded:
-        groups = [list(range(len(rows)))]
-    else:
-        groups = equal_lengths(lengths)
+    base, own = call.lm.base_of(call.params)
+    way = find_way(base, own, call.buffers, max(lengths) + limit)
+    groups = [list(range(len(rows)))] if way.padded else equal_lengths(lengths)
     found: dict[int, Response] = {}
-    steps = len(groups) * (options.max_new_tokens or 0)
-    with progress_bar("generate: progress=True", show=progress, unit="token", total=steps) as tick:
+    total = len(groups) * limit
+    with progress_bar("generate: progress=True", show=progress, unit="token", total=total) as tick:
         for members in groups:
-            ids, mask = pad_left([rows[i] for i in members])
             places = [i * count + n for i in members for n in range(count)]
-            if options.num_beams > 1:
-                fn = functools.partial(search, cached=way.cached, tick=tick)
-                beams = lm.run(params, fn, ids, mask, options, stop, buffers=buffers)
-                responses = _best_beams(beams, count)
+            prompts = [rows[i] for i in members]
+            if call.options.num_beams > 1:
+                responses = _search(call, prompts, way, tick)
             else:
-                draw = None
-                if keys is not None:
-                    draw = _uniforms(keys[places])
-                fn = functools.partial(decode, uniforms=draw, cached=way.cached, repeats=count, tick=tick)
-                responses = _responses(lm.run(params, fn, ids, mask, options, stop, buffers=buffers))
+                responses = _decode(call, prompts, places, way, tick)
             found |= zip(places, responses, strict=True)
     for i, response in found.items():
         if response.log_probs is not None and bool(response.log_probs.isnan().any()):
             raise error(ValueError, f"generate: the logits of row {i // count} must be numbers.", got="NaN")
     return [found[i] for i in range(len(found))]
+
+
+def _search(call: _Call, prompts: list[Tensor], way: Way, tick: Callable[[int], object]) -> list[Response]:
+    """Return the best responses to prompts by beam search."""
+    ids, mask = pad_left(prompts)
+    fn = functools.partial(search, cached=way.cached, tick=tick)
+    beams = call.lm.run(call.params, fn, ids, mask, call.options, call.stop, buffers=call.buffers)
+    return _best_beams(beams, call.options.num_return_sequences)
+
+
+def _decode(
+    call: _Call, prompts: list[Tensor], places: list[int], way: Way, tick: Callable[[int], object]
+) -> list[Response]:
+    """Return greedy or sampled responses to prompts; `places` are the numbers of the responses."""
+    ids, mask = pad_left(prompts)
+    uniforms = None
+    if call.keys is not None:
+        uniforms = _uniforms(call.keys[places])
+    repeats = call.options.num_return_sequences
+    fn = functools.partial(decode, uniforms=uniforms, cached=way.cached, repeats=repeats, tick=tick)
+    return _responses(call.lm.run(call.params, fn, ids, mask, call.options, call.stop, buffers=call.buffers))
 
 
 def _best_beams(beams: Beams, count: int) -> list[Response]:
@@ -175,31 +228,31 @@ def _best_beams(beams: Beams, count: int) -> list[Response]:
     return responses
 
 
-def _scored(
-    lm: CausalLM,
-    params: Any,
-    rows: Sequence[Tensor],
-    responses: Sequence[Response],
-    options: GenerationOptions,
-    buffers: Any,
-) -> list[Response]:
+def _with_log_probs(call: _Call, rows: Sequence[Tensor], responses: Sequence[Response]) -> list[Response]:
     """Return responses with their log-probs, by one pass over them."""
-    if not options.logprobs:
+    if not call.options.logprobs:
         return list(responses)
-    count = options.num_return_sequences
-    whole = [torch.cat([rows[i // count], each.tokens]) for i, each in enumerate(responses) if each.tokens is not None]
-    found = score_rows(lm.with_options(allow_long=True), params, whole, buffers=buffers)
-    return [
-        each._replace(log_probs=values[len(rows[i // count]) :])
-        for i, (each, values) in enumerate(zip(responses, found, strict=True))
-    ]
+    count = call.options.num_return_sequences
+    prompts = [row for row in rows for _ in range(count)]
+    whole: list[Tensor] = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert response.tokens is not None
+        whole.append(torch.cat([prompt, response.tokens]))
+    log_probs = score_rows(call.lm.with_options(allow_long=True), call.params, whole, buffers=call.buffers)
+    found: list[Response] = []
+    for prompt, response, values in zip(prompts, responses, log_probs, strict=True):
+        found.append(response._replace(log_probs=values[len(prompt) :]))
+    return found
 
 
 def _uniforms(keys_B2: Tensor) -> Callable[[int], Tensor]:
     """Return a function of uniform numbers for blocks of steps, which depend only on the row's key and the step."""
 
     def block(number: int) -> Tensor:
-        return torch.vmap(lambda key: uniform(fold_in(key, number), (BLOCK,), dtype=torch.float64))(keys_B2)
+        def of_row(key: Tensor) -> Tensor:
+            return uniform(fold_in(key, number), (BLOCK,), dtype=torch.float64)
+
+        return torch.vmap(of_row)(keys_B2)
 
     return block
 
@@ -207,29 +260,37 @@ def _uniforms(keys_B2: Tensor) -> Callable[[int], Tensor]:
 def _responses(decoded: Decoded) -> list[Response]:
     """Return the steps of rows as responses."""
     steps = decoded.steps
-    ids, log_probs, behaviour = (
-        None if getattr(steps[0], name) is None else torch.stack([getattr(step, name) for step in steps], 1)
-        for name in ("ids", "log_probs", "behaviour")
-    )
-    assert ids is not None
+    ids_BT = torch.stack([step.ids for step in steps], 1)
+    log_probs_BT = _stacked([step.log_probs for step in steps])
+    behaviour_BT = _stacked([step.behaviour for step in steps])
     found: list[Response] = []
     for row, (length, stopped) in enumerate(zip(decoded.lengths, decoded.stopped, strict=True)):
-        support = None
-        if steps[0].support is not None:
-            parts = [step.support[row] for step in steps[:length] if step.support is not None]
-            parts = [part[part >= 0] for part in parts]
-            if any([len(part) for part in parts]):
-                support = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=-1)
-        found.append(
-            Response(
-                ids[row, :length].clone(),
-                "stop" if stopped else "length",
-                None if log_probs is None else log_probs[row, :length].clone(),
-                None if behaviour is None else behaviour[row, :length].clone(),
-                support,
-            )
-        )
+        response = Response(ids_BT[row, :length].clone(), "stop" if stopped else "length")
+        if log_probs_BT is not None:
+            response = response._replace(log_probs=log_probs_BT[row, :length].clone())
+        if behaviour_BT is not None:
+            response = response._replace(behaviour=behaviour_BT[row, :length].clone())
+        found.append(response._replace(support=_support_of(steps[:length], row)))
     return found
+
+
+def _stacked(values: list[Tensor | None]) -> Tensor | None:
+    """Return the values of all steps (B, T); None if the steps have none."""
+    given = [each for each in values if each is not None]
+    return torch.stack(given, 1) if given else None
+
+
+def _support_of(steps: Sequence[Choice], row: int) -> Tensor | None:
+    """Return the ids that truncation kept at each step of a row, padded with -1; None if nothing was removed."""
+    kept: list[Tensor] = []
+    for step in steps:
+        if step.support is None:
+            return None
+        ids = step.support[row]
+        kept.append(ids[ids >= 0])
+    if not any([len(ids) for ids in kept]):
+        return None
+    return torch.nn.utils.rnn.pad_sequence(kept, batch_first=True, padding_value=-1)
 
 
 def _check(
@@ -251,26 +312,47 @@ def _check(
         raise error(ValueError, "generate: the model must be in evaluation mode.", hint="lm.train(False)")
     if options.max_new_tokens is None:
         raise error(ValueError, "generate: max_new_tokens must be given.")
-    count = len(prompts) * options.num_return_sequences
-    if options.samples and (keys is None or keys.shape != (count, 2)):
-        raise error(
-            ValueError,
-            "generate: sampling must have a random key for each response.",
-            expected=f"shape {(count, 2)}",
-            got=None if keys is None else f"shape {tuple(keys.shape)}",
-            hint="key=tdfunc.random.key(0)" if keys is None else None,
-        )
+    if options.samples:
+        _check_keys(keys, len(prompts) * options.num_return_sequences)
     if options.stop_sequences and tokenizer is None:
         raise error(ValueError, "generate: stop sequences must come with a tokenizer.", got=options.stop_sequences)
     for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise error(ValueError, f"generate: row {row} must have tokens.", got="an empty prompt")
-        total = len(prompt) + options.max_new_tokens
-        if lm.max_length is not None and total > lm.max_length and not (lm.allow_long and lm.extendable):
-            raise error(
-                ValueError,
-                f"generate: row {row} and its response must not be longer than the positions of {lm.family}.",
-                expected=f"at most {lm.max_length} tokens",
-                got=f"{len(prompt)} and {options.max_new_tokens}",
-                hint="use fewer max_new_tokens" + (", or lm.with_options(allow_long=True)." if lm.extendable else "."),
-            )
+        _check_length(lm, row, len(prompt), options.max_new_tokens)
+
+
+def _check_keys(keys: Tensor | None, count: int) -> None:
+    """Raise unless there is a random key for each response."""
+    if keys is not None and keys.shape == (count, 2):
+        return
+    got = None
+    hint = "key=tdfunc.random.key(0)"
+    if keys is not None:
+        got = f"shape {tuple(keys.shape)}"
+        hint = None
+    raise error(
+        ValueError,
+        "generate: sampling must have a random key for each response.",
+        expected=f"shape {(count, 2)}",
+        got=got,
+        hint=hint,
+    )
+
+
+def _check_length(lm: CausalLM, row: int, length: int, max_new_tokens: int) -> None:
+    """Raise if a prompt is empty, or if its longest response would not fit the model's positions."""
+    if not length:
+        raise error(ValueError, f"generate: row {row} must have tokens.", got="an empty prompt")
+    if lm.max_length is None or length + max_new_tokens <= lm.max_length:
+        return
+    if lm.allow_long and lm.extendable:
+        return
+    hint = "use fewer max_new_tokens."
+    if lm.extendable:
+        hint = "use fewer max_new_tokens, or lm.with_options(allow_long=True)."
+    raise error(
+        ValueError,
+        f"generate: row {row} and its response must not be longer than the positions of {lm.family}.",
+        expected=f"at most {lm.max_length} tokens",
+        got=f"{length} and {max_new_tokens}",
+        hint=hint,
+    )

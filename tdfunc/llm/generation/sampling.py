@@ -43,24 +43,34 @@ def choose(raw_BV: Tensor, scores_BV: Tensor, options: GenerationOptions, unifor
     """
     if uniform_B1 is None:
         ids = scores_BV.argmax(-1)
-        return Choice(ids, _chosen(raw_BV, ids) if options.logprobs else None, None, None)
-    heated = scores_BV if options.temperature == 1.0 else scores_BV / options.temperature
-    if not options.cuts:
-        found = heated.log_softmax(-1)
-        ids = _draw(found, uniform_B1)
-        behaviour = found.gather(-1, ids).squeeze(-1)
-        ids = ids.squeeze(-1)
-        raw = (behaviour if heated is raw_BV else _chosen(raw_BV, ids)) if options.logprobs else None
-        return Choice(ids, raw, behaviour, None)
-    support = _left(heated, threshold(heated, options))
-    values = torch.where(support < 0, -math.inf, heated.gather(-1, support.clamp(min=0)))
-    found = values.log_softmax(-1)
-    place = _draw(found, uniform_B1)
+        return Choice(ids, _raw_log_probs(raw_BV, ids, options), None, None)
+    heated = scores_BV
+    if options.temperature != 1.0:
+        heated = scores_BV / options.temperature
+    if options.cuts:
+        return _choose_kept(raw_BV, heated, options, uniform_B1)
+    log_probs = heated.log_softmax(-1)
+    ids_B1 = _draw(log_probs, uniform_B1)
+    ids = ids_B1.squeeze(-1)
+    behaviour = log_probs.gather(-1, ids_B1).squeeze(-1)
+    # Nothing changed the logits: both distributions are one.
+    if heated is raw_BV and options.logprobs:
+        return Choice(ids, behaviour, behaviour, None)
+    return Choice(ids, _raw_log_probs(raw_BV, ids, options), behaviour, None)
+
+
+def _choose_kept(raw_BV: Tensor, heated_BV: Tensor, options: GenerationOptions, uniform_B1: Tensor) -> Choice:
+    """Return the next token of each row, among the tokens that truncation keeps."""
+    support = _left(heated_BV, threshold(heated_BV, options))
+    logits_BK = torch.where(support < 0, -math.inf, heated_BV.gather(-1, support.clamp(min=0)))
+    log_probs = logits_BK.log_softmax(-1)
+    place = _draw(log_probs, uniform_B1)
     ids = support.gather(-1, place).squeeze(-1)
-    behaviour = found.gather(-1, place).squeeze(-1)
+    behaviour = log_probs.gather(-1, place).squeeze(-1)
     # A row without truncation has no entries.
-    support = torch.where((support[:, -1:] >= 0) & (support.shape[1] == raw_BV.shape[1]), -1, support)
-    return Choice(ids, _chosen(raw_BV, ids) if options.logprobs else None, behaviour, support)
+    is_whole = (support[:, -1:] >= 0) & (support.shape[1] == raw_BV.shape[1])
+    support = torch.where(is_whole, -1, support)
+    return Choice(ids, _raw_log_probs(raw_BV, ids, options), behaviour, support)
 
 
 def threshold(heated_BV: Tensor, options: GenerationOptions) -> Tensor:
@@ -78,9 +88,11 @@ def threshold(heated_BV: Tensor, options: GenerationOptions) -> Tensor:
         probs = ordered.softmax(-1)
         # A token stays if those before it hold less than top_p.
         count = (probs.cumsum(-1) - probs < options.top_p).sum(-1, keepdim=True)
-        least = torch.where(count < size, ordered.gather(-1, (count - 1).clamp(min=0)), least)
+        last_kept = ordered.gather(-1, (count - 1).clamp(min=0))
+        least = torch.where(count < size, last_kept, least)
     if options.min_p is not None:
-        least = torch.maximum(least, heated_BV.amax(-1, keepdim=True) + math.log(options.min_p))
+        largest = heated_BV.amax(-1, keepdim=True)
+        least = torch.maximum(least, largest + math.log(options.min_p))
     return least
 
 
@@ -101,15 +113,19 @@ def penalize(scores_BV: Tensor, seen_BV: Tensor | None, penalty: float, banned: 
     return scores_BV.masked_fill(torch.isin(ids, banned), -math.inf)
 
 
-def _chosen(raw_BV: Tensor, ids_B: Tensor) -> Tensor:
+def _raw_log_probs(raw_BV: Tensor, ids_B: Tensor, options: GenerationOptions) -> Tensor | None:
+    """Return the log-probs of tokens under the model itself (B,), if the options ask for log-probs."""
+    if not options.logprobs:
+        return None
     return raw_BV.gather(-1, ids_B.unsqueeze(-1)).squeeze(-1) - raw_BV.logsumexp(-1)
 
 
 def _draw(log_probs_BK: Tensor, uniform_B1: Tensor) -> Tensor:
     """Return a place (B, 1) in each row, with the probability that the row gives it."""
     sums = log_probs_BK.exp().cumsum(-1, dtype=torch.float64)
+    places = torch.searchsorted(sums, uniform_B1 * sums[:, -1:], right=True)
     # Beyond the last place only where a probability is NaN.
-    return torch.searchsorted(sums, uniform_B1 * sums[:, -1:], right=True).clamp(max=sums.shape[-1] - 1)
+    return places.clamp(max=sums.shape[-1] - 1)
 
 
 def _left(heated_BV: Tensor, least_B1: Tensor) -> Tensor:
@@ -118,7 +134,8 @@ def _left(heated_BV: Tensor, least_B1: Tensor) -> Tensor:
     kept = ~((heated_BV < least_B1) | (heated_BV == -math.inf))
     counts = kept.sum(-1)
     rows, ids = kept.nonzero(as_tuple=True)
-    place = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[rows]
+    starts = counts.cumsum(0) - counts
+    place = torch.arange(len(ids), device=ids.device) - starts[rows]
     table = ids.new_full((kept.shape[0], int(counts.max())), -1)
     table[rows, place] = ids
     return table

@@ -73,24 +73,19 @@ def distill(
     if not 0 <= beta <= 1:
         raise error(ValueError, "distill: beta must be in [0, 1].", got=beta)
     check_choice("distill: tail", tail, ("bucket", "renormalize", None))
-    for name, values in (("student", student), ("teacher", teacher)):
-        if values.shape[:-1] != mask.shape or values.shape != student.shape:
+    for name, log_probs in (("student", student), ("teacher", teacher)):
+        if log_probs.shape[:-1] != mask.shape or log_probs.shape != student.shape:
             raise LeafMismatchError(
                 f"distill: {name} must have candidates at each position of the mask.",
                 expected=[*mask.shape, student.shape[-1]],
-                got=list(values.shape),
+                got=list(log_probs.shape),
             )
     p = widen(student)
     q = widen(teacher).detach()
-    # Where the mask is False the distribution is uniform over the candidates and the rest. A candidate that neither
-    # model has adds nothing to the loss or its gradients.
+    # A candidate that neither model has adds nothing to the loss or its gradients.
     absent = (p == -torch.inf) & (q == -torch.inf)
-    masked = ~mask.bool().unsqueeze(-1)
-    p, q = (torch.where(masked, -math.log(student.shape[-1] + 1), torch.where(absent, _NONE, x)) for x in (p, q))
-    if tail == "bucket":
-        p, q = (torch.cat([x, log1mexp(x.logsumexp(-1, keepdim=True))], -1) for x in (p, q))
-    elif tail == "renormalize":
-        p, q = (x.log_softmax(-1) for x in (p, q))
+    p = _with_tail(_finite(p, absent, mask), tail)
+    q = _with_tail(_finite(q, absent, mask), tail)
     if beta == 0:
         values = _expected(q, q - p)
     elif beta == 1:
@@ -103,6 +98,26 @@ def distill(
     if weights is not None:
         values = values * spread("distill: weights", weights, mask).detach()
     return Loss(mean(values, mask, normalize), TensorCollection._open(metrics))  # pyright: ignore[reportArgumentType]
+
+
+def _finite(log_probs: Tensor, absent: Tensor, mask: Tensor) -> Tensor:
+    """Return log-probs without the infinities of absent candidates.
+
+    Where the mask is False the distribution is uniform over the candidates and the rest.
+    """
+    uniform = -math.log(log_probs.shape[-1] + 1)
+    present = torch.where(absent, _NONE, log_probs)
+    return torch.where(mask.bool().unsqueeze(-1), present, uniform)
+
+
+def _with_tail(log_probs: Tensor, tail: Literal["bucket", "renormalize"] | None) -> Tensor:
+    """Return the log-probs of a distribution over the candidates, and over one more for all others with "bucket"."""
+    if tail == "bucket":
+        rest = log1mexp(log_probs.logsumexp(-1, keepdim=True))
+        return torch.cat([log_probs, rest], -1)
+    if tail == "renormalize":
+        return log_probs.log_softmax(-1)
+    return log_probs
 
 
 def distill_on_policy(

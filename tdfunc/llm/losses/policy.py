@@ -113,23 +113,23 @@ def policy_gradient(
     _check_coefficient("kl_coef", kl_coef, ref_log_probs, "ref_log_probs")
     _check_coefficient("entropy_coef", entropy_coef, entropy, "entropy")
     new = clean("policy_gradient: log_probs", log_probs, mask)
-    old = new if old_log_probs is None else clean("policy_gradient: old_log_probs", old_log_probs, mask)
+    old = new
+    if old_log_probs is not None:
+        old = clean("policy_gradient: old_log_probs", old_log_probs, mask)
     gain = spread("policy_gradient: advantages", advantages, mask).detach()
     log_share = log_ratio(new, old.detach(), mask, ratio)
     share = log_share.exp()
+    limited = share
     if clip is not None:
         # 1 plus a small distance of 16 bits is 1.
         clip = (_wide(clip[0]), _wide(clip[1]))
-    if clip is None:
-        limited = share
-    else:
         limited = share.clamp(min=1 - clip[0]).clamp(max=1 + clip[1])
     if surrogate == "weighted":
         value = limited.detach() * gain * new
     else:
         value = torch.minimum(share * gain, limited * gain)
-        if dual_clip is not None:
-            value = torch.where(gain < 0, torch.maximum(value, dual_clip * gain), value)
+    if dual_clip is not None:
+        value = torch.where(gain < 0, torch.maximum(value, dual_clip * gain), value)
     if weights is not None:
         value = value * spread("policy_gradient: weights", weights, mask).detach()
     policy_loss = mean(-value, mask, normalize)

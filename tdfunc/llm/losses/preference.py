@@ -239,10 +239,11 @@ def kto(
     kinds = {"chosen": counted & desirable, "rejected": counted & ~desirable}
     total = row_sums(new, mask, average=False).detach()
     values = {"rewards": beta * gaps.detach(), "logps": total}
-    metrics = {
-        name: {kind: torch.where(among, rows, 0).sum() / among.sum().clamp(min=1) for kind, among in kinds.items()}
-        for name, rows in values.items()
-    }
+    metrics: dict[str, dict[str, Tensor]] = {}
+    for name, rows in values.items():
+        metrics[name] = {}
+        for kind, among in kinds.items():
+            metrics[name][kind] = torch.where(among, rows, 0).sum() / among.sum().clamp(min=1)
     return Loss(row_mean(losses * counted), TensorCollection._open(metrics))  # pyright: ignore[reportArgumentType]
 
 

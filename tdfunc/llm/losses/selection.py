@@ -65,14 +65,13 @@ def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k:
         )
     if k > group_size:
         raise error(ValueError, "topk_rewards: k must be in 1 to group_size.", got=f"k={k}, group_size={group_size}")
-    if rewards.ndim == 1:
-        per_row = rewards
-    else:
+    per_row = rewards
+    if rewards.ndim != 1:
         per_row = rewards.flatten(1).double().mean(1)
-    if bool(per_row.isnan().any()):
-        raise error(
-            ValueError, "topk_rewards: rewards must not be NaN.", got=f"row {int(per_row.isnan().nonzero()[0, 0])}"
-        )
+    is_nan = per_row.isnan()
+    if bool(is_nan.any()):
+        row = int(is_nan.nonzero()[0, 0])
+        raise error(ValueError, "topk_rewards: rewards must not be NaN.", got=f"row {row}")
     chosen: list[int] = []
     open_groups: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -80,11 +79,19 @@ def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k:
         group.append(row)
         if len(group) == group_size:
             del open_groups[prompt]
-            values = per_row[group]
-            order = values.argsort(descending=True, stable=True)[: min(k, int((values > values.median()).sum()))]
-            chosen += [group[i] for i in order.tolist()]
+            chosen += _choose(group, per_row[group], k)
     pending = sorted(row for group in open_groups.values() for row in group)
-    return TopK(*[torch.tensor(rows, dtype=torch.int64, device=rewards.device) for rows in (chosen, pending)])
+    return TopK(
+        torch.tensor(chosen, dtype=torch.int64, device=rewards.device),
+        torch.tensor(pending, dtype=torch.int64, device=rewards.device),
+    )
+
+
+def _choose(group: list[int], rewards: Tensor, k: int) -> list[int]:
+    """Return the rows of a complete group with the `k` highest rewards above its median."""
+    above_median = int((rewards > rewards.median()).sum())
+    best = rewards.argsort(descending=True, stable=True)[: min(k, above_median)]
+    return [group[i] for i in best.tolist()]
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,9 @@ class Row:
         if values is None:
             return {}
         n = self.prompt
-        return {"full": values} | ({} if n is None else {"prompt": values[:n], "response": values[n:]})
+        if n is None:
+            return {"full": values}
+        return {"full": values, "prompt": values[:n], "response": values[n:]}
 
 
 def rows_on(device: torch.device, rows: Sequence[Row]) -> list[Row]:
@@ -58,8 +60,10 @@ def rows_on(device: torch.device, rows: Sequence[Row]) -> list[Row]:
 
 def scored_rows(rows: Sequence[Row], log_probs: Sequence[Tensor], device: torch.device) -> list[Row]:
     """Return rows with the log-probs of their tokens, on a device; a row's first token has none."""
-    pairs = zip(rows, log_probs, strict=True)
-    found = [replace(row, log_probs=each, scored=torch.arange(len(row.ids)) > 0) for row, each in pairs]
+    found: list[Row] = []
+    for row, values in zip(rows, log_probs, strict=True):
+        scored = torch.arange(len(row.ids)) > 0
+        found.append(replace(row, log_probs=values, scored=scored))
     return rows_on(device, found)
 
 
@@ -69,16 +73,14 @@ def check_prompts(rows: Sequence[Row], size: Size) -> None:
     Raises:
         ValueError: The message has the place of the row.
     """
-    for i, row in enumerate(rows):
-        if not len(row.ids):
-            place = ()
-            if size:
-                place = torch.unravel_index(torch.tensor(i), size)
-            raise error(
-                ValueError,
-                f"generate: the prompt of row {', '.join(str(int(at)) for at in place) or '0'} must have tokens.",
-                got="no tokens",
-            )
+    empty = next((i for i, row in enumerate(rows) if not len(row.ids)), None)
+    if empty is None:
+        return
+    place = "0"
+    if size:
+        index = torch.unravel_index(torch.tensor(empty), size)
+        place = ", ".join([str(int(at)) for at in index])
+    raise error(ValueError, f"generate: the prompt of row {place} must have tokens.", got="no tokens")
 
 
 class Records(NamedTuple):
@@ -119,21 +121,22 @@ class TokenBatch:
     def rows(self) -> list[Row]:
         """Return the tokens of each row, without pads."""
         count = len(self.ids)
-        prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt] * count
-        if self.is_complete is None:
-            ends = [None] * count
-        else:
+        ends = [None] * count
+        if self.is_complete is not None:
             ends = flat_list(self.is_complete, len(self.lead))
         wrote = [None] * count if self.assistant is None else self.assistant
-        return [
-            Row(
-                ids[valid],
-                None if n is None else int(valid[:n].sum()),
-                assistant=None if own is None else own[valid],
-                is_complete=end,
-            )
-            for ids, valid, n, end, own in zip(self.ids, self.mask, prompts, ends, wrote, strict=True)
-        ]
+        rows: list[Row] = []
+        for ids, valid, n, end, own in zip(self.ids, self.mask, self._prompts(), ends, wrote, strict=True):
+            prompt = None if n is None else int(valid[:n].sum())
+            assistant = None if own is None else own[valid]
+            rows.append(Row(ids[valid], prompt, assistant=assistant, is_complete=end))
+        return rows
+
+    def _prompts(self) -> Sequence[int | None]:
+        """Return the number of positions of each row's prompt, or None for each."""
+        if isinstance(self.prompt, list):
+            return self.prompt
+        return [self.prompt] * len(self.ids)
 
     def shaped(self, values: Tensor) -> Tensor:
         """Return values of the rows (N, ...) with the batch size of the tree."""
@@ -157,26 +160,28 @@ class TokenBatch:
             scored: True where there is one (N, T).
             behaviour: The log-probs under the sampler (N, T, *K), or None.
         """
-        if self.lengths is None:
-            drawn = None
-            if behaviour is not None:
-                drawn = self.parts(behaviour)["response"]
-            parts = self.parts(values)
-            return LogProbs(**parts, mask=self.shaped(scored), behaviour=drawn, padded=True, batch_size=self.lead)
-        if isinstance(self.prompt, list):
-            prompts = self.prompt
-        else:
-            prompts = [None] * len(self.lengths)
-        rows = [
-            Row(
+        if self.lengths is not None:
+            return self._ragged_log_probs(values, scored, behaviour)
+        drawn = None
+        if behaviour is not None:
+            drawn = self.parts(behaviour)["response"]
+        parts = self.parts(values)
+        return LogProbs(**parts, mask=self.shaped(scored), behaviour=drawn, padded=True, batch_size=self.lead)
+
+    def _ragged_log_probs(self, values: Tensor, scored: Tensor, behaviour: Tensor | None) -> Any:
+        """Return log-probs of the positions as a ragged stack; arguments as for `log_probs`."""
+        assert self.lengths is not None
+        rows: list[Row] = []
+        for i, (length, prompt) in enumerate(zip(self.lengths, self._prompts(), strict=True)):
+            of_response = None if behaviour is None else behaviour[i, prompt:length]
+            row = Row(
                 self.ids[i, :length],
-                n,
+                prompt,
                 log_probs=values[i, :length],
                 scored=scored[i, :length],
-                behaviour=None if behaviour is None else behaviour[i, n:length],
+                behaviour=of_response,
             )
-            for i, (length, n) in enumerate(zip(self.lengths, prompts, strict=True))
-        ]
+            rows.append(row)
         return ragged_records(rows, self.lead, None).log_probs
 
     def place(self, rows: Sequence[Tensor], fill: Any = 0, *, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -185,59 +190,66 @@ class TokenBatch:
 
     def records(self, rows: Sequence[Row]) -> Records:
         """Return the trees of rows that have the tokens of the batch, with all values of the rows."""
-
-        def together(name: str, join: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
-            """Return the values of all rows as one tensor; None if a row has none, and without rows."""
-            found = [getattr(row, name) for row in rows]
-            if found and not any([each is None for each in found]):
-                return self.shaped(join(found))
-            return None
-
-        def in_responses(found: list[Tensor], fill: Any = 0) -> Tensor:
-            assert not isinstance(self.prompt, list)
-            return _place(self.mask[:, self.prompt :], found, fill, torch.int64)
-
         masks = Masks(
             all_attention_mask=self.shaped(self.mask),
-            all_assistant_mask=together("assistant", self.place),
+            all_assistant_mask=self._joined(rows, "assistant", self.place),
             padded=True,
             batch_size=self.lead,
         )
-        ends = together("is_complete", torch.stack)
+        ends = self._joined(rows, "is_complete", torch.stack)
         tokens = Tokens(**self.parts(self.ids), padded=True, is_complete=ends, batch_size=self.lead)
+        return Records(tokens, masks, self._row_log_probs(rows))
+
+    # Any: `LogProbs`.
+    def _row_log_probs(self, rows: Sequence[Row]) -> Any:
+        """Return the log-probs of rows, with the record of their sampling; None if a row has no log-probs."""
         values = [row.log_probs for row in rows if row.log_probs is not None]
         scored = [row.scored for row in rows if row.scored is not None]
         if len(values) < len(rows):
-            return Records(tokens, masks, None)
-        rows, versions = _with_supports(rows), [row.version for row in rows]
-        found = self.log_probs(self.place(values, dtype=torch.float32), self.place(scored, dtype=torch.bool))
-        log_probs = found.replace(
-            behaviour=together("behaviour", in_responses),
-            support=together("support", lambda found: in_responses(found, -1)),
-            adjusted=together("adjusted", torch.stack),
-            version=nest(versions, self.lead, list) if any([each is not None for each in versions]) else None,
+            return None
+        log_probs = self.log_probs(self.place(values, dtype=torch.float32), self.place(scored, dtype=torch.bool))
+        version = None
+        versions = [row.version for row in rows]
+        if any([each is not None for each in versions]):
+            version = nest(versions, self.lead, list)
+        return log_probs.replace(
+            behaviour=self._joined(rows, "behaviour", self._place_responses),
+            support=self._joined(_with_supports(rows), "support", lambda found: self._place_responses(found, -1)),
+            adjusted=self._joined(rows, "adjusted", torch.stack),
+            version=version,
         )
-        return Records(tokens, masks, log_probs)
+
+    def _joined(self, rows: Sequence[Row], name: str, join: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
+        """Return the values of all rows as one tensor; None if a row has none, and without rows."""
+        values = [getattr(row, name) for row in rows]
+        if not values or any([each is None for each in values]):
+            return None
+        return self.shaped(join(values))
+
+    def _place_responses(self, values: list[Tensor], fill: Any = 0) -> Tensor:
+        """Return values of the tokens of each response at their places after the prompts."""
+        assert not isinstance(self.prompt, list)
+        return _place(self.mask[:, self.prompt :], values, fill, torch.int64)
 
 
 def _moved(holder: Any, device: torch.device) -> Any:
     """Return a dataclass with its tensors on a device."""
-    given = {field.name: getattr(holder, field.name) for field in fields(holder)}
-    return replace(holder, **{name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)})
+    moved: dict[str, Tensor] = {}
+    for field in fields(holder):
+        value = getattr(holder, field.name)
+        if isinstance(value, Tensor):
+            moved[field.name] = value.to(device)
+    return replace(holder, **moved)
 
 
 def _place(mask: Tensor, rows: Sequence[Tensor], fill: Any, dtype: torch.dtype) -> Tensor:
     """Return values at the places of a mask; values with fewer numbers than the widest row's are filled up."""
     if not rows:
         return torch.full(mask.shape, fill, dtype=dtype, device=mask.device)
-    width = 0
     if rows[0].dim() > 1:
         width = max([row.shape[-1] for row in rows])
-    if width:
-        wide = [torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=fill) for row in rows]
-    else:
-        wide = rows
-    flat = torch.cat(list(wide))
+        rows = [torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=fill) for row in rows]
+    flat = torch.cat(list(rows))
     shape = (*mask.shape, *flat.shape[1:])
     if not flat.shape[0]:
         return flat.new_full(shape, fill)
@@ -251,10 +263,13 @@ def _with_supports(rows: Sequence[Row]) -> Sequence[Row]:
     """Return rows that all have a support, an empty one without truncation, if any row has a support."""
     if all([row.support is None for row in rows]):
         return rows
-    empty = [row.ids.new_full((len(row.ids) - (row.prompt or 0), 1), -1) for row in rows]
-    return [
-        row if row.support is not None else replace(row, support=none) for row, none in zip(rows, empty, strict=True)
-    ]
+    found: list[Row] = []
+    for row in rows:
+        if row.support is None:
+            response = len(row.ids) - (row.prompt or 0)
+            row = replace(row, support=row.ids.new_full((response, 1), -1))
+        found.append(row)
+    return found
 
 
 def padded_batch(
@@ -270,19 +285,27 @@ def padded_batch(
         side: The side of the padding of rows without parts.
     """
     device = None
+    first_prompt = least
     if rows:
         device = rows[0].ids.device
-    known = (rows[0].prompt if rows else least) is not None
-    sizes = [(row.prompt or 0 if known else len(row.ids), len(row.ids)) for row in rows]
-    if not known and side == "right":
-        sizes = [(0, total) for _, total in sizes]
-    before = max([least or 0, *[prompt for prompt, _ in sizes]])
-    after = max([total - prompt for prompt, total in sizes], default=0)
-    prompt, total = torch.tensor(sizes, dtype=torch.int64, device=device).reshape(-1, 2, 1).unbind(1)
-    at = torch.arange(before + after, device=device)
-    mask = (at >= before - prompt) & (at < before - prompt + total)
+        first_prompt = rows[0].prompt
+    known = first_prompt is not None
+    totals = [len(row.ids) for row in rows]
+    # Each row has a number of tokens in front of a column, which is the same one for all, and the others behind it.
+    if known:
+        fronts = [row.prompt or 0 for row in rows]
+    elif side == "right":
+        fronts = [0] * len(rows)
+    else:
+        fronts = totals
+    column = max([least or 0, *fronts])
+    behind = max([total - front for front, total in zip(fronts, totals, strict=True)], default=0)
+    front_N1, total_N1 = torch.tensor([fronts, totals], dtype=torch.int64, device=device).unsqueeze(-1).unbind(0)
+    at = torch.arange(column + behind, device=device)
+    start_N1 = column - front_N1
+    mask = (at >= start_N1) & (at < start_N1 + total_N1)
     ids = _place(mask, [row.ids for row in rows], pad, torch.int64)
-    return TokenBatch(ids, mask, lead, before if known else None)
+    return TokenBatch(ids, mask, lead, column if known else None)
 
 
 def padded_records(rows: Sequence[Row], lead: Size, *, pad: int, least: int | None = None) -> Records:
@@ -292,22 +315,21 @@ def padded_records(rows: Sequence[Row], lead: Size, *, pad: int, least: int | No
 
 def ragged_records(rows: Sequence[Row], lead: Size, layout: torch.layout | None) -> Records:
     """Return records in which each row has its own length: lazy stacks, or nested tensors in a layout of torch."""
-    each = [_record_of(row) for row in rows]
-    found = [nest(list(parts), lead) for parts in zip(*each, strict=True)]
-    if layout is None or not lead:
-        records = Records(*found)
-    else:
-        records = Records(*[part.nested(layout) for part in found])
-    if all([row.log_probs is not None for row in rows]):
-        return records
-    return records._replace(log_probs=None)
+    of_rows = [_record_of(row) for row in rows]
+    records = Records(*[nest(list(parts), lead) for parts in zip(*of_rows, strict=True)])
+    if layout is not None and lead:
+        records = Records(*[part.nested(layout) for part in records])
+    if any([row.log_probs is None for row in rows]):
+        return records._replace(log_probs=None)
+    return records
 
 
-def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:
-    size = Size(())
-    tokens = Tokens(**row.parts(row.ids), padded=False, is_complete=row.is_complete, batch_size=size)
+def _record_of(row: Row) -> Records:
+    """Return the trees of one row, without a batch size."""
+    no_size = Size(())
+    tokens = Tokens(**row.parts(row.ids), padded=False, is_complete=row.is_complete, batch_size=no_size)
     ones = torch.ones_like(row.ids, dtype=torch.bool)
-    masks = Masks(all_attention_mask=ones, all_assistant_mask=row.assistant, padded=False, batch_size=size)
+    masks = Masks(all_attention_mask=ones, all_assistant_mask=row.assistant, padded=False, batch_size=no_size)
     log_probs = LogProbs(
         **row.parts(row.log_probs),
         mask=row.scored,
@@ -316,9 +338,9 @@ def _record_of(row: Row) -> tuple[Tokens, Masks, LogProbs]:
         adjusted=row.adjusted,
         version=row.version,
         padded=False,
-        batch_size=size,
+        batch_size=no_size,
     )
-    return tokens, masks, log_probs
+    return Records(tokens, masks, log_probs)
 
 
 def nest(items: Sequence[Any], lead: Size, join: Callable[[list[Any]], Any] = lazy_stack) -> Any:
@@ -326,7 +348,8 @@ def nest(items: Sequence[Any], lead: Size, join: Callable[[list[Any]], Any] = la
     if not lead:
         return items[0]
     size = len(items) // max(lead[0], 1)
-    return join([nest(items[i * size : (i + 1) * size], lead[1:], join) for i in range(lead[0])])
+    parts = [items[i * size : (i + 1) * size] for i in range(lead[0])]
+    return join([nest(part, lead[1:], join) for part in parts])
 
 
 def nest_all(lead: Size, join: Callable[[list[Any]], Any] = lazy_stack, **items: Sequence[Any]) -> dict[str, Any]:
@@ -338,5 +361,9 @@ def flat_list(values: Any, dims: int) -> list[Any]:
     """Return the elements of the batch of a tensor, a tree, or nested lists."""
     if not dims:
         return [values]
-    rows = values.unbind(0) if hasattr(values, "unbind") else values
-    return [item for row in rows for item in flat_list(row, dims - 1)]
+    if hasattr(values, "unbind"):
+        values = values.unbind(0)
+    found: list[Any] = []
+    for row in values:
+        found += flat_list(row, dims - 1)
+    return found

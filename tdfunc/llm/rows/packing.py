@@ -47,7 +47,9 @@ def pad_rows(rows: Sequence[Tensor], *, side: str) -> tuple[Tensor, Tensor]:
     ids = pad_sequence(list(rows), batch_first=True, padding_side=side)
     lengths = torch.tensor([len(row) for row in rows], device=ids.device).unsqueeze(1)
     at = torch.arange(ids.shape[1], device=ids.device)
-    return ids, at < lengths if side == "right" else at >= ids.shape[1] - lengths
+    if side == "right":
+        return ids, at < lengths
+    return ids, at >= ids.shape[1] - lengths
 
 
 def as_mask(mask: Tensor, call: str) -> Tensor:
@@ -56,23 +58,34 @@ def as_mask(mask: Tensor, call: str) -> Tensor:
     Raises:
         LeafMismatchError: The mask has numbers to add to attention scores, which are 0 at tokens.
     """
-    if mask.is_floating_point() or (is_known(mask) and mask.dtype is not torch.bool and bool((mask < 0).any())):
-        raise LeafMismatchError(
-            f"{call}: the mask must be True or 1 at tokens.",
-            expected="torch.bool, or integers from 0",
-            got=f"{mask.dtype}" if mask.is_floating_point() else "numbers below 0",
-            hint="mask == 0 for a mask that is added to attention scores; mask.bool() for ones and zeros.",
-        )
-    return mask.bool()
+    if mask.dtype is torch.bool:
+        return mask
+    if mask.is_floating_point():
+        wrong = f"{mask.dtype}"
+    elif is_known(mask) and bool((mask < 0).any()):
+        wrong = "numbers below 0"
+    else:
+        return mask.bool()
+    raise LeafMismatchError(
+        f"{call}: the mask must be True or 1 at tokens.",
+        expected="torch.bool, or integers from 0",
+        got=wrong,
+        hint="mask == 0 for a mask that is added to attention scores; mask.bool() for ones and zeros.",
+    )
 
 
 def compact(ids_BT: Tensor, mask_BT: Tensor) -> Rows:
     """Return the rows with their tokens moved to the left, in order, whatever sides the pads were on."""
     order = (~mask_BT).to(torch.uint8).sort(dim=1, stable=True).indices
     if is_known(mask_BT):
-        order = order[:, : max(int(mask_BT.sum(1).max()), 1) if mask_BT.numel() else 1]
+        # Without tokens one position of pads is left.
+        longest = 0
+        if mask_BT.numel():
+            longest = int(mask_BT.sum(1).max())
+        order = order[:, : max(longest, 1)]
     mask = mask_BT.gather(1, order)
-    return Rows(torch.where(mask, ids_BT.gather(1, order), 0), mask, order, ids_BT.shape[1])
+    ids = torch.where(mask, ids_BT.gather(1, order), 0)
+    return Rows(ids, mask, order, ids_BT.shape[1])
 
 
 def equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
@@ -89,18 +102,26 @@ def bins(lengths: Sequence[int]) -> list[list[int]]:
     # A binary tree of the free places, at each node the most of its bins: a look at every bin would count pairs.
     leaves = 1 << len(lengths).bit_length()
     room = [max(lengths, default=0)] * (2 * leaves)
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if not lengths[row]:
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    for row in longest_first:
+        length = lengths[row]
+        if not length:
             break
+        # Down to the first bin with room: to the left child, unless only the right one has room.
         at = 1
         while at < leaves:
-            at = 2 * at + (room[2 * at] < lengths[row])
-        if at - leaves == len(found):
+            at = 2 * at
+            if room[at] < length:
+                at += 1
+        bin_at = at - leaves
+        if bin_at == len(found):
             found.append([])
-        found[at - leaves].append(row)
-        room[at] -= lengths[row]
-        while at := at // 2:
+        found[bin_at].append(row)
+        room[at] -= length
+        at = at // 2
+        while at:
             room[at] = max(room[2 * at], room[2 * at + 1])
+            at = at // 2
     return found
 
 
@@ -121,11 +142,12 @@ class Packed(NamedTuple):
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """Return the mask (G, 1, L, L) to add to attention scores: of earlier positions of the same row."""
-        same = self.rows.unsqueeze(-1) == self.rows.unsqueeze(-2)
+        is_same_row = self.rows.unsqueeze(-1) == self.rows.unsqueeze(-2)
         length = self.ids.shape[1]
-        earlier = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
-        least = torch.finfo(dtype).min
-        return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~(same & earlier), least)[:, None]
+        is_earlier = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
+        zeros = torch.zeros(is_same_row.shape, dtype=dtype, device=is_same_row.device)
+        mask = zeros.masked_fill(~(is_same_row & is_earlier), torch.finfo(dtype).min)
+        return mask[:, None]
 
 
 def pack(rows: Rows) -> Packed:
@@ -133,25 +155,25 @@ def pack(rows: Rows) -> Packed:
     lengths = rows.mask.sum(1).tolist()
     size = max(rows.ids.shape[1], 1)
     found = bins(lengths)
+    # A batch without tokens is one empty bin.
     shape = (max(len(found), 1), size)
     ids = torch.zeros(shape, dtype=torch.int64)
-    places = torch.zeros(rows.ids.shape, dtype=torch.int64)
     positions = torch.zeros(shape, dtype=torch.int64)
     numbers = torch.zeros(shape, dtype=torch.int64)
+    place = torch.zeros(rows.ids.shape, dtype=torch.int64)
     tokens = rows.ids.cpu()
     for i, members in enumerate(found):
         start = 0
-        # The rest of a bin is also a row.
-        for number, row in enumerate([*members, None]):
-            if row is None:
-                length = size - start
-            else:
-                length = lengths[row]
+        for number, row in enumerate(members):
+            length = lengths[row]
             part = slice(start, start + length)
+            ids[i, part] = tokens[row, :length]
             positions[i, part] = torch.arange(length)
             numbers[i, part] = number
-            if row is not None:
-                ids[i, part] = tokens[row, :length]
-                places[row, :length] = i * size + torch.arange(start, start + length)
+            place[row, :length] = i * size + torch.arange(start, start + length)
             start += length
-    return Packed(*[x.to(rows.ids.device) for x in (ids, positions, numbers, places)])
+        # The rest of a bin is also a row.
+        positions[i, start:] = torch.arange(size - start)
+        numbers[i, start:] = len(members)
+    device = rows.ids.device
+    return Packed(ids.to(device), positions.to(device), numbers.to(device), place.to(device))

@@ -3,7 +3,7 @@
 N rows, T positions of padded rows.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,40 @@ class TokenKeys(NamedTuple):
 
 def missing_field(td: TensorCollection, path: Path, call: str, hint: str | None = None) -> MissingKeyError:
     """Return the error of a tree that lacks an entry."""
-    keys = ", ".join([repr(path) for path in td.keys(True, True)][:20])  # pyright: ignore[reportAttributeAccessIssue]
+    paths = list(td.keys(True, True))  # pyright: ignore[reportAttributeAccessIssue]
+    keys = ", ".join(map(repr, paths[:20]))
     got = f"a {type(td).__name__} with {keys or 'no keys'}"
     return MissingKeyError(f"{call}: the tree must have {dotted(path)!r}.", got=got, hint=hint)
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The tokens of a record, or of an entry that is not a record.
+
+    Attributes:
+        field: The field to read.
+        places: The place of each field that the tree has.
+        values: The tokens of each of these fields.
+        is_record: True for the fields of a record.
+    """
+
+    field: str
+    places: dict[str, Path]
+    # Any: tensors, nested tensors, or what a lazy stack has in their place.
+    values: dict[str, Any]
+    is_record: bool
+
+    @property
+    def has_parts(self) -> bool:
+        """True if `full` is read, and the prompts and the responses of its rows are known."""
+        return self.field == "full" and "prompt" in self.values and "response" in self.values
+
+    @property
+    def is_ragged(self) -> bool:
+        """True if the rows have lengths of their own."""
+        # `full` may be missing beside its two parts.
+        first = self.values[self.field if self.field in self.values else "prompt"]
+        return not isinstance(first, Tensor) or first.is_nested
 
 
 def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) -> TokenBatch:
@@ -44,80 +75,118 @@ def read_tokens(td: TensorCollection, keys: TokenKeys, field: str, call: str) ->
     """
     source = unravel(keys.source)
     record = get_value(td, source, None)
-    is_record = isinstance(record, TensorCollection)
-    if is_record:
-        places = {name: (*source, name) for name in ("prompt", "response", "full")}
-    else:
-        places = {field: source}
-    parts = {name: value for name, place in places.items() if (value := get_value(td, place, None)) is not None}
-    known = field == "full" and "prompt" in parts and "response" in parts
-    if field not in parts and not known:
+    fields = _find_fields(td, record, source, field)
+    if field not in fields.values and not fields.has_parts:
         hint = (
             "Tokens(full=ids, batch_size=ids.shape[:-1]) has ids, and tokens_key= names another place; "
             "history.apply_chat_template(tokenizer=tokenizer, return_dict=True) gives the ids of a history."
         )
         raise missing_field(td, (*source, field), call, hint)
-    first = parts[field if field in parts else "prompt"]
-    if not isinstance(first, Tensor) or first.is_nested:
-        batch = _read_ragged(td, keys, {name: places[name] for name in parts}, field, known, call)
+    if fields.is_ragged:
+        batch = _read_ragged(td, keys, fields, call)
     else:
-        if field in parts:
-            ids = first
-        else:
-            ids = torch.cat([first, parts["response"]], -1)
-        batch = _read_padded(td, keys, ids, parts, known, call)
-    ends = None
-    if is_record and field == "full":
-        ends = get_value(record, "is_complete", None)
-    if ends is None:
+        batch = _read_padded(td, keys, fields, call)
+    if not fields.is_record or field != "full":
         return batch
-    return replace(batch, is_complete=ends)
+    return replace(batch, is_complete=get_value(record, "is_complete", None))
 
 
-def _read_padded(
-    td: TensorCollection, keys: TokenKeys, ids: Tensor, parts: dict[str, Any], known: bool, call: str
-) -> TokenBatch:
-    """Return tokens of one length, with the first mask that has their shape; without masks all are tokens.
+# Any: the entry at the source.
+def _find_fields(td: TensorCollection, record: Any, source: Path, field: str) -> _Fields:
+    """Return the tokens at a source, which is a record or the field itself."""
+    is_record = isinstance(record, TensorCollection)
+    if is_record:
+        candidates = {name: (*source, name) for name in ("prompt", "response", "full")}
+    else:
+        candidates = {field: source}
+    places: dict[str, Path] = {}
+    values: dict[str, Any] = {}
+    for name, place in candidates.items():
+        value = get_value(td, place, None)
+        if value is not None:
+            places[name] = place
+            values[name] = value
+    return _Fields(field, places, values, is_record)
+
+
+def _read_padded(td: TensorCollection, keys: TokenKeys, fields: _Fields, call: str) -> TokenBatch:
+    """Return tokens of one length."""
+    values = fields.values
+    if fields.field in values:
+        ids = values[fields.field]
+    else:
+        ids = torch.cat([values["prompt"], values["response"]], -1)
+    mask = _padded_mask(td, keys, ids, values.get("full"), call)
+    lead = ids.shape[:-1]
+    rows = Size((lead.numel(), ids.shape[-1]))
+    prompt = None
+    if fields.has_parts:
+        prompt = values["prompt"].shape[-1]
+    assistant = get_value(td, (*unravel(keys.masks), "all_assistant_mask"), None)
+    if isinstance(assistant, Tensor) and assistant.shape == ids.shape:
+        assistant = assistant.reshape(rows)
+    else:
+        # A mask of other tokens, as of a conversation before its reply.
+        assistant = None
+    return TokenBatch(ids.reshape(rows), mask.reshape(rows), lead, prompt, assistant=assistant)
+
+
+# Any: the field `full`, if the tree has it.
+def _padded_mask(td: TensorCollection, keys: TokenKeys, ids: Tensor, full: Any, call: str) -> Tensor:
+    """Return the first mask that has the shape of the tokens; without masks all are tokens.
 
     After a generation there are two: the mask of the prompts, and the mask of prompts and responses.
     """
-    masks = unravel(keys.masks)
-    full = parts.get("full")
-    own, wide = (get_value(td, path, None) for path in (keys.mask, (*masks, "all_attention_mask")))
-    if own is None and isinstance(wide, Tensor) and isinstance(full, Tensor) and wide.shape == full.shape:
+    own = get_value(td, keys.mask, None)
+    wide = get_value(td, (*unravel(keys.masks), "all_attention_mask"), None)
+    is_wide = isinstance(wide, Tensor) and isinstance(full, Tensor) and wide.shape == full.shape
+    if own is None and is_wide:
         # A prompt comes first.
         wide = wide[..., : ids.shape[-1]]
     found = [mask for mask in (own, wide) if isinstance(mask, Tensor)]
-    mask = next((mask for mask in found if mask.shape == ids.shape), None)
-    if found and mask is None:
-        raise LeafMismatchError(
-            f"{call}: the mask must have the shape of the tokens.",
-            expected=f"shape {tuple(ids.shape)}",
-            got=", ".join([f"shape {tuple(mask.shape)}" for mask in found]),
-        )
-    if mask is None:
-        mask = torch.ones_like(ids, dtype=torch.bool)
-    else:
-        mask = as_mask(mask, call)
-    wrote = get_value(td, (*masks, "all_assistant_mask"), None)
-    rows = Size((ids.shape[:-1].numel(), ids.shape[-1]))
-    return TokenBatch(
-        ids.reshape(rows),
-        mask.reshape(rows),
-        ids.shape[:-1],
-        parts["prompt"].shape[-1] if known else None,
-        assistant=wrote.reshape(rows) if isinstance(wrote, Tensor) and wrote.shape == ids.shape else None,
+    if not found:
+        return torch.ones_like(ids, dtype=torch.bool)
+    for mask in found:
+        if mask.shape == ids.shape:
+            return as_mask(mask, call)
+    raise LeafMismatchError(
+        f"{call}: the mask must have the shape of the tokens.",
+        expected=f"shape {tuple(ids.shape)}",
+        got=", ".join([f"shape {tuple(mask.shape)}" for mask in found]),
     )
 
 
-def _read_ragged(
-    td: TensorCollection, keys: TokenKeys, places: dict[str, Path], field: str, known: bool, call: str
-) -> TokenBatch:
-    """Return ragged tokens, padded at the right, with the first ragged masks that have their lengths."""
-    if len(places) > 1:
-        holder = get_value(td, next(iter(places.values()))[:-1])
+def _read_ragged(td: TensorCollection, keys: TokenKeys, fields: _Fields, call: str) -> TokenBatch:
+    """Return ragged tokens, padded at the right."""
+    lead = _ragged_size(td, fields, call)
+    parts = {name: ragged_values(td, place) or [] for name, place in fields.places.items()}
+    if fields.field in parts:
+        rows = parts[fields.field]
     else:
-        holder = td
+        rows = [torch.cat(pair) for pair in zip(parts["prompt"], parts["response"], strict=True)]
+    # A prompt comes first in the mask of `full`.
+    is_front = fields.field == "prompt" and "full" in parts
+    masks = _ragged_masks(td, keys, rows, call, is_front=is_front)
+    ids, mask = pad_rows(rows, side="right")
+    if masks is not None:
+        mask, _ = pad_rows(masks, side="right")
+    prompts = None
+    if fields.has_parts:
+        prompts = [len(row) for row in parts["prompt"]]
+    lengths = [len(row) for row in rows]
+    return TokenBatch(ids, mask, lead, prompts, lengths, _ragged_assistant(td, keys, lengths))
+
+
+def _ragged_size(td: TensorCollection, fields: _Fields, call: str) -> Size:
+    """Return the batch size of ragged tokens.
+
+    Raises:
+        LeafMismatchError: The batch size itself is ragged.
+    """
+    holder = td
+    if len(fields.places) > 1:
+        record = next(iter(fields.places.values()))[:-1]
+        holder = get_value(td, record)
     lead = holder._batch_size
     if -1 in lead:
         raise LeafMismatchError(
@@ -126,35 +195,55 @@ def _read_ragged(
             got=f"batch size {list(lead)}",
             hint="td.reshape(-1)",
         )
-    parts = {name: ragged_values(td, place) or [] for name, place in places.items()}
-    rows = parts.get(field) or [torch.cat(pair) for pair in zip(parts["prompt"], parts["response"], strict=True)]
+    return lead
+
+
+def _ragged_masks(
+    td: TensorCollection, keys: TokenKeys, rows: list[Tensor], call: str, *, is_front: bool
+) -> list[Tensor] | None:
+    """Return the first ragged masks that have the lengths of the rows; None if the tree has no ragged masks.
+
+    With `is_front` the rows are the beginning of the rows of the wide mask.
+    """
     lengths = [len(row) for row in rows]
-    masks = unravel(keys.masks)
-    own, wide = (ragged_values(td, path) for path in (unravel(keys.mask), (*masks, "all_attention_mask")))
-    if own is None and wide is not None and field == "prompt" and "full" in parts:
-        # A prompt comes first.
+    own = ragged_values(td, unravel(keys.mask))
+    wide = ragged_values(td, (*unravel(keys.masks), "all_attention_mask"))
+    if own is None and wide is not None and is_front:
         wide = [mask[:length] for mask, length in zip(wide, lengths, strict=True)]
-    found = [
-        [torch.ones_like(row, dtype=torch.bool) if m is None else as_mask(m, call) for row, m in pairs]
-        for pairs in (list(zip(rows, each, strict=True)) for each in (own, wide) if each is not None)
-    ]
-    valid = next((each for each in found if [len(mask) for mask in each] == lengths), None)
-    if found and valid is None:
-        raise LeafMismatchError(
-            f"{call}: the masks must have the lengths of the tokens.",
-            expected=str(lengths),
-            got=", ".join([str([len(mask) for mask in each]) for each in found]),
-        )
-    ids, mask = pad_rows(rows, side="right")
-    if valid is not None:
-        mask = pad_rows(valid, side="right")[0]
-    wrote = ragged_values(td, (*masks, "all_assistant_mask"))
-    if wrote is not None and [None if each is None else len(each) for each in wrote] != lengths:
-        wrote = None
-    prompts = None
-    if known:
-        prompts = [len(row) for row in parts["prompt"]]
-    return TokenBatch(ids, mask, lead, prompts, lengths, None if wrote is None else pad_rows(wrote, side="right")[0])
+    found = [_as_masks(values, rows, call) for values in (own, wide) if values is not None]
+    if not found:
+        return None
+    sizes: list[list[int]] = []
+    for masks in found:
+        sizes.append([len(mask) for mask in masks])
+        if sizes[-1] == lengths:
+            return masks
+    raise LeafMismatchError(
+        f"{call}: the masks must have the lengths of the tokens.",
+        expected=str(lengths),
+        got=", ".join(map(str, sizes)),
+    )
+
+
+def _as_masks(values: list[Any], rows: list[Tensor], call: str) -> list[Tensor]:
+    """Return the masks of rows as bools; without a mask all of a row are tokens."""
+    masks: list[Tensor] = []
+    for row, mask in zip(rows, values, strict=True):
+        if mask is None:
+            masks.append(torch.ones_like(row, dtype=torch.bool))
+        else:
+            masks.append(as_mask(mask, call))
+    return masks
+
+
+def _ragged_assistant(td: TensorCollection, keys: TokenKeys, lengths: list[int]) -> Tensor | None:
+    """Return the assistant's masks, padded at the right; None if they are missing, or of other tokens."""
+    wrote = ragged_values(td, (*unravel(keys.masks), "all_assistant_mask"))
+    if wrote is None or any([mask is None for mask in wrote]):
+        return None
+    if [len(mask) for mask in wrote] != lengths:
+        return None
+    return pad_rows(wrote, side="right")[0]
 
 
 def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
@@ -163,11 +252,15 @@ def ragged_values(td: TensorCollection, path: Path) -> list[Any] | None:
     if td._is_lazy:
         # By the trees: one may lack the entry, and a tuple of values follows the dimension of the stack.
         found = [get_value(each, path, None) for each in flat_list(td, size)]
-        return found if any([each is not None for each in found]) else None
+        if all([each is None for each in found]):
+            return None
+        return found
     value = get_value(td, path[:1], None)
     if isinstance(value, TensorCollection) and len(path) > 1:
         return ragged_values(value, path[1:])
-    if value is None or (isinstance(value, Tensor) and not value.is_nested):
+    if value is None:
+        return None
+    if isinstance(value, Tensor) and not value.is_nested:
         return None
     return flat_list(value, size)
 

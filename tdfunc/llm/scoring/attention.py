@@ -57,4 +57,5 @@ def attention_inputs(model: Any, mask: Tensor, *, dtype: torch.dtype | None = No
     made = create_masks_for_generate(config, states, tokens.to(torch.int64), None, positions)
     inputs = {"attention_mask": tree_map(lambda x: x.to(dtype), made), "position_ids": positions}
     # Not every family has positions as an argument.
-    return {name: value for name, value in inputs.items() if name in inspect.signature(type(model).forward).parameters}
+    known = inspect.signature(type(model).forward).parameters
+    return {name: value for name, value in inputs.items() if name in known}

@@ -45,8 +45,8 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
         >>> report["cause"], report["worst"][0].tolist()
         ('shift by one', [0, 3])
     """
-    given = [get_value(x, "full") if isinstance(x, TensorCollection) else x for x in (a, b)]
-    first, second = [values.detach().double() for values in given]
+    first = _values_of(a)
+    second = _values_of(b)
     shapes = [tuple(each.shape) for each in (first, second, mask) if each is not None]
     if len(set(shapes)) > 1:
         raise LeafMismatchError(
@@ -54,31 +54,45 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
             expected=str(shapes[0]),
             got=", ".join(map(str, shapes[1:])),
         )
-    both = torch.ones_like(first, dtype=torch.bool) if mask is None else mask
     if mask is None:
-        for x in (a, b):
-            own = None
-            if isinstance(x, TensorCollection):
-                own = get_value(x, "mask", None)
-            if own is not None:
-                both = both & own
-    if not both.any():
+        mask = _mask_of(a, first) & _mask_of(b, first)
+    if not mask.any():
         raise error(ValueError, "compare: at least one token must have both log-probs.", got="an empty mask")
-    gap = torch.where(both, second - first, 0)
-    chosen = gap[both]
+    gap = torch.where(mask, second - first, 0)
+    chosen = gap[mask]
     weights = (chosen - chosen.max()).exp()
-    order = gap.abs().flatten().argsort(descending=True)[: min(worst, int(both.sum()))]
+    effective_size = weights.sum().square() / weights.square().sum()
+    count = min(worst, int(mask.sum()))
+    most_different = gap.abs().flatten().argsort(descending=True)[:count]
     return TensorCollection._open(
         {
             "ratio": chosen.abs().exp().mean(),
             "k1": -chosen.mean(),
             "k3": (chosen.expm1() - chosen).mean(),
-            "ess": weights.sum().square() / (weights.square().sum() * len(weights)),
+            "ess": effective_size / len(weights),
             "largest": chosen.abs().max(),
-            "worst": torch.stack(torch.unravel_index(order, gap.shape), -1),
-            "cause": _find_cause(first, second, both),
+            "worst": torch.stack(torch.unravel_index(most_different, gap.shape), -1),
+            "cause": _find_cause(first, second, mask),
         }
     )  # pyright: ignore[reportReturnType]
+
+
+# Any: `LogProbs`, or a tensor.
+def _values_of(given: Any) -> Tensor:
+    """Return the log-probs of all tokens."""
+    values = get_value(given, "full") if isinstance(given, TensorCollection) else given
+    return values.detach().double()
+
+
+# Any: `LogProbs`, or a tensor.
+def _mask_of(given: Any, values: Tensor) -> Tensor:
+    """Return the mask that log-probs have of their own; without one all tokens count."""
+    own = None
+    if isinstance(given, TensorCollection):
+        own = get_value(given, "mask", None)
+    if own is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    return own
 
 
 def _find_cause(a: Tensor, b: Tensor, mask: Tensor) -> str:
@@ -86,16 +100,29 @@ def _find_cause(a: Tensor, b: Tensor, mask: Tensor) -> str:
     gap = (b - a)[mask]
     if gap.abs().max() < _EXACT:
         return "none"
-    for early, late in ((slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1))):
-        both = mask[..., early] & mask[..., late]
-        if both.any() and (a[..., early] - b[..., late])[both].abs().max() < _EXACT:
-            return "shift by one"
+    if _is_shifted(a, b, mask) or _is_shifted(b, a, mask):
+        return "shift by one"
     # Renormalized over fewer tokens, each kept token is likelier.
     if gap.min() > -_EXACT:
         return "truncation"
     # Rounding has both signs, whatever the log-prob.
-    if gap.abs().max() < _ROUNDED and gap.mean().abs() < 3 * gap.std() / len(gap) ** 0.5:
+    is_small = gap.abs().max() < _ROUNDED
+    is_balanced = gap.mean().abs() < 3 * gap.std() / len(gap) ** 0.5
+    if is_small and is_balanced:
         return "dtype"
     # A lower temperature makes likely tokens likelier and others less likely; a higher one does the opposite.
-    among = torch.corrcoef(torch.stack([a[mask], b[mask], gap]))
-    return "temperature" if among[0, 1] > 0.8 and among[0, 2].abs() > 0.4 else "unknown"
+    correlations = torch.corrcoef(torch.stack([a[mask], b[mask], gap]))
+    of_both = correlations[0, 1]
+    of_gap = correlations[0, 2]
+    if of_both > 0.8 and of_gap.abs() > 0.4:
+        return "temperature"
+    return "unknown"
+
+
+def _is_shifted(early: Tensor, late: Tensor, mask: Tensor) -> bool:
+    """Return True if the second log-probs are the first, one position later."""
+    both = mask[..., :-1] & mask[..., 1:]
+    if not both.any():
+        return False
+    gap = early[..., :-1] - late[..., 1:]
+    return bool(gap[both].abs().max() < _EXACT)

@@ -21,6 +21,31 @@ _CHUNK = 1 << 23
 _COMPILED_CHUNKS = 8
 
 
+class _Inputs(NamedTuple):
+    """The tensors from which log-probs are computed.
+
+    Attributes:
+        hidden: The hidden states (N, D).
+        weight: The weight of the head (V, D).
+        bias: The bias of the head (V,), or None.
+        ids: The candidates (N, K).
+        heat: The temperature of each position (N, 1), or of all (1, 1); None for 1.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    ids: Tensor
+    heat: Tensor | None
+
+    def part(self, positions: slice) -> "_Inputs":
+        """Return the tensors of some positions."""
+        heat = self.heat
+        if heat is not None and heat.shape[0] != 1:
+            heat = heat[positions]
+        return _Inputs(self.hidden[positions], self.weight, self.bias, self.ids[positions], heat)
+
+
 class Head(NamedTuple):
     """The steps between a family's hidden states and its logits.
 
@@ -66,53 +91,60 @@ def chosen_log_probs(
     Shapes:
         (N, K), in nats.
     """
-    if isinstance(temperature, Tensor):
-        heat = temperature.unsqueeze(-1)
-    else:
-        # 16 bits would round it.
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        heat = None
-        if temperature != 1.0:
-            heat = hidden_ND.new_full((1, 1), temperature, dtype=wide)
     weight, bias = output
-    flat = hidden_ND, weight, bias, ids_NK, heat
+    inputs = _Inputs(hidden_ND, weight, bias, ids_NK, _heat(temperature, hidden_ND))
     if is_compiling():
-        # Slices that end with the last position would be compiled for totals that divide like this one.
-        total = hidden_ND.shape[0]
-        size = -(-total // _COMPILED_CHUNKS)
-        end = (0, 0, 0, _COMPILED_CHUNKS * size - total)
-        if isinstance(temperature, Tensor):
-            heat = F.pad(temperature.unsqueeze(-1), end, value=1.0)
-        flat = F.pad(hidden_ND, end), weight, bias, F.pad(ids_NK, end), heat
-        rows = [slice(i * size, (i + 1) * size) for i in range(_COMPILED_CHUNKS)]
-        return torch.cat([_log_probs(head, *_cut(flat, part)) for part in rows])[:total]
+        return _compiled_log_probs(head, inputs, is_heat_by_row=isinstance(temperature, Tensor))
     size = chunk_size or max(1, _CHUNK // weight.shape[-2])
-    return _Chosen.apply(*flat, head, size)  # pyright: ignore[reportReturnType]
+    return _Chosen.apply(*inputs, head, size)  # pyright: ignore[reportReturnType]
+
+
+def _heat(temperature: float | Tensor, hidden_ND: Tensor) -> Tensor | None:
+    """Return the temperature of each position (N, 1), or of all (1, 1); None for 1."""
+    if isinstance(temperature, Tensor):
+        return temperature.unsqueeze(-1)
+    if temperature == 1.0:
+        return None
+    # 16 bits would round it.
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    return hidden_ND.new_full((1, 1), temperature, dtype=wide)
+
+
+def _compiled_log_probs(head: Head, inputs: _Inputs, *, is_heat_by_row: bool) -> Tensor:
+    """Return the log-probs in a fixed number of chunks, for any number of positions."""
+    # Slices that end with the last position would be compiled for totals that divide like this one.
+    total = inputs.hidden.shape[0]
+    size = -(-total // _COMPILED_CHUNKS)
+    end = (0, 0, 0, _COMPILED_CHUNKS * size - total)
+    heat = inputs.heat
+    if is_heat_by_row:
+        assert heat is not None
+        heat = F.pad(heat, end, value=1.0)
+    padded = inputs._replace(hidden=F.pad(inputs.hidden, end), ids=F.pad(inputs.ids, end), heat=heat)
+    found: list[Tensor] = []
+    for i in range(_COMPILED_CHUNKS):
+        positions = slice(i * size, (i + 1) * size)
+        found.append(_log_probs(head, padded.part(positions)))
+    return torch.cat(found)[:total]
 
 
 def log_probs_of(logits_NV: Tensor, ids_NK: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Return the log-probs (N, K) of candidates from complete logits; arguments as for `chosen_log_probs`."""
-    wide = _wide(logits_NV, None) / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.unsqueeze(-1)
+    wide = _wide(logits_NV, None) / temperature
     return wide.gather(-1, ids_NK) - wide.logsumexp(-1, keepdim=True)
 
 
-# Any: the flat arguments of `_Chosen`, of which some are None.
-def _cut(flat: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
-    """Return the arguments of some positions."""
-    hidden, weight, bias, ids, heat = flat
-    return hidden[part], weight, bias, ids[part], heat if heat is None or heat.shape[0] == 1 else heat[part]
-
-
-def _log_probs(
-    head: Head, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None, ids_NK: Tensor, heat: Tensor | None
-) -> Tensor:
+def _log_probs(head: Head, chunk: _Inputs) -> Tensor:
     """Return the log-probs (N, K) of one chunk."""
-    logits = _wide(head.logits(hidden_ND, weight, bias), heat)
-    chosen = logits.gather(-1, ids_NK)
+    logits = _wide(head.logits(chunk.hidden, chunk.weight, chunk.bias), chunk.heat)
+    chosen = logits.gather(-1, chunk.ids)
     # As torch.logsumexp, which makes a second tensor of the size of the logits.
     largest = logits.detach().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest.isinf(), 0)
-    return chosen - largest - logits.sub_(largest).exp_().sum(-1, keepdim=True).log()
+    log_sum = logits.sub_(largest).exp_().sum(-1, keepdim=True).log()
+    return chosen - largest - log_sum
 
 
 def _wide(logits: Tensor, heat: Tensor | None) -> Tensor:
@@ -133,8 +165,8 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     def forward(hidden: Tensor, weight: Tensor, bias: Any, ids: Tensor, heat: Any, head: Head, size: int) -> Tensor:
-        flat = hidden, weight, bias, ids, heat
-        return torch.cat([_log_probs(head, *_cut(flat, part)) for part in _chunks(hidden.shape[0], size)])
+        inputs = _Inputs(hidden, weight, bias, ids, heat)
+        return torch.cat([_log_probs(head, inputs.part(each)) for each in _chunks(hidden.shape[0], size)])
 
     @staticmethod
     # Any: torch's context, and the inputs of `forward`.
@@ -145,38 +177,46 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad_NK,) = grad_outputs
-        hidden, weight, bias, ids, heat = ctx.saved_tensors
-        head = ctx.head
-        needs = ctx.needs_input_grad
+        inputs = _Inputs(*ctx.saved_tensors)
+        needs_hidden, needs_weight, needs_bias, _, needs_heat, _, _ = ctx.needs_input_grad
         of_hidden: list[Tensor] = []
         of_heat: list[Tensor] = []
-        of_weight: Any = None
-        of_bias: Any = None
-        for part in _chunks(grad_NK.shape[0], ctx.size):
-            x, _, _, chosen, warm = _cut((hidden, weight, bias, ids, heat), part)
-            logits = head.logits(x, weight, bias)
-            wide = _wide(logits, warm)
-            grad = grad_NK[part]
-            slope = (-wide.softmax(-1) * grad.sum(-1, keepdim=True)).scatter_add(-1, chosen, grad)
-            if warm is not None:
-                of_heat.append((slope * wide).sum(-1, keepdim=True) / -warm)
-                slope = slope / warm
-            if head.softcap is not None:
-                slope = slope * (1 - (logits.to(slope.dtype) / head.softcap).square())
-            slope = (slope * head.scale).to(logits.dtype)
-            if needs[0]:
-                of_hidden.append(slope @ weight)
-            if needs[1]:
-                one = slope.transpose(-2, -1) @ x
-                of_weight = _added(of_weight, one)
-            if needs[2]:
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
+        for positions in _chunks(grad_NK.shape[0], ctx.size):
+            chunk = inputs.part(positions)
+            logits = ctx.head.logits(chunk.hidden, chunk.weight, chunk.bias)
+            wide = _wide(logits, chunk.heat)
+            grad = grad_NK[positions]
+            # The gradient of a log-prob is 1 at the chosen token, minus the probabilities.
+            slope = (-wide.softmax(-1) * grad.sum(-1, keepdim=True)).scatter_add(-1, chunk.ids, grad)
+            if chunk.heat is not None:
+                of_heat.append((slope * wide).sum(-1, keepdim=True) / -chunk.heat)
+                slope = slope / chunk.heat
+            slope = _before_head(ctx.head, slope, logits)
+            if needs_hidden:
+                of_hidden.append(slope @ chunk.weight)
+            if needs_weight:
+                of_weight = _added(of_weight, slope.transpose(-2, -1) @ chunk.hidden)
+            if needs_bias:
                 of_bias = _added(of_bias, slope.sum(0))
-        of_weight = of_weight.to(weight.dtype) if needs[1] else None
-        of_bias = of_bias.to(weight.dtype) if needs[2] else None
-        spread = None
-        if needs[4]:
-            spread = torch.cat(of_heat).sum_to_size(heat.shape)
-        return torch.cat(of_hidden) if needs[0] else None, of_weight, of_bias, None, spread, None, None
+        dtype = inputs.weight.dtype
+        hidden = torch.cat(of_hidden) if needs_hidden else None
+        weight = None if of_weight is None else of_weight.to(dtype)
+        bias = None if of_bias is None else of_bias.to(dtype)
+        heat = None
+        if needs_heat:
+            assert inputs.heat is not None
+            heat = torch.cat(of_heat).sum_to_size(inputs.heat.shape)
+        # In the order of the arguments of `forward`.
+        return hidden, weight, bias, None, heat, None, None
+
+
+def _before_head(head: Head, slope: Tensor, logits: Tensor) -> Tensor:
+    """Return the gradient of `linear(hidden)`, from the gradient of the logits."""
+    if head.softcap is not None:
+        slope = slope * (1 - (logits.to(slope.dtype) / head.softcap).square())
+    return (slope * head.scale).to(logits.dtype)
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ that a row's first token has no log-prob.
 B rows, T positions, L positions of the longest row, D hidden size, V vocabulary, K candidates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,34 +73,54 @@ def score_ids(
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise error(ValueError, "score: temperature must be above 0.", got=temperature)
     rows = _rows_of(lm, ids, mask, at)
-    states, weight, bias = _states(lm, params, rows, buffers=buffers, rng=rng)
+    outputs = _run_rows(lm, params, rows, buffers=buffers, rng=rng)
+    wanted = ids.unsqueeze(-1) if at is None else at
     # Pads may hold any number.
-    chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(ids.unsqueeze(-1) if at is None else at), 0)
-    scored = rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
-    # Where values can be read, the head runs for tokens alone; elsewhere for pads too, whose results are dropped.
-    before = states[:, :-1].flatten(0, 1)
-    wanted = chosen[:, 1:].flatten(0, 1)
-    places = None
+    chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(wanted), 0)
+    scored = _scored(rows)
+    found = _scored_log_probs(lm, outputs, chosen[:, 1:], scored[:, 1:], temperature)
+    # The first token of a row has no log-prob.
+    found = torch.where(scored.unsqueeze(-1), F.pad(found, (0, 0, 1, 0)), 0)
+    values = rows.scatter(found)
+    if at is None:
+        values = values.squeeze(-1)
+    valid = rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
+    return Scores(values, valid)
+
+
+def _scored(rows: Rows) -> Tensor:
+    """Return True at the tokens of compacted rows that follow another token (B, L)."""
+    return rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
+
+
+def _scored_log_probs(
+    lm: CausalLM, outputs: "_Outputs", chosen_BLK: Tensor, scored_BL: Tensor, temperature: float | Tensor
+) -> Tensor:
+    """Return the log-probs of candidates at all positions of rows but the first, from the outputs before them.
+
+    Where values can be read, the head runs for tokens alone; elsewhere for pads too, whose results are dropped.
+    """
+    before = outputs.states[:, :-1].flatten(0, 1)
+    chosen = chosen_BLK.flatten(0, 1)
     heat = temperature
     if isinstance(temperature, Tensor):
-        heat = temperature.reshape(-1, 1).expand(scored.shape[0], scored.shape[1] - 1).flatten()
-    if has_values() and not scored[:, 1:].all():
-        places = scored[:, 1:].flatten().nonzero().squeeze(-1)
+        heat = temperature.reshape(-1, 1).expand(scored_BL.shape).flatten()
+    places = None
+    if has_values() and not scored_BL.all():
+        places = scored_BL.flatten().nonzero().squeeze(-1)
         before = before[places]
-        wanted = wanted[places]
+        chosen = chosen[places]
         if isinstance(heat, Tensor):
             heat = heat[places]
     if lm.head is None:
-        found = log_probs_of(before, wanted, heat)
+        found = log_probs_of(before, chosen, heat)
     else:
-        found = chosen_log_probs(lm.head, before, (weight, bias), wanted, temperature=heat, chunk_size=lm.chunk_size)
+        output = (outputs.weight, outputs.bias)
+        found = chosen_log_probs(lm.head, before, output, chosen, temperature=heat, chunk_size=lm.chunk_size)
+    count = found.shape[-1]
     if places is not None:
-        found = found.new_zeros((scored[:, 1:].numel(), found.shape[-1])).index_copy(0, places, found)
-    found = found.reshape(*scored[:, 1:].shape, found.shape[-1])
-    found = torch.where(scored.unsqueeze(-1), F.pad(found, (0, 0, 1, 0)), 0)
-    values = rows.scatter(found)
-    valid = rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
-    return Scores(values.squeeze(-1) if at is None else values, valid)
+        found = found.new_zeros((scored_BL.numel(), count)).index_copy(0, places, found)
+    return found.reshape(*scored_BL.shape, count)
 
 
 def score_rows(
@@ -122,11 +142,12 @@ def logits_of_ids(
     """
     check_lm("logits", lm)
     rows = _rows_of(lm, ids, mask, None)
-    states, weight, bias = _states(lm, params, rows, buffers=buffers, rng=rng)
+    states, weight, bias = _run_rows(lm, params, rows, buffers=buffers, rng=rng)
     logits = states if lm.head is None else lm.head.logits(states, weight, bias)
-    scored = rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
-    shifted = torch.where(scored.unsqueeze(-1), F.pad(logits[:, :-1], (0, 0, 1, 0)), 0)
-    return Scores(rows.scatter(shifted), rows.scatter(scored.unsqueeze(-1)).squeeze(-1))
+    scored = _scored(rows)
+    shifted = F.pad(logits[:, :-1], (0, 0, 1, 0))
+    values = torch.where(scored.unsqueeze(-1), shifted, 0)
+    return Scores(rows.scatter(values), rows.scatter(scored.unsqueeze(-1)).squeeze(-1))
 
 
 def explain_scoring(lm: CausalLM) -> str:
@@ -150,71 +171,138 @@ def explain_scoring(lm: CausalLM) -> str:
 _APART = {"positions": "positions that begin anew", "mask": "a mask of pairs"}
 
 
-def _states(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) -> tuple[Tensor, Any, Any]:
-    """Return the last hidden states of compacted rows, or the logits if the head is unknown; and the head."""
+class _Outputs(NamedTuple):
+    """The outputs of a model for rows.
 
-    def run(ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Any, Any]:
+    Attributes:
+        states: The last hidden states (B, L, D), or the logits (B, L, V) if the head is unknown.
+        weight: The weight of the head (V, D), if it is known.
+        bias: The bias of the head (V,), or None.
+    """
+
+    states: Tensor
+    # Any: a tensor; with an unknown head both are None.
+    weight: Any
+    bias: Any
+
+
+def _run_rows(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) -> _Outputs:
+    """Run the model on compacted rows: at once, packed, or one length at a time."""
+
+    def run(ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> _Outputs:
         if not ids.numel():
             # No family runs on no tokens: the sizes are those of one.
-            states, weight, bias = run(ids.new_zeros(1, 1))
-            return states.new_zeros(*ids.shape, states.shape[-1]), weight, bias
+            one = run(ids.new_zeros(1, 1))
+            return one._replace(states=one.states.new_zeros(*ids.shape, one.states.shape[-1]))
         if lm.head is None:
-            return lm.run(params, own_logits, ids, positions, mask, buffers=buffers, rng=rng), None, None
-        return lm.run(params, hidden_states, ids, positions, mask, buffers=buffers, rng=rng)
+            return _Outputs(lm.run(params, own_logits, ids, positions, mask, buffers=buffers, rng=rng), None, None)
+        return _Outputs(*lm.run(params, hidden_states, ids, positions, mask, buffers=buffers, rng=rng))
 
-    apart = lm.by_length or (lm.packed and lm.packing is None)
-    if not (apart or lm.packed) or rows.ids.shape[0] < 2:
+    by_length = lm.by_length or (lm.packed and lm.packing is None)
+    if not (by_length or lm.packed) or rows.ids.shape[0] < 2:
         return run(rows.ids)
-    if not (is_known(rows.mask) and (apart or is_known(rows.ids))):
-        raise UnsupportedError(
-            "score: rows cannot be packed or sorted by length where a transform maps or traces the tokens.",
-            expected="tokens with values" if lm.packed else f"rows of one length for {lm.family}",
-            hint="lm.with_options(packed=False)" if lm.packed else "map over rows of one length, each without a mask.",
-        )
-    if not apart:
-        bins = pack(rows)
+    # Packing copies the tokens, sorting by length reads only the mask.
+    if not is_known(rows.mask) or not (by_length or is_known(rows.ids)):
+        raise _hidden_values(lm)
+    if by_length:
+        return _run_by_length(rows, run)
+    bins = pack(rows)
+    mask = None
+    if lm.packing == "mask":
         own = lm.base_of(params)[1]
         dtype = next(leaf.dtype for leaf in own.leaves() if leaf.is_floating_point())
-        states, weight, bias = run(bins.ids, bins.positions, bins.mask(dtype) if lm.packing == "mask" else None)
-        return states.flatten(0, 1)[bins.place], weight, bias
+        mask = bins.mask(dtype)
+    found = run(bins.ids, bins.positions, mask)
+    return found._replace(states=found.states.flatten(0, 1)[bins.place])
+
+
+def _run_by_length(rows: Rows, run: Callable[[Tensor], _Outputs]) -> _Outputs:
+    """Run the rows of each length together, and return the outputs of all, 0 after their ends."""
     lengths = rows.mask.sum(1).tolist()
     groups = equal_lengths(lengths)
     if not groups:
         return run(rows.ids)
-    results = [run(rows.ids[members, : lengths[members[0]]]) for members in groups]
     size = rows.ids.shape[1]
-    joined = torch.cat([F.pad(states, (0, 0, 0, size - states.shape[1])) for states, _, _ in results])
+    results: list[_Outputs] = []
+    parts: list[Tensor] = []
+    order: list[int] = []
+    for members in groups:
+        length = lengths[members[0]]
+        found = run(rows.ids[members, :length])
+        results.append(found)
+        parts.append(F.pad(found.states, (0, 0, 0, size - found.states.shape[1])))
+        order += members
+    joined = torch.cat(parts)
+    # Rows without tokens are in no group.
     whole = joined.new_zeros((rows.ids.shape[0], *joined.shape[1:]))
-    places = torch.tensor([row for members in groups for row in members], device=joined.device)
-    return whole.index_copy(0, places, joined), *results[0][1:]
+    places = torch.tensor(order, device=joined.device)
+    return results[0]._replace(states=whole.index_copy(0, places, joined))
+
+
+def _hidden_values(lm: CausalLM) -> UnsupportedError:
+    """Return the error of rows whose values a transform hides."""
+    if lm.packed:
+        expected = "tokens with values"
+        hint = "lm.with_options(packed=False)"
+    else:
+        expected = f"rows of one length for {lm.family}"
+        hint = "map over rows of one length, each without a mask."
+    return UnsupportedError(
+        "score: rows cannot be packed or sorted by length where a transform maps or traces the tokens.",
+        expected=expected,
+        hint=hint,
+    )
 
 
 def _rows_of(lm: CausalLM, ids: Tensor, mask: Tensor | None, at: Tensor | None) -> Rows:
     """Return tokens compacted to the left, after checks of their shapes and of the model's positions."""
     others = [each for each in (mask, at) if each is not None]
-    is_ids = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype is not torch.bool
-    if not is_ids or any(not isinstance(each, Tensor) or each.shape[:2] != ids.shape for each in others):
+    if not _is_ids(ids) or any([not _fits(each, ids) for each in others]):
         raise LeafMismatchError(
             "score: tokens must be integers (B, T); the mask is (B, T), and at is (B, T, K).",
             expected="score_ids(lm, params, ids, mask, buffers=buffers)",
             got=", ".join([_describe(each) for each in (ids, *others)]),
         )
-    rows = compact(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask(mask, "score"))
+    if mask is None:
+        tokens = torch.ones_like(ids, dtype=torch.bool)
+    else:
+        tokens = as_mask(mask, "score")
+    rows = compact(ids, tokens)
+    _check_length(lm, rows)
+    return rows
+
+
+def _check_length(lm: CausalLM, rows: Rows) -> None:
+    """Raise if a row is longer than the model's positions."""
     limit = lm.max_length
     width = rows.ids.shape[1]
     if limit is None or width <= limit or (lm.allow_long and lm.extendable):
-        return rows
+        return
+    row = 0
+    got = f"{width} positions, with a mask that a transform hides"
     if is_known(rows.mask):
-        lengths = rows.mask.sum(1).tolist()
-    else:
-        lengths = [width]
+        row = rows.mask.sum(1).tolist().index(width)
+        got = f"{width} tokens"
+    hint = "truncate it."
+    if lm.extendable:
+        hint = "truncate it, or use lm.with_options(allow_long=True)."
     raise error(
         ValueError,
-        f"score: row {lengths.index(width)} must not be longer than the positions of {lm.family}.",
+        f"score: row {row} must not be longer than the positions of {lm.family}.",
         expected=f"at most {limit} tokens",
-        got=f"{width} tokens" if is_known(rows.mask) else f"{width} positions, with a mask that a transform hides",
-        hint="truncate it" + (", or use lm.with_options(allow_long=True)." if lm.extendable else "."),
+        got=got,
+        hint=hint,
     )
+
+
+# Any: an argument out of its place.
+def _is_ids(given: Any) -> bool:
+    return isinstance(given, Tensor) and not given.is_floating_point() and given.dtype is not torch.bool
+
+
+# Any: an argument out of its place.
+def _fits(given: Any, ids: Tensor) -> bool:
+    return isinstance(given, Tensor) and given.shape[:2] == ids.shape
 
 
 # Any: an argument out of its place.

@@ -88,7 +88,8 @@ class CausalLM:
             chunk_size: The number of positions whose logits exist at the same time.
         """
         given = {"packed": packed, "allow_long": allow_long, "chunk_size": chunk_size}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        changes = {name: value for name, value in given.items() if value is not None}
+        return replace(self, **changes)
 
     def train(self, mode: bool = True) -> "CausalLM":
         """Return the model in training mode, in which `rng=` controls dropout."""
@@ -108,13 +109,20 @@ class CausalLM:
             )
         run = LoraApply(lora, self.apply, False)  # pyright: ignore[reportArgumentType]
         # The head runs in chunks only without an adapter.
+        path = self._head_path()
+        head = self.head
+        if path is not None and run.has_adapter(path):
+            head = None
+        return replace(self, apply=run, head=head)
+
+    def _head_path(self) -> Path | None:
+        """Return the path of the module of a known head, or None."""
+        if self.head is None:
+            return None
         module: Any = self.apply.module
-        head = None
-        if self.head is not None:
-            head = module.get_output_embeddings()
-        name = next((name for name, layer in module.named_modules() if layer is head), "")
-        is_adapted = bool(name) and run.has_adapter(tuple(name.split(".")))
-        return replace(self, apply=run, head=None if is_adapted else self.head)
+        output = module.get_output_embeddings()
+        name = next((name for name, layer in module.named_modules() if layer is output), "")
+        return tuple(name.split(".")) if name else None
 
     def base_of(self, params: Any) -> "tuple[CausalLM, Any]":
         """Return the model without adapters, and its parameters."""
@@ -175,30 +183,34 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
     host.__class__ = type(type(model).__name__, (type(model),), {"__call__": _run})
     apply, params, buffers = functional(host, copy=copy)
     rope = getattr(config, "rope_parameters", None) or {}
-    scaled = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    max_length = getattr(config, "max_position_embeddings", None)
+    # Each kind of layer may have parameters of its own.
+    rope_parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = [part.get("rope_type") for part in rope_parts]
+    has_alibi = getattr(config, "alibi", False)
     lm = CausalLM(
         apply=apply.eval(),
         family=config.model_type,
         head=None,
-        packing=None if getattr(config, "alibi", False) else PACKING.get(config.model_type),
-        max_length=max_length,
+        packing=None if has_alibi else PACKING.get(config.model_type),
+        max_length=getattr(config, "max_position_embeddings", None),
         extendable=bool(rope),
-        by_length=any([part.get("rope_type") in ("dynamic", "longrope") for part in scaled]),
-        first_length=_first_length(config, scaled),
+        by_length="dynamic" in kinds or "longrope" in kinds,
+        first_length=_first_length(config, rope_parts),
         eos_ids=_eos_ids(model),
     )
     # The head alone would leave out hooks of the whole model.
-    has_hooks = bool(model._forward_hooks or model._forward_pre_hooks)
-    return replace(lm, head=None if has_hooks else _find_head(lm, params, buffers, config)), params, buffers
+    if not model._forward_hooks and not model._forward_pre_hooks:
+        lm = replace(lm, head=_find_head(lm, params, buffers, config))
+    return lm, params, buffers
 
 
 # Any: transformers is optional.
-def _first_length(config: Any, scaled: list[dict[str, Any]]) -> int:
+def _first_length(config: Any, rope_parts: list[dict[str, Any]]) -> int:
     """Return the length for which scaled positions were trained first, 0 if it is unknown."""
     name = "original_max_position_embeddings"
-    found = [*[part.get(name) for part in scaled], getattr(config, name, None)]
-    return min([length for length in (*found, getattr(config, "max_position_embeddings", None)) if length], default=0)
+    found = [part.get(name) for part in rope_parts]
+    found += [getattr(config, name, None), getattr(config, "max_position_embeddings", None)]
+    return min([length for length in found if length], default=0)
 
 
 # Any: transformers is optional.
@@ -239,12 +251,15 @@ def _find_head(lm: CausalLM, params: Any, buffers: Any, config: Any) -> Head | N
             # Larger logits, on which softcaps show.
             params = params.set(path, params[path] * (50.0 / spread))
             own = lm.run(params, own_logits, ids, None, None, buffers=buffers)
-            found = head.logits(*lm.run(params, hidden_states, ids, None, None, buffers=buffers))
+            hidden, weight, bias = lm.run(params, hidden_states, ids, None, None, buffers=buffers)
+            found = head.logits(hidden, weight, bias)
     # A model may lack a base model or a linear head; on the meta device nothing has values.
     except (AttributeError, TypeError, NotImplementedError, StopIteration):
         return None
-    same = found.shape == own.shape and torch.allclose(found, own.to(found.dtype), rtol=1e-3, atol=1e-2)
-    return head if same else None
+    if found.shape != own.shape:
+        return None
+    is_close = torch.allclose(found, own.to(found.dtype), rtol=1e-3, atol=1e-2)
+    return head if is_close else None
 
 
 def _measure_head(model: Any, ids_BT: Tensor) -> tuple[Path, Tensor]:
@@ -286,7 +301,9 @@ def next_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT
     names = _parameters(type(model).forward)
     inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": cache is not None}
     if cache is not None:
-        inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
+        # State space models have another name for it.
+        name = "cache_params" if "cache_params" in names else "past_key_values"
+        inputs[name] = cache
     if mask_BT is not None:
         inputs["attention_mask"] = mask_BT
     # Not every family adds the length of its cache to positions of its own (Bamba).
@@ -305,21 +322,40 @@ def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
 def _inputs(
     model: Any, forward: Callable[..., Any], ids_BT: Tensor, positions_BT: Tensor | None, mask: Any
 ) -> dict[str, Any]:
+    """Return the arguments of a family's forward, without pads and without a cache to keep."""
     inputs = {"input_ids": ids_BT.to(torch.int64), "use_cache": False}
-    # Under torch.compile and torch.export families choose by themselves.
-    is_graph = not is_compiling() and is_recording()
     if positions_BT is not None:
         inputs["position_ids"] = positions_BT
     if mask is not None:
         inputs["attention_mask"] = mask
-    elif positions_BT is None and is_graph and "past_key_values" in _parameters(forward):
-        # Families choose kernels by the values of a mask, and without one search the positions for packed rows, which
-        # a graph cannot do. With a cache they do neither; this one stays empty.
-        cache = new_cache(model)
-        cache.update = lambda keys, values, *args, **kwargs: (keys, values)
-        cache.update_conv_state = cache.update_recurrent_state = lambda states, *args, **kwargs: states
-        inputs["past_key_values"] = cache
-    elif positions_BT is None:
+    if positions_BT is not None or mask is not None:
+        return inputs
+    # Under torch.compile and torch.export families choose by themselves.
+    is_graph = not is_compiling() and is_recording()
+    if is_graph and "past_key_values" in _parameters(forward):
+        inputs["past_key_values"] = _cache_without_entries(model)
+    else:
         # Without a mask families read values to search for packed rows, which vmap cannot.
         inputs["attention_mask"] = torch.ones(ids_BT.shape, device=ids_BT.device, dtype=torch.int64)
     return inputs
+
+
+def _cache_without_entries(model: Any) -> Any:
+    """Return a cache that stays empty.
+
+    Families choose kernels by the values of a mask, and without one search the positions for packed rows, which a graph
+    cannot do. With a cache they do neither.
+    """
+
+    # Any: the arguments of a cache of transformers.
+    def update(keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        return keys, values
+
+    def update_state(states: Any, *args: Any, **kwargs: Any) -> Any:
+        return states
+
+    cache = new_cache(model)
+    cache.update = update
+    cache.update_conv_state = update_state
+    cache.update_recurrent_state = update_state
+    return cache

@@ -4,6 +4,7 @@ A tree has its tokens under `tokens` and its mask under `attention_mask` or `mas
 entry. The rows may be padded on any side, or be a ragged stack; the result has the same layout.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -83,31 +84,45 @@ def score(
     support = None
     if under == "behaviour":
         support = _read_support(td, batch, unravel(log_probs_key))
-    if at is None:
-        wanted = batch.ids.unsqueeze(-1)
-    else:
+    wanted = batch.ids.unsqueeze(-1)
+    if at is not None:
         wanted = at.reshape(len(batch.ids), *at.shape[-2:])
-    if support is None:
-        chosen = wanted
-    else:
+    chosen = wanted
+    if support is not None:
         chosen = torch.cat([wanted, support.clamp(min=0)], -1)
     options = {"buffers": buffers, "temperature": temperature, "rng": rng}
-    each, mask = score_ids(lm, params, batch.ids, batch.mask, at=chosen, **options)
-    full = each[..., : wanted.shape[-1]]
-    of_support = each[..., wanted.shape[-1] :]
-    behaviour = full if under == "behaviour" else None
+    found, mask = score_ids(lm, params, batch.ids, batch.mask, at=chosen, **options)
+    full = found[..., : wanted.shape[-1]]
+    behaviour = None
     if support is not None:
-        kept = torch.where(support >= 0, of_support, -torch.inf)
-        is_whole = (support < 0).all(-1, keepdim=True)
-        is_left = is_whole | (wanted.unsqueeze(-1) == support.unsqueeze(-2)).any(-1)
-        # Without truncation the sum over all tokens is 1.
-        total = torch.where(is_whole, 0, kept.logsumexp(-1, keepdim=True))
-        behaviour = torch.where(mask.unsqueeze(-1), torch.where(is_left, full - total, -torch.inf), 0)
+        behaviour = _over_support(full, found[..., wanted.shape[-1] :], wanted, support, mask)
+    elif under == "behaviour":
+        behaviour = full
     if at is None:
         full = full.squeeze(-1)
         behaviour = None if behaviour is None else behaviour.squeeze(-1)
-    found = batch.log_probs(full, mask, behaviour)
-    return td.set(log_probs_key, keep_draws(found, get_value(td, unravel(log_probs_key), None)))
+    log_probs = batch.log_probs(full, mask, behaviour)
+    old = get_value(td, unravel(log_probs_key), None)
+    return td.set(log_probs_key, keep_draws(log_probs, old))
+
+
+def _over_support(full: Tensor, of_support: Tensor, ids: Tensor, support: Tensor, mask: Tensor) -> Tensor:
+    """Return the log-probs of candidates after truncation to a support: -inf outside of it, 0 where `mask` is False.
+
+    Args:
+        full: The log-probs of the candidates before it (N, T, K).
+        of_support: The log-probs of the ids of the support (N, T, S).
+        ids: The candidates (N, T, K).
+        support: The ids that truncation kept, padded with -1 (N, T, S); only -1 where it kept all.
+        mask: True where a token is scored (N, T).
+    """
+    kept = torch.where(support >= 0, of_support, -torch.inf)
+    is_whole = (support < 0).all(-1, keepdim=True)
+    is_left = is_whole | (ids.unsqueeze(-1) == support.unsqueeze(-2)).any(-1)
+    # Without truncation the sum over all tokens is 1.
+    total = torch.where(is_whole, 0, kept.logsumexp(-1, keepdim=True))
+    values = torch.where(is_left, full - total, -torch.inf)
+    return torch.where(mask.unsqueeze(-1), values, 0)
 
 
 def logits(
@@ -202,28 +217,51 @@ class MaskedCategorical(Categorical):
 # Any: log-probs, or another entry in the place of the old ones.
 def keep_draws(new: Any, old: Any) -> Any:
     """Return log-probs with what describes the tokens in the old entry: `support`, `adjusted` and `version`."""
+    rows = [old]
     if isinstance(old, LogProbs) and old._is_lazy:
         rows = flat_list(old, len(old._batch_size))
-    else:
-        rows = [old]
-    if all([not isinstance(row, LogProbs) or row.support is row.adjusted is row.version is None for row in rows]):
+    if not any([_has_draws(row) for row in rows]):
         return new
     if new._is_lazy:
-        return lazy_stack([keep_draws(*pair) for pair in zip(new.unbind(0), old.unbind(0), strict=True)])
-    drawn = new.response
-    kept = None if old._is_lazy else old.support
-    if old._is_lazy or (drawn is not None and kept is not None and kept.shape[:-1] != drawn.shape[: kept.dim() - 1]):
-        # In another layout.
-        has_versions = any([row.version is not None for row in rows])
-        versions = None
-        if has_versions and old._is_lazy:
-            versions = nest([row.version for row in rows], new._batch_size, list)
-        is_drawn = any([row.support is not None or row.adjusted is not None for row in rows])
-        adjusted = None
-        if is_drawn:
-            adjusted = torch.ones(new._batch_size, dtype=torch.bool, device=new.full.device)
-        return new.replace(adjusted=adjusted, version=versions if old._is_lazy else old.version)
-    return new.replace(support=kept, adjusted=old.adjusted, version=old.version)
+        pairs = zip(new.unbind(0), old.unbind(0), strict=True)
+        return lazy_stack([keep_draws(new_row, old_row) for new_row, old_row in pairs])
+    if old._is_lazy:
+        return _keep_ragged_draws(new, rows)
+    support = old.support
+    if new.response is None or support is None:
+        is_of_other_layout = False
+    else:
+        is_of_other_layout = support.shape[:-1] != new.response.shape[: support.dim() - 1]
+    if not is_of_other_layout:
+        return new.replace(support=support, adjusted=old.adjusted, version=old.version)
+    return new.replace(adjusted=_all_adjusted(new), version=old.version)
+
+
+# Any: log-probs, or another entry in their place.
+def _has_draws(entry: Any) -> bool:
+    """Return True for log-probs with a field that describes the sampling of the tokens."""
+    if not isinstance(entry, LogProbs):
+        return False
+    return not (entry.support is None and entry.adjusted is None and entry.version is None)
+
+
+# Any: log-probs.
+def _keep_ragged_draws(new: Any, rows: list[Any]) -> Any:
+    """Return padded log-probs with the versions of ragged rows, whose supports have other places."""
+    version = None
+    versions = [row.version for row in rows]
+    if any([each is not None for each in versions]):
+        version = nest(versions, new._batch_size, list)
+    adjusted = None
+    if any([row.support is not None or row.adjusted is not None for row in rows]):
+        adjusted = _all_adjusted(new)
+    return new.replace(adjusted=adjusted, version=version)
+
+
+# Any: log-probs.
+def _all_adjusted(log_probs: Any) -> Tensor:
+    """Return the `adjusted` of log-probs that lost the support of all their responses."""
+    return torch.ones(log_probs._batch_size, dtype=torch.bool, device=log_probs.full.device)
 
 
 def _read(td: TensorCollection, tokens_key: NestedKey, mask_key: NestedKey, call: str) -> TokenBatch:
@@ -248,12 +286,9 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
             expected="the log_probs of the generation (logprobs=True)",
             hint="for sampling with only a temperature, use the `response` of score(temperature=...).",
         )
-    lazy = isinstance(record, TensorCollection) and record._is_lazy
-    if lazy:
-        records = flat_list(record, len(record._batch_size))
-    else:
-        records = [record]
-    records = [each for each in records if isinstance(each, TensorCollection)]
+    is_ragged = isinstance(record, TensorCollection) and record._is_lazy
+    rows = flat_list(record, len(record._batch_size)) if is_ragged else [record]
+    records = [row for row in rows if isinstance(row, TensorCollection)]
     if any([get_value(each, "adjusted", None) is not None for each in records]):
         raise UnsupportedError(
             'score: under="behaviour" supports only temperature, top-k, top-p and min-p.',
@@ -261,19 +296,23 @@ def _read_support(td: TensorCollection, batch: TokenBatch, path: Path) -> Tensor
             hint='use under="raw"; the log_probs of the generation have the `behaviour` that the engine reports.',
         )
     # By the rows: a stack lacks what one of its rows lacks.
-    parts: list[Any] = [get_value(each, "support", None) for each in records]
-    if all([part is None for part in parts]):
+    supports: list[Any] = [get_value(each, "support", None) for each in records]
+    given = [support for support in supports if support is not None]
+    if not given:
         return None
-    if not lazy:
-        parts = list(parts[0].reshape(len(batch.ids), *parts[0].shape[-2:]))
-    if isinstance(batch.prompt, list):
-        starts = batch.prompt
-    else:
-        starts = [batch.prompt] * len(parts)
-    width = max([part.shape[-1] for part in parts if part is not None])
+    if not is_ragged:
+        (padded,) = given
+        supports = list(padded.reshape(len(batch.ids), *padded.shape[-2:]))
+    starts = batch.prompt if isinstance(batch.prompt, list) else [batch.prompt] * len(supports)
+    return _place_supports(batch, starts, supports)
+
+
+def _place_supports(batch: TokenBatch, starts: Sequence[int], supports: Sequence[Tensor | None]) -> Tensor:
+    """Return the supports of responses (R, K) at their places in the rows (N, T, K), -1 elsewhere."""
+    width = max([support.shape[-1] for support in supports if support is not None])
     found = batch.ids.new_full((*batch.ids.shape, width), -1)
-    for row, (start, part) in enumerate(zip(starts, parts, strict=True)):
+    for row, (start, support) in enumerate(zip(starts, supports, strict=True)):
         # A row without truncation has none.
-        if part is not None:
-            found[row, start : start + part.shape[0], : part.shape[1]] = part
+        if support is not None:
+            found[row, start : start + support.shape[0], : support.shape[1]] = support
     return found

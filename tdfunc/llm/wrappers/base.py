@@ -6,10 +6,10 @@ It reads conversations, texts or tokens as rows of ids, and makes the typed tree
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Size, Tensor
@@ -54,6 +54,9 @@ from tdfunc.random import key_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+T = TypeVar("T")
 
 
 class _Option:
@@ -164,39 +167,53 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         self._options = options
         self._generation = GenerationOptions.parse(options.generate_kwargs, num_samples=options.num_samples)
         self._draws = self._generation.samples
-        self._batcher: Batcher[Any, Any] | None = None
-        if options.batches:
-            self._batcher = Batcher(
-                self._run_batch,
-                min_batch_size=1 if options.min_batch_size is None else options.min_batch_size,
-                max_batch_size=options.max_batch_size,
-                timeout_s=options.batching_timeout,
-            )
-        given = dict(options.tokenizer_kwargs or {})
-        self._text_tokenizer = own = text_tokenizer(options.tokenizer)
-        side = getattr(own, "truncation_side", "right")
-        cuts: dict[str, Any] = {"truncation_side": side} | {name: given.pop(name) for name in CUTS if name in given}
-        template = None
+        self._batcher = self._new_batcher(options)
+        self._text_tokenizer = text_tokenizer(options.tokenizer)
+        self._pad = 0
+        if self._text_tokenizer is not None:
+            self._pad = pad_id_of(self._text_tokenizer)
+        self._set_reader(options)
+        self._set_keys(options)
+
+    def _new_batcher(self, options: WrapperOptions) -> "Batcher[Any, Any] | None":
+        """Return the batcher that the options ask for, or None."""
+        if not options.batches:
+            return None
+        return Batcher(
+            self._run_batch,
+            min_batch_size=1 if options.min_batch_size is None else options.min_batch_size,
+            max_batch_size=options.max_batch_size,
+            timeout_s=options.batching_timeout,
+        )
+
+    def _set_reader(self, options: WrapperOptions) -> None:
+        """Set the reader of inputs, and the template of histories."""
+        side = getattr(self._text_tokenizer, "truncation_side", "right")
+        given: dict[str, Any] = {"truncation_side": side, **(options.tokenizer_kwargs or {})}
+        truncation = {name: given.pop(name) for name in CUTS if name in given}
+        # The others are `add_special_tokens` or the options of the template.
+        self._template: TokenTemplate | None = None
         if options.input_mode == "history":
             chosen = options.chat_template_name or options.chat_template
-            template = TokenTemplate(options.tokenizer, find_template(chosen, options.tokenizer, given))
-        self._template = template
+            self._template = TokenTemplate(options.tokenizer, find_template(chosen, options.tokenizer, given))
         self._reader = Reader(
             options.input_mode,
             TokenKeys(options.source, options.attention_mask_key, options.masks_key or "masks"),
             type(self).__name__,
-            own,
-            template,
-            Layout(**cuts),
+            self._text_tokenizer,
+            self._template,
+            Layout(**truncation),
             given.get("add_special_tokens", True),
         )
         self._reader.layout.check("LLMWrapper")
-        self._pad = 0 if own is None else pad_id_of(own)
-        self._outputs = {kind: as_key(key) for kind, key in options.outputs.items()}
-        self.in_keys: Sequence[NestedKey] = [as_key(options.source)]
+
+    def _set_keys(self, options: WrapperOptions) -> None:
+        """Set the keys of the input and the outputs; selected out keys stay selected."""
         selected = None
         if self._source is not None:
-            selected = [key for key in self.out_keys]
+            selected = list(self.out_keys)
+        self._outputs = {kind: as_key(key) for kind, key in options.outputs.items()}
+        self.in_keys: Sequence[NestedKey] = [as_key(options.source)]
         self.out_keys: Sequence[NestedKey] = list(self._outputs.values())
         self._source = None
         if selected is not None:
@@ -238,22 +255,27 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         out = tensordict if tensordict_out is None else tensordict_out
         if logits_only:
             return out.set("logits", self._padded_logits(tensordict, training, key)[0])
-        if self.generate:
-            if training:
-                raise error(ValueError, f"{type(self).__name__}: training=True must come with generate=False.")
-            found = self._generated(tensordict, key)
-            if self._samples and tensordict_out is None:
-                dims = len(tensordict._batch_size)
-                out = tensordict.unsqueeze(dims).expand(*tensordict._batch_size, self._samples)
-        else:
-            found = self._scored(tensordict, out, training, key)
+        if not self.generate:
+            return self._with_outputs(out, self._scored(tensordict, out, training, key))
+        if training:
+            raise error(ValueError, f"{type(self).__name__}: training=True must come with generate=False.")
+        found = self._generated(tensordict, key)
+        if self._samples and tensordict_out is None:
+            dims = len(tensordict._batch_size)
+            out = tensordict.unsqueeze(dims).expand(*tensordict._batch_size, self._samples)
+        return self._with_outputs(out, found)
+
+    # Any: trees.
+    def _with_outputs(self, out: Any, found: dict[str, Any]) -> Any:
+        """Return a tree with outputs, by their kinds; None removes the entry of an earlier call."""
         for kind, place in self._outputs.items():
             if place not in self.out_keys:
                 continue
             value = found.get(kind)
             if value is not None:
-                scored = kind == "log_probs" and not self.generate
-                out = out.set(place, keep_draws(value, get_value(out, unravel(place), None)) if scored else value)
+                if kind == "log_probs" and not self.generate:
+                    value = keep_draws(value, get_value(out, unravel(place), None))
+                out = out.set(place, value)
             elif kind in found and has(out, place):
                 # Of other tokens.
                 out = out.delete(place)
@@ -275,17 +297,20 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def _samples(self) -> int | None:
         """The size of the dimension of responses to one prompt; None without such a dimension."""
         count = self._generation.num_return_sequences
-        return count if self.num_samples is not None or count > 1 else None
+        if self.num_samples is None and count == 1:
+            return None
+        return count
 
     def _device_of(self, td: Any, inputs: Inputs, results: list[Tensor]) -> torch.device:
         if self.device is not None:
             return torch.device(self.device)
         if td._device is not None:
             return td._device
-        near = []
-        if self.input_mode == "tokens":
-            near = inputs.rows[:1]
-        return next((each.device for each in [*[row.ids for row in near], *results]), torch.device("cpu"))
+        if self.input_mode == "tokens" and inputs.rows:
+            return inputs.rows[0].ids.device
+        if results:
+            return results[0].device
+        return torch.device("cpu")
 
     # -- scoring ------------------------------------------------------------------------------------------------
 
@@ -295,13 +320,13 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         mode = self.input_mode
         inputs = self._reader.read(td, "full")
         rows = self._score_rows(td, inputs, training, key)
-        padded = self.pad_output or not rows
-        if padded:
+        if self.pad_output or not rows:
             records = self._batch(rows, inputs, lead).records(rows)
         else:
             records = ragged_records(rows, lead, self.layout)
         values: dict[str, Any] = records._asdict()
-        if mode != "tokens" and (out is not td or self.in_keys[0] != self._outputs.get(mode)):
+        is_in_place = out is td and self.in_keys[0] == self._outputs.get(mode)
+        if mode != "tokens" and not is_in_place:
             if inputs.texts is not None:
                 values[mode] = Text(full=nest(inputs.texts, lead, list), batch_size=lead)
             else:
@@ -330,12 +355,10 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             if rows:
                 return inputs.batch.to(rows[0].ids.device)
             return inputs.batch
-        # Of parts that are not known, so that each row is in one piece.
-        if side == "left":
-            whole = rows
-        else:
-            whole = [replace(row, prompt=None) for row in rows]
-        return padded_batch(whole, lead, pad=self._pad, side=side)
+        if side != "left":
+            # Of parts that are not known, so that each row is in one piece.
+            rows = [replace(row, prompt=None) for row in rows]
+        return padded_batch(rows, lead, pad=self._pad, side=side)
 
     def log_prob(self, tensordict: Any, *, training: bool = False, key: Any = None) -> Tensor:
         """Return the log-prob of each token of the input's `full`, 0 at pads and at a row's first token.
@@ -427,53 +450,73 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             batch = self._padded(tensordict, padding_side)
             logits = tensordict[logits_key]
             tokens = batch.shaped(batch.mask)
-        drawn = tokens & (tokens.cumsum(-1) > 1)
-        own = drawn if mask_key is None else as_mask(tensordict[mask_key], "get_dist")
-        for name, shape in (("the logits", logits.shape[:-1]), ("the mask", own.shape)):
-            if shape != tokens.shape:
-                raise LeafMismatchError(
-                    f"get_dist: {name} must have the shape of the tokens.",
-                    expected=f"shape {tuple(tokens.shape)}",
-                    got=f"shape {tuple(shape)}",
-                )
+        _check_shape("the logits", logits.shape[:-1], tokens)
+        # A row's first token is not sampled.
+        mask = tokens & (tokens.cumsum(-1) > 1)
+        if mask_key is not None:
+            own = as_mask(tensordict[mask_key], "get_dist")
+            _check_shape("the mask", own.shape, tokens)
+            mask = mask & own
         if as_nested_tensor or (layout is not None and not as_padded_tensor):
-            return NestedCategorical(logits, drawn & own, tokens, layout or torch.jagged)
-        return MaskedCategorical(logits, drawn & own)
+            return NestedCategorical(logits, mask, tokens, layout or torch.jagged)
+        return MaskedCategorical(logits, mask)
 
     # -- generation ---------------------------------------------------------------------------------------------
 
     def _generated(self, td: Any, key: Any) -> dict[str, Any]:
         """Return the outputs of generation, by their kinds."""
         inputs = self._reader.read(td, "prompt")
-        options = self._generation
         count = self._generation.num_return_sequences
-        lead = Size((*td._batch_size, self._samples)) if self._samples else td._batch_size
-        responses = self._draw_rows([row.ids for row in inputs.rows], self._keys(len(inputs.rows) * count, key))
-        prompts = [row for row in inputs.rows for _ in range(count)]
-        values: dict[str, Any] = {"tokens": None, "masks": None, "log_probs": None}
+        keys = self._keys(len(inputs.rows) * count, key)
+        responses = self._draw_rows([row.ids for row in inputs.rows], keys)
+        values = self._generated_tokens(td, inputs, responses)
+        if self.input_mode != "tokens":
+            values |= self._generated_texts(td, inputs, responses)
+        return values
+
+    def _size_of(self, td: Any) -> Size:
+        """Return the batch size of the responses to the prompts of a tree."""
+        if self._samples:
+            return Size((*td._batch_size, self._samples))
+        return td._batch_size
+
+    def _repeated(self, items: Iterable[T]) -> list[T]:
+        """Return an item of each prompt for each of its responses."""
+        return [item for item in items for _ in range(self._generation.num_return_sequences)]
+
+    def _generated_tokens(self, td: Any, inputs: Inputs, responses: list[Response]) -> dict[str, Any]:
+        """Return the tokens, masks and log-probs of prompts with their responses."""
         # A server may give texts alone.
-        if all([each.tokens is not None for each in responses]):
-            log_probs = [each.log_probs for each in responses if each.log_probs is not None]
-            device = self._device_of(td, inputs, log_probs)
-            rows = joined_rows(prompts, responses, options, device)
-            if self.pad_output or not rows:
-                # As wide as the given prompts, whose masks stay in the tree.
-                least = 0
-                if inputs.batch is not None:
-                    least = inputs.batch.ids.shape[1]
-                values |= padded_records(rows, lead, pad=self._pad, least=least)._asdict()
-            else:
-                values |= ragged_records(rows, lead, self.layout)._asdict()
-        if self.input_mode == "tokens":
-            return values
-        whole = reply_texts(self._text_tokenizer, prompts, responses)
-        before = row_texts(self._text_tokenizer, inputs.rows) if inputs.texts is None else inputs.texts
-        before = [text for text in before for _ in range(count)]
+        if any([each.tokens is None for each in responses]):
+            return {"tokens": None, "masks": None, "log_probs": None}
+        lead = self._size_of(td)
+        log_probs = [each.log_probs for each in responses if each.log_probs is not None]
+        device = self._device_of(td, inputs, log_probs)
+        rows = joined_rows(self._repeated(inputs.rows), responses, self._generation, device)
+        if rows and not self.pad_output:
+            return ragged_records(rows, lead, self.layout)._asdict()
+        # As wide as the given prompts, whose masks stay in the tree.
+        least = 0
+        if inputs.batch is not None:
+            least = inputs.batch.ids.shape[1]
+        return padded_records(rows, lead, pad=self._pad, least=least)._asdict()
+
+    def _generated_texts(self, td: Any, inputs: Inputs, responses: list[Response]) -> dict[str, Any]:
+        """Return the texts of prompts with their responses, and for conversations the histories."""
+        lead = self._size_of(td)
+        prompts = self._repeated(inputs.rows)
+        if inputs.texts is None:
+            before = self._repeated(row_texts(self._text_tokenizer, inputs.rows))
+        else:
+            before = self._repeated(inputs.texts)
+        texts = reply_texts(self._text_tokenizer, prompts, responses)
+        values: dict[str, Any] = {}
         if inputs.chats is not None:
-            values["history"] = self._replied(inputs.chats, before, responses, whole, lead)
-        skips = options.skip_special_tokens
-        texts = reply_texts(self._text_tokenizer, prompts, responses, skip_special_tokens=True) if skips else whole
-        full = [a + b for a, b in zip(before, texts, strict=True)]
+            # Templates read the control tokens of replies.
+            values["history"] = self._replied(inputs.chats, before, responses, texts, lead)
+        if self._generation.skip_special_tokens:
+            texts = reply_texts(self._text_tokenizer, prompts, responses, skip_special_tokens=True)
+        full = [prompt + text for prompt, text in zip(before, texts, strict=True)]
         ends = [each.finish_reason for each in responses]
         lists = nest_all(lead, list, prompt=before, response=texts, full=full, finish_reason=ends)
         values["text"] = Text(**lists, batch_size=lead)
@@ -486,14 +529,16 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if self._batcher is None:
             return self.generate_tokens(prompts, options, keys=keys, prompt_log_probs=scored)
         group = ("generate", options, scored)
-        count = options.num_return_sequences
-        if keys is None:
-            own = [None] * len(prompts)
-        else:
-            own = keys.split(count)
-        requests = [(group, prompt, each) for prompt, each in zip(prompts, own, strict=True)]
-        futures = [self._batcher.submit(request, group=group) for request in requests]
-        return [response for future in futures for response in future.result()]
+        own_keys = [None] * len(prompts)
+        if keys is not None:
+            own_keys = keys.split(options.num_return_sequences)
+        futures: list[Future[Any]] = []
+        for prompt, own in zip(prompts, own_keys, strict=True):
+            futures.append(self._batcher.submit((group, prompt, own), group=group))
+        responses: list[Response] = []
+        for future in futures:
+            responses += future.result()
+        return responses
 
     # Any: conversations.
     def _replied(
@@ -501,8 +546,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     ) -> ChatHistory:
         """Return the conversations with their replies to prompts."""
         assert self._template is not None
-        count = self._generation.num_return_sequences
-        given = [chat for chat in chats for _ in range(count)]
+        given = self._repeated(chats)
         messages = reply_messages(self._template, prompts, responses, texts, self._generation.stop_sequences)
         replies, full = with_replies(given, messages)
         parts = nest_all(lead, prompt=given, response=replies, full=full)
@@ -549,7 +593,9 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def get_batching_state(self) -> dict[str, Any]:
         """Return the counts and options of `Batcher.state`, and `batching`."""
-        return {"batching": self.batching, **({} if self._batcher is None else self._batcher.state())}
+        if self._batcher is None:
+            return {"batching": False}
+        return {"batching": True, **self._batcher.state()}
 
     def cleanup_batching(self, *, flush: bool = False) -> "list[Future[Any]]":
         """Empty the queue, and return the futures of the rows that were in it, all done.
@@ -602,12 +648,24 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 def _with_options(cls: type[LLMWrapperBase]) -> inspect.Signature:
     """Return the signature of a class of wrappers, its options by name, as `help` and notebooks show it."""
     own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    given = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    names = {each.name for each in given}
-    options = ()
-    if len(given) < len(own):
-        options = inspect.signature(WrapperOptions).parameters.values()
-    return inspect.Signature([*given, *[each for each in options if each.name not in names]])
+    parameters = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    takes_options = len(parameters) < len(own)
+    if takes_options:
+        names = {each.name for each in parameters}
+        for option in inspect.signature(WrapperOptions).parameters.values():
+            if option.name not in names:
+                parameters.append(option)
+    return inspect.Signature(parameters)
+
+
+def _check_shape(name: str, shape: Size, tokens: Tensor) -> None:
+    """Raise unless logits or a mask have the shape of the tokens."""
+    if shape != tokens.shape:
+        raise LeafMismatchError(
+            f"get_dist: {name} must have the shape of the tokens.",
+            expected=f"shape {tuple(tokens.shape)}",
+            got=f"shape {tuple(shape)}",
+        )
 
 
 LLMWrapperBase.__signature__ = _with_options(LLMWrapperBase)

@@ -61,7 +61,8 @@ class Batcher(Generic[Q, R]):
         max_batch_size: int | None = None,
         timeout_s: float = 10.0,
     ) -> None:
-        if not 1 <= min_batch_size <= (min_batch_size if max_batch_size is None else max_batch_size):
+        is_in_order = max_batch_size is None or min_batch_size <= max_batch_size
+        if not min_batch_size >= 1 or not is_in_order:
             raise error(
                 ValueError,
                 "Batcher: the sizes must be in order.",
@@ -270,15 +271,17 @@ class _Queue:
         oldest = next(iter(self.waiting.values()))
         due_s = oldest.arrived_s + self.timeout_s
         if oldest.arrived_s <= self.hurried_s or due_s <= time.monotonic():
-            group = oldest.group
-        else:
-            full = [group for group, size in self.sizes.items() if size >= self.min_size]
-            if not full:
-                self.changed.wait(min(due_s - time.monotonic(), threading.TIMEOUT_MAX))
-                return []
-            group = full[0]
-        members = (future for future, entry in self.waiting.items() if entry.group == group)
-        entries = [self.waiting[future] for future in itertools.islice(members, self.max_size)]
+            return self._take_group(oldest.group)
+        for group, size in self.sizes.items():
+            if size >= self.min_size:
+                return self._take_group(group)
+        self.changed.wait(min(due_s - time.monotonic(), threading.TIMEOUT_MAX))
+        return []
+
+    def _take_group(self, group: Hashable) -> list[_Entry]:
+        """Remove the oldest requests of a group, and return those that were not cancelled."""
+        members = (entry for entry in self.waiting.values() if entry.group == group)
+        entries = list(itertools.islice(members, self.max_size))
         for entry in entries:
             self._pop(entry.future)
         return [entry for entry in entries if entry.future.set_running_or_notify_cancel()]
@@ -286,11 +289,12 @@ class _Queue:
     def _pop(self, future: "Future[Any]") -> bool:
         """Remove a request, and return True if it waited."""
         entry = self.waiting.pop(future, None)
-        if entry is not None:
-            self.sizes[entry.group] -= 1
-            if not self.sizes[entry.group]:
-                del self.sizes[entry.group]
-        return entry is not None
+        if entry is None:
+            return False
+        self.sizes[entry.group] -= 1
+        if not self.sizes[entry.group]:
+            del self.sizes[entry.group]
+        return True
 
 
 def _serve(queue: _Queue) -> None:
@@ -302,9 +306,9 @@ def _serve(queue: _Queue) -> None:
 def _serve_batch(queue: _Queue) -> bool:
     """Answer one batch; a function of its own, so that no local variable keeps the batcher alive between batches."""
     entries = queue.take()
-    parts = []
-    if entries:
-        parts = [entries]
+    if not entries:
+        return False
+    parts = [entries]
     while parts:
         part = parts.pop()
         outcome = _attempt(part[0].owner._run, [entry.request for entry in part])
@@ -316,7 +320,7 @@ def _serve_batch(queue: _Queue) -> bool:
         else:
             middle = len(part) // 2
             parts += [part[middle:], part[:middle]]
-    return bool(entries)
+    return True
 
 
 def _attempt(run: Callable[[list[Any]], Iterable[Any]], requests: list[Any]) -> list[Any] | BaseException:

@@ -197,18 +197,14 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         params = sampling_options("vLLMWrapper", options)
         rows = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         if options.max_new_tokens == 0:
+            scores: Sequence[Tensor | None] = [None] * len(rows)
             if prompt_log_probs:
                 scores = self.score_tokens(rows)
-            else:
-                scores = [None] * len(rows)
             nothing = nothing_drawn(options)._replace(version=version)
             return [nothing._replace(prompt_log_probs=score) for score in scores]
         if prompt_log_probs:
             params["prompt_logprobs"] = 0
-        if keys is None:
-            seeds = [None] * len(rows)
-        else:
-            seeds = seeds_of(keys)
+        seeds = [None] * len(rows) if keys is None else seeds_of(keys)
         made = self.engine.run(rows, [{**params, "seed": seed} for seed in seeds])
         return [_response(out, options, row.device) for row, out in zip(rows, made, strict=True)]
 
@@ -243,14 +239,19 @@ def _response(out: Any, options: GenerationOptions, device: torch.device) -> Res
     if made.logprobs is not None:
         pairs = zip(made.token_ids, made.logprobs, strict=True)
         log_probs = torch.tensor([each[token].logprob for token, each in pairs], device=device)
-    spans = made.weight_versions
+    prompt_log_probs = None
+    if out.prompt_logprobs is not None:
+        prompt_log_probs = _prompt_log_probs(out).to(device)
+    version = None
+    if made.weight_versions:
+        version = made.weight_versions[-1].version
     return Response(
         torch.tensor(made.token_ids, dtype=torch.int64, device=device),
         made.finish_reason,
         log_probs,
         behaviour=log_probs if options.keeps_raw else None,
-        prompt_log_probs=None if out.prompt_logprobs is None else _prompt_log_probs(out).to(device),
-        version=spans[-1].version if spans else None,
+        prompt_log_probs=prompt_log_probs,
+        version=version,
     )
 
 

@@ -104,11 +104,10 @@ class Reader:
         elif isinstance(record, TensorCollection) and record._is_lazy:
             # Its values follow the dimension of the stack, which need not be the first.
             texts = ragged_values(td, (*path, field)) or []
+        elif td._is_lazy:
+            texts = ragged_values(td, path) or []
         else:
-            if td._is_lazy:
-                texts = ragged_values(td, path) or []
-            else:
-                texts = flat_list(value, len(size))
+            texts = flat_list(value, len(size))
         wrong = [text for text in texts if not isinstance(text, str)]
         if wrong:
             raise LeafMismatchError(
@@ -129,11 +128,16 @@ class Reader:
         path = unravel(self.keys.source)
         value = self._entry(td, field)
         size = td._batch_size
-        if not isinstance(value, History) or len(value._batch_size) != len(size) + 1:
+        wrong = None
+        if not isinstance(value, History):
+            wrong = type(value).__name__
+        elif len(value._batch_size) != len(size) + 1:
+            wrong = f"batch size {list(value._batch_size)}"
+        if wrong is not None:
             raise LeafMismatchError(
                 f"{self.call}: {dotted((*path, field))!r} must be a History with a dimension of messages.",
                 expected=f"batch size {[*size, -1]}",
-                got=f"batch size {list(value._batch_size)}" if isinstance(value, History) else type(value).__name__,
+                got=wrong,
             )
         chats = flat_list(value, len(size))
         return chats, conversations_in(chats)
@@ -144,25 +148,32 @@ class Reader:
         Conversations with replies that keep their ids are these ids; others are as the template renders them.
         """
         assert self.template is not None
-        kept = [any([message.get("token_ids") for message in each.messages]) for each in conversations]
+        kept = [_has_ids(each) for each in conversations]
         plain = [each for each, is_kept in zip(conversations, kept, strict=True) if not is_kept]
-        made = chat_rows(self.tokenizer, self.template.template, plain, generation_prompt=prompts, masks=not prompts)
+        rendered = chat_rows(
+            self.tokenizer, self.template.template, plain, generation_prompt=prompts, masks=not prompts
+        )
         # Of complete rows: log-probs of truncated rows are right without a reply.
         if not prompts:
-            check_masks(made, plain, call=self.call)
-        rest = iter(made)
+            check_masks(rendered, plain, call=self.call)
+        rest = iter(rendered)
         rows: list[EncodedRow] = []
         for conversation, is_kept in zip(conversations, kept, strict=True):
-            if not is_kept:
+            if is_kept:
+                rows.append(self._kept_row(self.template, conversation, prompts=prompts))
+            else:
                 rows.append(next(rest))
-                continue
-            ids, wrote = grown_ids(self.template, conversation, 0, prompts, False)
-            rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64)})
-            if not prompts:
-                rows[-1]["assistant_masks"] = torch.tensor(wrote, dtype=torch.bool)
         if prompts:
             self._check_headers(rows)
         return [_row(self.layout.cut(row)) for row in rows]
+
+    def _kept_row(self, template: TokenTemplate, conversation: Conversation, *, prompts: bool) -> EncodedRow:
+        """Return the ids of a conversation with the ids that its replies were sampled as."""
+        ids, wrote = grown_ids(template, conversation, 0, prompts, False)
+        row: EncodedRow = {"input_ids": torch.tensor(ids, dtype=torch.int64)}
+        if not prompts:
+            row["assistant_masks"] = torch.tensor(wrote, dtype=torch.bool)
+        return row
 
     def _check_headers(self, rows: Sequence[EncodedRow]) -> None:
         """Raise if truncation removes the end of a prompt: without the header of a reply no reply would follow.
@@ -170,15 +181,23 @@ class Reader:
         Raises:
             ValueError: The message has the number of the conversation.
         """
-        cut = [i for i, row in enumerate(rows) if self.layout.cut(row) is not row]
-        if cut and self.layout.truncation_side == "right":
+        if self.layout.truncation_side != "right":
+            return
+        for i, row in enumerate(rows):
+            if self.layout.cut(row) is row:
+                continue
             raise error(
                 ValueError,
-                f"{self.call}: truncation would remove the end of the prompt of conversation {cut[0]}.",
+                f"{self.call}: truncation would remove the end of the prompt of conversation {i}.",
                 expected=f"at most {self.layout.max_length} tokens",
-                got=f"{len(rows[cut[0]]['input_ids'])} tokens, and truncation_side='right'",
+                got=f"{len(row['input_ids'])} tokens, and truncation_side='right'",
                 hint='tokenizer_kwargs={"truncation_side": "left", ...} keeps the end.',
             )
+
+
+def _has_ids(conversation: Conversation) -> bool:
+    """Return True if a reply has the ids that it was sampled as."""
+    return any([message.get("token_ids") for message in conversation.messages])
 
 
 def _row(row: EncodedRow) -> Row:

@@ -63,15 +63,7 @@ class WrapperOptions:
             ImmutableError: `inplace` would write to the given tree.
         """
         check_choice("LLMWrapper: input_mode", self.input_mode, MODES)
-        if self.inplace not in (None, False):
-            raise ImmutableError(
-                "LLMWrapper: inplace must be None or False, because trees are never written to.",
-                expected="td = wrapper(td), a new tree that shares the entries of the given tree",
-                got=f"inplace={self.inplace!r}",
-                hint="wrapper(td, tensordict_out=TensorDict(batch_size=td.batch_size)) has only the outputs."
-                if self.inplace == "empty"
-                else None,
-            )
+        self._check_inplace()
         if self.tokenizer is None and self.input_mode != "tokens":
             raise error(
                 TypeError,
@@ -79,34 +71,59 @@ class WrapperOptions:
                 hint="pass tokenizer=..., or input_mode='tokens'.",
             )
         check_choice("LLMWrapper: layout", self.layout, (None, torch.jagged, torch.strided))
-        sizes = (self.min_batch_size, self.max_batch_size)
-        if self.batching is False and sizes != (None, None):
+        if self.batching is False and self._has_sizes:
             raise error(
                 ValueError,
                 "LLMWrapper: batching=False must come without batch sizes.",
-                got=f"min_batch_size={sizes[0]}, max_batch_size={sizes[1]}",
+                got=f"min_batch_size={self.min_batch_size}, max_batch_size={self.max_batch_size}",
             )
-        known: dict[str, tuple[str, ...]] = {"text": ("add_special_tokens", *CUTS), "tokens": ()}
+        self._check_tokenizer_kwargs()
+
+    def _check_inplace(self) -> None:
+        if self.inplace in (None, False):
+            return
+        hint = None
+        if self.inplace == "empty":
+            hint = "wrapper(td, tensordict_out=TensorDict(batch_size=td.batch_size)) has only the outputs."
+        raise ImmutableError(
+            "LLMWrapper: inplace must be None or False, because trees are never written to.",
+            expected="td = wrapper(td), a new tree that shares the entries of the given tree",
+            got=f"inplace={self.inplace!r}",
+            hint=hint,
+        )
+
+    def _check_tokenizer_kwargs(self) -> None:
+        # Histories pass other names on to the template.
+        names: dict[str, tuple[str, ...]] = {"text": ("add_special_tokens", *CUTS), "tokens": ()}
+        known = names.get(self.input_mode)
         for name in self.tokenizer_kwargs or ():
-            if name in _OWN or name not in known.get(self.input_mode, (name,)):
-                raise error(
-                    ValueError,
-                    f"LLMWrapper: tokenizer_kwargs must not have {name!r} for input_mode={self.input_mode!r}.",
-                    expected=f"some of {known.get(self.input_mode, 'the options of the template')}",
-                    hint="the wrapper chooses the form of ids; pad_output= selects padded or ragged outputs.",
-                )
+            if name not in _OWN and (known is None or name in known):
+                continue
+            raise error(
+                ValueError,
+                f"LLMWrapper: tokenizer_kwargs must not have {name!r} for input_mode={self.input_mode!r}.",
+                expected=f"some of {'the options of the template' if known is None else known}",
+                hint="the wrapper chooses the form of ids; pad_output= selects padded or ragged outputs.",
+            )
+
+    @property
+    def _has_sizes(self) -> bool:
+        return self.min_batch_size is not None or self.max_batch_size is not None
 
     @property
     def batches(self) -> bool:
         """True if requests of several threads run together."""
-        return bool(self.batching) or (self.min_batch_size, self.max_batch_size) != (None, None)
+        return bool(self.batching) or self._has_sizes
 
     @property
     def source(self) -> NestedKey:
         """The key of the input, by default the key of the output of the same kind."""
-        own = {"history": self.history_key, "text": self.text_key, "tokens": self.tokens_key}[self.input_mode]
-        found = own if self.input_key is None else self.input_key
-        return self.input_mode if found is None else found
+        if self.input_key is not None:
+            return self.input_key
+        output: NestedKey | None = getattr(self, f"{self.input_mode}_key")
+        if output is not None:
+            return output
+        return self.input_mode
 
     @property
     def outputs(self) -> dict[str, NestedKey]:

@@ -4,6 +4,7 @@ The names are compared before anything is sent. Afterwards the engine scores a p
 its cache, and the tree scores the same prompt. Until both agree, the engine's label marks its weights as unproven.
 """
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,6 +149,7 @@ def push_tree(
         ConcurrencyError: The engine did not read all leaves, or kept its cache.
     """
     check_choice("push: proof", proof, ("prompt", "full"))
+    is_full = proof == "full"
     leaves, buffers = _leaves_of(tree, own_buffers, lm.apply.module)
     if key is None:
         key = random.key(int.from_bytes(os.urandom(7), "big"))
@@ -157,14 +159,39 @@ def push_tree(
     # The tree scores one token more.
     if lm.max_length is not None:
         length = min(length, lm.max_length - 1)
-    prompts = draw_prompts(key, vocabulary, length, whole=proof == "full")
+    prompts = draw_prompts(key, vocabulary, length, whole=is_full)
     # The cache now has this prompt under the present weights. If it were kept, the verification would fail.
     engine.probe(prompts[0])
     engine.set_label(_UNPROVEN + version)
+    digests = _send(engine, leaves)
+    difference = max([_difference(lm, tree, buffers, ids, engine.probe(ids)) for ids in prompts])
+    # A NaN is above every tolerance.
+    if not difference <= tolerance:
+        raise error(
+            ValueError,
+            "push: the engine and the tree must have the same log-probs.",
+            expected=f"a difference of at most {tolerance} nats on {sum(map(len, prompts))} tokens",
+            got=f"{difference:.3g}, key={key.tolist()}",
+            hint="push again; until then the engine generates nothing. For 16 bits pass a larger tolerance=.",
+        )
+    unread = None
+    if is_full:
+        found = _unread(lm, tree, buffers, prompts)
+        unread = {name: places for name, places in found.items() if name in leaves}
+    engine.set_label(version)
+    return Push(version, digests, difference, unread)
+
+
+def _send(engine: AbstractEngine, leaves: dict[str, Tensor]) -> dict[str, str]:
+    """Send leaves to an engine that drops its cache, and return their digests.
+
+    Raises:
+        ConcurrencyError: The engine did not read all leaves, or kept its cache.
+    """
     digests: dict[str, str] = {}
     engine.load(_digested(leaves, digests))
-    if len(digests) < len(leaves):
-        left = [name for name in leaves if name not in digests]
+    left = [name for name in leaves if name not in digests]
+    if left:
         raise ConcurrencyError(
             f"push: the engine must read every leaf; it left {left[0]!r}.",
             expected=f"{len(leaves)} leaves",
@@ -177,20 +204,7 @@ def push_tree(
             got="a refusal: requests may be running",
             hint="push between requests.",
         )
-    difference = max([_difference(lm, tree, buffers, ids, engine.probe(ids)) for ids in prompts])
-    if not difference <= tolerance:
-        raise error(
-            ValueError,
-            "push: the engine and the tree must have the same log-probs.",
-            expected=f"a difference of at most {tolerance} nats on {sum(map(len, prompts))} tokens",
-            got=f"{difference:.3g}, key={key.tolist()}",
-            hint="push again; until then the engine generates nothing. For 16 bits pass a larger tolerance=.",
-        )
-    unread = None
-    if proof == "full":
-        unread = {name: rows for name, rows in _unread(lm, tree, buffers, prompts).items() if name in leaves}
-    engine.set_label(version)
-    return Push(version, digests, difference, unread)
+    return digests
 
 
 def draw_prompts(key: Tensor, vocabulary: int, length: int, *, whole: bool) -> list[Tensor]:
@@ -202,31 +216,19 @@ def draw_prompts(key: Tensor, vocabulary: int, length: int, *, whole: bool) -> l
     ids = random.permutation(key.cpu(), vocabulary)
     ids = torch.cat([ids[-1:], ids])
     step = max(length, 2) - 1
-    return [ids[at : at + step + 1] for at in range(0, vocabulary if whole else 1, step)]
+    end = vocabulary if whole else 1
+    return [ids[at : at + step + 1] for at in range(0, end, step)]
 
 
 # Any: trees, and a module of transformers.
 def _leaves_of(tree: Any, own_buffers: Any, module: Any) -> tuple[dict[str, Tensor], Any]:
     """Return the leaves of a tree by the names of the model's state_dict, and the buffers that it lacks."""
     shapes = {name: leaf.shape for name, leaf in module.state_dict().items()}
-    is_tied = getattr(module.config, "tie_word_embeddings", False)
-    tied = []
-    if is_tied:
-        tied = list(getattr(module, "_tied_weights_keys", None) or [])
     flat = {dotted(path): leaf for path, leaf in iter_leaves(tree)}
     # A tree may also have the buffers, some of which checkpoints contain.
     own = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    held = all([name in flat for name in own])
     leaves = {name: leaf for name, leaf in flat.items() if name in shapes or name not in own}
-    missing = [name for name in shapes if name not in leaves and name not in tied]
-    unknown = [name for name in leaves if name not in shapes]
-    for names, text in ((missing, "lacks"), (unknown, "has the unknown")):
-        if names:
-            raise TreeStructureError(
-                f"push: the tree {text} {names[0]!r}.",
-                expected=f"the {len(shapes)} names of the engine's model",
-                got=f"{len(leaves)} leaves, {len(missing)} missing, {len(unknown)} unknown; nothing was sent",
-            )
+    _check_names(leaves, shapes, _tied_names(module))
     for name, leaf in leaves.items():
         if leaf.shape != shapes[name]:
             raise TreeStructureError(
@@ -234,7 +236,37 @@ def _leaves_of(tree: Any, own_buffers: Any, module: Any) -> tuple[dict[str, Tens
                 expected=list(shapes[name]),
                 got=f"{list(leaf.shape)}; nothing was sent",
             )
-    return leaves, None if held else own_buffers
+    has_buffers = own <= flat.keys()
+    return leaves, None if has_buffers else own_buffers
+
+
+# Any: a module of transformers.
+def _tied_names(module: Any) -> list[str]:
+    """Return the names in a model's state_dict that a tree may leave out, since they are tied to others."""
+    if not getattr(module.config, "tie_word_embeddings", False):
+        return []
+    return list(getattr(module, "_tied_weights_keys", None) or [])
+
+
+def _check_names(leaves: dict[str, Tensor], shapes: dict[str, torch.Size], tied: list[str]) -> None:
+    """Raise unless leaves have the names of the model.
+
+    Raises:
+        TreeStructureError: A name is missing or unknown.
+    """
+    missing = [name for name in shapes if name not in leaves and name not in tied]
+    unknown = [name for name in leaves if name not in shapes]
+    if missing:
+        text = f"lacks {missing[0]!r}"
+    elif unknown:
+        text = f"has the unknown {unknown[0]!r}"
+    else:
+        return
+    raise TreeStructureError(
+        f"push: the tree {text}.",
+        expected=f"the {len(shapes)} names of the engine's model",
+        got=f"{len(leaves)} leaves, {len(missing)} missing, {len(unknown)} unknown; nothing was sent",
+    )
 
 
 def _digested(leaves: Mapping[str, Tensor], digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -252,41 +284,58 @@ def _difference(lm: CausalLM, tree: Any, buffers: Any, ids: Tensor, found: Probe
     # One more place, at which the candidates continue the prompt.
     row = torch.cat([ids, ids[:1]]).to(device)
     count = len(found.candidates)
-    at = torch.cat([ids.unsqueeze(1).expand(-1, count), found.candidates.unsqueeze(0)]).to(device)
+    repeated = ids.unsqueeze(1).expand(-1, count)
+    at = torch.cat([repeated, found.candidates.unsqueeze(0)]).to(device)
     with torch.no_grad():
-        own = score_ids(lm, tree, row.unsqueeze(0), buffers=buffers, at=at.unsqueeze(0)).log_probs[0].cpu()
-    gaps = torch.cat([own[1:-1, 0] - found.log_probs[1:], own[-1] - found.next_log_probs])
+        scores = score_ids(lm, tree, row.unsqueeze(0), buffers=buffers, at=at.unsqueeze(0))
+    own = scores.log_probs[0].cpu()
+    of_prompt = own[1:-1, 0] - found.log_probs[1:]
+    of_next = own[-1] - found.next_log_probs
+    gaps = torch.cat([of_prompt, of_next])
     return gaps.abs().nan_to_num(torch.inf).max().item()
 
 
 # Any: trees.
 def _unread(lm: CausalLM, tree: Any, buffers: Any, prompts: Sequence[Tensor]) -> dict[str, list[int]]:
     """Return the places along the first dimension of leaves that no log-prob of prompts depends on, by name."""
-    own = tree.apply(lambda leaf: leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf)
+    own = tree.apply(_with_gradient)
+    # True at the places that were read.
     read: dict[str, Tensor] = {}
-
-    def watch(name: str, leaf: Tensor) -> None:
-        def note(leaf: Tensor) -> None:
-            # A leaf that was read without a gradient, such as a buffer of positions, has none.
-            if leaf.grad is not None:
-                read[name] |= (leaf.grad != 0).reshape(len(read[name]), -1).any(1).cpu()
-            # One gradient exists at a time.
-            leaf.grad = None
-
-        read[name] = torch.zeros(leaf.shape[0] if leaf.dim() else 1, dtype=torch.bool)
-        leaf.register_post_accumulate_grad_hook(note)
-
     # Tied leaves come once.
     for path, leaf in zip(own.paths(), own.leaves(), strict=True):
         if leaf.requires_grad:
-            watch(".".join(path), leaf)
+            name = ".".join(path)
+            read[name] = torch.zeros(leaf.shape[0] if leaf.dim() else 1, dtype=torch.bool)
+            leaf.register_post_accumulate_grad_hook(functools.partial(_note_gradient, read[name]))
     module: Any = lm.apply.module
     for name, each in module.named_modules():
+        weight = f"{name}.weight"
         # torch gives the embedding of a pad no gradient, though it is read.
-        if isinstance(each, torch.nn.Embedding) and each.padding_idx is not None and f"{name}.weight" in read:
-            read[f"{name}.weight"][each.padding_idx] = True
+        if isinstance(each, torch.nn.Embedding) and each.padding_idx is not None and weight in read:
+            read[weight][each.padding_idx] = True
+    device = next(iter(tree.leaves())).device
     with torch.enable_grad():
         for ids in prompts:
-            row = torch.cat([ids, ids[:1]]).to(next(iter(tree.leaves())).device)
+            row = torch.cat([ids, ids[:1]]).to(device)
             score_ids(lm, own, row.unsqueeze(0), buffers=buffers).log_probs.sum().backward()
-    return {name: (~each).nonzero().flatten().tolist() for name, each in read.items() if not each.all()}
+    unread: dict[str, list[int]] = {}
+    for name, places in read.items():
+        if not places.all():
+            unread[name] = (~places).nonzero().flatten().tolist()
+    return unread
+
+
+def _with_gradient(leaf: Tensor) -> Tensor:
+    """Return a leaf that collects a gradient, if it can have one."""
+    if leaf.is_floating_point():
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def _note_gradient(read: Tensor, leaf: Tensor) -> None:
+    """Mark the places along the first dimension of a leaf that have a gradient, and drop the gradient."""
+    # A leaf that was read without a gradient, such as a buffer of positions, has none.
+    if leaf.grad is not None:
+        read |= (leaf.grad != 0).reshape(len(read), -1).any(1).cpu()
+    # One gradient exists at a time.
+    leaf.grad = None

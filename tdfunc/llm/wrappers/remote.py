@@ -7,7 +7,7 @@ endpoint is vLLM's `/inference/v1/generate` if the server has it, otherwise `/v1
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,12 +67,13 @@ class RemoteEngine(AbstractEngine):
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights with a new folder."""
-        call: dict[str, Any] = {"method": "reload_weights"}
-        send_by_folder(
-            weights,
-            self.folder,
-            lambda place: self._ask("/collective_rpc", {**call, "kwargs": {"weights_path": place}}, len),
-        )
+
+        def reload(place: str) -> int:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": place}}
+            # Any list is an answer.
+            return self._ask("/collective_rpc", call, len)
+
+        send_by_folder(weights, self.folder, reload)
 
     def reset_cache(self) -> bool:
         """Drop cached prefixes."""
@@ -90,9 +91,13 @@ class RemoteEngine(AbstractEngine):
     def limits(self) -> tuple[int, int]:
         """Return the number of ids, and the length of a prompt of more than a block of the cache."""
         name = self.wrapper.model
-        longest: int = self._ask(
-            "/v1/models", None, lambda answer: {each["id"]: each["max_model_len"] for each in answer["data"]}[name]
-        )
+
+        # Any: JSON.
+        def read(answer: Any) -> int:
+            lengths = {each["id"]: each["max_model_len"] for each in answer["data"]}
+            return lengths[name]
+
+        longest = self._ask("/v1/models", None, read)
         return self.vocabulary, min(longest - 1, PROMPT)
 
     def probe(self, ids: Tensor) -> Probe:
@@ -242,17 +247,13 @@ class RemoteWrapper(LLMWrapperBase):
         if options.max_new_tokens == 0:
             found = [nothing_drawn(options)] * len(rows)
         else:
-            if keys is None:
-                seeds = [None] * len(rows)
-            else:
-                seeds = seeds_of(keys)
-            found = self._server.each(
-                lambda job: self._request_response(*job, options), list(zip(range(len(rows)), rows, seeds, strict=True))
-            )
-        if prompt_log_probs and options.logprobs:
-            scores = [score for score in self.score_tokens(prompts) for _ in range(count)]
-            found = [each._replace(prompt_log_probs=score) for each, score in zip(found, scores, strict=True)]
-        return found
+            seeds = [None] * len(rows) if keys is None else seeds_of(keys)
+            jobs = list(zip(range(len(rows)), rows, seeds, strict=True))
+            found = self._server.each(lambda job: self._request_response(*job, options), jobs)
+        if not (prompt_log_probs and options.logprobs):
+            return found
+        scores = [score for score in self.score_tokens(prompts) for _ in range(count)]
+        return [each._replace(prompt_log_probs=score) for each, score in zip(found, scores, strict=True)]
 
     # Any: a random key or a seed, of which nothing is drawn.
     def score_tokens(self, rows: Sequence[Tensor], *, training: bool = False, rng: Any = None) -> list[Tensor]:
@@ -265,9 +266,8 @@ class RemoteWrapper(LLMWrapperBase):
         if training:
             raise UnsupportedError("RemoteWrapper: a server has no dropout.", got="training=True")
         self._check_proven()
-        return self._server.each(
-            lambda job: self._request_scores(*job), [(i, row.tolist()) for i, row in enumerate(rows)]
-        )
+        jobs = [(i, row.tolist()) for i, row in enumerate(rows)]
+        return self._server.each(lambda job: self._request_scores(*job), jobs)
 
     def _check_proven(self) -> None:
         if self._engine is not None:
@@ -305,16 +305,17 @@ class RemoteWrapper(LLMWrapperBase):
         if len(ids) < 2:
             return torch.zeros(len(ids))
         where = f"RemoteWrapper: row {index}"
+        body = {"model": self.model, "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0, **_WITH_IDS}
         # The sampling options matter to servers that return log-probs after temperature and truncation.
-        body = {"model": self.model, "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
-        body |= {**_WITH_IDS, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        body |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
         def read(chunks: list[Any]) -> Tensor | None:
             choices = _choices(chunks)
             if not _check_prompt(choices, ids):
                 return None
-            # A server may generate although no token is requested.
-            return _log_probs([(0.0, None), *_labelled(choices)[1 : len(ids)]], ids)
+            # A server may generate although no token is requested. The first token has no log-prob.
+            rest = _labelled(choices)[1 : len(ids)]
+            return _log_probs([_Labelled(0.0, None), *rest], ids)
 
         found = self._server.request(_COMPLETIONS, body, read, where=where)
         if found is None:
@@ -332,32 +333,16 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
         RemoteError: The response has no end, or was aborted.
     """
     choices = _choices(chunks)
-    reason = next((choice["finish_reason"] for choice in choices if choice.get("finish_reason")), None)
-    if reason not in ("stop", "length"):
-        raise RemoteError(
-            f"{where}: the response must be complete.",
-            expected="finish_reason 'stop' or 'length'",
-            got="none, because the stream ended early" if reason is None else repr(reason),
-        )
+    reason = _finish_reason(choices, where)
     _check_prompt(choices, ids)
-    texts = [choice["text"] for choice in choices if choice.get("text") is not None]
-    text = None
-    if texts:
-        text = "".join(texts)
-    parts = [choice.get("token_ids") for choice in choices]
-    if None in parts:
-        if any([part is not None for part in parts]):
-            raise ValueError("token ids of only a part of the response")
+    text = _text(choices)
+    tokens = _tokens(choices)
+    if tokens is None:
         if text is None:
             raise ValueError("neither token ids nor a text")
         return Response(None, reason, text=text)
-    tokens = [token for part in parts for token in part]
-    wrong = [token for token in tokens if type(token) is not int or token < 0]
-    if wrong or len(tokens) > (options.max_new_tokens or 0):
-        raise ValueError(f"{wrong[0]!r} as a token" if wrong else f"{len(tokens)} tokens of {options.max_new_tokens}")
-    spans = [str(span["version"]) for choice in choices for span in choice.get("weight_versions") or ()]
-    for label in spans:
-        proven_label(label)
+    _check_tokens(tokens, options.max_new_tokens or 0)
+    version = _version(choices)
     log_probs = None
     if options.logprobs:
         log_probs = _log_probs(_labelled(choices), tokens)
@@ -367,8 +352,78 @@ def _read(chunks: list[Any], ids: list[int], options: GenerationOptions, where: 
         log_probs,
         behaviour=log_probs if options.keeps_raw else None,
         text=text,
-        version="+".join(dict.fromkeys(spans)) or None,
+        version=version,
     )
+
+
+# Any: JSON.
+def _finish_reason(choices: list[Any], where: str) -> Literal["stop", "length"]:
+    """Return the end of a response.
+
+    Raises:
+        RemoteError: The response has no end, or was aborted.
+    """
+    reason = next((choice["finish_reason"] for choice in choices if choice.get("finish_reason")), None)
+    if reason in ("stop", "length"):
+        return reason
+    raise RemoteError(
+        f"{where}: the response must be complete.",
+        expected="finish_reason 'stop' or 'length'",
+        got="none, because the stream ended early" if reason is None else repr(reason),
+    )
+
+
+# Any: JSON.
+def _text(choices: list[Any]) -> str | None:
+    """Return the text of a response, or None without one."""
+    texts = [choice["text"] for choice in choices if choice.get("text") is not None]
+    return "".join(texts) if texts else None
+
+
+# Any: JSON.
+def _tokens(choices: list[Any]) -> list[Any] | None:
+    """Return the token ids of a response; None if the server returns none.
+
+    Raises:
+        ValueError: Only some parts of a stream have ids.
+    """
+    parts = [choice.get("token_ids") for choice in choices]
+    if all([part is None for part in parts]):
+        return None
+    if None in parts:
+        raise ValueError("token ids of only a part of the response")
+    return [token for part in parts for token in part]
+
+
+# Any: JSON.
+def _check_tokens(tokens: list[Any], limit: int) -> None:
+    """Raise unless tokens are ids, and not more than were asked for.
+
+    Raises:
+        ValueError: The message has the first wrong token, or the numbers.
+    """
+    for token in tokens:
+        # A bool is an int of Python.
+        if type(token) is not int or token < 0:
+            raise ValueError(f"{token!r} as a token")
+    if len(tokens) > limit:
+        raise ValueError(f"{len(tokens)} tokens of {limit}")
+
+
+# Any: JSON.
+def _version(choices: list[Any]) -> str | None:
+    """Return the versions of the weights that sampled a response, joined by "+"; None if the server returns none.
+
+    Raises:
+        ConcurrencyError: A part of the response was sampled from weights whose push has not ended, or failed.
+    """
+    labels: list[str] = []
+    for choice in choices:
+        for span in choice.get("weight_versions") or ():
+            labels.append(str(span["version"]))
+    for label in labels:
+        proven_label(label)
+    return "+".join(dict.fromkeys(labels)) or None
 
 
 def _choices(chunks: list[Any]) -> list[Any]:
@@ -378,25 +433,38 @@ def _choices(chunks: list[Any]) -> list[Any]:
         ValueError: They belong to several responses.
     """
     found = [choice for chunk in chunks for choice in chunk["choices"]]
-    if any([choice.get("index", 0) for choice in found]) or any([len(chunk["choices"]) > 1 for chunk in chunks]):
+    has_index = any([choice.get("index", 0) for choice in found])
+    has_several = any([len(chunk["choices"]) > 1 for chunk in chunks])
+    if has_index or has_several:
         raise ValueError("several responses in place of one")
     return found
 
 
-def _labelled(choices: list[Any]) -> list[tuple[float, int | None]]:
-    """Return the log-probs of the tokens, and their ids if the server returns them, in the form of either endpoint.
+class _Labelled(NamedTuple):
+    """A log-prob, and the id of its token if the server returns it."""
+
+    log_prob: float
+    token: int | None
+
+
+# Any: JSON.
+def _labelled(choices: list[Any]) -> list[_Labelled]:
+    """Return the log-probs of the tokens, in the form of either endpoint.
 
     Raises:
         ValueError: The numbers of names and log-probs differ.
     """
-    found: list[tuple[float, int | None]] = []
-    for part in [choice.get("logprobs") or {} for choice in choices]:
+    found: list[_Labelled] = []
+    for choice in choices:
+        part = choice.get("logprobs") or {}
         values = part.get("token_logprobs")
         if values:
-            found += zip(values, map(_id_of, part.get("tokens") or [None] * len(values)), strict=True)
-        else:
-            entries = part.get("content") or ()
-            found += [(entry["logprob"], _id_of(entry.get("token_id", entry.get("token")))) for entry in entries]
+            names = part.get("tokens") or [None] * len(values)
+            found += [_Labelled(value, _id_of(name)) for value, name in zip(values, names, strict=True)]
+            continue
+        for entry in part.get("content") or ():
+            name = entry.get("token_id", entry.get("token"))
+            found.append(_Labelled(entry["logprob"], _id_of(name)))
     return found
 
 
@@ -410,25 +478,24 @@ def _id_of(name: Any) -> int | None:
     return name
 
 
-def _log_probs(pairs: list[tuple[float, int | None]], tokens: list[int]) -> Tensor:
+def _log_probs(labelled: list[_Labelled], tokens: list[int]) -> Tensor:
     """Return the log-probs of tokens.
 
     Raises:
         ValueError: Their number or their tokens differ, or a value is not a log-prob.
     """
-    values = [value for value, _ in pairs]
-    # A list of one number would make a tensor of another shape.
-    wrong = [value for value in values if type(value) not in (int, float)]
-    if wrong:
-        raise ValueError(f"{str(wrong[0])[:80]!r} as a log-prob")
+    values = [each.log_prob for each in labelled]
+    for value in values:
+        # A list of one number would make a tensor of another shape.
+        if type(value) not in (int, float):
+            raise ValueError(f"{str(value)[:80]!r} as a log-prob")
     found = torch.tensor(values, dtype=torch.float32)
-    if len(pairs) != len(tokens) or not bool((found <= _ROUNDING).all()):
-        raise ValueError(
-            f"{len(pairs)} log-probs of {len(tokens)} tokens, the largest {max(found.tolist(), default=0)}"
-        )
-    for (_, name), token in zip(pairs, tokens, strict=True):
-        if name not in (None, token):
-            raise ValueError(f"a log-prob of token {name} in the place of {token}")
+    if len(values) != len(tokens) or not bool((found <= _ROUNDING).all()):
+        largest = max(found.tolist(), default=0)
+        raise ValueError(f"{len(values)} log-probs of {len(tokens)} tokens, the largest {largest}")
+    for each, token in zip(labelled, tokens, strict=True):
+        if each.token not in (None, token):
+            raise ValueError(f"a log-prob of token {each.token} in the place of {token}")
     return found.masked_fill(found <= _LOWEST, -math.inf)
 
 

@@ -19,13 +19,19 @@ def reply_texts(
     tokenizer: Any, prompts: Sequence[Row], responses: Sequence[Response], *, skip_special_tokens: bool = False
 ) -> list[str]:
     """Return the texts of responses as they follow their prompts; for responses without tokens the backend's text."""
-    with_ids = [i for i, each in enumerate(responses) if each.tokens is not None]
-    texts = {i: each.text or "" for i, each in enumerate(responses) if each.tokens is None}
-    before = [prompts[i].ids[-CONTEXT:].tolist() for i in with_ids]
-    found = [each.tokens.tolist() for each in responses if each.tokens is not None]
-    decoded = texts_behind(tokenizer, before, found, skip_special_tokens=skip_special_tokens)
-    texts |= zip(with_ids, decoded, strict=True)
-    return [texts[i] for i in range(len(responses))]
+    texts = [each.text or "" for each in responses]
+    places: list[int] = []
+    before: list[list[int]] = []
+    ids: list[list[int]] = []
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if response.tokens is not None:
+            places.append(i)
+            before.append(prompt.ids[-CONTEXT:].tolist())
+            ids.append(response.tokens.tolist())
+    decoded = texts_behind(tokenizer, before, ids, skip_special_tokens=skip_special_tokens)
+    for i, text in zip(places, decoded, strict=True):
+        texts[i] = text
+    return texts
 
 
 def reply_messages(
@@ -44,21 +50,30 @@ def reply_messages(
         texts: Their texts, control tokens included.
         stops: The stop sequences.
     """
-    all_ids = [[] if each.tokens is None else each.tokens.tolist() for each in responses]
-    ended = [each.finish_reason == "stop" for each in responses]
-    contents = [
-        without_end(template, ids, text) if end else text for ids, text, end in zip(all_ids, texts, ended, strict=True)
-    ]
-    parsed = [template.template.parse_after(*each) for each in zip(prompts, contents, strict=True)]
     found: list[Message] = []
-    for response, ids, text, content, message in zip(responses, all_ids, texts, contents, parsed, strict=True):
-        reason: str = response.finish_reason
-        if reason == "stop" and content == text and any([stop in text for stop in stops]):
-            reason = "stop_string"
-        if message.get("tool_calls") and reason == "stop":
-            reason = "tool_calls"
-        own = {}
-        if ids:
-            own = {"token_ids": ids}
-        found.append(message | {"finish_reason": reason, "is_complete": reason != "length"} | own)
+    for prompt, response, text in zip(prompts, responses, texts, strict=True):
+        found.append(_reply_message(template, prompt, response, text, stops))
     return found
+
+
+def _reply_message(
+    template: TokenTemplate, prompt: str, response: Response, text: str, stops: Sequence[str]
+) -> Message:
+    """Return the message of one response; arguments as for `reply_messages`."""
+    ids = []
+    if response.tokens is not None:
+        ids = response.tokens.tolist()
+    content = text
+    if response.finish_reason == "stop":
+        content = without_end(template, ids, text)
+    message = template.template.parse_after(prompt, content)
+    reason: str = response.finish_reason
+    # Without an end of turn in it, something else ended the response.
+    if reason == "stop" and content == text and any([stop in text for stop in stops]):
+        reason = "stop_string"
+    if message.get("tool_calls") and reason == "stop":
+        reason = "tool_calls"
+    message = message | {"finish_reason": reason, "is_complete": reason != "length"}
+    if ids:
+        return message | {"token_ids": ids}
+    return message

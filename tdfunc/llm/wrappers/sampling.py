@@ -31,7 +31,6 @@ def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
         )
     if options.max_new_tokens is None:
         raise error(ValueError, "generate: max_new_tokens must be given.")
-    ends = options.eos_token_ids
     found: dict[str, Any] = {
         "max_tokens": options.max_new_tokens,
         "min_tokens": options.min_new_tokens,
@@ -43,15 +42,18 @@ def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop": list(options.stop_sequences),
-        "stop_token_ids": [*options.stop_token_ids, *(ends or ())],
-        "ignore_eos": ends is not None,
+        "stop_token_ids": list(options.stop_token_ids),
+        # The tokens of the options take the place of the model's own.
+        "ignore_eos": options.eos_token_ids is not None,
         # Stop sequences are looked for in the whole text, and texts are whole where there are no ids.
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }
+    if options.eos_token_ids is not None:
+        found["stop_token_ids"] += options.eos_token_ids
     if options.logprobs:
-        return {**found, "logprobs": 0}
+        found["logprobs"] = 0
     return found
 
 

@@ -66,11 +66,14 @@ class Server:
 
         if self._client is None or self._pid != os.getpid():
             options = self.options
-            count = self.options.max_concurrency
+            headers: dict[str, str] = {}
+            if options.api_key is not None:
+                headers["Authorization"] = f"Bearer {options.api_key}"
             seconds = None if options.timeout_s == math.inf else options.timeout_s
+            count = options.max_concurrency
             self._client = httpx2.Client(
                 base_url=options.base_url.rstrip("/").removesuffix("/v1"),
-                headers={} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"},
+                headers=headers,
                 # Requests beyond the limit wait for a connection for as long as it takes.
                 timeout=httpx2.Timeout(seconds, pool=None),
                 limits=httpx2.Limits(max_connections=count, max_keepalive_connections=count),
@@ -118,10 +121,12 @@ class Server:
         backoff = tenacity.wait_random_exponential(self.options.backoff_s, max=_LONGEST_WAIT_S)
 
         def pause(state: tenacity.RetryCallState) -> float:
-            given: float | None = getattr(state.outcome and state.outcome.exception(), "retry_after_s", None)
-            if given is None:
-                return backoff(state)
-            return given
+            failure = None
+            if state.outcome is not None:
+                failure = state.outcome.exception()
+            if isinstance(failure, RemoteError) and failure.retry_after_s is not None:
+                return failure.retry_after_s
+            return backoff(state)
 
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self.options.max_retries + 1),
@@ -146,9 +151,9 @@ class Server:
 
         watch = _Watch(where, self.options.timeout_s)
         method = "GET" if body is None else "POST"
-        with self._connect().stream(
-            method, path, json={**body, "stream": True} if body and stream else body
-        ) as response:
+        if body and stream:
+            body = {**body, "stream": True}
+        with self._connect().stream(method, path, json=body) as response:
             watch.hear()
             kind = {"Content-Type": response.headers.get("Content-Type", "")}
             watched = httpx2.Response(200, headers=kind, content=watch.parts(response), request=response.request)
@@ -162,12 +167,7 @@ class Server:
                 watch.hear()
                 events.append(event.data)
                 watch.check_count(len(events), tokens)
-        objects = [httpx2.Response(200, text=event).json() for event in events if event != "[DONE]"]
-        for each in objects:
-            # The status was sent before the failure.
-            if "error" in each:
-                raise _failure(each, where)
-        return objects
+        return _objects(events, where)
 
     def each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return the results of calls that run at the same time; the first error cancels those that have not begun."""
@@ -181,6 +181,24 @@ class Server:
             return [future.result() for future in failed or futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+# Any: JSON.
+def _objects(events: list[str], where: str) -> list[Any]:
+    """Return the objects of a stream.
+
+    Raises:
+        RemoteError: One of them reports a failure.
+    """
+    import httpx2
+
+    # The last event of a stream is not JSON.
+    objects = [httpx2.Response(200, text=event).json() for event in events if event != "[DONE]"]
+    for each in objects:
+        # The status was sent before the failure.
+        if "error" in each:
+            raise _failure(each, where)
+    return objects
 
 
 class _Watch:
@@ -229,8 +247,10 @@ def _may_pass(err: BaseException) -> bool:
     if isinstance(err, RemoteError):
         if (err.retry_after_s or 0) > _LONGEST_WAIT_S:
             return False
+        status = err.status or 0
         # 501 means an endpoint that the server will not have a moment later.
-        return err.status in (408, 429) or (err.status or 0) >= 500 and err.status != 501
+        is_of_server = status >= 500 and status != 501
+        return is_of_server or status in (408, 429)
     own = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.SSEError)
     return isinstance(err, httpx2.TransportError) and not isinstance(err, own)
 
@@ -241,9 +261,10 @@ def _refusal(response: "httpx2.Response", content: bytes, where: str) -> RemoteE
     hint = None
     if retry_after_s is not None and retry_after_s > _LONGEST_WAIT_S:
         hint = f"the server asks to wait {retry_after_s:.0f} s; waits of more than {_LONGEST_WAIT_S:.0f} s are yours."
+    text = content[:2000].decode(errors="replace")[:500]
     err = RemoteError(
         f"{where}: {response.request.url} must accept the request.",
-        got=f"{response.status_code} {response.reason_phrase}: {content[:2000].decode(errors='replace')[:500]}",
+        got=f"{response.status_code} {response.reason_phrase}: {text}",
         hint=hint,
     )
     err.status = response.status_code
@@ -262,10 +283,9 @@ def _retry_after_s(response: "httpx2.Response") -> float | None:
 # Any: JSON.
 def _failure(event: dict[str, Any], where: str) -> RemoteError:
     """Return the error of a stream that reports one."""
-    if isinstance(event["error"], dict):
-        found = event["error"]
-    else:
-        found = {"message": event["error"]}
+    found = event["error"]
+    if not isinstance(found, dict):
+        found = {"message": found}
     err = RemoteError(f"{where}: the stream must end with a response.", got=found.get("message"))
     code = found.get("code")
     err.status = code if isinstance(code, int) else None

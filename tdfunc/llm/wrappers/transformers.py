@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +69,12 @@ class TransformersWrapper(LLMWrapperBase):
     # Any: a tree.
     def _with_params(self, params: Any) -> "Self":
         new = self._shell()
-        own = split(params)[1]
         # Rows of other threads have other parameters.
         new._batcher = None
-        new._trees = params, None if own.leaves() else split(from_module(self.model))[1]
+        buffers = None
+        if not split(params)[1].leaves():
+            buffers = split(from_module(self.model))[1]
+        new._trees = params, buffers
         return new
 
     # Any: trees of parameters and buffers.
@@ -91,12 +93,14 @@ class TransformersWrapper(LLMWrapperBase):
     ) -> list[Response]:
         """Return the responses of the model, as `AbstractBackend` describes."""
         params, buffers, device = self._tree()
+        if keys is not None:
+            keys = keys.to(device)
         return generate_tokens(
             self.lm,
             params,
             [row.to(device) for row in prompts],
             options,
-            keys=None if keys is None else keys.to(device),
+            keys=keys,
             buffers=buffers,
             tokenizer=self._text_tokenizer,
             prompt_log_probs=prompt_log_probs,
@@ -135,28 +139,46 @@ class _Prepared:
     def of(self, model: nn.Module) -> CausalLM:
         """Return the `CausalLM` of a model."""
         made = self._made
-        # The second has the tokens that end a response.
-        found = [getattr(model, name, None) for name in ("config", "generation_config")]
-        settings = [vars(each) for each in found if each is not None]
         # Dynamo would guard each attribute, so that it uses the value as it is.
-        if made is None or not (is_compiling() or made[1] == (_modules(model), settings)):
-            self._made = made = causal_lm(model, copy=False)[0], (_modules(model), copy.deepcopy(settings))
+        if made is not None and is_compiling():
+            return made[0]
+        settings = _settings(model)
+        if made is None or made[1] != (_modules(model), settings):
+            lm, _, _ = causal_lm(model, copy=False)
+            # The settings belong to the model, which may change them.
+            made = lm, (_modules(model), copy.deepcopy(settings))
+            self._made = made
         return made[0]
 
 
 # Any: attributes and hooks.
-def _modules(model: nn.Module) -> list[tuple[Any, ...]]:
+class _Module(NamedTuple):
+    """The description of one module."""
+
+    path: str
+    kind: type
+    attributes: dict[str, Any]
+    hooks: list[Any]
+
+
+def _settings(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the attributes of a model's configurations."""
+    # The second has the tokens that end a response.
+    found = [getattr(model, name, None) for name in ("config", "generation_config")]
+    return [vars(each) for each in found if each is not None]
+
+
+def _modules(model: nn.Module) -> list[_Module]:
     """Return the classes, hooks, and attributes of the modules that are plain values or functions."""
-    return [
-        (
-            path,
-            type(module),
-            {
-                name: value
-                for name, value in module.__dict__.items()
-                if (type(value) in _PLAIN or callable(value)) and name != "training"
-            },
-            [hook for hooks in _HOOKS for hook in module.__dict__[hooks].values()],
-        )
-        for path, module in model.named_modules()
-    ]
+    found: list[_Module] = []
+    for path, module in model.named_modules():
+        attributes: dict[str, Any] = {}
+        for name, value in module.__dict__.items():
+            is_compared = type(value) in _PLAIN or callable(value)
+            if is_compared and name != "training":
+                attributes[name] = value
+        hooks: list[Any] = []
+        for name in _HOOKS:
+            hooks += module.__dict__[name].values()
+        found.append(_Module(path, type(module), attributes, hooks))
+    return found
