@@ -221,19 +221,19 @@ def test_parts_of_a_reply():
     inside = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nwait", "tool_calls": [call]}
     assert qwen.render(history[:1].append(inside)) == qwen.render(history)
     assert "hm" not in qwen.render(history[1:])
+    assert llama.parse("<|start_header_id|>ipython<|end_header_id|>\n\n[1]<|eot_id|>").content == ["[1]"]
+    assert mistral.parse("</s>").tolist() == [{"role": "assistant", "content": ""}]
 
 
 @pytest.mark.parametrize(
     ("thinking", "shown"), [("", ""), ("\n", "<think>\n\n</think>\n\n"), ("\nhm\n", "<think>\nhm\n</think>\n\n")]
 )
 def test_qwen_asks_for_a_thinking_before_it_strips_it(thinking, shown):
-    """A reply that another message follows shows a thinking of line breaks as an empty one, as Qwen3's template does."""
+    """A reply that another message follows shows a thinking of line breaks as an empty one, as Qwen3 does."""
     reply = {"role": "assistant", "reasoning_content": thinking, "content": "b"}
     history = History.from_chats([{"role": "user", "content": "a"}, reply, {"role": "assistant", "content": "c"}])
 
     assert f"<|im_start|>assistant\n{shown}b<|im_end|>\n" in qwen.render(history)
-    assert llama.parse("<|start_header_id|>ipython<|end_header_id|>\n\n[1]<|eot_id|>").content == ["[1]"]
-    assert mistral.parse("</s>").tolist() == [{"role": "assistant", "content": ""}]
 
 
 @pytest.mark.parametrize("name", ALL)
