@@ -141,9 +141,8 @@ def append_messages(
 
 def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> tuple[Marked, Marked]:
     """Return the text of messages that follow a reply, and a text before it, taken from behind a placeholder."""
-    follows_call = bool(new.messages) and new.messages[0]["role"] == "tool"
-    results = []
-    if follows_call:
+    results: list[Message] = []
+    if new.messages and new.messages[0]["role"] == "tool":
         results = [message for message in new.messages if message["role"] == "tool"]
     marked = template.marked([*_standing_in(results), *new.messages], new.tools, prompt=prompt)
     if not marked.replies:
@@ -151,26 +150,21 @@ def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> tupl
     stop = marked.replies[0].stop
     end = template.template.inner_end
     # An end of turn is one token, which stays apart from what follows.
-    start = 0
-    if marked.text.endswith(end, 0, stop):
-        start = stop - len(end)
+    start = stop - len(end) if marked.text.endswith(end, 0, stop) else 0
     return marked.part(start, stop), marked.part(stop)
 
 
 def _standing_in(results: Sequence[Message]) -> list[Message]:
     """Return a question and a reply, or calls that the results answer, in place of the conversation so far."""
-    reply: Message = {"role": "assistant", "content": "a"}
-    if results:
-        calls = [
-            {
-                "id": result.get("tool_call_id") or f"call{i:05}",
-                "type": "function",
-                "function": {"name": result.get("name") or "f", "arguments": {}},
-            }
-            for i, result in enumerate(results)
-        ]
-        reply = {"role": "assistant", "tool_calls": calls}
-    return [{"role": "user", "content": "u"}, reply]
+    question: Message = {"role": "user", "content": "u"}
+    if not results:
+        return [question, {"role": "assistant", "content": "a"}]
+    calls: list[dict[str, Any]] = []
+    for i, result in enumerate(results):
+        call_id = result.get("tool_call_id") or f"call{i:05}"
+        function = {"name": result.get("name") or "f", "arguments": {}}
+        calls.append({"id": call_id, "type": "function", "function": function})
+    return [question, {"role": "assistant", "tool_calls": calls}]
 
 
 def chat_ids(
@@ -202,9 +196,8 @@ def grown_ids(
     template: TokenTemplate, conversation: Conversation, first: int, prompt: bool, retokenize: bool
 ) -> tuple[list[int], list[bool]]:
     """Return ids and generated tokens; messages before `first` are rendered, replies from there on are kept."""
-    return _Growth(template, FreshReplies(template.template, conversation), retokenize).ids(
-        first, len(conversation.messages), prompt
-    )
+    growth = _Growth(template, FreshReplies(template.template, conversation), retokenize)
+    return growth.ids(first, len(conversation.messages), prompt)
 
 
 @dataclass(frozen=True)
@@ -255,17 +248,18 @@ class _Growth:
             ValueError: The sampled ids are not those of the message.
         """
         message = self.fresh.conversation.messages[place]
-        own = message.get("token_ids")
-        if own is not None and self._fits(message, place, own, before):
-            return list(own)
-        if own is not None and not self.retokenize:
-            raise error(
-                ValueError,
-                f"{describe(self.fresh.conversation, place)}: token_ids must decode to the text of the message.",
-                expected=repr(message.get("content"))[:200],
-                got=repr(decode(self.template.text_tokenizer, own))[:200],
-                hint="use message.replace(token_ids=None) after an edit, or retokenize=True.",
-            )
+        sampled = message.get("token_ids")
+        if sampled is not None:
+            if self._fits(message, place, sampled, before):
+                return list(sampled)
+            if not self.retokenize:
+                raise error(
+                    ValueError,
+                    f"{describe(self.fresh.conversation, place)}: token_ids must decode to the text of the message.",
+                    expected=repr(message.get("content"))[:200],
+                    got=repr(decode(self.template.text_tokenizer, sampled))[:200],
+                    hint="use message.replace(token_ids=None) after an edit, or retokenize=True.",
+                )
         return self.template.following.ids(lead, self.fresh.reply(place))
 
     def _fits(self, message: Message, place: int, ids: Sequence[int], before: list[int]) -> bool:
@@ -274,11 +268,12 @@ class _Growth:
         # The text of a message that was sampled is that behind its prompt.
         texts = texts_behind(self.template.text_tokenizer, [before, ()], [ids, ids])
         # An incomplete reply may itself end with a special token.
-        forms = {form for text in texts for form in (text, without_end(self.template, ids, text))}
+        forms = {*texts, *[without_end(self.template, ids, text) for text in texts]}
         # The content may also be the text as it was sampled.
         readings = [template.parse_reply(form) for form in forms]
         readings += [{"role": "assistant", "content": form} for form in forms]
-        if any([_compared(reading) == _compared(message) for reading in readings]):
+        compared = _compared(message)
+        if any([_compared(reading) == compared for reading in readings]):
             return True
         rendered = self.fresh.reply(place).text.removesuffix(template.end or "").strip()
         return any([form.strip() == rendered for form in forms])
@@ -289,11 +284,10 @@ def without_end(template: TokenTemplate, ids: Sequence[int], text: str) -> str:
     end = template.template.end
     if end and text.endswith(end):
         return text[: -len(end)]
-    last = None
     if ids:
         last = template.text_tokenizer.added_tokens_decoder.get(ids[-1])
-    if last is not None and last.special:
-        return text.removesuffix(last.content)
+        if last is not None and last.special:
+            return text.removesuffix(last.content)
     return text
 
 
@@ -301,8 +295,12 @@ def _compared(message: Message) -> Message:
     """Return the fields of a reply, without the ids of its calls and the spaces around its texts."""
     shown = as_compared({**message, "role": "assistant"})
     shown["tool_calls"] = [call["function"] for call in shown.get("tool_calls", ())]
-    stripped = {name: value.strip() if isinstance(value, str) else value for name, value in shown.items()}
-    return {name: value for name, value in stripped.items() if value}
+    found: Message = {}
+    for name, value in shown.items():
+        stripped = value.strip() if isinstance(value, str) else value
+        if stripped:
+            found[name] = stripped
+    return found
 
 
 def is_append_only(template: "TokenTemplate | AbstractTemplate", history: Any) -> Any:
@@ -361,10 +359,9 @@ def to_training_rows(template: TokenTemplate, history: Any) -> Any:
             # The last row continues to the end; others end with their last reply.
             last = count if stop == count else replies[-1] + 1
             ids, generated = growth.ids(start, last, False)
+            kept = messages[:last]
             if tools:
-                kept = [{**message, "tools": tools} for message in messages[:last]]
-            else:
-                kept = messages[:last]
+                kept = [{**message, "tools": tools} for message in kept]
             rows.append(TokenRow(ids, generated, tuple(replies), conversation_of(type(chat), kept)))
         return rows
 
@@ -385,15 +382,14 @@ def find_mismatch(template: TokenTemplate, history: Any) -> Any:
     def one(chat: Any) -> TokenMismatch | None:
         conversation = conversation_in(chat)
         kept = grown_ids(template, conversation, 0, False, False)[0]
-        marked = template.template.marked(conversation, replies=False)
-        rendered = template.encode(marked)
-        shared = min(len(kept), len(rendered))
-        at = next((i for i in range(shared) if kept[i] != rendered[i]), shared)
+        rendered = template.encode(template.template.marked(conversation, replies=False))
+        at = 0
+        while at < min(len(kept), len(rendered)) and kept[at] == rendered[at]:
+            at += 1
+        tokenizer = template.text_tokenizer
         # The line break after the last end of turn is not part of a rollout.
-        is_whole = at == len(kept) and not decode(template.text_tokenizer, rendered[at:]).strip()
-        texts = [decode(template.text_tokenizer, ids[at : at + 20]) for ids in (kept, rendered)]
-        if is_whole:
+        if at == len(kept) and not decode(tokenizer, rendered[at:]).strip():
             return None
-        return TokenMismatch(at, *texts)
+        return TokenMismatch(at, decode(tokenizer, kept[at : at + 20]), decode(tokenizer, rendered[at : at + 20]))
 
     return per_conversation(one, history)

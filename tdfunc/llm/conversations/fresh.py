@@ -94,23 +94,11 @@ class FreshReplies:
         followings = self.template.texts([each.following for each in windows[:-1]], generation_prompt=True)
         followings += self.template.texts([windows[-1].following])
         found: list[_Turn] = []
-        for window, prompt, turn, following in zip(windows, prompts, turns, followings, strict=True):
-            if not turn.replies:
+        for window, prompt, marked, following in zip(windows, prompts, turns, followings, strict=True):
+            turn = _read_turn(window.place, prompt, marked, following)
+            if turn is None:
                 return None
-            start, stop, _ = turn.replies[-1]
-            fits = turn.text.startswith(prompt)
-            if fits:
-                start = len(prompt)
-            if stop < start:
-                return None
-            between = None
-            if fits and following.startswith(turn.text[:stop]):
-                between = following[stop:]
-            reply = turn.part(start, stop)
-            # A window has other places.
-            reply = reply._replace(contents=[span._replace(message=window.place) for span in reply.contents])
-            tail = turn.text[start:]
-            found.append(_Turn(window.place, reply, tail, fits, between))
+            found.append(turn)
         return found
 
     def _agrees(self, turns: Sequence[_Turn]) -> bool:
@@ -177,9 +165,7 @@ class FreshReplies:
         found: list[int] = []
         before: str | None = None
         for place in self.places:
-            prompt = ""
-            if place:
-                prompt = self._text(place, is_prompt=True)
+            prompt = self._text(place, is_prompt=True) if place else ""
             if before is None or not prompt.startswith(before):
                 found.append(place)
             before = self._text(place + 1)
@@ -196,3 +182,29 @@ class FreshReplies:
             if before is None or not whole.startswith(before):
                 found.append(count)
         return found
+
+
+def _read_turn(place: int, prompt: str, turn: Marked, following: str) -> _Turn | None:
+    """Return the last reply of a window; None if it is not found.
+
+    Args:
+        place: The place of the reply in the whole conversation.
+        prompt: The text of the window before the reply.
+        turn: The text of the window with the reply.
+        following: The text of the window with the messages that follow.
+    """
+    if not turn.replies:
+        return None
+    start, stop, _ = turn.replies[-1]
+    fits = turn.text.startswith(prompt)
+    if fits:
+        start = len(prompt)
+    if stop < start:
+        return None
+    between = None
+    if fits and following.startswith(turn.text[:stop]):
+        between = following[stop:]
+    reply = turn.part(start, stop)
+    # A window has other places.
+    contents = [span._replace(message=place) for span in reply.contents]
+    return _Turn(place, reply._replace(contents=contents), turn.text[start:], fits, between)

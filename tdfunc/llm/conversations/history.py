@@ -95,7 +95,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
     def __post_init__(self) -> "Self":
         """Distribute lists of values over the messages, and store parts as dicts."""
-        changes: dict[str, Any] = {}
         size = self._batch_size
         role = self._data.get("role")
         if isinstance(role, NonTensorData) and not isinstance(role.data, str):
@@ -105,14 +104,11 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
                 got=f"{role.data!r} with batch size {list(size)}"[:200],
                 hint=f"batch_size=[{len(role.data)}] for a list." if isinstance(role.data, list) else None,
             )
+        changes: dict[str, Any] = {}
         for name, node in self._data.items():
-            is_one = isinstance(node, NonTensorData)
-            if is_one and size and name in _LISTS and _is_rows(node.data, size):
-                changes[name] = NonTensorStack.from_nested(node.data, len(size))
-            elif is_one and not size:
-                changes |= {name: NonTensorData(as_content(node.data))} if name == "content" else {}
-            elif (is_one and name != "tools") or name == "content":
-                changes[name] = NonTensorStack._wrap(column(self, name))
+            stored = _stored(self, name, node)
+            if stored is not node:
+                changes[name] = stored
         if changes:
             return self._put(changes)
         return self
@@ -246,8 +242,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
                 expected=f"{n}: {list(self._batch_size)}",
                 got=f"{len(history._batch_size)}: {list(history._batch_size)}",
             )
-        lazy = n > 1 and (self._is_lazy or history._is_lazy)
-        joined = _joined(self, history, dim_index(dim, n, "extend"), lazy=lazy)
+        is_ragged = n > 1 and (self._is_lazy or history._is_lazy)
+        joined = _joined(self, history, dim_index(dim, n, "extend"), lazy=is_ragged)
         if self._device is not None:
             joined = joined.to(self._device)
         if self._names is None:
@@ -256,10 +252,9 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
     def reshape(self, *shape: Any) -> "Self":
         """Return the history in another shape; (-1,) joins ragged conversations to one conversation."""
+        sizes: tuple[Any, ...] = shape
         if len(shape) == 1 and not isinstance(shape[0], int):
             sizes = tuple(shape[0])
-        else:
-            sizes = shape
         if self._is_lazy and sizes in ((-1,), (self.numel(),)):
             return conversation_of(type(self), messages_of(self))
         return super().reshape(*shape)
@@ -343,21 +338,25 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             raise error(
                 ValueError, "apply_chat_template: return_tensors must be None or 'pt'.", got=repr(return_tensors)
             )
-        as_tree = return_assistant_tokens_mask if return_dict is None else return_dict
-        if return_assistant_tokens_mask and not as_tree:
+        if return_dict is None:
+            return_dict = return_assistant_tokens_mask
+        if return_assistant_tokens_mask and not return_dict:
             raise error(ValueError, "apply_chat_template: masks are in a tree, so return_dict must not be False.")
+        if tokenize is None:
+            tokenize = bool(return_dict or return_tensors)
         given = {
             "generation_prompt": add_generation_prompt and not continue_final_message,
             "open_end": continue_final_message,
-            "tokenize": bool(as_tree or return_tensors) if tokenize is None else tokenize,
+            "tokenize": tokenize,
             "tensors": return_tensors == "pt",
-            "as_tree": bool(as_tree),
+            "as_tree": bool(return_dict),
             "masks": return_assistant_tokens_mask,
         }
         tools = read_tools(kwargs.pop("tools", None), "apply_chat_template")
         template = chat_template if chat_template_name is None else chat_template_name
         rest = {**kwargs, "padding": padding, "truncation": truncation}
-        return apply_template(self, read_options(template, tokenizer, given, rest), tools)
+        options = read_options(template, tokenizer, given, rest)
+        return apply_template(self, options, tools)
 
     def __eq__(self, other: object) -> Any:
         """Compare message by message, without the fields about the origin of a message."""
@@ -376,11 +375,30 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return chat_html(found)
 
 
+# Any: a node of a tree.
+def _stored(history: Any, name: str, node: Any) -> Any:
+    """Return the node with which a field is stored: a value for each message, with parts as dicts."""
+    size = history._batch_size
+    if not isinstance(node, NonTensorData):
+        # Contents that have parts; other fields have a value for each message.
+        return NonTensorStack._wrap(column(history, name)) if name == "content" else node
+    if not size:
+        return NonTensorData(as_content(node.data)) if name == "content" else node
+    if name in _LISTS and _is_rows(node.data, size):
+        return NonTensorStack.from_nested(node.data, len(size))
+    # Tools are one list for the conversation.
+    if name == "tools":
+        return node
+    return NonTensorStack._wrap(column(history, name))
+
+
 def _is_rows(value: Any, size: Sequence[int]) -> bool:
     """Return whether a list holds a list, or None, for each element of the batch."""
-    if not size:
-        return value is None or (isinstance(value, list) and not any([isinstance(item, list) for item in value]))
-    return isinstance(value, list) and len(value) == size[0] and all([_is_rows(item, size[1:]) for item in value])
+    if size:
+        return isinstance(value, list) and len(value) == size[0] and all([_is_rows(item, size[1:]) for item in value])
+    if value is None:
+        return True
+    return isinstance(value, list) and not any([isinstance(item, list) for item in value])
 
 
 def _read_chats(cls: Any, chats: Any, where: str) -> Any:
@@ -391,7 +409,9 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
         _warn_of_entries(chats, where)
         read = read_messages(messages, where)
         tools = read_tools(chats.get("tools"), where)
-        return conversation_of(cls, [{**message, "tools": tools} for message in read] if tools else read)
+        if tools:
+            read = [{**message, "tools": tools} for message in read]
+        return conversation_of(cls, read)
     if not isinstance(chats, Sequence) or isinstance(chats, str):
         raise error(
             TypeError, f"{where}: there must be lists of messages.", expected="a list of dicts", got=repr(chats)[:200]
@@ -424,17 +444,16 @@ def _joined(a: Any, b: Any, dim: int, *, lazy: bool) -> Any:
         return conversation_of(type(a), messages_of(a) + messages_of(b))
     rows = a.unbind(0)
     others = b.unbind(0)
-    if dim:
-        if len(rows) != len(others):
-            raise BatchSizeError(
-                "extend: the histories must agree in the other dimensions.",
-                expected=str(list(a._batch_size)),
-                got=str(list(b._batch_size)),
-            )
-        pairs = zip(rows, others, strict=True)
-        rows = [_joined(*pair, dim - 1, lazy=lazy) for pair in pairs]
-        others = []
-    rows = [*rows, *others]
+    if not dim:
+        rows = [*rows, *others]
+    elif len(rows) == len(others):
+        rows = [_joined(*pair, dim - 1, lazy=lazy) for pair in zip(rows, others, strict=True)]
+    else:
+        raise BatchSizeError(
+            "extend: the histories must agree in the other dimensions.",
+            expected=str(list(a._batch_size)),
+            got=str(list(b._batch_size)),
+        )
     if lazy:
         return lazy_stack(rows)
     return stack_dense(rows)
@@ -448,13 +467,20 @@ def _aligned(a: Any, b: Any) -> tuple[Any, Any]:
             return a, b
         pairs = [_aligned(*pair) for pair in zip(a.unbind(dim), b.unbind(dim), strict=True)]
         return lazy_stack([x for x, _ in pairs], dim), lazy_stack([y for _, y in pairs], dim)
-    both: list[dict[str, Any]] = []
-    for tree in (a, b):
-        rows = [as_compared(message) for message in rows_of(tree)]
-        names = [name for name in FIELDS if name not in UNCOMPARED and (name in a._keys() or name in b._keys())]
-        stacks = {name: NonTensorStack(*[row.get(name) for row in rows]) for name in names}
-        both.append({name: stack.reshape(tree._batch_size) for name, stack in stacks.items()})
-    return type(a)._make(both[0], a._batch_size), type(b)._make(both[1], b._batch_size)
+    known = {*a._keys(), *b._keys()}
+    names = [name for name in FIELDS if name in known and name not in UNCOMPARED]
+    return _with_compared(a, names), _with_compared(b, names)
+
+
+def _with_compared(history: Any, names: Sequence[str]) -> Any:
+    """Return a history with some fields, in the form in which they are compared."""
+    rows = [as_compared(message) for message in rows_of(history)]
+    size = history._batch_size
+    data: dict[str, Any] = {}
+    for name in names:
+        stack = NonTensorStack(*[row.get(name) for row in rows])
+        data[name] = stack.reshape(size)
+    return type(history)._make(data, size)
 
 
 def _to_chat(history: Any) -> Any:

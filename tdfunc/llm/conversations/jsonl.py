@@ -54,7 +54,8 @@ def load_jsonl(path: "str | os.PathLike[str]") -> History:
     chats: list[Any] = []
     name = f"load_jsonl {os.fspath(path)}"
     for _, _, chat in json_lines(path, name):
-        chats.append(chat if isinstance(chat, dict) and "messages" in chat else {"messages": chat})
+        is_whole = isinstance(chat, dict) and "messages" in chat
+        chats.append(chat if is_whole else {"messages": chat})
     return History.from_chats(chats)
 
 

@@ -24,14 +24,15 @@ def read_records(path: "str | os.PathLike[str]") -> Iterator[dict[str, Any]]:
     """
     name = os.fspath(path)
     suffix = os.path.splitext(name)[1]
-    if suffix not in (".jsonl", ".txt", ".parquet"):
+    readers = {".jsonl": _json_lines, ".txt": _text_lines, ".parquet": _parquet}
+    if suffix not in readers:
         raise error(
             ValueError,
             f"read_records {name}: the file must end in .jsonl, .txt or .parquet.",
             got=suffix or "none",
             hint="pass an iterable of dicts instead.",
         )
-    return {".jsonl": _json_lines, ".txt": _text_lines, ".parquet": _parquet}[suffix](name)
+    return readers[suffix](name)
 
 
 def _json_lines(name: str) -> Iterator[dict[str, Any]]:
@@ -106,9 +107,9 @@ class Records:
             record = {"text": given} if isinstance(given, str) else given
             if not isinstance(record, Mapping):
                 raise error(TypeError, f"Record {i} must be a dict or a text.", got=repr(record)[:200])
-            missing = next((name for name in self._entries if name not in record), None)
-            if missing is not None:
-                raise MissingKeyError(f"Record {i} has no {missing!r}.", got=str(list(record))[:200])
+            for name in self._entries:
+                if name not in record:
+                    raise MissingKeyError(f"Record {i} has no {name!r}.", got=str(list(record))[:200])
             yield {name: record[name] for name in (*self._entries, *self._optional) if name in record}
 
     @cached_property

@@ -141,22 +141,27 @@ class TokenDataset:
         check_untrained(call, untrained)
         if not layout.cuts or layout.max_length is None:
             return list(rows)
+        # The reason of each row without anything to train on.
+        losses: dict[int, str] = {}
+        for row in self._longer_rows(rows, layout.max_length):
+            if row in losses:
+                continue
+            full = {name: _row_at(column, row) for name, column in self.columns.items()}
+            cut = {name: _cut_at(column, row, layout) for name, column in self.columns.items()}
+            reason = find_loss(full, cut, is_pair=is_pair)
+            if reason is not None:
+                losses[row] = reason
+        report_losses(call, losses, len(rows), layout, untrained=untrained)
+        return [row for row in rows if row not in losses]
+
+    def _longer_rows(self, rows: Sequence[int], length: int) -> list[int]:
+        """Return the rows that a truncation to a length changes in a column: no others can lose anything."""
         # Of these rows alone: an epoch calls this for each of its batches.
         at = torch.tensor(list(rows), dtype=torch.int64)
         offsets = [column[_OFFSETS] for column in self.columns.values()]
-        longest = torch.stack([ends[at + 1] - ends[at] for ends in offsets]).amax(0)
-        # Only rows that are truncated can lose anything.
-        is_long: list[bool] = (longest > layout.max_length).tolist()
-        losses: dict[int, str] = {}
-        for row, cuts in zip(rows, is_long, strict=True):
-            if cuts and row not in losses:
-                columns = {name: _row_at(column, row) for name, column in self.columns.items()}
-                cut = {name: _cut_at(column, row, layout) for name, column in self.columns.items()}
-                reason = find_loss(columns, cut, is_pair=is_pair)
-                if reason is not None:
-                    losses[row] = reason
-        report_losses(call, losses, len(rows), layout, untrained=untrained)
-        return [row for row in rows if row not in losses]
+        lengths = torch.stack([ends[at + 1] - ends[at] for ends in offsets]).amax(0)
+        is_longer: list[bool] = (lengths > length).tolist()
+        return [row for row, longer in zip(rows, is_longer, strict=True) if longer]
 
     def batches(
         self, batch_size: int, *, key: Tensor | None = None, start: int = 0, drop_last: bool = False, **options: Any
@@ -196,9 +201,9 @@ class TokenDataset:
     def _places(self, rows: "Tensor | Sequence[int]") -> list[int]:
         n = len(self)
         numbers: list[int] = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-        outside = next((row for row in numbers if not -n <= row < n), None)
-        if outside is not None:
-            raise error(IndexError, "The row must exist.", expected=f"one of {n} rows", got=str(outside))
+        for row in numbers:
+            if not -n <= row < n:
+                raise error(IndexError, "The row must exist.", expected=f"one of {n} rows", got=str(row))
         return [row % n for row in numbers]
 
     def _by_column(self, fn: Any, size: Sequence[int] = ()) -> Any:
@@ -216,10 +221,7 @@ def _row_at(column: TensorDict, at: int) -> EncodedRow:
 def _cut_at(column: TensorDict, at: int, layout: Layout) -> EncodedRow:
     """Return a truncated row, which keeps the tokens around its text."""
     kept = column.get(_KEPT, None)
-    if kept is None:
-        first, last = (0, 0)
-    else:
-        first, last = kept[at].tolist()
+    first, last = (0, 0) if kept is None else kept[at].tolist()
     return layout.cut(_row_at(column, at), first=first, last=last)
 
 
@@ -267,31 +269,44 @@ def load_tokens(
     Source:
         `torchrl.data.TokenizedDatasetLoader`.
     """
-    several = isinstance(columns, Mapping)
-    plan = _Plan(tokenizer, dict(columns) if several else {_WHOLE: columns}, chat_template, add_special_tokens)
+    if isinstance(columns, Mapping):
+        name = None
+        entries = dict(columns)
+    else:
+        name = _WHOLE
+        entries = {_WHOLE: columns}
+    plan = _Plan(tokenizer, entries, chat_template, add_special_tokens)
     pad_id = pad_id_of(text_tokenizer(tokenizer))
-    name = None if several else _WHOLE
     records = Records(source, plan.entries, ("tools",))
     if cache_dir is None:
-        return TokenDataset(_tokenize(plan, records, None, progress), pad_id, name)
+        made = _tokenize(plan, records, None, progress)
+    else:
+        made = _cached(plan, records, os.path.abspath(os.fspath(cache_dir)), verify=verify, progress=progress)
+    return TokenDataset(made, pad_id, name)
+
+
+def _cached(plan: "_Plan", records: Records, folder: str, *, verify: bool, progress: bool) -> TensorDict:
+    """Return the columns of records from the cache in a folder, which is made if there is none."""
     key = f"{plan.digest()}{records.digest}"
-    folder = os.path.abspath(os.fspath(cache_dir))
     make_folder(folder, fsync=False)
-    path = os.path.join(folder, f"tokens-{xxhash.xxh3_128_hexdigest(key.encode())}.safetensors")
+    stem = os.path.join(folder, f"tokens-{xxhash.xxh3_128_hexdigest(key.encode())}")
+    path = f"{stem}.safetensors"
     found = _read_cache(path, key, verify)
-    if found is None:
-        with Descriptor(path.removesuffix(".safetensors") + ".lock", os.O_RDWR | os.O_CREAT, 0o666) as fd:
-            # Without locks two processes both make the file, each as a whole.
-            with suppress(OSError):
-                lock(fd, wait=True)
-            found = _read_cache(path, key, verify)
-            if found is None:
-                made = _tokenize(plan, records, folder, progress)
-                records.check_unchanged()
-                save(TensorDict({"key": key, "columns": made}), path)
-                found = _read_cache(path, key, verify=False)
-                assert found is not None
-    return TokenDataset(found, pad_id, name)
+    if found is not None:
+        return found
+    with Descriptor(f"{stem}.lock", os.O_RDWR | os.O_CREAT, 0o666) as fd:
+        # Without locks two processes both make the file, each as a whole.
+        with suppress(OSError):
+            lock(fd, wait=True)
+        # Another process may have made it while this one waited.
+        found = _read_cache(path, key, verify)
+        if found is None:
+            made = _tokenize(plan, records, folder, progress)
+            records.check_unchanged()
+            save(TensorDict({"key": key, "columns": made}), path)
+            found = _read_cache(path, key, verify=False)
+            assert found is not None
+        return found
 
 
 def _read_cache(path: str, key: str, verify: bool) -> TensorDict | None:
@@ -316,17 +331,17 @@ class _Plan:
 
     @property
     def entries(self) -> list[str]:
-        found = [[entries] if isinstance(entries, str) else entries for entries in self.columns.values()]
-        return list(dict.fromkeys([entry for part in found for entry in part]))
+        found: list[str] = []
+        for entries in self.columns.values():
+            found += [entries] if isinstance(entries, str) else entries
+        return list(dict.fromkeys(found))
 
     def digest(self) -> str:
         template: Any = self.chat_template
         if isinstance(template, JinjaTemplate):
             own = template.tokenizer
             # Another tokenizer than that of the ids may have other special tokens, which a template writes.
-            special = []
-            if own is not self.tokenizer:
-                special = [text_tokenizer(own).special_tokens_map]
+            special = [] if own is self.tokenizer else [text_tokenizer(own).special_tokens_map]
             template = [template.source, dict(template.options), *special]
         options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens]
         return tokenizer_digest(self.tokenizer) + json.dumps(options, default=repr)
@@ -334,25 +349,23 @@ class _Plan:
     def rows(self, entries: Column, records: Sequence[dict[str, Any]], first: int, kind: type) -> list[EncodedRow]:
         """Return a row of each record; `kind` is the type of the entry in the first record."""
         names = (entries,) if isinstance(entries, str) else entries
-        special = self.add_special_tokens
-        for i, record in enumerate(records, first):
-            for name in names:
-                if not isinstance(record[name], kind):
-                    raise error(
-                        TypeError,
-                        f"Record {i}: {name!r} must be a {'text' if kind is str else 'list of messages'}.",
-                        got=repr(record[name])[:200],
-                    )
-        if len(names) == 2:
-            prompts, responses = [[record[name] for record in records] for name in names]
-            return prompt_rows(self.tokenizer, prompts, responses, add_special_tokens=special)
+        _check_kind(records, names, first, kind)
         values = [record[names[0]] for record in records]
+        if len(names) == 2:
+            responses = [record[names[1]] for record in records]
+            return prompt_rows(self.tokenizer, values, responses, add_special_tokens=self.add_special_tokens)
         if kind is str:
-            return text_rows(self.tokenizer, values, add_special_tokens=special)
+            return text_rows(self.tokenizer, values, add_special_tokens=self.add_special_tokens)
+        return self._chat_rows(values, records, first)
+
+    def _chat_rows(
+        self, values: Sequence[list[Any]], records: Sequence[dict[str, Any]], first: int
+    ) -> list[EncodedRow]:
+        """Return the rows of conversations, which are the values of an entry of the records."""
         chats: list[Conversation] = []
         for i, (messages, record) in enumerate(zip(values, records, strict=True), first):
-            read = read_messages(messages, f"Record {i}")
-            chats.append(Conversation(read, read_tools(record.get("tools"), f"Record {i}")))
+            where = f"Record {i}"
+            chats.append(Conversation(read_messages(messages, where), read_tools(record.get("tools"), where)))
         template = find_template(self.chat_template, self.tokenizer)
         rows = chat_rows(self.tokenizer, template, chats, masks=True)
         check_masks(rows, chats, first=first, call="load_tokens")
@@ -367,6 +380,15 @@ class _Plan:
         # A response that is truncated does not end.
         before = added_counts(self.tokenizer, [record[entries[0]] for record in records])
         return [(first, 0) for first, _ in before]
+
+
+def _check_kind(records: Sequence[dict[str, Any]], names: Sequence[str], first: int, kind: type) -> None:
+    """Raise if an entry of a record has another type than in the first record."""
+    expected = "text" if kind is str else "list of messages"
+    for i, record in enumerate(records, first):
+        for name in names:
+            if not isinstance(record[name], kind):
+                raise error(TypeError, f"Record {i}: {name!r} must be a {expected}.", got=repr(record[name])[:200])
 
 
 class _Column:
@@ -390,9 +412,12 @@ class _Column:
         for pair in kept:
             self._kept.extend(pair)
         for name in rows[0]:
-            file = self._files.get(name) or self._files.setdefault(name, self._open())
+            if name not in self._files:
+                self._files[name] = self._open()
             values = torch.cat([row[name] for row in rows])
-            file.write((values.to(torch.int32) if name == "input_ids" else values).numpy().tobytes())
+            if name == "input_ids":
+                values = values.to(torch.int32)
+            self._files[name].write(values.numpy().tobytes())
 
     def tree(self) -> TensorDict:
         """Return the rows as a tree of mapped files."""
@@ -403,10 +428,7 @@ class _Column:
             file.flush()
             dtype = np.int32 if name == "input_ids" else np.bool_
             # A file without bytes cannot be mapped.
-            if size:
-                values = np.memmap(file, dtype, "r+", shape=(size,))
-            else:
-                values = np.empty(0, dtype)
+            values = np.memmap(file, dtype, "r+", shape=(size,)) if size else np.empty(0, dtype)
             leaves[name] = torch.from_numpy(values)
         return TensorDict(leaves)
 
@@ -416,15 +438,17 @@ def _tokenize(plan: _Plan, records: Records, folder: str | None, progress: bool)
         bar = progress_bar("load_tokens: progress=True", show=progress, unit="record", total=records.count)
         report = stack.enter_context(bar)
         made = {name: _Column(stack, folder) for name in plan.columns}
+        # The type of the entry of each column: that in the first record.
         kinds: dict[str, type] = {}
-        each = iter(records)
+        remaining = iter(records)
         first = 0
-        while chunk := list(islice(each, _CHUNK)):
+        while chunk := list(islice(remaining, _CHUNK)):
             for name, entries in plan.columns.items():
-                is_chat = isinstance(entries, str) and isinstance(chunk[0][entries], list)
-                kind = kinds.setdefault(name, (list if is_chat else str))
-                rows = plan.rows(entries, chunk, first, kind)
-                made[name].add(rows, plan.kept(entries, chunk, kind))
+                if name not in kinds:
+                    is_chat = isinstance(entries, str) and isinstance(chunk[0][entries], list)
+                    kinds[name] = list if is_chat else str
+                rows = plan.rows(entries, chunk, first, kinds[name])
+                made[name].add(rows, plan.kept(entries, chunk, kinds[name]))
             first += len(chunk)
             report(len(chunk))
         return TensorDict({name: column.tree() for name, column in made.items()})

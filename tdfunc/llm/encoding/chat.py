@@ -44,38 +44,53 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
 
     def number(chat: Any) -> int:
         conversation = without_ids(conversation_in(chat))
-        flat.append(conversation._replace(tools=list(tools)) if tools and not conversation.tools else conversation)
+        if tools and not conversation.tools:
+            conversation = conversation._replace(tools=list(tools))
+        flat.append(conversation)
         return len(flat) - 1
 
+    # The place in `flat` of each conversation, nested as the batch.
     nested = per_conversation(number, history)
-    ends = {"generation_prompt": options.generation_prompt, "open_end": options.open_end}
     if not options.tokenize:
-        if not options.unsafe:
-            control = options.template.control
-            if options.tokenizer is not None:
-                control = control_strings(options.tokenizer, options.template)
-            check_safe(flat, control)
-        texts = options.template.texts(flat, **ends)
-        if not options.unsafe:
-            _check_hidden(texts, options)
+        texts = _render(flat, options)
         return _map(nested, texts.__getitem__)
     if options.tokenizer is None:
         raise error(TypeError, "apply_chat_template: ids need a tokenizer.", hint="tokenizer=...")
-    rows = chat_rows(options.tokenizer, options.template, flat, **ends, masks=options.masks)
+    rows = chat_rows(
+        options.tokenizer,
+        options.template,
+        flat,
+        generation_prompt=options.generation_prompt,
+        open_end=options.open_end,
+        masks=options.masks,
+    )
     rows = [options.layout.cut(row) for row in rows]
     if options.masks:
         check_masks(rows, flat)
     pad_id = pad_id_of(text_tokenizer(options.tokenizer))
-    if not options.tensors and not options.as_tree:
-        padded = None
-        if options.layout.pads:
-            padded = list(options.layout.pad(rows, pad_id)["input_ids"])
-        lists = [ids.tolist() for ids in padded or [row["input_ids"] for row in rows]]
-        return _map(nested, lists.__getitem__)
-    tree = arrange(nested, rows, options.layout, pad_id, ragged=-1 in history._batch_size[:-1])
-    if options.as_tree:
-        return tree
-    return tree["input_ids"]
+    if options.tensors or options.as_tree:
+        tree = arrange(nested, rows, options.layout, pad_id, ragged=-1 in history._batch_size[:-1])
+        return tree if options.as_tree else tree["input_ids"]
+    ids = [row["input_ids"] for row in rows]
+    if options.layout.pads:
+        ids = list(options.layout.pad(rows, pad_id)["input_ids"])
+    lists = [row.tolist() for row in ids]
+    return _map(nested, lists.__getitem__)
+
+
+def _render(conversations: Sequence[Conversation], options: ChatOptions) -> list[str]:
+    """Return the texts of conversations, in which no content can forge a message unless the options allow it."""
+    if not options.unsafe:
+        control = options.template.control
+        if options.tokenizer is not None:
+            control = control_strings(options.tokenizer, options.template)
+        check_safe(conversations, control)
+    texts = options.template.texts(
+        conversations, generation_prompt=options.generation_prompt, open_end=options.open_end
+    )
+    if not options.unsafe:
+        _check_hidden(texts, options)
+    return texts
 
 
 def _check_hidden(texts: Sequence[str], options: ChatOptions) -> None:
@@ -114,21 +129,28 @@ def chat_rows(
     control = control_strings(tokenizer, template)
     forged = set(find_forged(conversations, control))
     ends = {"generation_prompt": generation_prompt, "open_end": open_end}
+    places = range(len(conversations))
+    # By the place of the conversation: all with masks, else those with control strings in contents.
     marked: dict[int, Marked] = {}
-    if places := [i for i in range(len(conversations)) if masks or i in forged]:
-        found = template.marked_all([conversations[i] for i in places], **ends, replies=masks)
-        marked = dict(zip(places, found, strict=True))
+    to_mark = [i for i in places if masks or i in forged]
+    if to_mark:
+        found = template.marked_all([conversations[i] for i in to_mark], **ends, replies=masks)
+        marked = dict(zip(to_mark, found, strict=True))
+    # The texts that are encoded in one call.
     texts = {i: each.text for i, each in marked.items() if i not in forged}
-    if rest := [i for i in range(len(conversations)) if i not in marked]:
-        texts |= zip(rest, template.texts([conversations[i] for i in rest], **ends), strict=True)
+    to_render = [i for i in places if i not in marked]
+    if to_render:
+        rendered = template.texts([conversations[i] for i in to_render], **ends)
+        texts.update(zip(to_render, rendered, strict=True))
     encoded = dict(zip(texts, encode_texts(own, list(texts.values()), offsets=masks), strict=True))
     rows: list[EncodedRow] = []
-    for i in range(len(conversations)):
-        made = encoded.get(i)
-        if made is None:
+    for i in places:
+        if i in forged:
             made = encode_marked(own, marked[i], control)
-        elif has_hidden_control(own, texts[i], made.ids, control):
-            made = encode_marked(own, Marked(texts[i], [], []), control)
+        else:
+            made = encoded[i]
+            if has_hidden_control(own, texts[i], made.ids, control):
+                made = encode_marked(own, Marked(texts[i], [], []), control)
         row = {"input_ids": torch.tensor(made.ids, dtype=torch.int64)}
         if masks:
             row["assistant_masks"] = torch.tensor(mask_of(made, marked[i].replies), dtype=torch.bool)
@@ -149,7 +171,8 @@ def read_options(template: Any, tokenizer: Any, given: Mapping[str, Any], rest: 
     Raises:
         ValueError: An option has an invalid value.
     """
-    layout = Layout(**{each.name: rest.pop(each.name) for each in fields(Layout) if each.name in rest})
+    names = [each.name for each in fields(Layout) if each.name in rest]
+    layout = Layout(**{name: rest.pop(name) for name in names})
     layout.check("apply_chat_template")
     unsafe = bool(rest.pop("unsafe", False))
     found = find_template(template, tokenizer, rest)

@@ -74,9 +74,8 @@ def texts_behind(
 
     def text(first: Sequence[int], ids: Sequence[int]) -> str:
         tail = list(first[-CONTEXT:])
-        lead, whole = (
-            decode(tokenizer, part, skip_special_tokens=skip_special_tokens) for part in (tail, [*tail, *ids])
-        )
+        lead = decode(tokenizer, tail, skip_special_tokens=skip_special_tokens)
+        whole = decode(tokenizer, [*tail, *ids], skip_special_tokens=skip_special_tokens)
         if whole.startswith(lead):
             return whole[len(lead) :]
         # A token in front may be part of a character.
@@ -94,11 +93,12 @@ def known_text(tokenizer: Any) -> str:
         return "a"
     texts = {tokenizer.convert_tokens_to_string([token]).strip() for token in tokenizer.get_vocab()}
     special = set(tokenizer.all_special_tokens)
-    known = sorted(
-        [text for text in texts if text.isalnum() and text not in special], key=lambda text: (len(text), text)
-    )
-    found = (text for text in known if encode_texts(tokenizer, [text])[0].ids)
-    return next(found, "a")
+    candidates = [text for text in texts if text.isalnum() and text not in special]
+    candidates.sort(key=lambda text: (len(text), text))
+    for text in candidates:
+        if encode_texts(tokenizer, [text])[0].ids:
+            return text
+    return "a"
 
 
 def _whole(tokenizer: Any) -> Any:
@@ -115,12 +115,11 @@ def _whole(tokenizer: Any) -> Any:
 # Any: an Encoding of tokenizers, without stubs.
 def _without_pads(made: Any, offsets: bool) -> Encoded:
     mask = made.attention_mask
-    if 0 not in mask:
-        return Encoded(made.ids, made.offsets if offsets else [])
-    if 1 in mask:
-        real = slice(mask.index(1), mask.index(1) + sum(mask))
-    else:
-        real = slice(0)
+    # The tokens between pads at either side.
+    real = slice(None)
+    if 0 in mask:
+        start = mask.index(1) if 1 in mask else 0
+        real = slice(start, start + sum(mask))
     return Encoded(made.ids[real], made.offsets[real] if offsets else [])
 
 
@@ -133,58 +132,91 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
             template's.
     """
     text = marked.text
-    spans = sorted(marked.contents)
-    stops: list[Span] = [*spans, Span(len(text), len(text))]
-    real: list[tuple[int, int]] = []
-    at = 0
-    for span in stops:
-        real += [(at + m.start(), at + m.end()) for m in controls_in(text[at : span.start], control)]
-        at = max(at, span.stop)
+    written = _written(marked, control)
     # A control string anywhere in the text is forged unless the template wrote it.
-    written = set(real)
-    forged = [m for m in controls_in(text, control) if (m.start(), m.end()) not in written]
+    known = set(written)
+    forged = [match[0] for match in controls_in(text, control) if match.span() not in known]
     if not forged:
         whole = encode_texts(tokenizer, [text], offsets=True)[0]
         if not has_hidden_control(tokenizer, text, whole.ids, control):
             return whole
-    copy, names, ids = _private_copy(tokenizer, control, text)
-    without = next((m[0] for m in forged if m[0] not in names), None)
-    if without is not None:
-        raise error(
-            ValueError,
-            f"A content has {without!r}, which is ordinary text to this tokenizer, and could forge a message.",
-            expected="contents without control strings",
-            hint="add it to the tokenizer as a special token.",
-        )
-    parts: list[str] = []
-    # Where each part starts, in the new text and in the old one.
-    new_starts = [0]
-    old_starts = [0]
-    widths = [0]
-    old = new = 0
-    for start, stop in real:
-        name = names.get(text[start:stop])
-        if name is None:
-            continue
-        parts += [text[old:start], name]
-        new += start - old
-        new_starts += [new, new + len(name)]
-        old_starts += [start, stop]
-        widths += [stop - start, 0]
-        new = new + len(name)
-        old = stop
-    parts.append(text[old:])
-    made = copy.encode("".join(parts), add_special_tokens=False)
-    places: list[tuple[int, int]] = []
-    for start, stop in made.offsets:
-        n = bisect_right(new_starts, start) - 1
-        base = old_starts[n]
-        if widths[n]:
-            places.append((base, base + widths[n]))
-        else:
-            places.append((base + start - new_starts[n], base + stop - new_starts[n]))
+    copy = _private_copy(tokenizer, control, text)
+    for each in forged:
+        if each not in copy.names:
+            raise error(
+                ValueError,
+                f"A content has {each!r}, which is ordinary text to this tokenizer, and could forge a message.",
+                expected="contents without control strings",
+                hint="add it to the tokenizer as a special token.",
+            )
+    parts = _rename(text, written, copy.names)
+    made = copy.tokenizer.encode("".join([part.text for part in parts]), add_special_tokens=False)
     found: list[int] = made.ids
-    return Encoded([ids.get(each, each) for each in found], places)
+    return Encoded([copy.ids.get(each, each) for each in found], _old_places(parts, made.offsets))
+
+
+def _written(marked: Marked, control: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Return the characters of the control strings that the template wrote, between the contents."""
+    text = marked.text
+    end = Span(len(text), len(text))
+    found: list[tuple[int, int]] = []
+    at = 0
+    for content in [*sorted(marked.contents), end]:
+        for match in controls_in(text[at : content.start], control):
+            found.append((at + match.start(), at + match.end()))
+        at = max(at, content.stop)
+    return found
+
+
+class _Part(NamedTuple):
+    """A part of a text in which control strings got other names: such a name, or the text between two of them.
+
+    Attributes:
+        text: The part.
+        start: Its place in the new text.
+        old: The characters in the old text.
+        is_name: It is a name, whose characters are not those of the old text.
+    """
+
+    text: str
+    start: int
+    old: tuple[int, int]
+    is_name: bool
+
+
+def _rename(text: str, written: Sequence[tuple[int, int]], names: dict[str, str]) -> list[_Part]:
+    """Return the parts of a text whose control strings in some places have other names."""
+    parts: list[_Part] = []
+    # The places behind the parts, in the new text and in the old one.
+    new = 0
+    old = 0
+    for start, stop in [*written, (len(text), len(text))]:
+        name = names.get(text[start:stop])
+        is_end = start == len(text)
+        if name is None and not is_end:
+            continue
+        parts.append(_Part(text[old:start], new, (old, start), is_name=False))
+        new += start - old
+        if name is not None:
+            parts.append(_Part(name, new, (start, stop), is_name=True))
+            new += len(name)
+        old = stop
+    return parts
+
+
+def _old_places(parts: Sequence[_Part], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the characters in the old text of tokens of the new one; a token is inside a part."""
+    starts = [part.start for part in parts]
+    found: list[tuple[int, int]] = []
+    for start, stop in offsets:
+        # The last one of several that start there: the others are empty.
+        part = parts[bisect_right(starts, start) - 1]
+        if part.is_name:
+            found.append(part.old)
+        else:
+            moved = part.old[0] - part.start
+            found.append((start + moved, stop + moved))
+    return found
 
 
 def has_hidden_control(tokenizer: Any, text: str, ids: Sequence[int], control: tuple[str, ...]) -> bool:
@@ -209,8 +241,23 @@ def has_hidden_control(tokenizer: Any, text: str, ids: Sequence[int], control: t
     return sum([each in names for each in ids]) > written
 
 
-def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[Any, dict[str, str], dict[int, int]]:
-    """Return a copy with other names for control tokens, these names, and the ids that they stand for."""
+class _PrivateCopy(NamedTuple):
+    """A copy of the backend of a tokenizer, in which control tokens have other names.
+
+    Attributes:
+        tokenizer: The copy.
+        names: The other name of each control token.
+        ids: The id in the tokenizer of each id of such a name in the copy.
+    """
+
+    # Any: tokenizers is optional, without stubs.
+    tokenizer: Any
+    names: dict[str, str]
+    ids: dict[int, int]
+
+
+def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> _PrivateCopy:
+    """Return a copy whose names of control tokens are not in a text."""
     from tokenizers import Tokenizer
 
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -227,27 +274,35 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> tuple[
     ids: dict[str, int] = {}
     for i, token in enumerate(data["added_tokens"]):
         if token["content"] in control:
-            names[token["content"]] = f"{guard}{i}{guard}"
-            ids[f"{guard}{i}{guard}"] = token["id"]
-            token["content"] = f"{guard}{i}{guard}"
+            name = f"{guard}{i}{guard}"
+            names[token["content"]] = name
+            ids[name] = token["id"]
+            token["content"] = name
             # A normalizer may change or remove the guards.
             token["normalized"] = False
-    vocabulary = data["model"]["vocab"]
-    if isinstance(vocabulary, dict):
-        data["model"]["vocab"] = {names.get(key, key): number for key, number in vocabulary.items()}
-    else:
-        data["model"]["vocab"] = [[names.get(key, key), score] for key, score in vocabulary]
-    if data["model"].get("merges"):
-        # A word that was made a control token keeps no way to be made of its pieces.
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in data["model"]["merges"]]
-        data["model"]["merges"] = [pair for pair in pairs if names.keys().isdisjoint([*pair, "".join(pair)])]
-    if data["model"].get("unk_token") in names:
-        data["model"]["unk_token"] = names[data["model"]["unk_token"]]
+    _rename_in_model(data["model"], names)
     # Offsets are of whole tokens, spaces included; nothing is added, cut or padded.
     data.update(post_processor=None, truncation=None, padding=None)
     # Any: without stubs.
     copy: Any = Tokenizer.from_str(json.dumps(data))
-    return copy, names, {copy.token_to_id(name): number for name, number in ids.items()}
+    return _PrivateCopy(copy, names, {copy.token_to_id(name): number for name, number in ids.items()})
+
+
+# Any: the JSON of a model of tokenizers.
+def _rename_in_model(model: dict[str, Any], names: dict[str, str]) -> None:
+    """Give tokens other names in the vocabulary of a model, which is changed."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(key, key): number for key, number in vocabulary.items()}
+    else:
+        # Of a unigram model: tokens with their scores.
+        model["vocab"] = [[names.get(key, key), score] for key, score in vocabulary]
+    if model.get("merges"):
+        # A word that was made a control token keeps no way to be made of its pieces.
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint([*pair, "".join(pair)])]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
 
 
 def mask_of(encoded: Encoded, spans: Sequence[Span]) -> list[bool]:

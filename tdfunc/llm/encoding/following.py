@@ -78,7 +78,8 @@ class Following:
         if any([token.rstrip for token in self.tokenizer.added_tokens_decoder.values()]):
             return False
         known = known_text(self.tokenizer)
-        return all([self._is_sum(*[text.replace("a", known) for text in probe]) for probe in _PROBES])
+        probes = [(before.replace("a", known), text.replace("a", known)) for before, text in _PROBES]
+        return all([self._is_sum(before, text) for before, text in probes])
 
     def _is_sum(self, before: str, text: str) -> bool:
         """Return whether the ids of two texts decode to the same text as the ids of both together."""

@@ -92,9 +92,7 @@ class Layout:
     def pad(self, rows: Sequence[EncodedRow], pad_id: int) -> TensorDict:
         """Return rows as tensors (N, T), with their `attention_mask`; the other masks are False at pads."""
         lengths = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64)
-        width = 0
-        if rows:
-            width = int(lengths.max())
+        width = int(lengths.max()) if rows else 0
         if self.padding == "max_length" and self.limit is not None:
             width = max(width, self.limit)
         positions = torch.arange(width)
@@ -102,15 +100,13 @@ class Layout:
             real = positions >= width - lengths.unsqueeze(-1)
         else:
             real = positions < lengths.unsqueeze(-1)
+        names = list(rows[0]) if rows else ["input_ids"]
         made: dict[str, Tensor] = {}
-        for name in rows[0] if rows else ("input_ids",):
-            is_ids = name == "input_ids"
-            if is_ids:
-                made[name] = torch.full(real.shape, pad_id)
-            else:
-                made[name] = torch.zeros_like(real)
+        for name in names:
+            padded = torch.full(real.shape, pad_id) if name == "input_ids" else torch.zeros_like(real)
             if rows:
-                made[name][real] = torch.cat([row[name] for row in rows]).to(made[name].dtype)
+                padded[real] = torch.cat([row[name] for row in rows]).to(padded.dtype)
+            made[name] = padded
         return TensorDict({**made, "attention_mask": real}, [len(rows)])
 
 
@@ -128,12 +124,16 @@ def unmask_first(row: EncodedRow) -> EncodedRow:
 
 def pad_id_of(tokenizer: Any) -> int:
     """Return the padding id of a tokenizer, or any other id, since masks mark the pads."""
-    return next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    return 0
 
 
 def row_tree(row: EncodedRow) -> TensorDict:
     """Return one row as a tree without a batch."""
-    return TensorDict({**unmask_first(row), "attention_mask": torch.ones(len(row["input_ids"]), dtype=torch.bool)})
+    real = torch.ones(len(row["input_ids"]), dtype=torch.bool)
+    return TensorDict({**unmask_first(row), "attention_mask": real})
 
 
 def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int, *, ragged: bool = False) -> Any:
@@ -147,29 +147,30 @@ def arrange(nested: Any, rows: Sequence[EncodedRow], layout: Layout, pad_id: int
         ragged: Allow lists of different lengths in `nested`: the tree is a lazy stack even with padding.
     """
     rows = [unmask_first(row) for row in rows]
-    padded = None
     if layout.pads:
         padded = layout.pad(rows, pad_id)
-    if padded is not None and not ragged:
-        return padded.reshape(sizes_of(nested))
-    if padded is None:
-        trees = [row_tree(row) for row in rows]
-    else:
+        if not ragged:
+            return padded.reshape(sizes_of(nested))
         trees = padded.unbind(0)
-    none = layout.pad([], pad_id)
+    else:
+        trees = [row_tree(row) for row in rows]
+    # A lazy stack has at least one tree.
+    empty = layout.pad([], pad_id)
 
     def stacked(part: Any) -> Any:
         if not isinstance(part, list):
             return trees[part]
-        if part:
-            return lazy_stack([stacked(each) for each in part])
-        return none
+        if not part:
+            return empty
+        return lazy_stack([stacked(each) for each in part])
 
     return stacked(nested)
 
 
 def sizes_of(nested: Any) -> list[int]:
     """Return the lengths of nested lists, which are equal in each dimension."""
-    if isinstance(nested, list):
-        return [len(nested), *(sizes_of(nested[0]) if nested else [])]
-    return []
+    if not isinstance(nested, list):
+        return []
+    if not nested:
+        return [0]
+    return [len(nested), *sizes_of(nested[0])]

@@ -89,16 +89,20 @@ def text_rows(
         layout: A truncation, which keeps the added tokens.
     """
     own = text_tokenizer(tokenizer)
-    around = None
+    # For each text: the tokenizer adds its tokens.
+    adds = [False] * len(texts)
+    added = (0, 0)
     if add_special_tokens:
         around = Around(own)
+        adds = [around.adds_to(text) for text in texts]
+        added = around.counts
     rows: dict[int, EncodedRow] = {}
     for special in (False, True):
-        places = [i for i, text in enumerate(texts) if special == (around is not None and around.adds_to(text))]
+        places = [i for i, each in enumerate(adds) if each == special]
         made = encode_texts(own, [texts[i] for i in places], special=special)
-        first, last = around.counts if special and around is not None else (0, 0)
-        for i, each in zip(places, made, strict=True):
-            row: EncodedRow = {"input_ids": torch.tensor(each.ids, dtype=torch.int64)}
+        first, last = added if special else (0, 0)
+        for i, encoded in zip(places, made, strict=True):
+            row: EncodedRow = {"input_ids": torch.tensor(encoded.ids, dtype=torch.int64)}
             rows[i] = row if layout is None else layout.cut(row, first=first, last=last)
     return [rows[i] for i in range(len(texts))]
 
@@ -114,21 +118,26 @@ class Around:
     def counts(self) -> tuple[int, int]:
         """The numbers of tokens before and after a text."""
         plain, full = self._ids
-        first = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
+        first = 0
+        for i in range(len(full)):
+            if full[i : i + len(plain)] == plain:
+                first = i
+                break
         return first, len(full) - len(plain) - first
 
     @cached_property
     def _ids(self) -> tuple[list[int], list[int]]:
         text = known_text(self.tokenizer)
-        plain, full = [encode_texts(self.tokenizer, [text], special=special)[0].ids for special in (False, True)]
+        plain = encode_texts(self.tokenizer, [text], special=False)[0].ids
+        full = encode_texts(self.tokenizer, [text], special=True)[0].ids
         return plain, full
 
     @cached_property
     def _leads(self) -> tuple[str, ...]:
         """The strings of which a text that a template rendered begins with one."""
-        leads = []
+        leads: list[str] = []
         if self.tokenizer.bos_token:
-            leads = [self.tokenizer.bos_token]
+            leads.append(self.tokenizer.bos_token)
         if self.counts[0]:
             leads.append(self.tokenizer.convert_ids_to_tokens(self._ids[1][0]))
         return tuple(leads)
@@ -166,7 +175,8 @@ def detokenize(tokenizer: Any, tokens: Any, mask: Tensor | None = None, *, skip_
                 return [texts(row) for row in tree.unbind(0)]
             return texts(tree["input_ids"], tree.get("attention_mask", None))
         if isinstance(ids, Tensor) and ids.ndim == 1:
-            ids = (ids if real is None else ids[real]).tolist()
+            row = ids if real is None else ids[real]
+            ids = row.tolist()
         if isinstance(ids, (list, tuple)) and all([isinstance(item, int) for item in ids]):
             return own.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         if real is None:

@@ -31,15 +31,15 @@ def find_loss(
     # The first token of a row is predicted by nothing.
     cut = {name: unmask_first(row) for name, row in truncated.items()}
     for name, row in cut.items():
-        if _MASK in row and bool(full[name][_MASK][1:].any()) and not bool(row[_MASK].any()):
+        had_trained = _MASK in row and bool(full[name][_MASK][1:].any())
+        if had_trained and not bool(row[_MASK].any()):
             if len(cut) > 1:
                 return f"no token of the response is left in {name!r}"
             return "no trained token is left"
     for first, second in combinations(cut, 2):
-        compared = is_pair
-        if compared is None:
-            compared = _MASK in cut[first] and _MASK in cut[second]
-        if compared and _are_equal(cut, first, second) and not _are_equal(full, first, second):
+        both_have_masks = _MASK in cut[first] and _MASK in cut[second]
+        are_compared = both_have_masks if is_pair is None else is_pair
+        if are_compared and _are_equal(cut, first, second) and not _are_equal(full, first, second):
             return f"{first!r} and {second!r} are equal"
     return None
 

@@ -49,8 +49,9 @@ def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None =
     if info.get("mismatched_keys"):
         name, got, expected = sorted(info["mismatched_keys"])[0]
         raise LeafMismatchError(f"load_pretrained: {name} must have its shape.", expected=list(expected), got=list(got))
-    # Any: names, without stubs.
-    missing, unexpected = (sorted(info.get(kind) or ()) for kind in ("missing_keys", "unexpected_keys"))
+    # Any: without stubs.
+    missing: list[Any] = sorted(info.get("missing_keys") or ())
+    unexpected: list[Any] = sorted(info.get("unexpected_keys") or ())
     if missing or unexpected:
         raise TreeStructureError(
             f"load_pretrained: {os.fspath(folder)} must have the leaves of {type(model).__name__}.",
@@ -94,41 +95,66 @@ def save_pretrained(
         raise UnsupportedError("save_pretrained: the model must be one of transformers.", got=type(model).__name__)
     state = _state_of(params, model)
     loaded = source if source is not None else getattr(config, "_name_or_path", "")
-    kept = {}
+    # The files beside the weights: of the folder, or made from the model.
+    beside: dict[str, bytes] = {}
     if loaded and os.path.isdir(loaded):
-        kept = read_beside(os.fspath(loaded))
+        beside = read_beside(os.fspath(loaded))
     named = _reverted(state, model)
-    if kept:
+    if beside:
         _check_names(named, os.fspath(loaded))
     elif source is not None:
         raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} must be a folder with a config.json.")
-    generation = getattr(model, "generation_config", None)
-    if not kept and generation is not None:
-        # It alone may have the tokens that end a response.
-        kept["generation_config.json"] = generation.to_json_string().encode()
-    described = {"architectures": [type(model).__name__], **config.to_diff_dict()}
-    if "config.json" in kept:
-        described = json.loads(kept["config.json"])
-    dtype = next((str(leaf.dtype).removeprefix("torch.") for leaf in named.values() if leaf.is_floating_point()), None)
-    name = "torch_dtype" if "torch_dtype" in described else "dtype"
-    if "config.json" not in kept or described.get(name) != dtype:
-        kept["config.json"] = json.dumps({**described, name: dtype}, indent=2).encode() + b"\n"
+    else:
+        beside = _generation_file(model)
+    beside["config.json"] = _config_file(model, beside.get("config.json"), _dtype_name(named))
     os.makedirs(folder, exist_ok=True)
     tree = TensorCollection._open(dict(named)).unflatten_keys(".")
     save(tree, folder, max_shard_size=max_shard_size)
-    write_beside(os.fspath(folder), kept)
+    write_beside(os.fspath(folder), beside)
+
+
+def _generation_file(model: nn.Module) -> dict[str, bytes]:
+    """Return the file with the options of generation: it alone may have the tokens that end a response."""
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is None:
+        return {}
+    return {"generation_config.json": generation.to_json_string().encode()}
+
+
+def _config_file(model: nn.Module, given: bytes | None, dtype: str | None) -> bytes:
+    """Return the configuration with a dtype: the given file, which is unchanged if it has it, or the model's."""
+    if given is None:
+        # Any: an attribute of transformers' models.
+        config: Any = model.config
+        described = {"architectures": [type(model).__name__], **config.to_diff_dict()}
+    else:
+        described = json.loads(given)
+    # Older versions of transformers write `torch_dtype`.
+    name = "torch_dtype" if "torch_dtype" in described else "dtype"
+    if given is not None and described.get(name) == dtype:
+        return given
+    return json.dumps({**described, name: dtype}, indent=2).encode() + b"\n"
+
+
+def _dtype_name(leaves: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the dtype of the first leaf of floating point."""
+    for leaf in leaves.values():
+        if leaf.is_floating_point():
+            return str(leaf.dtype).removeprefix("torch.")
+    return None
 
 
 def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
     """Return the leaves that a checkpoint has, by the names of the module: persistent ones, a tied one once."""
     own = model.state_dict(keep_vars=True)
     given = {dotted(path): leaf for path, leaf in iter_leaves(params)}
-    passing = {name for name, _ in model.named_buffers(remove_duplicate=False)} - own.keys()
+    not_persistent = {name for name, _ in model.named_buffers(remove_duplicate=False)} - own.keys()
+    # The first name of each leaf: tied leaves are one object.
     first: dict[int, str] = {}
     for name, leaf in own.items():
         first.setdefault(id(leaf), name)
     missing = [name for name in first.values() if name not in given]
-    unexpected = [name for name in given if name not in own and name not in passing]
+    unexpected = [name for name in given if name not in own and name not in not_persistent]
     if missing or unexpected:
         raise TreeStructureError(
             f"save_pretrained: the tree must have the leaves of {type(model).__name__}.",
@@ -137,13 +163,7 @@ def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
             hint="pass tdf.combine(params, buffers), which has both.",
         )
     for name, leaf in own.items():
-        one = given.get(first[id(leaf)])
-        other = given.get(name)
-        if one is not None and other is not None and one is not other and not torch.equal(one, other):
-            what = (
-                f"save_pretrained: {name} and {first[id(leaf)]} are tied in {type(model).__name__}, and must be equal."
-            )
-            raise TieError(what, hint="use a model with tie_word_embeddings=False, which has both.")
+        _check_tied(given, first[id(leaf)], name, model)
     state: dict[str, Tensor] = {}
     for name in first.values():
         leaf = given[name]
@@ -152,6 +172,15 @@ def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
             raise LeafMismatchError(what, expected=list(own[name].shape), got=list(leaf.shape))
         state[name] = leaf.detach()
     return state
+
+
+def _check_tied(given: Mapping[str, Tensor], first: str, name: str, model: nn.Module) -> None:
+    """Raise if leaves that are tied in a model differ; the second one may be missing."""
+    one = given[first]
+    other = given.get(name, one)
+    if one is not other and not torch.equal(one, other):
+        what = f"save_pretrained: {name} and {first} are tied in {type(model).__name__}, and must be equal."
+        raise TieError(what, hint="use a model with tie_word_embeddings=False, which has both.")
 
 
 def _reverted(state: dict[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
@@ -168,8 +197,9 @@ def _reverted(state: dict[str, Tensor], model: nn.Module) -> Mapping[str, Tensor
 
 def _check_names(named: Mapping[str, Tensor], source: str) -> None:
     """Raise unless leaves have the names and shapes of a folder; tied ones may be there twice."""
-    others = sorted(set(os.listdir(source)).intersection(TORCH_NAMES))
-    if others and not any([name.endswith(".safetensors") for name in os.listdir(source)]):
+    files = os.listdir(source)
+    others = sorted(set(files).intersection(TORCH_NAMES))
+    if others and not any([name.endswith(".safetensors") for name in files]):
         made = shlex.quote(os.path.join(source, SINGLE))
         raise UnsupportedError(
             f"save_pretrained: {source} must have its leaves in safetensors, to compare their names.",
@@ -194,7 +224,9 @@ def _check_names(named: Mapping[str, Tensor], source: str) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    if names:
-        return f"{count_text(len(names), 'leaf')} more: {shown}"
-    return "no others"
+    if not names:
+        return "no others"
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += ", ..."
+    return f"{count_text(len(names), 'leaf')} more: {shown}"

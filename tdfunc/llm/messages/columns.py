@@ -77,13 +77,15 @@ def conversation_in(history: Any) -> Conversation:
     """Return the messages and tools of a history of one dimension (or of one message)."""
     messages = messages_of(history)
     given = tools_of(messages)
+    if not given:
+        return Conversation(messages)
     # Records were read before: a null is one that was written.
-    tools = None
-    if given:
-        tools = read_tools(given, "History", is_filled=False)
-    if given:
-        messages = [{k: v for k, v in each.items() if k != "tools"} for each in messages]
-    return Conversation(messages, tools)
+    tools = read_tools(given, "History", is_filled=False)
+    return Conversation([_without(message, "tools") for message in messages], tools)
+
+
+def _without(message: Message, field: str) -> Message:
+    return {name: value for name, value in message.items() if name != field}
 
 
 def without_ids(conversation: Conversation) -> Conversation:
@@ -91,8 +93,7 @@ def without_ids(conversation: Conversation) -> Conversation:
     messages = conversation.messages
     if not any(["token_ids" in message for message in messages]):
         return conversation
-    kept = [{name: value for name, value in message.items() if name != "token_ids"} for message in messages]
-    return conversation._replace(messages=kept)
+    return conversation._replace(messages=[_without(message, "token_ids") for message in messages])
 
 
 def conversations_in(histories: Sequence[Any]) -> list[Conversation]:
@@ -102,9 +103,13 @@ def conversations_in(histories: Sequence[Any]) -> list[Conversation]:
 
 def with_replies(histories: Sequence[Any], replies: Sequence[Message]) -> tuple[list[Any], list[Any]]:
     """Return each reply as a history of one message, and the histories with their replies."""
-    pairs = list(zip(histories, replies, strict=True))
-    own = [conversation_of(type(history), [reply]) for history, reply in pairs]
-    return own, [conversation_of(type(history), [*messages_of(history), reply]) for history, reply in pairs]
+    own: list[Any] = []
+    whole: list[Any] = []
+    for history, reply in zip(histories, replies, strict=True):
+        cls = type(history)
+        own.append(conversation_of(cls, [reply]))
+        whole.append(conversation_of(cls, [*messages_of(history), reply]))
+    return own, whole
 
 
 def conversation_of(cls: Any, messages: Sequence[Message]) -> Any:
@@ -143,14 +148,18 @@ def per_conversation(fn: Callable[..., Any], history: Any, *others: Any) -> Any:
 
 def stack_dense(parts: Sequence[Any]) -> Any:
     """Stack histories of one size; a field that is empty in some is None there."""
+    first = parts[0]
     for i, part in enumerate(parts):
-        if part._batch_size != parts[0]._batch_size:
+        if part._batch_size != first._batch_size:
             raise BatchSizeError(
                 f"History: conversations 0 and {i} of one tree must have one length.",
-                expected=str(list(parts[0]._batch_size)),
+                expected=str(list(first._batch_size)),
                 got=str(list(part._batch_size)),
                 hint="use lazy_stack(history.unbind(0)), in which each conversation has its own length.",
             )
-    names = [name for name in FIELDS if any([name in part._keys() for part in parts])]
-    data = {name: NonTensorStack._wrap(np.stack([column(part, name) for part in parts])) for name in names}
-    return type(parts[0])._make(data, Size((len(parts), *parts[0]._batch_size)))
+    data: dict[str, Any] = {}
+    for name in FIELDS:
+        if any([name in part._keys() for part in parts]):
+            columns = [column(part, name) for part in parts]
+            data[name] = NonTensorStack._wrap(np.stack(columns))
+    return type(first)._make(data, Size((len(parts), *first._batch_size)))

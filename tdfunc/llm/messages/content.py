@@ -59,11 +59,20 @@ class ContentBase(TensorClass["nocast", "shadow"]):  # pyright: ignore[reportInv
         if self._batch_size:
             return [part for row in self.unbind(0) for part in row.to_parts()]
         values = {name: self._get(name).value for name in self._fields if name in self._keys()}
-        values = {name: value for name, value in values.items() if value is not None}
         kind = values.pop("type")
-        inside = _NESTED.get(kind, {})
-        nested = {inside[name]: values.pop(name) for name in tuple(values) if name in inside}
-        return [{"type": kind, **({kind: nested} if nested else {}), **values}]
+        theirs = _NESTED.get(kind, {})
+        nested: dict[str, Any] = {}
+        flat: dict[str, Any] = {}
+        for name, value in values.items():
+            if value is None:
+                continue
+            if name in theirs:
+                nested[theirs[name]] = value
+            else:
+                flat[name] = value
+        if nested:
+            return [{"type": kind, kind: nested, **flat}]
+        return [{"type": kind, **flat}]
 
     @classmethod
     def from_parts(cls, parts: Iterable[Mapping[str, Any]]) -> "list[ContentBase]":
@@ -79,12 +88,12 @@ def _read_part(part: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise error(TypeError, "A part of a content must be a dict with a type.", got=repr(part))
     kind: str = part["type"]
-    inside = _NESTED.get(kind, {})
-    back: dict[str, str] = {theirs: ours for ours, theirs in inside.items()}
     entries: dict[str, Any] = dict(part)
     if kind in _NESTED and isinstance(entries.get(kind), Mapping):
-        inner: Mapping[str, Any] = entries.pop(kind)
-        entries |= {back.get(key, key): value for key, value in inner.items()}
+        nested: Mapping[str, Any] = entries.pop(kind)
+        ours_of = {theirs: ours for ours, theirs in _NESTED[kind].items()}
+        for name, value in nested.items():
+            entries[ours_of.get(name, name)] = value
     unknown = sorted(entries.keys() - set(ContentBase._fields))
     if unknown:
         raise error(

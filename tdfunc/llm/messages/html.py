@@ -30,10 +30,8 @@ def chat_html(chats: list[Any]) -> str:
 
 
 def _chat(chat: Any, i: int, count: int) -> str:
-    if isinstance(chat, dict):
-        messages, tools = (chat["messages"], chat.get("tools"))
-    else:
-        messages, tools = (chat, None)
+    messages: list[dict[str, Any]] = chat["messages"] if isinstance(chat, dict) else chat
+    tools: list[Any] | None = chat.get("tools") if isinstance(chat, dict) else None
     body = "".join([_message(message) for message in messages[:MESSAGES]])
     if len(messages) > MESSAGES:
         body += f"<small>{len(messages) - MESSAGES} more messages</small>"
@@ -46,10 +44,19 @@ def _chat(chat: Any, i: int, count: int) -> str:
 
 def _message(message: dict[str, Any]) -> str:
     role = str(message.get("role"))
-    known = role if role in ("system", "user", "assistant", "tool") else "other"
+    style = role if role in ("system", "user", "assistant", "tool") else "other"
+    return f'<div class="tdf-msg tdf-{style}">{_head(role, message)}\n{_body(message)}</div>'
+
+
+def _head(role: str, message: dict[str, Any]) -> str:
     notes = [str(message[key]) for key in ("name", "tool_call_id", "finish_reason") if message.get(key)]
-    notes += ["cut off"] if message.get("is_complete") is False else []
-    head = f"<b>{escape(role)}</b>" + "".join([f" <small>{escape(note)}</small>" for note in notes])
+    if message.get("is_complete") is False:
+        notes.append("cut off")
+    shown = [f" <small>{escape(note)}</small>" for note in notes]
+    return f"<b>{escape(role)}</b>{''.join(shown)}"
+
+
+def _body(message: dict[str, Any]) -> str:
     parts: list[str] = []
     if message.get("reasoning_content"):
         parts.append(f"<i>{_text(message['reasoning_content'])}</i>\n")
@@ -64,12 +71,14 @@ def _message(message: dict[str, Any]) -> str:
         parts.append(_code(message["tool_responses"]))
     if message.get("parse_error"):
         parts.append(f"\n<small>not parsed: {_text(message['parse_error'])}</small>")
-    return f'<div class="tdf-msg tdf-{known}">{head}\n{"".join(parts)}</div>'
+    return "".join(parts)
 
 
 def _text(value: Any) -> str:
     text = str(value)
-    return escape(text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}... ({len(text)} characters)")
+    if len(text) > CHARACTERS:
+        text = f"{text[:CHARACTERS]}... ({len(text)} characters)"
+    return escape(text)
 
 
 def _code(value: Any) -> str:

@@ -73,13 +73,7 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
                 hint=did_you_mean(key, FIELDS) or "leave it out, because a History would lose it.",
             )
     if "content" in message:
-        message["content"] = _without_empty(as_content(message["content"]))
-        if not isinstance(message["content"], (str, list)):
-            raise error(
-                TypeError,
-                f"{where}: the content must be text, a list of parts, or None.",
-                got=repr(message["content"])[:200],
-            )
+        message["content"] = _read_content(message["content"], where)
     if "tool_calls" in message:
         message["tool_calls"] = read_calls(message["tool_calls"], where)
         if not message["tool_calls"]:
@@ -103,10 +97,14 @@ def _only_value(known: Any, value: Any, name: str, where: str) -> Any:
     )
 
 
-def _without_empty(content: Any) -> Any:
-    """Return a content whose parts have no entries that are None: a template may ask whether a part has an entry."""
+def _read_content(given: Any, where: str) -> Any:
+    """Return a content as text or a list of parts."""
+    content = as_content(given)
+    # Parts have no entries that are None: a template may ask whether a part has an entry.
     if isinstance(content, list):
         return without_nulls(content)
+    if not isinstance(content, str):
+        raise error(TypeError, f"{where}: the content must be text, a list of parts, or None.", got=repr(content)[:200])
     return content
 
 
@@ -130,9 +128,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     # A call may also be its function alone, as in data sets of Hermes.
     if isinstance(call, Mapping) and "function" not in call:
         call = _with_function(call)
-    function = None
-    if isinstance(call, Mapping):
-        function = call.get("function")
+    function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise error(
             TypeError,
@@ -142,12 +138,14 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         )
     _check_function(function, where)
     arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
     given: Mapping[str, Any] = call
     rest = {key: value for key, value in given.items() if value is not None and key not in ("function", "type")}
     return {
         **rest,
         "type": given.get("type") or "function",
-        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
+        "function": {"name": function["name"], "arguments": arguments},
     }
 
 
@@ -187,21 +185,21 @@ def read_tools(given: Any, where: str, *, is_filled: bool = True) -> list[Any] |
     Raises:
         TypeError: The tools are something else.
     """
-    value = None
-    if given != "":
-        value = read_json(given)
+    value = None if given == "" else read_json(given)
     if value is None:
         return None
     if not isinstance(value, Sequence) or isinstance(value, str):
+        hint = "put a single schema into a list: [schema]." if isinstance(value, Mapping) else None
         raise error(
             TypeError,
             f"{where}: `tools` is not a list of schemas.",
             expected="a list of dicts, or the JSON text of such a list",
             got=repr(given)[:200],
-            hint="put a single schema into a list: [schema]." if isinstance(value, Mapping) else None,
+            hint=hint,
         )
     has_filling = is_filled and not isinstance(given, str)
-    return [_read_tool(tool, where, has_filling) for tool in value] or None
+    tools = [_read_tool(tool, where, has_filling) for tool in value]
+    return tools or None
 
 
 def _read_tool(given: Any, where: str, has_filling: bool) -> Any:
@@ -253,8 +251,10 @@ def _is_filled(messages: Sequence[Mapping[str, Any]]) -> bool:
 
     A message with an entry for calls that is not of the assistant shows it, because nobody writes one.
     """
-    names = {frozenset(message) for message in messages}
-    return len(names) == 1 and any([each["role"] != "assistant" and "tool_calls" in each for each in messages])
+    entries = {frozenset(message) for message in messages}
+    if len(entries) != 1:
+        return False
+    return any([message["role"] != "assistant" and "tool_calls" in message for message in messages])
 
 
 def show_message(message: Message) -> Message:
@@ -277,10 +277,11 @@ def as_compared(message: Mapping[str, Any]) -> Message:
     if text is not None:
         shown["content"] = text
     if "tool_calls" in shown:
-        shown["tool_calls"] = [
-            {**call, "function": call["function"] | {"arguments": read_json(call["function"]["arguments"])}}
-            for call in shown["tool_calls"]
-        ]
+        calls: list[dict[str, Any]] = []
+        for call in shown["tool_calls"]:
+            function = call["function"]
+            calls.append({**call, "function": {**function, "arguments": read_json(function["arguments"])}})
+        shown["tool_calls"] = calls
     return shown
 
 

@@ -44,13 +44,18 @@ def windows_of(conversation: Conversation) -> list[Window]:
     found: list[Window] = []
     for n, (place, end) in enumerate(zip(places, ends, strict=True)):
         head = messages[: places[0]]
-        if n:
-            start = places[n - 1]
-        else:
-            start = places[0]
+        # From the reply before; the first has none.
+        start = places[max(n - 1, 0)]
         prompt = [*head, *messages[start:place]]
         turn = [*prompt, messages[place]]
         following = [*turn, *messages[place + 1 : end]]
-        whole = [Conversation(each, tools) for each in (prompt, turn, following)]
-        found.append(Window(place, *whole, is_last=n == len(places) - 1))
+        found.append(
+            Window(
+                place,
+                Conversation(prompt, tools),
+                Conversation(turn, tools),
+                Conversation(following, tools),
+                is_last=n == len(places) - 1,
+            )
+        )
     return found

@@ -228,22 +228,31 @@ class AbstractTemplate(ABC):
         given = [as_compared(message) for message in conversation.messages]
         found = [as_compared(message) for message in back.messages]
         for i, (message, other) in enumerate(zip(given, found)):  # noqa: B905 - the count is compared below
-            lost = [key for key in {**message, **other} if message.get(key) != other.get(key)]
-            if lost:
+            name = _first_difference(message, other)
+            if name is not None:
                 raise error(
                     ValueError,
-                    f"render: {describe(conversation, i)} would not parse back: {lost[0]!r} would differ.",
-                    expected=repr(message.get(lost[0]))[:200],
-                    got=repr(other.get(lost[0]))[:200],
+                    f"render: {describe(conversation, i)} would not parse back: {name!r} would differ.",
+                    expected=repr(message.get(name))[:200],
+                    got=repr(other.get(name))[:200],
                     hint="render(h) without reversible= returns the text nevertheless.",
                 )
         if len(given) != len(found):
+            first_unequal = min(len(found), len(given) - 1)
             raise error(
                 ValueError,
-                f"render: {describe(conversation, min(len(found), len(given) - 1))} would not parse back.",
+                f"render: {describe(conversation, first_unequal)} would not parse back.",
                 expected=f"{len(given)} messages",
                 got=f"{len(found)} messages",
             )
+
+
+def _first_difference(message: Message, other: Message) -> str | None:
+    """Return the name of the first field in which two messages differ."""
+    for name in {**message, **other}:
+        if message.get(name) != other.get(name):
+            return name
+    return None
 
 
 def describe(conversation: Conversation, i: int) -> str:
@@ -254,7 +263,9 @@ def describe(conversation: Conversation, i: int) -> str:
 @functools.lru_cache(maxsize=64)
 def _pattern(control: tuple[str, ...]) -> "re.Pattern[str]":
     """Return the pattern of control strings, the longest first where several start at one place."""
-    return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+    longest_first = sorted(control, key=len, reverse=True)
+    matches_nothing = "(?!)"
+    return re.compile("|".join(map(re.escape, longest_first)) or matches_nothing)
 
 
 def controls_in(text: str, control: tuple[str, ...]) -> "Iterator[re.Match[str]]":
@@ -264,37 +275,48 @@ def controls_in(text: str, control: tuple[str, ...]) -> "Iterator[re.Match[str]]
 
 def check_safe(conversations: Sequence[Conversation], control: tuple[str, ...]) -> None:
     """Raise if a text of a message or tool has a control string."""
+    # Almost always there is none, and one search of all texts shows it.
+    messages = [message for each in conversations for message in each.messages]
     tools = [each.tools for each in conversations if each.tools]
-    if not is_forged(Conversation([message for each in conversations for message in each.messages], tools), control):
+    if not is_forged(Conversation(messages, tools), control):
         return
     for each in conversations:
-        for i, message in enumerate([*each.messages, {"tools": each.tools}]):
-            texts = [*strings_in(message), _joined(message)]
-            match = next((match for text in texts for match in controls_in(text, control)), None)
-            if match is not None:
-                where = "the tools"
-                if i < len(each.messages):
-                    where = describe(each, i)
-                raise error(
-                    ValueError,
-                    f"{where} has the control string {match[0]!r} in its text, by which it could forge a message.",
-                    expected="contents without control strings",
-                    got=repr(match.string[max(0, match.start() - 20) : match.end() + 20]),
-                    hint="tokenize=True encodes it as ordinary text; unsafe=True renders it unchanged.",
-                )
+        for i, message in enumerate(each.messages):
+            _check_texts(message, describe(each, i), control)
+        _check_texts({"tools": each.tools}, "the tools", control)
+
+
+def _check_texts(message: Message, where: str, control: tuple[str, ...]) -> None:
+    """Raise if a text in a message, or its parts together, has a control string."""
+    for text in [*strings_in(message), _joined(message)]:
+        match = next(controls_in(text, control), None)
+        if match is not None:
+            raise error(
+                ValueError,
+                f"{where} has the control string {match[0]!r} in its text, by which it could forge a message.",
+                expected="contents without control strings",
+                got=repr(text[max(0, match.start() - 20) : match.end() + 20]),
+                hint="tokenize=True encodes it as ordinary text; unsafe=True renders it unchanged.",
+            )
 
 
 def is_forged(conversation: Conversation, control: tuple[str, ...]) -> bool:
     """Return whether a text of a message or tool has a control string, its parts taken together."""
     messages = conversation.messages
-    everything = [value for message in messages for value in message.values()]
-    if not conversation.tools and {str}.issuperset(map(type, everything)) and not _has_control(everything, control):
-        return False
-    values = [value for message in messages for name, value in message.items() if name not in UNCOMPARED]
-    texts = [value for value in values if isinstance(value, str)]
-    if conversation.tools or len(texts) < len(values):
-        texts += strings_in([conversation.tools, *[value for value in values if not isinstance(value, str)]])
-        texts += [_joined(message) for message in messages if isinstance(message.get("content"), list)]
+    texts: list[str] = []
+    # Values that contain texts: contents of parts, calls, tools.
+    nested: list[Any] = [conversation.tools]
+    for message in messages:
+        for name, value in message.items():
+            if name in UNCOMPARED:
+                continue
+            if isinstance(value, str):
+                texts.append(value)
+            else:
+                nested.append(value)
+        if isinstance(message.get("content"), list):
+            texts.append(_joined(message))
+    texts += strings_in(nested)
     return _has_control(texts, control)
 
 
@@ -376,19 +398,24 @@ class AbstractPieceTemplate(AbstractTemplate):
 
 
 def _marked(pieces: Sequence[Piece]) -> Marked:
-    at = 0
-    contents = list[Span]()
-    found = list[Span]()
+    """Return the text of pieces with its spans; the pieces of a reply that follow each other are one span."""
+    contents: list[Span] = []
+    replies: list[Span] = []
+    stop = 0
     for piece in pieces:
-        start = at
-        at = at + len(piece.text)
-        if piece.is_content and piece.text:
-            contents.append(Span(start, at, piece.message))
-        if piece.is_reply and found and found[-1].stop == start and found[-1].message == piece.message:
-            found[-1] = found[-1]._replace(stop=at)
-        elif piece.is_reply and piece.text:
-            found.append(Span(start, at, piece.message))
-    return Marked("".join([piece.text for piece in pieces]), contents, found)
+        if not piece.text:
+            continue
+        start = stop
+        stop += len(piece.text)
+        if piece.is_content:
+            contents.append(Span(start, stop, piece.message))
+        if piece.is_reply:
+            last = replies[-1] if replies else None
+            if last is not None and last.stop == start and last.message == piece.message:
+                replies[-1] = last._replace(stop=stop)
+            else:
+                replies.append(Span(start, stop, piece.message))
+    return Marked("".join([piece.text for piece in pieces]), contents, replies)
 
 
 # -- parts that several templates share ---------------------------------------------------------------------------
@@ -397,6 +424,13 @@ def _marked(pieces: Sequence[Piece]) -> Marked:
 def interleave(i: int, *texts: str, is_reply: bool = False) -> list[Piece]:
     """Return texts as pieces of a message: by turns of the template and of the message, the template's first."""
     return [Piece(text, i, n % 2 == 1, is_reply) for n, text in enumerate(texts)]
+
+
+def skip(text: str, at: int, token: str) -> int:
+    """Return the place behind a token, or the same place if the token is not there."""
+    if text.startswith(token, at):
+        return at + len(token)
+    return at
 
 
 def read_until(text: str, start: int, end: str) -> tuple[str, int, Message]:
@@ -428,10 +462,12 @@ def read_turns(
         if found is None:
             raise not_rendered(text, at, expected)
         body, at, cut = read_until(text, found.end(), end)
-        at += len(gap) * text.startswith(gap, at)
+        at = skip(text, at, gap)
+        role = found[1]
         # A header at the end asks for a reply.
-        if body or not cut or found[1] not in ("assistant", "model"):
-            yield found[1], body, cut
+        is_prompt = cut and not body and role in ("assistant", "model")
+        if not is_prompt:
+            yield role, body, cut
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -490,6 +526,14 @@ def make_call(name: Any, arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def make_reply(calls: Sequence[dict[str, Any]], content: str) -> Message:
+    """Return a reply with calls, and with a content unless it is empty."""
+    message: Message = {"role": "assistant", "tool_calls": list(calls)}
+    if content:
+        message["content"] = content
+    return message
+
+
 def unparsed(text: str, reason: object) -> Message:
     """Return a reply as raw text with the reason."""
     return {"role": "assistant", "content": text, "parse_error": str(reason)}
@@ -534,7 +578,15 @@ def _state_of(tokenizer: Any) -> Any:
     # Copies: both may be changed in place.
     kept = dict[Any, Any](template) if isinstance(template, Mapping) else template
     special = repr(getattr(own, "special_tokens_map", None))
-    return kept, special, len(own) if hasattr(own, "__len__") else None
+    token_count = len(own) if hasattr(own, "__len__") else None
+    return kept, special, token_count
+
+
+class _Read(NamedTuple):
+    """The properties that were read from a tokenizer in one state."""
+
+    state: Any
+    values: dict[str, Any]
 
 
 class from_tokenizer(Generic[V]):  # noqa: N801 - used as `property` is
@@ -560,9 +612,10 @@ class from_tokenizer(Generic[V]):  # noqa: N801 - used as `property` is
             return self
         state = _state_of(instance.tokenizer)
         kept = instance.__dict__
-        known = kept.get("_read")
-        if known is None or known[0] != state:
-            known = kept["_read"] = state, dict[str, Any]()
-        if self._name not in known[1]:
-            known[1][self._name] = self._make(instance)
-        return known[1][self._name]
+        known: _Read | None = kept.get("_read")
+        if known is None or known.state != state:
+            known = _Read(state, {})
+            kept["_read"] = known
+        if self._name not in known.values:
+            known.values[self._name] = self._make(instance)
+        return known.values[self._name]

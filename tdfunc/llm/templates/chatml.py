@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from tdfunc.core.errors import error
 from tdfunc.llm.messages.message import Message, load_json
@@ -80,20 +80,15 @@ class ChatML(AbstractPieceTemplate):
     ) -> list[Piece]:
         messages, tools = conversation
         found: list[Piece] = []
-        last_query = max([i for i, each in enumerate(messages) if _is_query(each)], default=len(messages) - 1)
+        queries = [i for i, message in enumerate(messages) if _is_query(message)]
+        last_query = queries[-1] if queries else len(messages) - 1
         if tools and (not messages or messages[0]["role"] != "system"):
             found += [Piece(f"{_START}system\n"), *_tool_pieces(tools, None), Piece(f"{_END}\n")]
         for i, message in enumerate(messages):
             role = message["role"]
-            is_last = i == len(messages) - 1
+            is_open = open_end and i == len(messages) - 1
             if role == "tool":
-                if i and messages[i - 1]["role"] == "tool":
-                    lead = ""
-                else:
-                    lead = f"{_START}user"
-                found += interleave(i, f"{lead}\n<tool_response>\n", plain_text(conversation, i), "\n</tool_response>")
-                if (is_last and not open_end) or (not is_last and messages[i + 1]["role"] != "tool"):
-                    found.append(Piece(f"{_END}\n", i))
+                found += _response(conversation, i, is_open=is_open)
                 continue
             is_reply = role == "assistant"
             found += interleave(i, _START, role, "\n")
@@ -102,36 +97,40 @@ class ChatML(AbstractPieceTemplate):
             else:
                 refuse(conversation, i, "tool_calls", "reasoning_content")
                 found.append(Piece(plain_text(conversation, i), i, is_content=True))
-                if i == 0 and role == "system" and tools:
-                    found += [Piece("\n\n", i), *_tool_pieces(tools, i)]
-            if not (is_last and open_end):
+            if i == 0 and role == "system" and tools:
+                found += [Piece("\n\n", i), *_tool_pieces(tools, i)]
+            if not is_open:
                 found += [Piece(_END, i, is_reply=is_reply), Piece("\n", i)]
         if generation_prompt:
-            return [*found, Piece(f"{_START}assistant\n", len(messages))]
+            found.append(Piece(f"{_START}assistant\n", len(messages)))
         return found
 
     def _reply(self, conversation: Conversation, i: int, *, after_query: bool) -> list[Piece]:
         message = conversation.messages[i]
-        is_last = i == len(conversation.messages) - 1
         text = plain_text(conversation, i)
         thinking = message.get("reasoning_content") or ""
         if self.drop_thinking:
             if not thinking and "</think>" in text:
-                thinking = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
-                text = text.split("</think>")[-1].lstrip("\n")
-            thinking, shows = thinking.strip("\n"), after_query and (is_last or bool(thinking))
-            if shows:
+                thinking, text = _split_thinking(text)
+            is_last = i == len(conversation.messages) - 1
+            # The template of Qwen3 asks before it strips: a thinking of line breaks is shown as an empty one.
+            is_shown = after_query and (is_last or bool(thinking))
+            if is_shown:
+                thinking = thinking.strip("\n")
                 text = text.lstrip("\n")
         else:
-            shows = bool(thinking)
+            is_shown = bool(thinking)
         found: list[Piece] = []
-        if shows:
+        if is_shown:
             found += interleave(i, "<think>\n", thinking, "\n</think>\n\n", is_reply=True)
         found.append(Piece(text, i, is_content=True, is_reply=True))
         for n, call in enumerate(message.get("tool_calls") or ()):
-            start = ("\n" if n or text else "") + '<tool_call>\n{"name": "'
-            parts = start, call["function"]["name"], '", "arguments": ', arguments_text(call), "}\n</tool_call>"
-            found += interleave(i, *parts, is_reply=True)
+            start = '<tool_call>\n{"name": "'
+            if n or text:
+                start = "\n" + start
+            name = call["function"]["name"]
+            arguments = arguments_text(call)
+            found += interleave(i, start, name, '", "arguments": ', arguments, "}\n</tool_call>", is_reply=True)
         return found
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
@@ -141,10 +140,7 @@ class ChatML(AbstractPieceTemplate):
         for role, body, cut in read_turns(text, 0, _HEADER, _END, gap="\n", expected=expected):
             if role == "system" and not messages and _TOOLS in body and body.endswith(_CALLS):
                 body, _, listed = body.partition(_TOOLS)
-                try:
-                    tools = [load_json(line) for line in listed[: -len(_CALLS)].split("\n")[1:]]
-                except ValueError as err:
-                    raise error(ValueError, f"parse: the tools must be JSON: {err}.", got=repr(listed[:200])) from err
+                tools = _read_tools(listed)
                 if not body:
                     continue
                 body = body.removesuffix("\n\n")
@@ -155,19 +151,16 @@ class ChatML(AbstractPieceTemplate):
         if role == "assistant":
             return [self.parse_reply(body)]
         # Without an end each start would be searched for one.
-        may_have = role == "user" and body.startswith("<tool_response>") and body.endswith("</tool_response>")
-        responses = []
-        if may_have:
+        if role == "user" and _is_response(body):
             responses = [match[1] for match in _RESPONSE.finditer(body)]
-        joined = "\n".join(f"<tool_response>\n{each}\n</tool_response>" for each in responses)
-        if responses and joined == body:
-            return [{"role": "tool", "content": each} for each in responses]
+            joined = "\n".join([f"<tool_response>\n{each}\n</tool_response>" for each in responses])
+            if responses and joined == body:
+                return [{"role": "tool", "content": each} for each in responses]
         return [{"role": role, "content": body}]
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
-        message: Message = {"role": "assistant"}
+        thinking = ""
         rest = text
-        thinking = None
         if text.lstrip().startswith("<think>") or "</think>" in text:
             before, closed, rest = text.partition("</think>")
             if not closed:
@@ -180,32 +173,69 @@ class ChatML(AbstractPieceTemplate):
             thinking = thinking.strip("\n")
             rest = rest.lstrip("\n")
         content, opened, calls = rest.partition(_CALL)
+        message: Message = {"role": "assistant"}
         if opened:
             try:
                 message["tool_calls"] = _read_calls(opened + calls)
             except ValueError as err:
                 return unparsed(text, err)
             content = content.removesuffix("\n")
-        message |= {"reasoning_content": thinking} if thinking else {}
-        return message | ({"content": content} if content or not opened else {})
+        if thinking:
+            message["reasoning_content"] = thinking
+        if content or not opened:
+            message["content"] = content
+        return message
+
+
+def _is_response(content: str) -> bool:
+    """Return whether a content may be the results of tools, which are written as a turn of the user."""
+    return content.startswith("<tool_response>") and content.endswith("</tool_response>")
 
 
 def _is_query(message: Message) -> bool:
-    content = message.get("content")
     if message["role"] != "user":
         return False
-    return not (
-        isinstance(content, str) and content.startswith("<tool_response>") and content.endswith("</tool_response>")
-    )
+    content = message.get("content")
+    return not (isinstance(content, str) and _is_response(content))
+
+
+def _response(conversation: Conversation, i: int, *, is_open: bool) -> list[Piece]:
+    """Return the pieces of a result; results that follow each other are in one turn of the user."""
+    messages = conversation.messages
+    before = messages[i - 1]["role"] if i else None
+    after = messages[i + 1]["role"] if i + 1 < len(messages) else None
+    lead = "" if before == "tool" else f"{_START}user"
+    found = interleave(i, f"{lead}\n<tool_response>\n", plain_text(conversation, i), "\n</tool_response>")
+    if after != "tool" and not is_open:
+        found.append(Piece(f"{_END}\n", i))
+    return found
+
+
+def _split_thinking(text: str) -> tuple[str, str]:
+    """Return the thinking that is written inside a content, and the rest, as the template of Qwen3 splits them."""
+    parts = text.split("</think>")
+    thinking = parts[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+    return thinking, parts[-1].lstrip("\n")
 
 
 def _tool_pieces(tools: list[object], i: int | None) -> list[Piece]:
-    lines = [piece for tool in tools for piece in (Piece("\n", i), Piece(to_json(tool), i, is_content=True))]
-    return [Piece(_TOOLS, i), *lines, Piece(_CALLS, i)]
+    found = [Piece(_TOOLS, i)]
+    for tool in tools:
+        found += [Piece("\n", i), Piece(to_json(tool), i, is_content=True)]
+    return [*found, Piece(_CALLS, i)]
 
 
-def _read_calls(text: str) -> "list[dict[str, object]]":
-    calls: list[dict[str, object]] = []
+def _read_tools(text: str) -> list[Any]:
+    """Return the tools in a text of lines, each behind a line break, with the text that follows them."""
+    lines = text.removesuffix(_CALLS).split("\n")[1:]
+    try:
+        return [load_json(line) for line in lines]
+    except ValueError as err:
+        raise error(ValueError, f"parse: the tools must be JSON: {err}.", got=repr(text[:200])) from err
+
+
+def _read_calls(text: str) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
     at = 0
     while at < len(text):
         # Not by one pattern: it would try each place in a run of spaces as the end of the call.

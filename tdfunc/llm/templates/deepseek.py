@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.llm.messages.message import Message, load_json
@@ -13,11 +13,13 @@ from tdfunc.llm.templates.base import (
     arguments_text,
     interleave,
     make_call,
+    make_reply,
     not_rendered,
     plain_text,
     read_until,
     refuse,
     refuse_tools,
+    skip,
     unparsed,
 )
 
@@ -66,70 +68,54 @@ class DeepSeek(AbstractPieceTemplate):
     ) -> list[Piece]:
         messages, tools = conversation
         refuse_tools(tools, "deepseek")
-        found = [Piece(_BEGIN)]
-        systems = [i for i, message in enumerate(messages) if message["role"] == "system"]
-        for i in systems:
-            refuse(conversation, i, "tool_calls", "reasoning_content")
-            found += interleave(i, "\n\n" if i != systems[0] else "", plain_text(conversation, i))
-        others = [i for i in range(len(messages)) if i not in systems]
-        for place, i in enumerate(others):
-            role = messages[i]["role"]
-            last = i == others[-1]
-            before = None
-            if place:
-                before = messages[others[place - 1]]["role"]
+        found = [Piece(_BEGIN), *_system_pieces(conversation)]
+        others = [i for i, message in enumerate(messages) if message["role"] != "system"]
+        roles = [messages[i]["role"] for i in others]
+        # `before` and `after` are the roles of the messages around one; None at the ends.
+        neighbours = zip(others, [None, *roles][:-1], roles, [*roles, None][1:], strict=True)
+        for i, before, role, after in neighbours:
+            is_open = open_end and i == others[-1]
             text = plain_text(conversation, i)
-            refuse(conversation, i, "reasoning_content", *(() if role == "assistant" else ("tool_calls",)))
+            refuse(conversation, i, "reasoning_content")
+            if role != "assistant":
+                refuse(conversation, i, "tool_calls")
             if role == "assistant":
+                # A reply to the results of tools follows them without a header.
                 found.append(Piece("" if before == "tool" else _ASSISTANT, i))
                 found += [Piece(text, i, is_content=True, is_reply=True), *_call_pieces(messages[i], i)]
-                if not (open_end and last):
+                if not is_open:
                     found.append(Piece(_END, i, is_reply=True))
             elif role == "tool":
                 start = _OUTPUT if before == "tool" else _OUTPUTS + _OUTPUT
-                found += interleave(i, start, text, "" if open_end and last else _OUTPUT_END)
-                if (last and not open_end) or (not last and messages[others[place + 1]]["role"] != "tool"):
+                found += interleave(i, start, text, "" if is_open else _OUTPUT_END)
+                if after != "tool" and not is_open:
                     found.append(Piece(_OUTPUTS_END, i))
             elif role == "user":
                 found += interleave(i, _USER, text)
             else:
                 raise UnsupportedError(f"message {i}: the template cannot render the role {role!r}.")
-        if generation_prompt and not (others and messages[others[-1]]["role"] == "tool"):
+        if generation_prompt and roles[-1:] != ["tool"]:
             found.append(Piece(_ASSISTANT, len(messages)))
         return found
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
         messages: list[Message] = []
-        at = 0
-        if text.startswith(_BEGIN):
-            at = len(_BEGIN)
-        turn = _TURN.search(text, at)
-        if turn is None:
-            start = len(text)
-        else:
-            start = turn.start()
+        at = skip(text, 0, _BEGIN)
+        start = _next_turn(text, at)
         if start > at:
             messages.append({"role": "system", "content": text[at:start]})
         at = start
         while at < len(text):
             if text.startswith(_USER, at):
-                turn = _TURN.search(text, at + len(_USER))
-                if turn is None:
-                    stop = len(text)
-                else:
-                    stop = turn.start()
-                messages.append({"role": "user", "content": text[at + len(_USER) : stop]})
-                at = stop
+                start = skip(text, at, _USER)
+                at = _next_turn(text, start)
+                messages.append({"role": "user", "content": text[start:at]})
             elif text.startswith(_OUTPUTS, at):
-                body, after, _ = read_until(text, at + len(_OUTPUTS), _OUTPUTS_END)
-                results = _RESULTS.fullmatch(body)
-                if results is None:
-                    raise not_rendered(text, at, f"results in {_OUTPUT} and {_OUTPUT_END}")
-                messages += [{"role": "tool", "content": each} for each in results[1].split(_OUTPUT_END + _OUTPUT)]
-                at = after
+                results, at = _read_results(text, at)
+                messages += results
             elif text.startswith(_ASSISTANT, at) or (messages and messages[-1]["role"] == "tool"):
-                begin = at + len(_ASSISTANT) * text.startswith(_ASSISTANT, at)
-                body, at, cut = read_until(text, begin, _END)
+                body, at, cut = read_until(text, skip(text, at, _ASSISTANT), _END)
+                # A header at the end asks for a reply.
                 if cut and not body:
                     break
                 messages.append(self.parse_reply(body) | cut)
@@ -142,9 +128,11 @@ class DeepSeek(AbstractPieceTemplate):
         if not opened:
             return {"role": "assistant", "content": text}
         body, closed, after = calls.partition(_CALLS_END)
-        if not closed or after:
-            return unparsed(text, "the calls are not closed" if not closed else "text follows the calls")
-        found: list[dict[str, object]] = []
+        if not closed:
+            return unparsed(text, "the calls are not closed")
+        if after:
+            return unparsed(text, "text follows the calls")
+        found: list[dict[str, Any]] = []
         at = 0
         while at < len(body):
             match = _ONE_CALL.match(body, at)
@@ -155,22 +143,47 @@ class DeepSeek(AbstractPieceTemplate):
             except ValueError as err:
                 return unparsed(text, f"tool call {len(found)}: {err}")
             at = match.end()
-        return {"role": "assistant", "tool_calls": found} | ({"content": content} if content else {})
+        return make_reply(found, content)
+
+
+def _system_pieces(conversation: Conversation) -> list[Piece]:
+    """Return the system messages, which come first wherever they are in the conversation."""
+    found: list[Piece] = []
+    for i, message in enumerate(conversation.messages):
+        if message["role"] == "system":
+            refuse(conversation, i, "tool_calls", "reasoning_content")
+            found += interleave(i, "\n\n" if found else "", plain_text(conversation, i))
+    return found
+
+
+def _next_turn(text: str, start: int) -> int:
+    """Return the place of the next start or end of a turn; the end of the text if there is none."""
+    turn = _TURN.search(text, start)
+    return len(text) if turn is None else turn.start()
+
+
+def _read_results(text: str, at: int) -> tuple[list[Message], int]:
+    """Return the results of tools in brackets that open at a place, and the place behind the brackets."""
+    body, after, _ = read_until(text, skip(text, at, _OUTPUTS), _OUTPUTS_END)
+    results = _RESULTS.fullmatch(body)
+    if results is None:
+        raise not_rendered(text, at, f"results in {_OUTPUT} and {_OUTPUT_END}")
+    return [{"role": "tool", "content": each} for each in results[1].split(_OUTPUT_END + _OUTPUT)], after
 
 
 def _call_pieces(message: Message, i: int) -> list[Piece]:
-    found: list[Piece] = []
-    for n, call in enumerate(message.get("tool_calls") or ()):
+    calls = message.get("tool_calls")
+    if not calls:
+        return []
+    found = [Piece(_CALLS, i, is_reply=True)]
+    for n, call in enumerate(calls):
+        start = f"{_CALL}function{_NAME}"
         if n:
-            start = f"\n{_CALL}function{_NAME}"
-        else:
-            start = f"{_CALL}function{_NAME}"
+            start = "\n" + start
         end = f"\n```{_CALL_END}"
-        parts = start, call["function"]["name"], "\n```json\n", arguments_text(call), end
-        found += interleave(i, *parts, is_reply=True)
-    if found:
-        found = [Piece(_CALLS, i, is_reply=True), *found, Piece(_CALLS_END, i, is_reply=True)]
-    return found
+        name = call["function"]["name"]
+        found += interleave(i, start, name, "\n```json\n", arguments_text(call), end, is_reply=True)
+    return [*found, Piece(_CALLS_END, i, is_reply=True)]
 
 
 deepseek: DeepSeek = DeepSeek()

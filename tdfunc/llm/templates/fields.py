@@ -84,21 +84,14 @@ class Coverage:
         before: str | None = None
         for i, message in enumerate(messages):
             # A reply with its ids is not rendered for them.
-            fields = ()
-            if not message.get("token_ids"):
-                fields = _fields_of(message, has_thinking=i > last_user)
+            fields = () if message.get("token_ids") else _fields_of(message, has_thinking=i > last_user)
             kind = _kind_of(message, before, fields, has_tools=bool(conversation.tools))
             before = message["role"]
             if kind in self.known:
                 continue
-            lost = next((field for field in fields if self._loses(conversation, i, field)), None)
-            if lost is not None:
-                raise UnsupportedError(
-                    f"message {i} ({message['role']}): this template cannot render {lost!r}, which would be lost.",
-                    got=repr(message[lost])[:200],
-                    hint="use a template that writes it"
-                    + ("." if lost == "content" else f"; or history.set({lost!r}, None) leaves it out."),
-                )
+            for field in fields:
+                if self._loses(conversation, i, field):
+                    raise _lost_error(i, message, field)
             self.known.add(kind)
 
     def _check_tools(self, conversation: Conversation, tools: list[Any]) -> None:
@@ -130,12 +123,12 @@ class Coverage:
             emptied["content"] = ""
 
         def with_message(message: Message) -> list[Conversation]:
-            short = Conversation([*messages[:i], message], tools)
-            found = [short, Conversation([*messages[:i], message, *messages[i + 1 :]], tools)]
+            last = Conversation([*messages[:i], message], tools)
+            whole = Conversation([*messages[:i], message, *messages[i + 1 :]], tools)
             # Some templates write only the thinking behind the last question.
             if field == "reasoning_content":
-                return [Conversation([_QUESTION, message], tools), *found]
-            return found
+                return [Conversation([_QUESTION, message], tools), last, whole]
+            return [last, whole]
 
         if self._is_lost(conversation, with_message(changed), markers.made, with_message(emptied)):
             return True
@@ -146,15 +139,16 @@ class Coverage:
         messages, tools = conversation
         content = messages[i]["content"]
         others = _other_parts(content)
-        whole = None
-        if others:
-            whole = self._text(conversation)
+        if not others:
+            return False
+        whole = self._text(conversation)
         if whole is None:
             return False
         for place in others:
             rest = [*content[:place], *content[place + 1 :]] or [{"type": "text", "text": ""}]
-            without = {**messages[i], "content": rest}
-            if self._text(Conversation([*messages[:i], without, *messages[i + 1 :]], tools)) == whole:
+            message = {**messages[i], "content": rest}
+            without = Conversation([*messages[:i], message, *messages[i + 1 :]], tools)
+            if self._text(without) == whole:
                 return True
         return False
 
@@ -167,7 +161,7 @@ class Coverage:
         """
         texts = [text for text in map(self._text, marked) if text is not None]
         if texts:
-            return not any([all([marker in text for marker in made]) for text in texts])
+            return not any([_has_all(text, made) for text in texts])
         whole = self._text(given)
         without = self._text(emptied[-1])
         return whole is not None and whole == without
@@ -178,6 +172,21 @@ class Coverage:
             return self.render(conversation).lower()
         except Exception:
             return None
+
+
+def _lost_error(i: int, message: Message, field: str) -> UnsupportedError:
+    hint = "use a template that writes it."
+    if field != "content":
+        hint = f"use a template that writes it; or history.set({field!r}, None) leaves it out."
+    return UnsupportedError(
+        f"message {i} ({message['role']}): this template cannot render {field!r}, which would be lost.",
+        got=repr(message[field])[:200],
+        hint=hint,
+    )
+
+
+def _has_all(text: str, markers: Sequence[str]) -> bool:
+    return all([marker in text for marker in markers])
 
 
 def _fields_of(message: Message, *, has_thinking: bool) -> tuple[str, ...]:
@@ -208,6 +217,8 @@ def _other_parts(content: Any) -> list[int]:
 
 def _kind_of(message: Message, before: str | None, fields: tuple[str, ...], *, has_tools: bool) -> _Kind:
     calls = message.get("tool_calls") or ()
+    responses = message.get("tool_responses") or ()
+    has_arguments = any([call["function"]["arguments"] not in ({}, "", "{}") for call in calls])
     content = message.get("content")
     parts: list[Any] = content if isinstance(content, list) else []
     types = {"text" if isinstance(part, str) else str(part.get("type")) for part in parts}
@@ -217,8 +228,8 @@ def _kind_of(message: Message, before: str | None, fields: tuple[str, ...], *, h
         fields,
         has_tools=has_tools,
         has_several_calls=len(calls) > 1,
-        has_several_responses=len(message.get("tool_responses") or ()) > 1,
-        has_arguments=any([call["function"]["arguments"] not in ({}, "", "{}") for call in calls]),
+        has_several_responses=len(responses) > 1,
+        has_arguments=has_arguments,
         parts=tuple(sorted(types)),
         has_several_parts=len(parts) > 1,
     )
@@ -302,5 +313,7 @@ class _Markers:
     def _parameters(self, parameters: "Mapping[str, Any]") -> dict[str, Any]:
         names = {name: self._new() for name in parameters["properties"]}
         properties = {names[name]: schema for name, schema in parameters["properties"].items()}
-        required = [names.get(name, name) for name in parameters.get("required") or ()]
-        return {**parameters, "properties": properties, **({"required": required} if required else {})}
+        marked = {**parameters, "properties": properties}
+        if parameters.get("required"):
+            marked["required"] = [names.get(name, name) for name in parameters["required"]]
+        return marked

@@ -31,26 +31,31 @@ def find_template(
             )
         return template
     if tokenizer is None:
+        hint = did_you_mean(template, list(TEMPLATES)) if isinstance(template, str) else None
         raise error(
             TypeError,
             "A template or a tokenizer must be given.",
             expected=f"one of {list(TEMPLATES)}, a template, or tokenizer=",
             got=repr(template),
-            hint=did_you_mean(template, list(TEMPLATES)) if isinstance(template, str) else None,
+            hint=hint,
         )
     own = getattr(tokenizer, "chat_template", None)
-    if template is None and own is None and not renders_itself(tokenizer):
-        raise error(
-            ValueError,
-            f"{type(tokenizer).__name__} has no chat template.",
-            expected=f"chat_template_name= one of {list(TEMPLATES)}, or chat_template=",
-            hint='chat_template_name="chatml", which is common where a model was not trained on conversations.',
-        )
-    if template is not None and "{" not in template and not (isinstance(own, dict) and template in own):
-        raise error(
-            ValueError,
-            f"The template {template!r} does not exist.",
-            expected=f"one of {list(TEMPLATES)}, or a text in Jinja",
-            hint=did_you_mean(template, list(TEMPLATES)),
-        )
+    if template is None:
+        if own is None and not renders_itself(tokenizer):
+            raise error(
+                ValueError,
+                f"{type(tokenizer).__name__} has no chat template.",
+                expected=f"chat_template_name= one of {list(TEMPLATES)}, or chat_template=",
+                hint='chat_template_name="chatml", which is common where a model was not trained on conversations.',
+            )
+    else:
+        is_jinja = "{" in template
+        is_named = isinstance(own, dict) and template in own
+        if not is_jinja and not is_named:
+            raise error(
+                ValueError,
+                f"The template {template!r} does not exist.",
+                expected=f"one of {list(TEMPLATES)}, or a text in Jinja",
+                hint=did_you_mean(template, list(TEMPLATES)),
+            )
     return JinjaTemplate(tokenizer, template, dict(options or {}))

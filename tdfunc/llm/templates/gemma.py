@@ -16,6 +16,7 @@ from tdfunc.llm.templates.base import (
     read_turns,
     refuse,
     refuse_tools,
+    skip,
 )
 
 _BEGIN = "<bos>"
@@ -50,32 +51,31 @@ class Gemma(AbstractPieceTemplate):
         messages, tools = conversation
         refuse_tools(tools, "gemma")
         has_system = bool(messages) and messages[0]["role"] == "system"
+        first = int(has_system)
         found = [Piece(_BEGIN)]
-        for i in range(int(has_system), len(messages)):
-            role = "user" if (i - has_system) % 2 == 0 else "assistant"
+        for i in range(first, len(messages)):
+            is_reply = (i - first) % 2 == 1
+            role = "assistant" if is_reply else "user"
             refuse(conversation, i, "tool_calls", "reasoning_content")
             if messages[i]["role"] != role:
                 raise UnsupportedError(
                     f"{describe(conversation, i)}: users and assistants must take turns.", expected=role
                 )
-            found.append(Piece(f"{_START}{'user' if role == 'user' else 'model'}\n", i))
-            if has_system and i == 1:
+            found.append(Piece(f"{_START}model\n" if is_reply else f"{_START}user\n", i))
+            if has_system and i == first:
                 refuse(conversation, 0, "tool_calls", "reasoning_content")
                 found += interleave(0, "", plain_text(conversation, 0), "\n\n")
-            is_reply = role == "assistant"
             found.append(Piece(plain_text(conversation, i).strip(), i, is_content=True, is_reply=is_reply))
             if not (open_end and i == len(messages) - 1):
                 found += [Piece(_END, i, is_reply=is_reply), Piece("\n", i)]
         if has_system and len(messages) == 1:
             raise UnsupportedError("gemma: a system message must come with a message of the user, which contains it.")
         if generation_prompt:
-            return [*found, Piece(f"{_START}model\n", len(messages))]
+            found.append(Piece(f"{_START}model\n", len(messages)))
         return found
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
-        at = 0
-        if text.startswith(_BEGIN):
-            at = len(_BEGIN)
+        at = skip(text, 0, _BEGIN)
         expected = f"{_START}user or model, and a line break"
         turns = read_turns(text, at, _HEADER, _END, gap="\n", expected=expected)
         roles = {"user": "user", "model": "assistant"}

@@ -19,6 +19,7 @@ from tdfunc.llm.templates.base import (
     find_forged,
     from_tokenizer,
     is_forged,
+    skip,
     special_strings,
     text_tokenizer,
     to_json,
@@ -99,10 +100,11 @@ class JinjaTemplate(AbstractTemplate):
         # A template in Jinja may raise any error.
         except Exception:
             after = ""
-        found = [after.find(each) for each in self.control if each in after]
-        if not found:
+        places = [after.find(each) for each in self.control if each in after]
+        if not places:
             return ""
-        return max([each for each in self.control if after.startswith(each, min(found))], key=len)
+        first = min(places)
+        return max([each for each in self.control if after.startswith(each, first)], key=len)
 
     @from_tokenizer
     def inner_end(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -113,9 +115,8 @@ class JinjaTemplate(AbstractTemplate):
         if start is None:
             return self.end
         before = self._turns.to_user.partition(start)[0]
-        if before.strip() in self.control:
-            return before.strip()
-        return self.end
+        end = before.strip()
+        return end if end in self.control else self.end
 
     @from_tokenizer
     def arguments(self) -> str:
@@ -213,17 +214,19 @@ class JinjaTemplate(AbstractTemplate):
     def _as_dicts(self, conversations: Sequence[Conversation]) -> list[list[Message]]:
         chats = [each.messages for each in conversations]
         names = set[str]().union(*[message for chat in chats for message in chat])
-        if not names <= _RENDERED:
-            chats = [[{name: each[name] for name in each if name in _RENDERED} for each in chat] for chat in chats]
-        if "tool_calls" in names:
-            return [[self._as_dict(each) for each in chat] for chat in chats]
-        return chats
+        if names <= _RENDERED and "tool_calls" not in names:
+            return chats
+        found: list[list[Message]] = []
+        for chat in chats:
+            found.append([self._as_dict(message) for message in chat])
+        return found
 
     def _as_dict(self, message: Message) -> Message:
-        calls = [self._as_call(call) for call in message.get("tool_calls", [])]
-        if calls:
-            return {**message, "tool_calls": calls}
-        return message
+        """Return the fields of a message that a template may read, with its calls in the form that it expects."""
+        shown = {name: value for name, value in message.items() if name in _RENDERED}
+        if shown.get("tool_calls"):
+            shown["tool_calls"] = [self._as_call(call) for call in shown["tool_calls"]]
+        return shown
 
     def _as_call(self, call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -260,10 +263,10 @@ class JinjaTemplate(AbstractTemplate):
         """Return the texts of conversations, without a check of their fields."""
         options = {"add_generation_prompt": generation_prompt, "continue_final_message": open_end}
         chats = self._as_dicts(conversations)
-        if all([not each.tools for each in conversations]):
-            if chats:
-                return self._render(chats, None, **options)
+        if not chats:
             return []
+        if not any([each.tools for each in conversations]):
+            return self._render(chats, None, **options)
         return [self._render([chat], each.tools, **options)[0] for chat, each in zip(chats, conversations, strict=True)]
 
     def marked_all(  # noqa: D102 - as the interface
@@ -280,21 +283,24 @@ class JinjaTemplate(AbstractTemplate):
             return self._texts(chats, generation_prompt=generation_prompt, open_end=open_end)
 
         texts = render_all(conversations)
-        found = [Marked(text, [], []) for text in texts]
-        asks = [i for i, each in enumerate(conversations) if replies and has_reply(each)]
+        # By the place of the conversation.
+        contents_of: dict[int, list[Span]] = {}
+        replies_of: dict[int, list[Span]] = {}
         forged = find_forged(conversations, self.control)
         if forged:
             alignments = [Alignment(conversations[i], self.control, everything=True) for i in forged]
-            for i, alignment, text in zip(forged, alignments, render_all([a.marked for a in alignments]), strict=True):
-                found[i] = found[i]._replace(contents=find_contents(texts[i], text, alignment))
-        if self.has_generation:
-            spans_of = [self._drawn(conversations[i], texts[i], generation_prompt, open_end) for i in asks]
-        else:
-            search = ReplySearch(self, generation_prompt, open_end)
-            spans_of = search.find([conversations[i] for i in asks], [texts[i] for i in asks])
-        for i, spans in zip(asks, spans_of, strict=True):
-            found[i] = found[i]._replace(replies=spans)
-        return found
+            marked = render_all([alignment.marked for alignment in alignments])
+            for i, alignment, other in zip(forged, alignments, marked, strict=True):
+                contents_of[i] = find_contents(texts[i], other, alignment)
+        if replies:
+            asked = [i for i, each in enumerate(conversations) if has_reply(each)]
+            if self.has_generation:
+                found = [self._drawn(conversations[i], texts[i], generation_prompt, open_end) for i in asked]
+            else:
+                search = ReplySearch(self, generation_prompt, open_end)
+                found = search.find([conversations[i] for i in asked], [texts[i] for i in asked])
+            replies_of = dict(zip(asked, found, strict=True))
+        return [Marked(text, contents_of.get(i, []), replies_of.get(i, [])) for i, text in enumerate(texts)]
 
     def _drawn(self, conversation: Conversation, text: str, prompt: bool, open_end: bool) -> list[Span]:
         """Return the spans that the template marks with `{% generation %}`, each with its end of turn."""
@@ -312,22 +318,22 @@ class JinjaTemplate(AbstractTemplate):
                 expected=repr(text[:200]),
                 got=repr(texts[0][:200]),
             )
-        ends = self.end, self.inner_end
-        stops = [stop + max([len(end) * text.startswith(end, stop) for end in ends]) for _, stop in indices[0]]
-        return [Span(start, stop) for (start, _), stop in zip(indices[0], stops, strict=True) if stop > start]
+        spans: list[Span] = []
+        for start, stop in indices[0]:
+            ended = max(skip(text, stop, self.end), skip(text, stop, self.inner_end))
+            if ended > start:
+                spans.append(Span(start, ended))
+        return spans
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
         text = self._without_bos(text)
         if self.alike is not None:
-            found = self.alike.parse_chat(text)
-            rest = found._replace(messages=found.messages[1:])
-            # A default system message, which is not part of the conversation.
-            is_default = found.messages and found.messages[0]["role"] == "system" and self._gives(rest, text)
-            return rest if is_default else found
-        for messages in [] if self._turns is None else self._turns.readings(text):
-            found = Conversation(messages)
-            if not is_forged(found, self.control) and self._gives(found, text):
-                return found
+            return self._parse_chat_alike(self.alike, text)
+        if self._turns is not None:
+            for messages in self._turns.readings(text):
+                found = Conversation(messages)
+                if not is_forged(found, self.control) and self._gives(found, text):
+                    return found
         raise error(
             ValueError,
             "parse: no template reads this text, and it has no turns of this tokenizer's template.",
@@ -335,6 +341,15 @@ class JinjaTemplate(AbstractTemplate):
             got=repr(text[:200]),
             hint="keep the messages and use from_chats, or pass your own chat_template=.",
         )
+
+    def _parse_chat_alike(self, alike: AbstractTemplate, text: str) -> Conversation:
+        found = alike.parse_chat(text)
+        if found.messages and found.messages[0]["role"] == "system":
+            rest = found._replace(messages=found.messages[1:])
+            # A default system message is not part of the conversation: the template writes it by itself.
+            if self._gives(rest, text):
+                return rest
+        return found
 
     def _gives(self, conversation: Conversation, text: str) -> bool:
         """Return whether this template renders a text, whose end may be missing."""
@@ -350,10 +365,10 @@ class JinjaTemplate(AbstractTemplate):
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
         if self._closing is None:
-            return self._parse_alike(text)
-        return continue_thinking(text, self._closing, self._parse_alike)
+            return self._parse_reply_alike(text)
+        return continue_thinking(text, self._closing, self._parse_reply_alike)
 
-    def _parse_alike(self, text: str) -> Message:
+    def _parse_reply_alike(self, text: str) -> Message:
         if self.alike is None:
             return {"role": "assistant", "content": text}
         return self.alike.parse_reply(text)

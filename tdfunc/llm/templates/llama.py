@@ -17,6 +17,7 @@ from tdfunc.llm.templates.base import (
     plain_text,
     read_turns,
     refuse,
+    skip,
     to_json,
     unparsed,
 )
@@ -67,23 +68,17 @@ class Llama(AbstractPieceTemplate):
     ) -> list[Piece]:
         messages, tools = conversation
         has_system = bool(messages) and messages[0]["role"] == "system"
-        first = 0 if has_system else None
-        environment = "Environment: ipython\n" if tools else ""
-        found = [Piece(f"{_BEGIN}{_START}system{_STOP}\n\n{environment}", first)]
-        found.append(Piece(f"Cutting Knowledge Date: {self.knowledge}\nToday Date: {self.date}\n\n", first))
-        if has_system:
-            refuse(conversation, 0, "tool_calls", "reasoning_content")
-            found.append(Piece(plain_text(conversation, 0).strip(), 0, is_content=True))
-        found.append(Piece(_END, first))
-        if tools and (len(messages) <= has_system or messages[int(has_system)]["role"] != "user"):
+        found = self._system_pieces(conversation, has_system=has_system)
+        # The place of the first message behind the system's.
+        first = int(has_system)
+        if tools and (first == len(messages) or messages[first]["role"] != "user"):
             raise UnsupportedError("llama: the tools must come with a first message of the user, which contains them.")
-        for i in range(int(has_system), len(messages)):
-            message = messages[i]
-            role = "ipython"
-            if message["role"] != "tool":
-                role = message["role"]
+        for i in range(first, len(messages)):
+            role = messages[i]["role"]
+            if role == "tool":
+                role = "ipython"
             found += interleave(i, _START, role, f"{_STOP}\n\n")
-            if tools and i == int(has_system):
+            if tools and i == first:
                 found.append(Piece(_TOOLS, i))
                 for tool in tools:
                     found += interleave(i, "", to_json(tool, 4), "\n\n")
@@ -94,12 +89,21 @@ class Llama(AbstractPieceTemplate):
             found.append(Piece(f"{_START}assistant{_STOP}\n\n", len(messages)))
         return found
 
+    def _system_pieces(self, conversation: Conversation, *, has_system: bool) -> list[Piece]:
+        """Return the system message, which the template writes even if a conversation has none."""
+        place = 0 if has_system else None
+        environment = "Environment: ipython\n" if conversation.tools else ""
+        dates = f"Cutting Knowledge Date: {self.knowledge}\nToday Date: {self.date}\n\n"
+        found = [Piece(f"{_BEGIN}{_START}system{_STOP}\n\n{environment}", place), Piece(dates, place)]
+        if has_system:
+            refuse(conversation, 0, "tool_calls", "reasoning_content")
+            found.append(Piece(plain_text(conversation, 0).strip(), 0, is_content=True))
+        return [*found, Piece(_END, place)]
+
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
         messages: list[Message] = []
         tools: list[Any] | None = None
-        at = 0
-        if text.startswith(_BEGIN):
-            at = len(_BEGIN)
+        at = skip(text, 0, _BEGIN)
         first_user = True
         expected = f"{_START}role{_STOP} and two line breaks"
         for role, body, cut in read_turns(text, at, _HEADER, _END, expected=expected):
@@ -144,10 +148,8 @@ def _body(conversation: Conversation, i: int) -> list[Piece]:
     is_reply = message["role"] == "assistant"
     if not calls:
         # Results of tools are JSON, text included.
-        if message["role"] in ("tool", "ipython"):
-            text = to_json(text)
-        else:
-            text = text.strip()
+        is_result = message["role"] in ("tool", "ipython")
+        text = to_json(text) if is_result else text.strip()
         return [Piece(text, i, is_content=True, is_reply=is_reply)]
     if len(calls) > 1 or text or not is_reply:
         raise UnsupportedError(

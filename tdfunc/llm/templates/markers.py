@@ -50,11 +50,13 @@ class Alignment:
         self.owners.append(owner)
         return f"{self.mark}{len(self.originals) - 1}{_OPEN}"
 
+    def _is_forged(self, text: str) -> bool:
+        return self._control is not None and any([mark in text for mark in self._control])
+
     # Any: a value of a message, which keeps its structure.
     def _deep(self, value: Any, owner: int | None, is_marked: bool) -> Any:
         if isinstance(value, str):
-            forged = self._control is not None and any([mark in value for mark in self._control])
-            if is_marked or forged:
+            if is_marked or self._is_forged(value):
                 return self._marker(value, owner)
             return value
         if isinstance(value, list):
@@ -70,20 +72,21 @@ class Alignment:
             if name == "tool_calls":
                 marked[name] = [self._marked_call(i, call, is_reply) for call in value]
             elif name == "content" and isinstance(value, list):
-                marked[name] = [
-                    # Several parts may make a control string together.
-                    {**part, "text": self._deep(part["text"], i, is_reply or self._control is not None)}
-                    if isinstance(part.get("text"), str)
-                    else part
-                    for part in value
-                ]
+                # Several parts may make a control string together.
+                is_marked = is_reply or self._control is not None
+                marked[name] = [self._marked_part(i, part, is_marked) for part in value]
             elif name in ("content", "reasoning_content"):
                 # Templates test for blank texts, and a marker is none; without calls a content is needed for its place.
                 is_needed = name == "content" and not message.get("tool_calls")
-                marked[name] = self._deep(value, i, is_reply and (is_needed or bool(value and value.strip())))
+                marked[name] = self._deep(value, i, is_reply and (is_needed or _has_text(value)))
             elif name in ("name", "tool_call_id", "tool_responses"):
                 marked[name] = self._deep(value, i, False)
         return marked
+
+    def _marked_part(self, i: int, part: dict[str, Any], is_marked: bool) -> dict[str, Any]:
+        if isinstance(part.get("text"), str):
+            return {**part, "text": self._deep(part["text"], i, is_marked)}
+        return part
 
     def _marked_call(self, i: int, call: dict[str, Any], is_reply: bool) -> dict[str, Any]:
         function = call["function"]
@@ -107,6 +110,10 @@ class Alignment:
         return f'"{marked}"{colon or ""}'
 
 
+def _has_text(value: str | None) -> bool:
+    return bool(value and value.strip())
+
+
 def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
     """Return the span of each marker's content in the real text, in the order of the text.
 
@@ -114,15 +121,12 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
         ValueError: The texts between the markers differ from those between the contents.
     """
     places = list(re.finditer(rf"{alignment.mark}(\d+){_OPEN}", marked))
+    # The number of the marker in each place.
+    numbers = [int(place[1]) for place in places]
     stops = [place.end() for place in places]
     starts = [place.start() for place in places]
     between = [marked[at:start] for at, start in zip([0, *stops], [*starts, len(marked)], strict=True)]
-    choices = [
-        list(dict.fromkeys([form for text in alignment.originals[int(place[1])] for form in _forms(text)]))
-        for place in places
-    ]
-    spans = _align(text, between, choices)
-    missing = sorted(set(range(len(alignment.originals))) - {int(place[1]) for place in places})
+    spans = _align(text, between, [_forms(alignment.originals[n]) for n in numbers])
     if spans is None:
         raise error(
             ValueError,
@@ -131,12 +135,12 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
             got=repr(text[:300]),
             hint="use one of tdfunc.llm.TEMPLATES, or a template with {% generation %} for masks.",
         )
-    dropped = [i for i in missing if alignment.originals[i][0].strip() and alignment.owners[i] is None]
-    if dropped:
-        raise error(
-            ValueError, "The template drops a text of the tools.", got=repr(alignment.originals[dropped[0]][0])[:200]
-        )
-    return [Span(*span, alignment.owners[int(place[1])]) for span, place in zip(spans, places, strict=True)]
+    written = set(numbers)
+    for n, (forms, owner) in enumerate(zip(alignment.originals, alignment.owners, strict=True)):
+        # The texts of messages may be left out: `Coverage` checks them.
+        if n not in written and owner is None and forms[0].strip():
+            raise error(ValueError, "The template drops a text of the tools.", got=repr(forms[0])[:200])
+    return [Span(*span, alignment.owners[n]) for span, n in zip(spans, numbers, strict=True)]
 
 
 def _align(text: str, between: Sequence[str], choices: Sequence[Sequence[str]]) -> list[tuple[int, int]] | None:
@@ -150,25 +154,28 @@ def _align(text: str, between: Sequence[str], choices: Sequence[Sequence[str]]) 
         between: The texts before, between and after the places.
         choices: The possible texts in each place, the first preferred.
     """
-    reached = [{len(between[0])} if text.startswith(between[0]) else set[int]()]
-    for forms, following in zip(choices, between[1:], strict=True):
-        found: set[int] = set()
-        for start in reached[-1]:
-            found.update([_end(text, start, form, following) for form in forms])
-        found.discard(-1)
-        reached.append(found)
+    begin = len(between[0])
+    if not text.startswith(between[0]):
+        return None
+    # A step is a choice and the text that follows it. It leads from the starts of one step to those of the next.
+    steps = list(zip(choices, between[1:], strict=True))
+    reached = [{begin}]
+    for forms, following in steps:
+        reached.append(_ends(text, reached[-1], forms, following))
     if len(text) not in reached[-1]:
         return None
-    # Only the ways that lead to the end.
+    # Backwards: the starts of each step from which a way leads to the end.
     leading = [{len(text)}]
-    steps = list(zip(choices, between[1:], strict=True))
     for starts, (forms, following) in zip(reversed(reached[:-1]), reversed(steps), strict=True):
         ends = leading[-1]
-        leading.append({start for start in starts if any([_end(text, start, f, following) in ends for f in forms])})
-    at = len(between[0])
+        leading.append({start for start in starts if _preferred(text, start, forms, following, ends) is not None})
+    leading.reverse()
+    # Forwards: the preferred way.
+    at = begin
     spans: list[tuple[int, int]] = []
-    for (forms, following), ends in zip(steps, reversed(leading[:-1]), strict=True):
-        form = next(form for form in forms if _end(text, at, form, following) in ends)
+    for (forms, following), ends in zip(steps, leading[1:], strict=True):
+        form = _preferred(text, at, forms, following, ends)
+        assert form is not None
         spans.append((at, at + len(form)))
         at += len(form) + len(following)
     return spans
@@ -183,10 +190,33 @@ def _end(text: str, start: int, form: str, following: str) -> int:
     return -1
 
 
-def _forms(text: str) -> list[str]:
-    """Return the forms in which a template may write a text: as it is, trimmed, or inside JSON."""
-    trimmed = [text, text.strip(), text.strip("\n"), text.lstrip("\n"), text.rstrip("\n"), text.lstrip(), text.rstrip()]
-    return list(dict.fromkeys([*trimmed, *[json.dumps(each, ensure_ascii=False)[1:-1] for each in trimmed]]))
+def _ends(text: str, starts: set[int], forms: Sequence[str], following: str) -> set[int]:
+    """Return the places to which a step leads from any of the starts."""
+    found: set[int] = set()
+    for start in starts:
+        found.update([_end(text, start, form, following) for form in forms])
+    found.discard(-1)
+    return found
+
+
+def _preferred(text: str, start: int, forms: Sequence[str], following: str, ends: set[int]) -> str | None:
+    """Return the first form with which a step leads from a start to one of the ends, or None if there is none."""
+    for form in forms:
+        if _end(text, start, form, following) in ends:
+            return form
+    return None
+
+
+def _forms(originals: Sequence[str]) -> list[str]:
+    """Return the forms in which a template may write a text: as it was given, trimmed, or inside JSON."""
+    found: list[str] = []
+    for text in originals:
+        trimmed = [
+            text, text.strip(), text.strip("\n"), text.lstrip("\n"), text.rstrip("\n"), text.lstrip(), text.rstrip()
+        ]  # fmt: skip
+        found += trimmed
+        found += [json.dumps(each, ensure_ascii=False)[1:-1] for each in trimmed]
+    return list(dict.fromkeys(found))
 
 
 def has_reply(conversation: Conversation) -> bool:
@@ -223,10 +253,11 @@ class ReplySearch(NamedTuple):
             marked = [None] * len(texts)
         found: list[list[Span]] = []
         for conversation, text, alignment, other in zip(conversations, texts, alignments, marked, strict=True):
-            headed = None
+            spans = None
             if other is not None:
-                headed = self._by_markers(conversation, text, other, alignment, strict=True)
-            spans = self._by_prefixes(conversation, text) if headed is None else headed
+                spans = self._by_markers(conversation, text, other, alignment, strict=True)
+            if spans is None:
+                spans = self._by_prefixes(conversation, text)
             if spans is None:
                 other = self.template.texts([alignment.marked], **options)[0]
                 spans = self._by_markers(conversation, text, other, alignment, strict=False)
@@ -245,38 +276,52 @@ class ReplySearch(NamedTuple):
                 return None
             raise
         replies: list[Span] = []
-        for i, message in enumerate(conversation.messages):
-            if message["role"] != "assistant":
-                continue
+        for i in reply_places(conversation):
             own = [n for n, span in enumerate(contents) if span.message == i]
-            if not own and strict:
-                return None
-            if not own:
+            if not own and not strict:
                 raise error(
                     ValueError,
                     f"{describe(conversation, i)} has no place in the text: the template drops it.",
                     got=repr(text[:300]),
                 )
-            before = 0
-            if own[0]:
-                before = contents[own[0] - 1].stop
-            if own[-1] + 1 < len(contents):
-                after = contents[own[-1] + 1].start
-            else:
-                after = len(text)
-            start = contents[own[0]].start
-            stop = contents[own[-1]].stop
-            header = self.template.header
-            at = text.rfind(header, before, start) if header else -1
-            if at == -1 and strict:
+            reply = self._around(text, contents, own, strict=strict) if own else None
+            if reply is None:
                 return None
-            first = at + len(header) if at != -1 else start
-            # The end of an inner turn is found by further renders, where it is another one.
-            end = self.template.end
-            end = end if end in text[stop:after] else self.template.inner_end
-            ended = text.find(end, stop, after) if end else -1
-            replies.append(Span(first, ended + len(end) if ended != -1 else stop, i))
+            replies.append(reply)
         return replies
+
+    def _around(self, text: str, contents: Sequence[Span], own: Sequence[int], *, strict: bool) -> Span | None:
+        """Return the reply around its contents, from behind its header to its end of turn.
+
+        Without a header it starts with its first content; if `strict`, it is None.
+
+        Args:
+            text: The text.
+            contents: The spans of all contents.
+            own: The places in `contents` of the reply's, without gaps.
+            strict: The reply must have a header.
+        """
+        first = own[0]
+        last = own[-1]
+        start = contents[first].start
+        stop = contents[last].stop
+        # The reply is between the contents of other messages.
+        before = contents[first - 1].stop if first else 0
+        after = contents[last + 1].start if last + 1 < len(contents) else len(text)
+        header = self.template.header
+        header_at = text.rfind(header, before, start) if header else -1
+        if header_at != -1:
+            start = header_at + len(header)
+        elif strict:
+            return None
+        # The end of an inner turn is found by further renders, where it is another one.
+        end = self.template.end
+        if end not in text[stop:after]:
+            end = self.template.inner_end
+        end_at = text.find(end, stop, after) if end else -1
+        if end_at != -1:
+            stop = end_at + len(end)
+        return Span(start, stop, contents[first].message)
 
     def _by_prefixes(self, conversation: Conversation, text: str) -> list[Span] | None:
         """Return the spans where each render is a prefix of the next; None where one is not."""
@@ -286,9 +331,7 @@ class ReplySearch(NamedTuple):
                 return spans
         messages, tools = conversation
         replies: list[Span] = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for i in reply_places(conversation):
             is_open = self.open_end and i == len(messages) - 1
             try:
                 prompt = self.template.texts([Conversation(messages[:i], tools)], generation_prompt=True)[0]
@@ -296,7 +339,8 @@ class ReplySearch(NamedTuple):
             # For example for a conversation that ends with a tool call.
             except Exception:
                 return None
-            if len(turn) == len(prompt) or not (turn.startswith(prompt) and text.startswith(turn)):
+            is_prefix = len(prompt) < len(turn) and turn.startswith(prompt) and text.startswith(turn)
+            if not is_prefix:
                 return None
             replies.append(Span(len(prompt), self._end_of_turn(turn, len(prompt)), i))
         return replies
@@ -326,10 +370,12 @@ class ReplySearch(NamedTuple):
             return None
         replies: list[Span] = []
         for window, prompt, turn, following in zip(windows, prompts, turns, [*followings, ""], strict=True):
+            # The window may have another length before the reply than the text.
+            moved = at - len(prompt)
             reply = turn[len(prompt) :]
             if not reply or not turn.startswith(prompt) or not text.startswith(reply, at):
                 return None
-            replies.append(Span(at, at + self._end_of_turn(turn, len(prompt)) - len(prompt), window.place))
+            replies.append(Span(at, self._end_of_turn(turn, len(prompt)) + moved, window.place))
             at += len(reply)
             if window.is_last:
                 break

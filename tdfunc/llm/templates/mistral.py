@@ -12,10 +12,12 @@ from tdfunc.llm.templates.base import (
     Piece,
     interleave,
     make_call,
+    make_reply,
     not_rendered,
     plain_text,
     read_until,
     refuse,
+    skip,
     to_json,
     unparsed,
 )
@@ -62,58 +64,68 @@ class Mistral(AbstractPieceTemplate):
     ) -> list[Piece]:
         messages, tools = conversation
         found = [Piece(_BEGIN)]
-        last_user = max([i for i, message in enumerate(messages) if message["role"] == "user"], default=-1)
-        if tools and last_user < 0:
+        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if tools and not users:
             raise UnsupportedError("mistral: the tools must come with a message of the user, which follows them.")
         for i, message in enumerate(messages):
             role = message["role"]
             text = plain_text(conversation, i)
-            refuse(conversation, i, "reasoning_content", *(() if role == "assistant" else ("tool_calls",)))
-            close = not (open_end and i == len(messages) - 1)
+            refuse(conversation, i, "reasoning_content")
+            if role != "assistant":
+                refuse(conversation, i, "tool_calls")
             if role == "assistant":
                 found.append(Piece(text, i, is_content=True, is_reply=True))
                 found += _call_pieces(message, i)
-                found.append(Piece(_END if close else "", i, is_reply=True))
+                end = Piece(_END, i, is_reply=True)
             elif role == "tool":
-                call = message.get("tool_call_id") or ""
-                end = _RESULT_END if close else ""
-                found += interleave(i, _RESULT, call, _RESULT_TEXT, text, end)
-            elif role in ("user", "system"):
-                if tools and i == last_user:
+                call_id = message.get("tool_call_id") or ""
+                found += interleave(i, _RESULT, call_id, _RESULT_TEXT, text)
+                end = Piece(_RESULT_END, i)
+            elif role == "user":
+                # `users` has this message.
+                if tools and i == users[-1]:
                     found += interleave(i, _TOOLS, to_json(tools), _TOOLS_END)
-                start = _USER if role == "user" else _SYSTEM
-                found += interleave(i, start, text, _BRACKETS[start] if close else "")
+                found += interleave(i, _USER, text)
+                end = Piece(_USER_END, i)
+            elif role == "system":
+                found += interleave(i, _SYSTEM, text)
+                end = Piece(_SYSTEM_END, i)
             else:
                 raise UnsupportedError(f"message {i}: the template cannot render the role {role!r}.")
+            is_open = open_end and i == len(messages) - 1
+            if not is_open:
+                found.append(end)
         # A reply follows without a header.
         return found
 
     def parse_chat(self, text: str) -> Conversation:  # noqa: D102 - as the interface
         messages: list[Message] = []
         tools: list[Any] | None = None
-        at = 0
-        if text.startswith(_BEGIN):
-            at = len(_BEGIN)
+        at = skip(text, 0, _BEGIN)
         while at < len(text):
-            start = _OPEN.match(text, at)
-            if start is None:
-                body, at, message = read_until(text, at, _END)
-                messages.append(self.parse_reply(body) | message)
+            start = at
+            bracket = _OPEN.match(text, start)
+            if bracket is None:
+                body, at, cut = read_until(text, start, _END)
+                messages.append(self.parse_reply(body) | cut)
                 continue
-            body, at, message = read_until(text, start.end(), _BRACKETS[start[0]])
-            if start[0] == _TOOLS:
+            kind = bracket[0]
+            body, at, cut = read_until(text, bracket.end(), _BRACKETS[kind])
+            if kind == _TOOLS:
                 tools = read_json(body)
                 if not isinstance(tools, list):
                     raise error(ValueError, "parse: the tools must be a list in JSON.", got=repr(body[:200]))
-                continue
-            if start[0] == _RESULT:
-                call, found, content = body.partition(_RESULT_TEXT)
+            elif kind == _RESULT:
+                call_id, found, content = body.partition(_RESULT_TEXT)
                 if not found:
-                    raise not_rendered(text, start.start(), f"{_RESULT}, an id, {_RESULT_TEXT}")
-                message |= {"role": "tool", "content": content, **({"tool_call_id": call} if call else {})}
+                    raise not_rendered(text, start, f"{_RESULT}, an id, {_RESULT_TEXT}")
+                result: Message = {**cut, "role": "tool", "content": content}
+                if call_id:
+                    result["tool_call_id"] = call_id
+                messages.append(result)
             else:
-                message |= {"role": "user" if start[0] == _USER else "system", "content": body}
-            messages.append(message)
+                role = "user" if kind == _USER else "system"
+                messages.append({**cut, "role": role, "content": body})
         return Conversation(messages, tools)
 
     def parse_reply(self, text: str) -> Message:  # noqa: D102 - as the interface
@@ -124,15 +136,17 @@ class Mistral(AbstractPieceTemplate):
             calls = [_read_call(call) for call in load_json(body)]
         except (ValueError, TypeError) as err:
             return unparsed(text, f"the calls must be a list of objects in JSON: {err}")
-        return {"role": "assistant", "tool_calls": calls} | ({"content": content} if content else {})
+        return make_reply(calls, content)
 
 
 def _call_pieces(message: Message, i: int) -> list[Piece]:
     given: list[dict[str, Any]] = []
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        one = {"name": function["name"], "arguments": read_json(function["arguments"])}
-        given.append(one | ({"id": call["id"]} if call.get("id") else {}))
+        shown = {"name": function["name"], "arguments": read_json(function["arguments"])}
+        if call.get("id"):
+            shown["id"] = call["id"]
+        given.append(shown)
     if given:
         return interleave(i, _CALLS, to_json(given), is_reply=True)
     return []

@@ -38,4 +38,6 @@ def continue_thinking(text: str, closing: str, parse: Callable[[str], Message]) 
     if "parse_error" in rest:
         return {**rest, "content": text}
     thinking = before.strip("\n")
-    return rest | ({"reasoning_content": thinking} if thinking else {})
+    if thinking:
+        return {**rest, "reasoning_content": thinking}
+    return rest

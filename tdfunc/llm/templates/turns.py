@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 from tdfunc.llm.messages.message import Message
@@ -29,35 +30,41 @@ class Turns(NamedTuple):
 
     def readings(self, text: str) -> list[list[Message]]:
         """Return the possible conversations of a text, whose end may be missing, the likeliest first."""
-        found = []
+        found: list[list[Message]] = []
         if text.startswith(self.first):
-            found = [self._read(text.removeprefix(self.first))]
-        if self.system is not None and text.startswith(self.system[0]):
-            content, closed, rest = text.removeprefix(self.system[0]).partition(self.system[1])
+            found.append(self._read(text.removeprefix(self.first)))
+        if self.system is None:
+            return found
+        before, behind = self.system
+        if text.startswith(before):
+            content, closed, rest = text.removeprefix(before).partition(behind)
             if closed:
-                # Where the text begins alike with and without one, it is without.
-                if len(self.system[0]) > len(self.first):
-                    at = 0
-                else:
-                    at = len(found)
-                found.insert(at, [{"role": "system", "content": content}, *self._read(rest)])
+                with_system: list[Message] = [{"role": "system", "content": content}, *self._read(rest)]
+                # Where the text begins alike with and without a system message, it is likelier without.
+                found.insert(0 if len(before) > len(self.first) else len(found), with_system)
         return found
 
     def _read(self, text: str) -> list[Message]:
-        role = "user"
-        other = "assistant"
-        content, found, rest = text.partition(self.to_reply)
         messages: list[Message] = []
+        # By turns: the role, and the text between it and the other role.
+        turns = cycle([("user", self.to_reply), ("assistant", self.to_user)])
+        role, between = next(turns)
+        content, found, rest = text.partition(between)
         while found:
             messages.append({"role": role, "content": content})
-            role, other = other, role
-            content, found, rest = rest.partition(self.to_user if role == "assistant" else self.to_reply)
+            role, between = next(turns)
+            content, found, rest = rest.partition(between)
         # Nothing behind a header is not a message yet.
         if content:
-            tail = next((each for each in self.ends[role] if content.endswith(each)), None)
-            last: Message = {"role": role, "content": content.removesuffix(tail or "")}
-            messages.append(last if tail is not None else {**last, "is_complete": False})
+            messages.append(self._last(role, content))
         return messages
+
+    def _last(self, role: str, content: str) -> Message:
+        """Return the last message of a text, with its end or without."""
+        for end in self.ends[role]:
+            if content.endswith(end):
+                return {"role": role, "content": content.removesuffix(end)}
+        return {"role": role, "content": content, "is_complete": False}
 
 
 def learn_turns(render: Callable[[list[Message], bool], str]) -> Turns | None:
@@ -68,12 +75,12 @@ def learn_turns(render: Callable[[list[Message], bool], str]) -> Turns | None:
     """
 
     def around(*roles: str, header: bool = False) -> Sequence[str]:
+        """Return the texts around the contents of messages with these roles; none if a content is not in the text."""
         places = _PLACES[: len(roles)]
-        text = render([{"role": role, "content": place} for role, place in zip(roles, places, strict=True)], header)
-        match = re.fullmatch("(.*)".join(["", *map(re.escape, places), ""]), text, re.DOTALL)
-        if match:
-            return match.groups()
-        return ()
+        chat: list[Message] = [{"role": role, "content": place} for role, place in zip(roles, places, strict=True)]
+        pattern = "(.*)".join(["", *map(re.escape, places), ""])
+        match = re.fullmatch(pattern, render(chat, header), re.DOTALL)
+        return match.groups() if match else ()
 
     # A template in Jinja may raise any error.
     try:

@@ -227,6 +227,17 @@ def test_parts_of_a_reply():
     assert mistral.parse("</s>").tolist() == [{"role": "assistant", "content": ""}]
 
 
+@pytest.mark.parametrize(
+    ("thinking", "shown"), [("", ""), ("\n", "<think>\n\n</think>\n\n"), ("\nhm\n", "<think>\nhm\n</think>\n\n")]
+)
+def test_qwen_asks_for_a_thinking_before_it_strips_it(thinking, shown):
+    """A reply that another message follows shows a thinking of line breaks as an empty one, as Qwen3 does."""
+    reply = {"role": "assistant", "reasoning_content": thinking, "content": "b"}
+    history = History.from_chats([{"role": "user", "content": "a"}, reply, {"role": "assistant", "content": "c"}])
+
+    assert f"<|im_start|>assistant\n{shown}b<|im_end|>\n" in qwen.render(history)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_cut_texts_are_incomplete(name):
     """A text that ends inside a reply gives it as far as it goes; the header of a reply alone gives none."""
