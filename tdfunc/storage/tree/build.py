@@ -111,7 +111,9 @@ class _Builder:
             else:
                 cls = resolve_class(name, self._classes, plan.keys[number])
         check_fields(cls, data, plan.path(number))
-        return cls._make(data, size, device, names, None if static == Static() else static)
+        if static == Static():
+            static = None
+        return cls._make(data, size, device, names, static)
 
     def _place(self, number: int) -> torch.device | None:
         if self._device is not None:

@@ -200,8 +200,9 @@ def _check_further(name: str, values: Sequence[Any]) -> None:
         containers = [value for value in level if isinstance(value, dict | list)]
         if containers and depth == _MAX_FIELD_DEPTH:
             raise damaged(f"leaf {name!r} has fields nested too deep.", f"at most {_MAX_FIELD_DEPTH} levels")
-        parts = [value.values() if isinstance(value, dict) else value for value in containers]
-        level = list(chain.from_iterable(parts))
+        level = []
+        for value in containers:
+            level.extend(value.values() if isinstance(value, dict) else value)
         depth += 1
 
 
@@ -260,12 +261,12 @@ def nests(names: Sequence[str]) -> bool:
     if max([name.count(".") for name in names], default=0) >= _MAX_DEPTH:
         return False
     # The names of the nodes, from the deepest up. There are few of them beside the leaves.
-    nodes = {name.rpartition(".")[0] for name in names}
+    nodes = {name.rpartition(".")[0] for name in names} - {""}
     leaves = set(names)
-    while nodes := {node for node in nodes if node}:
+    while nodes:
         if not nodes.isdisjoint(leaves):
             return False
-        nodes = {node.rpartition(".")[0] for node in nodes}
+        nodes = {node.rpartition(".")[0] for node in nodes} - {""}
     return True
 
 

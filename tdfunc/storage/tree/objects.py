@@ -288,7 +288,7 @@ class _Unpacker:
             node = self._data[content]
             return node.data if isinstance(node, NonTensorData) else node
         if kind == "array":
-            return self._read_array(*content)
+            return self._read_array(content)
         if kind == "scalar":
             return scalar_of(*content)
         if kind == "float":
@@ -297,10 +297,11 @@ class _Unpacker:
             return tuple([self.read(item) for item in content])
         return self._read_entries(_DICTS[kind](), content)
 
-    def _read_array(self, key: str, *needs: Any) -> Any:
+    def _read_array(self, content: Any) -> Any:
+        key, *needs = content
         self.used.add(key)
         if key not in self._arrays:
-            self._arrays[key] = array_of(self._data[key].data, list(needs))
+            self._arrays[key] = array_of(self._data[key].data, needs)
         return self._arrays[key]
 
     def _read_entries(self, made: Any, entries: Any) -> Any:
