@@ -41,7 +41,9 @@ class _Builder:
         self._leaves = leaves
         self._is_list = type(leaves) is list
         self._classes = classes
-        self._device = device
+        self._devices: Sequence[torch.device | None] = plan.devices
+        if device is not None:
+            self._devices = [device] * len(plan.nodes)
         self._make = TensorCollection._open._make
         # By number: a tree, or the value that a plain object became.
         self._built: dict[int, Any] = {}
@@ -62,39 +64,59 @@ class _Builder:
             numbers = self._plan.below(root)
         # A node comes after the one that it is in, so going back its sub-trees are there.
         for number in reversed(numbers):
-            self._built[number] = self._node(number)
+            if number in self._plan.rich or number in self._ties:
+                self._built[number] = self._special(number)
+            else:
+                self._built[number] = self._plain(number)
         return self._built[root]
 
-    def _node(self, number: int) -> Any:
-        """Return one node: a tree, or the value that a plain object becomes."""
+    def _plain(self, number: int) -> TensorCollection:
+        """Return a node of tensors and trees."""
+        # There may be thousands, so the steps stay in one function: calls would take as long as they do.
         plan = self._plan
         keys = plan.keys[number]
-        is_rich = number in plan.rich
-        if is_rich:
-            values, flags = self._read_items(number)
+        start = plan.starts[number]
+        end = plan.starts[number + 1]
+        if self._is_list:
+            values = self._leaves[start:end]
         else:
-            values, flags = self._read_plain_items(number)
+            values = [self._leaves[leaf] for leaf in range(start, end)]
+        if end - start != len(keys):
+            rest = iter(values)
+            values = [self._built[what["tree"]] if type(what) is dict else next(rest) for what in plan.items[number]]
         data: dict[str, Any] = dict(zip(keys, values, strict=False))
         if len(data) != len(keys):
-            raise malformed("distinct keys", f"a key twice in node {number}")
+            raise _twice(number)
+        static = None
+        if self._has_kinds:
+            rest = iter(plan.flags[start:end])
+            flags = ["" if type(what) is dict else next(rest) for what in plan.items[number]]
+            kinds = self._kinds_of(keys, flags)
+            if kinds:
+                static = Static(kinds)
+        return self._make(data, plan.sizes[number], self._devices[number], None, static)
+
+    def _kinds_of(self, keys: Sequence[str], flags: Sequence[str]) -> dict[str, Kind]:
+        """Return the kinds of the leaves that have one."""
         kinds: dict[str, Kind] = {}
-        for key, flag in zip(keys, flags, strict=False):
+        for key, flag in zip(keys, flags, strict=True):
             kind = self._kinds[flag]
             if kind is not None:
                 kinds[key] = kind
-        if is_rich or number in self._ties:
-            return self._special(number, data, kinds)
-        static = None
-        if kinds:
-            static = Static(kinds)
-        return self._make(data, plan.sizes[number], self._place(number), None, static)
+        return kinds
 
-    def _special(self, number: int, data: dict[str, Any], kinds: dict[str, Kind]) -> Any:
-        """Return a node with a class, names, data or ties of its own."""
+    def _special(self, number: int) -> Any:
+        """Return a node of any kind: with a class, names, data or ties of its own, or with other items than tensors."""
         plan = self._plan
+        keys = plan.keys[number]
+        values, flags = self._read_items(number)
+        data: dict[str, Any] = dict(zip(keys, values, strict=False))
+        if len(data) != len(keys):
+            raise _twice(number)
+        kinds = self._kinds_of(keys, flags)
         node = plan.nodes[number]
         size = plan.sizes[number]
-        device = self._place(number)
+        device = self._devices[number]
         names = None
         if "names" in node:
             names = as_names(node["names"], len(size))
@@ -109,38 +131,11 @@ class _Builder:
             if name == OBJECT:
                 cls = PlainObject
             else:
-                cls = resolve_class(name, self._classes, plan.keys[number])
+                cls = resolve_class(name, self._classes, keys)
         check_fields(cls, data, plan.path(number))
         if static == Static():
             static = None
         return cls._make(data, size, device, names, static)
-
-    def _place(self, number: int) -> torch.device | None:
-        if self._device is not None:
-            return self._device
-        return self._plan.devices[number]
-
-    def _read_plain_items(self, number: int) -> tuple[list[Any], Sequence[str]]:
-        """Return the values of a node of tensors and trees, and their flags; no flags if no leaf has a kind."""
-        plan = self._plan
-        start = plan.starts[number]
-        end = plan.starts[number + 1]
-        if self._is_list:
-            leaves = self._leaves[start:end]
-        else:
-            leaves = [self._leaves[leaf] for leaf in range(start, end)]
-        flags: Sequence[str] = ()
-        if self._has_kinds:
-            flags = plan.flags[start:end]
-        items = plan.items[number]
-        if len(leaves) == len(items):
-            return leaves, flags
-        rest = iter(leaves)
-        values = [self._built[what["tree"]] if type(what) is dict else next(rest) for what in items]
-        if flags:
-            further = iter(flags)
-            flags = ["" if type(what) is dict else next(further) for what in items]
-        return values, flags
 
     def _read_items(self, number: int) -> tuple[list[Any], list[str]]:
         """Return the values and flags of the items of a node of any kind."""
@@ -175,6 +170,10 @@ class _Builder:
         if "tie" in what:
             return self._leaves[self._plan.tied[what["tie"]]]
         return _nontensor(what, outer)
+
+
+def _twice(number: int) -> CorruptCheckpointError:
+    return malformed("distinct keys", f"a key twice in node {number}")
 
 
 def _outside(at: Path, groups: Ties, objects: set[Path]) -> Ties:

@@ -180,6 +180,8 @@ class _Writer:
         # Called when the sub-trees have entered their numbers into the items.
         self.nodes.append(lambda: f'{{{fields}"keys":[{",".join(keys)}],"items":[{",".join(items)}]}}')
         kinds = tree._kinds
+        # Ties end at an object: the tree around it has none of a tree in it.
+        ends_ties = isinstance(tree, PlainObject) and not tree._ties
         # The batch size of a lazy stack follows from its trees.
         if tree._static is not None and tree._static.own is not None:
             size = Size(())
@@ -206,10 +208,17 @@ class _Writer:
             if isinstance(value, Tensor):
                 items.append(self._tensor(name, value, size, flags))
                 continue
-            value = self._pack(name, value)
+            if isinstance(value, NonTensorData):
+                value = self._pack(name, value)
             if isinstance(value, TensorCollection):
-                pending = _Pending(value, f"{name[1:-1]}.", tree, below.get(key, ()), mark, items, len(items), flags)
-                children.append(self._enter(pending))
+                ties = below.get(key, ())
+                if ends_ties:
+                    ties = value._ties
+                    mark = self._mark(ties)
+                # Only a plain object has a kind; other trees have the kinds of their leaves.
+                if not isinstance(value, PlainObject):
+                    flags = ""
+                children.append(_Pending(value, f"{name[1:-1]}.", tree, ties, mark, items, len(items), flags))
                 items.append("")
             elif isinstance(value, NonTensorBase):
                 items.append(self._nontensor(name, value, size, flags))
@@ -218,22 +227,12 @@ class _Writer:
                 raise self._refusal(name, f"a {type(value).__name__}", "a tensor, tree or non-tensor data", hint)
         return children
 
-    # Any: what is at a key of a tree.
-    def _pack(self, name: str, value: Any) -> Any:
-        """Return the node of a plain object that JSON cannot hold; anything else as it is."""
-        if not isinstance(value, NonTensorData) or isinstance(value.data, Tensor) or is_json(value.data):
+    # Any: a value, or a node.
+    def _pack(self, name: str, value: NonTensorData) -> Any:
+        """Return the node of a plain object that JSON cannot hold; other values as they are."""
+        if isinstance(value.data, Tensor) or is_json(value.data):
             return value
         return pack(value.data, value.shape, partial(self._no_value, name))
-
-    def _enter(self, node: _Pending) -> _Pending:
-        """Return a sub-tree as it is written: only plain objects have flags, and the trees in them their own ties."""
-        tree = node.tree
-        if not isinstance(tree, PlainObject):
-            node = node._replace(flags="")
-        if isinstance(node.parent, PlainObject) and not node.parent._ties:
-            # Ties end at an object: the tree around it has none of a tree in it.
-            node = node._replace(ties=tree._ties, marks=self._mark(tree._ties))
-        return node
 
     def _fields(self, node: _Pending) -> str:
         """Write a node's fields, omitting those equal to its parent's."""
