@@ -180,9 +180,10 @@ def _apply(rule: Rule, name: str, stem: str, key: str, specs: Specs) -> Scaled |
     def fill(pattern: str) -> str:
         return pattern.format(stem=stem, key=key, base=base)
 
-    scale = next((full for full in map(fill, rule.scales) if full in specs), None)
-    if scale is None:
+    scales = [full for full in map(fill, rule.scales) if full in specs]
+    if not scales:
         return None
+    scale = scales[0]
     companions = [scale]
     for full in map(fill, rule.more):
         if full.endswith("."):
@@ -282,10 +283,9 @@ class Quantized(NamedTuple):
 
     def check_cast(self, call: str, wanted: Collection[int], dtype: torch.dtype, *, hint: str | None = None) -> None:
         """Raise if a cast of floating leaves would cast codes; integer codes and their scales are not cast."""
-        if self.codes:
-            chosen = set(wanted)
-        else:
-            chosen = set[int]()
+        if not self.codes:
+            return
+        chosen = set(wanted)
         for number, one in self.codes.items():
             if number in chosen and one.dtype not in _INTEGERS and one.dtype != dtype:
                 own = "dequantize=True makes numbers of codes and scales; without dtype= both are loaded as they are."
@@ -297,7 +297,11 @@ class Quantized(NamedTuple):
 
 def specs_of(tree: TensorCollection) -> Specs:
     """Return the dtype and shape of every tensor in a tree by its dotted name, tied leaves under all of theirs."""
-    return {dotted(path): (leaf.dtype, leaf.shape) for path, leaf in iter_leaves(tree) if isinstance(leaf, Tensor)}
+    specs: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
+    for path, leaf in iter_leaves(tree):
+        if isinstance(leaf, Tensor):
+            specs[dotted(path)] = (leaf.dtype, leaf.shape)
+    return specs
 
 
 def cast_tree(call: str, tree: T, dtype: torch.dtype, whole: TensorCollection) -> T:
@@ -307,10 +311,9 @@ def cast_tree(call: str, tree: T, dtype: torch.dtype, whole: TensorCollection) -
     quantized.check_cast(call, {id(leaf) for _, leaf in iter_leaves(tree)}, dtype)
 
     def convert(leaf: Any) -> Any:
-        is_cast = leaf.is_floating_point() and id(leaf) not in quantized.kept
-        if is_cast:
-            return leaf.to(dtype)
-        return leaf
+        if not leaf.is_floating_point() or id(leaf) in quantized.kept:
+            return leaf
+        return leaf.to(dtype)
 
     return tree._map(LeafOp("cast", convert))
 
@@ -318,7 +321,8 @@ def cast_tree(call: str, tree: T, dtype: torch.dtype, whole: TensorCollection) -
 def codes_in(tree: TensorCollection) -> tuple[list[Scaled], Specs]:
     """Return the leaves of codes in a tree, and its specs; a tree of ordinary dtypes costs a look at these."""
     specs: Specs = {}
-    if may_have_codes([leaf.dtype for _, leaf in iter_leaves(tree) if isinstance(leaf, Tensor)], ()):
+    dtypes = [leaf.dtype for _, leaf in iter_leaves(tree) if isinstance(leaf, Tensor)]
+    if may_have_codes(dtypes, ()):
         specs = specs_of(tree)
     return find_scaled(specs), specs
 
@@ -360,9 +364,12 @@ class Dequantizing:
     ) -> None:
         specs = specs_of(tree)
         found = find_scaled(specs)
-        chosen = tree if where is None else partition(tree, where)[0]
-        beside = {name for one in found for name in one.companions}
-        beside |= {name for name in specs if _split(name)[1] == _MARK}
+        chosen: TensorCollection = tree
+        if where is not None:
+            chosen = partition(tree, where)[0]
+        beside = {name for name in specs if _split(name)[1] == _MARK}
+        for one in found:
+            beside.update(one.companions)
         self._dtype = dtype
         # A filter chooses tensors only, as in `partition`.
         self._keeps_plain = where is None

@@ -66,7 +66,10 @@ def cover_once(parts: Sequence[Block], size: tuple[int, ...]) -> bool:
     if 0 in size:
         return not filled
     whole = Block((0,) * len(size), size)
-    cut = [dim for dim in range(len(size)) if any([_is_cut(part, dim, size[dim]) for part in filled])]
+    cut: list[int] = []
+    for dim, length in enumerate(size):
+        if any([_is_cut(part, dim, length) for part in filled]):
+            cut.append(dim)
     left: defaultdict[tuple[int, ...], int] = defaultdict(int)
     # Of each corner, which of its sides are upper ones, and its sign.
     kinds = [(ends, -1 if sum(ends) % 2 else 1) for ends in itertools.product((0, 1), repeat=len(cut))]
@@ -119,8 +122,10 @@ def write_box(
     # The last dimension that is cut is contiguous with the complete ones after it.
     lead = max(inner - 1, 0)
     run = itemsize * math.prod(block.shape[lead:])
-    if is_one_machine and lead and run < _LONG_RUN_BYTES and _copy_box(fd, raw, base, block.shape, strides, itemsize):
-        return
+    if is_one_machine and lead and run < _LONG_RUN_BYTES:
+        is_copied = _copy_box(fd, raw, base, block.shape, strides, itemsize)
+        if is_copied:
+            return
     steps = itertools.product(*map(range, block.shape[:lead]))
     for k, index in enumerate(steps):
         offset = base + sum([i * stride for i, stride in zip(index, strides, strict=False)])
@@ -222,15 +227,15 @@ class BlockDigests:
             self._add(box, bits[:count].reshape(*box.shape, itemsize))
             bits = bits[count:]
 
-    def _add(self, box: Block, bits: "np.ndarray[Any, Any]") -> None:
-        start = np.array(box.start, np.int64)
-        stop = start + np.array(box.shape, np.int64)
+    def _add(self, added: Block, bits: "np.ndarray[Any, Any]") -> None:
+        start = np.array(added.start, np.int64)
+        stop = start + np.array(added.shape, np.int64)
         met = np.flatnonzero(((self._starts < stop) & (self._stops > start)).all(axis=1))
         for number in met.tolist():
             first = np.maximum(self._starts[number], start) - start
             last = np.minimum(self._stops[number], stop) - start
-            part = bits[tuple([slice(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)])]
-            self._states[number].update(np.ascontiguousarray(part).data)
+            box = tuple(map(slice, first.tolist(), last.tolist()))
+            self._states[number].update(np.ascontiguousarray(bits[box]).data)
 
     def check(self) -> None:
         """Compare the digests, after the last element."""
@@ -261,7 +266,9 @@ def boxes_between(begin: int, end: int, size: tuple[int, ...]) -> list[Block]:
         boxes = _inside(first - 1, begin - (first - 1) * step, step, size)
     if first < last:
         boxes.append(Block((first, *[0] * (len(size) - 1)), (last - first, *size[1:])))
-    return boxes + (_inside(last, 0, end - last * step, size) if last * step < end else [])
+    if last * step < end:
+        boxes += _inside(last, 0, end - last * step, size)
+    return boxes
 
 
 def _inside(row: int, begin: int, end: int, size: tuple[int, ...]) -> list[Block]:
@@ -274,11 +281,17 @@ def check_cover(name: str, spec: Spec, blocks: Sequence[Block]) -> None:
     """Raise unless blocks are inside a leaf and have as many elements."""
     count = 0
     for block in blocks:
-        sizes = [*block.start, *block.shape]
-        is_inside = len(block.start) == len(block.shape) == len(spec.size)
-        is_inside = is_inside and all([type(size) is int and size >= 0 for size in sizes])
-        if not is_inside or any([s.stop > size for s, size in zip(block.box, spec.size, strict=True)]):
+        if not _is_inside(block, spec.size):
             raise malformed(f"blocks inside leaf {name}", f"{block}")
         count += math.prod(block.shape)
     if count != math.prod(spec.size):
         raise malformed(f"blocks of all {math.prod(spec.size)} elements of leaf {name}", f"{count} elements")
+
+
+def _is_inside(block: Block, size: Sequence[int]) -> bool:
+    """Return whether a block, which may come from a file, is a box in a leaf."""
+    if not len(block.start) == len(block.shape) == len(size):
+        return False
+    if not all([type(number) is int and number >= 0 for number in (*block.start, *block.shape)]):
+        return False
+    return all([side.stop <= length for side, length in zip(block.box, size, strict=True)])

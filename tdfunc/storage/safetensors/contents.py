@@ -67,6 +67,13 @@ class Places(NamedTuple):
     digests: list[Digest | None]
 
 
+class _Found(NamedTuple):
+    """Leaves that were found in files: their first bytes, and their recorded digests."""
+
+    begins: list[int]
+    digests: list[str | None]
+
+
 class Leaf(NamedTuple):
     """One leaf, and the place of its bytes."""
 
@@ -98,22 +105,9 @@ class Contents:
         self.metadata = metadata
         self.homes = homes
         self.verify = verify
-        self.is_ours: bool = any(key.startswith("tdfunc") for key in metadata)
+        self.is_ours: bool = any([key.startswith("tdfunc") for key in metadata])
         if self.is_ours:
-            if metadata.get("tdfunc.version") not in (VERSION, BLOCKS_VERSION):
-                raise UnsupportedError(
-                    "this version of tdfunc must read the format of the file.",
-                    expected=f"{VERSION} or {BLOCKS_VERSION}",
-                    got=repr(metadata.get("tdfunc.version")),
-                    hint="install the tdfunc that wrote it, or a newer one.",
-                )
-            if "tdfunc.tree" not in metadata:
-                raise UnsupportedError(
-                    "the file must describe a tree; it is one shard of a larger save.",
-                    expected="tdfunc.tree in the metadata",
-                    got=", ".join(metadata),
-                    hint="load the folder that it is in.",
-                )
+            _check_metadata(metadata)
         self._lock = make_lock()
         self._idle = threading.Condition(self._lock)
         # The process and thread of each read that has begun. A forked process does not have the reads of its parent.
@@ -196,8 +190,11 @@ class Contents:
         """The complete tree, checked."""
         with parsing(self.path):
             plan = Description(self.doc)
-            # The headers contain the names, so together these are not longer.
-            self.names = plan.name_leaves(sum(source.begin for source in self.sources) if self.is_ours else math.inf)
+            limit = math.inf
+            if self.is_ours:
+                # The headers contain the names, so together these are not longer.
+                limit = sum([source.begin for source in self.sources])
+            self.names = plan.name_leaves(limit)
             if self.is_ours:
                 check_unique(self.metadata["tdfunc.tree"], plan)
             return plan
@@ -223,22 +220,32 @@ class Contents:
             self._glob = re.compile(fnmatch.translate(glob))
 
     def _implied(self) -> dict[str, Any]:
+        """Return the description of the tree that the names in files of another program imply."""
         tables = [self._entries(source) for source in self.sources]
-        places = {quote(name): (table, i) for table in tables for i, name in enumerate(table.names)}
-        names = list(places)
-        if self.homes is not None:
+        # By its name as JSON, the table of a leaf and its number there.
+        places: dict[str, tuple[Entries, int]] = {}
+        # Of all files, also if a name is there twice.
+        names: list[str] = []
+        for table in tables:
+            for i, name in enumerate(table.names):
+                quoted = quote(name)
+                names.append(quoted)
+                places[quoted] = (table, i)
+        if self.homes is None:
+            names = list(places)
+        else:
             # In the order of the index. The files may have further leaves.
-            self._check_index(self.homes, [quote(name) for table in tables for name in table.names])
+            self._check_index(self.homes, names)
             names = list(self.homes)
         if '""' in names:
             raise UnsupportedError("a leaf must have a name.", hint="safetensors.torch.load_file reads the file.")
         if self._glob is not None:
-            match = self._glob.match
-            wanted = [name for name in names if match(places[name][0].names[places[name][1]]) is not None]
+            wanted = [name for name in names if self._glob.match(json.loads(name)) is not None]
             # Without one, the filter reports what there is.
             self._is_part = bool(wanted)
             names = wanted or names
-        return describe([table.entry(i) for table, i in map(places.__getitem__, names)], is_nested=self._nests)
+        entries = [table.entry(i) for table, i in map(places.__getitem__, names)]
+        return describe(entries, is_nested=self._nests)
 
     @staticmethod
     def _check_index(homes: Mapping[str, int], names: Sequence[str]) -> None:
@@ -293,79 +300,103 @@ class Contents:
                     f"{len(self.homes)}; missing: {lacking[:5]}",
                 )
             homes = [self.homes[name] for name in self.names]
-        begins: list[int] = [0] * count
-        digests: list[str | None] = [None] * count
-        if self.homes is not None:
-            parts = group_by_home(range(count), homes, len(self.sources))
+        if self.homes is None:
+            begins, recorded = self._place(self.sources[0], self.names, self.plan.specs)
         else:
-            parts = [range(count)]
+            begins, recorded = self._place_in_shards(homes)
+        digests: list[Digest | None] = [*recorded]
+        if self._blocks:
+            leaves = zip(recorded, self.names, self.plan.specs, strict=True)
+            digests = [self._in_blocks(*leaf) for leaf in leaves]
+        return Places(homes, begins, digests)
+
+    def _place_in_shards(self, homes: Sequence[int]) -> _Found:
+        found = _Found([0] * len(homes), [None] * len(homes))
+        parts = group_by_home(range(len(homes)), homes, len(self.sources))
         for source, mine in zip(self.sources, parts, strict=True):
-            self._place(source, mine, begins, digests)
-        leaves = zip(digests, self.names, self.plan.specs, strict=True)
-        return Places(homes, begins, [self._in_blocks(*leaf) for leaf in leaves] if self._blocks else [*digests])
+            names = [self.names[i] for i in mine]
+            specs = [self.plan.specs[i] for i in mine]
+            begins, digests = self._place(source, names, specs)
+            for i, begin, digest in zip(mine, begins, digests, strict=True):
+                found.begins[i] = begin
+                found.digests[i] = digest
+        return found
 
     @cached_property
     def _blocks(self) -> dict[str, Any]:
         """The tables of the leaves that several ranks wrote, by name."""
-        is_later = self.is_ours and self.metadata["tdfunc.version"] == BLOCKS_VERSION
-        table = {}
-        if is_later:
-            table = parse_json(self.metadata["tdfunc.blocks"])
+        if not self.is_ours or self.metadata["tdfunc.version"] != BLOCKS_VERSION:
+            return {}
+        table = parse_json(self.metadata["tdfunc.blocks"])
         for rows in table.values():
-            if not all([[type(part) for part in row] == [list, list, str] for row in rows]):
-                raise malformed("lists of a start, sizes and a digest", repr(rows)[:200])
+            for row in rows:
+                if [type(part) for part in row] != [list, list, str]:
+                    raise malformed("lists of a start, sizes and a digest", repr(rows)[:200])
         return table
 
     def _in_blocks(self, digest: str | None, name: str, spec: Spec) -> Digest | None:
         """Return the digest of a leaf; if it was written in blocks, with their digests."""
-        rows = None
-        if digest is not None:
-            rows = self._blocks.get(json.loads(name))
-        if digest is None or rows is None:
+        if digest is None:
+            return None
+        rows = self._blocks.get(json.loads(name))
+        if rows is None:
             return digest
         return Blocks(digest, rows, spec)
 
-    def _place(self, source: Source, mine: Sequence[int], begins: list[int], digests: list[str | None]) -> None:
-        """Find the leaves of one file; the header's own entries must agree with the tree."""
-        plan = self.plan
+    def _place(self, source: Source, names: Sequence[str], specs: Sequence[Spec]) -> _Found:
+        """Find leaves in one file; the header's own entries must agree with the tree."""
+        if not self.is_ours:
+            return self._place_foreign(source, names, specs)
+        found = None
+        if source.header.entries is None:
+            found = self._place_ours(source, names, specs)
+        if found is None:
+            found = self._place_by_name(source, names, specs)
+        return found
+
+    def _place_ours(self, source: Source, names: Sequence[str], specs: Sequence[Spec]) -> _Found | None:
+        """Find leaves at the places that the tree implies; None, unless verified, if the header has other entries."""
         header = source.header
-        names = self.names
-        specs = plan.specs
-        if self.homes is not None:
-            names = [names[i] for i in mine]
-            specs = [specs[i] for i in mine]
-        if header.entries is None and self.is_ours:
-            layout = lay_out(names, specs)
-            if header.rest.rstrip(" ") == f"{layout.entries}}}":
-                check_size(source.begin + layout.size_bytes, source.size_bytes)
-                for i, begin in zip(mine, layout.begins, strict=True):
-                    begins[i] = source.begin + begin
-                if self.verify:
-                    recorded = split_digests(header.metadata["tdfunc.leaves"], len(names))
-                    for k, digest in zip(layout.order, recorded, strict=True):
-                        digests[mine[k]] = digest
-                return
+        layout = lay_out(names, specs)
+        if header.rest.rstrip(" ") != f"{layout.entries}}}":
             if self.verify:
                 raise damaged("the header's entries must fit its tree.", layout.entries[:200], header.rest[:200])
-        if not self.is_ours:
-            table = self._entries(source)
-            recorded = self._recorded(source)
-            for i, name, spec in zip(mine, names, specs, strict=True):
-                plain = json.loads(name)
-                begins[i] = source.begin + _same(table.find(plain), name, spec).begin
-                digests[i] = recorded.get(plain)
-            return
-        # Another program wrote the header, or the index; leaves are found by their names.
+            return None
+        check_size(source.begin + layout.size_bytes, source.size_bytes)
+        digests: list[str | None] = [None] * len(names)
+        if self.verify:
+            recorded = split_digests(header.metadata["tdfunc.leaves"], len(names))
+            for i, digest in zip(layout.order, recorded, strict=True):
+                digests[i] = digest
+        return _Found([source.begin + begin for begin in layout.begins], digests)
+
+    def _place_foreign(self, source: Source, names: Sequence[str], specs: Sequence[Spec]) -> _Found:
+        """Find leaves of a tree that the names in the file imply. The file may have further leaves."""
+        table = self._entries(source)
+        recorded = self._recorded(source)
+        found = _Found([], [])
+        for name, spec in zip(names, specs, strict=True):
+            plain = json.loads(name)
+            found.begins.append(source.begin + _same(table.find(plain), name, spec).begin)
+            found.digests.append(recorded.get(plain))
+        return found
+
+    def _place_by_name(self, source: Source, names: Sequence[str], specs: Sequence[Spec]) -> _Found:
+        """Find leaves of a saved tree in a file whose header, or whose index, another program wrote."""
+        header = source.header
         entries = self._entries(source).all()
         known: Sequence[str | None] = [None] * len(entries)
         if header.entries is None and self.verify:
             known = split_digests(header.metadata["tdfunc.leaves"], len(entries))
-        found = {quote(entry.name): (entry, digest) for entry, digest in zip(entries, known, strict=True)}
-        for i, name, spec in zip(mine, names, specs, strict=True):
-            entry, digests[i] = found.pop(name, (None, None))
-            begins[i] = source.begin + _same(entry, name, spec).begin
-        if found:
-            raise damaged("the file has leaves that its tree does not have.", got=", ".join(list(found)[:5]))
+        rest = {quote(entry.name): (entry, digest) for entry, digest in zip(entries, known, strict=True)}
+        found = _Found([], [])
+        for name, spec in zip(names, specs, strict=True):
+            entry, digest = rest.pop(name, (None, None))
+            found.begins.append(source.begin + _same(entry, name, spec).begin)
+            found.digests.append(digest)
+        if rest:
+            raise damaged("the file has leaves that its tree does not have.", got=", ".join(list(rest)[:5]))
+        return found
 
     def _recorded(self, source: Source) -> dict[str, str | None]:
         """Return the digests of a file that tdfunc wrote, by the names of its leaves; nothing for other files.
@@ -429,21 +460,21 @@ class Contents:
                     raise missing(path[: depth + 1], [], f"open({self.path!r})")
                 return number, depth, None
             at = self._index_of(number, key)
-            item = None
-            if at is not None:
-                item = plan.items[number][at]
+            if at is None:
+                raise missing(path[: depth + 1], plan.keys[number], f"open({self.path!r})")
+            item = plan.items[number][at]
             if type(item) is dict and "tree" in item:
                 number = item["tree"]
                 continue
-            if at is None or depth < len(path) - 1:
-                known = []
-                if at is None:
-                    known = plan.keys[number]
-                raise missing(path[: depth + 1 + (at is not None)], known, f"open({self.path!r})")
-            if type(item) is dict:
-                return number, len(path), plan.tied[item["tie"]] if "tie" in item else -1
-            before = sum([type(other) is not dict for other in plan.items[number][:at]])
-            return number, len(path), plan.starts[number] + before
+            if depth < len(path) - 1:
+                # A leaf has no keys.
+                raise missing(path[: depth + 2], [], f"open({self.path!r})")
+            if type(item) is not dict:
+                before = sum([type(other) is not dict for other in plan.items[number][:at]])
+                return number, len(path), plan.starts[number] + before
+            if "tie" in item:
+                return number, len(path), plan.tied[item["tie"]]
+            return number, len(path), -1
         return number, len(path), None
 
     def _index_of(self, number: int, key: str) -> int | None:
@@ -454,6 +485,47 @@ class Contents:
 
     def _read_alone(self, path: Path) -> Leaf | None:
         """Return a plain leaf, after checking only the nodes on the way to it; None for anything else."""
+        found = self._item_at(path)
+        if found is None:
+            return None
+        item, device = found
+        # Any: checked next.
+        described: list[Any] = [item, "", None]
+        if type(item) is list:
+            described = [*item, None]
+        place, flags, given = described[:3]
+        spec = spec_of(*self.doc["specs"][place])
+        check_flags(flags, spec.dtype)
+        if given is None:
+            given = ".".join(path)
+        name = quote(given)
+        home = 0
+        if self.homes is not None:
+            home = self.homes[name]
+        source = self.sources[home]
+        table = self._table(home)
+        if name[1:-1] not in table:
+            return None
+        rank, text = table[name[1:-1]]
+        alone = Entries({json.loads(name): json.loads(f'{{"dtype":"{text}]}}')})
+        entry = _same(alone.entry(0), name, spec)
+        recorded = None
+        if self.verify:
+            digests = source.header.metadata["tdfunc.leaves"]
+            width = len(digests) // len(table)
+            recorded = digests[rank * width : (rank + 1) * width]
+        target = None
+        if device is not None:
+            target = torch.device(device)
+        check_place(target)
+        digest: Digest | None = recorded
+        if self._blocks:
+            digest = self._in_blocks(recorded, name, spec)
+        return Leaf(source, source.begin + entry.begin, spec, name, flags, target, digest)
+
+    # Any: JSON of a file.
+    def _item_at(self, path: Path) -> tuple[Any, Any] | None:
+        """Return the item of a leaf and the device of its node, unchecked; None if there is no plain leaf."""
         nodes = self.doc["nodes"]
         number = 0
         device = None
@@ -464,40 +536,17 @@ class Contents:
                 return None
             device = node.get("device", device)
             at = self._index_of(number, key)
-            item = None
-            if at is not None:
-                item = node["items"][at]
-            if type(item) is dict and depth < len(path) - 1 and "tree" in item:
-                number = item["tree"]
-            elif type(item) not in (int, list) or depth < len(path) - 1:
+            if at is None:
                 return None
-        # Any: checked next.
-        described: list[Any] = [*item, None] if type(item) is list else [item, "", None]
-        place, flags, given = described[:3]
-        spec = spec_of(*self.doc["specs"][place])
-        check_flags(flags, spec.dtype)
-        name = quote(".".join(path) if given is None else given)
-        home = 0
-        if self.homes is not None:
-            home = self.homes[name]
-        source = self.sources[home]
-        found = self._table(home).get(name[1:-1])
-        if found is None:
-            return None
-        rank, text = found
-        alone = Entries({json.loads(name): json.loads(f'{{"dtype":"{text}]}}')})
-        entry = _same(alone.entry(0), name, spec)
-        digest = None
-        if self.verify:
-            digests = source.header.metadata["tdfunc.leaves"]
-            width = len(digests) // len(self._table(home))
-            digest = digests[rank * width : (rank + 1) * width]
-        target = None
-        if device is not None:
-            target = torch.device(device)
-        check_place(target)
-        found_digest = self._in_blocks(digest, name, spec) if self._blocks else digest
-        return Leaf(source, source.begin + entry.begin, spec, name, flags, target, found_digest)
+            item = node["items"][at]
+            is_last = depth == len(path) - 1
+            if is_last and type(item) not in (int, list):
+                return None
+            if not is_last:
+                if type(item) is not dict or "tree" not in item:
+                    return None
+                number = item["tree"]
+        return item, device
 
     def _find_foreign(self, path: Path) -> Leaf | None:
         """Return a leaf of another program's file by its name, without a tree; None for anything else."""
@@ -537,6 +586,25 @@ class Contents:
             return self._tables[number]
 
 
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise unless a file of tdfunc has a version that is known, and describes a tree."""
+    version = metadata.get("tdfunc.version")
+    if version not in (VERSION, BLOCKS_VERSION):
+        raise UnsupportedError(
+            "this version of tdfunc must read the format of the file.",
+            expected=f"{VERSION} or {BLOCKS_VERSION}",
+            got=repr(version),
+            hint="install the tdfunc that wrote it, or a newer one.",
+        )
+    if "tdfunc.tree" not in metadata:
+        raise UnsupportedError(
+            "the file must describe a tree; it is one shard of a larger save.",
+            expected="tdfunc.tree in the metadata",
+            got=", ".join(metadata),
+            hint="load the folder that it is in.",
+        )
+
+
 def warn_unlisted(contents: Contents) -> None:
     """Warn if an index of another program leaves leaves of its files out."""
     with parsing(contents.path):
@@ -557,11 +625,10 @@ def group_by_home(leaves: Sequence[int], homes: Sequence[int], count: int) -> li
 
 def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
     if entry is None or entry.spec != spec:
-        raise damaged(
-            f"leaf {name} must be as the tree describes it.",
-            f"{spec.code} {list(spec.shape)}",
-            f"{entry.spec.code} {list(entry.spec.shape)}" if entry is not None else "nothing of this name",
-        )
+        got = "nothing of this name"
+        if entry is not None:
+            got = f"{entry.spec.code} {list(entry.spec.shape)}"
+        raise damaged(f"leaf {name} must be as the tree describes it.", f"{spec.code} {list(spec.shape)}", got)
     return entry
 
 
@@ -583,7 +650,8 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
 
 def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
     # One file first, as in transformers. Again and again: shards and one file may take turns between two looks.
-    for name, open_one in ((SINGLE, _open_single), (INDEX, _open_shards), (ADAPTER, _open_single)) * _TRIES:
+    layouts = ((SINGLE, _open_single), (INDEX, _open_shards), (ADAPTER, _open_single))
+    for name, open_one in layouts * _TRIES:
         with suppress(FileNotFoundError, IsADirectoryError):
             return open_one(join(path, name), files, verify=verify)
     names = sorted(files.names(path))
@@ -677,27 +745,39 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
             if len(names) > _MOST_OPEN and isinstance(source.data, LocalBytes):
                 source = source._replace(data=MappedBytes(source.data))
             sources.append(source)
-            found = sources[-1].header.digest
-            if index is None or index.digests is None:
-                recorded = None
-            else:
-                recorded = index.digests[number]
-            # One damaged letter makes an index of ours look like one of another program.
-            is_ours = index is not None and index.is_marked and recorded is None and found is not None
-            if verify and (is_ours or recorded not in (None, found)):
-                raise damaged(
-                    f"load {name}: this shard is of another save than the index, or the index is damaged.",
-                    f"a header with the digest {recorded}" if recorded else "an index with tdfunc's metadata",
-                    str(found),
-                    hint="restore all files of the folder from one copy, or read them: load(path, verify=False).",
-                )
+            if index is not None and verify:
+                _check_shard(name, source, index, number)
         if index is None:
-            metadata, homes = (sources[0].header.metadata, None)
+            metadata = sources[0].header.metadata
+            homes = None
         else:
-            metadata, homes = (index.metadata, index.homes)
+            metadata = index.metadata
+            homes = index.homes
         with parsing(path):
             return Contents(path, sources, metadata, homes, verify)
     except BaseException:
         for source in sources:
             source.data.close()
         raise
+
+
+def _check_shard(name: str, source: Source, index: Index, number: int) -> None:
+    """Raise unless a shard has the digest that its index records."""
+    found = source.header.digest
+    recorded = None
+    if index.digests is not None:
+        recorded = index.digests[number]
+    if recorded is None:
+        # One damaged letter makes an index of ours look like one of another program.
+        is_wrong = index.is_marked and found is not None
+        expected = "an index with tdfunc's metadata"
+    else:
+        is_wrong = recorded != found
+        expected = f"a header with the digest {recorded}"
+    if is_wrong:
+        raise damaged(
+            f"load {name}: this shard is of another save than the index, or the index is damaged.",
+            expected,
+            str(found),
+            hint="restore all files of the folder from one copy, or read them: load(path, verify=False).",
+        )

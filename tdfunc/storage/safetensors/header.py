@@ -47,7 +47,8 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
     """
     codes = [spec.code for spec in specs]
     order = list(range(len(specs)))
-    if len(present := set(codes)) > 1:
+    present = set(codes)
+    if len(present) > 1:
         rank = {code: i for i, code in enumerate(sorted(present, key=lambda code: (-BITS[code], code)))}
         # Sorting keeps the order of equals.
         order.sort(key=[rank[code] for code in codes].__getitem__)
@@ -56,10 +57,8 @@ def lay_out(names: Sequence[str], specs: Sequence[Spec]) -> Layout:
     ends = list(accumulate([spec.size_bytes for spec in specs], initial=0))
     # The end of one is the beginning of the next.
     texts = list(map(str, ends))
-    parts = [
-        f",{name}{spec.middle}{begin},{end}]}}"
-        for name, spec, begin, end in zip(names, specs, texts, texts[1:], strict=False)
-    ]
+    leaves = zip(names, specs, texts, texts[1:], strict=False)
+    parts = [f",{name}{spec.middle}{begin},{end}]}}" for name, spec, begin, end in leaves]
     begins = ends[:-1]
     if len(present) > 1:
         for i, begin in zip(order, ends, strict=False):
@@ -76,8 +75,11 @@ def render(tree: str | None, layout: Layout, blocks: str = "") -> bytearray:
     described = ""
     if tree is not None:
         described = f',"tdfunc.tree":{quote(tree)}'
-    described += f',"tdfunc.blocks":{quote(blocks)}' if blocks else ""
-    leaves = _LEAVES % (BLOCKS_VERSION if blocks else VERSION)
+    version = VERSION
+    if blocks:
+        described += f',"tdfunc.blocks":{quote(blocks)}'
+        version = BLOCKS_VERSION
+    leaves = _LEAVES % version
     header = f'{_START}{ALGORITHM}:{"0" * DIGITS}{leaves}{digests}"{described}}}{layout.entries}}}'
     text = header.encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
@@ -135,7 +137,8 @@ def altered(what: str, expected: str, got: str) -> CorruptCheckpointError:
 def check_own(what: str, raw: bytes, algorithm: str, recorded: str, at: int) -> None:
     """Raise unless a header or index has the digest that it contains."""
     check_algorithm(algorithm)
-    if recorded != (found := digest(raw, at)):
+    found = digest(raw, at)
+    if recorded != found:
         raise altered(what, f"{ALGORITHM} {recorded}", f"{ALGORITHM} {found}")
 
 
@@ -177,14 +180,10 @@ def digest(raw: bytes | bytearray, at: int = _DIGEST_AT) -> str:
 
 def split_digests(text: str, count: int) -> list[str]:
     """Return the digest of each leaf, in file order."""
-    width = 0
-    if count:
-        width = len(text) // count
+    width = len(text) // count if count else 0
     if width * count != len(text) or (count and not width):
         raise damaged("the leaf checksums do not fit the leaves.", f"{count} of one width", f"{len(text)} digits")
-    if count:
-        return [text[i : i + width] for i in range(0, len(text), width)]
-    return []
+    return [text[i * width : (i + 1) * width] for i in range(count)]
 
 
 def parse_entries(raw: bytes, size_bytes: int) -> tuple[dict[str, str], Entries]:

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, VERSION, altered, check_own, digest
@@ -47,7 +47,10 @@ class Index(NamedTuple):
 
 def is_index(path: str) -> bool:
     """Return whether a name belongs to an index of shards, also of a variant or of shards of torch.save."""
-    name = re.split(r"[/\\]" if os.sep == "\\" else "/", path)[-1]
+    separators = "/"
+    if os.sep == "\\":
+        separators = r"[/\\]"
+    name = re.split(separators, path)[-1]
     return _INDEX_NAME.fullmatch(name) is not None or name == TORCH_INDEX
 
 
@@ -90,30 +93,51 @@ def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
     if found is not None and verify:
         check_own("index", raw, found[1].decode("latin-1"), found[2].decode(), _DIGEST_AT)
     doc = parse_json(raw)
-    weights = None
-    if isinstance(doc, dict):
-        weights = doc.get("weight_map")
-    if not isinstance(weights, dict) or any(type(home) is not str for home in weights.values()):
-        raise damaged("the index is malformed.", "a weight_map of names and files", repr(weights)[:200])
+    weights = _weight_map(doc)
     metadata = doc.get("metadata")
-    metadata = metadata if isinstance(metadata, dict) else {}
+    if not isinstance(metadata, dict):
+        metadata = {}
     shards = metadata.get("tdfunc.shards")
-    files = list(dict.fromkeys([*shards, *weights.values()] if isinstance(shards, dict) else weights.values()))
+    if not isinstance(shards, dict):
+        shards = None
+    # A shard may have no leaf.
+    files = list(dict.fromkeys([*(shards or ()), *weights.values()]))
     for name in files:
-        plain = bool(name) and "\0" not in name and not any(sep in name for sep in ("/", "\\", os.sep))
-        # No file can be called by more, or by half a character.
-        plain = plain and find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES
-        if plain and name.endswith((".bin", ".pt", ".pth")):
-            raise torch_refusal(path)
-        if not plain or name in (".", "..") or not name.endswith(".safetensors"):
-            raise damaged("the index must name safetensors files in its folder.", got=repr(name)[:400])
-    numbers = {name: i for i, name in enumerate(files)}
-    texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
-    ours = any(key.startswith("tdfunc") for key in metadata)
-    if ours and verify and (found is None or not isinstance(shards, dict) or len(shards) != len(files)):
+        _check_name(name, path)
+    is_ours = any([key.startswith("tdfunc") for key in metadata])
+    if is_ours and verify and (found is None or shards is None or len(shards) != len(files)):
         raise altered("index", f"an index that starts with {_START} and has the digest of each file", repr(raw[:60]))
+    texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
+    numbers = {name: i for i, name in enumerate(files)}
     homes = {quote(name): numbers[home] for name, home in weights.items()}
     digests = None
-    if isinstance(shards, dict):
+    if shards is not None:
         digests = [str(shards.get(name)) for name in files]
     return Index(texts, homes, files, digests, b'"tdfunc.' in raw)
+
+
+# Any: JSON of any program.
+def _weight_map(doc: Any) -> dict[str, str]:
+    """Return the file of each leaf."""
+    weights: Any = None
+    if isinstance(doc, dict):
+        weights = doc.get("weight_map")
+    if not isinstance(weights, dict) or not all([type(home) is str for home in weights.values()]):
+        raise damaged("the index is malformed.", "a weight_map of names and files", repr(weights)[:200])
+    return weights
+
+
+def _check_name(name: str, path: str) -> None:
+    """Raise unless a name in an index belongs to a safetensors file of its folder."""
+    is_plain = _is_plain(name)
+    if is_plain and name.endswith((".bin", ".pt", ".pth")):
+        raise torch_refusal(path)
+    if not is_plain or name in (".", "..") or not name.endswith(".safetensors"):
+        raise damaged("the index must name safetensors files in its folder.", got=repr(name)[:400])
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a file of a folder can have a name: no path, no half of a character, and not too long."""
+    if not name or "\0" in name or any([separator in name for separator in ("/", "\\", os.sep)]):
+        return False
+    return find_surrogate([name]) is None and len(name.encode()) <= _MAX_NAME_BYTES

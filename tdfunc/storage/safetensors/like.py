@@ -29,27 +29,46 @@ def check_like(tree: TensorCollection, like: Any, path: str) -> None:
     """
     expected = read_specs(like)
     found = read_specs(tree)
-    groups = like._ties if isinstance(like, TensorCollection) else ()
-    held = {at for group in groups if any([path in found for path in group]) for at in group}
-    if not any([tree._kinds for _, tree in _nodes(tree)]):
+    held = _tied_to(like, found)
+    if not any([node._kinds for _, node in _nodes(tree)]):
         held |= _computed_buffers(like)
     lacking = [at for at in expected if at not in found and at not in held]
     others = [at for at in found if at not in expected]
-    names = {dotted(at): at for at in others}
-    dots = None
-    # Keys with dots on one side, as in a state dict, are paths on the other.
-    if (same := next((at for at in lacking if dotted(at) in names), None)) is not None:
-        dots = "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
-        if len(same) < len(names[dotted(same)]):
-            dots = "like= has keys with dots: give like=TensorDict(like).unflatten_keys('.')."
+    dots = _dots_hint(lacking, others)
     # Where dots are the difference, the two names are the same.
-    kind, lines = list_differences(expected, found, lacking, others, dotted if dots is None else repr)
+    name = dotted if dots is None else repr
+    kind, lines = list_differences(expected, found, lacking, others, name)
     if lines:
-        count = f"{len(lines)} difference" + ("s" if len(lines) > 1 else "")
+        count = "1 difference"
+        if len(lines) > 1:
+            count = f"{len(lines)} differences"
         raise kind(
             "\n    ".join([f"load {path}: the checkpoint is not like like=; {count}:", *lines]),
             hint=dots or "where= chooses leaves, dtype= casts floating ones; a spec without a dtype takes any.",
         )
+
+
+def _tied_to(like: Any, found: Found) -> set[Path]:
+    """Return all paths that an expected tree ties to a leaf that was found."""
+    held: set[Path] = set()
+    if isinstance(like, TensorCollection):
+        for group in like._ties:
+            if any([at in found for at in group]):
+                held.update(group)
+    return held
+
+
+def _dots_hint(lacking: Sequence[Path], others: Sequence[Path]) -> str | None:
+    """Return the hint for keys with dots on one side, as in a state dict, that are paths on the other."""
+    names = {dotted(at): at for at in others}
+    for at in lacking:
+        other = names.get(dotted(at))
+        if other is None:
+            continue
+        if len(at) < len(other):
+            return "like= has keys with dots: give like=TensorDict(like).unflatten_keys('.')."
+        return "the checkpoint has keys with dots: load(path, like=like.flatten_keys('.')).unflatten_keys('.')."
+    return None
 
 
 def _computed_buffers(like: Any) -> set[Path]:
@@ -62,11 +81,13 @@ def _nodes(like: Any) -> Iterator[tuple[Path, TensorCollection]]:
     stack: list[tuple[Path, Any]] = [((), like)]
     while stack:
         at, node = stack.pop()
+        items: Mapping[Any, Any] = {}
         if isinstance(node, TensorCollection):
             yield at, node
-        if isinstance(node, (TensorCollection, Mapping)):
-            items: Mapping[Any, Any] = node._data if isinstance(node, TensorCollection) else node
-            stack.extend([((*at, *unravel(key)), child) for key, child in items.items()])
+            items = node._data
+        elif isinstance(node, Mapping):
+            items = node
+        stack.extend([((*at, *unravel(key)), child) for key, child in items.items()])
 
 
 def list_differences(
@@ -80,13 +101,17 @@ def list_differences(
         if at not in found:
             continue
         own_shape, own_dtype = found[at]
-        # -1 is any length, in a spec.
-        fits = [n in (-1, own) for n, own in zip(shape or (), own_shape or (), strict=False)]
-        if shape is not None and not (all(fits) and len(shape) == len(own_shape or ())):
-            lines.append(f"shape:      {dotted(at)}: expected {list(shape)}, got {list(own_shape or ())}")
+        own_shape = own_shape or ()
+        if shape is not None and not _fits(shape, own_shape):
+            lines.append(f"shape:      {dotted(at)}: expected {list(shape)}, got {list(own_shape)}")
         if dtype is not None and dtype != own_dtype:
             lines.append(f"dtype:      {dotted(at)}: expected {dtype}, got {own_dtype}")
     return kind, lines
+
+
+def _fits(shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Return whether a leaf has an expected shape, in which -1 is any length."""
+    return len(shape) == len(own) and all([n in (-1, size) for n, size in zip(shape, own, strict=True)])
 
 
 def check_ranks(ranks: Ranks, found: Found | None, text: str | None = None) -> NoReturn:
@@ -133,12 +158,8 @@ def _first_difference(first: str, other: str) -> tuple[str, str, str]:
     for node, twin in zip(nodes, others, strict=False):
         for field in sorted(node.keys() | twin.keys()):
             if field != "items" and node.get(field) != twin.get(field):
-                where = ", ".join(node["keys"])
-                return (
-                    f"{field} of the tree with {where}"[:_SHOWN],
-                    _shown_value(node, field),
-                    _shown_value(twin, field),
-                )
+                where = f"{field} of the tree with {', '.join(node['keys'])}"
+                return where[:_SHOWN], _shown_value(node, field), _shown_value(twin, field)
         for key, item, own in zip(node["keys"], node["items"], twin["items"], strict=True):
             if item != own:
                 return key, json.dumps(item)[:_SHOWN], json.dumps(own)[:_SHOWN]
@@ -202,11 +223,15 @@ def read_specs(like: Any) -> Found:
 def _spec_of(leaf: Any, at: Path) -> tuple[tuple[int, ...] | None, str | None]:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise _no_spec(at, leaf)
-    shape = leaf.shape
-    dtype = leaf.dtype
-    # A class (numpy.float32) goes by its own name.
-    name = getattr(dtype, "__name__", None) or str(dtype)
-    return None if shape is None else tuple(shape), None if dtype is None else name.removeprefix("torch.")
+    shape = None
+    if leaf.shape is not None:
+        shape = tuple(leaf.shape)
+    dtype = None
+    if leaf.dtype is not None:
+        # A class (numpy.float32) goes by its own name.
+        name = getattr(leaf.dtype, "__name__", None) or str(leaf.dtype)
+        dtype = name.removeprefix("torch.")
+    return shape, dtype
 
 
 def _no_spec(at: Path, node: Any) -> TypeError:
@@ -223,4 +248,7 @@ def _no_spec(at: Path, node: Any) -> TypeError:
 
 def _shown(spec: tuple[tuple[int, ...] | None, str | None]) -> str:
     shape, dtype = spec
-    return f"{dtype or 'any dtype'} {list(shape) if shape is not None else 'of any shape'}"
+    size = "of any shape"
+    if shape is not None:
+        size = str(list(shape))
+    return f"{dtype or 'any dtype'} {size}"

@@ -16,7 +16,10 @@ from tdfunc.storage.tree.encode import Outline
 # No allocator hands out addresses below this one; a storage that was freed has the address 0.
 _LOW_ADDRESS = 1 << 20
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
-_UNITS = {f"{unit}{i}": (1024 if i else 1000) ** power for power, unit in enumerate(" KMGT") for i in ("", "I")}
+_UNITS = {
+    **{unit: 1000**power for power, unit in enumerate([" ", "K", "M", "G", "T"])},
+    **{unit: 1024**power for power, unit in enumerate([" I", "KI", "MI", "GI", "TI"])},
+}
 # Called with a leaf when its turn has come: its bytes.
 Values: TypeAlias = Callable[[Tensor], Iterable[memoryview]]
 
@@ -63,38 +66,43 @@ def plan_save(
     """
     if max_bytes is None:
         return SavePlan([_plan_file(outline, digests, values)], [])
-    # A leaf that is larger than a shard gets its own shard.
-    groups: list[list[int]] = [[]]
-    used = 0
-    for i, spec in enumerate(outline.specs):
-        if groups[-1] and used + spec.size_bytes > max_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(i)
-        used += spec.size_bytes
+    groups = _group_by_size(outline, max_bytes)
     # No other save has these names, so that the index decides which shards are read.
     generation = secrets.token_hex(4)
     count = len(groups)
     names = [f"model-{generation}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    homes = {i: name for name, group in zip(names, groups, strict=True) for i in group}
+    homes: list[str] = []
+    for name, group in zip(names, groups, strict=True):
+        homes += [name] * len(group)
     size_bytes = sum([spec.size_bytes for spec in outline.specs])
 
     def index(headers: Sequence[str]) -> bytes:
         shards = dict(zip(names, headers, strict=True))
         assert outline.text is not None
-        return render_index(outline.text, outline.names, [homes[i] for i in range(len(homes))], shards, size_bytes)
+        return render_index(outline.text, outline.names, homes, shards, size_bytes)
 
     _check_length("index", len(index(["0" * 16] * count)))
-    parts = [
-        Outline(
-            None,
-            [outline.names[i] for i in group],
-            [outline.specs[i] for i in group],
-            [outline.leaves[i] for i in group],
-        )
-        for group in groups
-    ]
-    return SavePlan([_plan_file(part, digests, values) for part in parts], names, index)
+    files: list[FilePlan] = []
+    for group in groups:
+        leaves = slice(group.start, group.stop)
+        part = Outline(None, outline.names[leaves], outline.specs[leaves], outline.leaves[leaves])
+        files.append(_plan_file(part, digests, values))
+    return SavePlan(files, names, index)
+
+
+def _group_by_size(outline: Outline, max_bytes: int) -> list[range]:
+    """Return the leaves of each shard, which are neighbours; a leaf that is larger than a shard gets its own."""
+    groups: list[range] = []
+    start = 0
+    used = 0
+    for i, spec in enumerate(outline.specs):
+        if i > start and used + spec.size_bytes > max_bytes:
+            groups.append(range(start, i))
+            start = i
+            used = 0
+        used += spec.size_bytes
+    groups.append(range(start, len(outline.specs)))
+    return groups
 
 
 def _plan_file(outline: Outline, digests: Mapping[str, str] | None, values: Values | None) -> FilePlan:
@@ -102,10 +110,12 @@ def _plan_file(outline: Outline, digests: Mapping[str, str] | None, values: Valu
     names = outline.names
     specs = outline.specs
     leaves = outline.leaves
-    work = [
-        (address_of("save", names[i], leaves[i]) if values is None else 0, specs[i].size_bytes, leaves[i])
-        for i in layout.order
-    ]
+    work: list[tuple[int, int, Tensor]] = []
+    for i in layout.order:
+        address = 0
+        if values is None:
+            address = address_of("save", names[i], leaves[i])
+        work.append((address, specs[i].size_bytes, leaves[i]))
     head = render(outline.text, layout)
     _check_length("header", len(head) - 8)
     expected = []
@@ -139,7 +149,9 @@ def address_of(call: str, name: str, leaf: Tensor) -> int:
             got=got,
             hint="save outside of torch.func transformations, and before a storage is freed.",
         )
-    return address if is_plain(leaf) else 0
+    if not is_plain(leaf):
+        return 0
+    return address
 
 
 def is_plain(leaf: Tensor) -> bool:
@@ -156,12 +168,12 @@ def as_bytes(size: int | str) -> int:
     if not isinstance(size, (str, bool)):
         with suppress(TypeError, ValueError):
             return as_count("save: max_shard_size", size)
-    found = None
+    count = 0
     if isinstance(size, str):
         found = _SIZE.fullmatch(size)
-    count = 0
-    if found is not None:
-        count = int(float(found[1]) * _UNITS[(found[2] or " ").upper()])
+        if found is not None:
+            unit = found[2] or " "
+            count = int(float(found[1]) * _UNITS[unit.upper()])
     if count <= 0:
         raise error(
             ValueError,

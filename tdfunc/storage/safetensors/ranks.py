@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -196,10 +196,11 @@ class RankSave:
         for i, (name, spec) in enumerate(zip(self.outline.names, self.outline.specs, strict=True)):
             parts = found.get(i, [])
             if not cover_once(parts, tuple(spec.size)):
+                boxes = [[*part.start, *part.shape] for part in parts[:10]]
                 raise UnsupportedError(
                     f"{self.ranks.call}: the parts of leaf {name} must cover it once; nothing was written.",
                     expected=f"parts of {list(spec.size)}",
-                    got=str([[*part.start, *part.shape] for part in parts[:10]])[:300],
+                    got=str(boxes)[:300],
                     hint="all ranks of the default group save together; redistribute() the leaf over one mesh of them.",
                 )
             blocks: list[Block] = []
@@ -275,15 +276,21 @@ class RankSave:
     def _head(self, digests: dict[int, list[str]] | None = None) -> bytearray:
         """Return the header, sealed if digests of all blocks are given."""
         names = self.outline.names
-        table = self._table
-        zeros = "0" * DIGITS
-        many = {i: table_text(b, digests[i] if digests else [zeros] * len(b)) for i, b in table.items() if len(b) > 1}
-        text = ",".join([f"{names[i]}:{rows}" for i, rows in many.items()])
-        head = render(self.outline.text, self.layout, f"{{{text}}}" if many else "")
+        # The tables of the leaves of several blocks, as JSON.
+        tables: dict[int, str] = {}
+        for i, blocks in self._table.items():
+            if len(blocks) > 1:
+                known = ["0" * DIGITS] * len(blocks)
+                if digests is not None:
+                    known = digests[i]
+                tables[i] = table_text(blocks, known)
+        text = ""
+        if tables:
+            entries = ",".join([f"{names[i]}:{rows}" for i, rows in tables.items()])
+            text = f"{{{entries}}}"
+        head = render(self.outline.text, self.layout, text)
         if digests is not None:
-            # A leaf without elements has no block.
-            one = {i: found[0] if found else _EMPTY for i, found in digests.items()}
-            seal(head, [xxhash.xxh3_64_hexdigest(many[i].encode()) if i in many else one[i] for i in self.layout.order])
+            seal(head, [_digest_of(tables.get(i), digests[i]) for i in self.layout.order])
         return head
 
     def _size_bytes(self) -> int:
@@ -322,7 +329,8 @@ class RankSave:
                 itemsize = spec.dtype.itemsize
                 found: list[str] = []
                 for block in cut_blocks(part, itemsize):
-                    inner = Block(tuple([a - b for a, b in zip(block.start, part.start, strict=True)]), block.shape)
+                    start = tuple([a - b for a, b in zip(block.start, part.start, strict=True)])
+                    inner = Block(start, block.shape)
                     raw = memoryview(raw_bytes(values.detach()[inner.box]))
                     found.append(xxhash.xxh3_64_hexdigest(raw))
                     write_box(fd, raw, at, block, size, itemsize, place.is_one_machine)
@@ -330,6 +338,14 @@ class RankSave:
             if self.fsync:
                 os.fsync(fd)
         return json.dumps(digests).encode()
+
+
+def _digest_of(table: str | None, blocks: Sequence[str]) -> str:
+    """Return the digest of a leaf, given the digests of its blocks, and their table if there are several."""
+    if table is not None:
+        return xxhash.xxh3_64_hexdigest(table.encode())
+    # A leaf without elements has no block.
+    return blocks[0] if blocks else _EMPTY
 
 
 class _Place(NamedTuple):

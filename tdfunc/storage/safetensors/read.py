@@ -176,16 +176,19 @@ def as_view(leaf: Tensor) -> memoryview:
 def view_leaves(data: Any, specs: Sequence[Spec], begins: Sequence[int]) -> list[Tensor]:
     """Return leaves as tensors on the mapped bytes. Each has its own storage and version."""
     dtypes = [spec.numpy for spec in specs]
-    if None not in dtypes and not any(map(mod, begins, [spec.dtype.itemsize for spec in specs])):
+    sizes = [spec.dtype.itemsize for spec in specs]
+    if None not in dtypes and not any(map(mod, begins, sizes)):
         # All files of ours. Without a line of Python for each leaf it takes two thirds of the time.
         shapes = [spec.shape for spec in specs]
-        return list(map(torch.from_numpy, map(np.ndarray, shapes, dtypes, repeat(data), begins)))
-    return [
-        torch.from_numpy(np.ndarray(spec.shape, spec.numpy, data, begin))
-        if spec.numpy is not None and not begin % spec.numpy.itemsize
-        else _view_bytes(data[begin : begin + spec.size_bytes], spec)
-        for spec, begin in zip(specs, begins, strict=True)
-    ]
+        arrays = map(np.ndarray, shapes, dtypes, repeat(data), begins)
+        return list(map(torch.from_numpy, arrays))
+    return [_view_leaf(data, spec, begin) for spec, begin in zip(specs, begins, strict=True)]
+
+
+def _view_leaf(data: Any, spec: Spec, begin: int) -> Tensor:
+    if spec.numpy is None or begin % spec.numpy.itemsize:
+        return _view_bytes(data[begin : begin + spec.size_bytes], spec)
+    return torch.from_numpy(np.ndarray(spec.shape, spec.numpy, data, begin))
 
 
 def _view_bytes(data: Any, spec: Spec) -> Tensor:
@@ -199,35 +202,62 @@ def _view_bytes(data: Any, spec: Spec) -> Tensor:
     return flat.view(spec.dtype).view(spec.size).data
 
 
-def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any] | None:
+# Runs of rows (first, count), and the index of the result in them.
+Rows: TypeAlias = tuple[list[tuple[int, int]], Any]
+
+
+# Any: an index of torch.
+def plan_rows(index: Any, size: torch.Size) -> Rows | None:
     """Return runs of rows (first, count), and the index of the result in them; None for all rows."""
-    first, *rest = index if isinstance(index, tuple) and index else (index,)
+    first = index
+    rest: list[Any] = []
+    if isinstance(index, tuple):
+        if not index:
+            return None
+        first, *rest = index
     if not size or first is None or first is Ellipsis or isinstance(first, (bool, np.bool_)):
         return None
-    if isinstance(index, tuple) and not index:
-        return None
-    length = size[0]
     if isinstance(first, slice):
-        rows = range(*first.indices(length))
-        if rows.step < 0:
-            raise ValueError("step must be greater than zero")
-        if rows.step == 1:
-            return [(rows.start, len(rows))], (slice(None), *rest)
-        return [(row, 1) for row in rows], (slice(None), *rest)
+        return _plan_slice(first, rest, size[0])
+    picked = _as_numbers(first, size[0])
+    if picked is None:
+        return None
+    return _plan_picked(first, rest, picked, size[0])
+
+
+def _plan_slice(first: slice, rest: Sequence[Any], length: int) -> Rows:
+    rows = range(*first.indices(length))
+    if rows.step < 0:
+        raise ValueError("step must be greater than zero")
+    if rows.step == 1:
+        runs = [(rows.start, len(rows))]
+    else:
+        runs = [(row, 1) for row in rows]
+    return runs, (slice(None), *rest)
+
+
+# Any: the first part of an index.
+def _as_numbers(first: Any, length: int) -> Tensor | None:
+    """Return the numbers of the rows that an index picks, negative ones included; None for all rows."""
     try:
         picked = torch.as_tensor(first, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         # torch reports the mistake, of the whole leaf.
         return None
     # Inside of vmap an index is without values of its own; torch takes the rows out of the whole leaf.
-    if is_wrapped(picked) or (picked.dtype is torch.bool and picked.shape != (length,)):
+    if is_wrapped(picked):
         return None
     if picked.dtype is torch.bool:
+        if picked.shape != (length,):
+            return None
         picked = picked.nonzero()[:, 0]
     # torch takes uint8 for a mask, and refuses floats.
     if picked.dtype is torch.uint8 or picked.is_floating_point() or picked.is_complex():
         return None
-    picked = picked.to(torch.int64)
+    return picked.to(torch.int64)
+
+
+def _plan_picked(first: Any, rest: Sequence[Any], picked: Tensor, length: int) -> Rows:
     wrong = picked[(picked < -length) | (picked >= length)]
     if wrong.numel():
         raise IndexError(f"index {int(wrong[0])} is out of bounds for dimension 0 with size {length}")
@@ -235,7 +265,11 @@ def plan_rows(index: Any, size: torch.Size) -> tuple[list[tuple[int, int]], Any]
     runs: list[tuple[int, int]] = []
     for row in rows.tolist():
         if runs and sum(runs[-1]) == row:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            begin, count = runs[-1]
+            runs[-1] = (begin, count + 1)
         else:
             runs.append((row, 1))
-    return runs, (int(where) if isinstance(first, (int, np.integer)) else where, *rest)
+    # A number takes the dimension away, as in torch.
+    if isinstance(first, (int, np.integer)):
+        return runs, (int(where), *rest)
+    return runs, (where, *rest)

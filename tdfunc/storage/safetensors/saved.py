@@ -173,10 +173,11 @@ class SavedTree:
             plan = plan_rows(index, leaf.spec.size)
         # An index that does not fit is not damage of the file, so it is applied outside of `reading`.
         with contents.reading():
-            runs, rest = plan or ([], index)
             if plan is None:
+                rest = index
                 values = read_leaf(leaf.source, leaf.spec, leaf.begin, leaf.name, None)
             else:
+                runs, rest = plan
                 values = read_rows(leaf.source, leaf.spec, leaf.begin, runs)
         rows = values[rest]
         if target is None or target.type == "cpu":
@@ -195,8 +196,11 @@ class SavedTree:
         dequantize: bool = False,
     ) -> "TensorDict":
         """Read the (sub-)tree, or the leaves that a filter chooses, with the options of `tdfunc.load`."""
-        place = self._choice.device if device is None else torch.device(device)
-        classes = self._choice.classes if classes is None else classes
+        place = self._choice.device
+        if device is not None:
+            place = torch.device(device)
+        if classes is None:
+            classes = self._choice.classes
         sources = self._contents.sources
         # The whole file is mapped; of parts, no more than they are is read. A map that this handle reads is its own.
         mapped = not self._at and where is None and all(isinstance(source.data, LocalBytes) for source in sources)

@@ -66,27 +66,40 @@ def read_tree(contents: Contents, choice: Choice, *, root: int = 0, mapped: bool
     """
     if choice.dequantize:
         return _read_dequantized(contents, choice, root, mapped=mapped)
-    plan = contents.plan
-    wanted: Sequence[int] = range(len(plan.specs)) if not root else plan.leaves_below(root)
-    outline = None
-    numbers = {}
-    places = dict[int, Any]()
-    if choice.where is not None or choice.like is not None:
-        outline, numbers = outline_tree(contents, choice, root)
-    if outline is not None and isinstance(choice.like, TensorCollection) and find_sharded(choice.like) is not None:
-        spread = {path: leaf for path, leaf in iter_leaves(choice.like) if is_sharded(leaf)}
-        places = {numbers[id(leaf)]: spread[path] for path, leaf in iter_leaves(outline) if path in spread}
-    if outline is not None and choice.where is not None:
+    wanted: Sequence[int] = _leaves_at(contents, root)
+    if choice.where is None and choice.like is None:
+        if choice.dtype is not None:
+            contents.quantized.check_cast(f"load {contents.path}", wanted, choice.dtype)
+        return _build(contents, read_leaves(contents, wanted, choice, mapped=mapped), choice, root)
+    outline, numbers = outline_tree(contents, choice, root)
+    places = _sharded_places(outline, numbers, choice.like)
+    if choice.where is not None:
         outline = partition(outline, choice.where)[0]
         wanted = sorted({numbers[id(leaf)] for _, leaf in iter_leaves(outline)})
     if choice.dtype is not None:
         contents.quantized.check_cast(f"load {contents.path}", wanted, choice.dtype)
-    if outline is not None and choice.like is not None:
+    if choice.like is not None:
         check_like(outline, choice.like, contents.path)
     read = read_leaves(contents, wanted, choice, mapped=mapped, places=places)
-    if outline is None or choice.where is None:
+    if choice.where is None:
         return _build(contents, read, choice, root)
     return outline._map(LeafOp("load", lambda leaf: read[numbers[id(leaf)]]))
+
+
+def _leaves_at(contents: Contents, root: int) -> Sequence[int]:
+    """Return the leaves of the tree, or of the sub-tree at a node."""
+    if root:
+        return contents.plan.leaves_below(root)
+    return range(len(contents.plan.specs))
+
+
+# Any: the tree, mapping or spec that is expected; DTensors.
+def _sharded_places(outline: TensorCollection, numbers: Mapping[int, int], like: Any) -> dict[int, Any]:
+    """Return the DTensors in an expected tree by the numbers of the leaves at their paths."""
+    if not isinstance(like, TensorCollection) or find_sharded(like) is None:
+        return {}
+    spread = {path: leaf for path, leaf in iter_leaves(like) if is_sharded(leaf)}
+    return {numbers[id(leaf)]: spread[path] for path, leaf in iter_leaves(outline) if path in spread}
 
 
 def _read_dequantized(contents: Contents, choice: Choice, root: int, *, mapped: bool) -> TensorCollection:
@@ -127,15 +140,12 @@ def narrow_tree(tree: TensorCollection, choice: Choice, path: str) -> TensorColl
 def outline_tree(contents: Contents, choice: Choice, root: int = 0) -> tuple[TensorCollection, dict[int, int]]:
     """Return the tree on the meta device in its final dtypes, and the number of each leaf by its id."""
     plan = contents.plan
-    if not root:
-        wanted = range(len(plan.specs))
-    else:
-        wanted = plan.leaves_below(root)
     leaves: dict[int, Tensor] = {}
     with outside_transforms():
-        for i in wanted:
+        for i in _leaves_at(contents, root):
             dtype = _dtype_of(contents, i, choice.dtype)
-            leaves[i] = flag_leaf(torch.empty(plan.specs[i].size, dtype=dtype, device="meta"), plan.flags[i])
+            empty = torch.empty(plan.specs[i].size, dtype=dtype, device="meta")
+            leaves[i] = flag_leaf(empty, plan.flags[i])
     # The tree holds its leaves, so their ids stay theirs.
     return _build(contents, leaves, choice, root), {id(leaf): i for i, leaf in leaves.items()}
 
@@ -154,34 +164,16 @@ def read_leaves(
     plan = contents.plan
     device = choice.device
     with contents.reading():
-        if is_fake(device):
-            leaves: Leaves = {
-                i: torch.empty(plan.specs[i].size, dtype=plan.specs[i].dtype, device=device or plan.place(i) or "cpu")
-                for i in wanted
-            }
-        elif contents.homes is None:
-            read = _read_file(contents, contents.sources[0], wanted, choice, mapped=mapped, parts=parts)
-            # All of them are in order, and a list is faster to read and to make.
-            if type(wanted) is range:
-                leaves = read
-            else:
-                leaves = dict(zip(wanted, read, strict=True))
+        has_values = not is_fake(device)
+        if has_values:
+            leaves = _read_files(contents, wanted, choice, mapped=mapped, parts=parts)
         else:
-            leaves = {}
-            groups = group_by_home(wanted, contents.places.homes, len(contents.sources))
-            for source, mine in zip(contents.sources, groups, strict=True):
-                if mine:
-                    read = _read_file(contents, source, mine, choice, mapped=mapped, parts=parts)
-                    leaves.update(zip(mine, read, strict=True))
+            leaves = _empty_leaves(contents, wanted, device)
         if choice.dtype is not None:
             for i in wanted:
                 leaves[i] = leaves[i].to(_dtype_of(contents, i, choice.dtype))
-        if not is_fake(device) and (device is not None or any(plan.devices)):
-            for i in wanted:
-                target = device or plan.place(i)
-                if target is not None and target.type != "cpu":
-                    leaves[i] = move_leaf(leaves[i], target)
-        if not is_fake(device):
+        if has_values:
+            _move_leaves(leaves, contents, wanted, device)
             for i, like in places.items():
                 leaves[i] = place_like(leaves[i], like)
         if any(plan.flags):
@@ -190,35 +182,76 @@ def read_leaves(
         return leaves
 
 
-def _read_file(
-    contents: Contents,
-    source: Source,
-    mine: Sequence[int],
-    choice: Choice,
-    *,
-    mapped: bool,
-    parts: Mapping[int, Block],
-) -> list[Tensor]:
+def _empty_leaves(contents: Contents, wanted: Sequence[int], device: torch.device | None) -> "Leaves":
+    """Return leaves without values, in FakeTensorMode or on the meta device."""
     plan = contents.plan
+    leaves: dict[int, Tensor] = {}
+    for i in wanted:
+        spec = plan.specs[i]
+        leaves[i] = torch.empty(spec.size, dtype=spec.dtype, device=device or plan.place(i) or "cpu")
+    return leaves
+
+
+def _move_leaves(leaves: "Leaves", contents: Contents, wanted: Sequence[int], device: torch.device | None) -> None:
+    """Move leaves that are on the CPU to a device, or to their recorded devices."""
+    plan = contents.plan
+    if device is None and not any(plan.devices):
+        return
+    for i in wanted:
+        target = device or plan.place(i)
+        if target is not None and target.type != "cpu":
+            leaves[i] = move_leaf(leaves[i], target)
+
+
+def _read_files(
+    contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool, parts: Mapping[int, Block]
+) -> "Leaves":
+    """Return leaves on the CPU in their own dtypes, or parts of them, checked."""
+
+    def read_file(source: Source, mine: Sequence[int]) -> list[Tensor]:
+        if mapped:
+            return _map_file(contents, source, mine, choice, parts)
+        return _read_file(contents, source, mine, parts)
+
+    if contents.homes is None:
+        read = read_file(contents.sources[0], wanted)
+        # All of them are in order, and a list is faster to read and to make.
+        if type(wanted) is range:
+            return read
+        return dict(zip(wanted, read, strict=True))
+    leaves: dict[int, Tensor] = {}
+    groups = group_by_home(wanted, contents.places.homes, len(contents.sources))
+    for source, mine in zip(contents.sources, groups, strict=True):
+        if mine:
+            leaves.update(zip(mine, read_file(source, mine), strict=True))
+    return leaves
+
+
+def _read_file(contents: Contents, source: Source, mine: Sequence[int], parts: Mapping[int, Block]) -> list[Tensor]:
+    """Read leaves of one file into new memory."""
+    specs = contents.plan.specs
     places = contents.places
-    names = contents.names
-    specs = plan.specs
     begins = places.begins
-    digests = places.digests
-    # Leaves are read in the order of the file, which the disk reads ahead.
-    if not mapped:
-        leaves: dict[int, Tensor] = {}
-        for i in sorted(mine, key=begins.__getitem__):
-            leaves[i] = read_leaf(source, specs[i], begins[i], names[i], digests[i])
-            if i in parts:
-                leaves[i] = leaves[i][parts[i].box].clone()
-        return [leaves[i] for i in mine]
+    leaves: dict[int, Tensor] = {}
+    # In the order of the file, which the disk reads ahead.
+    for i in sorted(mine, key=begins.__getitem__):
+        leaf = read_leaf(source, specs[i], begins[i], contents.names[i], places.digests[i])
+        if i in parts:
+            leaf = leaf[parts[i].box].clone()
+        leaves[i] = leaf
+    return [leaves[i] for i in mine]
+
+
+def _map_file(
+    contents: Contents, source: Source, mine: Sequence[int], choice: Choice, parts: Mapping[int, Block]
+) -> list[Tensor]:
+    """Return leaves of one file as tensors on its mapped bytes, which are compared with their checksums."""
+    plan = contents.plan
+    specs = plan.specs
+    begins = contents.places.begins
     assert isinstance(source.data, (LocalBytes, MappedBytes))
     data = source.data.map()
-    view = memoryview(data)
-    recorded = {i: digest for i in mine if (digest := digests[i]) is not None}
-    for i in sorted(recorded, key=begins.__getitem__):
-        check_bytes(names[i], view[begins[i] : begins[i] + specs[i].size_bytes], recorded[i], parts.get(i))
+    _check_mapped(contents, memoryview(data), mine, parts)
     views = view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
     if parts:
         for k, i in enumerate(mine):
@@ -232,6 +265,21 @@ def _read_file(
             if (choice.aligned or plan.flags[i] in values) and views[k].data_ptr() % _ALIGN_BYTES:
                 views[k] = views[k].clone()
     return views
+
+
+def _check_mapped(contents: Contents, view: memoryview, mine: Sequence[int], parts: Mapping[int, Block]) -> None:
+    """Compare the checksums of leaves of one file, so far as they are recorded."""
+    specs = contents.plan.specs
+    places = contents.places
+    begins = places.begins
+    names = contents.names
+    digests = places.digests
+    # In the order of the file, which the disk reads ahead.
+    for i in sorted(mine, key=begins.__getitem__):
+        recorded = digests[i]
+        if recorded is not None:
+            begin = begins[i]
+            check_bytes(names[i], view[begin : begin + specs[i].size_bytes], recorded, parts.get(i))
 
 
 def _dtype_of(contents: Contents, i: int, dtype: torch.dtype | None) -> torch.dtype:

@@ -51,6 +51,7 @@ def write_file(fd: int, plan: FilePlan) -> str:
         ConcurrencyError: A leaf does not have its expected digest.
     """
     digests: list[str] = []
+    values = plan.values or pieces
     stage = None
     if plan.expected:
         stage = np.empty(_PIECE_BYTES, dtype=np.uint8)
@@ -66,7 +67,7 @@ def write_file(fd: int, plan: FilePlan) -> str:
             if size_bytes > SMALL_BYTES or plan.values is not None:
                 write_all(fd, view[:used])
                 used = 0
-                digests.append(_write_large(fd, (plan.values or pieces)(leaf), size_bytes, stage))
+                digests.append(_write_large(fd, values(leaf), size_bytes, stage))
                 continue
             end = used + size_bytes
             if end > _BUFFER_BYTES:
@@ -105,14 +106,16 @@ def _write_large(fd: int, parts: Iterable[memoryview], size_bytes: int, stage: A
 
 
 def _check_unchanged(plan: FilePlan, digests: list[str]) -> None:
-    changed = [
-        (name, expected, found)
-        for (name, expected), found in zip(plan.expected, digests, strict=False)
-        if expected is not None and expected != found
-    ]
+    changed: list[str] = []
+    first = ("", "")
+    for (name, expected), found in zip(plan.expected, digests, strict=False):
+        if expected is not None and expected != found:
+            if not changed:
+                first = (expected, found)
+            changed.append(name)
     if changed:
-        _, expected, found = changed[0]
-        raise changed_error([name for name, *_ in changed], expected=f"values with the digest {expected}", got=found)
+        expected, found = first
+        raise changed_error(changed, expected=f"values with the digest {expected}", got=found)
 
 
 def changed_error(names: Sequence[str], *, expected: str, got: str) -> ConcurrencyError:
@@ -138,7 +141,9 @@ def pieces(leaf: Tensor) -> Iterator[memoryview]:
     else:
         rows = max(1, _PIECE_BYTES * leaf.shape[0] // (leaf.numel() * leaf.element_size()))
         for part in leaf.split(rows):
-            yield from pieces(part.squeeze(0) if rows == 1 else part)
+            if rows == 1:
+                part = part.squeeze(0)
+            yield from pieces(part)
 
 
 def commit(plan: SavePlan, target: str, *, fsync: bool) -> None:
@@ -188,28 +193,43 @@ def _commit_shards(plan: SavePlan, folder: str, fsync: bool) -> None:
             sweep(folder)
             with staged_folder(index) as place:
                 write_into(plan, place, fsync=fsync)
-                made = {os.path.join(place, name): os.path.join(folder, name) for name in plan.names}
-                new = os.path.join(place, INDEX)
-                copy_mode(index, new)
-                try:
-                    for source, target in made.items():
-                        os.rename(source, target)
-                    if fsync:
-                        os.fsync(fd)
-                    os.replace(new, index)
-                except BaseException:
-                    # As long as the new index is here, the old one has its place, and names none of these.
-                    if os.path.lexists(new):
-                        for target in [target for source, target in made.items() if not os.path.lexists(source)]:
-                            with suppress(OSError):
-                                os.unlink(target)
-                    raise
+                _move_into(folder, place, plan.names, fd, fsync)
             if has_single:
                 if fsync:
                     os.fsync(fd)
                 with suppress(FileNotFoundError):
                     os.unlink(single)
         _clear(folder, plan.names, fsync, fd)
+
+
+def _move_into(folder: str, place: str, names: Sequence[str], fd: int, fsync: bool) -> None:
+    """Move shards into a folder, and then the index, which replaces the old one.
+
+    Args:
+        folder: The folder.
+        place: The folder that the new files are in.
+        names: The shards.
+        fd: The folder's descriptor.
+        fsync: Wait until the disk has the shards, before the index is replaced.
+    """
+    index = os.path.join(folder, INDEX)
+    new = os.path.join(place, INDEX)
+    copy_mode(index, new)
+    made = {os.path.join(place, name): os.path.join(folder, name) for name in names}
+    try:
+        for source, target in made.items():
+            os.rename(source, target)
+        if fsync:
+            os.fsync(fd)
+        os.replace(new, index)
+    except BaseException:
+        # As long as the new index is here, the old one has its place, and names none of these.
+        if os.path.lexists(new):
+            moved = [target for source, target in made.items() if not os.path.lexists(source)]
+            for target in moved:
+                with suppress(OSError):
+                    os.unlink(target)
+        raise
 
 
 def _clear(folder: str, own: Iterable[str], fsync: bool, fd: int, index: str | None = None) -> None:
@@ -259,7 +279,8 @@ def _upload(plan: SavePlan, target: str) -> None:
     if plan.render is None:
         folder, _, name = target.rpartition("/")
     else:
-        folder, _, name = (target.rstrip("/"), "", "")
+        folder = target.rstrip("/")
+        name = ""
     index = f"{folder}/{INDEX}"
     old = list[str]()
     if plan.render is not None or name == SINGLE:

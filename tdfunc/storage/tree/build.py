@@ -30,109 +30,159 @@ def build_tree(
 
     If `device` is given, all leaves are on it. Plain objects stay nodes if `classes` contains `PlainObject`.
     """
-    objects = [i for i in plan.rich if plan.nodes[i].get("class") == OBJECT]
-    keeps_objects = not objects or (not isinstance(classes, (type, Mapping)) and PlainObject in classes)
-    ties = ties_of(plan)
-    marked = set(plan.flags)
-    if ties and not keeps_objects:
-        inside = {plan.path(i) for i in objects}
-        ties = {i: _outside(plan.path(i), groups, inside) for i, groups in ties.items()}
-    built: dict[int, Any] = {}
-    kinds = {flags: kind_of(flags) for flags in {*marked, *_KINDS, ""}}
-    has_kinds = any(kinds[flags] for flags in marked)
-    listed = type(leaves) is list
-    make = TensorCollection._open._make
-    # A node comes after the one that it is in, so going back its sub-trees are there.
-    for number in reversed(plan.below(root) if root else range(len(plan.nodes))):
+    return _Builder(plan, leaves, classes, device).build(root)
+
+
+class _Builder:
+    """Builds the nodes of one tree, each after the nodes in it."""
+
+    def __init__(self, plan: Description, leaves: Any, classes: Classes, device: torch.device | None) -> None:
+        self._plan = plan
+        self._leaves = leaves
+        self._is_list = type(leaves) is list
+        self._classes = classes
+        self._devices: Sequence[torch.device | None] = plan.devices
+        if device is not None:
+            self._devices = [device] * len(plan.nodes)
+        self._make = TensorCollection._open._make
+        # By number: a tree, or the value that a plain object became.
+        self._built: dict[int, Any] = {}
+        marked = set(plan.flags)
+        self._kinds = {flags: kind_of(flags) for flags in {*marked, *_KINDS, ""}}
+        self._has_kinds = any([self._kinds[flags] for flags in marked])
+        objects = [number for number in plan.rich if plan.nodes[number].get("class") == OBJECT]
+        self._keeps_objects = not objects or (not isinstance(classes, (type, Mapping)) and PlainObject in classes)
+        self._ties = ties_of(plan)
+        if self._ties and not self._keeps_objects:
+            inside = {plan.path(number) for number in objects}
+            self._ties = {number: _outside(plan.path(number), groups, inside) for number, groups in self._ties.items()}
+
+    def build(self, root: int) -> TensorCollection:
+        """Return the tree at a node."""
+        numbers = range(len(self._plan.nodes))
+        if root:
+            numbers = self._plan.below(root)
+        # A node comes after the one that it is in, so going back its sub-trees are there.
+        for number in reversed(numbers):
+            if number in self._plan.rich or number in self._ties:
+                self._built[number] = self._special(number)
+            else:
+                self._built[number] = self._plain(number)
+        return self._built[root]
+
+    def _plain(self, number: int) -> TensorCollection:
+        """Return a node of tensors and trees."""
+        # There may be thousands, so the steps stay in one function: calls would take as long as they do.
+        plan = self._plan
         keys = plan.keys[number]
-        size = plan.sizes[number]
-        is_rich = number in plan.rich
         start = plan.starts[number]
         end = plan.starts[number + 1]
-        if is_rich:
-            values, flags = _read_items(plan, number, leaves, built)
+        if self._is_list:
+            values = self._leaves[start:end]
         else:
-            if listed:
-                values = leaves[start:end]
-            else:
-                values = [leaves[i] for i in range(start, end)]
-            flags = ()
-            if has_kinds:
-                flags = plan.flags[start:end]
-            if end - start != len(keys):
-                rest = iter(values)
-                further = iter(flags)
-                items = plan.items[number]
-                values = [built[what["tree"]] if type(what) is dict else next(rest) for what in items]
-                flags = ()
-                if has_kinds:
-                    flags = ["" if type(what) is dict else next(further) for what in items]
+            values = [self._leaves[leaf] for leaf in range(start, end)]
+        if end - start != len(keys):
+            rest = iter(values)
+            values = [self._built[what["tree"]] if type(what) is dict else next(rest) for what in plan.items[number]]
         data: dict[str, Any] = dict(zip(keys, values, strict=False))
         if len(data) != len(keys):
-            raise malformed("distinct keys", f"a key twice in node {number}")
-        own = {}
-        if flags:
-            own = {key: kind for key, flag in zip(keys, flags, strict=False) if (kind := kinds[flag])}
-        place = plan.devices[number] if device is None else device
-        if not is_rich and number not in ties:
-            built[number] = make(data, size, place, None, Static(own) if own else None)
-            continue
+            raise _twice(number)
+        static = None
+        if self._has_kinds:
+            rest = iter(plan.flags[start:end])
+            flags = ["" if type(what) is dict else next(rest) for what in plan.items[number]]
+            kinds = self._kinds_of(keys, flags)
+            if kinds:
+                static = Static(kinds)
+        return self._make(data, plan.sizes[number], self._devices[number], None, static)
+
+    def _kinds_of(self, keys: Sequence[str], flags: Sequence[str]) -> dict[str, Kind]:
+        """Return the kinds of the leaves that have one."""
+        kinds: dict[str, Kind] = {}
+        for key, flag in zip(keys, flags, strict=True):
+            kind = self._kinds[flag]
+            if kind is not None:
+                kinds[key] = kind
+        return kinds
+
+    def _special(self, number: int) -> Any:
+        """Return a node of any kind: with a class, names, data or ties of its own, or with other items than tensors."""
+        plan = self._plan
+        keys = plan.keys[number]
+        values, flags = self._read_items(number)
+        data: dict[str, Any] = dict(zip(keys, values, strict=False))
+        if len(data) != len(keys):
+            raise _twice(number)
+        kinds = self._kinds_of(keys, flags)
         node = plan.nodes[number]
+        size = plan.sizes[number]
+        device = self._devices[number]
         names = None
         if "names" in node:
             names = as_names(node["names"], len(size))
-        static = Static(own, ties.get(number, ()), node.get("own"))
-        if "class" in node and node["class"] == lazy_name():
-            built[number] = _stack(data, size, place, names, static)
-            continue
-        if "class" in node and node["class"] == OBJECT and not keeps_objects:
-            built[number] = unpack(data, static.own, size)
-            continue
-        cls = TensorCollection._open
+        static = Static(kinds, self._ties.get(number, ()), node.get("own"))
+        cls: Any = TensorCollection._open
         if "class" in node:
-            if node["class"] == OBJECT:
+            name = node["class"]
+            if name == lazy_name():
+                return _stack(data, size, device, names, static)
+            if name == OBJECT and not self._keeps_objects:
+                return unpack(data, static.own, size)
+            if name == OBJECT:
                 cls = PlainObject
             else:
-                cls = resolve_class(node["class"], classes, keys)
+                cls = resolve_class(name, self._classes, keys)
         check_fields(cls, data, plan.path(number))
-        built[number] = cls._make(data, size, place, names, static if static != Static() else None)
-    return built[root]
+        if static == Static():
+            static = None
+        return cls._make(data, size, device, names, static)
+
+    def _read_items(self, number: int) -> tuple[list[Any], list[str]]:
+        """Return the values and flags of the items of a node of any kind."""
+        plan = self._plan
+        leaf = plan.starts[number]
+        # The batch size of a lazy stack is not the one of its items.
+        outer = plan.sizes[number]
+        if "own" in plan.nodes[number]:
+            outer = Size(())
+        values: list[Any] = []
+        found: list[str] = []
+        for what in plan.items[number]:
+            if type(what) is dict:
+                value = self._read_object(what, outer)
+                flags = what.get("flags", "")
+            else:
+                value = self._leaves[leaf]
+                flags = plan.flags[leaf]
+                if IS_VALUE in flags:
+                    # The fourth part of an item is the shape of the value.
+                    shape = what[3] if len(what) > 3 else outer
+                    value = NonTensorData(value, _batch(shape, outer))
+                leaf += 1
+            values.append(value)
+            found.append(flags)
+        return values, found
+
+    def _read_object(self, what: dict[str, Any], outer: Size) -> Any:
+        """Return the value of an item that is an object: a sub-tree, a tied leaf or non-tensor data."""
+        if "tree" in what:
+            return self._built[what["tree"]]
+        if "tie" in what:
+            return self._leaves[self._plan.tied[what["tie"]]]
+        return _nontensor(what, outer)
+
+
+def _twice(number: int) -> CorruptCheckpointError:
+    return malformed("distinct keys", f"a key twice in node {number}")
 
 
 def _outside(at: Path, groups: Ties, objects: set[Path]) -> Ties:
     """Return the groups of a node that have no path into a plain object, where trees have ties of their own."""
-    through = [[(*at, *path[:i]) for path in group for i in range(1, len(path))] for group in groups]
-    return tuple([group for group, paths in zip(groups, through, strict=True) if objects.isdisjoint(paths)])
 
+    def enters(path: Path) -> bool:
+        return any([(*at, *path[:depth]) in objects for depth in range(1, len(path))])
 
-def _read_items(plan: Description, number: int, leaves: Any, built: dict[int, Any]) -> tuple[list[Any], list[str]]:
-    """Return the values and flags of the items of a node of any kind."""
-    leaf = plan.starts[number]
-    if "own" in plan.nodes[number]:
-        outer = Size(())
-    else:
-        outer = plan.sizes[number]
-    values: list[Any] = []
-    found: list[str] = []
-    for what in plan.items[number]:
-        if type(what) is not dict:
-            value = leaves[leaf]
-            flags = plan.flags[leaf]
-            if IS_VALUE in flags:
-                value = NonTensorData(value, _batch(what[3] if len(what) > 3 else outer, outer))
-            leaf += 1
-        elif "tree" in what:
-            value = built[what["tree"]]
-            flags = what.get("flags", "")
-        else:
-            if "tie" in what:
-                value = leaves[plan.tied[what["tie"]]]
-            else:
-                value = _nontensor(what, outer)
-            flags = what.get("flags", "")
-        values.append(value)
-        found.append(flags)
-    return values, found
+    return tuple([group for group in groups if not any(map(enters, group))])
 
 
 def kind_of(flags: str) -> Kind | None:
@@ -177,14 +227,24 @@ def ties_of(plan: Description) -> dict[int, Ties]:
         return {}
     depths = [0] * len(plan.nodes)
     for number, above in enumerate(plan.parents):
-        depths[number] = depths[above[0]] + 1 if above is not None else 0
-    check_tie_size(sum((depths[node] + 1) ** 2 for refs in plan.groups for node, _ in refs), CorruptCheckpointError)
-    paths = [[(*plan.path(node), key) for node, key in refs] for refs in plan.groups]
-    result: dict[int, Ties] = {0: tuple(tuple(group) for group in paths)}
+        if above is not None:
+            depths[number] = depths[above[0]] + 1
+    keys = 0
+    for refs in plan.groups:
+        keys += sum([(depths[node] + 1) ** 2 for node, _ in refs])
+    # Before the paths are made, which could fill the memory.
+    check_tie_size(keys, CorruptCheckpointError)
+    paths: list[tuple[Path, ...]] = []
+    for refs in plan.groups:
+        paths.append(tuple([(*plan.path(node), key) for node, key in refs]))
+    result: dict[int, Ties] = {0: tuple(paths)}
     inner: dict[int, dict[str, Ties]] = {0: restrict(result[0])}
     for number, above in enumerate(plan.parents):
-        if above is not None and above[1] in inner.get(above[0], {}):
-            result[number] = inner[above[0]][above[1]]
+        if above is None:
+            continue
+        parent, key = above
+        if key in inner.get(parent, {}):
+            result[number] = inner[parent][key]
             inner[number] = restrict(result[number])
     return result
 
@@ -217,8 +277,8 @@ def _stack(
 ) -> Any:
     """Return a lazy stack of trees, in the class for theirs."""
     trees = list(data.values())
-    kinds = {(type(tree), len(tree._batch_size)) if isinstance(tree, TensorCollection) else None for tree in trees}
-    if len(kinds) != 1 or None in kinds or list(data) != [str(number) for number in range(len(trees))]:
+    in_order = [str(number) for number in range(len(trees))]
+    if not _are_alike(trees) or list(data) != in_order:
         raise malformed("a lazy stack of trees of one class and number of dimensions, in order", repr(list(data)))
     dim = static.own
     if type(dim) is not int or not -len(size) <= dim < 0 or len(trees[0]._batch_size) != len(size) - 1:
@@ -227,6 +287,13 @@ def _stack(
     if made._batch_size != size:
         raise malformed(f"a lazy stack of the batch size {list(size)}", str(list(made._batch_size)))
     return made._make(made._data, size, device, names, static)
+
+
+def _are_alike(trees: Sequence[Any]) -> bool:
+    """Return whether there are trees, all of one class and number of dimensions."""
+    if not all([isinstance(tree, TensorCollection) for tree in trees]):
+        return False
+    return len({(type(tree), len(tree._batch_size)) for tree in trees}) == 1
 
 
 def check_classes(plan: Description, classes: Classes) -> None:
@@ -245,8 +312,9 @@ def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
     unknown = [key for key in keys if key not in cls._fields]
     if unknown:
         lacking = [name for name in cls._required if name not in keys]
+        where = dotted(path) if path else "the root"
         raise TreeStructureError(
-            f"{cls.__name__} must have the fields that were saved at {dotted(path) if path else 'the root'!r}.",
+            f"{cls.__name__} must have the fields that were saved at {where!r}.",
             expected=f"the fields {list(cls._fields)}",
             got=f"{list(keys)}: unknown {unknown}, missing {lacking}",
             hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
@@ -259,31 +327,60 @@ def resolve_class(name: Any, classes: Classes, keys: Sequence[str]) -> type[Tens
     A class that was moved, renamed, or defined in a script or function is found among the given ones: by its qualified
     name, else by the keys of the node if exactly one class has these fields.
     """
-    if isinstance(classes, type):
-        if classes is TensorCollection._open:
-            return classes
-        classes = (classes,)
-    given: Any = classes if isinstance(classes, Mapping) else {f"{c.__module__}:{c.__qualname__}": c for c in classes}
+    if classes is TensorCollection._open:
+        return TensorCollection._open
+    given = _by_name(classes)
     if name in given:
         return given[name]
     module, _, path = name.partition(":")
     alike = [cls for other, cls in given.items() if other.partition(":")[2] == path]
     if not alike:
-        found: Any = sys.modules.get(module)
-        for part in path.split("."):
-            # Not getattr: a module or class may run code to answer.
-            found = vars(found).get(part) if hasattr(found, "__dict__") else None
-        is_tree = isinstance(found, type) and issubclass(found, TensorCollection)
-        if is_tree and (found.__module__, found.__qualname__) == (module, path):
-            return found
-        # Fields that are None are not among the keys.
-        alike = [cls for cls in given.values() if set(getattr(cls, "_fields", ())) >= set(keys)]
-        alike = [cls for cls in alike if len(cls._fields) == len(keys)] or alike
+        imported = _find_imported(module, path)
+        if imported is not None:
+            return imported
+        alike = _with_fields(given, keys)
     if len(alike) == 1:
         return alike[0]
+    got = "no classes"
+    if given:
+        fit = "several that fit" if alike else "none that fits"
+        got = f"{fit} of {list(given)}"
     raise UnsupportedError(
         f"the class {name!r} of a node must be imported or given.",
         expected=f"classes={{{name!r}: its class}}, for a node with the keys {list(keys)}",
-        got=f"{'several that fit' if alike else 'none that fits'} of {list(given)}" if given else "no classes",
+        got=got,
         hint="the mapping takes any class; import its module; or take plain trees: load(path, classes=TensorDict).",
     )
+
+
+# Any: as in `check_fields`.
+def _by_name(classes: Classes) -> Mapping[str, Any]:
+    """Return the given classes by the names that a file has for them."""
+    if isinstance(classes, Mapping):
+        return classes
+    if isinstance(classes, type):
+        classes = (classes,)
+    return {f"{cls.__module__}:{cls.__qualname__}": cls for cls in classes}
+
+
+def _find_imported(module: str, path: str) -> type[TensorCollection] | None:
+    """Return the class of trees with this qualified name in a module that is imported already."""
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        if not hasattr(found, "__dict__"):
+            return None
+        # Not getattr: a module or class may run code to answer.
+        found = vars(found).get(part)
+    is_tree = isinstance(found, type) and issubclass(found, TensorCollection)
+    # A class under another name is one that somebody imported there.
+    if is_tree and (found.__module__, found.__qualname__) == (module, path):
+        return found
+    return None
+
+
+def _with_fields(given: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
+    """Return the given classes whose fields are the keys of a node; without one, those that have them all."""
+    # Fields that are None are not among the keys.
+    alike = [cls for cls in given.values() if set(getattr(cls, "_fields", ())) >= set(keys)]
+    exact = [cls for cls in alike if len(cls._fields) == len(keys)]
+    return exact or alike

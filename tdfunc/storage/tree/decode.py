@@ -7,6 +7,7 @@ Most nodes contain plain tensors and trees, and there may be thousands, so all n
 import json
 import math
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import chain
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -63,7 +64,7 @@ class Description:
         self.nodes: list[dict[str, Any]] = doc["nodes"]
         self.keys: list[list[str]] = [node["keys"] for node in self.nodes]
         self.items: list[list[Any]] = [node["items"] for node in self.nodes]
-        self.groups: list[list[tuple[int, str]]] = [[(node, key) for node, key in group] for group in doc["ties"]]
+        self.groups: list[list[tuple[int, str]]] = [_read_group(group) for group in doc["ties"]]
         count = len(self.nodes)
         self.parents: list[tuple[int, str] | None] = [None] * count
         self.sizes: list[Size] = [Size(())] * count
@@ -80,16 +81,14 @@ class Description:
         self._quoted = self._check_keys()
         self._walk()
         # The leaves: dtype and shape, and flags.
-        self._flat = flat = [what for items in self.items for what in items if type(what) is not dict]
-        types = set(map(type, flat))
-        if not types <= _TENSORS:
-            raise malformed("tensors, trees, ties and values", f"a {_stray(flat, _TENSORS)!r}")
-        self._has_lists = list in types
-        numbers: list[int] = flat if not self._has_lists else [what if type(what) is int else what[0] for what in flat]
-        if not _INTS.issuperset(map(type, numbers)) or min(numbers, default=0) < 0:
-            raise malformed("the numbers of specs", f"{_stray(numbers, _INTS)!r}")
+        self._flat: list[Any] = [what for items in self.items for what in items if type(what) is not dict]
+        # Whether the item of some leaf is a list: its spec and its flags, and perhaps its name and shape.
+        self._has_lists = False
+        numbers = self._read_numbers()
         self.specs: list[Spec] = [self._table[number] for number in numbers]
-        self.flags: list[str] = [""] * len(flat) if not self._has_lists else self._read_flags(flat, numbers)
+        self.flags: list[str] = [""] * len(numbers)
+        if self._has_lists:
+            self.flags = self._read_flags(numbers)
         self._check_leaves(numbers)
         # For each group of ties the leaf that all its paths read.
         self.tied: dict[int, int] = self._find_tied()
@@ -132,9 +131,11 @@ class Description:
         found: dict[int, None] = {}
         for number in self.below(root):
             found.update(dict.fromkeys(range(self.starts[number], self.starts[number + 1])))
-            if number in self.rich:
-                ties = [what["tie"] for what in self.items[number] if type(what) is dict and "tie" in what]
-                found.update({self.tied[tie]: None for tie in ties})
+            if number not in self.rich:
+                continue
+            for what in self.items[number]:
+                if type(what) is dict and "tie" in what:
+                    found[self.tied[what["tie"]]] = None
         return list(found)
 
     def _check_keys(self) -> list[list[str]]:
@@ -147,10 +148,11 @@ class Description:
         every = list(chain.from_iterable(self.keys))
         if not _TEXTS.issuperset(map(type, every)) or "" in every:
             raise malformed("a key", f"{_stray(every, _TEXTS)!r}")
+        # Most trees have no key with a character that JSON escapes.
         text = "".join(every)
         if len(quote(text)) == len(text) + 2:
             return self.keys
-        return [[quote(key)[1:-1] for key in keys] for keys in self.keys]
+        return [_quote_all(keys) for keys in self.keys]
 
     def _walk(self) -> None:
         """Visit the nodes, each after its parent, whose batch size and device it inherits."""
@@ -168,22 +170,34 @@ class Description:
 
     def _read_fields(self, number: int, node: dict[str, Any]) -> None:
         """Read a node's fields."""
-        outer = self.sizes[number]
-        above = self.parents[number]
         if "size" in node:
-            size = self.sizes[number] = as_size(node["size"], -1 if "own" in node else 0)
-            free = above is not None and "own" in self.nodes[above[0]]
-            if size[: len(outer)] != outer and not free:
-                raise malformed(f"a batch size that starts with {list(outer)}", f"{list(size)} in node {number}")
+            self._read_size(number, node)
         if "device" in node:
-            name = node["device"]
-            if name is not None and type(name) is not str:
-                raise malformed("a device", repr(name))
-            self.devices[number] = torch.device(name) if name is not None else None
+            self._read_device(number, node["device"])
         if "own" in node and "class" not in node:
             raise malformed("a class beside the field own", f"{node['own']!r} in node {number}")
         if not _PLAIN_FIELDS.issuperset(node):
             self.rich.add(number)
+
+    def _read_size(self, number: int, node: dict[str, Any]) -> None:
+        # A lazy stack has -1 where the sizes of its trees differ.
+        least = -1 if "own" in node else 0
+        size = as_size(node["size"], least)
+        outer = self.sizes[number]
+        above = self.parents[number]
+        # The trees in a lazy stack do not have its batch size.
+        is_free = above is not None and "own" in self.nodes[above[0]]
+        if size[: len(outer)] != outer and not is_free:
+            raise malformed(f"a batch size that starts with {list(outer)}", f"{list(size)} in node {number}")
+        self.sizes[number] = size
+
+    def _read_device(self, number: int, name: Any) -> None:
+        if name is None:
+            self.devices[number] = None
+            return
+        if type(name) is not str:
+            raise malformed("a device", repr(name))
+        self.devices[number] = torch.device(name)
 
     def _enter_objects(self, number: int) -> int:
         """Enter the sub-trees, aliases of tied leaves and other data of a node; return their number."""
@@ -205,20 +219,14 @@ class Description:
             count += 1
             fields += len(what)
             if len(what) > 1:
-                # Two readers could take the item for different things.
-                if len(_MEANINGS & what.keys()) > 1:
-                    raise malformed(f"one meaning of {key!r}", ", ".join(map(repr, what)))
-                if not are_flags(what.get("flags", ""), _KINDS):
-                    expected = f"one of the flags {''.join(sorted(_KINDS))} at {key!r}"
-                    raise malformed(expected, repr(what["flags"]))
+                _check_fields(key, what)
             if "tree" in what:
                 child = what["tree"]
                 if type(child) is not int or not number < child < len(parents) or parents[child] is not None:
                     raise malformed("each node once, after the node that it is in", repr(child))
                 if "flags" in what:
                     self.rich.add(number)
-                    if self.nodes[child].get("class") != OBJECT:
-                        raise malformed(f"a tree without flags at {key!r}", repr(what["flags"]))
+                    self._check_is_object(key, child, what["flags"])
                 parents[child] = (number, key)
                 sizes[child] = size
                 devices[child] = device
@@ -234,8 +242,27 @@ class Description:
         self.fields += fields
         return count
 
-    def _read_flags(self, flat: list[Any], numbers: list[int]) -> list[str]:
-        flags = ["" if type(what) is int else what[1] for what in flat]
+    def _check_is_object(self, key: str, child: int, flags: str) -> None:
+        """Raise unless a sub-tree with flags is a plain object; other trees have the kinds of their leaves."""
+        if self.nodes[child].get("class") != OBJECT:
+            raise malformed(f"a tree without flags at {key!r}", repr(flags))
+
+    def _read_numbers(self) -> list[int]:
+        """Return the number of the spec of each leaf."""
+        types = set(map(type, self._flat))
+        if not types <= _TENSORS:
+            raise malformed("tensors, trees, ties and values", f"a {_stray(self._flat, _TENSORS)!r}")
+        self._has_lists = list in types
+        numbers: list[int] = self._flat
+        if self._has_lists:
+            numbers = [what if type(what) is int else what[0] for what in self._flat]
+        if not _INTS.issuperset(map(type, numbers)) or min(numbers, default=0) < 0:
+            raise malformed("the numbers of specs", f"{_stray(numbers, _INTS)!r}")
+        return numbers
+
+    def _read_flags(self, numbers: list[int]) -> list[str]:
+        """Return the flags of each leaf, checked."""
+        flags = ["" if type(what) is int else what[1] for what in self._flat]
         if not _TEXTS.issuperset(map(type, flags)):
             check_flags(_stray(flags, _TEXTS), self.specs[0].dtype)
         # Most leaves of one spec have the same.
@@ -252,34 +279,48 @@ class Description:
         Args:
             limit: The largest number of characters of all names together: the length of the header, which repeats them.
         """
-        # The number of leaves of each node whose names are their paths: a small file could imply many long names.
+        given = self._given_names()
+        # The number of leaves of each node whose names are their paths.
         counts = [end - start for start, end in zip(self.starts, self.starts[1:], strict=False)]
-        lists = ()
-        if self._has_lists:
-            lists = [(leaf, what) for leaf, what in enumerate(self._flat) if type(what) is list]
-        own = {leaf: what[2] for leaf, what in lists if len(what) > 2 and what[2] is not None}
-        for leaf in own:
+        for leaf in given:
             counts[self.node_of(leaf)] -= 1
+        # Before the names are made: a small file could imply many long ones.
         if sum([count * (length + 2) for count, length in zip(counts, self._lengths, strict=True)]) > limit:
             raise malformed("names that fit in the header", "longer ones")
         names: list[str] = []
         for number, (keys, items) in enumerate(zip(self._quoted, self.items, strict=True)):
-            if self.starts[number] == self.starts[number + 1]:
+            leaves = self.starts[number + 1] - self.starts[number]
+            if not leaves:
                 continue
             prefix = ""
             if counts[number]:
-                prefix = self._prefixes[number]
-            if prefix is None:
-                prefix = "".join([f"{quote(key)[1:-1]}." for key in self.path(number)])
-            if self.starts[number + 1] - self.starts[number] != len(keys):
+                prefix = self._prefix_of(number)
+            if leaves != len(keys):
                 keys = [key for key, what in zip(keys, items, strict=True) if type(what) is not dict]
             names += [f'"{prefix}{key}"' for key in keys]
-        for leaf, name in own.items():
+        for leaf, name in given.items():
             names[leaf] = quote(name)
         distinct = set(names)
         if len(distinct) != len(names) or '"__metadata__"' in distinct:
             raise malformed("leaves of distinct names, none of them __metadata__", "a name twice")
         return names
+
+    def _given_names(self) -> dict[int, str]:
+        """Return the recorded names of the leaves whose names are not their paths."""
+        given: dict[int, str] = {}
+        if self._has_lists:
+            for leaf, what in enumerate(self._flat):
+                # The third part of an item is the name.
+                if type(what) is list and len(what) > 2 and what[2] is not None:
+                    given[leaf] = what[2]
+        return given
+
+    def _prefix_of(self, number: int) -> str:
+        """Return the beginning of the names of a node's leaves, quoted."""
+        prefix = self._prefixes[number]
+        if prefix is None:
+            return "".join([f"{key}." for key in _quote_all(self.path(number))])
+        return prefix
 
     def _check_leaves(self, numbers: list[int]) -> None:
         """Raise if leaves do not fit their nodes."""
@@ -290,37 +331,71 @@ class Description:
         if any(self.sizes):
             for number, size in enumerate(self.sizes):
                 # The batch size of a lazy stack follows from its trees.
-                if not size or "own" in self.nodes[number]:
-                    continue
-                start = self.starts[number]
-                end = self.starts[number + 1]
-                bad = {i for i in set(numbers[start:end]) if self._table[i].size[: len(size)] != size}
-                if bad:
-                    for leaf in range(start, end):
-                        if numbers[leaf] in bad and IS_VALUE not in self.flags[leaf]:
-                            what = f"leaf {dotted(self.path_of(leaf))} to start with the batch size {list(size)}"
-                            raise malformed(what, str(list(self.specs[leaf].size)))
+                if size and "own" not in self.nodes[number]:
+                    self._check_sizes(number, size, numbers)
+
+    def _check_sizes(self, number: int, size: Size, numbers: list[int]) -> None:
+        """Raise if a leaf of a node does not start with its batch size."""
+        leaves = range(self.starts[number], self.starts[number + 1])
+        # Many leaves have the same spec.
+        distinct = set(numbers[leaves.start : leaves.stop])
+        bad = {spec for spec in distinct if self._table[spec].size[: len(size)] != size}
+        if not bad:
+            return
+        for leaf in leaves:
+            # A tensor that is non-tensor data has any shape.
+            if numbers[leaf] in bad and IS_VALUE not in self.flags[leaf]:
+                expected = f"leaf {dotted(self.path_of(leaf))} to start with the batch size {list(size)}"
+                raise malformed(expected, str(list(self.specs[leaf].size)))
 
     def _find_tied(self) -> dict[int, int]:
+        """Return the leaf at the first path of each group of ties; its other paths are aliases."""
         refs = [ref for group in self.groups for ref in group]
         if len(set(refs)) != len(refs) or any([len(group) < 2 for group in self.groups]):
             raise malformed("ties of two paths or more, each in one of them", f"ties {self.groups}")
-        aliases = {ref: number for number, group in enumerate(self.groups) for ref in group[1:]}
+        aliases: dict[tuple[int, str], int] = {}
+        for group, (_, *others) in enumerate(self.groups):
+            aliases.update(dict.fromkeys(others, group))
         if aliases != self._aliases:
             raise malformed(f"ties at {sorted(self._aliases)}", f"at {list(aliases)}")
+        # By node: its leaves by their keys.
         leaves: dict[int, dict[str, int]] = {}
         tied: dict[int, int] = {}
         for group, ((number, key), *_) in enumerate(self.groups):
             if type(number) is not int or not 0 <= number < len(self.nodes):
                 raise malformed("ties between leaves", f"a tie at {(number, key)}")
             if number not in leaves:
-                own = zip(self.keys[number], self.items[number], strict=True)
-                found = [name for name, what in own if type(what) is not dict]
-                leaves[number] = {name: leaf for leaf, name in enumerate(found, self.starts[number])}
+                leaves[number] = self._leaves_of(number)
             if key not in leaves[number]:
                 raise malformed("ties between leaves", f"a tie at {(number, key)}")
             tied[group] = leaves[number][key]
         return tied
+
+    def _leaves_of(self, number: int) -> dict[str, int]:
+        """Return the leaves of a node by their keys."""
+        own = zip(self.keys[number], self.items[number], strict=True)
+        names = [name for name, what in own if type(what) is not dict]
+        return {name: leaf for leaf, name in enumerate(names, self.starts[number])}
+
+
+def _read_group(group: Any) -> list[tuple[int, str]]:
+    """Return a group of ties: a node and a key for each of its paths."""
+    return [(node, key) for node, key in group]
+
+
+def _quote_all(keys: Iterable[str]) -> list[str]:
+    """Return keys as they are in names, which are JSON."""
+    return [quote(key)[1:-1] for key in keys]
+
+
+def _check_fields(key: str, what: dict[str, Any]) -> None:
+    """Raise unless an item that is an object has one meaning and correct flags."""
+    # Two readers could take the item for different things.
+    if len(_MEANINGS & what.keys()) > 1:
+        raise malformed(f"one meaning of {key!r}", ", ".join(map(repr, what)))
+    if not are_flags(what.get("flags", ""), _KINDS):
+        expected = f"one of the flags {''.join(sorted(_KINDS))} at {key!r}"
+        raise malformed(expected, repr(what["flags"]))
 
 
 def check_place(device: torch.device | None) -> None:
@@ -354,8 +429,11 @@ def _stray(values: list[Any], types: frozenset[type]) -> Any:
 
 def as_size(sizes: Any, least: int = 0) -> Size:
     """Return a list of sizes as a Size."""
-    if type(sizes) is not list or any(type(size) is not int or not least <= size < _TOO_LARGE for size in sizes):
+    if type(sizes) is not list:
         raise malformed("a list of sizes", repr(sizes))
+    for size in sizes:
+        if type(size) is not int or not least <= size < _TOO_LARGE:
+            raise malformed("a list of sizes", repr(sizes))
     if 0 not in sizes and not is_countable(sizes):
         raise malformed("a batch whose elements can be counted in 64 bits", repr(sizes))
     return Size(sizes)

@@ -30,8 +30,23 @@ IS_VALUE = "v"
 MAX_TIE_KEYS = 4_000_000
 _STRIDED = torch.strided
 
-# The paths of tied leaves below a node: key -> deeper marks, or (group, rank in the group).
-Marks: TypeAlias = "dict[str, Marks | tuple[int, int]] | None"
+
+class _Mark(NamedTuple):
+    """A path of a tied leaf: the number of its group, and its place in the group."""
+
+    group: int
+    rank: int
+
+
+class _Tied(NamedTuple):
+    """The value at a tied path."""
+
+    name: str
+    value: Any
+
+
+# The paths of tied leaves below a node by their keys.
+Marks: TypeAlias = "dict[str, Marks | _Mark] | None"
 
 
 class Outline(NamedTuple):
@@ -106,8 +121,9 @@ class _Writer:
         self.nodes: list[Callable[[], str]] = []
         self.ties: list[tuple[Path, ...]] = []
         self.refs: list[dict[int, str]] = []
-        self.first: dict[int, tuple[str, Any]] = {}
-        self.tied: list[tuple[int, str, Any]] = []
+        # By group: the value at its first path, which is written, and the values at its other paths.
+        self.first: dict[int, _Tied] = {}
+        self.others: list[tuple[int, _Tied]] = []
 
     def outline(self, tree: TensorCollection) -> Outline:
         root: list[str] = [""]
@@ -117,8 +133,11 @@ class _Writer:
         self._check_tied()
         specs = ",".join([f'["{s.code}",{_numbers(s.shape)}]' for s in self.table])
         nodes = ",".join([node() for node in self.nodes])
-        groups = ",".join(["[" + ",".join([refs[i] for i in range(len(refs))]) + "]" for refs in self.refs])
-        text = f'{{"specs":[{specs}],"nodes":[{nodes}],"ties":[{groups}]}}'
+        groups: list[str] = []
+        for refs in self.refs:
+            in_order = ",".join([refs[rank] for rank in range(len(refs))])
+            groups.append(f"[{in_order}]")
+        text = f'{{"specs":[{specs}],"nodes":[{nodes}],"ties":[{",".join(groups)}]}}'
         try:
             text.encode()
         except UnicodeEncodeError as err:
@@ -132,14 +151,15 @@ class _Writer:
 
     def _mark(self, ties: Ties) -> Marks:
         """Enter groups of tied paths; return the paths by key, so that a walk down the tree finds them."""
-        check_tie_size(sum(len(path) ** 2 for group in ties for path in group), UnsupportedError)
+        keys = sum([len(path) ** 2 for group in ties for path in group])
+        check_tie_size(keys, UnsupportedError)
         marks: dict[str, Any] = {}
         for paths in ties:
             for rank, path in enumerate(paths):
                 at = marks
                 for key in path[:-1]:
                     at = at.setdefault(key, {})
-                at[path[-1]] = (len(self.ties), rank)
+                at[path[-1]] = _Mark(len(self.ties), rank)
             self.ties.append(paths)
             self.refs.append({})
         return marks
@@ -157,8 +177,11 @@ class _Writer:
         if node.parent is not None:
             node.items[node.place] = f'{{"tree":{number}{_flags_field(node.flags)}}}'
         fields = self._fields(node)
+        # Called when the sub-trees have entered their numbers into the items.
         self.nodes.append(lambda: f'{{{fields}"keys":[{",".join(keys)}],"items":[{",".join(items)}]}}')
         kinds = tree._kinds
+        # Ties end at an object: the tree around it has none of a tree in it.
+        ends_ties = isinstance(tree, PlainObject) and not tree._ties
         # The batch size of a lazy stack follows from its trees.
         if tree._static is not None and tree._static.own is not None:
             size = Size(())
@@ -174,26 +197,28 @@ class _Writer:
             mark = None
             if node.marks is not None:
                 mark = node.marks.get(key)
-            if isinstance(mark, tuple):
-                self.refs[mark[0]][mark[1]] = f"[{number},{quoted}]"
-                if mark[1]:
-                    self.tied.append((mark[0], name, value))
-                    items.append(f'{{"tie":{mark[0]}{_flags_field(flags)}}}')
+            if isinstance(mark, _Mark):
+                self.refs[mark.group][mark.rank] = f"[{number},{quoted}]"
+                if mark.rank:
+                    self.others.append((mark.group, _Tied(name, value)))
+                    items.append(f'{{"tie":{mark.group}{_flags_field(flags)}}}')
                     continue
-                self.first[mark[0]] = (name, value)
-            if isinstance(value, NonTensorData) and not isinstance(value.data, Tensor) and not is_json(value.data):
-                value = pack(value.data, value.shape, partial(self._no_value, name))
+                self.first[mark.group] = _Tied(name, value)
+                mark = None
             if isinstance(value, Tensor):
                 items.append(self._tensor(name, value, size, flags))
-            elif isinstance(value, TensorCollection):
-                deeper = mark if isinstance(mark, dict) else None
-                inner = below.get(key, ())
-                flags = flags if isinstance(value, PlainObject) else ""
-                if isinstance(tree, PlainObject) and not tree._ties:
-                    # Ties end at an object: the tree around it has none of a tree in it.
-                    inner = value._ties
-                    deeper = self._mark(value._ties)
-                children.append(_Pending(value, f"{name[1:-1]}.", tree, inner, deeper, items, len(items), flags))
+                continue
+            if isinstance(value, NonTensorData):
+                value = self._pack(name, value)
+            if isinstance(value, TensorCollection):
+                ties = below.get(key, ())
+                if ends_ties:
+                    ties = value._ties
+                    mark = self._mark(ties)
+                # Only a plain object has a kind; other trees have the kinds of their leaves.
+                if not isinstance(value, PlainObject):
+                    flags = ""
+                children.append(_Pending(value, f"{name[1:-1]}.", tree, ties, mark, items, len(items), flags))
                 items.append("")
             elif isinstance(value, NonTensorBase):
                 items.append(self._nontensor(name, value, size, flags))
@@ -202,21 +227,32 @@ class _Writer:
                 raise self._refusal(name, f"a {type(value).__name__}", "a tensor, tree or non-tensor data", hint)
         return children
 
+    # Any: a value, or a node.
+    def _pack(self, name: str, value: NonTensorData) -> Any:
+        """Return the node of a plain object that JSON cannot hold; other values as they are."""
+        if isinstance(value.data, Tensor) or is_json(value.data):
+            return value
+        return pack(value.data, value.shape, partial(self._no_value, name))
+
     def _fields(self, node: _Pending) -> str:
         """Write a node's fields, omitting those equal to its parent's."""
         tree = node.tree
-        parent = node.parent
+        outer_size: tuple[int, ...] = ()
+        outer_device = None
+        if node.parent is not None:
+            outer_size = node.parent._batch_size
+            outer_device = node.parent._device
         fields: dict[str, Any] = {}
-        if tree._batch_size != (parent._batch_size if parent is not None else ()):
+        if tree._batch_size != outer_size:
             fields["size"] = list(tree._batch_size)
-        if tree._device != (parent._device if parent is not None else None):
-            fields["device"] = str(tree._device) if tree._device is not None else None
+        if tree._device != outer_device:
+            fields["device"] = None
+            if tree._device is not None:
+                fields["device"] = str(tree._device)
         if tree._names is not None:
             fields["names"] = list(tree._names)
         if type(tree) is not TensorCollection._open:
-            # The trees of a lazy stack decide its class: typed or not.
-            cls = TensorCollection._lazy if isinstance(tree, TensorCollection._lazy) else type(tree)
-            fields["class"] = OBJECT if cls is PlainObject else f"{cls.__module__}:{cls.__qualname__}"
+            fields["class"] = _class_name(tree)
         if tree._static is not None and tree._static.own is not None:
             fields["own"] = tree._static.own
         if set(map(frozenset, tree._ties)) != set(map(frozenset, node.ties)):
@@ -236,20 +272,9 @@ class _Writer:
         if kind is nn.Parameter:
             flags += IS_PARAMETER
         elif kind is not Tensor:
-            hint = "save a plain tensor of it: .as_subclass(torch.Tensor), or leave the transformation."
-            if is_sharded(leaf):
-                hint = (
-                    "tdfunc.save and CheckpointManager.save write DTensors in parts; .full_tensor() is a plain tensor."
-                )
-            if leaf.layout is torch.jagged:
-                hint = "save its parts as leaves, .values() and .offsets(), or .to_padded_tensor(...)."
-            raise self._refusal(name, f"a {kind.__name__}", "a plain tensor or Parameter", hint)
+            raise self._refuse_class(name, leaf)
         if leaf.layout is not _STRIDED or leaf.is_nested or (leaf.is_meta and self.values):
-            what = "on the meta device"
-            if not leaf.is_meta:
-                what = f"of layout {leaf.layout}"
-            hint = "materialize it first." if leaf.is_meta else "save .to_dense(), or its parts as leaves."
-            raise self._refusal(name, f"a tensor {what}", "a dense tensor with values", hint)
+            raise self._refuse_layout(name, leaf)
         dtype = leaf.dtype
         size = leaf.shape
         number = self.known.get((dtype, size))
@@ -259,34 +284,58 @@ class _Writer:
             raise self._misfit(name, batch, size)
         if leaf.requires_grad:
             flags += REQUIRES_GRAD
+        # The third part of the item: a name that is not the path, or null before a shape.
         given = "null" if shape else ""
         if self.named:
             if name in self.taken:
-                # Two keys may contain dots, and the format itself has a name.
-                i = 1
-                while f'{name[:-1]}~{i}"' in self.taken:
-                    i += 1
-                name = given = f'{name[:-1]}~{i}"'
+                name = given = self._free_name(name)
             self.taken.add(name)
         self.names.append(name)
         self.specs.append(self.table[number])
         self.leaves.append(leaf)
         if not flags and not given:
             return str(number)
-        more = ",".join(filter(None, (given, shape)))
-        if more:
-            return f'[{number},"{flags}",{more}]'
-        return f'[{number},"{flags}"]'
+        item = f'[{number},"{flags}"'
+        if given:
+            item += f",{given}"
+        if shape:
+            item += f",{shape}"
+        return f"{item}]"
+
+    def _free_name(self, name: str) -> str:
+        """Return another name for a leaf: keys may contain dots, so two paths may be one name."""
+        i = 1
+        while f'{name[:-1]}~{i}"' in self.taken:
+            i += 1
+        return f'{name[:-1]}~{i}"'
+
+    def _refuse_class(self, name: str, leaf: Tensor) -> UnsupportedError:
+        hint = "save a plain tensor of it: .as_subclass(torch.Tensor), or leave the transformation."
+        if leaf.layout is torch.jagged:
+            hint = "save its parts as leaves, .values() and .offsets(), or .to_padded_tensor(...)."
+        elif is_sharded(leaf):
+            hint = "tdfunc.save and CheckpointManager.save write DTensors in parts; .full_tensor() is a plain tensor."
+        return self._refusal(name, f"a {type(leaf).__name__}", "a plain tensor or Parameter", hint)
+
+    def _refuse_layout(self, name: str, leaf: Tensor) -> UnsupportedError:
+        if leaf.is_meta:
+            got = "a tensor on the meta device"
+            hint = "materialize it first."
+        else:
+            got = f"a tensor of layout {leaf.layout}"
+            hint = "save .to_dense(), or its parts as leaves."
+        return self._refusal(name, got, "a dense tensor with values", hint)
 
     def _new_spec(self, name: str, dtype: torch.dtype, size: Size) -> int:
         got = f"{dtype} of shape {list(size)}"
-        hint = "convert it to one of these."
         try:
             spec = spec_for(dtype, size, self.codes)
         except CorruptCheckpointError as err:
             raise self._refusal(name, got, "a size in bytes of at most 63 bits", "save a part of it.") from err
         if spec is None:
-            hint = "torch.view_as_real gives a real tensor of it." if dtype.is_complex else hint
+            hint = "convert it to one of these."
+            if dtype.is_complex:
+                hint = "torch.view_as_real gives a real tensor of it."
             raise self._refusal(name, got, f"one of {', '.join(map(str, self.codes))}", hint)
         self.known[dtype, size] = len(self.table)
         self.table.append(spec)
@@ -301,11 +350,14 @@ class _Writer:
             own_shape = _numbers(shape)
         if isinstance(value, NonTensorData) and isinstance(value.data, Tensor):
             return self._tensor(name, value.data, Size(()), flags + IS_VALUE, own_shape)
-        tail = (f',"shape":{own_shape}' if own_shape else "") + _flags_field(flags) + "}"
         if isinstance(value, NonTensorData):
-            return f'{{"value":{self._json(value.data, name)}{tail}'
-        assert isinstance(value, NonTensorStack)
-        return f'{{"values":{self._json(value._array.ravel().tolist(), name)}{tail}'
+            item = f'{{"value":{self._json(value.data, name)}'
+        else:
+            assert isinstance(value, NonTensorStack)
+            item = f'{{"values":{self._json(value._array.ravel().tolist(), name)}'
+        if own_shape:
+            item += f',"shape":{own_shape}'
+        return f"{item}{_flags_field(flags)}}}"
 
     def _json(self, value: Any, name: str) -> str:
         """Write a value, which JSON must give back as it is."""
@@ -318,7 +370,9 @@ class _Writer:
         expected = "None, bools, numbers and str, and lists, tuples and dicts of these, of tensors and of trees"
         expected += ", and numpy's arrays and numbers"
         hint = "convert it to these, or leave the key out: td.delete(key); tdfunc.from_module(module) is a tree."
-        return self._refusal(name, f"{got} at {place}" if place else got, expected, hint)
+        if place:
+            got = f"{got} at {place}"
+        return self._refusal(name, got, expected, hint)
 
     def _check_tied(self) -> None:
         """Raise if the leaves at the tied paths are different: a save of one would lose the other."""
@@ -327,10 +381,12 @@ class _Writer:
             if len(refs) != len(group):
                 paths = ", ".join(map(dotted, group))
                 raise TieError(f"{self.call}: there must be a leaf at each of the tied paths {paths}.", hint=hint)
-        for group, name, leaf in self.tied:
-            first, value = self.first[group]
-            if leaf is not value or not isinstance(leaf, Tensor):
-                raise TieError(f"{self.call}: {name} is tied to {first}, but holds another value.", hint=hint)
+        for group, other in self.others:
+            first = self.first[group]
+            if other.value is not first.value or not isinstance(other.value, Tensor):
+                raise TieError(
+                    f"{self.call}: {other.name} is tied to {first.name}, but holds another value.", hint=hint
+                )
 
     def _misfit(self, name: str, batch: Size, shape: Size) -> BatchSizeError:
         return BatchSizeError(
@@ -343,6 +399,17 @@ class _Writer:
         return UnsupportedError(
             f"{self.call}: leaf {name} cannot be stored; nothing was written.", expected=expected, got=got, hint=hint
         )
+
+
+def _class_name(tree: TensorCollection) -> str:
+    """Return the name of a tree's class in a file."""
+    cls = type(tree)
+    if cls is PlainObject:
+        return OBJECT
+    # The trees of a lazy stack decide its class: typed or not.
+    if isinstance(tree, TensorCollection._lazy):
+        cls = TensorCollection._lazy
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _flags_field(flags: str) -> str:

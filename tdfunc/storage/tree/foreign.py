@@ -200,8 +200,9 @@ def _check_further(name: str, values: Sequence[Any]) -> None:
         containers = [value for value in level if isinstance(value, dict | list)]
         if containers and depth == _MAX_FIELD_DEPTH:
             raise damaged(f"leaf {name!r} has fields nested too deep.", f"at most {_MAX_FIELD_DEPTH} levels")
-        parts = [value.values() if isinstance(value, dict) else value for value in containers]
-        level = list(chain.from_iterable(parts))
+        level = []
+        for value in containers:
+            level.extend(value.values() if isinstance(value, dict) else value)
         depth += 1
 
 
@@ -217,19 +218,29 @@ def _check_types(names: Sequence[str], columns: Sequence[tuple[Any, Any, Any]]) 
     for name, (code, shape, offsets) in zip(names, columns, strict=True):
         if type(code) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
             raise _malformed(name, {"dtype": code, "shape": shape, "data_offsets": offsets})
-    numbers = chain.from_iterable([(*shape, *offsets) for _, shape, offsets in columns])
-    types = {type(number) for number in numbers}
-    if types <= {int}:
-        least = min([min(shape, default=0) for _, shape, _ in columns], default=0)
-    else:
-        least = -1
-    if types <= {int} and least >= 0 and all([offsets[0] >= 0 for _, _, offsets in columns]):
+    if _has_sizes(columns):
         return
     for name, (_, shape, offsets) in zip(names, columns, strict=True):
-        if any([type(number) is not int or number < 0 for number in shape]):
+        if not all(map(_is_size, shape)):
             raise damaged(f"leaf {name!r}: A shape must be a list of sizes.", got=repr(shape)[:400])
-        if any([type(number) is not int or number < 0 for number in offsets]):
+        if not all(map(_is_size, offsets)):
             raise _malformed(name, {"data_offsets": offsets})
+
+
+def _has_sizes(columns: Sequence[tuple[Any, Any, Any]]) -> bool:
+    """Return whether all numbers in shapes and all first offsets are sizes, in passes over all entries."""
+    numbers = chain.from_iterable([(*shape, *offsets) for _, shape, offsets in columns])
+    types = {type(number) for number in numbers}
+    if not types <= {int}:
+        return False
+    least = min([min(shape, default=0) for _, shape, _ in columns], default=0)
+    # The check of the sizes of leaves compares the second offset with the first.
+    return least >= 0 and all([offsets[0] >= 0 for _, _, offsets in columns])
+
+
+# Any: JSON.
+def _is_size(number: Any) -> bool:
+    return type(number) is int and number >= 0
 
 
 def _malformed(name: str, fields: Any) -> CorruptCheckpointError:
@@ -250,42 +261,59 @@ def nests(names: Sequence[str]) -> bool:
     if max([name.count(".") for name in names], default=0) >= _MAX_DEPTH:
         return False
     # The names of the nodes, from the deepest up. There are few of them beside the leaves.
-    nodes = {name.rpartition(".")[0] for name in names}
+    nodes = {name.rpartition(".")[0] for name in names} - {""}
     leaves = set(names)
-    while nodes := {node for node in nodes if node}:
+    while nodes:
         if not nodes.isdisjoint(leaves):
             return False
-        nodes = {node.rpartition(".")[0] for node in nodes}
+        nodes = {node.rpartition(".")[0] for node in nodes} - {""}
     return True
 
 
 def describe(entries: Sequence[Entry], *, is_nested: bool) -> dict[str, Any]:
     """Return the description of the tree of dotted names, or of flat ones, as `encode.outline` writes it."""
-    names = [entry.name for entry in entries]
-    paths: list[Path] = [tuple(name.split(".")) if is_nested else (name,) for name in names]
     specs: dict[tuple[str, tuple[int, ...]], int] = {}
-    # A node's keys in the order in which they first come; nodes are numbered below, each after its parent.
-    trees: dict[Path, dict[str, Any]] = {(): {}}
-    for path, entry in zip(paths, entries, strict=True):
-        for depth in range(len(path) - 1, 0, -1):
-            if path[:depth] in trees:
-                break
-        else:
-            depth = 0
-        for i in range(depth, len(path) - 1):
-            trees[path[:i]][path[i]] = None
-            trees[path[: i + 1]] = {}
+    # Of each node, by its path, the items by key: the number of a leaf's spec, or None for a sub-tree.
+    trees: dict[Path, dict[str, int | None]] = {(): {}}
+    for entry in entries:
+        path: Path = (entry.name,)
+        if is_nested:
+            path = tuple(entry.name.split("."))
+        _enter_nodes(trees, path[:-1])
         spec = specs.setdefault((entry.spec.code, entry.spec.shape), len(specs))
         trees[path[:-1]][path[-1]] = spec
+    order = _depth_first(trees)
+    numbers = {path: number for number, path in enumerate(order)}
+    nodes: list[dict[str, Any]] = []
+    for path in order:
+        items: list[Any] = []
+        for key, spec in trees[path].items():
+            if spec is None:
+                items.append({"tree": numbers[(*path, key)]})
+            else:
+                items.append(spec)
+        nodes.append({"keys": list(trees[path]), "items": items})
+    return {"specs": [[code, list(shape)] for code, shape in specs], "nodes": nodes, "ties": []}
+
+
+def _enter_nodes(trees: dict[Path, dict[str, int | None]], path: Path) -> None:
+    """Enter a node and those around it, so far as they are missing; keys have the order in which they first come."""
+    known = len(path)
+    # Names of one node mostly follow each other, so the deepest is looked for first.
+    while path[:known] not in trees:
+        known -= 1
+    for depth in range(known, len(path)):
+        trees[path[:depth]][path[depth]] = None
+        trees[path[: depth + 1]] = {}
+
+
+def _depth_first(trees: Mapping[Path, Mapping[str, int | None]]) -> list[Path]:
+    """Return the paths of all nodes, each after its parent."""
     order: list[Path] = []
     stack: list[Path] = [()]
     while stack:
         path = stack.pop()
         order.append(path)
-        stack.extend((*path, key) for key, item in reversed(trees[path].items()) if item is None)
-    numbers = {path: i for i, path in enumerate(order)}
-    nodes: list[dict[str, Any]] = []
-    for path in order:
-        items = [{"tree": numbers[(*path, key)]} if item is None else item for key, item in trees[path].items()]
-        nodes.append({"keys": list(trees[path]), "items": items})
-    return {"specs": [[code, list(shape)] for code, shape in specs], "nodes": nodes, "ties": []}
+        inner = [(*path, key) for key, spec in trees[path].items() if spec is None]
+        stack.extend(reversed(inner))
+    return order

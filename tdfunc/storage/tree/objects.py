@@ -6,7 +6,7 @@ tensors, arrays of numpy and trees as children, and with the rest as the node's 
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,18 +47,22 @@ def as_tree(value: Any, call: str) -> TensorCollection:
     """Return a tree, or the tree of a mapping: tensors and trees as they are, other objects as values."""
     if isinstance(value, TensorCollection):
         return value
-    if not isinstance(value, Mapping) or not all(type(key) is str and key for key in value):
+    if not isinstance(value, Mapping) or not all([type(key) is str and key for key in value]):
+        got = type(value).__name__
+        if isinstance(value, Mapping):
+            got = f"a dict with the keys {list(value)}"[:200]
         raise error(
             TypeError,
             f"{call}: the value must be a tree, or a mapping of names.",
             expected="a TensorDict, or a dict whose keys are str",
-            got=f"a dict with the keys {list(value)}"[:200] if isinstance(value, Mapping) else type(value).__name__,
+            got=got,
             hint="tdfunc.from_module(module) is the tree of a module; {'name': x} gives anything else a name.",
         )
     known = (Tensor, TensorCollection, NonTensorBase, np.ndarray)
-    return TensorCollection._open(
-        {key: node if isinstance(node, known) else NonTensorData(node) for key, node in value.items()}
-    )
+    entries: dict[str, Any] = {}
+    for key, node in value.items():
+        entries[key] = node if isinstance(node, known) else NonTensorData(node)
+    return TensorCollection._open(entries)
 
 
 def parts_of(value: Any) -> Iterator[Any]:
@@ -66,7 +70,8 @@ def parts_of(value: Any) -> Iterator[Any]:
     if isinstance(value, (Tensor, TensorCollection)):
         yield value
     elif isinstance(value, (list, tuple, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
+        parts = value.values() if isinstance(value, dict) else value
+        for part in parts:
             yield from parts_of(part)
 
 
@@ -115,56 +120,94 @@ def is_plain(value: Any) -> bool:
 
 def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> PlainObject:
     """Return the node of a plain object; `refuse` makes the error for a part from its place and description."""
-    data: dict[str, Any] = {}
-    places: dict[int, str] = {}
-    # By the id of an array, what its tensor needs to be that array again.
-    arrays: dict[int, list[Any]] = {}
+    packer = _Packer(refuse)
+    own = packer.describe(value, ())
+    return PlainObject._make(packer.data, size, static=Static(own=own))
 
-    def describe(part: Any, place: tuple[str, ...]) -> Any:
+
+class _Packer:
+    """Describes a plain object in JSON, and collects the tensors, arrays and trees in it.
+
+    Recursive functions: two calls for each level, so that `MAX_DEPTH` levels stay far from Python's limit.
+    """
+
+    def __init__(self, refuse: Callable[[str, str], Exception]) -> None:
+        self._refuse = refuse
+        # The tensors and trees by their keys in the node.
+        self.data: dict[str, Any] = {}
+        # By the id of a tensor or tree its key.
+        self._keys: dict[int, str] = {}
+        # By the id of an array: the key of its tensor, and what this needs to be the array again.
+        self._arrays: dict[int, list[Any]] = {}
+
+    # Any: any object; JSON of it.
+    def describe(self, part: Any, place: tuple[str, ...]) -> Any:
+        """Return JSON for a part of the object: itself, or a dict of one key, which is its kind."""
         if len(place) > MAX_DEPTH:
-            raise refuse("", f"containers nested over {MAX_DEPTH} deep")
+            raise self._refuse("", f"containers nested over {MAX_DEPTH} deep")
         if isinstance(part, (Tensor, TensorCollection)):
-            if id(part) not in places:
-                key = ".".join(place) or "value"
-                while key in data:
-                    key += "~"
-                data[key] = NonTensorData(part) if isinstance(part, Tensor) else part
-                places[id(part)] = key
-            return {"at": places[id(part)]}
+            return {"at": self._enter(part, place)}
         kind = type(part)
         if kind is np.ndarray and is_plain_dtype(part.dtype):
-            if id(part) not in arrays:
-                leaf, arrays[id(part)] = tensor_of(part)
-                places[id(part)] = describe(leaf, place)["at"]
-            return {"array": [places[id(part)], *arrays[id(part)]]}
+            return {"array": self._enter_array(part, place)}
         if issubclass(kind, np.generic) and is_plain(part):
             return {"scalar": [part.dtype.str, part.tobytes().hex()]}
         if kind is float and not math.isfinite(part):
             return {"float": str(part)}
         if _is_scalar(part):
             return part
-        if kind in (list, tuple):
-            items = [describe(item, (*place, str(i))) for i, item in enumerate(part)]
-            if kind is list:
-                return items
-            return {"tuple": items}
+        if kind is list:
+            return self._describe_items(part, place)
+        if kind is tuple:
+            return {"tuple": self._describe_items(part, place)}
         if kind in _NAMES:
-            before = len(data)
-            keys = [describe(key, place) for key in part]
-            if len(data) == before:
-                items = [[key, describe(part[own], (*place, str(own)))] for key, own in zip(keys, part, strict=True)]
-                return {_NAMES[kind]: items}
-        # Python refuses to print an int of thousands of digits, and a module prints all of its own.
-        if kind is int:
-            shown = f"of {part.bit_length()} bits"
-        else:
-            shown = ""
-            if not isinstance(part, nn.Module):
-                shown = repr(part)
-        raise refuse(".".join(place), f"{kind.__name__} {shown}".strip())
+            entries = self._describe_entries(part, place)
+            if entries is not None:
+                return {_NAMES[kind]: entries}
+        raise self._refuse(".".join(place), f"{kind.__name__} {_shown(part)}".strip())
 
-    own = describe(value, ())
-    return PlainObject._make(data, size, static=Static(own=own))
+    def _enter(self, part: Tensor | TensorCollection, place: tuple[str, ...]) -> str:
+        """Return the key of a tensor or tree, which is entered once."""
+        if id(part) not in self._keys:
+            key = ".".join(place) or "value"
+            while key in self.data:
+                key += "~"
+            self.data[key] = NonTensorData(part) if isinstance(part, Tensor) else part
+            self._keys[id(part)] = key
+        return self._keys[id(part)]
+
+    def _enter_array(self, array: "np.ndarray[Any, Any]", place: tuple[str, ...]) -> list[Any]:
+        if id(array) not in self._arrays:
+            leaf, needs = tensor_of(array)
+            self._arrays[id(array)] = [self._enter(leaf, place), *needs]
+        return self._arrays[id(array)]
+
+    def _describe_items(self, part: Sequence[Any], place: tuple[str, ...]) -> list[Any]:
+        items: list[Any] = []
+        for i, item in enumerate(part):
+            items.append(self.describe(item, (*place, str(i))))
+        return items
+
+    def _describe_entries(self, part: Mapping[Any, Any], place: tuple[str, ...]) -> list[list[Any]] | None:
+        """Return the keys and values of a dict; None if a tensor or tree is in a key."""
+        before = len(self.data)
+        keys = [self.describe(key, place) for key in part]
+        if len(self.data) != before:
+            return None
+        entries: list[list[Any]] = []
+        for key, own in zip(keys, part, strict=True):
+            entries.append([key, self.describe(part[own], (*place, str(own)))])
+        return entries
+
+
+def _shown(part: Any) -> str:
+    """Return an object that cannot be stored, for a message."""
+    # Python refuses to print an int of thousands of digits, and a module prints all of its own.
+    if type(part) is int:
+        return f"of {part.bit_length()} bits"
+    if isinstance(part, nn.Module):
+        return ""
+    return repr(part)
 
 
 def is_plain_dtype(dtype: "np.dtype[Any]") -> bool:
@@ -217,39 +260,54 @@ def _find_dtype(text: Any) -> "np.dtype[Any]":
 
 def unpack(data: Mapping[str, Any], own: Any, size: Size) -> NonTensorData:
     """Return the plain object of a node, whose data may come from a file."""
-    used: set[str] = set()
-    arrays: dict[str, Any] = {}
+    unpacker = _Unpacker(data)
+    value = unpacker.read(own)
+    if unpacker.used != set(data):
+        raise malformed("an object with each of its tensors", f"{sorted(set(data) - unpacker.used)} in none")
+    return NonTensorData(value, size)
 
-    def read(part: Any) -> Any:
+
+class _Unpacker:
+    """Makes a plain object of the JSON that `_Packer` described it with, and of its tensors and trees."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._data = data
+        self.used: set[str] = set()
+        self._arrays: dict[str, Any] = {}
+
+    # Any: JSON; any object.
+    def read(self, part: Any) -> Any:
+        """Return the object that a part of the JSON describes."""
         if type(part) is list:
-            return [read(item) for item in part]
+            return [self.read(item) for item in part]
         if type(part) is not dict:
             return part
         ((kind, content),) = part.items()
         if kind == "at":
-            used.add(content)
-            node = data[content]
+            self.used.add(content)
+            node = self._data[content]
             return node.data if isinstance(node, NonTensorData) else node
         if kind == "array":
-            place, *how = content
-            used.add(place)
-            if place not in arrays:
-                arrays[place] = array_of(data[place].data, how)
-            return arrays[place]
+            return self._read_array(content)
         if kind == "scalar":
             return scalar_of(*content)
-        if kind in ("float", "tuple"):
-            if kind == "float":
-                return _FLOATS[content]
-            return tuple([read(item) for item in content])
-        made = _DICTS[kind]()
-        for key, item in content:
-            made[read(key)] = read(item)
-        if len(made) != len(content):
+        if kind == "float":
+            return _FLOATS[content]
+        if kind == "tuple":
+            return tuple([self.read(item) for item in content])
+        return self._read_entries(_DICTS[kind](), content)
+
+    def _read_array(self, content: Any) -> Any:
+        key, *needs = content
+        self.used.add(key)
+        if key not in self._arrays:
+            self._arrays[key] = array_of(self._data[key].data, needs)
+        return self._arrays[key]
+
+    def _read_entries(self, made: Any, entries: Any) -> Any:
+        """Fill an empty dict."""
+        for key, item in entries:
+            made[self.read(key)] = self.read(item)
+        if len(made) != len(entries):
             raise malformed("distinct keys", "a key twice in a dict")
         return made
-
-    value = read(own)
-    if used != set(data):
-        raise malformed("an object with each of its tensors", f"{sorted(set(data) - used)} in none")
-    return NonTensorData(value, size)

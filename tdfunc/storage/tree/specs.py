@@ -99,7 +99,10 @@ def spec_for(dtype: torch.dtype, size: Sequence[int], codes: Mapping[torch.dtype
     code = codes.get(dtype)
     if code is None or (code == "F4" and not size):
         return None
-    return spec_of(code, (*size[:-1], size[-1] * 2) if code == "F4" else size)
+    if code == "F4":
+        # torch counts pairs.
+        size = (*size[:-1], size[-1] * 2)
+    return spec_of(code, size)
 
 
 def malformed(expected: str, got: str) -> CorruptCheckpointError:
@@ -116,7 +119,8 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object; refuse two equal keys, of which readers use different ones."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        twice = next(key for key, count in Counter([key for key, _ in pairs]).items() if count > 1)
+        counts = Counter([key for key, _ in pairs])
+        twice = next(key for key, count in counts.items() if count > 1)
         raise damaged("the header has a key twice.", got=repr(twice))
     return result
 
