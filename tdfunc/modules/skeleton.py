@@ -350,8 +350,8 @@ class Skeleton:
         self._tables = _Tables(modules)
         copied = {id(new) for old, new in memo.items() if id(new) != old}
         self._objects = _Objects(modules, copied)
-        # Whether no call, and no caller who got a constant, has written one. Every call asks, so that there is no
-        # method in between.
+        # Whether no call, and no caller who got a constant, has written one. Every call of apply asks, so that a method
+        # in between would cost each of them a call.
         self.is_ready: Callable[[], bool] = self._objects.is_unwritten
         # For compiled regions.
         self._registered = [(store, set(store)) for store in stores]
@@ -366,7 +366,9 @@ class Skeleton:
         """Put the leaves, in plan order, into their slots."""
         if not self._objects.count:
             self._objects.mark()
-        self._filler.run(self._stores, leaves if self._places is None else [leaves[i] for i in self._places])
+        if self._places is not None:
+            leaves = [leaves[i] for i in self._places]
+        self._filler.run(self._stores, leaves)
 
     def bind_traced(self, leaves: list[Any]) -> None:
         """`bind` in a compiled region, which cannot compile code."""
