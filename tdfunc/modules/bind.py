@@ -230,10 +230,10 @@ def _leaf_error(owner: nn.Module, path: Path, old: Tensor, leaf: Any) -> LeafMis
 
 
 def _hint_for(owner: nn.Module, old: Tensor, leaf: Tensor) -> str:
-    if leaf.shape[1:] == old.shape:
-        return "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
     if leaf.shape == old.shape:
         return "cast the tree (params.to(dtype)) or the module first."
+    if leaf.shape[1:] == old.shape:
+        return "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
     if isinstance(owner, nn.Linear) and leaf.dim() == 2 and leaf.shape == old.shape[::-1]:
         return "nn.Linear stores (out_features, in_features); transpose the leaf first."
     return "the tree belongs to another architecture."
