@@ -62,19 +62,7 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
             return true_fn(*operands)
         return false_fn(*operands)
     if _is_captured():
-        given, refill = _split(operands)
-        known = _non_tensors(operands)
-
-        def flat(fn: Fn) -> Fn:
-            def branch(*leaves: Tensor) -> Any:
-                out: list[Tensor] = []
-                code = _pack(fn(*refill(leaves)), out, known)
-                return {code: tuple(out)}
-
-            return branch
-
-        flag: Any = pred.reshape(()).to(torch.bool) if isinstance(pred, Tensor) else pred
-        return _unpack_only(torch.cond(flag, flat(true_fn), flat(false_fn), tuple(given)), known)
+        return _captured_cond(pred, true_fn, false_fn, operands)
     if not isinstance(pred, Tensor) or is_known(pred):
         if pred:
             return true_fn(*operands)
@@ -124,7 +112,8 @@ def while_loop(cond_fn: Fn, body_fn: Fn, carried: Sequence[Any]) -> tuple[Any, .
             return holds
 
         def body(*given: Tensor) -> Any:
-            return tuple([leaf.clone() for leaf in _split(_next_carry(body_fn, tuple(refill(given))))[0]])
+            new, _ = _split(_next_carry(body_fn, tuple(refill(given))))
+            return tuple([leaf.clone() for leaf in new])
 
         return tuple(refill(_torch_while_loop(test, body, tuple(leaves))))
     if torch.compiler.is_dynamo_compiling():
@@ -164,14 +153,15 @@ def map(fn: Fn, xs: Any, *args: Any) -> Any:
     if _is_captured():
         known = _non_tensors((xs, args))
 
-        def flat(row: list[Tensor]) -> Any:
-            out: list[Tensor] = []
-            code = _pack(fn(torch_pytree.tree_unflatten(row, spec), *args), out, known)
-            return {code: tuple(out)}
+        def body(row: list[Tensor]) -> Any:
+            return _pack_only(fn(torch_pytree.tree_unflatten(row, spec), *args), known)
 
-        return _unpack_only(_run_map(flat, leaves), known)
-    rows = [fn(torch_pytree.tree_unflatten([leaf[i] for leaf in leaves], spec), *args) for i in range(length)]
-    return _stack_rows("map: all rows must give one structure", rows, 0)
+        return _unpack_only(_run_map(body, leaves), known)
+    results: list[Any] = []
+    for i in range(length):
+        row = torch_pytree.tree_unflatten([leaf[i] for leaf in leaves], spec)
+        results.append(fn(row, *args))
+    return _stack_rows("map: all rows must give one structure", results, 0)
 
 
 def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> tuple[Any, Any]:
@@ -209,12 +199,17 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
     if _is_captured():
         return _captured_scan(combine_fn, init, leaves, spec, dim, reverse)
     carry = init
-    outs = []
-    for i in reversed(range(count)) if reverse else range(count):
+    outs: list[Any] = []
+    order = range(count)
+    if reverse:
+        order = reversed(order)
+    for i in order:
         row = torch_pytree.tree_unflatten([leaf.select(dim, i) for leaf in leaves], spec)
         carry, out = _next_step(combine_fn, carry, row)
         outs.append(out)
-    return carry, _stack_rows("scan: all steps must give one structure", outs[::-1] if reverse else outs, dim)
+    if reverse:
+        outs.reverse()
+    return carry, _stack_rows("scan: all steps must give one structure", outs, dim)
 
 
 # -- eager ------------------------------------------------------------------------------------------------------
@@ -260,12 +255,21 @@ def _stack_rows(rule: str, rows: Sequence[Any], dim: int) -> Any:
     for row in rows[1:]:
         _check_alike(rule, rows[0], row)
     flat = [torch_pytree.tree_leaves(row) for row in rows]
-    # As torch does, results with fewer dimensions are stacked in front.
-    stacked = [
-        torch.stack(leaves, dim if dim <= leaves[0].dim() else 0) if isinstance(leaves[0], Tensor) else leaves[0]
-        for leaves in zip(*flat, strict=True)
-    ]
+    stacked: list[Any] = []
+    for column in zip(*flat, strict=True):
+        first = column[0]
+        if isinstance(first, Tensor):
+            stacked.append(torch.stack(column, _place(first, dim)))
+        else:
+            stacked.append(first)
     return torch_pytree.tree_unflatten(stacked, torch_pytree.tree_structure(rows[0]))
+
+
+def _place(leaf: Tensor, dim: int) -> int:
+    """Return where rows are stacked: as torch does, in front of results with fewer dimensions."""
+    if dim <= leaf.dim():
+        return dim
+    return 0
 
 
 # -- checks -----------------------------------------------------------------------------------------------------
@@ -303,40 +307,51 @@ def _check_rows(call: str, leaves: Sequence[Any], dim: int) -> int:
 
 def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
     """Raise unless two results have one structure, and leaves of the same shapes, dtypes and devices."""
+    at = f"{rule}."
     if path:
         at = f"{rule}, at {path!r}."
-    else:
-        at = f"{rule}."
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-            both = [f"shape {list(leaf.shape)}, {leaf.dtype}, {leaf.device}" for leaf in (a, b)]
-            raise LeafMismatchError(at, expected=both[0], got=both[1])
+            raise LeafMismatchError(at, expected=_describe(a), got=_describe(b))
     elif type(a) is not type(b):
         raise TreeStructureError(at, expected=type(a).__name__, got=type(b).__name__)
-    elif isinstance(a, (TensorCollection, dict)):
-        if isinstance(a, dict):
-            mine, theirs = (a, b)
-        else:
-            mine, theirs = (a._data, b._data)
-        # The leaves of a tree come in sorted order, the values of a dict in its order.
-        keys = [list(x) if isinstance(a, dict) else sorted(x) for x in (mine, theirs)]
-        if keys[0] != keys[1]:
-            raise TreeStructureError(at, expected=f"keys {keys[0]}", got=f"keys {keys[1]}")
-        for key in mine:
-            _check_alike(rule, mine[key], theirs[key], f"{path}.{key}" if path else str(key))
-        if isinstance(a, TensorCollection):
-            if a._ties != b._ties:
-                raise TreeStructureError(at, expected=f"ties {a._ties}", got=f"ties {b._ties}")
-            if a._batch_size != b._batch_size:
-                sizes = [f"batch size {list(tree._batch_size)}" for tree in (a, b)]
-                raise BatchSizeError(at, expected=sizes[0], got=sizes[1])
+    elif isinstance(a, TensorCollection):
+        # The leaves of a tree come in sorted order.
+        _check_same_keys(at, sorted(a._data), sorted(b._data))
+        for key, value in a._data.items():
+            _check_alike(rule, value, b._data[key], _below(path, key))
+        if a._ties != b._ties:
+            raise TreeStructureError(at, expected=f"ties {a._ties}", got=f"ties {b._ties}")
+        if a._batch_size != b._batch_size:
+            sizes = [f"batch size {list(tree._batch_size)}" for tree in (a, b)]
+            raise BatchSizeError(at, expected=sizes[0], got=sizes[1])
+    elif isinstance(a, dict):
+        # The values of a dict come in its order.
+        _check_same_keys(at, list(a), list(b))
+        for key, value in a.items():
+            _check_alike(rule, value, b[key], _below(path, key))
     elif isinstance(a, (tuple, list)):
         if len(a) != len(b):
             raise TreeStructureError(at, expected=f"{len(a)} values", got=f"{len(b)} values")
         for i in range(len(a)):
-            _check_alike(rule, a[i], b[i], f"{path}.{i}" if path else str(i))
+            _check_alike(rule, a[i], b[i], _below(path, i))
     elif a is not b and a != b:
         raise TreeStructureError(at, expected=f"{a!r}", got=f"{b!r}")
+
+
+def _check_same_keys(at: str, mine: list[Any], theirs: list[Any]) -> None:
+    if mine != theirs:
+        raise TreeStructureError(at, expected=f"keys {mine}", got=f"keys {theirs}")
+
+
+def _below(path: str, key: object) -> str:
+    if path:
+        return f"{path}.{key}"
+    return str(key)
+
+
+def _describe(leaf: Tensor) -> str:
+    return f"shape {list(leaf.shape)}, {leaf.dtype}, {leaf.device}"
 
 
 # -- captured ---------------------------------------------------------------------------------------------------
@@ -346,10 +361,26 @@ def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
 # torch compares the keys of a dict between branches, and gives them back.
 
 
+def _captured_cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any]) -> Any:
+    given, refill = _split(operands)
+    known = _non_tensors(operands)
+
+    def true_branch(*leaves: Tensor) -> Any:
+        return _pack_only(true_fn(*refill(leaves)), known)
+
+    def false_branch(*leaves: Tensor) -> Any:
+        return _pack_only(false_fn(*refill(leaves)), known)
+
+    if isinstance(pred, Tensor):
+        pred = pred.reshape(()).to(torch.bool)
+    return _unpack_only(torch.cond(pred, true_branch, false_branch, tuple(given)), known)
+
+
 def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, dim: int, reverse: bool) -> Any:
     # The first step is done outside of torch's scan: its result gives the structure of the others.
     length = leaves[0].shape[dim]
-    row = torch_pytree.tree_unflatten([leaf.select(dim, length - 1 if reverse else 0) for leaf in leaves], spec)
+    first_row = length - 1 if reverse else 0
+    row = torch_pytree.tree_unflatten([leaf.select(dim, first_row) for leaf in leaves], spec)
     carry, made = _next_step(combine_fn, init, row)
     if length == 1:
         return carry, _stack_rows("", [made], dim)
@@ -360,19 +391,20 @@ def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, d
         old = refill(given) if start else carry
         new, out = _next_step(combine_fn, old, torch_pytree.tree_unflatten(row, spec))
         _check_alike("scan: all steps must give one structure", made, out)
+        kept = [given[0]]
         if start:
-            kept = [leaf.clone() for leaf in _split(new)[0]]
-        else:
-            kept = [given[0].clone()]
-        return kept, [leaf.clone() for leaf in _split(out)[0]]
+            kept, _ = _split(new)
+        results, _ = _split(out)
+        return [leaf.clone() for leaf in kept], [leaf.clone() for leaf in results]
 
     # torch's scan takes a carry of at least one tensor, which owns its memory.
     begin = [leaf.clone() for leaf in start] or [torch.zeros(())]
-    rest = [leaf.narrow(dim, 0 if reverse else 1, length - 1) for leaf in leaves]
+    rest_start = 0 if reverse else 1
+    rest = [leaf.narrow(dim, rest_start, length - 1) for leaf in leaves]
     last, outs = _torch_scan(step, begin, rest, dim=dim, reverse=reverse)
     joined: list[Tensor] = []
     for leaf, others in zip(first, outs, strict=True):
-        place = dim if dim <= leaf.dim() else 0
+        place = _place(leaf, dim)
         if reverse:
             parts = [others, leaf.unsqueeze(place)]
         else:
@@ -400,6 +432,13 @@ def _non_tensors(value: Any) -> list[Any]:
     return [node for node in nodes if isinstance(node, NonTensorBase)]
 
 
+def _pack_only(value: Any, known: list[Any]) -> dict[Any, tuple[Tensor, ...]]:
+    """Return a result as a body returns it, `{code: leaves}`."""
+    leaves: list[Tensor] = []
+    code = _pack(value, leaves, known)
+    return {code: tuple(leaves)}
+
+
 def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 0) -> Any:
     """Append the tensors of a result to `leaves` and return its structure in hashable values.
 
@@ -411,19 +450,7 @@ def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 
         leaves.append(value.clone())
         return ("leaf", value.dtype, value.dim())
     if isinstance(value, TensorCollection):
-        children, context = flatten(value)
-        size = context.batch_size
-        voting = any([isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(children)])
-        inner = len(size) if voting else batch_dims
-        parts = tuple([_pack(child, leaves, known, inner) for child in children])
-        own = None
-        if context.static is not None:
-            own = (tuple(context.static.kinds.items()), context.static.own)
-        grafts = tuple([tuple(item) for item in context.grafts])
-        return (
-            "tree", type(value), parts, context.keys, context.ties, context.order, _sizes(size, inner), context.device,
-            context.names, context.features, own, grafts,
-        )  # fmt: skip
+        return _pack_tree(value, leaves, known, batch_dims)
     if isinstance(value, NonTensorBase):
         for i, node in enumerate(known):
             if node is value:
@@ -437,6 +464,23 @@ def _pack(value: Any, leaves: list[Tensor], known: list[Any], batch_dims: int = 
         parts = tuple([_pack(item, leaves, known) for item in value])
         return ("named" if hasattr(value, "_fields") else "items", type(value), parts)
     return ("value", value)
+
+
+def _pack_tree(tree: TensorCollection, leaves: list[Tensor], known: list[Any], batch_dims: int) -> Any:
+    children, context = flatten(tree)
+    size = context.batch_size
+    voting = any([isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(children)])
+    inner = len(size) if voting else batch_dims
+    parts = tuple([_pack(child, leaves, known, inner) for child in children])
+    own = None
+    if context.static is not None:
+        own = (tuple(context.static.kinds.items()), context.static.own)
+    grafts = tuple([tuple(item) for item in context.grafts])
+    # `_unpack_tree` reads these parts. A plain tuple: see above.
+    return (
+        "tree", type(tree), parts, context.keys, context.ties, context.order, _sizes(size, inner), context.device,
+        context.names, context.features, own, grafts,
+    )  # fmt: skip
 
 
 def _sizes(size: Size, unsaid: int) -> tuple[int, ...]:
@@ -454,19 +498,7 @@ def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
     if kind == "leaf":
         return leaves.pop(0)
     if kind == "tree":
-        _, cls, parts, keys, ties, order, size, device, names, features, own, grafts = code
-        children = tuple([_unpack(part, leaves, known) for part in parts])
-        static = None
-        if own is not None:
-            static = Static(dict(own[0]), ties, own[1])
-        made = tuple([Graft(*item) for item in grafts])
-        context = Context(keys, ties, order, Size(size), device, names, features, static, made)
-        voted = rebuilt_size(cls, children, context)[0]
-        if voted is not None:
-            # A stack of values keeps its length: dynamo cannot compare it.
-            children = tuple([c if isinstance(c, NonTensorStack) else _follow(c, Size(size), voted) for c in children])
-            context = context._replace(batch_size=voted)
-        return unflatten(cls, context, children)
+        return _unpack_tree(code, leaves, known)
     if kind == "known":
         return known[code[1]]
     if kind == "data":
@@ -481,3 +513,22 @@ def _unpack(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
     if kind == "named":
         return code[1](*items)
     return code[1](items)
+
+
+def _unpack_tree(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
+    _, cls, parts, keys, ties, order, size, device, names, features, own, grafts = code
+    children = [_unpack(part, leaves, known) for part in parts]
+    static = None
+    if own is not None:
+        kinds, own_static = own
+        static = Static(dict(kinds), ties, own_static)
+    made = tuple([Graft(*item) for item in grafts])
+    context = Context(keys, ties, order, Size(size), device, names, features, static, made)
+    voted = rebuilt_size(cls, tuple(children), context)[0]
+    if voted is not None:
+        for i, child in enumerate(children):
+            # A stack of values keeps its length: dynamo cannot compare it.
+            if not isinstance(child, NonTensorStack):
+                children[i] = _follow(child, Size(size), voted)
+        context = context._replace(batch_size=voted)
+    return unflatten(cls, context, tuple(children))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -60,7 +61,7 @@ def grad(
     def run(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         if has_aux:
-            return (grads, value[1])
+            return grads, value[1]
         return grads
 
     return run
@@ -82,7 +83,9 @@ def value_and_grad(
     """
     places = (argnums,) if isinstance(argnums, int) else argnums
     # Any: what a Filter is made from.
-    filters: tuple[Any, ...] = tuple(wrt) if isinstance(wrt, (list, tuple)) else (wrt,) * len(places)
+    filters: tuple[Any, ...] = (wrt,) * len(places)
+    if isinstance(wrt, (list, tuple)):
+        filters = tuple(wrt)
     if len(filters) != len(places):
         raise error(
             ValueError, "grad: wrt must have a filter for each of argnums.", expected=len(places), got=len(filters)
@@ -90,57 +93,77 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if len({place % max(len(args), 1) for place in places}) < len(places):
+        distinct = {place % max(len(args), 1) for place in places}
+        if len(distinct) < len(places):
             raise error(ValueError, "grad: argnums must name different arguments.", got=argnums)
         trees = [_tree(args, place) for place in places]
-        chosen = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
-        groups = [[entry.paths for entry in column] for column in chosen]
-
-        # Of the second value: its structure, and what torch.func does not pass on because it is not a tensor.
-        seen: list[Any] = []
+        choices = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
+        aux = _Aux()
 
         def inner(columns: list[list[Tensor]]) -> Any:
             given = list(args)
-            for place, tree, paths, leaves in zip(places, trees, groups, columns, strict=True):
-                given[place] = _put(tree, paths, leaves)
+            for place, tree, choice, leaves in zip(places, trees, choices, columns, strict=True):
+                given[place] = _put(tree, choice, leaves)
             out = fn(*given, **kwargs)
-            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-                raise error(
-                    TypeError,
-                    "grad: with has_aux=True the function must return a pair.",
-                    expected="(value, anything)",
-                    got=f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__,
-                    hint="return value, (a, b): more than one thing is a tuple in second place.",
-                )
-            value = out[0] if has_aux else out
-            if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
-                raise error(TypeError, "grad: the function must return a floating-point number.", got=value.dtype)
             if not has_aux:
-                return value
-            parts, structure = tree_flatten(out[1])
-            seen[:] = [structure, parts]
-            return value, [part for part in parts if isinstance(part, Tensor)]
+                return _check_value(out)
+            _check_pair(out)
+            return _check_value(out[0]), aux.split(out[1])
 
-        leaves = [[entry.leaf for entry in column] for column in chosen]
+        leaves = [[entry.leaf for entry in choice] for choice in choices]
         # torch.func returns the gradients first.
         columns, value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
         if has_aux:
-            structure, parts = seen
-            value = (value[0], _fill(structure, parts, value[1]))
-        grads = [
-            _put(keep_leaves(tree, {path for paths in group for path in paths}), group, column)
-            for tree, group, column in zip(trees, groups, columns, strict=True)
-        ]
-        return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+            number, tensors = value
+            value = (number, aux.join(tensors))
+        grads: list[TensorCollection] = []
+        for tree, choice, column in zip(trees, choices, columns, strict=True):
+            paths = {path for entry in choice for path in entry.paths}
+            grads.append(_put(keep_leaves(tree, paths), choice, column))
+        if isinstance(argnums, int):
+            return value, grads[0]
+        return value, tuple(grads)
 
     return run
 
 
-# Any: a structure of torch's pytrees, and its leaves.
-def _fill(structure: Any, parts: list[Any], tensors: list[Tensor]) -> Any:
-    """Return a structure with other tensors in place of its tensors."""
-    others = iter(tensors)
-    return tree_unflatten([next(others) if isinstance(part, Tensor) else part for part in parts], structure)
+class _Aux:
+    """The second value of a function: torch.func passes on its tensors alone, and this keeps the rest."""
+
+    def __init__(self) -> None:
+        # Any: a structure of torch's pytrees, and its leaves.
+        self._structure: Any = None
+        self._parts: list[Any] = []
+
+    def split(self, value: Any) -> list[Tensor]:
+        """Keep a value; return its tensors."""
+        self._parts, self._structure = tree_flatten(value)
+        return [part for part in self._parts if isinstance(part, Tensor)]
+
+    def join(self, tensors: list[Tensor]) -> Any:
+        """Return the value with other tensors in place of its own."""
+        others = iter(tensors)
+        parts = [next(others) if isinstance(part, Tensor) else part for part in self._parts]
+        return tree_unflatten(parts, self._structure)
+
+
+def _check_pair(out: Any) -> None:
+    if isinstance(out, tuple) and len(out) == 2:
+        return
+    raise error(
+        TypeError,
+        "grad: with has_aux=True the function must return a pair.",
+        expected="(value, anything)",
+        got=f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__,
+        hint="return value, (a, b): more than one thing is a tuple in second place.",
+    )
+
+
+def _check_value(value: Any) -> Any:
+    """Return the value of a function; torch.func reports the other mistakes in it."""
+    if isinstance(value, Tensor) and not _has_gradient(value):
+        raise error(TypeError, "grad: the function must return a floating-point number.", got=value.dtype)
+    return value
 
 
 def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
@@ -150,19 +173,23 @@ def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
     if isinstance(given, TensorCollection):
         check_dense(given, "grad")
         return given
+    got = f"{len(args)} positional arguments"
+    if given is not None:
+        got = type(given).__name__
     raise error(
         TypeError,
         f"grad: positional argument {place} must be a tree.",
-        got=type(given).__name__ if given is not None else f"{len(args)} positional arguments",
+        got=got,
         hint="argnums= gives the positions of the trees; torch.func.grad takes tensors and dicts.",
     )
 
 
 def _choose(tree: TensorCollection, where: Any) -> list[Entry]:
+    """Return the entries of the leaves that get a gradient."""
     found = entries(tree)
     if where is None:
         return [entry for entry in found if entry.kind in (None, Kind.PARAMETER) and _has_gradient(entry.leaf)]
-    chosen = [entry for entry, yes in zip(found, Filter(where).mask(found), strict=True) if yes]
+    chosen = list(compress(found, Filter(where).mask(found)))
     for entry in chosen:
         if not _has_gradient(entry.leaf):
             raise LeafMismatchError(
@@ -178,5 +205,10 @@ def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _put(tree: TensorCollection, groups: list[tuple[Path, ...]], leaves: list[Tensor]) -> TensorCollection:
-    return replace(tree, {path: leaf for paths, leaf in zip(groups, leaves, strict=True) for path in paths})
+def _put(tree: TensorCollection, choice: list[Entry], leaves: list[Tensor]) -> TensorCollection:
+    """Return a tree with other leaves in place of the chosen ones, under all their paths."""
+    new: dict[Path, Tensor] = {}
+    for entry, leaf in zip(choice, leaves, strict=True):
+        for path in entry.paths:
+            new[path] = leaf
+    return replace(tree, new)

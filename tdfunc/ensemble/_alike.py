@@ -98,12 +98,10 @@ class Outline:
         self._count = len(own)
         names = list(own.keys() - _BASE)
         dumped = names
-        if not _are_plain(list(map(own.__getitem__, names))):
+        self._others: list[str] = []
+        if not _are_plain([own[name] for name in names]):
             dumped = [name for name in names if _are_plain([own[name]])]
-        if dumped is not names:
             self._others = [name for name in names if name not in dumped]
-        else:
-            self._others = []
         # "training" is always among them.
         self._get: Callable[[dict[str, Any]], Any] = itemgetter(*dumped)
         # Equal bytes mean equal types, signs of zeros and order of keys. Later versions of the format depend on
@@ -117,10 +115,12 @@ class Outline:
         values += own["_buffers"].values()
         if self._extra:
             values.append(ExtraState(module.get_extra_state()))
-        self._children = [
-            None if child is None else Outline(child, values, call, plain, (*at, name))
-            for name, child in own["_modules"].items()
-        ]
+        self._children: list[Outline | None] = []
+        for name, child in own["_modules"].items():
+            outline = None
+            if child is not None:
+                outline = Outline(child, values, call, plain, (*at, name))
+            self._children.append(outline)
 
     def read(self, module: Any, values: list[Any], pair: "Pair") -> None:
         """Append the leaves of a module of another member.
@@ -131,27 +131,23 @@ class Outline:
         """
         if type(module) is not self._type:
             module = unwrap(module, pair.call)
-            # Every parametrized module has its own class.
-            first, other = map(type_before_parametrizations, (self._module, module))
-            if first is not other:
-                names = [f"{cls.__module__}.{cls.__qualname__}" for cls in (first, other)]
-                raise pair.differ(self._at, "class", names[0], names[1] + " (another class)" * (names[0] == names[1]))
+            self._check_class(module, pair)
         own = module.__dict__
         parameters = own["_parameters"]
         buffers = own["_buffers"]
         children = own["_modules"]
         if [*parameters, None, *buffers, None, *children] != self._slots:
-            for table, names in zip(("_parameters", "_buffers", "_modules"), self._names, strict=True):
-                if list(own[table]) != names:
-                    raise pair.differ(self._at, table[1:], names, list(own[table]))
+            self._check_names(own, pair)
+        # One comparison in C for each module: a large model has thousands of attributes.
         try:
             same = len(own) == self._count and dumps(self._get(own), 2) == self._dump
         except (KeyError, ValueError):
             same = False
-        # One comparison in C for each module: a large model has thousands of attributes.
         hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
-        if not same or hooks or own["_backward_pre_hooks"] or self._is_compared:
-            self._compare(own, self._others if same else list(dict.fromkeys([*self._module.__dict__, *own])), pair)
+        if not same:
+            self._compare(own, list(dict.fromkeys([*self._module.__dict__, *own])), pair)
+        elif self._is_compared or hooks or own["_backward_pre_hooks"]:
+            self._compare(own, self._others, pair)
         if parameters:
             values += parameters.values()
         if buffers:
@@ -161,46 +157,86 @@ class Outline:
         if children:
             for (name, child), outline in zip(children.items(), self._children, strict=True):
                 if (child is None) is not (outline is None):
-                    both = [type(m).__name__ if m is not None else "None" for m in (self._module._modules[name], child)]
-                    raise pair.differ(self._at, f"modules.{name}", *both)
+                    raise self._child_error(name, child, pair)
                 if outline is not None:
                     outline.read(child, values, pair)
 
+    def _check_class(self, module: nn.Module, pair: "Pair") -> None:
+        # Every parametrized module has its own class.
+        mine = type_before_parametrizations(self._module)
+        other = type_before_parametrizations(module)
+        if mine is other:
+            return
+        expected = f"{mine.__module__}.{mine.__qualname__}"
+        got = f"{other.__module__}.{other.__qualname__}"
+        if got == expected:
+            got += " (another class)"
+        raise pair.differ(self._at, "class", expected, got)
+
+    def _check_names(self, own: dict[str, Any], pair: "Pair") -> None:
+        for table, names in zip(("_parameters", "_buffers", "_modules"), self._names, strict=True):
+            found = list(own[table])
+            if found != names:
+                raise pair.differ(self._at, table[1:], names, found)
+
+    def _child_error(self, name: str, child: nn.Module | None, pair: "Pair") -> TreeStructureError:
+        """Return the error for a submodule that is None on one side only."""
+        both: list[str] = []
+        for module in (self._module._modules[name], child):
+            both.append("None" if module is None else type(module).__name__)
+        return pair.differ(self._at, f"modules.{name}", *both)
+
     def _compare(self, own: dict[str, Any], names: list[str], pair: "Pair") -> None:
+        """Raise unless the hooks and the attributes of these names are alike."""
         mine = self._module.__dict__
         for table in _HOOKS:
-            calls = [[(hook, [k in d[f] for f in _FLAGS]) for k, hook in d[table].items()] for d in (mine, own)]
-            if not pair.is_alike(calls[0], calls[1]):
-                raise pair.differ(self._at, table, *pair.show(*[list(d[table].values()) for d in (mine, own)]))
-        recomputed = _BASE.union(map(_recomputed, mine["_forward_pre_hooks"].values()))
+            if not pair.is_alike(_hooks_of(mine, table), _hooks_of(own, table)):
+                texts = pair.show(list(mine[table].values()), list(own[table].values()))
+                raise pair.differ(self._at, table, *texts)
+        skipped = _BASE.union(map(_recomputed, mine["_forward_pre_hooks"].values()))
         for name in names:
             a = mine.get(name, _MISSING)
             b = own.get(name, _MISSING)
-            if name not in recomputed and not pair.is_alike(a, b):
+            if name not in skipped and not pair.is_alike(a, b):
                 raise pair.differ(self._at, name, *pair.show(a, b))
 
     def build(self, leaves: Iterator[Any], size: Size) -> Any:
         """Return the tree around leaves in the same order; submodules without leaves are left out."""
-        own = self._module.__dict__
         static = None
         data: dict[str, Any] = {}
-        if own["_parameters"] or own["_buffers"] or self._extra:
-            kinds = {name: _PARAMETER for name, value in own["_parameters"].items() if value is not None}
-            hidden = own["_non_persistent_buffers_set"]
-            for name, value in own["_buffers"].items():
-                if value is not None:
-                    kinds[name] = _NON_PERSISTENT if name in hidden else _BUFFER
-            if self._extra:
-                kinds[EXTRA_STATE] = Kind.EXTRA_STATE
-            static = None
-            if kinds:
-                static = Static(kinds)
+        kinds = self._kinds()
+        if kinds:
+            static = Static(kinds)
             data = {name: next(leaves) for name in kinds}
-        if self._children:
-            for name, child in zip(self._names[2], self._children, strict=True):
-                if child is not None and (node := child.build(leaves, size))._data:
+        for name, child in zip(self._names[2], self._children, strict=True):
+            if child is not None:
+                node = child.build(leaves, size)
+                if node._data:
                     data[name] = node
         return TensorCollection._open._make(data, size, None, None, static)
+
+    def _kinds(self) -> dict[str, Kind]:
+        """Return the kinds of the module's own leaves, by their names."""
+        own = self._module.__dict__
+        kinds: dict[str, Kind] = {}
+        for name, value in own["_parameters"].items():
+            if value is not None:
+                kinds[name] = _PARAMETER
+        hidden = own["_non_persistent_buffers_set"]
+        for name, value in own["_buffers"].items():
+            if value is not None:
+                kinds[name] = _NON_PERSISTENT if name in hidden else _BUFFER
+        if self._extra:
+            kinds[EXTRA_STATE] = Kind.EXTRA_STATE
+        return kinds
+
+
+def _hooks_of(own: dict[str, Any], table: str) -> list[tuple[Any, list[bool]]]:
+    """Return the hooks in a table of a module's `__dict__`, each with its flags."""
+    hooks: list[tuple[Any, list[bool]]] = []
+    for number, hook in own[table].items():
+        hooks.append((hook, [number in own[flag] for flag in _FLAGS]))
+    return hooks
 
 
 class Pair:
@@ -224,13 +260,14 @@ class Pair:
         where = "the root"
         if at:
             where = repr(dotted(at))
+        hint = "one forward runs all members, so their structure must agree; average the outputs of others."
+        if attribute == "training":
+            hint = "call train() or eval() on all of them."
         return TreeStructureError(
             f"{self.call}: {self._name} differs from member 0 in {attribute!r} of {where}.",
             expected=expected,
             got=got,
-            hint="call train() or eval() on all of them."
-            if attribute == "training"
-            else "one forward runs all members, so their structure must agree; average the outputs of others.",
+            hint=hint,
         )
 
     # Any: attributes are of every type.
@@ -270,11 +307,13 @@ class Pair:
         if whole != repr(b):
             return whole, repr(b)
         seen = {id(a)}
-        while (parts := self._find_unlike(a, b)) is not None and id(parts[0]) not in seen:
+        parts = self._find_unlike(a, b)
+        while parts is not None and id(parts[0]) not in seen:
             a, b = parts
             seen.add(id(a))
             if repr(a) != repr(b):
                 return f"{whole}, which holds {a!r}", f"{whole}, which holds {b!r}"
+            parts = self._find_unlike(a, b)
         kind = type(a).__qualname__
         return whole, f"{whole}, which is or holds another {kind}; two such objects are not compared"
 
@@ -290,7 +329,10 @@ class Pair:
             return None
         if len(mine) != len(theirs):
             return (len(mine), len(theirs))
-        return next(((x, y) for x, y in zip(mine, theirs, strict=True) if not self.is_alike(x, y)), None)
+        for x, y in zip(mine, theirs, strict=True):
+            if not self.is_alike(x, y):
+                return x, y
+        return None
 
     def _find(self, member: int, value: Any) -> str | None:
         """Return the first path under which a module or tensor is registered in a member."""
@@ -306,16 +348,22 @@ def _are_plain(values: Iterable[Any]) -> bool:
     kinds = set(map(type, values))
     if not kinds <= _ATOMS | _CONTAINERS:
         return False
-    rows = [value for value in values if type(value) in _CONTAINERS]
-    items = [item for row in rows for item in ((*row, *row.values()) if type(row) is dict else row)]
-    return not rows or _are_plain(items)
+    items: list[Any] = []
+    for value in values:
+        if type(value) in _CONTAINERS:
+            items += value
+        if type(value) is dict:
+            items += value.values()
+    return not items or _are_plain(items)
 
 
 def _recomputed(hook: object) -> str | None:
     """Return the attribute that a hook of torch's before forward computes anew, so that it may differ."""
     if isinstance(hook, (WeightNorm, SpectralNorm)):
         return hook.name
-    return hook._tensor_name if isinstance(hook, BasePruningMethod) else None
+    if isinstance(hook, BasePruningMethod):
+        return hook._tensor_name
+    return None
 
 
 def _parts(value: Any) -> list[Any]:
@@ -330,7 +378,8 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, Poison):
         return [value.shape, value.dtype, value.device, value.path, hasattr(value, "_is_param")]
     if isinstance(value, Tensor):
-        return [value.shape, value.dtype, value.device, b"" if value.is_meta else raw_bytes(value).tobytes()]
+        numbers = b"" if value.is_meta else raw_bytes(value).tobytes()
+        return [value.shape, value.dtype, value.device, numbers]
     if kind is types.FunctionType:
         # Code objects are alike only if they are one: equal code may read other globals.
         cells = map(contents, value.__closure__ or ())

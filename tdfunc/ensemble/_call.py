@@ -62,8 +62,9 @@ class Call(NamedTuple):
     def counted(self) -> list[Tensor] | None:
         """Return the tensors among the data, or None if not all of them count the writes to them."""
         found = [x for x in _data(self.args, self.kwargs) if isinstance(x, Tensor)]
-        uncounted = is_compiling() or in_transform() or any([x.is_inference() for x in found])
-        return None if uncounted else found
+        if is_compiling() or in_transform() or any([x.is_inference() for x in found]):
+            return None
+        return found
 
     def shared(self) -> list[Tensor] | None:
         """Return the tensors that all members get, or None as `counted` does."""
@@ -75,7 +76,7 @@ class Call(NamedTuple):
 
     def with_copies(self) -> "Call":
         """Return the call with copies of its data, which a forward may write to."""
-        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else _copy(x), (self.args, self.kwargs))
+        args, kwargs = tree_map(_clone, (self.args, self.kwargs))
         return self._replace(args=args, kwargs=kwargs)
 
     def with_containers(self) -> "Call":
@@ -92,7 +93,8 @@ class Call(NamedTuple):
     def rows(self, start: int, stop: int) -> "Call":
         """Return the call of some members alone."""
         args = self._mapped(lambda x, dim: x.narrow(dim, start, stop - start))
-        leaves = [leaf if dim is None else leaf[start:stop] for leaf, dim in zip(self.leaves, self.lead, strict=True)]
+        pairs = zip(self.leaves, self.lead, strict=True)
+        leaves = [leaf if dim is None else leaf[start:stop] for leaf, dim in pairs]
         keys = None
         if self.keys is not None:
             keys = self.keys[start:stop]
@@ -102,7 +104,8 @@ class Call(NamedTuple):
         if not any([dim is not None for dim in self.dims]):
             return self.args
         flat, spec = tree_flatten(self.args)
-        return tree_unflatten([x if dim is None else fn(x, dim) for x, dim in zip(flat, self.dims, strict=True)], spec)
+        mapped = [x if dim is None else fn(x, dim) for x, dim in zip(flat, self.dims, strict=True)]
+        return tree_unflatten(mapped, spec)
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -121,6 +124,13 @@ def _copy(x: Any) -> Any:
     if isinstance(x, (Tensor, torch.Generator, *_SCALARS)) or callable(x):
         return x
     return copy.deepcopy(x)
+
+
+def _clone(x: Any) -> Any:
+    """Return a copy of an argument that forward may change or write to, and others as they are."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    return _copy(x)
 
 
 def _static(x: Any) -> Hashable:
@@ -159,16 +169,17 @@ def members_of(params: Any) -> int:
     Raises:
         BatchSizeError: It is not a stacked tree, or has no members.
     """
-    size = params._batch_size if isinstance(params, TensorCollection) else None
-    if size and size[0] > 0:
-        return size[0]
+    got = type(params).__name__
+    if isinstance(params, TensorCollection):
+        size = params._batch_size
+        if size and size[0] > 0:
+            return size[0]
+        got = f"batch size {list(size)}"
+    hint = "tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, members) or torch.stack(trees) make one."
+    if isinstance(params, Mapping):
+        hint = 'TensorDict(d, [E]).unflatten_keys(".") makes one of the dict of torch.func.stack_module_state.'
     raise BatchSizeError(
-        "Ensemble: params must be a stacked tree.",
-        expected="batch size [E], E > 0",
-        got=f"batch size {list(size)}" if size is not None else type(params).__name__,
-        hint='TensorDict(d, [E]).unflatten_keys(".") makes one of the dict of torch.func.stack_module_state.'
-        if isinstance(params, Mapping)
-        else "tdfunc.stack_modules(modules), tdfunc.init_ensemble(make, members) or torch.stack(trees) make one.",
+        "Ensemble: params must be a stacked tree.", expected="batch size [E], E > 0", got=got, hint=hint
     )
 
 
@@ -179,15 +190,20 @@ def find_shared(shared: Filter, params: Any, buffers: Any) -> tuple[int, set[Pat
         BatchSizeError: The members share all leaves.
     """
     found = [entry for tree in (params, buffers) if isinstance(tree, TensorCollection) for entry in entries(tree)]
-    pairs = list(zip(found, shared.mask(found), strict=True))
-    sizes = [entry.leaf.shape[0] for entry, is_shared in pairs if not is_shared and entry.leaf.dim()]
+    sizes: list[int] = []
+    paths: set[Path] = set()
+    for entry, is_shared in zip(found, shared.mask(found), strict=True):
+        if is_shared:
+            paths.update(entry.paths)
+        elif entry.leaf.dim():
+            sizes.append(entry.leaf.shape[0])
     if not sizes:
         raise BatchSizeError(
             f"Ensemble: {shared} leaves no leaf to the members.",
             expected="leaves of shape (E, ...) that it does not match",
             got=f"{len(found)} shared leaves",
         )
-    return sizes[0], {path for entry, is_shared in pairs if is_shared for path in entry.paths}
+    return sizes[0], paths
 
 
 def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | None, ...]:
@@ -201,17 +217,23 @@ def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | 
     flat, spec = tree_flatten(args)
     dims = _broadcast_to_and_flatten(in_dims, spec)
     if dims is None:
+        expected = "a number, None or a tuple of them"
+        if isinstance(in_dims, tuple):
+            expected = f"{len(args)} entries"
         raise error(
             ValueError,
             "Ensemble: in_dims does not fit the arguments of forward.",
-            expected=f"{len(args)} entries" if isinstance(in_dims, tuple) else "a number, None or a tuple of them",
+            expected=expected,
             got=repr(in_dims),
             hint="give each positional argument a dimension or None.",
         )
     found: list[int | None] = []
     for x, dim in zip(flat, dims, strict=True):
-        found.append(dim if isinstance(x, Tensor) else None)
-        if found[-1] is not None and (not -x.dim() <= dim < x.dim() or x.shape[dim] != members):
+        if dim is None or not isinstance(x, Tensor):
+            found.append(None)
+            continue
+        found.append(dim)
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != members:
             raise error(
                 ValueError,
                 f"Ensemble: dimension {dim} of an argument must count the members.",
@@ -256,16 +278,21 @@ def stack_outputs(outputs: Sequence[Any]) -> Any:
     """
     flats, specs = zip(*[tree_flatten(out) for out in outputs], strict=True)
     check_output(flats[0])
-    for i, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
+    for member, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
         if spec != specs[0]:
-            raise _unlike(i, "outputs of another structure than", specs[0], spec)
-        for x, y in zip(flats[0], flat, strict=True):
-            if isinstance(x, Tensor) or x is y:
-                continue
-            if type(x) is not type(y) or not np.array_equal(x, y, equal_nan=isinstance(x, float)):
-                raise _unlike(i, "another value than", repr(x), repr(y))
-    leaves = [torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0] for xs in zip(*flats, strict=True)]
+            raise _unlike(member, "outputs of another structure than", specs[0], spec)
+        for first, value in zip(flats[0], flat, strict=True):
+            if not isinstance(first, Tensor) and not _is_same(first, value):
+                raise _unlike(member, "another value than", repr(first), repr(value))
+    columns = zip(*flats, strict=True)
+    leaves = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
     return tree_unflatten(leaves, specs[0])
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and np.array_equal(a, b, equal_nan=isinstance(a, float))
 
 
 def _unlike(member: int, difference: str, expected: object, got: object) -> UnsupportedError:

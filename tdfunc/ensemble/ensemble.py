@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
-from itertools import chain
 from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
@@ -121,12 +120,13 @@ class Ensemble:
                 got=type(apply).__name__,
                 hint="apply, params, buffers = tdfunc.functional(model).",
             )
-        taken = [name for name in _OWN_NAMES if name in signature(apply.module.forward).parameters]
+        of_forward = signature(apply.module.forward)
+        taken = [name for name in _OWN_NAMES if name in of_forward.parameters]
         if taken:
             raise UnsupportedError(
                 f"Ensemble: forward has an argument called {taken[0]!r}, which Ensemble uses itself.",
                 expected=f"other names than {', '.join(map(repr, _OWN_NAMES))}",
-                got=f"forward{signature(apply.module.forward)}",
+                got=f"forward{of_forward}",
                 hint="wrap the module in one whose forward has another name for it.",
             )
         check_choice("Ensemble: how", how, _HOWS)
@@ -182,10 +182,10 @@ class Ensemble:
         out = self._run(params, buffers, args, in_dims, rng, kwargs, keep=False)[0]
         if self._warned or is_compiling():
             return out
-        if written := self.apply.written_buffers:
+        written = list(map(dotted, self.apply.written_buffers))
+        if written:
             self._warned = True
-            names = [dotted(path) for path in written]
-            message = f"Ensemble: forward wrote the buffers {names}, and a call returns the outputs alone."
+            message = f"Ensemble: forward wrote the buffers {written}, and a call returns the outputs alone."
             hint = "out, buffers = ensemble.with_buffers(params, buffers, x) keeps them; apply.eval() writes none."
             warnings.warn(explain(message, hint=hint), stacklevel=2)
         return out
@@ -224,6 +224,32 @@ class Ensemble:
     def _run(
         self, params: Any, buffers: Any, args: tuple[Any, ...], in_dims: Any, rng: Any, kwargs: Any, *, keep: bool
     ) -> Result:
+        call = self._make_call(params, buffers, args, in_dims, rng, kwargs, keep)
+        if is_compiling():
+            # The compiler records the choice, and compiles again when it changes.
+            looped = self.how == "loop" or (self.how == "auto" and (call.members == 1 or call.autocast()))
+            if looped:
+                return self._loop(call)
+            return self._vmap(call)
+        if self.how == "auto":
+            return self._auto(call)
+        self._last = (self.how, "given as how=.", call.members)
+        if self.how == "traced":
+            return self._trace(call)
+        if self.how == "loop":
+            return self._loop(call)
+        kind = call.kind()
+        if kind in self._tried:
+            return self._vmap(call)
+        with refuse_draws("Ensemble: forward draws once for all members.", _OWN_DRAWS):
+            result = self._vmap(call)
+        self._remember(kind, None)
+        return result
+
+    def _make_call(
+        self, params: Any, buffers: Any, args: tuple[Any, ...], in_dims: Any, rng: Any, kwargs: Any, keep: bool
+    ) -> Call:
+        """Return the call of all members, with its arguments checked."""
         shared: set[Path] = set()
         if self.shared is None or not isinstance(params, TensorCollection):
             members = members_of(params)
@@ -240,44 +266,26 @@ class Ensemble:
                 got=f"shared={self.shared}",
                 hint='stack them: shared=Filter("trunk.*") & Kind.PARAMETER.',
             )
-        call = Call(
-            leaves, lead, members, args, flat_dims(in_dims, args, members), kwargs, member_keys(rng, members), keep
-        )
-        if is_compiling():
-            # The compiler records the choice, and compiles again when it changes.
-            looped = self.how == "loop" or (self.how == "auto" and (members == 1 or call.autocast()))
-            if looped:
-                return self._loop(call)
-            return self._vmap(call)
-        if self.how == "auto":
-            return self._auto(call)
-        self._last = (self.how, "given as how=.", members)
-        if self.how == "traced":
-            return self._trace(call)
-        if self.how == "loop":
-            return self._loop(call)
-        kind = call.kind()
-        if kind in self._tried:
-            return self._vmap(call)
-        with refuse_draws("Ensemble: forward draws once for all members.", _OWN_DRAWS):
-            result = self._vmap(call)
-        self._remember(kind, None)
-        return result
+        dims = flat_dims(in_dims, args, members)
+        keys = member_keys(rng, members)
+        return Call(leaves, lead, members, args, dims, kwargs, keys, keep)
 
     def _auto(self, call: Call) -> Result:
         kind = call.kind()
+        known_refusal = self._tried.get(kind)
         refused: Exception | None = None
         if call.members == 1:
             reason = "one member needs no vmap."
         elif call.autocast():
             reason = "autocast is on, which torch's vmap does not keep."
+        elif known_refusal is not None:
+            reason = f"vmap cannot run the forward: {known_refusal}"
         else:
-            if self._tried.get(kind) is None:
-                result, refused = self._attempt(call, kind)
-                if refused is None:
-                    self._last = ("vmap", "by the rule.", call.members)
-                    return result
-            reason = f"vmap cannot run the forward: {self._tried[kind] if refused is None else _first_line(refused)}"
+            result, refused = self._attempt(call, kind)
+            if refused is None:
+                self._last = ("vmap", "by the rule.", call.members)
+                return result
+            reason = f"vmap cannot run the forward: {_first_line(refused)}"
         # If the input is at fault the loop also raises: its error is the clearer one, and no refusal is remembered.
         try:
             result = self._loop(call)
@@ -296,12 +304,14 @@ class Ensemble:
         if first:
             before = foreign_states()
         data = call.counted()
-        written = versions(data or [])
+        before_writes = versions(data or [])
         try:
-            result = self._vmap(call.with_copies() if first and data is None else call)
+            if first and data is None:
+                call = call.with_copies()
+            result = self._vmap(call)
         # A forward may raise anything when it is given batched tensors; the loop decides who is at fault.
         except Exception as err:
-            check_unwritten(data or [], written, err)
+            check_unwritten(data or [], before_writes, err)
             # The lines stay for the traceback; the tensors of the attempt go before the loop runs.
             traceback.clear_frames(err.__traceback__)
             return None, err
@@ -319,11 +329,15 @@ class Ensemble:
     # -- the three ways -----------------------------------------------------------------------------------------
 
     def _loop(self, call: Call) -> Result:
-        pairs = zip(call.leaves, call.lead, strict=True)
-        columns = [[leaf] * call.members if dim is None else leaf.unbind(0) for leaf, dim in pairs]
-        results = self._in_turn(
-            call, range(call.members), lambda call, i: self._member(call, i, [column[i] for column in columns])
-        )
+        # For each leaf, its value for each member.
+        columns: list[Sequence[Any]] = []
+        for leaf, dim in zip(call.leaves, call.lead, strict=True):
+            columns.append([leaf] * call.members if dim is None else leaf.unbind(0))
+
+        def run(call: Call, i: int) -> Result:
+            return self._member(call, i, [column[i] for column in columns])
+
+        results = self._in_turn(call, range(call.members), run)
         outputs, kept = zip(*results, strict=True)
         return stack_outputs(outputs), [torch.stack(parts) for parts in zip(*kept, strict=True)]
 
@@ -370,10 +384,11 @@ class Ensemble:
         step = self.chunk_size or call.members
         if step >= call.members:
             return self._map(call.with_containers())
-        starts = range(0, call.members, step)
-        parts = self._in_turn(
-            call, starts, lambda call, start: self._map(call.rows(start, min(start + step, call.members)))
-        )
+
+        def run(call: Call, start: int) -> Result:
+            return self._map(call.rows(start, min(start + step, call.members)))
+
+        parts = self._in_turn(call, range(0, call.members, step), run)
         outputs, kept = zip(*parts, strict=True)
         return join_chunks(outputs), [torch.cat(new) for new in zip(*kept, strict=True)]
 
@@ -392,18 +407,20 @@ class Ensemble:
             seen.extend(tree_flatten(out))
             return [x for x in seen[0] if isinstance(x, Tensor)], new
 
-        in_dims = call.lead, list(call.dims), None if call.keys is None else 0
-        mapped_call = torch.vmap(member, in_dims=in_dims, randomness="error")
+        key_dim = None if call.keys is None else 0
+        mapped_call = torch.vmap(member, in_dims=(call.lead, list(call.dims), key_dim), randomness="error")
         try:
             with self._slow_attention(call):
                 tensors, new = mapped_call(call.leaves, flat, call.keys)
         except RuntimeError as err:
-            if _RANDOM_IN_VMAP not in str(err):
-                raise
-            raise (_no_key() if call.keys is None else _past_key()) from err
-        check_output(seen[0])
+            if _RANDOM_IN_VMAP in str(err):
+                raise _draw_error(call) from err
+            raise
+        parts, structure = seen
+        check_output(parts)
         mapped = iter(tensors)
-        return tree_unflatten([next(mapped) if isinstance(x, Tensor) else x for x in seen[0]], seen[1]), new
+        stacked = [next(mapped) if isinstance(part, Tensor) else part for part in parts]
+        return tree_unflatten(stacked, structure), new
 
     def _slow_attention(self, call: Call) -> AbstractContextManager[object]:
         """Keep torch's attention from its fast kernels, which have no derivatives, where gradients are wanted.
@@ -417,33 +434,40 @@ class Ensemble:
         return nullcontext()
 
     def _trace(self, call: Call) -> Result:
-        dims = call.dims
-        keep = call.keep
-        members = call.members
-        lead = call.lead
-        key = dims, keep, members, tuple(lead)
+        key = (call.dims, call.keep, call.members, tuple(call.lead))
         jitted = self._jitted.get(key)
         if jitted is None:
-            # The methods of the modules' own classes: a global that they read is part of the key.
-            classes = dict.fromkeys(cls for module in self.apply.module.modules() for cls in type(module).__mro__)
-            methods = [vars(cls).values() for cls in classes if cls.__module__.partition(".")[0] not in _NOT_FOLLOWED]
-            reads = tuple([value for value in chain(*methods) if isinstance(value, FunctionType)])
-
-            def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], keys: Tensor | None) -> Result:
-                inner = Call(leaves, lead, members, args, dims, kwargs, keys, keep)
-                # Of one member vmap's operations are slower ones (grouped convolutions).
-                if members == 1:
-                    return self._loop(inner)
-                return self._vmap(inner)
-
-            jitted = self._jitted[key] = Jitted(run, None, _MOST_TRACES, reads=reads)
+            jitted = self._jitted[key] = self._make_jitted(call.lead, call.members, call.dims, call.keep)
         traces = jitted.cache_info().misses
-        given = call.leaves, call.args, call.kwargs, call.keys
+        given = (call.leaves, call.args, call.kwargs, call.keys)
         result = jitted(*given)
         if jitted.cache_info().misses != traces and jitted.draws(*given):
             del self._jitted[key]
-            raise _no_key() if call.keys is None else _past_key()
+            raise _draw_error(call)
         return result
+
+    def _make_jitted(
+        self, lead: list[int | None], members: int, dims: tuple[int | None, ...], keep: bool
+    ) -> Jitted[Any, Any]:
+        def run(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], keys: Tensor | None) -> Result:
+            call = Call(leaves, lead, members, args, dims, kwargs, keys, keep)
+            # Of one member vmap's operations are slower ones (grouped convolutions).
+            if members == 1:
+                return self._loop(call)
+            return self._vmap(call)
+
+        return Jitted(run, None, _MOST_TRACES, reads=self._own_methods())
+
+    def _own_methods(self) -> tuple[FunctionType, ...]:
+        """Return the methods of the modules' own classes: a global that they read is part of a trace's key."""
+        classes: dict[type, None] = {}
+        for module in self.apply.module.modules():
+            classes.update(dict.fromkeys(type(module).__mro__))
+        methods: list[FunctionType] = []
+        for cls in classes:
+            if cls.__module__.partition(".")[0] not in _NOT_FOLLOWED:
+                methods += [value for value in vars(cls).values() if isinstance(value, FunctionType)]
+        return tuple(methods)
 
 
 def _first_line(err: Exception) -> str:
@@ -460,6 +484,13 @@ def _put_before(err: BaseException, first: Exception | None) -> None:
         earlier = earlier.__cause__ or earlier.__context__
     if first is not None and id(first) not in seen:
         err.__context__ = first
+
+
+def _draw_error(call: Call) -> UnsupportedError:
+    """Return the error for random numbers that do not come from the keys of a call."""
+    if call.keys is None:
+        return _no_key()
+    return _past_key()
 
 
 def _no_key() -> UnsupportedError:

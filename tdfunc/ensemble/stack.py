@@ -14,7 +14,7 @@ from torch import Size, Tensor, nn
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError, as_count, error
+from tdfunc.core.errors import LeafMismatchError, TieError, TreeStructureError, UnsupportedError, as_count, error
 from tdfunc.core.generators import default_generators, foreign_states
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorStack
@@ -120,9 +120,7 @@ class _Members:
         pair = Pair(self._module, unwrap(module, self._call), self._call, name)
         self._outline.read(module, values, pair)
         if [value is not None for value in values] != self._present:
-            paths = [{slot.path: slot for slot in walk(m, self._call)} for m in (self._module, module)]
-            path = next(iter(paths[0].keys() ^ paths[1].keys()))
-            raise pair.differ(path[:-1], path[-1], *["a tensor" if path in found else "None" for found in paths])
+            raise self._presence_error(module, pair)
         column = list(compress(values, self._present))
         places = _find_places(column)
         if places != self.places:
@@ -133,6 +131,15 @@ class _Members:
                 hint="tie the same weights in every member (self.out.weight = self.emb.weight), or in none.",
             )
         return column
+
+    def _presence_error(self, module: nn.Module, pair: Pair) -> TreeStructureError:
+        """Return the error for a slot that is None in one of the modules only."""
+        mine = {slot.path for slot in walk(self._module, self._call)}
+        theirs = {slot.path for slot in walk(module, self._call)}
+        path = next(iter(mine ^ theirs))
+        if path in mine:
+            return pair.differ(path[:-1], path[-1], "a tensor", "None")
+        return pair.differ(path[:-1], path[-1], "None", "a tensor")
 
     def build(self, leaves: list[Any], n: int) -> Any:
         """Return the tree of `n` members around stacked leaves."""
@@ -162,7 +169,8 @@ class _Members:
         return tuple([tuple(group) for group in groups.values() if len(group) > 1])
 
     def _show_ties(self, places: Sequence[int]) -> str:
-        return " and ".join([repr(tuple(map(dotted, group))) for group in self._ties(places)]) or "none"
+        groups = [repr(tuple(map(dotted, group))) for group in self._ties(places)]
+        return " and ".join(groups) or "none"
 
 
 def _find_places(values: list[Any]) -> Sequence[int]:
@@ -257,13 +265,16 @@ def _make(make: Callable[[], nn.Module], draws: Members, member: int, foreign: d
         with draws.enter(member):
             return make()
 
+    got = None
     module, drew = watch(default_generators([]), build)
-    got = "a draw inside an operation that takes no key" if drew else None
+    if drew:
+        got = "a draw inside an operation that takes no key"
     if foreign_states() != foreign:
         # Another thread may have drawn meanwhile; it does not each time.
         foreign.update(foreign_states())
         module = build()
-        got = "a draw from Python's or numpy's global generator" if foreign_states() != foreign else got
+        if foreign_states() != foreign:
+            got = "a draw from Python's or numpy's global generator"
     if got is not None:
         raise UnsupportedError(
             "init_ensemble: make() drew random numbers past the key of its member.",

@@ -33,8 +33,8 @@ from tdfunc.ops.base.reading import iter_items
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
-# (table, name, the module's tensor, the leaf, whether it is a parameter, path of the module). A plain tuple: one is
-# made for each leaf.
+# (table, name, the module's tensor, the leaf, whether it is a parameter, path of the module). A plain tuple for speed:
+# one is made for each leaf.
 Entry: TypeAlias = tuple[dict[str, Any], str, Any, Any, bool, Path]
 _OWNER = "_tdfunc_owner"
 
@@ -61,22 +61,14 @@ class Match:
         self._extra: list[Path] = []
         self._pair(module, tree, (), strict)
         self.modules: list[nn.Module] = list(self._seen)
-        self._tied = len({id(entry[2]) for entry in self.entries}) != len(self.entries)
+        # The module's tensors.
+        tensors = {id(entry[2]) for entry in self.entries}
+        self._tied = len(tensors) != len(self.entries)
         absent = []
         if self._absent or self._tied:
             absent = self._resolve_ties()
         if absent or self._extra:
-            extra = [dotted(path) for path in self._extra]
-            hint = "pass strict=False to bind a part and leave the rest of the module as it is."
-            if extra:
-                hint = "a part of a module binds with strict=False, a sub-tree to its submodule: "
-                hint += "params['0'].to_module(m[0])."
-            raise TreeStructureError(
-                f"to_module: the tree must fit {type(module).__name__}, which was not touched.",
-                expected=f"leaves {absent}" if absent else "no other leaves than the module's",
-                got=f"leaves that the module does not have: {extra}" if extra else "a tree without them",
-                hint=FLAT if set(extra) & set(absent) else hint,
-            )
+            raise _structure_error(module, absent, list(map(dotted, self._extra)))
 
     def _pair(self, module: nn.Module, tree: Any, at: Path, strict: bool) -> None:
         """Collect the pairs of a module and its node, and the slots and leaves without a partner."""
@@ -85,7 +77,10 @@ class Match:
         if tree is not None and not isinstance(tree, TensorCollection):
             self._extra.append(at)
             tree = None
-        data = tree._data if tree is not None else {}
+        data = {}
+        if tree is not None:
+            data = tree._data
+        # The number of entries of the node without a partner.
         left = len(data)
         hidden = module._non_persistent_buffers_set
         for table, is_parameter in ((module._parameters, True), (module._buffers, False)):
@@ -104,38 +99,44 @@ class Match:
                 left -= 1
         if has_extra_state(module):
             state = data.get(EXTRA_STATE)
-            # A module may hand out, and update in place, the very object that it keeps.
-            old = copy.deepcopy(module.get_extra_state())
-            if state is None:
-                self._absent.append((({}, EXTRA_STATE, old, None, False, at), strict))
-            else:
-                self.states.append((module, old, state.value if isinstance(state, NonTensorBase) else state))
-                left -= 1
+            self._pair_state(module, state, at, strict)
+            left -= state is not None
         for name, child in module._modules.items():
             if child is not None:
                 node = data.get(name)
                 left -= node is not None
                 self._pair(child, node, (*at, name), strict)
         if left and tree is not None:
-            tables = (module._parameters, module._buffers, module._modules)
-            slots = {name for table in tables for name, value in table.items() if value is not None}
-            slots |= {EXTRA_STATE} if has_extra_state(module) else set()
-            self._extra += [(*at, *path) for path, _ in iter_items(tree, True, True) if path[0] not in slots]
+            known = _names_of_slots(module)
+            self._extra += [(*at, *path) for path, _ in iter_items(tree, True, True) if path[0] not in known]
+
+    def _pair_state(self, module: nn.Module, state: Any, at: Path, strict: bool) -> None:
+        # A module may hand out, and update in place, the very object that it keeps.
+        old = copy.deepcopy(module.get_extra_state())
+        if state is None:
+            self._absent.append((({}, EXTRA_STATE, old, None, False, at), strict))
+            return
+        if isinstance(state, NonTensorBase):
+            state = state.value
+        self.states.append((module, old, state))
 
     def _resolve_ties(self) -> list[str]:
         """Check the leaves of tied slots, and give them to slots that the tree has under another path.
 
         Files often keep one name of a tied weight. Returns the slots that need a leaf and have none.
         """
+        # The first entry of each tensor of the module.
         first: dict[int, Entry] = {}
         for entry in self.entries:
-            known = first.setdefault(id(entry[2]), entry)
-            if not is_one_tensor(known[3], entry[3]):
-                raise tie_error("to_module", (*known[5], known[1]), (*entry[5], entry[1]))
+            _, name, old, leaf, _, at = entry
+            _, first_name, _, first_leaf, _, first_at = first.setdefault(id(old), entry)
+            if not is_one_tensor(first_leaf, leaf):
+                raise tie_error("to_module", (*first_at, first_name), (*at, name))
         absent: list[str] = []
         for (table, name, old, _, is_parameter, at), needed in self._absent:
             if id(old) in first:
-                self.entries.append((table, name, old, first[id(old)][3], is_parameter, at))
+                leaf = first[id(old)][3]
+                self.entries.append((table, name, old, leaf, is_parameter, at))
                 self._tied = True
             elif needed:
                 absent.append(dotted((*at, name)))
@@ -156,9 +157,11 @@ class Match:
             if new is None:
                 if permanent:
                     new = _stored(old, leaf, is_parameter)
+                elif is_parameter and id(table) not in tables:
+                    new = leaf
                 else:
                     # BatchNorm writes its buffers in place, tables their rows; a clone keeps the tree as it is.
-                    new = leaf if is_parameter and id(table) not in tables else leaf.clone()
+                    new = leaf.clone()
                 made[id(old)] = new
             # Assigning to an existing key keeps the order of the slots.
             table[name] = new
@@ -181,22 +184,59 @@ def _stored(old: Tensor, leaf: Tensor, is_parameter: bool) -> Tensor:
     return nn.Parameter(leaf, requires_grad=old.requires_grad)
 
 
+def _names_of_slots(module: nn.Module) -> set[str]:
+    """Return the names of a module's own slots and submodules."""
+    names: set[str] = set()
+    for table in (module._parameters, module._buffers, module._modules):
+        names |= {name for name, value in table.items() if value is not None}
+    if has_extra_state(module):
+        names.add(EXTRA_STATE)
+    return names
+
+
+def _structure_error(module: nn.Module, absent: list[str], extra: list[str]) -> TreeStructureError:
+    """Return the error for paths that are in the module alone (absent) or in the tree alone (extra)."""
+    expected = "no other leaves than the module's"
+    if absent:
+        expected = f"leaves {absent}"
+    got = "a tree without them"
+    hint = "pass strict=False to bind a part and leave the rest of the module as it is."
+    if extra:
+        got = f"leaves that the module does not have: {extra}"
+        hint = "a part of a module binds with strict=False, a sub-tree to its submodule: params['0'].to_module(m[0])."
+    if set(extra) & set(absent):
+        hint = FLAT
+    return TreeStructureError(
+        f"to_module: the tree must fit {type(module).__name__}, which was not touched.",
+        expected=expected,
+        got=got,
+        hint=hint,
+    )
+
+
 def _leaf_error(owner: nn.Module, path: Path, old: Tensor, leaf: Any) -> LeafMismatchError:
-    hint = "cast the tree (params.to(dtype)) or the module first."
-    if not isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor):
+        got = f"shape {tuple(leaf.shape)}, {leaf.dtype}"
+        hint = _hint_for(owner, old, leaf)
+    else:
+        got = type(leaf).__name__
         hint = "give it a tensor: params.set(path, tensor)."
-    elif leaf.shape[1:] == old.shape:
-        hint = "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
-    elif leaf.dim() == 2 and leaf.shape == old.shape[::-1] != old.shape and isinstance(owner, nn.Linear):
-        hint = "nn.Linear stores (out_features, in_features); transpose the leaf first."
-    elif leaf.shape != old.shape:
-        hint = "the tree belongs to another architecture."
     return LeafMismatchError(
         f"to_module: leaf {dotted(path)!r} does not fit {type(owner).__name__}.{path[-1]}.",
         expected=f"shape {tuple(old.shape)}, {old.dtype}",
-        got=f"shape {tuple(leaf.shape)}, {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__,
+        got=got,
         hint=hint,
     )
+
+
+def _hint_for(owner: nn.Module, old: Tensor, leaf: Tensor) -> str:
+    if leaf.shape == old.shape:
+        return "cast the tree (params.to(dtype)) or the module first."
+    if leaf.shape[1:] == old.shape:
+        return "the tree is stacked: bind one member, stacked[i].to_module(m), or use Ensemble."
+    if isinstance(owner, nn.Linear) and leaf.dim() == 2 and leaf.shape == old.shape[::-1]:
+        return "nn.Linear stores (out_features, in_features); transpose the leaf first."
+    return "the tree belongs to another architecture."
 
 
 class _Owner:
@@ -314,14 +354,14 @@ class ModuleHandle:
             self._state = _CLOSED
             return True
         with _CLAIMS:
+            # The blocks that are open on each submodule.
             stacks = [sub.__dict__[_OWNER].blocks for sub in self._match.modules if _OWNER in sub.__dict__]
             in_order = all([blocks[-1] is self for blocks in stacks if self in blocks])
-            # Else all blocks that are open on the same submodules end, the newest first.
-            if in_order:
-                found = {self}
-            else:
-                found = {self}.union(*stacks)
-            for block in sorted(found, key=lambda block: -block._serial):
+            ending = {self}
+            if not in_order:
+                # All blocks on the same submodules end, the newest first.
+                ending = ending.union(*stacks)
+            for block in sorted(ending, key=lambda block: -block._serial):
                 block._match.restore()
                 block._release()
         return in_order
@@ -329,11 +369,12 @@ class ModuleHandle:
     def _release(self) -> None:
         for sub in self._match.modules:
             owner = sub.__dict__.get(_OWNER)
-            if owner is not None:
-                if self in owner.blocks:
-                    owner.blocks.remove(self)
-                if not owner.blocks:
-                    sub.__dict__.pop(_OWNER, None)
+            if owner is None:
+                continue
+            if self in owner.blocks:
+                owner.blocks.remove(self)
+            if not owner.blocks:
+                sub.__dict__.pop(_OWNER, None)
         self._state = _CLOSED
 
     def _refuse_other_thread(self) -> None:

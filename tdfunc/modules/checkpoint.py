@@ -11,6 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -83,7 +84,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
         # Options of torch's have names that keywords of fn may have.
         def bound(*args: Any) -> Any:
-            with _NoDraws() if _is_symbolic() else contextlib.nullcontext():
+            with _no_draws_in_a_trace():
                 return again(*args, **kwargs)
 
         return torch_checkpoint.checkpoint(bound, *args, use_reentrant=False)
@@ -95,7 +96,8 @@ def stand_in(function: Callable[..., Any], *args: Any, use_reentrant: bool | Non
     """Do as `torch.utils.checkpoint.checkpoint` does, also inside transforms; private copies of modules call this."""
     if not in_functorch():
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-    return checkpoint(function)(*args, **{key: value for key, value in kwargs.items() if key not in _OPTIONS})
+    own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    return checkpoint(function)(*args, **own)
 
 
 class Unmarked(TorchFunctionMode):
@@ -164,6 +166,12 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def _no_draws_in_a_trace() -> contextlib.AbstractContextManager[Any]:
+    if _is_symbolic():
+        return _NoDraws()
+    return contextlib.nullcontext()
+
+
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
@@ -230,10 +238,15 @@ class _Outside(TorchFunctionMode):
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._level = _functorch.maybe_current_level() or 0
         self._start = _sequence_number()
+        self._is_second_run = bool(old)
         # Those that are gone are not read, and new tensors may have their ids.
-        self._alive = [(tensor, new) for ref, new in zip(old, given, strict=False) if (tensor := ref()) is not None]
-        self._swaps = {id(tensor): new for tensor, new in self._alive}
-        self._again = bool(old)
+        self._alive: list[Tensor] = []
+        self._swaps: dict[int, Tensor] = {}
+        for ref, new in zip(old, given, strict=False):
+            tensor = ref()
+            if tensor is not None:
+                self._alive.append(tensor)
+                self._swaps[id(tensor)] = new
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -273,11 +286,13 @@ class _Outside(TorchFunctionMode):
             if node is None or edge in known or node in seen:
                 continue
             seen.add(node)
-            # The node of a leaf, which has no number.
+            # Only the node of a leaf has a variable; it has no number.
             variable = getattr(node, "variable", None)
-            if variable is None and node._sequence_nr() < self._start:
-                return True
-            if variable is not None and not any([variable is leaf for leaf in leaves]):
+            if variable is not None:
+                is_outside = not any([variable is leaf for leaf in leaves])
+            else:
+                is_outside = node._sequence_nr() < self._start
+            if is_outside:
                 return True
             todo.extend(node.next_functions)
         return False
@@ -288,19 +303,23 @@ class _Outside(TorchFunctionMode):
         has_gradient = _has_gradient(inner)
         if inner is not tensor:
             if has_gradient and not self._is_known(inner):
-                self.unserved = self.unserved or _unserved(
-                    "gives a tensor from outside to a transform of its own", inner
-                )
-        elif self._again:
+                self._refuse("gives a tensor from outside to a transform of its own", inner)
+        elif self._is_second_run:
             if _edges([tensor]):
-                self.unserved = self.unserved or _unserved("reads another tensor when it runs again", tensor)
+                self._refuse("reads another tensor when it runs again", tensor)
         elif has_gradient or _functorch.is_functorch_wrapped_tensor(tensor):
-            self.found[id(tensor)] = _Found(tensor, _version(tensor), None if has_gradient else tensor.clone())
+            copy = None if has_gradient else tensor.clone()
+            self.found[id(tensor)] = _Found(tensor, _version(tensor), copy)
+
+    def _refuse(self, fault: str, tensor: Tensor) -> None:
+        """Note the error for a tensor that the second run cannot be given, unless there is one."""
+        if self.unserved is None:
+            self.unserved = _unserved(fault, tensor)
 
 
-def _unserved(what: str, tensor: Tensor) -> UnsupportedError:
+def _unserved(fault: str, tensor: Tensor) -> UnsupportedError:
     return UnsupportedError(
-        f"checkpoint: the function {what}.",
+        f"checkpoint: the function {fault}.",
         expected="its arguments, or results in it",
         got=f"a tensor with a gradient, shape {list(tensor.shape)}, {tensor.dtype}",
         hint="pass it as an argument of the function.",
@@ -319,11 +338,15 @@ class _Surroundings:
         ]
         self._cache = torch.is_autocast_cache_enabled()
         modes = _get_current_function_mode_stack()
+        # The innermost, if there is one.
         self._default_device = [mode for mode in modes if isinstance(mode, DeviceContext)][-1:]
         # The key may be of a transform: it is among the inputs of the second run.
-        mode = next((mode for mode in reversed(modes) if isinstance(mode, seeded)), None)
-        self.keys = [] if mode is None else [mode.key]
-        self._draws = None if mode is None else mode.count
+        self.keys: list[Tensor] = []
+        self._draws: int | None = None
+        for mode in modes:
+            if isinstance(mode, seeded):
+                self.keys = [mode.key]
+                self._draws = mode.count
         self._symbolic = _is_symbolic()
         self._kind = next(iter(kinds - {"cpu"}), "cpu")
         if not self._symbolic:
@@ -349,69 +372,141 @@ class _Surroundings:
 
 
 def _in_transform(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    inputs = [leaves[i] for i in places]
-    surroundings = _Surroundings(inputs)
-    versions = list(map(_version, inputs))
-    # With a graph, so that values leave with their gradients by lists and attributes. The results drop theirs.
-    with _Outside(inputs) as outside, _NoDraws() if _is_symbolic() else contextlib.nullcontext():
-        out = fn(*args, **kwargs)
-    if outside.unserved is not None:
-        raise outside.unserved
-    written = [place for place, found in enumerate(outside.found.values()) if _version(found.tensor) != found.version]
-    read = [found.tensor for found in outside.found.values()]
-    copies = [found.copy for found in outside.found.values()]
-    if list(map(_version, inputs)) != versions or any([copies[place] is None for place in written]):
-        raise UnsupportedError(
-            "checkpoint: the function writes to one of its arguments, or to a tensor with a gradient.",
-            expected="inputs that are the same when the function runs again",
-            hint="clone what is written: x.clone().add_(1), or x + 1.",
+    call = _Call(fn, args, kwargs)
+    out = call.run()
+    call.check_unwritten()
+    return call.attach(out)
+
+
+class _Call:
+    """A call of a function in a transform: its run, and the tensors that its derivative needs."""
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._fn = fn
+        self._args = args
+        self._kwargs = kwargs
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self._inputs = [self._leaves[i] for i in self._places]
+        self._surroundings = _Surroundings(self._inputs)
+        self._versions = list(map(_version, self._inputs))
+        self._outside = _Outside(self._inputs)
+        # The tensors that the run read besides its arguments, and the places of those that it wrote: buffers.
+        self._found: list[_Found] = []
+        self._written: list[int] = []
+
+    def run(self) -> Any:
+        """Return the results, with a graph: values that leave by lists and attributes have their gradients.
+
+        `attach` drops the graph of the others.
+        """
+        with self._outside, _no_draws_in_a_trace():
+            out = self._fn(*self._args, **self._kwargs)
+        if self._outside.unserved is not None:
+            raise self._outside.unserved
+        self._found = list(self._outside.found.values())
+        self._written = [i for i, found in enumerate(self._found) if _version(found.tensor) != found.version]
+        return out
+
+    def check_unwritten(self) -> None:
+        """Raise if the run wrote to an argument or to a tensor with a gradient."""
+        is_input_written = list(map(_version, self._inputs)) != self._versions
+        if is_input_written or any([self._found[i].copy is None for i in self._written]):
+            raise UnsupportedError(
+                "checkpoint: the function writes to one of its arguments, or to a tensor with a gradient.",
+                expected="inputs that are the same when the function runs again",
+                hint="clone what is written: x.clone().add_(1), or x + 1.",
+            )
+
+    def attach(self, out: Any) -> Any:
+        """Return the results, where one node that runs the function again takes the place of their graph."""
+        results, spec = tree_flatten(out)
+        # Others leave as they are: they have no derivative, or are from outside.
+        chosen = [i for i, result in enumerate(results) if self._is_made(result)]
+        made = [results[i] for i in chosen]
+        operands = self._operands()
+        if self._outside.enters_elsewhere(made, operands):
+            raise _unserved("depends on a tensor from outside that no torch function is given", made[0])
+        read = [found.tensor for found in self._found]
+        again = _SecondRun(
+            fn=self._fn,
+            leaves=[None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves],
+            spec=self._spec,
+            places=self._places,
+            old=list(map(weakref.ref, (*self._inputs, *read))),
+            written=self._written,
+            chosen=chosen,
+            surroundings=self._surroundings,
         )
-    # Buffers: the second run begins with what the first one did, and writes to a copy.
-    for place in written:
-        read[place] = cast("Tensor", copies[place])
-    del copies
-    results, out_spec = tree_flatten(out)
-    # Others leave as they are: they have no derivative, or are from outside.
-    found = [isinstance(x, Tensor) and outside.made(x) and _has_gradient(x) for x in results]
-    chosen = [i for i, yes in enumerate(found) if yes]
-    made = [results[i] for i in chosen]
-    operands = [*inputs, *read, *surroundings.keys]
-    # Operations of this run got what the second run of an outer function puts in place of them.
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, _Outside):
-            operands = list(map(mode.swap, operands))
-    if outside.enters_elsewhere(made, operands):
-        raise _unserved("depends on a tensor from outside that no torch function is given", made[0])
-    # The node holds them; nothing else does.
-    static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    # Weakly: results of transforms in the function are also found, and nothing else holds them.
-    refs = [weakref.ref(tensor) for tensor in (*inputs, *[found.tensor for found in outside.found.values()])]
-    count = len(places)
+        new = _attach(again, [tensor.detach() for tensor in made], operands)
+        for place, tensor in zip(chosen, new, strict=True):
+            results[place] = tensor
+        return tree_unflatten(results, spec)
 
-    def again(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = list(static)
-        for place, tensor in zip(places, tensors, strict=False):
-            given[place] = tensor
-        args, kwargs = tree_unflatten(given, spec)
-        others = [t.clone() if i in written else t for i, t in enumerate(tensors[count : len(refs)])]
-        swapped = _Outside((*tensors[:count], *others), refs)
-        with surroundings.restored(tensors[len(refs) :]), swapped:
-            found = tree_leaves(fn(*args, **kwargs))
-        if swapped.unserved is not None:
-            raise swapped.unserved
-        return tuple([swapped.swap(found[i]) for i in chosen])
+    def _is_made(self, result: Any) -> bool:
+        return isinstance(result, Tensor) and self._outside.made(result) and _has_gradient(result)
 
-    new = _attach(again, [tensor.detach() for tensor in made], operands)
-    for place, tensor in zip(chosen, new, strict=True):
-        results[place] = tensor
-    return tree_unflatten(results, out_spec)
+    def _operands(self) -> list[Tensor]:
+        """Return everything that the second run is given: the inputs, the tensors read, and the key."""
+        read = [found.tensor for found in self._found]
+        for i in self._written:
+            # The second run begins with the numbers that the first one began with.
+            read[i] = cast("Tensor", self._found[i].copy)
+        operands = [*self._inputs, *read, *self._surroundings.keys]
+        # Operations of this run got what the second run of an outer function puts in place of them.
+        for mode in reversed(_get_current_function_mode_stack()):
+            if isinstance(mode, _Outside):
+                operands = list(map(mode.swap, operands))
+        return operands
+
+
+# Compared by identity, and no NamedTuple, which torch's pytree would open.
+@dataclass(frozen=True, eq=False)
+class _SecondRun:
+    """Runs a function again, on inputs, the other tensors that it reads, and the key.
+
+    It holds none of them: only the node does.
+    """
+
+    fn: Callable[..., Any]
+    # The leaves of the arguments, with None in the places of tensors.
+    leaves: list[Any]
+    spec: Any
+    places: list[int]
+    # The inputs and the tensors read in the first run. Weakly: results of transforms in the function are also among
+    # them, and nothing else holds these.
+    old: "list[weakref.ref[Tensor]]"
+    # Those that the function writes, by their places among the tensors read.
+    written: list[int]
+    # The results with a derivative, by their places.
+    chosen: list[int]
+    surroundings: _Surroundings
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        n_inputs = len(self.places)
+        inputs = tensors[:n_inputs]
+        read = list(tensors[n_inputs : len(self.old)])
+        keys = tensors[len(self.old) :]
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, inputs, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        for i in self.written:
+            # The operands keep their numbers for another run.
+            read[i] = read[i].clone()
+        outside = _Outside((*inputs, *read), self.old)
+        with self.surroundings.restored(keys), outside:
+            results = tree_leaves(self.fn(*args, **kwargs))
+        if outside.unserved is not None:
+            raise outside.unserved
+        return tuple([outside.swap(results[i]) for i in self.chosen])
 
 
 def _attach(function: Flat, results: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return results of a function, computed without a graph, as results of a node that runs it again."""
-    return _Node.apply(function, len(results), *results, *operands) if results else ()  # pyright: ignore[reportReturnType]
+    if not results:
+        return ()
+    return _Node.apply(function, len(results), *results, *operands)  # pyright: ignore[reportReturnType]
 
 
 # Any: the signatures of autograd.Function.
@@ -472,6 +567,7 @@ def _pullback(function: Flat, count: int, needed: Sequence[int]) -> Flat:
                 given[place] = primal
             return function(*given)
 
-        return torch.func.vjp(part, *[operands[i] for i in needed])[1](cotangents)
+        pull = torch.func.vjp(part, *[operands[i] for i in needed])[1]
+        return pull(cotangents)
 
     return run

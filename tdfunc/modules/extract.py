@@ -62,9 +62,8 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
             f"{call}: the weights of a {type(module).__name__} are in compiled code, where they cannot be replaced.",
             hint="pass the nn.Module that it was scripted or traced from.",
         )
-    if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict and any(
-        isinstance(value, torch.ScriptObject) for value in module.__dict__.values()
-    ):
+    saves_itself = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+    if saves_itself and any(isinstance(value, torch.ScriptObject) for value in module.__dict__.values()):
         raise UnsupportedError(
             f"{call}: {type(module).__name__} keeps its weights packed, where they cannot be read or replaced.",
             expected="weights that are parameters or buffers",
@@ -95,13 +94,15 @@ def walk(module: nn.Module, call: str, at: Path = ()) -> list[Slot]:
     hidden = module._non_persistent_buffers_set
     for store, kind in ((module._parameters, Kind.PARAMETER), (module._buffers, Kind.BUFFER)):
         for name, value in store.items():
-            if value is not None:
-                if type(value) in _LAZY:
-                    raise UnsupportedError(
-                        f"{call}: {dotted((*at, name))!r} of {type(module).__name__} is uninitialised.",
-                        hint="run the module once on an example input, so that lazy layers get their shapes.",
-                    )
-                slots.append(Slot((*at, name), module, store, Kind.NON_PERSISTENT if name in hidden else kind))
+            if value is None:
+                continue
+            path = (*at, name)
+            if type(value) in _LAZY:
+                raise UnsupportedError(
+                    f"{call}: {dotted(path)!r} of {type(module).__name__} is uninitialised.",
+                    hint="run the module once on an example input, so that lazy layers get their shapes.",
+                )
+            slots.append(Slot(path, module, store, Kind.NON_PERSISTENT if name in hidden else kind))
     if has_extra_state(module):
         slots.append(Slot((*at, EXTRA_STATE), module, None, Kind.EXTRA_STATE))
     for name, child in module._modules.items():
@@ -162,7 +163,8 @@ class _Level:
 
     def freeze(self) -> Any:
         data = {key: value.freeze() if type(value) is _Level else value for key, value in self.data.items()}
-        return TensorCollection._open._make(data, EMPTY, None, None, Static(self.kinds) if self.kinds else None)
+        static = Static(self.kinds) if self.kinds else None
+        return TensorCollection._open._make(data, EMPTY, None, None, static)
 
 
 def split(tree: T) -> tuple[T, T]:

@@ -212,16 +212,19 @@ class Apply:
             UnsupportedError: The trees hold extra state that differs from the module's: leaves cannot carry it.
         """
         if self._traced.owners:
-            for path, values in extra_values(params, buffers).items():
-                state = self._traced.owners[path].get_extra_state()
-                if not all(_same(value, state) for value in values):
-                    raise UnsupportedError(
-                        f"apply: the extra state {dotted(path)!r} of a member must equal the module's.",
-                        expected=f"{state!r} for all members",
-                        got=f"{values[:3]!r}",
-                        hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
-                    )
+            self._check_states(params, buffers)
         return self._spec.leaves(params, buffers, lead, shared)
+
+    def _check_states(self, params: Any, buffers: Any) -> None:
+        for path, values in extra_values(params, buffers).items():
+            state = self._traced.owners[path].get_extra_state()
+            if not all(_same(value, state) for value in values):
+                raise UnsupportedError(
+                    f"apply: the extra state {dotted(path)!r} of a member must equal the module's.",
+                    expected=f"{state!r} for all members",
+                    got=f"{values[:3]!r}",
+                    hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",
+                )
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -237,10 +240,9 @@ class Apply:
         mode = None
         if rng is not None:
             mode = seeded(key_of(rng), strict=True)
-        found = {}
+        states = {}
         if self._traced.owners:
-            found = extra_values(params, buffers)
-        states = {path: values[0] for path, values in found.items()}
+            states = {path: values[0] for path, values in extra_values(params, buffers).items()}
         return self._bind_and_run(leaves, states, args, kwargs, mode, keep)
 
     def run_leaves(
@@ -265,23 +267,23 @@ class Apply:
     ) -> tuple[Any, list[Any], dict[Path, Any]]:
         compiling = is_compiling()
         if not compiling and parametrize._cache_enabled:
-            raise UnsupportedError(
-                "apply: called inside `torch.nn.utils.parametrize.cached()`.",
-                expected="weights computed from the parameters given to this call",
-                got="a cache with the weights of an earlier call",
-                hint="leave the cached() block first.",
-            )
+            raise _cache_error()
         # Inductor removes the clones that nothing writes; places learned by a call become a guard.
         learned = None if compiling else self._learned
         bound = self._with_clones(leaves, learned)
         hidden = learned is not None and learned.hidden
-        try:
-            skeleton = self._traced if compiling else self._pool.pop()
-            while not compiling and not skeleton.is_ready():
+        if compiling:
+            skeleton = self._traced
+        else:
+            # Without a function of its own: every call comes here.
+            try:
                 skeleton = self._pool.pop()
-        except IndexError:
-            skeleton = self._new_skeleton()
+                while not skeleton.is_ready():
+                    skeleton = self._pool.pop()
+            except IndexError:
+                skeleton = self._new_skeleton()
         new: list[Any] = []
+        after: dict[Path, Any] = {}
         try:
             if compiling:
                 skeleton.bind_traced(bound)
@@ -300,19 +302,11 @@ class Apply:
                         out = self._forward(skeleton.module, args, kwargs, mode)
                 finally:
                     hidden = skeleton.has_hidden_writes()
-                places = watch.written()
-                if places is not None:
-                    n = self._spec.n_params
-                    may = places | skeleton.renormed | (set(range(n, len(leaves))) - skeleton.lent)
-                    params = [i for i in may if i < n]
-                    buffers = sorted(i for i in may if i >= n)
-                    self._learned = _Learned(params, buffers, hidden, frozenset(places))
+                self._learn(watch, skeleton, hidden)
             if keep:
                 new = self._read_back(skeleton)
-            after = {
-                path: NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
-                for path in (states if keep else ())
-            }
+                for path in states:
+                    after[path] = NonTensorData(copying.deepcopy(skeleton.owners[path].get_extra_state()))
         finally:
             if compiling:
                 skeleton.reset_traced()
@@ -325,16 +319,29 @@ class Apply:
                 new = _clones(new)
         return out, new, after
 
+    def _learn(self, watch: Watch, skeleton: Skeleton, hidden: bool) -> None:
+        """Note the leaves that later calls must copy, if the watched call shows them."""
+        written = watch.written()
+        if written is None:
+            return
+        n_params = self._spec.n_params
+        all_buffers = set(range(n_params, len(self._spec.order)))
+        may_be_written = written | skeleton.renormed | (all_buffers - skeleton.lent)
+        params = [i for i in may_be_written if i < n_params]
+        buffers = sorted(i for i in may_be_written if i >= n_params)
+        self._learned = _Learned(params, buffers, hidden, frozenset(written))
+
     def _with_clones(self, leaves: list[Any], learned: _Learned | None) -> list[Any]:
         """Return the leaves, with clones of those that forward may write: of all before the watched call."""
-        n = self._spec.n_params
+        n_params = self._spec.n_params
         if learned is None:
-            return list(map(_clone, leaves[:n])) + _clones(leaves[n:])
+            return list(map(_clone, leaves[:n_params])) + _clones(leaves[n_params:])
         bound = list(leaves)
         for i in learned.params:
             bound[i] = _clone(leaves[i])
         if learned.buffers:
-            for i, clone in zip(learned.buffers, _clones([leaves[i] for i in learned.buffers]), strict=True):
+            clones = _clones([leaves[i] for i in learned.buffers])
+            for i, clone in zip(learned.buffers, clones, strict=True):
                 bound[i] = clone
         return bound
 
@@ -342,17 +349,18 @@ class Apply:
         try:
             if mode is None and not self._recomputes:
                 return module(*args, **kwargs)
+            unmarked = nullcontext()
             if self._recomputes and in_functorch():
                 unmarked = Unmarked()
-            else:
-                unmarked = nullcontext()
             if mode is None or mode.strict in self._keyed or is_compiling():
                 with mode or nullcontext(), unmarked:
                     return module(*args, **kwargs)
+            # The first call under a key is watched for draws that do not come from it.
             generators = ()
             if mode.strict:
                 generators = default_generators(tree_leaves((args, kwargs)))
-            with refuse_draws("apply: forward draws random numbers past rng=.", _PAST_KEY, generators), mode, unmarked:
+            watched = refuse_draws("apply: forward draws random numbers past rng=.", _PAST_KEY, generators)
+            with watched, mode, unmarked:
                 out = module(*args, **kwargs)
             self._keyed.add(mode.strict)
             return out
@@ -376,6 +384,15 @@ class Apply:
                 hint="apply(params, x, buffers=buffers) returns the output alone.",
             )
         return new
+
+
+def _cache_error() -> UnsupportedError:
+    return UnsupportedError(
+        "apply: called inside `torch.nn.utils.parametrize.cached()`.",
+        expected="weights computed from the parameters given to this call",
+        got="a cache with the weights of an earlier call",
+        hint="leave the cached() block first.",
+    )
 
 
 @contextmanager
@@ -414,6 +431,13 @@ def _clone(leaf: Any) -> Any:
         return leaf.clone()
 
 
+def _with_copied_states(tree: "TensorDict") -> "TensorDict":
+    states = extra_values(tree)
+    if not states:
+        return tree
+    return replace(tree, {path: NonTensorData(copying.deepcopy(values[0])) for path, values in states.items()})
+
+
 def functional(
     module: nn.Module, *, copy: bool = True, call_only: bool = False
 ) -> "tuple[Apply, TensorDict, TensorDict]":
@@ -450,22 +474,19 @@ def functional(
         torch.Size([5, 2])
     """
     module = unsharded(unwrap(module, "functional"))
-    reserved = [name for name in _RESERVED if name in inspect.signature(module.forward).parameters]
+    signature = inspect.signature(module.forward)
+    reserved = [name for name in _RESERVED if name in signature.parameters]
     if reserved and not call_only:
         raise UnsupportedError(
             f"functional: forward of {type(module).__name__} has an argument called {reserved[0]!r}, "
             "which apply uses itself.",
             expected="other names than 'buffers' and 'rng'",
-            got=f"forward{inspect.signature(module.forward)}",
+            got=f"forward{signature}",
             hint="functional(m, call_only=True) and apply.call(params, args, kwargs, buffers=, rng=).",
         )
     tree = from_module(module).apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
-    states = {}
     if copy:
-        states = extra_values(tree)
-    if states:
-        copies = {path: NonTensorData(copying.deepcopy(values[0])) for path, values in states.items()}
-        tree = replace(tree, copies)
+        tree = _with_copied_states(tree)
     params, rest = split(tree)
     spec = Spec(type(module).__name__, params, rest, tree)
     return Apply(make_template(module), spec, reserved, weak_weights(module)), params, rest

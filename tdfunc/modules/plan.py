@@ -71,7 +71,8 @@ def make_filler(slots: Sequence[tuple[int, str]]) -> Straight:
     Args:
         slots: For each value the number of its table and its key there.
     """
-    tables = "".join(f"t{i}, " for i in range(1 + max([number for number, _ in slots], default=-1)))
+    count = 1 + max([number for number, _ in slots], default=-1)
+    tables = "".join(f"t{number}, " for number in range(count))
     written = "".join(f"t{number}[{_literal(name)}], " for number, name in slots)
     return Straight(f"def run(tables, values):\n ({tables}) = tables\n ({written}) = values\n")
 
@@ -96,11 +97,12 @@ class Plan:
         self._stacked: tuple[Size, list[Size]] = (EMPTY, self.shapes)
         self._fill(tree, (), tree)
         self._reader = make_reader(self._nodes, self._counts, self._places)
-        places = {path: i for i, path in enumerate(self.paths)}
         # (place, place of the first path) of every later path of a tied leaf.
-        self.aliases: list[tuple[int, int]] = [
-            (i, places[f]) for i, (path, f) in enumerate(zip(self.paths, self.first, strict=True)) if path != f
-        ]
+        self.aliases: list[tuple[int, int]] = []
+        place_of = {path: place for place, path in enumerate(self.paths)}
+        for path, first in zip(self.paths, self.first, strict=True):
+            if path != first:
+                self.aliases.append((place_of[path], place_of[first]))
 
     def _fill(self, tree: TensorCollection, at: Path, root: TensorCollection) -> None:
         number = len(self._counts)
@@ -159,7 +161,7 @@ class Plan:
         if leaves is None or any([leaves[i] is not leaves[first] for i, first in self.aliases]):
             return None
         shapes = self.shapes_after(lead)
-        # All in C for plain tensors; dynamo traces the loop.
+        # One comparison in C for plain tensors, for speed; dynamo traces the loop.
         if compiling or not PLAIN.issuperset(map(type, leaves)) or list(map(_SHAPE, leaves)) != shapes:
             for path, leaf, shape in zip(self.paths, leaves, shapes, strict=True):
                 if not isinstance(leaf, Tensor) or leaf.shape != shape:
@@ -173,22 +175,25 @@ class Plan:
         bound = None
         if not is_compiling():
             bound = getattr(tree, "_bound", None)
-        if (bound is None or bound.plan is not self) and self.read(tree) is None:
+        was_checked = bound is not None and bound.plan is self
+        if not was_checked and self.read(tree) is None:
             return None
-        old = [tree]
+        nodes = [tree]
         for parent, key in self._nodes:
-            old.append(old[parent]._data[key])
-        data = [dict(node._data) for node in old]
-        for (i, key), leaf in zip(self._places, leaves, strict=True):
-            data[i][key] = leaf
-        # Children before parents.
-        for i in range(len(old) - 1, -1, -1):
-            node = old[i]
-            old[i] = node._make(data[i], node._batch_size, node._device, node._names, node._static)
-            if i:
-                parent, key = self._nodes[i - 1]
-                data[parent][key] = old[i]
-        return old[0]
+            nodes.append(nodes[parent]._data[key])
+        data = [dict(node._data) for node in nodes]
+        for (number, key), leaf in zip(self._places, leaves, strict=True):
+            data[number][key] = leaf
+        # Children before parents, the root last.
+        new = None
+        for number in range(len(nodes) - 1, -1, -1):
+            node = nodes[number]
+            new = node._make(data[number], node._batch_size, node._device, node._names, node._static)
+            if number > 0:
+                # The root has no entry among the nodes.
+                parent, key = self._nodes[number - 1]
+                data[parent][key] = new
+        return new
 
 
 class _Checked:
@@ -216,8 +221,8 @@ class Spec:
         self.first: dict[Path, Path] = dict(zip(self.whole.paths, self.whole.first, strict=True))
         self.order: dict[Path, int] = {path: i for i, path in enumerate([*self.params.paths, *self.buffers.paths])}
         self.n_params: int = len(self.params.paths)
-        places = {path: i for i, path in enumerate(self.whole.paths)}
-        self._from_whole = [places[path] for path in self.order]
+        place_in_whole = {path: i for i, path in enumerate(self.whole.paths)}
+        self._from_whole = [place_in_whole[path] for path in self.order]
         # For each buffer, where the leaf of its first path is.
         self.buffer_places: list[int] = [self.order[self.first[path]] for path in self.buffers.paths]
 
@@ -231,16 +236,7 @@ class Spec:
             TieError: Two paths of one tensor of the module have different leaves.
         """
         if not isinstance(params, TensorCollection) or not (buffers is None or isinstance(buffers, TensorCollection)):
-            wrong = buffers if isinstance(params, TensorCollection) else params
-            raise error(
-                TypeError,
-                "apply: params and buffers must be trees.",
-                expected="TensorDict",
-                got=type(wrong).__name__,
-                hint='TensorDict(d) makes a tree of a nested dict, TensorDict(d).unflatten_keys(".") of a state dict.'
-                if isinstance(wrong, Mapping)
-                else "apply(params, x, ..., buffers=buffers).",
-            )
+            raise _not_trees_error(params, buffers)
         if shared:
             return self._by_path(params, buffers, lead, shared)
         first = self.params.checked(params, lead)
@@ -258,58 +254,84 @@ class Spec:
 
     def _by_path(self, params: Any, buffers: Any, lead: Size, shared: Set[Path]) -> list[Any]:
         """Read trees in another arrangement, or raise the error that names the leaf which does not fit."""
-        found: dict[Path, Any] = {}
-        for tree in (params, buffers):
-            if tree is not None:
-                for entry in entries(tree):
-                    for path in entry.paths:
-                        if found.setdefault(path, entry.leaf) is not entry.leaf:
-                            raise TreeStructureError(
-                                f"apply: {dotted(path)!r} is in params and in buffers.",
-                                expected="every leaf in one of the trees",
-                                got="two different leaves",
-                                hint="split(tree) gives parameters and buffers without an overlap.",
-                            )
-                        if tree is buffers and self.order.get(path, self.n_params) < self.n_params:
-                            raise TreeStructureError(
-                                f"apply: the parameter {dotted(path)!r} is in buffers.",
-                                expected="parameters in the first tree, which may also hold the buffers",
-                                hint="are the two trees swapped? apply(params, x, buffers=buffers).",
-                            )
-        # Files often keep one name of a tied weight.
-        known = {self.first[path]: leaf for path, leaf in found.items() if path in self.first}
-        found |= {path: known[f] for path, f in self.first.items() if path not in found and f in known}
+        found = self._collect(params, buffers)
+        self._fill_ties(found)
         missing = [path for path in self.order if path not in found]
         unknown = [path for path in found if path not in self.order]
         if missing or unknown:
-            hint = None
-            if set(map(dotted, missing)) & set(map(dotted, unknown)):
-                hint = FLAT
-            elif missing and buffers is None and set(missing) <= set(self.buffers.paths):
-                hint = "pass buffers=buffers; buffers are never taken from the module silently."
-            elif missing and unknown:
-                hint = "does the tree belong to another module, or is it a sub-tree?"
-            n = len(self.order)
-            if missing:
-                first = f"{dotted(missing[0])!r} is missing"
-            else:
-                first = f"{dotted(unknown[0])!r} is not one of its leaves"
-            raise TreeStructureError(
-                f"apply: the trees do not fit {self.name}: {first}.",
-                expected=f"{n} leaves" + (f", also {_names(missing)}" if missing else ""),
-                got=f"unknown leaves {_names(unknown)}" if unknown else f"{n - len(missing)} of them",
-                hint=hint,
-            )
-        for path, plain, stacked in zip(
-            self.whole.paths, self.whole.shapes, self.whole.shapes_after(lead), strict=True
-        ):
+            raise self._structure_error(missing, unknown, buffers)
+        self._check_shapes(found, lead, shared)
+        self._check_ties(found)
+        return [found[path] for path in self.order]
+
+    def _collect(self, params: TensorCollection, buffers: TensorCollection | None) -> dict[Path, Any]:
+        """Return the leaves of both trees by their paths."""
+        found: dict[Path, Any] = {}
+        for entry in entries(params):
+            for path in entry.paths:
+                found[path] = entry.leaf
+        if buffers is None:
+            return found
+        for entry in entries(buffers):
+            for path in entry.paths:
+                if found.setdefault(path, entry.leaf) is not entry.leaf:
+                    raise TreeStructureError(
+                        f"apply: {dotted(path)!r} is in params and in buffers.",
+                        expected="every leaf in one of the trees",
+                        got="two different leaves",
+                        hint="split(tree) gives parameters and buffers without an overlap.",
+                    )
+                is_parameter = path in self.order and self.order[path] < self.n_params
+                if is_parameter:
+                    raise TreeStructureError(
+                        f"apply: the parameter {dotted(path)!r} is in buffers.",
+                        expected="parameters in the first tree, which may also hold the buffers",
+                        hint="are the two trees swapped? apply(params, x, buffers=buffers).",
+                    )
+        return found
+
+    def _fill_ties(self, found: dict[Path, Any]) -> None:
+        """Give the leaf of a tied weight to all its paths: files often keep one name of it."""
+        leaf_of_first = {self.first[path]: leaf for path, leaf in found.items() if path in self.first}
+        for path, first in self.first.items():
+            if path not in found and first in leaf_of_first:
+                found[path] = leaf_of_first[first]
+
+    def _structure_error(self, missing: list[Path], unknown: list[Path], buffers: Any) -> TreeStructureError:
+        """Return the error for trees without some leaves of the module, or with others."""
+        n_leaves = len(self.order)
+        expected = f"{n_leaves} leaves"
+        if missing:
+            fault = f"{dotted(missing[0])!r} is missing"
+            expected += f", also {_names(missing)}"
+        else:
+            fault = f"{dotted(unknown[0])!r} is not one of its leaves"
+        got = f"{n_leaves - len(missing)} of them"
+        if unknown:
+            got = f"unknown leaves {_names(unknown)}"
+        hint = None
+        if set(map(dotted, missing)) & set(map(dotted, unknown)):
+            hint = FLAT
+        elif missing and buffers is None and set(missing) <= set(self.buffers.paths):
+            hint = "pass buffers=buffers; buffers are never taken from the module silently."
+        elif missing and unknown:
+            hint = "does the tree belong to another module, or is it a sub-tree?"
+        return TreeStructureError(
+            f"apply: the trees do not fit {self.name}: {fault}.", expected=expected, got=got, hint=hint
+        )
+
+    def _check_shapes(self, found: dict[Path, Any], lead: Size, shared: Set[Path]) -> None:
+        stacked_shapes = self.whole.shapes_after(lead)
+        for path, plain, stacked in zip(self.whole.paths, self.whole.shapes, stacked_shapes, strict=True):
+            leaf = found[path]
             shape = plain if path in shared else stacked
-            if not isinstance(found[path], Tensor) or found[path].shape != shape:
-                raise shape_error(path, found[path], shape)
+            if not isinstance(leaf, Tensor) or leaf.shape != shape:
+                raise shape_error(path, leaf, shape)
+
+    def _check_ties(self, found: dict[Path, Any]) -> None:
         for path, first in self.first.items():
             if path != first and not is_one_tensor(found[path], found[first]):
                 raise tie_error("apply", first, path)
-        return [found[path] for path in self.order]
 
     def rebuild_buffers(self, params: Any, buffers: Any, leaves: list[Any]) -> Any:
         """Return the tree that held the buffers, around new ones in plan order."""
@@ -319,21 +341,41 @@ class Spec:
                 return new
         tree = params if buffers is None else buffers
         given = {path for path, _ in iter_items(tree, True, True)}
-        return replace(tree, {p: new for p, new in zip(self.buffers.paths, leaves, strict=True) if p in given})
+        named = zip(self.buffers.paths, leaves, strict=True)
+        return replace(tree, {path: leaf for path, leaf in named if path in given})
 
 
 def extra_values(*trees: Any) -> dict[Path, list[Any]]:
     """Return, for each extra state in the trees, its values: one, or one for each member of a stacked tree."""
-    found = [item for tree in trees if isinstance(tree, TensorCollection) for item in iter_items(tree, True, True)]
-    return {
-        path: list(node._array.flat)
-        for path, node in found
-        if path[-1] == EXTRA_STATE and isinstance(node, NonTensorBase)
-    }
+    values: dict[Path, list[Any]] = {}
+    for tree in trees:
+        if not isinstance(tree, TensorCollection):
+            continue
+        for path, node in iter_items(tree, True, True):
+            if path[-1] == EXTRA_STATE and isinstance(node, NonTensorBase):
+                values[path] = list(node._array.flat)
+    return values
 
 
 def _names(paths: list[Path]) -> str:
-    return str([dotted(path) for path in paths[:10]]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
+    names = str([dotted(path) for path in paths[:10]])
+    if len(paths) > 10:
+        return f"{names} and {len(paths) - 10} more"
+    return names
+
+
+def _not_trees_error(params: Any, buffers: Any) -> TypeError:
+    wrong = buffers if isinstance(params, TensorCollection) else params
+    hint = "apply(params, x, ..., buffers=buffers)."
+    if isinstance(wrong, Mapping):
+        hint = 'TensorDict(d) makes a tree of a nested dict, TensorDict(d).unflatten_keys(".") of a state dict.'
+    return error(
+        TypeError,
+        "apply: params and buffers must be trees.",
+        expected="TensorDict",
+        got=type(wrong).__name__,
+        hint=hint,
+    )
 
 
 def tie_error(call: str, first: Path, path: Path) -> TieError:
@@ -348,14 +390,17 @@ def tie_error(call: str, first: Path, path: Path) -> TieError:
 
 def shape_error(path: Path, leaf: Any, shape: Size) -> LeafMismatchError:
     """Return the error for a leaf that does not fit the module."""
+    got = type(leaf).__name__
     hint = "the tree belongs to another architecture."
-    if isinstance(leaf, Tensor) and leaf.shape[1:] == shape:
-        hint = "the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
-    elif isinstance(leaf, Tensor) and leaf.shape == shape[1:]:
-        hint = "the tree has one member: an Ensemble of E members takes tree.expand(E), buffers as well."
+    if isinstance(leaf, Tensor):
+        got = f"shape {tuple(leaf.shape)}"
+        if leaf.shape[1:] == shape:
+            hint = "the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
+        elif leaf.shape == shape[1:]:
+            hint = "the tree has one member: an Ensemble of E members takes tree.expand(E), buffers as well."
     return LeafMismatchError(
         f"apply: leaf {dotted(path)!r} does not fit the module.",
         expected=f"shape {tuple(shape)}",
-        got=f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__,
+        got=got,
         hint=hint,
     )

@@ -8,7 +8,7 @@ writes, which later calls copy.
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Size, Tensor, nn
@@ -114,8 +114,10 @@ class Watch(TorchDispatchMode):
         alive = [(ref(), path) for ref, path in originals]
         self._originals = {storage_of(weight): path for weight, path in reversed(alive) if weight is not None}
         # The memory of leaves and inputs may be read; None stands for all tensors without memory.
-        for memory in [None, *[_memory(value) for value in (*given, *leaves, *bound) if isinstance(value, Tensor)]]:
-            self._originals.pop(memory, None)
+        self._originals.pop(None, None)
+        for value in (*given, *leaves, *bound):
+            if isinstance(value, Tensor):
+                self._originals.pop(_memory(value), None)
         self._leaves = leaves
         self._bound = bound
         self._before = list(map(_state, bound))
@@ -124,17 +126,27 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _HARMLESS and self._originals:
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor):
-                    path = self._originals.get(storage_of(value))
-                    if path is not None:
-                        _leak(path, func)
+            self._refuse_originals(func, (args, kwargs))
         if isinstance(func, OpOverload) and func._schema.is_mutable:
-            for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
-                    self._writes.update([storage_of(value) for value in written if isinstance(value, Tensor)])
+            self._note_writes(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _refuse_originals(self, func: Any, values: Any) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor):
+                path = self._originals.get(storage_of(value))
+                if path is not None:
+                    _leak(path, func)
+
+    def _note_writes(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """Note the memory that an operation writes, by its schema."""
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            for value in tree_leaves(given):
+                if isinstance(value, Tensor):
+                    self._writes.add(storage_of(value))
 
     def written(self) -> set[int] | None:
         """Return the places of the bound tensors that were written; None if that cannot be known.
@@ -145,17 +157,37 @@ class Watch(TorchDispatchMode):
         # None stands for all tensors without memory.
         self._writes.discard(None)
         states = list(zip(self._before, self._bound, strict=True))
-        if any(t.is_meta or (before[0] is None and t.numel() and t.is_inference()) for before, t in states):
+        if any(tensor.is_meta or _hides_writes(before, tensor) for before, tensor in states):
             return None
-        places = {i for i, (before, t) in enumerate(states) if before[0] in self._writes or _state(t) != before}
-        pairs = enumerate(zip(self._leaves, self._bound, strict=True))
-        return places | {i for i, (leaf, t) in pairs if not is_equal(_unwrap(leaf), _unwrap(t))}
+        places: set[int] = set()
+        for i, (before, tensor) in enumerate(states):
+            if before.memory in self._writes or _state(tensor) != before:
+                places.add(i)
+        for i, (leaf, tensor) in enumerate(zip(self._leaves, self._bound, strict=True)):
+            if not is_equal(_unwrap(leaf), _unwrap(tensor)):
+                places.add(i)
+        return places
 
 
-def _state(tensor: Tensor) -> tuple[Any, bool, int]:
-    """Return the parts that show a write without an operation, or to a tensor without one memory (sparse)."""
+class _State(NamedTuple):
+    """The parts of a tensor that show a write without an operation, or to a tensor without one memory (sparse)."""
+
+    memory: Any
+    requires_grad: bool
+    # 0 where the memory shows the writes, and in inference mode, which counts none.
+    version: int
+
+
+def _state(tensor: Tensor) -> _State:
     memory = _memory(tensor)
-    return memory, tensor.requires_grad, tensor._version if memory is None and not tensor.is_inference() else 0
+    version = 0
+    if memory is None and not tensor.is_inference():
+        version = tensor._version
+    return _State(memory, tensor.requires_grad, version)
+
+
+def _hides_writes(before: _State, tensor: Tensor) -> bool:
+    return before.memory is None and tensor.numel() > 0 and tensor.is_inference()
 
 
 def _memory(tensor: Tensor) -> Any:

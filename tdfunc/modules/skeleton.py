@@ -19,8 +19,8 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from operator import is_, itemgetter
-from typing import Any, TypeAlias
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from tdfunc.core.errors import LeakError, UnsupportedError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.modules.checkpoint import stand_in as checkpoint
-from tdfunc.modules.extract import is_renormed, unwrap, walk
+from tdfunc.modules.extract import Slot, is_renormed, unwrap, walk
 from tdfunc.modules.plan import Straight, make_filler
 from tdfunc.modules.poison import Poison, is_equal, storage_of
 
@@ -76,9 +76,7 @@ def duplicate(
     """
     # The list keeps everything alive, so that ids stay valid.
     found = [item for item in _reachable(module, set(memo)) if id(item[1]) not in memo]
-    modules = list(module.modules())
-    tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
-    own = {id(part) for part in (*modules, *tensors) if part is not None}
+    own = _ids_of_parts(module)
     functions: list[tuple[types.FunctionType, types.FunctionType]] = []
     for name, value in found:
         replacement = None
@@ -87,30 +85,20 @@ def duplicate(
         elif isinstance(value, _SHARED):
             replacement = value
         elif isinstance(value, types.FunctionType) and _reaches(value, own):
-            # Cells that lead to parts of the module are filled below; the others stay shared.
-            cells = [
-                types.CellType() if _is_filled(cell) and _reaches(cell.cell_contents, own) else cell
-                for cell in value.__closure__ or ()
-            ]
-            replacement = types.FunctionType(
-                value.__code__, value.__globals__, value.__name__, None, tuple(cells) or None
-            )
-            replacement.__dict__.update(value.__dict__)
+            replacement = _copy_unfilled(value, own)
             functions.append((value, replacement))
         if replacement is not None:
             memo[id(value)] = replacement
     try:
         # The wrappers of torch.compile: the innermost first.
         for _, value in reversed(found):
-            if isinstance(value, nn.Module) and unwrap(value, "functional") is not value:
-                memo[id(value)] = copy.deepcopy(unwrap(value, "functional"), memo)
+            if isinstance(value, nn.Module):
+                inner = unwrap(value, "functional")
+                if inner is not value:
+                    memo[id(value)] = copy.deepcopy(inner, memo)
         copied = copy.deepcopy(module, memo)
         for old, new in functions:
-            for cell, source in zip(new.__closure__ or (), old.__closure__ or (), strict=True):
-                if cell is not source:
-                    cell.cell_contents = copy.deepcopy(source.cell_contents, memo)
-            new.__defaults__ = copy.deepcopy(old.__defaults__, memo)
-            new.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
+            _fill_function(new, old, memo)
     # A class's own __deepcopy__ or __reduce__ may raise anything.
     except Exception as err:
         raise UnsupportedError(
@@ -122,6 +110,42 @@ def duplicate(
     return copied
 
 
+def _ids_of_parts(module: nn.Module) -> set[int]:
+    """Return the ids of a module's submodules, parameters and buffers."""
+    ids: set[int] = set()
+    for sub in module.modules():
+        ids.add(id(sub))
+        for tensor in (*sub._parameters.values(), *sub._buffers.values()):
+            if tensor is not None:
+                ids.add(id(tensor))
+    return ids
+
+
+def _copy_unfilled(function: types.FunctionType, own: set[int]) -> types.FunctionType:
+    """Return a copy of a function with empty cells where a variable leads to a part of the module.
+
+    It shares the other cells, and has no defaults: `_fill_function` completes it.
+    """
+    cells: list[types.CellType] = []
+    for cell in function.__closure__ or ():
+        if _is_filled(cell) and _reaches(cell.cell_contents, own):
+            cells.append(types.CellType())
+        else:
+            cells.append(cell)
+    copied = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(cells) or None)
+    copied.__dict__.update(function.__dict__)
+    return copied
+
+
+def _fill_function(new: types.FunctionType, old: types.FunctionType, memo: dict[int, Any]) -> None:
+    """Fill the empty cells and the defaults of a copied function with copies of what the original has there."""
+    for cell, source in zip(new.__closure__ or (), old.__closure__ or (), strict=True):
+        if cell is not source:
+            cell.cell_contents = copy.deepcopy(source.cell_contents, memo)
+    new.__defaults__ = copy.deepcopy(old.__defaults__, memo)
+    new.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
+
+
 def _reachable(root: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield (name, object), each object once, of all that a copy looks into; known objects are not entered."""
     seen = {id(root)}
@@ -129,7 +153,9 @@ def _reachable(root: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
     while queue:
         name, value = queue.popleft()
         yield name, value
-        for inner, child in [] if id(value) in known else _children_of(value):
+        if id(value) in known:
+            continue
+        for inner, child in _children_of(value):
             if id(child) not in seen and not isinstance(child, _ATOMS):
                 seen.add(id(child))
                 queue.append((inner, child))
@@ -149,10 +175,12 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
         return [("__self__", value.__self__), ("__func__", value.__func__)]
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords), *vars(value).items()]
-    if isinstance(value, (*_ATOMS, Tensor)) or not (isinstance(value, nn.Module) or _is_plain(value)):
+    if isinstance(value, (*_ATOMS, Tensor)):
         return []
-    slots = [(name, getattr(value, name)) for name in _slots_of(value) if hasattr(value, name)]
-    return [*getattr(value, "__dict__", {}).items(), *slots]
+    if isinstance(value, nn.Module) or _is_plain(value):
+        slots = [(name, getattr(value, name)) for name in _slots_of(value) if hasattr(value, name)]
+        return [*getattr(value, "__dict__", {}).items(), *slots]
+    return []
 
 
 def _slots_of(value: Any) -> list[str]:
@@ -171,7 +199,8 @@ def _is_plain(value: Any) -> bool:
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # a variable that was never assigned
+    # A variable that was never assigned.
+    except ValueError:
         return False
 
 
@@ -208,26 +237,18 @@ def make_template(module: nn.Module) -> nn.Module:
 
     def stand_in(tensor: Tensor, name: str) -> Tensor | None:
         # A view of a weight, or a tensor computed from one, is stale under other weights.
-        path = storages.get(storage_of(tensor), (name,) if tensor.grad_fn is not None else None)
-        if path is not None:
-            return Poison.of(tensor, path)
-        return None
+        path = storages.get(storage_of(tensor))
+        if path is None and tensor.grad_fn is not None:
+            path = (name,)
+        if path is None:
+            return None
+        return Poison.of(tensor, path)
 
-    for name, value in _reachable(module, set(memo)):
-        base = value
-        while isinstance(base, np.ndarray):
-            base = base.base
-        if base is not value and isinstance(base, Tensor) and storage_of(base) in storages:
-            raise LeakError(
-                f"functional: the numpy array {name!r} shares the memory of a weight.",
-                expected="weights read from their module at each call",
-                got=f"a view of {dotted(storages[storage_of(base)])!r}, which is not the weight of a call",
-                hint="make it inside forward: self.weight.detach().numpy().",
-            )
+    _refuse_numpy_views(module, set(memo), storages)
     template = duplicate(module, memo, stand_in)
-    now = [slot for slot in walk(template, "functional") if slot.store is not None]
-    kept = [dotted(slot.path) for slot in now if not isinstance(slot.value, Poison)]
-    if kept or [slot.path for slot in now] != [slot.path for slot in slots]:
+    copies = [slot for slot in walk(template, "functional") if slot.store is not None]
+    kept = [dotted(slot.path) for slot in copies if not isinstance(slot.value, Poison)]
+    if kept or [slot.path for slot in copies] != [slot.path for slot in slots]:
         raise UnsupportedError(
             f"functional: the copy of {type(module).__name__} is not independent of it.",
             expected="a copy with the same parameters and buffers, none of them shared",
@@ -235,6 +256,23 @@ def make_template(module: nn.Module) -> nn.Module:
             hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
         )
     return template
+
+
+def _refuse_numpy_views(module: nn.Module, known: set[int], storages: dict[Any, Path]) -> None:
+    """Raise if the module has a numpy array that shares the memory of a weight: poison cannot take its place."""
+    for name, value in _reachable(module, known):
+        if not isinstance(value, np.ndarray):
+            continue
+        base = value
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if isinstance(base, Tensor) and storage_of(base) in storages:
+            raise LeakError(
+                f"functional: the numpy array {name!r} shares the memory of a weight.",
+                expected="weights read from their module at each call",
+                got=f"a view of {dotted(storages[storage_of(base)])!r}, which is not the weight of a call",
+                hint="make it inside forward: self.weight.detach().numpy().",
+            )
 
 
 def is_recomputing(template: nn.Module) -> bool:
@@ -248,14 +286,38 @@ def is_recomputing(template: nn.Module) -> bool:
 Kept: TypeAlias = tuple[Any, Any]
 
 
+class Target(NamedTuple):
+    """A slot of a copy, and the place of the leaf that fills it."""
+
+    store: dict[str, Any]
+    name: str
+    place: int
+
+
+class _ModuleBefore(NamedTuple):
+    """A module of a copy as it is before a call, for compiled regions."""
+
+    module: nn.Module
+    # The names in its `__dict__`.
+    names: set[str]
+    submodules: dict[str, Any]
+    submodules_before: dict[str, Any]
+    # (name, value) of the attributes that forward may assign.
+    attributes: list[tuple[str, Any]]
+
+
+def _state_before(module: nn.Module) -> _ModuleBefore:
+    submodules = module._modules
+    attributes = [("training", module.training), *_own_attributes(module)]
+    return _ModuleBefore(module, set(module.__dict__), submodules, dict(submodules), attributes)
+
+
 class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
     __slots__ = (
-        "_constants", "_containers", "_count", "_custom", "_empty_tables", "_everything", "_filled_tables", "_filler",
-        "_handles", "_is_known", "_length", "_marks", "_modes", "_originals", "_own", "_parents", "_parts", "_places",
-        "_plain", "_poison", "_registered", "_seen", "_stores", "_traced", "_vacant", "lent", "module", "owners",
-        "renormed", "targets",
+        "_filler", "_modules_before", "_objects", "_places", "_poison", "_registered", "_stores", "_tables", "_vacant",
+        "is_ready", "lent", "module", "owners", "renormed", "targets",
     )  # fmt: skip
 
     def __init__(
@@ -263,97 +325,212 @@ class Skeleton:
     ) -> None:
         memo: dict[int, Any] = {}
         self.module: nn.Module = duplicate(template, memo)
-        walked = walk(self.module, "functional")
+        slots = walk(self.module, "functional")
         # Where extra state goes.
-        self.owners: dict[Path, nn.Module] = {slot.path: slot.owner for slot in walked if slot.store is None}
-        # Tied slots share the leaf of their first path; a shared submodule has its slots once.
-        targets: dict[tuple[int, str], tuple[dict[str, Any], str, int]] = {}
-        for path, owner, store, _ in walked:
-            if store is not None:
-                targets.setdefault((id(owner), path[-1]), (store, path[-1], order[first.get(path, path)]))
-        # (store, name, place of the leaf), in the order of the leaves, so that they fill the slots as they come.
-        self.targets: list[tuple[dict[str, Any], str, int]] = sorted(targets.values(), key=itemgetter(2))
-        self._stores = list({id(store): store for store, _, _ in self.targets}.values())
-        self._poison = [store[name] for store, name, _ in self.targets]
+        self.owners: dict[Path, nn.Module] = {slot.path: slot.owner for slot in slots if slot.store is None}
+        # In the order of the leaves, so that they fill the slots as they come.
+        self.targets: list[Target] = _find_targets(slots, order, first)
+        self._poison = [target.store[target.name] for target in self.targets]
         # None where the leaves fill the slots as they come, without ties.
-        places = [i for _, _, i in self.targets]
+        places = [target.place for target in self.targets]
         self._places = None if places == list(range(len(order))) else places
-        numbers = {id(store): number for number, store in enumerate(self._stores)}
-        slots = tuple([(numbers[id(store)], name) for store, name, _ in self.targets])
-        # The code that earlier skeletons of these slots made.
-        self._filler: Straight = fillers.setdefault(slots, make_filler(slots))
+        # The tables that hold the slots, each once.
+        self._stores = list({id(target.store): target.store for target in self.targets}.values())
+        self._filler: Straight = _find_filler(self.targets, self._stores, fillers)
+
         modules = [unwrap(m, "functional") for m in self.module.modules()]
         # Embeddings with max_norm write the rows that they look up; norms in evaluation mode write nothing.
-        tables = {id(m._parameters) for m in modules if is_renormed(m)}
-        norms = {id(m._buffers) for m in modules if type(m) in _NORMS and not m.training and _is_stateless(m)}
-        self.renormed: set[int] = {i for store, _, i in self.targets if id(store) in tables}
-        self.lent: set[int] = {i for store, _, i in self.targets if id(store) in norms}
-        self._remember(modules, {id(new) for old, new in memo.items() if id(new) != old})
+        norms = [m for m in modules if type(m) in _NORMS and not m.training and _is_stateless(m)]
+        self.renormed: set[int] = self._places_in([m._parameters for m in modules if is_renormed(m)])
+        self.lent: set[int] = self._places_in([m._buffers for m in norms])
 
-    def _remember(self, modules: list[nn.Module], copied: set[int]) -> None:
-        """Note everything that a forward may write, to put it back after each call."""
-        both = [table for m in modules for table in (m._parameters, m._buffers)]
         # A slot that is None may be filled by forward: a cache registered in advance.
-        self._vacant = [(table, name) for table in both for name, value in table.items() if value is None]
+        stores = _stores_of(modules)
+        self._vacant = [(store, name) for store in stores for name, value in store.items() if value is None]
+        self._tables = _Tables(modules)
+        copied = {id(new) for old, new in memo.items() if id(new) != old}
+        self._objects = _Objects(modules, copied)
+        # Whether no call, and no caller who got a constant, has written one. Every call of apply asks, so that a method
+        # in between would cost each of them a call.
+        self.is_ready: Callable[[], bool] = self._objects.is_unwritten
+        # For compiled regions.
+        self._registered = [(store, set(store)) for store in stores]
+        self._modules_before = list(map(_state_before, modules))
+
+    def _places_in(self, stores: list[dict[str, Any]]) -> set[int]:
+        """Return the places of the leaves that fill slots of some tables."""
+        ids = set(map(id, stores))
+        return {target.place for target in self.targets if id(target.store) in ids}
+
+    def bind(self, leaves: list[Any]) -> None:
+        """Put the leaves, in plan order, into their slots."""
+        if not self._objects.count:
+            self._objects.mark()
+        if self._places is not None:
+            leaves = [leaves[i] for i in self._places]
+        self._filler.run(self._stores, leaves)
+
+    def bind_traced(self, leaves: list[Any]) -> None:
+        """`bind` in a compiled region, which cannot compile code."""
+        for store, name, place in self.targets:
+            store[name] = leaves[place]
+
+    def has_hidden_writes(self) -> bool:
+        """Return whether a call wrote attributes of torch's own modules, or constants past their version counters."""
+        return self._tables.has_hidden_writes() or self._objects.has_hidden_writes()
+
+    def reset(self) -> bool:
+        """Empty the slots and undo the writes of forward to its modules and to the objects that they hold.
+
+        Returns:
+            Whether the skeleton can run another call.
+        """
+        self._filler.run(self._stores, self._poison)
+        for store, name in self._vacant:
+            store[name] = None
+        self._tables.restore()
+        return self._objects.restore()
+
+    def reset_traced(self) -> None:
+        """`reset` in a compiled region, where writes to a module show in `module.__dict__` alone."""
+        for (store, name, _), nothing in zip(self.targets, self._poison, strict=True):
+            store[name] = nothing
+        for store, name in self._vacant:
+            store[name] = None
+        for store, names in self._registered:
+            _remove_others(store, names)
+        for before in self._modules_before:
+            own = before.module.__dict__
+            _remove_others(own, before.names)
+            for name, value in before.attributes:
+                if own.get(name) is not value:
+                    own[name] = value
+            if list(before.submodules.values()) != list(before.submodules_before.values()):
+                _refill(before.submodules, before.submodules_before)
+        _restore(self._objects.containers)
+
+
+def _find_targets(slots: list[Slot], order: dict[Path, int], first: dict[Path, Path]) -> list[Target]:
+    """Return the slots that leaves fill, in the order of the leaves.
+
+    Tied slots share the leaf of their first path; a shared submodule has its slots once.
+    """
+    targets: dict[tuple[int, str], Target] = {}
+    for path, owner, store, _ in slots:
+        if store is not None:
+            place = order[first.get(path, path)]
+            targets.setdefault((id(owner), path[-1]), Target(store, path[-1], place))
+    return sorted(targets.values(), key=attrgetter("place"))
+
+
+def _find_filler(targets: list[Target], stores: list[dict[str, Any]], fillers: dict[Hashable, Straight]) -> Straight:
+    """Return the code that fills the targets: the code of an earlier skeleton of these slots, if there is one."""
+    numbers = {id(store): number for number, store in enumerate(stores)}
+    slots = tuple([(numbers[id(target.store)], target.name) for target in targets])
+    return fillers.setdefault(slots, make_filler(slots))
+
+
+class _Tables:
+    """The tables of `nn.Module` in all modules of a copy, and how a write to them shows."""
+
+    __slots__ = (
+        "_custom", "_empty", "_everything", "_filled", "_length", "_modes", "_next_hook", "_own", "_parents", "_plain",
+        "_submodules",
+    )  # fmt: skip
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        stores = _stores_of(modules)
+        children = [m._modules for m in modules]
+        hooks = [m.__dict__[name] for m in modules for name in (*_HOOKS, "_non_persistent_buffers_set")]
         self._own = [m.__dict__ for m in modules]
         self._modes = list(map(_TRAINING, self._own))
-        self._handles = RemovableHandle.next_id
+        self._next_hook = RemovableHandle.next_id
         self._parents = [m.__dict__ for m in modules if m._modules]
-        self._seen = _submodules(self._parents)
+        self._submodules = list(map(tuple, map(dict.values, map(_MODULES, self._parents))))
         # Additions to torch's own modules show in the number of entries; `any` is the faster test of an empty table.
-        sized = [*self._own, *both, *[m._modules for m in modules if not m._modules]]
-        self._filled_tables = [t for t in sized if t]
-        self._empty_tables = [t for t in sized if not t]
-        self._length = sum(map(len, self._filled_tables))
-        hooks = [m.__dict__[name] for m in modules for name in (*_HOOKS, "_non_persistent_buffers_set")]
-        self._everything = [_keep(table) for table in [*self._own, *both, *[m._modules for m in modules], *hooks]]
+        counted = [*self._own, *stores, *[table for table in children if not table]]
+        self._filled = [table for table in counted if table]
+        self._empty = [table for table in counted if not table]
+        self._length = sum(map(len, self._filled))
         # Modules of other classes may write anything that they hold.
-        custom = [m for m in modules if not _is_stateless(m)]
-        self._custom = [_keep(m.__dict__) for m in custom]
+        self._custom = [_keep(m.__dict__) for m in modules if not _is_stateless(m)]
         self._plain = [_keep(m.__dict__) for m in modules if _is_stateless(m)]
-        self._containers: list[Kept] = []
+        self._everything = [_keep(table) for table in [*self._own, *stores, *children, *hooks]]
+
+    def restore(self) -> None:
+        """Undo the writes of a call."""
+        _restore(self._custom)
+        # All loops are in C, for speed.
+        if (
+            # One number for all tables: removed entries are put back above, so that additions cannot hide.
+            sum(map(len, self._filled)) != self._length
+            or any(self._empty)
+            # A hook was registered somewhere since the last look: maybe here.
+            or RemovableHandle.next_id != self._next_hook
+            or list(map(_TRAINING, self._own)) != self._modes
+            or list(map(tuple, map(dict.values, map(_MODULES, self._parents)))) != self._submodules
+        ):
+            self._next_hook = RemovableHandle.next_id
+            _restore(self._everything)
+
+    def has_hidden_writes(self) -> bool:
+        """Return whether a call assigned attributes of torch's own modules, which `restore` does not look at."""
+        return any(_ids_of_values(own) != _ids_of_values(before) for own, before in self._plain)
+
+
+class _Objects:
+    """The modules of a copy and the objects that they hold, and how a change to them shows.
+
+    Args:
+        modules: The modules.
+        copied: The ids of the objects that are copies. Others are shared with the rest of the program.
+    """
+
+    __slots__ = ("_constants", "_is_known", "_marks", "_originals", "_parts", "containers", "count")
+
+    def __init__(self, modules: list[nn.Module], copied: set[int]) -> None:
+        self.containers: list[Kept] = []
         # Tensors that are not leaves, copies of them, and numpy arrays.
         self._constants: list[Any] = []
         self._originals: list[Tensor] = []
+        # The versions of the constants, or their bytes.
         self._marks: list[Any] = []
+        # Whether every change to the objects shows.
         self._is_known = True
         # The objects that nothing else may hold between calls, and how many references to each there are then.
         self._parts: list[Any] = [*modules]
-        self._count = 0
-        own_names = {id(m): [(n, v) for n, v in m.__dict__.items() if n not in _OWN_TABLES] for m in custom}
+        self.count: int = 0
         left = copied - set(map(id, modules))
-        for attributes in own_names.values():
-            for _, value in attributes:
+        for module in modules:
+            for _, value in _own_attributes(module):
                 self._note(value, left)
-        self._registered = [(table, set(table)) for table in both]
-        self._traced = [
-            (m, set(m.__dict__), m._modules, dict(m._modules), [("training", m.training), *own_names.get(id(m), [])])
-            for m in modules
-        ]
 
     def _note(self, value: Any, left: set[int]) -> None:
-        """Note an object of the module and its parts, and how a change to it shows.
+        """Note an object of the module and its parts.
 
         Args:
             value: The object.
-            left: The ids of objects that are copies and not noted yet. Others are shared with the rest of the program.
+            left: The ids of copied objects that are not noted yet.
         """
         if id(value) not in left or isinstance(value, Poison):
             return
         left.discard(id(value))
-        if isinstance(value, (Tensor, np.ndarray)):
-            if isinstance(value, np.ndarray):
-                self._constants.append(value)
-            elif not value.is_inference():
+        if isinstance(value, np.ndarray):
+            self._constants.append(value)
+            return
+        if isinstance(value, Tensor):
+            # Tensors of inference mode have no version counter.
+            if not value.is_inference():
                 self._constants.append(value)
                 self._originals.append(value.detach().clone())
             return
         if isinstance(value, (dict, list, set, deque)):
-            self._containers.append(_keep(value))
+            self.containers.append(_keep(value))
         elif _is_plain(value) and not _slots_of(value):
-            self._containers.append(_keep(getattr(value, "__dict__", {})))
+            self.containers.append(_keep(getattr(value, "__dict__", {})))
             # A module that is not registered has state in its tables.
-            self._is_known &= not isinstance(value, nn.Module)
+            if isinstance(value, nn.Module):
+                self._is_known = False
         elif not isinstance(value, _FROZEN):
             # Objects that hash by their value do not change it.
             if type(value).__hash__ not in (None, object.__hash__):
@@ -363,96 +540,55 @@ class Skeleton:
         for _, child in _children_of(value):
             self._note(child, left)
 
-    def bind(self, leaves: list[Any]) -> None:
-        """Put the leaves, in plan order, into their slots."""
-        if not self._count:
-            self._count = sum(map(sys.getrefcount, self._parts))
-            self._marks = self._read_constants()
-        self._filler.run(self._stores, leaves if self._places is None else [leaves[i] for i in self._places])
-
-    def bind_traced(self, leaves: list[Any]) -> None:
-        """`bind` in a compiled region, which cannot compile code."""
-        for store, name, i in self.targets:
-            store[name] = leaves[i]
-
-    def _empty(self) -> None:
-        for (store, name, _), nothing in zip(self.targets, self._poison, strict=True):
-            store[name] = nothing
-        for table, name in self._vacant:
-            table[name] = None
-
-    def is_ready(self) -> bool:
-        """Return whether no call, and no caller who got a constant, has written one."""
-        return not (self._constants and self._count) or self._read_constants() == self._marks
+    def mark(self) -> None:
+        """Note the state before the first call, when nothing else holds the objects."""
+        self.count = sum(map(sys.getrefcount, self._parts))
+        self._marks = self._read_constants()
 
     def _read_constants(self) -> list[Any]:
         return [x._version if isinstance(x, Tensor) else x.tobytes() for x in self._constants]
 
+    def is_unwritten(self) -> bool:
+        """Return whether the constants are as they were before the first call."""
+        return not (self._constants and self.count) or self._read_constants() == self._marks
+
     def has_hidden_writes(self) -> bool:
-        """Return whether a call wrote attributes of torch's own modules, or constants past their version counters."""
+        """Return whether a call wrote tensors past their version counters."""
         tensors = [x for x in self._constants if isinstance(x, Tensor)]
-        changed = any([list(map(id, own.values())) != list(map(id, kept.values())) for own, kept in self._plain])
-        return changed or not all(map(is_equal, tensors, self._originals))
+        return not all(map(is_equal, tensors, self._originals))
 
-    def reset(self) -> bool:
-        """Empty the slots and undo the writes of forward to its modules and to the objects that they hold.
-
-        Returns:
-            Whether the skeleton can run another call.
-        """
-        self._filler.run(self._stores, self._poison)
-        for table, name in self._vacant:
-            table[name] = None
-        _restore(self._custom)
-        if (
-            # One number for all tables: removed entries are put back above, so that additions cannot hide.
-            sum(map(len, self._filled_tables)) != self._length
-            or any(self._empty_tables)
-            # A hook was registered somewhere since the last look: maybe here.
-            or RemovableHandle.next_id != self._handles
-            or list(map(_TRAINING, self._own)) != self._modes
-            or _submodules(self._parents) != self._seen
-        ):
-            self._handles = RemovableHandle.next_id
-            _restore(self._everything)
-        if self._containers:
-            _restore(self._containers)
-        if not self._is_known or not self.is_ready():
+    def restore(self) -> bool:
+        """Refill the containers that changed; return whether nothing else has changed and nothing else holds a part."""
+        if self.containers:
+            _restore(self.containers)
+        if not self._is_known:
+            return False
+        if self._constants and self._read_constants() != self._marks:
             return False
         # One number for all: no count can fall.
-        if sum(map(sys.getrefcount, self._parts)) == self._count:
+        if sum(map(sys.getrefcount, self._parts)) == self.count:
             return True
         # A function that calls itself holds its variables until the collector runs.
         gc.collect(0)
-        return sum(map(sys.getrefcount, self._parts)) == self._count
-
-    def reset_traced(self) -> None:
-        """`reset` in a compiled region, where writes to a module show in `module.__dict__` alone."""
-        self._empty()
-        for table, names in self._registered:
-            for name in list(table):
-                if name not in names:
-                    del table[name]
-        for module, names, table, before, attributes in self._traced:
-            own = module.__dict__
-            for name in list(own):
-                if name not in names:
-                    del own[name]
-            for name, value in attributes:
-                if own.get(name) is not value:
-                    own[name] = value
-            if list(table.values()) != list(before.values()):
-                _refill(table, before)
-        _restore(self._containers)
+        return sum(map(sys.getrefcount, self._parts)) == self.count
 
 
-def _submodules(parents: list[dict[str, Any]]) -> list[tuple[nn.Module, ...]]:
-    """Return the submodules of modules that are given by their `__dict__`."""
-    return list(map(tuple, map(dict.values, map(_MODULES, parents))))
+def _stores_of(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """Return the tables of parameters and buffers."""
+    return [table for m in modules for table in (m._parameters, m._buffers)]
+
+
+def _own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return (name, value) of the attributes that forward may write, besides the tables and the mode."""
+    if _is_stateless(module):
+        return []
+    return [(name, value) for name, value in module.__dict__.items() if name not in _OWN_TABLES]
 
 
 def _keep(container: Any) -> Kept:
-    return container, dict(container) if isinstance(container, dict) else list(container)
+    if isinstance(container, dict):
+        return container, dict(cast("dict[Any, Any]", container))
+    return container, list(container)
 
 
 def _values(container: Any) -> Iterable[Any]:
@@ -466,6 +602,17 @@ def _restore(kept: list[Kept]) -> None:
     for container, before in kept:
         if len(container) != len(before) or not all(map(is_, _values(container), _values(before))):
             _refill(container, before)
+
+
+def _ids_of_values(table: dict[str, Any]) -> list[int]:
+    return list(map(id, table.values()))
+
+
+def _remove_others(table: dict[str, Any], names: set[str]) -> None:
+    """Remove the entries that have other names."""
+    for name in list(table):
+        if name not in names:
+            del table[name]
 
 
 def _refill(container: Any, before: Any) -> None:

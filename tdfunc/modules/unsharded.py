@@ -8,6 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 # Under these names torch's composable functions keep their state in a module.
 _STATE = "__composable_api"
+# The hooks that FSDP2 registers.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 
 class DataParallelTwin(nn.Module):
@@ -40,20 +42,24 @@ def unsharded(module: nn.Module) -> nn.Module:
         if isinstance(m, DistributedDataParallel):
             twins[id(m)] = DataParallelTwin(twins[id(m.module)], m.training)
             continue
-        # The class that `fully_shard` derived its own from; torch's FSDPModule also finds it so.
+        cls = type(m)
         if isinstance(m, fsdp):
-            cls = type(m).__mro__[2]
-        else:
-            cls = type(m)
-        twin: nn.Module = object.__new__(cls)
-        kept = {name: value for name, value in m.__dict__.items() if not name.startswith(_STATE)}
-        twin.__dict__.update(kept)
-        for name in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
-            hooks = {key: hook for key, hook in kept[name].items() if not _is_of_fsdp(hook)}
-            twin.__dict__[name] = type(kept[name])(hooks)
-        twin.__dict__["_modules"] = {n: child and twins[id(child)] for n, child in m._modules.items()}
-        twins[id(m)] = twin
+            # The class that `fully_shard` derived its own from; torch's FSDPModule also finds it so.
+            cls = cls.__mro__[2]
+        twins[id(m)] = _make_twin(m, cls, twins)
     return twins[id(module)]
+
+
+def _make_twin(module: nn.Module, cls: type[nn.Module], twins: dict[int, nn.Module]) -> nn.Module:
+    """Return a module of a class with the same tensors, the twins of the submodules, and no hooks of FSDP2."""
+    twin: nn.Module = object.__new__(cls)
+    kept = {name: value for name, value in module.__dict__.items() if not name.startswith(_STATE)}
+    twin.__dict__.update(kept)
+    for name in _HOOKS:
+        hooks = {key: hook for key, hook in kept[name].items() if not _is_of_fsdp(hook)}
+        twin.__dict__[name] = type(kept[name])(hooks)
+    twin.__dict__["_modules"] = {name: child and twins[id(child)] for name, child in module._modules.items()}
+    return twin
 
 
 def _is_of_fsdp(hook: Any) -> bool:

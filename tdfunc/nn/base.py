@@ -48,7 +48,9 @@ def split_keys(in_keys: InKeys) -> tuple[list[str] | None, list[NestedKey]]:
 
 def as_keys(keys: Keys) -> list[NestedKey]:
     """Return one key (a str or tuple) or several (any other iterable) as a list."""
-    return [as_key(key) for key in ([keys] if isinstance(keys, (str, tuple)) else keys)]
+    if isinstance(keys, (str, tuple)):
+        return [as_key(keys)]
+    return [as_key(key) for key in keys]
 
 
 class TensorDictModuleBase(nn.Module):
@@ -246,7 +248,8 @@ def dispatch(
 
     @wraps(fn)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[0] if args else kwargs.get("tensordict"), TreeMethods):
+        first = args[0] if args else kwargs.get("tensordict")
+        if isinstance(first, TreeMethods):
             return fn(self, *args, **kwargs)
         values: dict[NestedKey, Any] = {}
         rest = list(args)
@@ -280,10 +283,12 @@ def read_inputs(module: nn.Module, tensordict: Any, keys: Sequence[NestedKey]) -
             values.append(tensordict[key])
         except MissingKeyError as err:
             found = [repr(path) for path in tensordict.keys(True, True)]
+            if len(found) > 20:
+                found[20:] = ["..."]
             raise MissingKeyError(
                 f"{type(module).__name__}{_wrapped_by(module)}: the tree has no {key!r}, which the module reads.",
                 expected=f"{list(keys)}",
-                got=", ".join(found[:20] + ["..."] * (len(found) > 20)) or "(no keys)",
+                got=", ".join(found) or "(no keys)",
             ) from err
     return values
 

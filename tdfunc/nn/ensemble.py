@@ -10,7 +10,7 @@ from tdfunc import random
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.keys import FilterLike, dotted
-from tdfunc.core.types import Kind
+from tdfunc.core.types import Kind, Path
 from tdfunc.ensemble._call import find_shared, members_of
 from tdfunc.ensemble.ensemble import Ensemble, How
 from tdfunc.modules.extract import from_module, split
@@ -121,14 +121,21 @@ def _module_of(tree: TensorCollection) -> nn.Module:
         learned = entry.kind in (None, Kind.PARAMETER) and (copied.is_floating_point() or copied.is_complex())
         slot = nn.Parameter(copied) if learned else copied
         for path in entry.paths:
-            at = root
-            for name in path[:-1]:
-                if name not in at._modules:
-                    at.add_module(name, nn.Module())
-                at = at._modules[name]
-                assert at is not None
+            owner = _submodule_at(root, path[:-1])
             if isinstance(slot, nn.Parameter):
-                at.register_parameter(path[-1], slot)
+                owner.register_parameter(path[-1], slot)
             else:
-                at.register_buffer(path[-1], slot, persistent=entry.kind is not Kind.NON_PERSISTENT)
+                owner.register_buffer(path[-1], slot, persistent=entry.kind is not Kind.NON_PERSISTENT)
     return root
+
+
+def _submodule_at(root: nn.Module, path: Path) -> nn.Module:
+    """Return the submodule at a path; it and those on the way are made where they are missing."""
+    module = root
+    for name in path:
+        child = module._modules.get(name)
+        if child is None:
+            child = nn.Module()
+            module.add_module(name, child)
+        module = child
+    return module

@@ -72,13 +72,7 @@ class TensorDictModule(TensorDictModuleBase):
         else:
             out = self.module(**dict(zip(self._keywords, inputs, strict=True)), **kwargs)
         keys = self.out_keys_source
-        if isinstance(out, TensorCollection) and all([has(out, key) for key in keys]):
-            out = tuple([get(out, key) for key in keys])
-        elif isinstance(out, Mapping):
-            found = {as_key(key): value for key, value in out.items()}
-            if found.keys() >= set(keys):
-                out = tuple([found[key] for key in keys])
-        outputs = out if isinstance(out, tuple) else () if out is None else (out,)
+        outputs = _outputs_of(out, keys)
         if len(outputs) != len(keys):
             raise TreeStructureError(
                 f"{type(self).__name__}: the function must return a value for each out key.",
@@ -142,3 +136,19 @@ def as_tensordict_module(*, in_keys: InKeys, out_keys: Keys) -> Callable[[Callab
         tensor(1.)
     """
     return lambda function: _Decorated(function, in_keys, out_keys)
+
+
+# Any: a function returns what it likes.
+def _outputs_of(out: Any, keys: Sequence[NestedKey]) -> tuple[Any, ...]:
+    """Return the values that a function returned: in a tree or mapping with the keys, in a tuple, or one by itself."""
+    if isinstance(out, TensorCollection) and all([has(out, key) for key in keys]):
+        return tuple([get(out, key) for key in keys])
+    if isinstance(out, Mapping):
+        found = {as_key(key): value for key, value in out.items()}
+        if found.keys() >= set(keys):
+            return tuple([found[key] for key in keys])
+    if isinstance(out, tuple):
+        return out
+    if out is None:
+        return ()
+    return (out,)

@@ -131,12 +131,13 @@ def choose(dist: Distribution, kind: InteractionType) -> Tensor:
         if dist.has_rsample:
             return dist.rsample()
         return dist.sample()
-    name = "deterministic_sample" if kind is InteractionType.DETERMINISTIC else kind.value
-    if kind is InteractionType.DETERMINISTIC and not hasattr(dist, name):
-        base = dist.base_dist if isinstance(dist, Independent) else dist
-        found = "mode" if base.has_enumerate_support else "mean"
-    else:
-        found = name
+    name = kind.value
+    found = name
+    if kind is InteractionType.DETERMINISTIC:
+        name = found = "deterministic_sample"
+        if not hasattr(dist, name):
+            base = dist.base_dist if isinstance(dist, Independent) else dist
+            found = "mode" if base.has_enumerate_support else "mean"
     try:
         return getattr(dist, found)
     except (AttributeError, NotImplementedError) as err:
@@ -210,8 +211,9 @@ class ProbabilisticTensorDictSequential(TensorDictSequential):
         return self[-1].log_prob(tensordict, dist=dist)
 
     def _of(self, named: list[tuple[str, Any]], cls: Any = None) -> Any:
-        is_probabilistic = bool(named) and isinstance(named[-1][1], _PROBABILISTIC)
-        return super()._of(named, ProbabilisticTensorDictSequential if is_probabilistic else TensorDictSequential)
+        if named and isinstance(named[-1][1], _PROBABILISTIC):
+            return super()._of(named, ProbabilisticTensorDictSequential)
+        return super()._of(named, TensorDictSequential)
 
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)

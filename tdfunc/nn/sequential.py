@@ -45,8 +45,11 @@ class TensorDictSequential(TensorDictModuleBase):
         given: Any = modules
         if len(modules) == 1 and not isinstance(modules[0], nn.Module) and isinstance(modules[0], Iterable):
             given = modules[0]
-        named: dict[str, Any] | None = dict(given) if isinstance(given, Mapping) else None
-        parts: list[Any] = list(given) if named is None else list(named.values())
+        named: dict[str, Any] | None = None
+        if isinstance(given, Mapping):
+            named = dict(given)
+            given = named.values()
+        parts: list[Any] = list(given)
         for i, part in enumerate(parts):
             if not (isinstance(part, nn.Module) and self.is_tdmodule_compatible(part)):
                 raise UnsupportedError(

@@ -52,6 +52,7 @@ def load_in_a_block(tree, model):
 
 
 WEIGHT = ("3", "weight")
+COUNT = ("norm", "num_batches_tracked")
 TIED = {"emb": {"weight": torch.zeros(5, 4)}, "out": {"weight": torch.ones(5, 4)}}
 SPLIT = {name: {"weight": torch.zeros(5, 4, requires_grad=True)} for name in ("emb", "out")}
 LOADS = [
@@ -59,6 +60,7 @@ LOADS = [
      r"'3.weight' does not fit Linear.weight.*shape \(2, 4\), torch.float32.*shape \(7, 5\).*another architecture"),
     (MLP, lambda t: t.set(WEIGHT, torch.zeros(4, 2)), LeafMismatchError, r"\(2, 4\).*\(4, 2\).*transpose the leaf"),
     (MLP, lambda t: t.set(WEIGHT, t[WEIGHT].double()), LeafMismatchError, "float32.*float64.*cast the tree"),
+    (NORM, lambda t: t.set(COUNT, t[COUNT].double()), LeafMismatchError, "int64.*float64.*cast the tree"),
     (MLP, lambda t: stack([t, t]), LeafMismatchError, r"'0.weight'.*\(2, 4, 3\).*stacked: bind one member"),
     (MLP, lambda t: t.set(WEIGHT, "text"), LeafMismatchError, r"'3.weight'.*shape \(2, 4\).*NonTensorData"),
     (MLP, lambda t: t.set(("3", "nope"), torch.zeros(1)), TreeStructureError,
