@@ -45,31 +45,52 @@ def relayer(config: Document, taken: Sequence[Taken], where: Path) -> None:
     Raises:
         UnsupportedError: An entry gives the kind of layers in a way that is not understood, and the layers change.
     """
-    counts = [name for name in _COUNTS if name in config]
-    if not counts:
-        what = "merge: config.json must have the number of layers, which changes."
-        raise UnsupportedError(what, expected=" or ".join(_COUNTS))
-    before = config[counts[0]]
-    sources = {one.model: read_config(one.model) for one in taken}
     first = dict(config)
+    counts = _counts_in(first)
+    before = first[counts[0]]
+    sources = {one.model: read_config(one.model) for one in taken}
     for name, value in first.items():
         if "layer" in name and isinstance(value, list) and len(value) == before:
             config[name] = [_entry(sources, one, name) for one in taken]
     config |= dict.fromkeys(counts, len(taken))
     is_moved = [one.number for one in taken] != list(range(before))
-    if not is_moved and all(source == first for source in sources.values()):
-        return
-    renumbered = [one.model for i, one in enumerate(taken) if one != Taken(taken[0].model, i)]
-    check_named_layers(list(dict.fromkeys(renumbered)), where)
+    if is_moved or any(source != first for source in sources.values()):
+        renumbered = [one.model for i, one in enumerate(taken) if one != Taken(taken[0].model, i)]
+        check_named_layers(list(dict.fromkeys(renumbered)), where)
+        _check_kinds(config, first, sources, taken, where)
+
+
+def _counts_in(config: Document) -> list[str]:
+    """Return the entries that are the number of layers; raise if there is none."""
+    counts = [name for name in _COUNTS if name in config]
+    if not counts:
+        what = "merge: config.json must have the number of layers, which changes."
+        raise UnsupportedError(what, expected=" or ".join(_COUNTS))
+    return counts
+
+
+def _check_kinds(
+    config: Document, first: Document, sources: Mapping[str, Document], taken: Sequence[Taken], where: Path
+) -> None:
+    """Raise unless each layer keeps its kind; without the layers themselves, unless no entry may change it.
+
+    Args:
+        config: The configuration of the result.
+        first: The configuration of the first model.
+        sources: The configurations of all models.
+        taken: The layers of the result, in order.
+        where: The path of the layers.
+    """
     difference = _difference(config, sources, taken, where)
     if difference:
         raise UnsupportedError(
             f"merge: config.json cannot describe the rearranged layers: {difference}.",
             hint="take layers so that each keeps its kind under the rule of the configuration.",
         )
+    before = first[_counts_in(first)[0]]
     rules = [name for name, value in first.items() if _is_by_number(name, value, before)]
     if difference is None:
-        # Without the layers themselves, the names of entries have to do.
+        # The names of entries have to do.
         rules += _rules_by_name(first, sources, before)
     if rules:
         shown = safe(", ".join(rules[:10]))
