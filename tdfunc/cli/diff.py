@@ -45,18 +45,8 @@ def diff(
     """Compare two checkpoints, or chosen leaves of them, values where a tolerance is given; return the exit code."""
     with open_source(a) as first, open_source(b) as second:
         sources = (first, second)
-        # A file of torch.save or of another program has no kinds, batch sizes and so on.
-        is_described = with_metadata and all(source.is_described for source in sources)
-        # In a file of torch.save, names that share memory are tied.
-        has_ties = with_metadata and all(source.is_described or source.format == "torch" for source in sources)
         leaves = [choose(stored_leaves(source.tree), where) for source in sources]
-        facts = [_leaf_facts(chosen, is_described, has_ties) for chosen in leaves]
-        if where is None:
-            for side, source in zip(facts, sources, strict=True):
-                side |= _tree_facts(source, with_metadata, is_described)
-        found: list[Found] = []
-        for key in dict.fromkeys([*facts[0], *facts[1]]):
-            found += _compare(key, facts[0].get(key), facts[1].get(key))
+        found = _compare_facts(sources, leaves, with_metadata, with_trees=where is None)
         if tolerance is not None:
             if any(tolerance):
                 note_codes(first, leaves[0], "the tolerance is of")
@@ -106,6 +96,24 @@ def _first_paths(paths: Sequence[Path]) -> str:
     if len(paths) > _MAX_PATHS:
         more = f" and {len(paths) - _MAX_PATHS} more"
     return ", ".join(map(shown, paths[:_MAX_PATHS])) + more
+
+
+def _compare_facts(
+    sources: tuple[Source, Source], leaves: Sequence[Sequence[Stored]], with_metadata: bool, *, with_trees: bool
+) -> list[Found]:
+    """Compare everything except values: the chosen leaves, and with trees also sub-trees and non-tensor data."""
+    # A file of torch.save or of another program has no kinds, batch sizes and so on.
+    is_described = with_metadata and all(source.is_described for source in sources)
+    # In a file of torch.save, names that share memory are tied.
+    has_ties = with_metadata and all(source.is_described or source.format == "torch" for source in sources)
+    a, b = [_leaf_facts(chosen, is_described, has_ties) for chosen in leaves]
+    if with_trees:
+        a |= _tree_facts(sources[0], with_metadata, is_described)
+        b |= _tree_facts(sources[1], with_metadata, is_described)
+    found: list[Found] = []
+    for key in dict.fromkeys([*a, *b]):
+        found += _compare(key, a.get(key), b.get(key))
+    return found
 
 
 # Facts by name, of a "leaf", a non-tensor "value" or a "tree" at a path.
