@@ -20,8 +20,10 @@ def as_tensor(values: Numbers, device: torch.device | None = None) -> Tensor:
     """Return a tensor as it is, and lists and arrays as tensors on a device."""
     if isinstance(values, Tensor):
         return values
-    # A copy: torch takes no arrays that cannot be written, or whose strides are negative.
-    return torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values, device=device)
+    if isinstance(values, np.ndarray):
+        # A copy: torch takes no arrays that cannot be written, or whose strides are negative.
+        values = np.array(values)
+    return torch.as_tensor(values, device=device)
 
 
 # Any: tensors, or lists and arrays of their values.
@@ -49,10 +51,11 @@ def check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> Tensor:
     """Return labels as int64, which must be integers of this shape that name the classes of outputs."""
     is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
     if not y.is_floating_point() or t.shape != shape or not is_integer:
+        dtype = str(t.dtype).removeprefix("torch.")
         raise LeafMismatchError(
             f"{call}: the labels must fit the outputs.",
             expected=f"integers of shape {list(shape)}, for {list(y.shape)}",
-            got=f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, for {y.dtype}",
+            got=f"{dtype} of shape {list(t.shape)}, for {y.dtype}",
         )
     if not t.numel():
         raise error(ValueError, f"{call}: there must be labels.", got=f"shape {list(t.shape)}")
@@ -61,9 +64,7 @@ def check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> Tensor:
     classes = y.shape[-1]
 
     def failure() -> ValueError:
-        got = None
-        if has_values():
-            got = f"{int(t.min())} to {int(t.max())}"
+        got = f"{int(t.min())} to {int(t.max())}" if has_values() else None
         return error(ValueError, f"{call}: labels must name classes.", expected=f"0 <= t < {classes}", got=got)
 
     require_values((t >= 0) & (t < classes), failure)
@@ -112,21 +113,27 @@ def member_weights(y: Tensor, weights: Any) -> Tensor:
             w = weights
         else:
             w = torch.tensor(np.array(weights), dtype=torch.float64, device="cpu")
-        if w.shape != (members,):
-            raise LeafMismatchError(
-                "weights: there must be one for each member.",
-                expected=f"shape [{members}]",
-                got=f"shape {list(w.shape)}",
-            )
-        own = w.detach()
-        if has_values() and not (bool((own.isfinite() & (own >= 0)).all()) and bool((own > 0).any())):
-            raise error(
-                ValueError, "weights: must be in range.", expected="finite, >= 0, and not all 0", got=own.tolist()
-            )
+        _check_weights(w, members)
         # Divided before the sum, which may overflow, and before the cast, which may round all to 0.
-        w = w.to(torch.promote_types(w.dtype, dtype)) / own.amax()
+        w = w.to(torch.promote_types(w.dtype, dtype)) / w.detach().amax()
         w = (w / w.sum()).to(y.device, dtype)
     return w.reshape(-1, *[1] * (y.dim() - 1))
+
+
+def _check_weights(w: Tensor, members: int) -> None:
+    """Raise unless there is a weight for each member; and, where values can be read, unless they have a sum."""
+    if w.shape != (members,):
+        raise LeafMismatchError(
+            "weights: there must be one for each member.",
+            expected=f"shape [{members}]",
+            got=f"shape {list(w.shape)}",
+        )
+    if not has_values():
+        return
+    own = w.detach()
+    are_valid = bool((own.isfinite() & (own >= 0)).all())
+    if not are_valid or not bool((own > 0).any()):
+        raise error(ValueError, "weights: must be in range.", expected="finite, >= 0, and not all 0", got=own.tolist())
 
 
 def log_mixture(log_q: Tensor, w: Tensor) -> Tensor:
@@ -136,7 +143,9 @@ def log_mixture(log_q: Tensor, w: Tensor) -> Tensor:
     top = torch.where(top == -torch.inf, 0, top)
     total = (z - top).exp().sum(0)
     nothing = total == 0
-    return torch.where(nothing, -torch.inf, torch.where(nothing, 1, total).log() + top)
+    # The inner where also keeps the log of 0 out of the gradient.
+    log_total = torch.where(nothing, 1, total).log()
+    return torch.where(nothing, -torch.inf, log_total + top)
 
 
 def check_outputs(call: str, y: Tensor, dims: int) -> None:

@@ -63,7 +63,8 @@ def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
     wide = widen(y.detach())
     # A class that cannot be has no part in the expectation; the labels' logits must be finite.
     wide = wide - wide.amax(-1, keepdim=True)
-    wanted = wide.gather(-1, t.expand(wide.shape[:-1]).unsqueeze(-1)).squeeze(-1).mean(-1)
+    labels = t.expand(wide.shape[:-1]).unsqueeze(-1)
+    wanted = wide.gather(-1, labels).squeeze(-1).mean(-1)
     finite = torch.where(wide == -math.inf, 0, wide)
     low = torch.full_like(wanted, -_LOG_RANGE)
     high = torch.full_like(wanted, _LOG_RANGE)
@@ -73,7 +74,8 @@ def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
         below = (p * finite).sum(-1).mean(-1) < wanted
         low = torch.where(below, middle, low)
         high = torch.where(below, high, middle)
-    return torch.where(wide.isnan().any(-1).any(-1), math.nan, (-(low + high) / 2).exp())
+    temperature = (-(low + high) / 2).exp()
+    return torch.where(wide.isnan().any(-1).any(-1), math.nan, temperature)
 
 
 def ensemble_logits(y: Numbers, *, weights: Numbers | None = None) -> Tensor:
@@ -206,13 +208,17 @@ def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -
     """
     y = as_tensor(y)
     t = as_tensor(t, y.device)
-    scale = None if scale is None else as_tensor(scale, y.device)
-    if y.shape[-1:] != t.shape or (scale is not None and scale.shape not in (y.shape, t.shape)):
+    got = f"values of shape {list(t.shape)}"
+    fits = y.shape[-1:] == t.shape
+    if scale is not None:
+        scale = as_tensor(scale, y.device)
+        got += f", scales of shape {list(scale.shape)}"
+        fits = fits and scale.shape in (y.shape, t.shape)
+    if not fits:
         raise LeafMismatchError(
             "regression_scores: there must be a true value, and a scale, for each prediction.",
             expected=f"values of shape {list(y.shape[-1:])}, for {list(y.shape)}",
-            got=f"values of shape {list(t.shape)}"
-            + ("" if scale is None else f", scales of shape {list(scale.shape)}"),
+            got=got,
         )
     distance = (as_real(y) - as_real(t)).abs()
     if scale is None:
@@ -240,8 +246,7 @@ def regression_intervals(
         (tensor([-4., -2.]), tensor([10., 12.]))
     """
     y = as_real(as_tensor(y))
-    is_number = isinstance(threshold, float | int)
-    if is_number:
+    if isinstance(threshold, float | int):
         width = torch.tensor(threshold, dtype=y.dtype)
     else:
         width = as_real(as_tensor(threshold))

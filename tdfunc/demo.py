@@ -76,9 +76,8 @@ def load_digits(seed: int, device: str = "cpu") -> Digits:
     from sklearn.model_selection import train_test_split
 
     x, t = bundled(return_X_y=True)
-    train_x, test_x, train_t, test_t = map(
-        torch.tensor, train_test_split(x / 16, t, train_size=1200, random_state=seed)
-    )
+    parts = train_test_split(x / 16, t, train_size=1200, random_state=seed)
+    train_x, test_x, train_t, test_t = [torch.tensor(part) for part in parts]
     return Digits(train_x.float().to(device), train_t.to(device), test_x.float().to(device), test_t.to(device))
 
 
@@ -174,7 +173,10 @@ def loop_steps(data: Digits, rows: Tensor, seed: int, *, keys: bool = False) -> 
     for step, batch in enumerate(rows.to(device)):
         for i, (own, model, optimizer) in enumerate(zip(batch, models, optimizers, strict=True)):
             optimizer.zero_grad()
-            with seeded(random.fold_in(random.fold_in(key, step), i)) if keys else nullcontext():
+            masks = nullcontext()
+            if keys:
+                masks = seeded(random.fold_in(random.fold_in(key, step), i))
+            with masks:
                 logits = model(data.train_x[own])
             F.cross_entropy(logits, data.train_t[own]).backward()
             optimizer.step()
@@ -188,9 +190,8 @@ def learn(data: Digits, members: int, seed: int) -> tuple[Any, Tensor]:
     rows = bootstrap(len(data.train_x), members, STEPS, seed)
     curves: list[Tensor] = []
     params: Any = None
-    for step, params in enumerate(
-        tqdm(stacked_steps(data, rows, seed), f"training {members} members", STEPS, disable=None), 1
-    ):
+    bar = tqdm(stacked_steps(data, rows, seed), f"training {members} members", STEPS, disable=None)
+    for step, params in enumerate(bar, 1):
         if step % CURVE_EVERY == 0:
             logits = predict(params, data.test_x)
             curves.append(torch.stack([nll(y, data.test_t) for y in (*logits, logits)]))
@@ -232,12 +233,14 @@ def compare(data: Digits, logits: Tensor, single: Tensor) -> Table:
     t = data.test_t
 
     def accuracy(y: Tensor, t: Tensor) -> Tensor:
-        p = uncertainty(y, kind="classification")["mean"] if y.ndim == 3 else y
-        return (p.argmax(-1) == t).double().mean()
+        if y.ndim == 3:
+            y = uncertainty(y, kind="classification")["mean"]
+        return (y.argmax(-1) == t).double().mean()
 
     rows: list[tuple[str, ...]] = []
     for name, score in (("accuracy", accuracy), ("NLL (nats)", nll), ("Brier score", brier), ("ECE", ece)):
-        values = (score(single, t), torch.stack([score(y, t) for y in logits]).mean(), score(logits, t))
+        mean_of_members = torch.stack([score(y, t) for y in logits]).mean()
+        values = (score(single, t), mean_of_members, score(logits, t))
         rows.append((name, *[f"{float(value):.4f}" for value in values]))
     note = (
         f"{len(data.train_x)} training and {len(t)} test digits of 8x8 pixels (scikit-learn). The single model saw all "
@@ -250,28 +253,21 @@ def compare(data: Digits, logits: Tensor, single: Tensor) -> Table:
 def race(data: Digits, members: int, seed: int, checks: list[str], rounds: int = 7, steps: int = 3) -> Table:
     """Time the vmapped step against the Python loop in turns, and check that both give the same weights."""
     device = data.train_x.device
-    total = rounds * steps + 2
-    images = bootstrap(len(data.train_x), members, total, seed)
-    worst = 0.0
-    # In float64: rounding of float32 turns a unit of ReLU on or off now and then.
-    precise = Digits(*[x.double() if x.is_floating_point() else x for x in data])
-    for params, models in zip(
-        stacked_steps(precise, images[:10], seed), loop_steps(precise, images[:10], seed, keys=True), strict=True
-    ):
-        worst = max(float(x.abs().max()) for x in (params - stack_modules(models)).leaves())
-        if worst > 1e-9:
-            raise RuntimeError(f"the vmapped step and the loop give different weights: they differ by {worst:.1e}")
+    images = bootstrap(len(data.train_x), members, rounds * steps + 2, seed)
+    difference = _largest_difference(data, images[:10], seed)
     same = "after 10 steps in float64 the loop has the same weights, dropout included"
-    checks.append(f"{same} (largest difference {worst:.1e})")
-    ways: list[Iterator[Any]] = [way(data, images, seed) for way in (stacked_steps, loop_steps)]
-    # The first steps trace and allocate.
-    results = [[next(way) for _ in range(2)][-1] for way in ways]
+    checks.append(f"{same} (largest difference {difference:.1e})")
+    ways: list[Iterator[Any]] = [stacked_steps(data, images, seed), loop_steps(data, images, seed)]
+    for way in ways:
+        # The first steps trace and allocate.
+        next(way)
+        next(way)
     times: list[list[float]] = [[], []]
     for _ in range(rounds):
         for i, way in enumerate(ways):
             started = time.perf_counter()
             for _ in range(steps):
-                results[i] = next(way)
+                next(way)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[i].append((time.perf_counter() - started) / steps)
@@ -285,6 +281,21 @@ def race(data: Digits, members: int, seed: int, checks: list[str], rounds: int =
         f"{device} with {torch.get_num_threads()} CPU thread(s). The loop: torch.optim.Adam(fused=True)."
     )
     return Table("Speed of training", ("", "a step", "ratio"), rows, note)
+
+
+def _largest_difference(data: Digits, images: Tensor, seed: int) -> float:
+    """Train in both ways in float64; return the largest difference of the weights, which rounding must explain."""
+    # Rounding of float32 turns a unit of ReLU on or off now and then.
+    precise = Digits(*[x.double() if x.is_floating_point() else x for x in data])
+    stacked = stacked_steps(precise, images, seed)
+    looped = loop_steps(precise, images, seed, keys=True)
+    largest = 0.0
+    for params, models in zip(stacked, looped, strict=True):
+        leaves = (params - stack_modules(models)).leaves()
+        largest = max(float(leaf.abs().max()) for leaf in leaves)
+        if largest > 1e-9:
+            raise RuntimeError(f"the vmapped step and the loop give different weights: they differ by {largest:.1e}")
+    return largest
 
 
 def doubts(data: Digits, params: Any, seed: int) -> "dict[str, TensorDict]":
@@ -304,17 +315,24 @@ def out_of_distribution(found: "dict[str, TensorDict]") -> Table:
     digits = found["test digits"]
     rows: list[tuple[str, ...]] = []
     for name, tree in found.items():
-        areas = [""] * 2
+        areas = ["", ""]
         if tree is not digits:
-            pairs = [torch.cat([digits[m], tree[m]]) for m in (MEASURES[0], MEASURES[2])]
-            areas = [f"{float(auroc(pair, torch.arange(len(pair)) >= len(digits))):.3f}" for pair in pairs]
-        rows.append((name, *[f"{float(tree[m].mean()):.3f}" for m in MEASURES], *areas))
+            areas = [_area(digits, tree, measure) for measure in ("entropy", "mutual_information")]
+        means = [f"{float(tree[measure].mean()):.3f}" for measure in MEASURES]
+        rows.append((name, *means, *areas))
     header = ("mean, in nats", "entropy", "expected entropy", "mutual information", "AUROC, entropy", "AUROC, m.i.")
     note = (
         "Photo patches are cut from scikit-learn's two photographs and shrunk to 8x8; shuffled digits are the test "
         "digits with the pixels of each in a random order. AUROC: how often such an image is less certain than a digit."
     )
     return Table("Uncertainty on images that are not digits", header, rows, note)
+
+
+def _area(digits: "TensorDict", others: "TensorDict", measure: str) -> str:
+    """Return how well a measure tells other images from digits."""
+    scores = torch.cat([digits[measure], others[measure]])
+    is_other = torch.arange(len(scores)) >= len(digits)
+    return f"{float(auroc(scores, is_other)):.3f}"
 
 
 _FRESH_PROCESS = """
@@ -364,15 +382,17 @@ def plot_overview(curves: Tensor, speed: Table, found: "dict[str, TensorDict]", 
     left.plot(steps, curves[:, -1].tolist(), color=_BLUE, lw=2.5, label="ensemble")
     left.set(title="Better than each of its members", xlabel="training step", ylabel="test NLL (nats)", yscale="log")
     left.legend(frameon=False)
-    times = [float(row[1].split()[0]) for row in speed.rows]
-    bars = middle.barh(["tdfunc", "loop over\nmodules"], times, color=(_BLUE, _GREY), height=0.55)
-    middle.bar_label(bars, [f" {times[0]:.1f} ms, {times[1] / times[0]:.1f}x faster", f" {times[1]:.1f} ms"])
-    middle.set(title=f"One training step of {curves.shape[1] - 1} networks", xlim=(0, 1.25 * times[1]))
+    ours, loop = [float(row[1].split()[0]) for row in speed.rows]
+    bars = middle.barh(["tdfunc", "loop over\nmodules"], [ours, loop], color=(_BLUE, _GREY), height=0.55)
+    middle.bar_label(bars, [f" {ours:.1f} ms, {loop / ours:.1f}x faster", f" {loop:.1f} ms"])
+    middle.set(title=f"One training step of {curves.shape[1] - 1} networks", xlim=(0, 1.25 * loop))
     middle.set(xlabel="milliseconds", ylim=(1.6, -0.6))
     # One below the other, each scaled to its highest bin.
-    for i, (tree, color) in enumerate(zip(found.values(), (_BLUE, _ORANGE, _ORANGE), strict=True)):
+    colors = (_BLUE, _ORANGE, _ORANGE)
+    for i, (tree, color) in enumerate(zip(found.values(), colors, strict=True)):
         counts = torch.histc(tree["mutual_information"].cpu().float(), 40, 0, 1.2)
-        right.fill_between(torch.linspace(0, 1.2, 40), -i, 0.8 * counts / counts.max() - i, color=color, step="post")
+        heights = 0.8 * counts / counts.max()
+        right.fill_between(torch.linspace(0, 1.2, 40), -i, heights - i, color=color, step="post")
     right.set(title="Uncertainty about images that are not digits", xlabel="mutual information (nats)")
     right.set(yticks=[0, -1, -2], yticklabels=[name.replace(" ", "\n") for name in found])
     for axes in (left, middle, right):
@@ -391,7 +411,8 @@ def run(members: int, seed: int, out: Path, device: str) -> str:
     data = load_digits(seed, device)
     params, curves = learn(data, members, seed)
     # Without an ensemble one would train on all images.
-    everything = torch.randint(0, len(data.train_x), (STEPS, 1, BATCH), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    everything = torch.randint(0, len(data.train_x), (STEPS, 1, BATCH), generator=generator)
     *_, (model,) = loop_steps(data, everything, seed)
     single = model.eval()(data.test_x).detach()
     logits = predict(params, data.test_x)
@@ -406,8 +427,9 @@ def run(members: int, seed: int, out: Path, device: str) -> str:
         _OVERVIEW,
     ]
     for table in (compare(data, logits, single), speed, out_of_distribution(found)):
-        lines = [table.header, ("---",) * len(table.header), *table.rows]
-        parts += [f"## {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines), table.note]
+        rows = [table.header, ("---",) * len(table.header), *table.rows]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        parts += [f"## {table.title}", "\n".join(lines), table.note]
     parts += ["## Checked", "\n".join(f"- {check}" for check in checks)]
     report = "\n\n".join(parts) + "\n"
     (out / "report.md").write_text(report)

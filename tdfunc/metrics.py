@@ -6,7 +6,7 @@ Classification is computed from log-probabilities. Everything is in float32 at l
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,20 +125,18 @@ def _of_classes(y: Tensor, w: Tensor) -> "TensorDict":
     votes = _average(w, is_vote.to(y.dtype))
     # Sums of weights: 1 - votes would lose the digits of small weights.
     others = _average(w, (~is_vote).to(y.dtype))
-    # A vote cannot be nan, an output can.
-    broken = 0 * p.sum(-1)
-    return _tree(
-        {
-            "mean": p,
-            "variance": _average(w, (q - p).square()),
-            "entropy": -_expected(p, log_p),
-            "expected_entropy": -_average(w, _expected(q, log_q)),
-            "mutual_information": _average(w, _divergence(log_q, log_p, w)) + broken,
-            "variation_ratio": others.amin(-1) + broken,
-            "disagreement": (votes * others).sum(-1) + broken,
-        },
-        y.shape[1:-1],
-    )
+    # 0, or nan where an output is nan: a vote cannot be nan.
+    nan_of_outputs = 0 * p.sum(-1)
+    measures = {
+        "mean": p,
+        "variance": _average(w, (q - p).square()),
+        "entropy": -_expected(p, log_p),
+        "expected_entropy": -_average(w, _expected(q, log_q)),
+        "mutual_information": _average(w, _divergence(log_q, log_p, w)) + nan_of_outputs,
+        "variation_ratio": others.amin(-1) + nan_of_outputs,
+        "disagreement": (votes * others).sum(-1) + nan_of_outputs,
+    }
+    return _tree(measures, y.shape[1:-1])
 
 
 # -- scores -----------------------------------------------------------------------------------------------------
@@ -203,7 +201,10 @@ def ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | None = Non
     bins = as_count("ece: bins", bins)
     confidence, right, inside = _binned("ece", y, t, bins, weights)
     # count / N * |accuracy - confidence| is the difference of two sums over N: an empty bin adds 0.
-    return ((right - confidence).unsqueeze(-1) * inside).sum(0).abs().sum() / len(right) + 0 * confidence.sum()
+    gaps = ((right - confidence).unsqueeze(-1) * inside).sum(0).abs()
+    # A confidence of nan is in no bin, and makes the result nan.
+    nan_of_outputs = 0 * confidence.sum()
+    return gaps.sum() / len(right) + nan_of_outputs
 
 
 def adaptive_ece(y: Numbers, t: Numbers, *, bins: int = 15, weights: Numbers | None = None) -> Tensor:
@@ -256,26 +257,33 @@ def reliability_curve(y: Numbers, t: Numbers, *, bins: int = 15, weights: Number
     confidence, right, inside = _binned("reliability_curve", y, t, bins, weights)
     count = inside.sum(0)
     borders = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype, device=confidence.device)
-    return _tree(
-        {
-            "lower": borders[:-1],
-            "upper": borders[1:],
-            "count": count,
-            "confidence": (confidence.unsqueeze(-1) * inside).sum(0) / count,
-            "accuracy": (right.unsqueeze(-1) * inside).sum(0) / count,
-        },
-        torch.Size([bins]),
-    )
+    curve = {
+        "lower": borders[:-1],
+        "upper": borders[1:],
+        "count": count,
+        "confidence": (confidence.unsqueeze(-1) * inside).sum(0) / count,
+        "accuracy": (right.unsqueeze(-1) * inside).sum(0) / count,
+    }
+    return _tree(curve, torch.Size([bins]))
 
 
-def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for all predictions the confidence, 1 if right, and True for the bin of the confidence."""
+class _Binned(NamedTuple):
+    """Predictions (N) in bins: the confidence, 1 if right, and (N, bins) True for the bin of the confidence."""
+
+    confidence: Tensor
+    right: Tensor
+    inside: Tensor
+
+
+def _binned(call: str, y: Any, t: Any, bins: int, weights: Any) -> _Binned:
+    """Sort all predictions into bins (lower, upper] of equal width."""
     log_p, t = predicted(call, y, t, weights)
     top, voted = log_p.max(-1)
     confidence = top.exp().reshape(-1)
+    right = (voted == t).to(confidence.dtype).reshape(-1)
     place = ((confidence * bins).ceil() - 1).clamp(0, bins - 1).unsqueeze(-1)
     inside = place == torch.arange(bins, device=confidence.device)
-    return confidence, (voted == t).to(confidence.dtype).reshape(-1), inside
+    return _Binned(confidence, right, inside)
 
 
 # -- how well an uncertainty ranks the errors -----------------------------------------------------------------
@@ -305,7 +313,9 @@ def auroc(score: Numbers, positive: Numbers) -> Tensor:
     """
     score, positive = _pairs("auroc", score, positive, bools=True)
     ordered = score.sort(-1).values.contiguous()
-    below, upto = (torch.searchsorted(ordered, score.contiguous(), right=right) for right in (False, True))
+    below = torch.searchsorted(ordered, score.contiguous(), right=False)
+    upto = torch.searchsorted(ordered, score.contiguous(), right=True)
+    # The mean rank of equal scores.
     rank = (below + upto + 1).to(torch.float64) / 2
     hits = (positive != 0).to(torch.float64)
     count = hits.sum(-1)
@@ -356,10 +366,12 @@ def risk_coverage(doubt: Numbers, loss: Numbers) -> Tensor:
     # Ties are differences of sums, which lose in float32 what is small beside the sum before it.
     risk = loss.expand(order.shape).gather(-1, order).to(torch.float64)
     # The mean over ties makes the curve independent of the order in which they came.
-    first, last = (torch.searchsorted(ordered, ordered, right=right) for right in (False, True))
+    first = torch.searchsorted(ordered, ordered, right=False)
+    last = torch.searchsorted(ordered, ordered, right=True)
     sums = torch.nn.functional.pad(risk.cumsum(-1), (1, 0))
     shared = (sums.gather(-1, last) - sums.gather(-1, first)) / (last - first)
-    return (shared.cumsum(-1) / torch.arange(1, risk.shape[-1] + 1, device=risk.device)).to(loss.dtype)
+    counts = torch.arange(1, risk.shape[-1] + 1, device=risk.device)
+    return (shared.cumsum(-1) / counts).to(loss.dtype)
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------
@@ -384,7 +396,8 @@ def _divergence(log_q: Tensor, log_p: Tensor, w: Tensor) -> Tensor:
     near = torch.where(small, d, 0)
     series = 1 / 2 + near * (1 / 3 + near * (1 / 8 + near * (1 / 30 + near * (1 / 144 + near / 840))))
     # Where q is 0, d stands for -inf, and the term is p.
-    return torch.where(small & (q > 0), p * near.square() * series, q * d - q + p).sum(-1)
+    terms = torch.where(small & (q > 0), p * near.square() * series, q * d - q + p)
+    return terms.sum(-1)
 
 
 def _expected(p: Tensor, x: Tensor) -> Tensor:

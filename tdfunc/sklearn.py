@@ -112,8 +112,11 @@ class _Ensemble(BaseEstimator):
         checked = validate_data(self, X, reset=False, dtype=_FLOATS)
         x = torch.tensor(checked, dtype=torch.float64, device=self.center_.device)
         with torch.no_grad():
-            chunks = ((x - self.center_) / self.scale_).to(self._dtype).split(_CHUNK)
-            return torch.cat([self.ensemble_(self.params_, chunk, buffers=self.buffers_) for chunk in chunks], 1)
+            standardised = ((x - self.center_) / self.scale_).to(self._dtype)
+            outputs: list[Tensor] = []
+            for chunk in standardised.split(_CHUNK):
+                outputs.append(self.ensemble_(self.params_, chunk, buffers=self.buffers_))
+            return torch.cat(outputs, 1)
 
     def _train(self, data: Array, t: Tensor, weights: Array, outputs: int, losses: Losses) -> None:
         """Train all members on checked data, and keep them."""
@@ -121,7 +124,8 @@ class _Ensemble(BaseEstimator):
             as_count(name, getattr(self, name))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         key = random.key(seed, device=self.device)
-        x, w = (torch.tensor(array, device=self.device) for array in (data, weights))
+        x = torch.tensor(data, device=self.device)
+        w = torch.tensor(weights, device=self.device)
         self._dtype = x.dtype
         self.center_, self.scale_ = _moments(x, w)
         rows = _Rows(((x - self.center_) / self.scale_).to(x.dtype), t, w)
@@ -203,8 +207,7 @@ class _Ensemble(BaseEstimator):
                 epoch_key = random.fold_in(key, epoch)
                 index = own
                 if batches > 1:
-                    index = own.gather(1, torch.vmap(lambda k: random.permutation(k, count))(keys_of(epoch_key, 0)))
-                    index = torch.cat([index, index[:, : batches * size - count]], 1)
+                    index = _shuffled(own, keys_of(epoch_key, 0), batches * size)
                 for i, part in enumerate(index.reshape(members, batches, size).unbind(1)):
                     batch = rows.take(part)
                     batch = batch._replace(w=batch.w * counts[i])
@@ -221,10 +224,12 @@ class _Ensemble(BaseEstimator):
                 self.buffers_ = sweep.keep_best(self.buffers_, buffers, stopping["improved"])
                 if not bool(active.any()):
                     break
+        self.validation_loss_: Array | None = None
         if held is None:
             self.params_ = params
             self.buffers_ = buffers
-        self.validation_loss_: Array | None = None if held is None else stopping["best"].numpy(force=True)
+        else:
+            self.validation_loss_ = stopping["best"].numpy(force=True)
 
     def _rate(self, name: str) -> float | Tensor:
         """Return an option that may have a value for each member."""
@@ -384,10 +389,12 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
         center, scale = _moments(t, torch.tensor(weights, device=self.device))
         self.target_center_: Tensor = center
         self.target_scale_: Tensor = scale
-        t = ((t - self.target_center_) / self.target_scale_).to(
-            torch.float32 if data.dtype == np.float32 else torch.float64
-        )
-        outputs = t.shape[1] * (1 + (self.loss == "gaussian"))
+        dtype = torch.float32 if data.dtype == np.float32 else torch.float64
+        t = ((t - self.target_center_) / self.target_scale_).to(dtype)
+        outputs = t.shape[1]
+        if self.loss == "gaussian":
+            # A mean and a log-variance of each.
+            outputs *= 2
         self._train(data, t, weights, outputs, _LOSSES[self.loss])
         return self
 
@@ -418,19 +425,30 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
             found = uncertainty(out.unflatten(-1, (-1, 2)), "gaussian")
         else:
             found = uncertainty(out, "regression")
-        parts: dict[str, Tensor] = {
-            name: self.target_center_ + self.target_scale_ * x if name == "mean" else self.target_scale_**2 * x
-            for name, x in found.items()
-        }
-        return _arrays(
-            {name: (x.squeeze(1) if self._is_flat else x).to(self._target_dtype) for name, x in parts.items()}
-        )
+        parts: dict[str, Tensor] = {}
+        for name, x in found.items():
+            if name == "mean":
+                part = self.target_center_ + self.target_scale_ * x
+            else:
+                part = self.target_scale_**2 * x
+            if self._is_flat:
+                part = part.squeeze(1)
+            parts[name] = part.to(self._target_dtype)
+        return _arrays(parts)
 
 
 # -- training -----------------------------------------------------------------------------------------------------
 
 # Any: trees, which jit and vmap pass through, and the optimizer's state.
 Step: TypeAlias = Callable[..., tuple[Any, Any, Any]]
+
+
+def _shuffled(rows: Tensor, keys: Tensor, size: int) -> Tensor:
+    """Return each member's rows in its own order, filled up to a size with the first ones."""
+    count = rows.shape[1]
+    order = torch.vmap(lambda key: random.permutation(key, count))(keys)
+    index = rows.gather(1, order)
+    return torch.cat([index, index[:, : size - count]], 1)
 
 
 def _step(apply: Apply, optimizer: Any, losses: Losses) -> Step:
@@ -446,7 +464,9 @@ def _step(apply: Apply, optimizer: Any, losses: Losses) -> Step:
     ) -> tuple[Any, Any, Any]:
         grads, new = torch.vmap(torch.func.grad(member, has_aux=True))(params, buffers, batch, keys)
         params, state = optimizer.update(params, grads, state, active=active)
-        return params, new if active is None else torch.where(active, new, buffers), state
+        if active is not None:
+            new = torch.where(active, new, buffers)
+        return params, new, state
 
     return jit(step)
 
@@ -466,10 +486,12 @@ def _measure(apply: Apply, losses: Losses) -> Callable[..., Tensor]:
 
 
 def _perceptron(features: int, hidden: Sequence[int], outputs: int) -> nn.Module:
-    sizes = [features, *hidden]
-    pairs = zip(sizes[:-1], sizes[1:], strict=True)
-    layers = [layer for below, above in pairs for layer in (nn.Linear(below, above), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+    layers: list[nn.Module] = []
+    width = features
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
 def _moments(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -485,14 +507,16 @@ def _moments(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return center, torch.where(constant, 1, scale)
 
 
+def _squared_losses(out: Tensor, t: Tensor) -> Tensor:
+    return (out - t).square().mean(-1)
+
+
 def _gaussian_losses(out: Tensor, t: Tensor) -> Tensor:
     mean, log_variance = out.unflatten(-1, (-1, 2)).unbind(-1)
     return 0.5 * (log_variance + (t - mean).square() * torch.exp(-log_variance)).mean(-1)
 
 
-_LOSSES: dict[str, Losses] = {
-    "squared_error": lambda out, t: (out - t).square().mean(-1), "gaussian": _gaussian_losses
-}  # fmt: skip
+_LOSSES: dict[str, Losses] = {"squared_error": _squared_losses, "gaussian": _gaussian_losses}
 
 
 def _arrays(found: Any) -> dict[str, Array]:

@@ -25,7 +25,9 @@ def _size(shape: Any) -> Size:
 
 
 def _fits(shape: Any, expected: Size) -> bool:
-    return len(shape) == len(expected) and all([e < 0 or n < 0 or n == e for n, e in zip(shape, expected, strict=True)])
+    if len(shape) != len(expected):
+        return False
+    return all(want < 0 or size < 0 or size == want for size, want in zip(shape, expected, strict=True))
 
 
 def _filled(shape: Size) -> Size:
@@ -208,16 +210,10 @@ class Composite:
         if self.device not in (None, value._device):
             return False
         if value._is_lazy:
-            dim = value._dim
-            rest = Composite(
-                {key: _without(spec, dim) for key, spec in self._specs.items()},
-                _drop(self.shape, dim),
-                self.device,
-                data_cls=self.data_cls,
-            )
-            return all([rest.is_in(tree) for tree in value._trees])
+            rest = _without(self, value._dim)
+            return all(rest.is_in(tree) for tree in value._trees)
         keys = value._keys()
-        return all([key in keys and spec.is_in(value._get(key)) for key, spec in self._specs.items()])
+        return all(key in keys and spec.is_in(value._get(key)) for key, spec in self._specs.items())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Composite) and all([getattr(self, k) == getattr(other, k) for k in self.__slots__])
@@ -249,10 +245,12 @@ def _without(spec: Any, dim: int) -> Any:
 
 
 def _text(name: str, entries: Mapping[str, Any], keys: Any = ()) -> str:
-    lines = [
-        f"    {key}{': ' if key in keys else '='}{value}".replace("\n", "\n    ") for key, value in entries.items()
-    ]
-    return f"{name}(\n" + ",\n".join(lines) + ")"
+    lines: list[str] = []
+    for key, value in entries.items():
+        separator = ": " if key in keys else "="
+        lines.append(f"    {key}{separator}{value}".replace("\n", "\n    "))
+    inner = ",\n".join(lines)
+    return f"{name}(\n{inner})"
 
 
 surface(globals())

@@ -59,12 +59,13 @@ def grid(**axes: Values) -> "TensorDict":
         >>> hyper.batch_size, hyper["lr"].tolist()[:4]
         (torch.Size([6]), [0.10000000149011612, 0.10000000149011612, 0.10000000149011612, 0.009999999776482582])
     """
-    columns = [torch.atleast_1d(_numbers("grid", name, values)) for name, values in axes.items()]
+    if not axes:
+        return _tree({})
+    columns = {name: torch.atleast_1d(_numbers("grid", name, values)) for name, values in axes.items()}
     # A mesh of indices, because torch refuses a mesh of unequal dtypes.
-    rows = []
-    if columns:
-        rows = torch.meshgrid(*(torch.arange(len(column)) for column in columns), indexing="ij")
-    return _tree({name: column[row.flatten()] for name, column, row in zip(axes, columns, rows, strict=True)})
+    rows = torch.meshgrid(*[torch.arange(len(column)) for column in columns.values()], indexing="ij")
+    pairs = zip(columns.items(), rows, strict=True)
+    return _tree({name: column[row.flatten()] for (name, column), row in pairs})
 
 
 def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
@@ -280,9 +281,10 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
         tensor([0.2000, 0.3000])
     """
     if scores.dim() != 1 or tree._batch_size[:1] != scores.shape:
+        size = ", ".join(map(str, [*scores.shape, "..."]))
         raise BatchSizeError(
             "sweep: the tree must have a member for each score.",
-            expected=f"batch size [{', '.join(map(str, [*scores.shape, '...']))}], for scores of one dimension",
+            expected=f"batch size [{size}], for scores of one dimension",
             got=f"batch size {list(tree._batch_size)}, scores of shape {list(scores.shape)}",
             hint="tree.with_batch_size([E]), if its leaves are stacked.",
         )
@@ -391,7 +393,10 @@ class _Blocks(NamedTuple):
                 got=f"{found}, {rung} rungs",
                 hint="another folder=.",
             )
-        return manager.load(device=None if device.type == "cpu" else device, classes=classes_of(start))
+        target = None
+        if device.type != "cpu":
+            target = device
+        return manager.load(device=target, classes=classes_of(start))
 
     # Any: a tree.
     def __call__(self, rows: Any) -> None:
@@ -407,11 +412,13 @@ class _Blocks(NamedTuple):
                 pass
             done = self.rung(first)
             device = _device_of(start)
-            run = self.load(start, first, device)["run"] if done else start
+            run = start
+            if done:
+                run = self.load(start, first, device)["run"]
             for rung in range(done, self.rungs):
                 run, scores = self._step(run, rung, first)
                 # A process without the device of `train` must be able to load it.
-                if any([leaf.device != device for _, leaf in iter_leaves(run)]):
+                if any(leaf.device != device for _, leaf in iter_leaves(run)):
                     run = run.to(device)
                 saved = {"run": run, "scores": scores.to(device)}
                 self.manager(first).save(rung + 1, saved, metadata={"start": _digest(start)}, overwrite=True)
@@ -419,28 +426,34 @@ class _Blocks(NamedTuple):
     # Any: trees.
     def _step(self, run: Any, rung: int, first: int) -> tuple[Any, Tensor]:
         size = run._batch_size[0]
-        half = (run._batch_size[0] + 1) // 2
         try:
             # Alone among threads, whose draws would mix: they share the generator.
             new, scores = run_seeded([torch.default_generator], rung, partial(self.train, run, rung))
         except Exception as err:
-            # Fewer members, which raise their own error, down to one.
             if size > 1:
-                for i in range(0, size, half):
-                    self._step(run[i : i + half], rung, first + i)
-            values = [(path, leaf[0]) for path, leaf in iter_leaves(run) if leaf.dim() == 1][:_SHOWN]
-            own = ", ".join([f"{dotted(path)}={value.item():.6g}" for path, value in values])
+                # Fewer members, which raise their own error, down to one.
+                half = (size + 1) // 2
+                self._step(run[:half], rung, first)
+                self._step(run[half:], rung, first + half)
+                what = f"train_blocks: members {first} to {first + size - 1} must train together."
+            else:
+                what = f"train_blocks: member {first} must train: {_values_of_member(run)}."
             raise WorkerError(
-                f"train_blocks: members {first} to {first + size - 1} must train together."
-                if size > 1
-                else f"train_blocks: member {first} must train: {own}.",
-                expected=f"the run and scores of rung {rung}",
-                got=f"{type(err).__name__}: {err}",
+                what, expected=f"the run and scores of rung {rung}", got=f"{type(err).__name__}: {err}"
             ) from err
         where = f"train_blocks: members {first} to {first + size - 1}"
         _check_run(where, new, size)
         _check_members(where, "scores", scores, run._batch_size[:1])
         return new, scores
+
+
+# Any: a tree.
+def _values_of_member(run: Any) -> str:
+    """Return the numbers of a run of one member, for a message."""
+    numbers = [(path, leaf[0]) for path, leaf in iter_leaves(run) if leaf.dim() == 1]
+    return ", ".join([f"{dotted(path)}={number.item():.6g}" for path, number in numbers[:_SHOWN]])
+
+    # Any: trees.
 
 
 def train_blocks(
@@ -516,18 +529,14 @@ def train_blocks(
         # A shorter block is the last.
         left: Any = torch.cat([members[i : i + block] for i, rung in zip(firsts, done, strict=True) if rung < rungs])
         before = done
-        failure = None
-        try:
-            for _ in tree[left].map_iter(blocks, **options):
-                pass
-        except WorkerError as err:
-            if not isinstance(err.__cause__, BrokenExecutor):
-                raise
-            failure = err
+        death = _run_blocks(tree[left], blocks, options)
         done = [blocks.rung(first) for first in firsts]
-        deaths = 0 if done > before else deaths + (failure is not None)
-        if failure is not None and deaths > retries:
-            raise failure
+        if done > before:
+            deaths = 0
+        elif death is not None:
+            deaths += 1
+        if death is not None and deaths > retries:
+            raise death
         if done == before:
             # Other processes train the rest.
             time.sleep(_LOOK_S)
@@ -535,6 +544,19 @@ def train_blocks(
     # Any: trees.
     found: Any = torch.cat([part["run"] for part in parts])
     return found, torch.cat([part["scores"] for part in parts])
+
+
+# Any: a tree, and options of `map_iter`.
+def _run_blocks(rows: Any, blocks: _Blocks, options: Any) -> WorkerError | None:
+    """Train the blocks of members; return the error of a worker that died, of which another may continue the work."""
+    try:
+        for _ in rows.map_iter(blocks, **options):
+            pass
+    except WorkerError as err:
+        if not isinstance(err.__cause__, BrokenExecutor):
+            raise
+        return err
+    return None
 
 
 def _device_of(tree: TensorCollection) -> torch.device:
@@ -582,13 +604,17 @@ def _check_members(call: str, name: str, given: Tensor, shape: torch.Size) -> No
 # Any: the result of a function of the user.
 def _check_run(call: str, run: Any, members: int) -> None:
     """Raise unless `train` has returned all members; without some, the scores would belong to others."""
-    if not isinstance(run, TensorCollection) or run._batch_size[:1] != (members,):
-        raise BatchSizeError(
-            f"{call}: train returned another number of members.",
-            expected=f"a tree with the batch size [{members}, ...]",
-            got=f"batch size {list(run._batch_size)}" if isinstance(run, TensorCollection) else type(run).__name__,
-            hint="select members between rungs, with `elites`.",
-        )
+    got = type(run).__name__
+    if isinstance(run, TensorCollection):
+        if run._batch_size[:1] == (members,):
+            return
+        got = f"batch size {list(run._batch_size)}"
+    raise BatchSizeError(
+        f"{call}: train returned another number of members.",
+        expected=f"a tree with the batch size [{members}, ...]",
+        got=got,
+        hint="select members between rungs, with `elites`.",
+    )
 
 
 def _sign(mode: Mode) -> int:

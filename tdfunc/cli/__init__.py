@@ -17,6 +17,8 @@ from tdfunc.ops.display.text import printable
 
 _TROUBLE = 2
 _INTERRUPTED = 130
+# The characters of a line of a message.
+_MAX_LINE = 1_000
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -28,15 +30,10 @@ def main(args: Sequence[str] | None = None) -> None:
     if args is None and hasattr(signal, "SIGPIPE"):
         # A reader that has gone ends this process, as in `tdfunc show x | head -1`.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    given = list(sys.argv[1:] if args is None else args)
-    if lacking := [name for name in ("rich", "typer") if importlib.util.find_spec(name) is None]:
+    lacking = [name for name in ("rich", "typer") if importlib.util.find_spec(name) is None]
+    if lacking:
         sys.exit(f"tdfunc: the command line needs {' and '.join(lacking)}: pip install 'tdfunc[cli]'")
-    if "--" in given:
-        until = given.index("--")
-    else:
-        until = len(given)
-    debug = "--debug" in given[:until]
-    given = [arg for i, arg in enumerate(given) if arg != "--debug" or i > until]
+    given, debug = _without_debug(list(sys.argv[1:] if args is None else args))
     # Pieces are small and disks slow: threads would wait for each other more than they compute.
     torch.set_num_threads(1)
     try:
@@ -54,12 +51,28 @@ def main(args: Sequence[str] | None = None) -> None:
         if debug:
             text = "".join(traceback.format_exception(err)).rstrip()
         else:
-            text = str(err)
-            if isinstance(err, OSError) and err.filename is not None and err.strerror is not None:
-                text = f"{printable(os.fsdecode(err.filename), 1000) or repr('')}: {err.strerror}"
-            elif not type(err).__module__.startswith("tdfunc") and "\n  " not in text:
-                # An error of another library may not be clear without its name.
-                text = f"{type(err).__name__}: {text}"
-            text = "\n".join(printable(line, 1000) for line in text.split("\n"))
+            text = _message(err)
         print(f"tdfunc: {text}", file=sys.stderr)
         sys.exit(_TROUBLE)
+
+
+def _without_debug(args: list[str]) -> tuple[list[str], bool]:
+    """Return arguments without `--debug`, which may be anywhere before `--`, and whether it was there."""
+    if "--" in args:
+        end = args.index("--")
+    else:
+        end = len(args)
+    before = [arg for arg in args[:end] if arg != "--debug"]
+    return [*before, *args[end:]], len(before) < end
+
+
+def _message(err: Exception) -> str:
+    """Return the message of an error in a few lines that are safe to print."""
+    text = str(err)
+    if isinstance(err, OSError) and err.filename is not None and err.strerror is not None:
+        name = printable(os.fsdecode(err.filename), _MAX_LINE)
+        text = f"{name or repr('')}: {err.strerror}"
+    elif not type(err).__module__.startswith("tdfunc") and "\n  " not in text:
+        # An error of another library may not be clear without its name.
+        text = f"{type(err).__name__}: {text}"
+    return "\n".join(printable(line, _MAX_LINE) for line in text.split("\n"))

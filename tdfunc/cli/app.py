@@ -126,17 +126,12 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: structure, shapes, dtypes, metadata, and values (without --values by checksums)."""
-    tolerance = None
-    if values:
-        tolerance = Tolerance()
     if tol is not None:
-        try:
-            numbers = [float(part) for part in tol.split("/")]
-        except ValueError:
-            numbers = []
-        if not 1 <= len(numbers) <= 2 or not all(0 <= part < float("inf") for part in numbers):
-            raise typer.BadParameter(f"{tol!r} must be RTOL or RTOL/ATOL, such as 1e-3/1e-5.", param_hint="--tol")
-        tolerance = Tolerance(numbers[0], numbers[-1])
+        tolerance = _tolerance(tol)
+    elif values:
+        tolerance = Tolerance()
+    else:
+        tolerance = None
     where = make_filter(include or (), exclude or ())
     raise typer.Exit(run_diff(a, b, where, tolerance=tolerance, with_metadata=metadata, as_json=json))
 
@@ -219,12 +214,12 @@ def average(
     force: Force = False,
 ) -> None:
     """Average checkpoints leaf by leaf, computed in float64 and rounded once."""
-    try:
-        numbers = None
-        if weights is not None:
+    numbers = None
+    if weights is not None:
+        try:
             numbers = [float(part) for part in weights.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{weights!r} must be numbers such as 1,2,1.", param_hint="--weights") from None
+        except ValueError:
+            raise typer.BadParameter(f"{weights!r} must be numbers such as 1,2,1.", param_hint="--weights") from None
     target = _target(out, to, max_shard_size, force)
     part = Part(include or (), exclude or ())
     average_files(paths, target, part, weights=numbers, take_first=unequal is Unequal.first)
@@ -247,7 +242,8 @@ def merge(
     force: Force = False,
 ) -> None:
     """Merge models leaf by leaf, with a method and weights or with a configuration file of mergekit."""
-    if (config is None) == (method is None) or (config is not None and bool(paths or base or weight or option)):
+    has_options = bool(paths or base or weight or option)
+    if (config is None) == (method is None) or (config is not None and has_options):
         raise typer.BadParameter("--config FILE, or --method NAME with models, must be given.", param_hint="--config")
     if config is not None:
         with open(config, encoding="utf-8") as file:
@@ -264,6 +260,17 @@ def merge(
 def list_methods() -> None:
     """Show the methods of `merge`: definitions, options and papers."""
     print_table(Table(HEADER, rows()))
+
+
+def _tolerance(text: str) -> Tolerance:
+    """Return the tolerance that RTOL or RTOL/ATOL stands for; one number is both."""
+    try:
+        numbers = [float(part) for part in text.split("/")]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2 or not all(0 <= number < float("inf") for number in numbers):
+        raise typer.BadParameter(f"{text!r} must be RTOL or RTOL/ATOL, such as 1e-3/1e-5.", param_hint="--tol")
+    return Tolerance(numbers[0], numbers[-1])
 
 
 def _target(out: str, to: Format | None, max_shard_size: str | None, force: bool) -> Target:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
-from tdfunc.cli.numbers import FINITE, Difference, average, cast, has_values, not_finite
+from tdfunc.cli.numbers import FINITE, average, cast, has_values, not_finite
 from tdfunc.cli.output import listed, progress, safe, shown
-from tdfunc.cli.scales import check_equal_codes, kept_leaves, note_lost_scales, refuse_adapters
+from tdfunc.cli.scales import check_equal_codes, is_equal, kept_leaves, note_lost_scales, refuse_adapters
 from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
 from tdfunc.cli.ties import share_ties
 from tdfunc.cli.values import differing_values, texts_apart
@@ -28,50 +28,60 @@ def average_files(
     paths: Sequence[str], target: Target, part: Part, *, weights: Sequence[float] | None, take_first: bool
 ) -> None:
     """Write the weighted mean of checkpoints with the same leaves; everything else comes from the first."""
-    if weights is None:
-        factors = [1.0] * len(paths)
-    else:
-        factors = list(weights)
-    numbers = torch.tensor(factors, dtype=torch.float64)
-    if len(factors) != len(paths) or not numbers.isfinite().all() or is_cancelled(numbers, numbers.sum()):
-        raise error(
-            ValueError,
-            "--weights must have a finite number for each checkpoint, and a sum other than 0, also after rounding.",
-            expected=f"{len(paths)} numbers",
-            got=",".join(map(str, factors)),
-        )
+    factors = _factors(weights, len(paths))
     with ExitStack() as stack:
         sources = [stack.enter_context(open_source(path)) for path in paths]
-        target = make_target(target, sources[0])
+        first = sources[0]
+        target = make_target(target, first)
         trees = share_ties(sources, [chosen_part(source, part) for source in sources])
         for source, tree in zip(sources, trees, strict=True):
             refuse_adapters("average", source.path, tree)
         rows = [{one.paths: one for one in stored_leaves(tree)} for tree in trees]
         _check_same(paths, rows)
         leaves = list(rows[0].values())
-        kept = kept_leaves(sources[0])
-
-        def is_averaged(one: Stored) -> bool:
-            return id(one.leaf) not in kept and _has_mean(one)
-
-        note_lost_scales(sources[0], trees[0])
-        check_equal_codes("average", sources, [[row[one.paths] for row in rows] for one in leaves])
+        kept = kept_leaves(first)
+        note_lost_scales(first, trees[0])
+        check_equal_codes("average", sources, [_in_each(one, rows) for one in leaves])
         if not take_first:
             _check_unaveraged(sources, trees, rows)
-        others = {id(one.leaf): [row[one.paths].leaf for row in rows] for one in leaves if is_averaged(one)}
-        names = {id(one.leaf): shown(one.path) for one in leaves}
+        averaged = {id(one.leaf): one for one in leaves if id(one.leaf) not in kept and _has_mean(one)}
         lost = Counter[int]()
         with progress("average", len(paths) * sum(one.size_bytes for one in leaves)) as tick:
 
             def values(leaf: Tensor) -> Iterator[Tensor]:
-                if id(leaf) not in others:
-                    yield from sources[0].pieces(leaf, tick)
+                if id(leaf) not in averaged:
+                    yield from first.pieces(leaf, tick)
                     return
-                pieces = [source.pieces(own, tick) for source, own in zip(sources, others[id(leaf)], strict=True)]
-                for row in zip(*pieces, strict=True):
-                    yield cast(_mean(row, factors, names[id(leaf)]), leaf, lost)
+                one = averaged[id(leaf)]
+                name = shown(one.path)
+                leaf_of_each = _in_each(one, rows)
+                pieces = [source.pieces(own.leaf, tick) for source, own in zip(sources, leaf_of_each, strict=True)]
+                for piece_of_each in zip(*pieces, strict=True):
+                    yield cast(_mean(piece_of_each, factors, name), leaf, lost)
 
-            write(target, trees[0], values, sources[0], lost)
+            write(target, trees[0], values, first, lost)
+
+
+def _factors(weights: Sequence[float] | None, count: int) -> list[float]:
+    """Return a weight for each checkpoint; raise unless their sum is a number to divide by."""
+    if weights is None:
+        factors = [1.0] * count
+    else:
+        factors = list(weights)
+    numbers = torch.tensor(factors, dtype=torch.float64)
+    if len(factors) != count or not numbers.isfinite().all() or is_cancelled(numbers, numbers.sum()):
+        raise error(
+            ValueError,
+            "--weights must have a finite number for each checkpoint, and a sum other than 0, also after rounding.",
+            expected=f"{count} numbers",
+            got=",".join(map(str, factors)),
+        )
+    return factors
+
+
+def _in_each(one: Stored, rows: Rows) -> list[Stored]:
+    """Return a leaf of the first checkpoint in each of them."""
+    return [row[one.paths] for row in rows]
 
 
 def _mean(row: Sequence[Tensor], factors: Sequence[float], name: str) -> Tensor:
@@ -99,9 +109,10 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
         for key in dict.fromkeys([*rows[0], *row]):
             one = rows[0].get(key)
             other = row.get(key)
-            if one is None or other is None:
-                name = " tied to ".join(map(shown, key))
-                lines.append(f"{'missing' if other is None else 'unexpected'}: {name} in {safe(path)}")
+            if other is None:
+                lines.append(f"missing: {' tied to '.join(map(shown, key))} in {safe(path)}")
+            elif one is None:
+                lines.append(f"unexpected: {' tied to '.join(map(shown, key))} in {safe(path)}")
             elif (one.leaf.shape, one.leaf.dtype) != (other.leaf.shape, other.leaf.dtype):
                 lines.append(f"{shown(key[0])} in {safe(path)}: expected {one.spec}, got {other.spec}")
     if lines:
@@ -119,31 +130,29 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
     found: list[tuple[Path, str]] = []
     for source, row in zip(sources[1:], rows[1:], strict=True):
         for key, one in rows[0].items():
-            if not _has_mean(one):
-                unequal = Difference()
-                for x, y in zip(sources[0].pieces(one.leaf), source.pieces(row[key].leaf), strict=True):
-                    unequal.add(x, y)
-                if unequal.differing:
-                    found.append((key[0], f"{shown(key[0])} ({one.spec}) in {safe(source.path)}"))
+            if not _has_mean(one) and not is_equal(sources[0], one, source, row[key]):
+                found.append((key[0], f"{shown(key[0])} ({one.spec}) in {safe(source.path)}"))
     found += _unequal_places(sources, trees)
     if found:
         what = f"average: integers, bools and non-tensor data must be equal; {count_text(len(found), 'difference')}:"
         lines = listed([line for _, line in found])
         hint = f"--unequal first takes them from {safe(sources[0].path)}."
-        if parts := _averaged_parts(rows[0], {path[0] for path, _ in found}):
+        parts = _averaged_parts(rows[0], {path[0] for path, _ in found})
+        if parts is not None:
             hint = f"{parts} averages that part; {hint}"
         raise LeafMismatchError("\n    ".join([what, *lines]), hint=hint)
 
 
 def _averaged_parts(row: dict[tuple[Path, ...], Stored], others: set[str]) -> str | None:
     """Return the options that choose the top-level parts with a mean and without differences; None without such."""
-    # A glob would read these characters as something else.
-    keys = dict.fromkeys([one.path[0] for one in row.values() if _has_mean(one)])
-    names = [key for key in keys if key not in others and not set(key) & set("*?[]'")]
     options: list[str] = []
-    for name in names:
-        is_leaf = any([one.path == (name,) for one in row.values()])
-        options.append(f"--filter {shlex.quote(name if is_leaf else f'{name}.*')}")
+    for name in dict.fromkeys([one.path[0] for one in row.values() if _has_mean(one)]):
+        # A glob would read these characters as something else.
+        if name in others or set(name) & set("*?[]'"):
+            continue
+        is_leaf = any(one.path == (name,) for one in row.values())
+        glob = name if is_leaf else f"{name}.*"
+        options.append(f"--filter {shlex.quote(glob)}")
     return " ".join(options) or None
 
 

@@ -3,7 +3,7 @@
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,9 @@ from tdfunc.storage.tree.build import without_values
 from tdfunc.storage.tree.specs import DTYPES
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
+# The formats that are one file, and the formats that are a folder.
+_FILES = ("safetensors", "torch")
+_FOLDERS = ("shards", "memmap")
 # The default of Hugging Face's tools.
 _SHARD_SIZE = "5GB"
 # For filters, which look at the path.
@@ -71,6 +74,7 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
         target = make_target(target, source)
         tree = chosen_part(source, part)
         codes: dict[int, Scaled] = {}
+        kept = set[int]()
         if dequantize:
             tree, codes = without_scales(source, tree)
             note_described_codes(target.path)
@@ -78,25 +82,15 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
             if dtype is not None:
                 check_cast("cast", source, tree, dtype)
             note_lost_scales(source, tree)
-        if dequantize:
-            kept = set[int]()
-        else:
             kept = kept_leaves(source)
         origins: dict[int, Tensor] = {}
-
-        def retype(leaf: Tensor) -> Tensor:
-            wanted = dtype or (torch.float32 if id(leaf) in codes else leaf.dtype)
-            is_number = leaf.is_floating_point() and has_values(leaf.dtype) and id(leaf) not in kept
-            if not is_number or leaf.dtype == wanted:
-                return leaf
-            new = without_values(leaf, wanted)
-            origins[id(new)] = leaf
-            return new
-
         if dtype is not None or codes:
-            tree = tree._map(LeafOp("cast", retype))
+            tree, origins = _retyped(tree, dtype, codes, kept)
         lost = Counter[int]()
-        size = sum(one.leaf.numel() * origins.get(id(one.leaf), one.leaf).element_size() for one in stored_leaves(tree))
+        size = 0
+        for one in stored_leaves(tree):
+            origin = origins.get(id(one.leaf), one.leaf)
+            size += one.leaf.numel() * origin.element_size()
         with progress("write", size) as tick:
 
             def values(leaf: Tensor) -> Iterator[Tensor]:
@@ -108,6 +102,36 @@ def rewrite(path: str, target: Target, part: Part, *, dtype_name: str | None = N
                     yield cast(piece, leaf, lost)
 
             write(target, tree, values, source, lost)
+
+
+def _retyped(
+    tree: TensorCollection, dtype: torch.dtype | None, codes: Mapping[int, Scaled], kept: set[int]
+) -> tuple[TensorCollection, dict[int, Tensor]]:
+    """Return a tree with its numbers in another dtype, and by the id of each new leaf the leaf that it comes from.
+
+    Args:
+        tree: The tree, without values.
+        dtype: The dtype of all numbers. Without one, only the numbers of codes change, to float32.
+        codes: The leaves of codes, by id.
+        kept: The ids of leaves that stay as they are.
+    """
+    origins: dict[int, Tensor] = {}
+
+    def retype(leaf: Tensor) -> Tensor:
+        is_number = leaf.is_floating_point() and has_values(leaf.dtype) and id(leaf) not in kept
+        if dtype is not None:
+            wanted = dtype
+        elif id(leaf) in codes:
+            wanted = torch.float32
+        else:
+            wanted = leaf.dtype
+        if not is_number or leaf.dtype == wanted:
+            return leaf
+        new = without_values(leaf, wanted)
+        origins[id(new)] = leaf
+        return new
+
+    return tree._map(LeafOp("cast", retype)), origins
 
 
 def find_dtype(name: str) -> torch.dtype:
@@ -138,20 +162,33 @@ def chosen_part(source: Source, part: Part) -> TensorCollection:
     if where is None:
         return source.tree
     values = plain_values(source.tree)
-    inside = [one for one in stored if any([one.path[:i] in values for i in range(1, len(one.path))])]
-    parts = {id(one) for one in inside}
-    leaves = [one for one in stored if not one.is_value and id(one) not in parts]
-    others = [one for one in stored if one.is_value or id(one) in parts]
-    missed = []
+    leaves: list[Stored] = []
+    in_objects: list[Stored] = []
+    # Tensors that patterns do not choose.
+    others: list[Stored] = []
+    for one in stored:
+        is_in_object = any(one.path[:length] in values for length in range(1, len(one.path)))
+        if is_in_object:
+            in_objects.append(one)
+        if is_in_object or one.is_value:
+            others.append(one)
+        else:
+            leaves.append(one)
+    chosen = choose(leaves, where)
     if part.include:
-        missed = _matching(others, where)
+        _note_missed(_matching(others, where))
+    else:
+        chosen += in_objects
+    paths = set[Path]()
+    for one in chosen:
+        paths.update(one.paths)
+    return keep_leaves(source.tree, paths, nontensors=not part.include)
+
+
+def _note_missed(missed: Sequence[Stored]) -> None:
     if missed:
         names = ", ".join([safe(one.name) for one in missed[:5]])
         note(f"not chosen: {count_text(len(missed), 'tensor')} in plain objects, which stay whole: {names}")
-    chosen = choose(leaves, where)
-    chosen += [one for one in inside if not part.include]
-    paths = {at for one in chosen for at in one.paths}
-    return keep_leaves(source.tree, paths, nontensors=not part.include)
 
 
 def _matching(leaves: Sequence[Stored], where: FilterLike) -> list[Stored]:
@@ -165,8 +202,8 @@ def _matching(leaves: Sequence[Stored], where: FilterLike) -> list[Stored]:
 def check_left_out(source: Source, part: Part) -> None:
     """Raise if a chosen part has a tensor that cannot be read; other values are noted by `write`."""
     for at, one in source.left_out.items():
-        is_included = not part.include or any([_matches(glob, at) for glob in part.include])
-        if one.is_tensor and is_included and not any([_matches(glob, at) for glob in part.exclude]):
+        is_included = not part.include or _matches_any(part.include, at)
+        if one.is_tensor and is_included and not _matches_any(part.exclude, at):
             name = dotted(at)
             raise UnsupportedError(
                 f"{safe(source.path)}: {safe(name)!r} cannot be read.",
@@ -177,7 +214,11 @@ def check_left_out(source: Source, part: Part) -> None:
 
 
 def _is_left_out(source: Source, glob: str) -> bool:
-    return any([_matches(glob, at) for at in source.left_out])
+    return any(_matches(glob, at) for at in source.left_out)
+
+
+def _matches_any(globs: Sequence[str], at: Path) -> bool:
+    return any(_matches(glob, at) for glob in globs)
 
 
 def _matches(glob: str, at: Path) -> bool:
@@ -191,21 +232,7 @@ def make_target(options: Target, source: Source) -> Target:
     """Return the place and form of the result; raise if something would be overwritten without `--force`."""
     path = local_path(options.path)
     path = path.rstrip("/") or path
-    suffix = os.path.splitext(path)[1]
-    by_name = "safetensors" if suffix == ".safetensors" else "torch" if suffix in _TORCH else None
-    by_source = source.format if source.format in ("shards", "memmap") else None
-    format = options.format or ("shards" if options.max_shard_size is not None else by_name or by_source)
-    if format is None or by_name != (format if format in ("safetensors", "torch") else None):
-        raise error(
-            ValueError,
-            f"{path}: the name must fit the format that is written.",
-            expected=f"x.safetensors, {', '.join(_TORCH)}, or a folder with --to shards or --to memmap",
-            got=f"{path} as {format}" if format is not None else path,
-        )
-    if options.max_shard_size is not None:
-        as_bytes(options.max_shard_size)
-        if format != "shards":
-            raise error(ValueError, "--max-shard-size must come with a folder of shards.", got=f"{path} as {format}")
+    format = _find_format(options, path, source)
     shard_size = None
     if format == "shards":
         shard_size = options.max_shard_size or _SHARD_SIZE
@@ -214,33 +241,91 @@ def make_target(options: Target, source: Source) -> Target:
         if format in ("memmap", "torch"):
             raise UnsupportedError(f"{path}: the path must be local for {format}.")
         return target
-    is_file = format in ("safetensors", "torch")
-    folder = os.path.dirname(path) if is_file else path
+    _check_place(target)
+    if format == "memmap":
+        check_memmap(os.path.realpath(path), "convert", exist_ok=True)
+    return target
+
+
+def _find_format(options: Target, path: str, source: Source) -> str:
+    """Return the format of the result: by an option, else by the name, else as the source has it."""
+    by_name = _format_of_name(path)
+    if options.format is not None:
+        format = options.format
+    elif options.max_shard_size is not None:
+        format = "shards"
+    elif by_name is None and source.format in _FOLDERS:
+        format = source.format
+    else:
+        format = by_name
+    # The name of a folder does not have the ending of a file.
+    if format in _FILES:
+        fits = format == by_name
+    else:
+        fits = by_name is None
+    if format is None or not fits:
+        raise error(
+            ValueError,
+            f"{path}: the name must fit the format that is written.",
+            expected=f"x.safetensors, {', '.join(_TORCH)}, or a folder with --to shards or --to memmap",
+            got=f"{path} as {format}" if format is not None else path,
+        )
+    if options.max_shard_size is not None:
+        # Raises for a text that is not a size.
+        as_bytes(options.max_shard_size)
+        if format != "shards":
+            raise error(ValueError, "--max-shard-size must come with a folder of shards.", got=f"{path} as {format}")
+    return format
+
+
+def _format_of_name(path: str) -> str | None:
+    """Return the format that the ending of a name stands for; None for another name, which is a folder's."""
+    suffix = os.path.splitext(path)[1]
+    if suffix == ".safetensors":
+        return "safetensors"
+    if suffix in _TORCH:
+        return "torch"
+    return None
+
+
+def _check_place(target: Target) -> None:
+    """Raise if the place of a result on this machine has something that must not be replaced."""
+    path = target.path
+    is_file = target.format in _FILES
     if os.path.lexists(path) and os.path.isdir(path) is is_file:
         raise error(FileExistsError, f"{path} must be {'a file' if is_file else 'a folder'}.")
-    is_step = os.path.isfile(os.path.join(folder, ABOUT_FILE)) and (os.path.basename(path) == SINGLE or not is_file)
-    has_memmap = format == "shards" and os.path.lexists(os.path.join(path, META))
-    if is_step or has_memmap or (not is_file and list_steps(path)):
+    if _is_protected(target):
         raise error(
             FileExistsError,
             f"{path} must not belong to a CheckpointManager, or contain a memmapped tree.",
             expected="a new place",
             hint="CheckpointManager.save(..., overwrite=True) replaces a step.",
         )
-    # A model.safetensors takes the place of an index and its shards.
-    own = ()
-    if os.path.basename(path) == SINGLE:
-        own = (INDEX,)
-    if is_file:
-        names = [os.path.basename(path), *own]
-    else:
-        names = [INDEX, SINGLE, META]
-    taken = [place for place in (os.path.join(folder, name) for name in names) if os.path.lexists(place)]
-    if taken and not options.force:
+    taken = [place for place in _replaced_files(target) if os.path.lexists(place)]
+    if taken and not target.force:
         raise error(FileExistsError, f"{taken[0]} exists.", expected="a new name", hint="--force replaces it.")
-    if format == "memmap":
-        check_memmap(os.path.realpath(path), "convert", exist_ok=True)
-    return target
+
+
+def _is_protected(target: Target) -> bool:
+    """Return whether the place belongs to a step or a run, or is a memmapped tree that shards would be written into."""
+    if target.format in _FILES:
+        folder, name = os.path.split(target.path)
+        return name == SINGLE and os.path.isfile(os.path.join(folder, ABOUT_FILE))
+    is_step = os.path.isfile(os.path.join(target.path, ABOUT_FILE))
+    has_memmap = target.format == "shards" and os.path.lexists(os.path.join(target.path, META))
+    return is_step or has_memmap or bool(list_steps(target.path))
+
+
+def _replaced_files(target: Target) -> list[str]:
+    """Return the files that a result would take the place of, whether they exist or not."""
+    if target.format not in _FILES:
+        return [os.path.join(target.path, name) for name in (INDEX, SINGLE, META)]
+    folder, name = os.path.split(target.path)
+    names = [name]
+    if name == SINGLE:
+        # A model.safetensors takes the place of an index and its shards.
+        names.append(INDEX)
+    return [os.path.join(folder, name) for name in names]
 
 
 def _noting(values: Values, leaves: Sequence[Stored], lost: Counter[int]) -> Values:
@@ -283,38 +368,61 @@ def write(target: Target, tree: TensorCollection, values: Values, source: Source
     Values that are not finite, and values that a cast lost, are noted with their leaf before anything is replaced.
     """
     leaves = stored_leaves(tree)
-    if not leaves and not plain_values(tree) and stored_leaves(source.tree):
-        raise _empty(target, [one.name for one in stored_leaves(source.tree)])
+    if not leaves and not plain_values(tree):
+        names = [one.name for one in stored_leaves(source.tree)]
+        if names:
+            raise _empty(target, names)
     values = _noting(values, leaves, lost)
-    if source.metadata:
-        note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
-    left_out = [f"{dotted(at)}: {one.text}" for at, one in source.left_out.items()]
-    for text in listed([*source.altered, *left_out]):
-        note(f"not kept: {safe(text)}")
+    _note_not_kept(source)
     if target.format == "torch":
-        skipped = {at for one in leaves if one.kind is Kind.NON_PERSISTENT for at in one.paths}
-        state: dict[str, Tensor] = {}
-        for path, leaf in iter_leaves(tree):
-            name = dotted(path)
-            if name in state:
-                raise error(
-                    ValueError,
-                    f"two paths become the name {name!r} in a state dict.",
-                    hint="extract one of them, or convert to another format.",
-                )
-            if path not in skipped:
-                state[name] = leaf
-        hidden = [*map(dotted, [*sorted(skipped), *plain_values(tree)]), *(one.name for one in leaves if one.is_value)]
-        if hidden and not state:
-            raise _empty(target, hidden)
-        if hidden:
-            names = ", ".join(map(safe, hidden[:5])) + (", ..." if len(hidden) > 5 else "")
-            note(f"{target.path} is a state dict, which cannot hold {count_text(len(hidden), 'entry')}: {names}")
-        write_torch(state, values, target.path)
-        leaves = [one for one in leaves if not one.is_value and not skipped.issuperset(one.paths)]
+        leaves = _write_state(target, tree, leaves, values)
     elif target.format == "memmap":
         memmap_stream(tree, values, target.path, existsok=True)
     else:
         save_stream(tree, values, target.path, max_shard_size=target.max_shard_size)
     size = bytes_text(sum(one.size_bytes for one in leaves))
     note(f"wrote {safe(target.path)} ({target.format}, {count_text(len(leaves), 'leaf')}, {size})")
+
+
+def _note_not_kept(source: Source) -> None:
+    """Note on stderr the parts of a checkpoint that its tree does not have."""
+    if source.metadata:
+        note(f"the metadata of {safe(source.path)} are not kept: {', '.join(map(safe, source.metadata))}")
+    left_out = [f"{dotted(at)}: {one.text}" for at, one in source.left_out.items()]
+    for text in listed([*source.altered, *left_out]):
+        note(f"not kept: {safe(text)}")
+
+
+def _write_state(target: Target, tree: TensorCollection, leaves: Sequence[Stored], values: Values) -> list[Stored]:
+    """Write the state dict of a tree; return the leaves in it, and note the entries that it cannot hold."""
+    skipped = set[Path]()
+    for one in leaves:
+        if one.kind is Kind.NON_PERSISTENT:
+            skipped.update(one.paths)
+    state = _state_dict(tree, skipped)
+    hidden = [dotted(path) for path in [*sorted(skipped), *plain_values(tree)]]
+    hidden += [one.name for one in leaves if one.is_value]
+    if hidden and not state:
+        raise _empty(target, hidden)
+    if hidden:
+        more = ", ..." if len(hidden) > 5 else ""
+        names = ", ".join(map(safe, hidden[:5])) + more
+        note(f"{target.path} is a state dict, which cannot hold {count_text(len(hidden), 'entry')}: {names}")
+    write_torch(state, values, target.path)
+    return [one for one in leaves if not one.is_value and not skipped.issuperset(one.paths)]
+
+
+def _state_dict(tree: TensorCollection, skipped: set[Path]) -> dict[str, Tensor]:
+    """Return the leaves of a tree by dotted name, except those at skipped paths."""
+    state: dict[str, Tensor] = {}
+    for path, leaf in iter_leaves(tree):
+        name = dotted(path)
+        if name in state:
+            raise error(
+                ValueError,
+                f"two paths become the name {name!r} in a state dict.",
+                hint="extract one of them, or convert to another format.",
+            )
+        if path not in skipped:
+            state[name] = leaf
+    return state

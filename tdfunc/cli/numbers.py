@@ -21,7 +21,9 @@ def wide(values: Tensor) -> Tensor:
     """Return values in float64 or complex128; pairs of 4-bit numbers as their bytes."""
     if not has_values(values.dtype):
         values = values.view(torch.uint8)
-    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+    if values.is_complex():
+        return values.to(torch.complex128)
+    return values.to(torch.float64)
 
 
 @dataclass
@@ -56,24 +58,22 @@ class Stats:
         mean = float(finite.mean())
         total = self.finite + count
         delta = mean - self.mean
-        self._squares += float((finite - mean).square().sum()) + delta * delta * self.finite * count / total
+        squares = float((finite - mean).square().sum())
+        self._squares += squares + delta * delta * self.finite * count / total
         self.mean += delta * count / total
         self.finite = total
-        self.least, self.greatest = min(self.least, float(finite.min())), max(self.greatest, float(finite.max()))
+        self.least = min(self.least, float(finite.min()))
+        self.greatest = max(self.greatest, float(finite.max()))
 
     def summary(self) -> dict[str, float | None]:
         """Return the statistics by name; None without values to compute one from."""
-        has = self.finite > 0
-        share = max(self.count, 1)
-        return {
-            "min": self.least if has else None,
-            "max": self.greatest if has else None,
-            "mean": self.mean if has else None,
-            "std": math.sqrt(self._squares / (self.finite - 1)) if self.finite > 1 else None,
-            "nan": self.nans / share,
-            "inf": self.infs / share,
-            "zero": self.zeros / share,
-        }
+        found: dict[str, float | None] = dict.fromkeys(("min", "max", "mean", "std"))
+        if self.finite > 0:
+            found |= {"min": self.least, "max": self.greatest, "mean": self.mean}
+        if self.finite > 1:
+            found["std"] = math.sqrt(self._squares / (self.finite - 1))
+        count = max(self.count, 1)
+        return {**found, "nan": self.nans / count, "inf": self.infs / count, "zero": self.zeros / count}
 
 
 class Tolerance(NamedTuple):
@@ -104,22 +104,30 @@ class Difference:
         dtype = torch.promote_types(x.dtype, y.dtype)
         x = x.to(dtype)
         y = y.to(dtype)
-        unequal = ~((x == y) | (x.isnan() & y.isnan()))
+        is_integer = not a.is_floating_point() and not a.is_complex()
         # float64 has not all 64-bit integers.
-        is_exact = a.dtype == b.dtype and not a.is_floating_point() and not a.is_complex() and a.element_size() == 8
+        is_exact = a.dtype == b.dtype and is_integer and a.element_size() == 8
         if is_exact:
             unequal = a.view(torch.int64) != b.view(torch.int64)
+        else:
+            unequal = ~((x == y) | (x.isnan() & y.isnan()))
         if not bool(unequal.any()):
             return
         x = x[unequal]
         y = y[unequal]
-        apart = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        apart = _no_nan((x - y).abs())
         if is_exact:
             apart = apart.clamp(min=1)
         rtol, atol = self.tolerance
-        self.differing += apart.numel() - (int(torch.isclose(x, y, rtol, atol).sum()) if rtol or atol else 0)
+        self.differing += apart.numel()
+        if rtol or atol:
+            self.differing -= int(torch.isclose(x, y, rtol, atol).sum())
         self.max_abs = max(self.max_abs, float(apart.max()))
-        self.max_rel = max(self.max_rel, float((apart / y.abs()).nan_to_num(nan=math.inf, posinf=math.inf).max()))
+        self.max_rel = max(self.max_rel, float(_no_nan(apart / y.abs()).max()))
+
+
+def _no_nan(values: Tensor) -> Tensor:
+    return values.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 class NotFinite(NamedTuple):
@@ -135,7 +143,11 @@ class NotFinite(NamedTuple):
 
     def __str__(self) -> str:
         """Return the counts in words."""
-        parts = [f"{self.nans:,} NaN"] * (self.nans > 0) + [f"{self.infs:,} infinite"] * (self.infs > 0)
+        parts: list[str] = []
+        if self.nans:
+            parts.append(f"{self.nans:,} NaN")
+        if self.infs:
+            parts.append(f"{self.infs:,} infinite")
         return " and ".join(parts)
 
 

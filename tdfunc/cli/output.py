@@ -45,7 +45,9 @@ def safe(text: str) -> str:
 
 def short(text: str) -> str:
     """Return the beginning of a text, safe to print."""
-    return safe(text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]}...")
+    if len(text) > MAX_CELL:
+        text = f"{text[:MAX_CELL]}..."
+    return safe(text)
 
 
 def shown(path: Path) -> str:
@@ -67,7 +69,8 @@ def print_table(table: Table) -> None:
     """Print a table, as wide as the terminal, or in plain columns for a pipe."""
     made = RichTable(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(table.header):
-        made.add_column(name, justify="right" if i in table.numbers else "left", overflow="fold")
+        justify = "right" if i in table.numbers else "left"
+        made.add_column(name, justify=justify, overflow="fold")
     for row in table.rows:
         # Text, because rich reads a str such as "[red]" as markup.
         made.add_row(*map(Text, row))
@@ -81,20 +84,28 @@ def print_tree(title: str, lines: Sequence[tuple[Path, str]]) -> None:
     for path, _ in lines:
         for depth in range(1, len(path) + 1):
             at = path[:depth]
-            if at not in nodes:
-                label = Text(safe(at[-1]))
-                label.append(f"  {texts[at]}" if at in texts else "", style="dim")
-                nodes[at] = nodes[at[:-1]].add(label)
+            if at in nodes:
+                continue
+            label = Text(safe(at[-1]))
+            if at in texts:
+                label.append(f"  {texts[at]}", style="dim")
+            nodes[at] = nodes[at[:-1]].add(label)
     _print(nodes[()])
 
 
 # Any: an object that rich can render.
 def _print(what: Any) -> None:
     file = io.StringIO()
-    is_terminal = sys.stdout.isatty()
-    width = None if is_terminal else _WIDE
-    Console(file=file, force_terminal=is_terminal, width=width, no_color=None if is_terminal else True).print(what)
-    print("\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")))
+    if sys.stdout.isatty():
+        console = Console(file=file, force_terminal=True)
+    else:
+        console = Console(file=file, force_terminal=False, width=_WIDE, no_color=True)
+    console.print(what)
+    lines = file.getvalue().rstrip("\n").split("\n")
+    print("\n".join(line.rstrip() for line in lines))
+
+
+# Any: an object that rich can render.
 
 
 def print_json(found: Any) -> None:

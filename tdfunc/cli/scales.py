@@ -48,38 +48,41 @@ def check_equal_codes(call: str, sources: Sequence[Source], rows: Iterable[Seque
         sources: The checkpoints.
         rows: For each leaf, the leaf in each of the checkpoints.
     """
-    kept = [quantized(source) for source in sources]
-    if not any([each.codes for each in kept]):
+    quantized_of_each = [quantized(source) for source in sources]
+    with_codes = [each for each in quantized_of_each if each.codes]
+    if not with_codes:
         return
     for row in rows:
-        if any([id(one.leaf) in each.kept for one, each in zip(row, kept, strict=True)]):
-            first = row[0]
-            for one, source in zip(row[1:], sources[1:], strict=True):
-                if not _is_equal(sources[0], first, source, one):
-                    raise unequal_codes(call, [each for each in kept if each.codes][0], first, source.path)
+        has_codes = any(id(one.leaf) in each.kept for one, each in zip(row, quantized_of_each, strict=True))
+        if not has_codes:
+            continue
+        first = row[0]
+        for one, source in zip(row[1:], sources[1:], strict=True):
+            has_one_form = (one.leaf.dtype, one.leaf.shape) == (first.leaf.dtype, first.leaf.shape)
+            if not has_one_form or not is_equal(sources[0], first, source, one):
+                raise unequal_codes(call, with_codes[0], first, source.path)
+
+
+def is_equal(source: Source, one: Stored, other: Source, its: Stored) -> bool:
+    """Return whether two leaves of one shape have equal values."""
+    unequal = Difference()
+    for x, y in zip(source.pieces(one.leaf), other.pieces(its.leaf), strict=True):
+        unequal.add(x, y)
+    return unequal.differing == 0
 
 
 def unequal_codes(call: str, found: Quantized, one: Stored, path: str) -> UnsupportedError:
     """Return the error of a command for codes or scales that differ between checkpoints."""
-    parts = [each for each in found.codes.values() if one.name in (each.name, *each.companions)]
+    codes = next((each for each in found.codes.values() if one.name in (each.name, *each.companions)), None)
     layout = ""
-    if parts:
-        layout = f" ({parts[0]})"
+    if codes is not None:
+        layout = f" ({codes})"
     return UnsupportedError(
         f"{call}: codes and their scales must be equal in all checkpoints: the command computes with numbers only.",
         expected=f"equal values of {safe(one.name)}{safe(layout)}",
         got=f"other values in {safe(path)}",
         hint=HINT,
     )
-
-
-def _is_equal(source: Source, one: Stored, other: Source, its: Stored) -> bool:
-    if (one.leaf.dtype, one.leaf.shape) != (its.leaf.dtype, its.leaf.shape):
-        return False
-    unequal = Difference()
-    for x, y in zip(source.pieces(one.leaf), other.pieces(its.leaf), strict=True):
-        unequal.add(x, y)
-    return unequal.differing == 0
 
 
 def note_codes(source: Source, leaves: Iterable[Stored], what: str) -> None:
@@ -124,7 +127,10 @@ def without_scales(source: Source, tree: TensorCollection) -> tuple[TensorCollec
     change = Dequantizing(source.path, source.tree, None, None)
     paths = {path for path, _ in iter_leaves(tree) if dotted(path) in change.names}
     kept = keep_leaves(tree, paths, nontensors=True)
-    codes = {id(leaf): change.codes[dotted(path)] for path, leaf in iter_leaves(kept) if dotted(path) in change.codes}
+    codes: dict[int, Scaled] = {}
+    for path, leaf in iter_leaves(kept):
+        if dotted(path) in change.codes:
+            codes[id(leaf)] = change.codes[dotted(path)]
     return kept, codes
 
 
@@ -135,11 +141,11 @@ def decoded(
     assert one.blocks is not None
     scale = next(found for path, found in iter_leaves(source.tree) if dotted(path) == one.scale)
     wide = torch.promote_types(leaf.dtype, torch.float32)
-    numbers = dequantize(_read(source, codes, tick), _read(source, scale, tick), one.blocks, wide)
+    numbers = dequantize(read_all(source, codes, tick), read_all(source, scale, tick), one.blocks, wide)
     yield cast(numbers.flatten(), leaf, lost)
 
 
-def _read(source: Source, leaf: Tensor, tick: Tick) -> Tensor:
+def read_all(source: Source, leaf: Tensor, tick: Tick) -> Tensor:
     """Return all values of a leaf."""
     made = torch.empty(leaf.shape, dtype=leaf.dtype)
     at = 0

@@ -21,8 +21,9 @@ from tdfunc.storage.scales import Scaled
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf", "zero")
 Values = dict[Path, NonTensorBase]
-# The leaves of codes, by id.
+# The leaves of codes, and the statistics of leaves, by the id of the leaf.
 Codes = Mapping[int, Scaled]
+AllStats = Mapping[int, Stats]
 
 
 def show(
@@ -35,71 +36,105 @@ def show(
         values = {}
         if where is None:
             values = plain_values(source.tree)
-        stats: dict[int, Stats] = {}
         codes = quantized(source).codes
+        stats: dict[int, Stats] = {}
         if with_stats:
             note_codes(source, leaves, "the statistics are of")
-            with progress("show", sum(one.size_bytes for one in leaves)) as tick:
-                for one in leaves:
-                    if has_values(one.leaf.dtype):
-                        found = stats[id(one.leaf)] = Stats()
-                        for piece in source.pieces(one.leaf, tick):
-                            found.add(piece)
+            stats = _read_stats(source, leaves)
         if as_json:
             print_json(_document(source, leaves, values, stats, codes))
             return
         _print_title(source)
         if as_tree:
-            lines: list[tuple[Path, str]] = []
-            for one in leaves:
-                text = f"{one.spec} {bytes_text(one.size_bytes)}"
-                if id(one.leaf) in codes:
-                    text += f" {safe(str(codes[id(one.leaf)]))}"
-                if id(one.leaf) in stats:
-                    texts = _stats_texts(stats[id(one.leaf)])
-                    text += "".join(f" {name} {number}" for name, number in zip(_STATS, texts, strict=True))
-                lines.append((one.path, text))
-                lines += [(path, f"tied to {shown(one.path)}") for path in one.paths[1:]]
-            lines += [(path, _value_text(value)) for path, value in values.items()]
-            print_tree(safe(os.path.basename(path.rstrip("/"))), lines)
+            print_tree(safe(os.path.basename(path.rstrip("/"))), _tree_lines(leaves, values, stats, codes))
+        elif stats:
+            print_table(_stats_table(leaves, values, stats))
         else:
-            print_table(_table(leaves, values, stats, codes))
-        by_dtype: dict[str, int] = {}
+            print_table(_table(leaves, values, codes))
+        _print_totals(source, leaves, values)
+
+
+def _read_stats(source: Source, leaves: Sequence[Stored]) -> dict[int, Stats]:
+    """Return the statistics of leaves, by id."""
+    stats: dict[int, Stats] = {}
+    with progress("show", sum(one.size_bytes for one in leaves)) as tick:
         for one in leaves:
-            by_dtype[one.dtype_name] = by_dtype.get(one.dtype_name, 0) + one.size_bytes
-        size = bytes_text(sum(by_dtype.values()))
-        if len(by_dtype) > 1:
-            size += f" ({', '.join(f'{name} {bytes_text(n)}' for name, n in by_dtype.items())})"
-        elements = count_text(sum(one.leaf.numel() for one in leaves), "element")
-        more = []
-        if values:
-            more = [count_text(len(values), "non-tensor value")]
-        if source.left_out:
-            more.append(f"{len(source.left_out)} left out")
-        print(", ".join([count_text(len(leaves), "leaf"), elements, size, *more]))
-        for line in listed([f"left out: {shown(at)}: {short(one.text)}" for at, one in source.left_out.items()]):
-            print(line)
+            if has_values(one.leaf.dtype):
+                found = Stats()
+                for piece in source.pieces(one.leaf, tick):
+                    found.add(piece)
+                stats[id(one.leaf)] = found
+    return stats
+
+
+def _tree_lines(leaves: Sequence[Stored], values: Values, stats: AllStats, codes: Codes) -> list[tuple[Path, str]]:
+    """Return the paths of leaves and values, each with the text behind it."""
+    lines: list[tuple[Path, str]] = []
+    for one in leaves:
+        text = f"{one.spec} {bytes_text(one.size_bytes)}"
+        if id(one.leaf) in codes:
+            text += f" {safe(str(codes[id(one.leaf)]))}"
+        if id(one.leaf) in stats:
+            texts = _stats_texts(stats[id(one.leaf)])
+            text += "".join(f" {name} {number}" for name, number in zip(_STATS, texts, strict=True))
+        lines.append((one.path, text))
+        lines += [(path, f"tied to {shown(one.path)}") for path in one.paths[1:]]
+    lines += [(path, _value_text(value)) for path, value in values.items()]
+    return lines
+
+
+def _print_totals(source: Source, leaves: Sequence[Stored], values: Values) -> None:
+    by_dtype: dict[str, int] = {}
+    for one in leaves:
+        by_dtype[one.dtype_name] = by_dtype.get(one.dtype_name, 0) + one.size_bytes
+    size = bytes_text(sum(by_dtype.values()))
+    if len(by_dtype) > 1:
+        sizes = [f"{name} {bytes_text(size_bytes)}" for name, size_bytes in by_dtype.items()]
+        size += f" ({', '.join(sizes)})"
+    elements = sum(one.leaf.numel() for one in leaves)
+    parts = [count_text(len(leaves), "leaf"), count_text(elements, "element"), size]
+    if values:
+        parts.append(count_text(len(values), "non-tensor value"))
+    if source.left_out:
+        parts.append(f"{len(source.left_out)} left out")
+    print(", ".join(parts))
+    for line in listed([f"left out: {shown(at)}: {short(one.text)}" for at, one in source.left_out.items()]):
+        print(line)
 
 
 def _print_title(source: Source) -> None:
+    """Print a line about the files, the metadata, and a table of steps if there are several."""
     parts = [safe(source.path), source.format]
-    parts += [count_text(len(source.files), "file")] if len(source.files) > 1 else []
+    if len(source.files) > 1:
+        parts.append(count_text(len(source.files), "file"))
     parts.append(f"{bytes_text(source.size_bytes)} on disk")
-    parts.append(f"checksums {safe(source.checksums)}" if source.checksums else "no checksums")
+    if source.checksums:
+        parts.append(f"checksums {safe(source.checksums)}")
+    else:
+        parts.append("no checksums")
     if source.step is not None:
         parts.append(f"step {source.step}, the latest of {', '.join(map(str, source.steps))}")
     print(", ".join(parts))
     for key, value in source.metadata.items():
         print(f"{safe(key)}: {_value_text(value)}")
     if len(source.steps) > 1:
-        found: dict[int, dict[str, Any]] = {}
-        for step in source.steps:
-            # A run that continues may have removed it by now.
-            with suppress(CorruptCheckpointError, FileNotFoundError):
-                found[step] = read_about(os.path.join(local_path(source.path), step_name(step)), step).metadata
-        keys = list(dict.fromkeys(key for metadata in found.values() for key in metadata))
-        rows = [(str(step), *(_value_text(found[step].get(key, "")) for key in keys)) for step in found]
-        print_table(Table(("step", *map(safe, keys)), rows))
+        print_table(_steps_table(source))
+
+
+def _steps_table(source: Source) -> Table:
+    """Return the metadata of all steps."""
+    found: dict[int, dict[str, Any]] = {}
+    keys: dict[str, None] = {}
+    for step in source.steps:
+        folder = os.path.join(local_path(source.path), step_name(step))
+        # A run that continues may have removed it by now.
+        with suppress(CorruptCheckpointError, FileNotFoundError):
+            found[step] = read_about(folder, step).metadata
+            keys |= dict.fromkeys(found[step])
+    rows: list[tuple[str, ...]] = []
+    for step, metadata in found.items():
+        rows.append((str(step), *[_value_text(metadata.get(key, "")) for key in keys]))
+    return Table(("step", *map(safe, keys)), rows)
 
 
 def _kind(one: Stored, codes: Codes) -> str:
@@ -112,25 +147,42 @@ def _kind(one: Stored, codes: Codes) -> str:
 
 
 def _value_text(value: Any) -> str:
-    return short(repr(plain(value) if isinstance(value, NonTensorBase) else value))
+    if isinstance(value, NonTensorBase):
+        value = plain(value)
+    return short(repr(value))
 
 
-def _table(leaves: Sequence[Stored], values: Values, stats: dict[int, Stats], codes: Codes) -> Table:
-    header: tuple[str, ...] = ("path", "dtype", "shape")
-    rows = [(shown(one.path), one.dtype_name, str(list(one.leaf.shape))) for one in leaves]
-    rows += [(shown(path), "", str(list(value.shape))) for path, value in values.items()]
-    if stats:
-        header += _STATS
-        # A value has no statistics.
-        more = [_stats_texts(stats.get(id(one.leaf))) for one in leaves] + [("",) * len(_STATS)] * len(values)
-        numbers = frozenset(range(3, len(header)))
-    else:
-        has_ties = any(len(one.paths) > 1 for one in leaves)
-        header += ("size", "kind", "tied to") if has_ties else ("size", "kind")
-        more = [(bytes_text(one.size_bytes), _kind(one, codes), ", ".join(map(shown, one.paths[1:]))) for one in leaves]
-        more += [("", f"value {_value_text(value)}", "") for value in values.values()]
-        numbers = frozenset([3])
-    return Table(header, [(*row, *texts)[: len(header)] for row, texts in zip(rows, more, strict=True)], numbers)
+def _table(leaves: Sequence[Stored], values: Values, codes: Codes) -> Table:
+    """Return the table of leaves with their sizes and kinds."""
+    header = ("path", "dtype", "shape", "size", "kind")
+    if any(len(one.paths) > 1 for one in leaves):
+        header += ("tied to",)
+    rows: list[tuple[str, ...]] = []
+    for one in leaves:
+        ties = ", ".join(map(shown, one.paths[1:]))
+        rows.append((*_leaf_texts(one), bytes_text(one.size_bytes), _kind(one, codes), ties))
+    for path, value in values.items():
+        rows.append((*_value_texts(path, value), "", f"value {_value_text(value)}", ""))
+    return Table(header, [row[: len(header)] for row in rows], frozenset([3]))
+
+
+def _stats_table(leaves: Sequence[Stored], values: Values, stats: AllStats) -> Table:
+    """Return the table of leaves with their statistics; a value has none."""
+    header = ("path", "dtype", "shape", *_STATS)
+    rows: list[tuple[str, ...]] = []
+    for one in leaves:
+        rows.append((*_leaf_texts(one), *_stats_texts(stats.get(id(one.leaf)))))
+    for path, value in values.items():
+        rows.append((*_value_texts(path, value), *_stats_texts(None)))
+    return Table(header, rows, frozenset(range(3, len(header))))
+
+
+def _leaf_texts(one: Stored) -> tuple[str, str, str]:
+    return shown(one.path), one.dtype_name, str(list(one.leaf.shape))
+
+
+def _value_texts(path: Path, value: NonTensorBase) -> tuple[str, str, str]:
+    return shown(path), "", str(list(value.shape))
 
 
 def _stats_texts(stats: Stats | None) -> tuple[str, ...]:
@@ -139,28 +191,16 @@ def _stats_texts(stats: Stats | None) -> tuple[str, ...]:
     found = [stats.summary()[name] for name in _STATS]
     numbers = ["-" if value is None else f"{value:.5g}" for value in found[:4]]
     # So that a single NaN among billions is not shown as none.
-    return (*numbers, *(f"{100 * value:.3g}%" if value else "0" for value in found[4:]))
+    shares = [f"{100 * value:.3g}%" if value else "0" for value in found[4:]]
+    return (*numbers, *shares)
 
 
 def _document(
-    source: Source, leaves: Sequence[Stored], values: Values, stats: dict[int, Stats], codes: Codes
+    source: Source, leaves: Sequence[Stored], values: Values, stats: AllStats, codes: Codes
 ) -> dict[str, Any]:
-    entries: list[dict[str, Any]] = []
-    for one in leaves:
-        entry: dict[str, Any] = {
-            "path": one.path,
-            "name": one.name,
-            "dtype": one.dtype_name,
-            "shape": one.leaf.shape,
-            "bytes": one.size_bytes,
-            "kind": one.kind.value if one.kind is not None else None,
-            "requires_grad": one.leaf.requires_grad,
-            "tied_to": one.paths[1:],
-        }
-        if id(one.leaf) in codes:
-            entry["layout"] = codes[id(one.leaf)].layout
-            entry["scaled_by"] = codes[id(one.leaf)].companions
-        entries.append({**entry, **({"stats": stats[id(one.leaf)].summary()} if id(one.leaf) in stats else {})})
+    left_out: list[dict[str, Any]] = []
+    for path, one in source.left_out.items():
+        left_out.append({"path": path, "name": dotted(path), "what": one.text})
     return {
         "path": source.path,
         "format": source.format,
@@ -169,19 +209,39 @@ def _document(
         "step": source.step,
         "batch_size": source.tree._batch_size,
         "metadata": source.metadata,
-        "leaves": entries,
-        # `per_element`: one value for each element of the shape, as nested lists; else one for all.
-        "values": [
-            {
-                "path": path,
-                "name": dotted(path),
-                "shape": value.shape,
-                "per_element": not isinstance(value, NonTensorData),
-                "value": plain(value),
-            }
-            for path, value in values.items()
-        ],
-        "left_out": [{"path": path, "name": dotted(path), "what": one.text} for path, one in source.left_out.items()],
+        "leaves": [_leaf_entry(one, stats, codes) for one in leaves],
+        "values": [_value_entry(path, value) for path, value in values.items()],
+        "left_out": left_out,
         "elements": sum(one.leaf.numel() for one in leaves),
         "bytes": sum(one.size_bytes for one in leaves),
+    }
+
+
+def _leaf_entry(one: Stored, stats: AllStats, codes: Codes) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "path": one.path,
+        "name": one.name,
+        "dtype": one.dtype_name,
+        "shape": one.leaf.shape,
+        "bytes": one.size_bytes,
+        "kind": one.kind.value if one.kind is not None else None,
+        "requires_grad": one.leaf.requires_grad,
+        "tied_to": one.paths[1:],
+    }
+    if id(one.leaf) in codes:
+        entry["layout"] = codes[id(one.leaf)].layout
+        entry["scaled_by"] = codes[id(one.leaf)].companions
+    if id(one.leaf) in stats:
+        entry["stats"] = stats[id(one.leaf)].summary()
+    return entry
+
+
+def _value_entry(path: Path, value: NonTensorBase) -> dict[str, Any]:
+    return {
+        "path": path,
+        "name": dotted(path),
+        "shape": value.shape,
+        # One value for each element of the shape, as nested lists; else one for all.
+        "per_element": not isinstance(value, NonTensorData),
+        "value": plain(value),
     }

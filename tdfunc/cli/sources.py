@@ -61,7 +61,9 @@ class FileLeaf(NamedTuple):
     @property
     def digest(self) -> str | None:
         """The digest of all bytes; None in a leaf that several ranks wrote, which has digests of blocks."""
-        return None if isinstance(self.leaf.digest, Blocks) else self.leaf.digest
+        if isinstance(self.leaf.digest, Blocks):
+            return None
+        return self.leaf.digest
 
     def read(self, count: int) -> Iterator[Tensor]:
         """Yield the values, and compare the checksums after them."""
@@ -92,17 +94,20 @@ class MemmapLeaf(NamedTuple):
     def read(self, count: int) -> Iterator[Tensor]:
         """Check the size of the file, and yield the values."""
         file = self.file
-        what = f"leaf {dotted(self.file.path)!r}"
+        what = f"leaf {dotted(file.path)!r}"
         if not file.size_bytes:
             return
         try:
             leaf_file = open_leaf(self.root, file)
         except FileNotFoundError as err:
             raise damaged(f"{what}: its file is missing.", file.name) from err
+        total = file.shape.numel()
+        itemsize = file.dtype.itemsize
         with leaf_file as fd:
-            for at in range(0, file.shape.numel(), count):
-                part = torch.empty(min(count, file.shape.numel() - at), dtype=file.dtype)
-                if os.preadv(fd, [as_view(part)], at * file.dtype.itemsize) < part.numel() * file.dtype.itemsize:
+            for at in range(0, total, count):
+                part = torch.empty(min(count, total - at), dtype=file.dtype)
+                read_bytes = os.preadv(fd, [as_view(part)], at * itemsize)
+                if read_bytes < part.numel() * itemsize:
                     raise damaged(f"{what}: its file was cut short while it was read.")
                 yield part
 
@@ -163,30 +168,39 @@ class Source:
 def open_source(path: str) -> Source:
     """Open a checkpoint of any format, found by its contents and not its name; in a folder of steps, the latest."""
     name = find(path)
-    source: Source | None = None
     if is_remote(name):
         source = _open_safetensors(name, RemoteFiles(name, fetch=False))
-    # The latest step of a run, which may go on: as long as it is open, it is not removed.
-    while source is None and (steps := steps_in(name)):
+    else:
+        source = _open_latest(name) or _open_local(name)
+    source.path = path
+    return source
+
+
+def _open_latest(folder: str) -> Source | None:
+    """Open the latest step of a run, which may go on; None for another folder."""
+    steps = steps_in(folder)
+    while steps:
+        # As long as the step is open, it is not removed. If it was removed by now, another one is the latest.
         with suppress(StepRemovedError, StepReplacedError), ExitStack() as stack:
-            source = _open_local(stack.enter_context(reading(name, steps[-1])))
+            source = _open_local(stack.enter_context(reading(folder, steps[-1])))
             source.steps = steps
             source.step = steps[-1]
             # Its own files are closed first.
             stack.push(source.resources)
             source.resources = stack.pop_all()
-    source = source or _open_local(name)
-    source.path = path
-    return source
+            return source
+        steps = steps_in(folder)
+    return None
 
 
 def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
         raise UnsupportedError(f"{name} must be a file or a folder.")
-    if (torch_name := find_torch(name)) is not None:
+    torch_name = find_torch(name)
+    if torch_name is not None:
         return _open_torch(torch_name)
-    step = step_of(name)
     metadata = {}
+    step = step_of(name)
     if step is not None:
         metadata = read_about(name, step).metadata
     if is_memmap(name, LocalFiles()):
@@ -216,12 +230,18 @@ def step_of(folder: str) -> int | None:
     if not os.path.isfile(os.path.join(folder, ABOUT_FILE)):
         return None
     own = os.path.join(where, name)
-    return next((step for step in list_steps(where) if locate(os.path.join(where, step_name(step))) == own), None)
+    for step in list_steps(where):
+        if locate(os.path.join(where, step_name(step))) == own:
+            return step
+    return None
 
 
 def steps_in(name: str) -> list[int]:
     """Return the steps of a `CheckpointManager`'s folder; an empty list for other folders."""
-    if not os.path.isdir(name) or any(os.path.exists(os.path.join(name, own)) for own in (INDEX, SINGLE, META)):
+    if not os.path.isdir(name):
+        return []
+    # A folder that is a checkpoint itself.
+    if any(os.path.exists(os.path.join(name, own)) for own in (INDEX, SINGLE, META)):
         return []
     return list_steps(name)
 
@@ -232,25 +252,31 @@ def _open_safetensors(name: str, files: Files) -> Source:
         stack.callback(contents.close)
         outline, numbers = outline_tree(contents, Choice(classes=_stand_ins(contents.doc["nodes"])))
         readers: dict[int, Reader] = {key: FileLeaf(contents.leaf(i)) for key, i in numbers.items()}
-        held = stack.pop_all()
-    source = Source(
+        resources = stack.pop_all()
+    checksums = None
+    if contents.is_ours and contents.sources:
+        checksums = contents.sources[0].header.algorithm
+    metadata: dict[str, Any] = {}
+    for key, text in contents.metadata.items():
+        if not key.startswith("tdfunc") and (key, text) != _USUAL:
+            metadata[key] = text
+    left_out: dict[Path, LeftOut] = {}
+    for leaf in contents.unlisted():
+        path = tuple(str(json.loads(leaf)).split("."))
+        left_out[path] = LeftOut("a leaf that the index does not name", is_tensor=True)
+    return Source(
         name,
         "safetensors" if contents.homes is None else "shards",
         outline,
         readers,
         [file.path for file in contents.sources],
         sum(file.size_bytes for file in contents.sources),
-        checksums=contents.sources[0].header.algorithm if contents.is_ours and contents.sources else None,
+        metadata=metadata,
+        left_out=left_out,
+        checksums=checksums,
         is_described=contents.is_ours,
-        resources=held,
+        resources=resources,
     )
-    what = "a leaf that the index does not name"
-    names = [str(json.loads(name)) for name in contents.unlisted()]
-    source.left_out = {tuple(name.split(".")): LeftOut(what, is_tensor=True) for name in names}
-    source.metadata = {
-        key: text for key, text in contents.metadata.items() if not key.startswith("tdfunc") and (key, text) != _USUAL
-    }
-    return source
 
 
 def _open_memmap(name: str) -> Source:
@@ -259,20 +285,29 @@ def _open_memmap(name: str) -> Source:
         with naming(name, "load_memmap"):
             reader = FolderReader(root)
             reader.classes = _stand_ins(reader.plan.nodes)
-            tree = reader.build([torch.empty(f.shape, dtype=f.dtype, device="meta") for f in reader.files], None)
-        held = stack.pop_all()
+            leaves = [torch.empty(file.shape, dtype=file.dtype, device="meta") for file in reader.files]
+            tree = reader.build(leaves, None)
+        resources = stack.pop_all()
     readers: dict[int, Reader] = {}
     for file in reader.files:
         leaf: Any = tree
         for key in file.path:
             leaf = leaf._data[key]
+        if isinstance(leaf, NonTensorData):
+            leaf = leaf.data
         # The first of tied paths comes first.
-        readers.setdefault(id(leaf.data if isinstance(leaf, NonTensorData) else leaf), MemmapLeaf(root, file))
+        readers.setdefault(id(leaf), MemmapLeaf(root, file))
     own = [file for file in reader.files if file.size_bytes]
-    names = [os.path.join(name, file.name) for file in own]
-    source = Source(name, "memmap", tree, readers, names, sum(file.size_bytes for file in own), resources=held)
-    source.is_described = reader.files == [] or reader.files[0].exact
-    return source
+    return Source(
+        name,
+        "memmap",
+        tree,
+        readers,
+        [os.path.join(name, file.name) for file in own],
+        sum(file.size_bytes for file in own),
+        is_described=reader.files == [] or reader.files[0].exact,
+        resources=resources,
+    )
 
 
 class Stored(NamedTuple):
@@ -318,29 +353,43 @@ def _walk(tree: TensorCollection) -> Iterator[tuple[Path, TensorCollection, Any]
     stack: list[tuple[Path, TensorCollection]] = [((), tree)]
     while stack:
         at, node = stack.pop()
-        items = [((*at, key), value) for key, value in node._data.items()]
-        yield from ((path, node, value) for path, value in items if not isinstance(value, TensorCollection))
-        objects = [(path, value) for path, value in items if isinstance(value, PlainObject)]
-        yield from ((path, node, NonTensorData(read_object(value))) for path, value in objects)
-        stack += [(path, value) for path, value in reversed(items) if isinstance(value, TensorCollection)]
+        objects: list[tuple[Path, PlainObject]] = []
+        trees: list[tuple[Path, TensorCollection]] = []
+        for key, value in node._data.items():
+            path = (*at, key)
+            if not isinstance(value, TensorCollection):
+                yield path, node, value
+                continue
+            trees.append((path, value))
+            if isinstance(value, PlainObject):
+                objects.append((path, value))
+        for path, value in objects:
+            yield path, node, NonTensorData(read_object(value))
+        stack += reversed(trees)
 
 
 def stored_leaves(tree: TensorCollection) -> list[Stored]:
     """Return every stored tensor once, including non-tensor data that are tensors."""
     groups = groups_by_path(tree._ties)
-    aliases = {path for group in tree._ties for path in group[1:]}
+    aliases = set[Path]()
+    for _, *others in tree._ties:
+        aliases.update(others)
     found: list[Stored] = []
     for path, node, value in _walk(tree):
-        leaf = value.data if isinstance(value, NonTensorData) else value
+        is_value = isinstance(value, NonTensorData)
+        leaf = value.data if is_value else value
         if isinstance(leaf, Tensor) and path not in aliases:
-            found.append(Stored(groups.get(path, (path,)), leaf, node._kinds.get(path[-1]), leaf is not value))
+            found.append(Stored(groups.get(path, (path,)), leaf, node._kinds.get(path[-1]), is_value))
     return found
 
 
 def plain_values(tree: TensorCollection) -> dict[Path, NonTensorBase]:
     """Return the non-tensor data that are not tensors."""
-    found = {path: value for path, _, value in _walk(tree) if isinstance(value, NonTensorBase)}
-    return {path: value for path, value in found.items() if not isinstance(getattr(value, "data", None), Tensor)}
+    found: dict[Path, NonTensorBase] = {}
+    for path, _, value in _walk(tree):
+        if isinstance(value, NonTensorBase) and not isinstance(getattr(value, "data", None), Tensor):
+            found[path] = value
+    return found
 
 
 def make_filter(include: Sequence[str], exclude: Sequence[str]) -> "FilterLike | None":

@@ -27,11 +27,13 @@ def check(folder: str, *, as_json: bool) -> int:
     Raises:
         ValueError: The tokenizer has no chat template.
     """
-    if (tokenizer := load_tokenizer(folder, "template check")).chat_template is None:
+    tokenizer = load_tokenizer(folder, "template check")
+    if tokenizer.chat_template is None:
         raise error(ValueError, f"{folder}: the tokenizer must have a chat template.")
     checks = template_report(tokenizer).checks
     if as_json:
         print_json({each.name: {"good": each.good, "detail": each.detail} for each in checks})
     else:
-        print_table(Table(("", "property", "finding"), [(_MARKS[x.good], x.name, safe(x.detail)) for x in checks]))
-    return int(any([each.good is False for each in checks]))
+        rows = [(_MARKS[each.good], each.name, safe(each.detail)) for each in checks]
+        print_table(Table(("", "property", "finding"), rows))
+    return int(any(each.good is False for each in checks))

@@ -22,16 +22,23 @@ def share_ties(sources: Sequence[Source], trees: Sequence[TensorCollection]) -> 
     Such a file does not record ties: its names share memory or not as the program that wrote it left them. A mean of
     each name by itself is right in both cases. Ties that a file records stay, and are compared.
     """
-    every = [{path: one.paths for one in stored_leaves(tree) for path in one.paths} for tree in trees]
+    every = [_groups_of(tree) for tree in trees]
     shared: list[TensorCollection] = []
     for source, tree in zip(sources, trees, strict=True):
         made = tree
         if not source.is_described:
             found = [_common_parts(group, every) for group in tree._ties]
-            if any([len(parts) > 1 for parts in found]):
+            if any(len(parts) > 1 for parts in found):
                 made = _split(source, tree, found)
         shared.append(made)
     return shared
+
+
+def _groups_of(tree: TensorCollection) -> Groups:
+    groups: dict[Path, Group] = {}
+    for one in stored_leaves(tree):
+        groups |= dict.fromkeys(one.paths, one.paths)
+    return groups
 
 
 def _common_parts(group: Group, every: Sequence[Groups]) -> list[list[Path]]:
@@ -47,13 +54,15 @@ def _common_parts(group: Group, every: Sequence[Groups]) -> list[list[Path]]:
 def _split(source: Source, tree: TensorCollection, groups: Sequence[Sequence[Sequence[Path]]]) -> TensorCollection:
     """Return a tree in which each part of a group is a leaf; the first part of a group keeps the tensor."""
     leaves: dict[Path, Tensor] = {}
+    tied: list[Group] = []
     for first, *rest in groups:
         leaf = get(tree, first[0])
         for part in rest:
             own = without_values(leaf, leaf.dtype)
             source.readers[id(own)] = source.readers[id(leaf)]
             leaves |= dict.fromkeys(part, own)
+            if len(part) > 1:
+                tied.append(tuple(part))
             what = f"{shown(part[0])} is tied to {shown(first[0])}"
             note(f"{safe(source.path)}: {what} here and not everywhere: both are read")
-    tied = [tuple(part) for _, *rest in groups for part in rest if len(part) > 1]
     return restore_ties(untie_paths(tree, leaves), tuple(tied))

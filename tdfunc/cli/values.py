@@ -1,6 +1,8 @@
 """Non-tensor data as a person reads them: plain objects without their encoding, and the places where two differ."""
 
+import os
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from torch import Size, Tensor
@@ -29,7 +31,9 @@ class _Elsewhere:
 
 def read_object(node: PlainObject) -> Any:
     """Return the plain object of a node, with a text in place of each tensor, array and tree."""
-    own = node._static.own if node._static is not None else None
+    own = None
+    if node._static is not None:
+        own = node._static.own
     parts: dict[str, NonTensorData] = {}
     for key, part in node._data.items():
         is_tensor = isinstance(part, NonTensorData) and isinstance(part.data, Tensor)
@@ -60,15 +64,12 @@ def described(value: NonTensorBase | None) -> Any:
 def differing(a: Any, b: Any, at: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
     """Yield the places inside of two values that differ, with the part of each."""
     if isinstance(a, dict) and isinstance(b, dict):
-        keys = list(dict.fromkeys([*a, *b]))
         if list(a) != list(b) and a.keys() == b.keys():
             yield at, f"keys {list(a)}", f"keys {list(b)}"
-        for key in keys:
+        for key in dict.fromkeys([*a, *b]):
             yield from differing(a.get(key, ABSENT), b.get(key, ABSENT), (*at, str(key)))
     elif isinstance(a, list | tuple) and type(a) is type(b):
-        for i in range(max(len(a), len(b))):
-            x = a[i] if i < len(a) else ABSENT
-            y = b[i] if i < len(b) else ABSENT
+        for i, (x, y) in enumerate(zip_longest(a, b, fillvalue=ABSENT)):
             yield from differing(x, y, (*at, str(i)))
     # As strings, since True == 1 == 1.0.
     elif repr(a) != repr(b):
@@ -79,7 +80,7 @@ def differing_values(a: NonTensorBase | None, b: NonTensorBase | None) -> Iterat
     """Yield the places where non-tensor data of two checkpoints differ; a batch is compared as a whole."""
     x = described(a)
     y = described(b)
-    has_batch = any([side is not None and bool(side.shape) for side in (a, b)])
+    has_batch = any(side is not None and bool(side.shape) for side in (a, b))
     if not has_batch:
         yield from differing(x, y)
     elif repr(x) != repr(y):
@@ -88,12 +89,9 @@ def differing_values(a: NonTensorBase | None, b: NonTensorBase | None) -> Iterat
 
 def texts_apart(a: str, b: str) -> tuple[str, str]:
     """Return two texts without most of their common beginning, if they would be cut before they differ."""
-    common = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        common += 1
-    begin = max(0, common - _CONTEXT)
+    # It compares characters, not the parts of paths.
+    common = len(os.path.commonprefix([a, b]))
     if a == b or common < MAX_CELL - _CONTEXT:
         return a, b
+    begin = max(0, common - _CONTEXT)
     return f"...{a[begin:]}", f"...{b[begin:]}"

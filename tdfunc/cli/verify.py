@@ -2,7 +2,7 @@
 
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from json import loads as json_loads
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ def verify(path: str, *, json: bool) -> int:
         if not json:
             print(_text(verdict))
     codes = {verdict.code for verdict in verdicts}
-    code = DAMAGED if DAMAGED in codes else UNPROTECTED if UNPROTECTED in codes else OK
+    code = next((code for code in (DAMAGED, UNPROTECTED) if code in codes), OK)
     if json:
         print_json({"code": code, "checkpoints": [{**v._asdict(), "code": v.code} for v in verdicts]})
     return code
@@ -70,7 +70,9 @@ def _text(verdict: Verdict) -> str:
     size = f"{count_text(verdict.leaves, 'leaf')}, {bytes_text(verdict.size_bytes)}"
     name = safe(verdict.path)
     if verdict.damage:
-        lines = [f"{name}: damaged", *(f"  {line}" for text in verdict.damage for line in map(safe, text.split("\n")))]
+        lines = [f"{name}: damaged"]
+        for text in verdict.damage:
+            lines += [f"  {safe(line)}" for line in text.split("\n")]
         return "\n".join(lines)
     if verdict.checksums is None:
         return f"{name}: no checksums to compare; the structure is whole ({size})"
@@ -100,21 +102,33 @@ def _verify_one(path: str) -> Verdict:
             return Verdict(path, 0, 0, None, [str(err)])
         leaves = stored_leaves(source.tree)
         size = sum(one.size_bytes for one in leaves)
-        damage: list[str] = []
-        checksums = source.checksums
         tick = stack.enter_context(progress("verify", size))
         if source.format == "torch":
-            if all([zipfile.is_zipfile(file) for file in source.files]):
-                checksums = "crc32"
-                damage += [found for file in source.files if (found := damaged_entry(file)) is not None]
-            return Verdict(path, len(leaves), size, checksums, damage)
-        second = stack.enter_context(_SecondReader())
+            checksums, damage = _verify_archives(source)
+        else:
+            checksums = source.checksums
+            damage = _verify_leaves(source, leaves, tick)
+        return Verdict(path, len(leaves), size, checksums, damage)
+
+
+def _verify_archives(source: Source) -> tuple[str | None, list[str]]:
+    """Return the algorithm and the damage of files of torch.save; only archives have checksums."""
+    if not all(zipfile.is_zipfile(file) for file in source.files):
+        return source.checksums, []
+    entries = [damaged_entry(file) for file in source.files]
+    return "crc32", [entry for entry in entries if entry is not None]
+
+
+def _verify_leaves(source: Source, leaves: Sequence[Stored], tick: Tick) -> list[str]:
+    """Return the damage of all leaves."""
+    damage: list[str] = []
+    with _SecondReader() as second:
         for one in leaves:
             try:
                 _compare_readers(source, one, second, tick)
             except CorruptCheckpointError as err:
                 damage.append(str(err))
-        return Verdict(path, len(leaves), size, checksums, damage)
+    return damage
 
 
 def _compare_readers(source: Source, one: Stored, second: "_SecondReader", tick: Tick) -> None:
@@ -162,19 +176,19 @@ class _SecondReader(ExitStack):
             if not os.path.samestat(os.stat(file.path), file.stat):
                 return None
             part = self._handle.get_slice(name)
+            # A small leaf is read at once, and so is a number.
             rows = 0
             if size_bytes > _MOST_BYTES and part.get_shape():
                 rows = part.get_shape()[0]
-            count = 0
             if rows:
-                count = max(1, _MOST_BYTES * rows // size_bytes)
-            if rows:
-                values = part[at : at + count]
+                end = at + max(1, _MOST_BYTES * rows // size_bytes)
+                values = part[at:end]
             else:
+                end = 0
                 values = self._handle.get_tensor(name)
             if values.dtype != leaf.spec.dtype:
                 return b""
             state.update(as_view(values.contiguous()))
-            at += count
+            at = end
             if at >= rows:
                 return state.digest()

@@ -2,7 +2,7 @@
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,9 +53,11 @@ class Config:
     @property
     def models(self) -> list[str]:
         """The paths of all models; the first gives the result its form."""
-        parts = [one for module in self.modules.values() for one in module]
-        every = [self.base, *(path for one in parts for path in (one.base, *(each.model for each in one.inputs)))]
-        return list(dict.fromkeys(path for path in every if path is not None))
+        models = [self.base]
+        for slices in self.modules.values():
+            for one in slices:
+                models += [one.base, *[each.model for each in one.inputs]]
+        return list(dict.fromkeys(path for path in models if path is not None))
 
 
 def read_config(text: str) -> Config:
@@ -109,12 +111,14 @@ def from_options(
     settings = dict([_option(text) for text in options])
     _check_parameters(method, [settings])
     weight = method.weight or "weight"
-    if weights is not None and weight in settings:
+    if weight not in settings:
+        inputs = [Input(path, None, {weight: factor}) for path, factor in zip(paths, factors, strict=True)]
+    elif weights is None:
+        # An option of all models, in place of 1.
+        inputs = [Input(path, None, {}) for path in paths]
+    else:
         what = f"merge: --weight and --option {weight} are the same number of {name}."
         raise error(ValueError, what, expected="one of them", got=brief(settings[weight]))
-    # An option of all models, in place of 1.
-    is_own = weight not in settings
-    inputs = [Input(path, None, {weight: w} if is_own else {}) for path, w in zip(paths, factors, strict=True)]
     return Config(method, base, {"": [Slice(inputs, base, {})]}, {}, settings)
 
 
@@ -142,6 +146,35 @@ def _method(name: str) -> Method[...]:
 def make_config(doc: Any) -> Config:
     """Return the merge that the entries of a configuration describe."""
     entries = schema.check(doc)
+    method, base, modules = _outline(entries)
+    slices = {path: _slices(path, module, method, base) for path, module in modules.items()}
+    of_modules: dict[str, Settings] = {path: module.get("parameters") or {} for path, module in modules.items()}
+    shared: Settings = entries.get("parameters") or {}
+    of_slices: list[Settings] = []
+    of_inputs: list[Settings] = []
+    for module in slices.values():
+        for one in module:
+            of_slices.append(one.parameters)
+            of_inputs += [each.parameters for each in one.inputs]
+    _check_parameters(method, [shared, *of_modules.values(), *of_slices, *of_inputs])
+    _check_own(method, of_inputs)
+    tokens: Mapping[str, Any] = entries.get("tokenizer") or {"source": entries.get("tokenizer_source")}
+    return Config(
+        method,
+        base,
+        slices,
+        of_modules,
+        shared,
+        dtype=entries.get("dtype"),
+        out_dtype=entries.get("out_dtype"),
+        tokenizer=tokens.get("source"),
+        pad_to_multiple_of=tokens.get("pad_to_multiple_of"),
+    )
+
+
+# Any: the entries of a file whose form was checked.
+def _outline(entries: Mapping[str, Any]) -> tuple[Method[...], str | None, Mapping[str, Mapping[str, Any]]]:
+    """Return the method, the base, and the entries of each module; models or slices are those of the whole model."""
     kinds = [name for name in ("models", "slices", "modules") if entries.get(name)]
     if len(kinds) != 1:
         raise error(
@@ -155,29 +188,10 @@ def make_config(doc: Any) -> Config:
     base = None
     if entries.get("base_model") is not None:
         base = _model(entries["base_model"])
-    if kinds == ["modules"]:
-        modules = entries["modules"]
-    else:
-        modules = {"": {kinds[0]: entries[kinds[0]]}}
-    slices = {path: _slices(path, module, method, base) for path, module in modules.items()}
-    own: dict[str, Settings] = {path: module.get("parameters") or {} for path, module in modules.items()}
-    parts = [one for module in slices.values() for one in module]
-    shared: Settings = entries.get("parameters") or {}
-    of_inputs = [each.parameters for one in parts for each in one.inputs]
-    _check_parameters(method, [shared, *own.values(), *[one.parameters for one in parts], *of_inputs])
-    _check_own(method, of_inputs)
-    tokens: Mapping[str, Any] = entries.get("tokenizer") or {"source": entries.get("tokenizer_source")}
-    return Config(
-        method,
-        base,
-        slices,
-        own,
-        shared,
-        dtype=entries.get("dtype"),
-        out_dtype=entries.get("out_dtype"),
-        tokenizer=tokens.get("source"),
-        pad_to_multiple_of=tokens.get("pad_to_multiple_of"),
-    )
+    (kind,) = kinds
+    if kind == "modules":
+        return method, base, entries["modules"]
+    return method, base, {"": {kind: entries[kind]}}
 
 
 # Any: the entries of a file whose form was checked.
@@ -200,24 +214,38 @@ def spellings(method: Method[...], option: str) -> tuple[str, ...]:
     return option.removesuffix("_"), f"{method.name}_{option}", option
 
 
+def _all_spellings(method: Method[...], options: Iterable[str]) -> set[str]:
+    names = set[str]()
+    for option in options:
+        names.update(spellings(method, option))
+    return names
+
+
 def _check_parameters(method: Method[...], every: Sequence[Settings]) -> None:
+    """Raise if a parameter is not one of the method."""
     # int8_mask changes the memory that mergekit requires, and no result.
-    known = {name for option in method.options for name in spellings(method, option)} | {method.weight, "int8_mask"}
-    unknown = [str(name) for settings in every for name in settings if name not in known]
+    known = _all_spellings(method, method.options) | {"int8_mask"}
+    if method.weight:
+        known.add(method.weight)
+    unknown = _names(every, lambda name: name not in known)
     if unknown:
+        names = safe(", ".join(unknown[:10]))
+        hint = None
+        if "key" in unknown and method.is_random:
+            hint = "--seed gives the random numbers."
         raise UnsupportedError(
-            f"merge: {method.name} must not have these parameters: {safe(', '.join(unknown[:10]))[:400]}.",
-            expected=", ".join(sorted(name for name in known if name)),
-            hint="--seed gives the random numbers." if "key" in unknown and method.is_random else None,
+            f"merge: {method.name} must not have these parameters: {names[:400]}.",
+            expected=", ".join(sorted(known)),
+            hint=hint,
         )
 
 
 def _check_own(method: Method[...], of_inputs: Sequence[Settings]) -> None:
     """Raise if one model has a parameter of the whole merge, which would not be used."""
-    shared = {name for option in method.options if option not in method.per_model for name in spellings(method, option)}
-    found = [str(name) for settings in of_inputs for name in settings if name in shared and name != method.weight]
+    shared = _all_spellings(method, [option for option in method.options if option not in method.per_model])
+    found = _names(of_inputs, lambda name: name in shared and name != method.weight)
     if found:
-        own = {name for option in method.per_model for name in spellings(method, option)}
+        own = _all_spellings(method, method.per_model)
         names = safe(", ".join(dict.fromkeys(found)))
         raise UnsupportedError(
             f"merge: one model must not have these parameters of {method.name}: {names}.",
@@ -226,14 +254,23 @@ def _check_own(method: Method[...], of_inputs: Sequence[Settings]) -> None:
         )
 
 
+def _names(every: Sequence[Settings], is_wanted: Callable[[str], bool]) -> list[str]:
+    """Return the names of parameters, each as often as it occurs."""
+    found: list[str] = []
+    for settings in every:
+        found += [str(name) for name in settings if is_wanted(name)]
+    return found
+
+
 def _slice(doc: Mapping[str, Any], base: str | None) -> Slice:
     inputs = [_input(one) for one in doc["sources"]]
-    lengths = {None if each.layers is None else len(each.layers) for each in inputs}
+    lengths = {len(each.layers) if each.layers is not None else None for each in inputs}
     if len(lengths) != 1 or None in lengths:
         got = brief([each.layers for each in inputs])
         raise error(ValueError, "merge: the sources of a slice must have equally many layers.", got=got)
-    own = doc.get("base_model")
-    return Slice(inputs, base if own is None else _model(own), doc.get("parameters") or {})
+    if doc.get("base_model") is not None:
+        base = _model(doc["base_model"])
+    return Slice(inputs, base, doc.get("parameters") or {})
 
 
 def _input(doc: Mapping[str, Any]) -> Input:
@@ -275,7 +312,9 @@ def setting(value: Any, name: str, depth: float) -> Any:
     low = int(at)
     if any(isinstance(one, bool) for one in values):
         return values[low]
-    return (1 - (at - low)) * values[low] + (at - low) * values[min(low + 1, len(values) - 1)]
+    high = min(low + 1, len(values) - 1)
+    share = at - low
+    return (1 - share) * values[low] + share * values[high]
 
 
 def _number(value: Any) -> Any:

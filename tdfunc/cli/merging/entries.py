@@ -32,7 +32,9 @@ def read_config(folder: str) -> Document:
             found = json.load(file)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return found
+    return {}
 
 
 # -- layers ---------------------------------------------------------------------------------------------------------
@@ -47,20 +49,26 @@ def check_named_layers(folders: Sequence[str], where: Path) -> None:
     """
     key = re.escape(where[-1])
     named = re.compile(rf"(^|[^A-Za-z0-9_]){key}[^A-Za-z0-9]+\d")
-    for folder in filter(os.path.isdir, folders):
+    for file, document in _configurations(folders):
+        for entry, text in _texts(document, ""):
+            # A class of digits stands for all layers.
+            if named.search(_DIGITS.sub("", text)):
+                raise UnsupportedError(
+                    f"merge: {safe(entry)} in {safe(file)} names a layer whose number changes.",
+                    expected=f"entries without the numbers of {dotted(where)}",
+                    got=brief(text),
+                    hint="remove the entry in a copy of the model, and write it for the new numbers.",
+                )
+
+
+def _configurations(folders: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the contents of each configuration beside the weights of models."""
+    for folder in folders:
+        if not os.path.isdir(folder):
+            continue
         for name, data in read_beside(folder).items():
-            if not name.endswith(CONFIG):
-                continue
-            for entry, text in _texts(json.loads(data), ""):
-                # A class of digits stands for all layers.
-                if named.search(_DIGITS.sub("", text)):
-                    file = safe(os.path.join(folder, name))
-                    raise UnsupportedError(
-                        f"merge: {safe(entry)} in {file} names a layer whose number changes.",
-                        expected=f"entries without the numbers of {dotted(where)}",
-                        got=brief(text),
-                        hint="remove the entry in a copy of the model, and write it for the new numbers.",
-                    )
+            if name.endswith(CONFIG):
+                yield os.path.join(folder, name), json.loads(data)
 
 
 def _texts(value: Any, at: str) -> Iterator[tuple[str, str]]:
@@ -131,10 +139,11 @@ def note_differences(folders: Sequence[str], made: Document) -> None:
     """Note on stderr the entries of other models that differ from the configuration of the result."""
     lines: list[str] = []
     for folder in folders:
+        where = os.path.join(folder, CONFIG)
         for name, value in read_config(folder).items():
+            # An entry without a value is absent.
             is_other = name in made and value is not None and made[name] not in (None, value)
             if is_other and name not in _IDLE:
-                where = os.path.join(folder, CONFIG)
                 lines.append(f"{where} has {name} {brief(value)}, and the result has {brief(made[name])}")
     for text in listed(lines):
         note(safe(text))

@@ -45,36 +45,53 @@ def relayer(config: Document, taken: Sequence[Taken], where: Path) -> None:
     Raises:
         UnsupportedError: An entry gives the kind of layers in a way that is not understood, and the layers change.
     """
-    names = [name for name in _COUNTS if name in config]
-    if not names:
+    first = dict(config)
+    counts = _counts_in(first)
+    before = first[counts[0]]
+    sources = {one.model: read_config(one.model) for one in taken}
+    for name, value in first.items():
+        if "layer" in name and isinstance(value, list) and len(value) == before:
+            config[name] = [_entry(sources, one, name) for one in taken]
+    config |= dict.fromkeys(counts, len(taken))
+    is_moved = [one.number for one in taken] != list(range(before))
+    if is_moved or any(source != first for source in sources.values()):
+        renumbered = [one.model for i, one in enumerate(taken) if one != Taken(taken[0].model, i)]
+        check_named_layers(list(dict.fromkeys(renumbered)), where)
+        _check_kinds(config, first, sources, taken, where)
+
+
+def _counts_in(config: Document) -> list[str]:
+    """Return the entries that are the number of layers; raise if there is none."""
+    counts = [name for name in _COUNTS if name in config]
+    if not counts:
         what = "merge: config.json must have the number of layers, which changes."
         raise UnsupportedError(what, expected=" or ".join(_COUNTS))
-    before = config[names[0]]
-    sources = {one.model: read_config(one.model) for one in taken}
-    first = dict(config)
-    config |= {
-        name: [_entry(sources, one, name) for one in taken]
-        for name, value in config.items()
-        if "layer" in name and isinstance(value, list) and len(value) == before
-    }
-    config |= dict.fromkeys(names, len(taken))
-    is_moved = [one.number for one in taken] != list(range(before))
-    if not is_moved and all(source == first for source in sources.values()):
-        return
-    renumbered = [one.model for i, one in enumerate(taken) if one != Taken(taken[0].model, i)]
-    check_named_layers(list(dict.fromkeys(renumbered)), where)
+    return counts
+
+
+def _check_kinds(
+    config: Document, first: Document, sources: Mapping[str, Document], taken: Sequence[Taken], where: Path
+) -> None:
+    """Raise unless each layer keeps its kind; without the layers themselves, unless no entry may change it.
+
+    Args:
+        config: The configuration of the result.
+        first: The configuration of the first model.
+        sources: The configurations of all models.
+        taken: The layers of the result, in order.
+        where: The path of the layers.
+    """
     difference = _difference(config, sources, taken, where)
     if difference:
         raise UnsupportedError(
             f"merge: config.json cannot describe the rearranged layers: {difference}.",
             hint="take layers so that each keeps its kind under the rule of the configuration.",
         )
+    before = first[_counts_in(first)[0]]
     rules = [name for name, value in first.items() if _is_by_number(name, value, before)]
     if difference is None:
-        rules += [name for name, value in first.items() if name not in names and _is_rule(name, value, before)]
-        rules += [
-            name for name in first if _is_shared(name) and any(one.get(name) != first[name] for one in sources.values())
-        ]
+        # The names of entries have to do.
+        rules += _rules_by_name(first, sources, before)
     if rules:
         shown = safe(", ".join(rules[:10]))
         raise UnsupportedError(
@@ -83,6 +100,15 @@ def relayer(config: Document, taken: Sequence[Taken], where: Path) -> None:
             got=brief({name: first[name] for name in rules}),
             hint="with transformers installed, and a model that it knows, the layers themselves are compared.",
         )
+
+
+def _rules_by_name(first: Document, sources: Mapping[str, Document], before: int) -> list[str]:
+    """Return the entries of the first model that may make layers differ by their number, or by their model."""
+    rules = [name for name, value in first.items() if name not in _COUNTS and _is_rule(name, value, before)]
+    for name, value in first.items():
+        if _is_shared(name) and any(source.get(name) != value for source in sources.values()):
+            rules.append(name)
+    return rules
 
 
 def _entry(sources: Mapping[str, Document], one: Taken, name: str) -> Any:
@@ -96,9 +122,11 @@ def _entry(sources: Mapping[str, Document], one: Taken, name: str) -> Any:
 
 def _is_by_number(name: str, value: Any, before: int) -> bool:
     """Return whether an entry is a list with an entry for each layer under another name, or scales by the number."""
-    is_other = "layer" in name or "token" in name or name == "architectures"
-    is_list = isinstance(value, list) and not is_other and len(value) == before > 1
-    return is_list or ("layer_idx" in name and bool(value))
+    if "layer_idx" in name and value:
+        return True
+    # Lists of layers are taken from the models; the others are about something else.
+    is_known = "layer" in name or "token" in name or name == "architectures"
+    return isinstance(value, list) and not is_known and len(value) == before > 1
 
 
 def _is_rule(name: str, value: Any, before: int) -> bool:
@@ -136,39 +164,58 @@ def _difference(config: Document, sources: Mapping[str, Document], taken: Sequen
         layers = models[one.model]
         if layers is None or one.number >= len(layers):
             return None
-        old = layers[one.number]
-        for key in dict.fromkeys([*old, *made[i]]):
-            a = old.get(key)
-            b = made[i].get(key)
-            holds_number = type(a) is int and (a, b) == (one.number, i)
-            if a != b and not holds_number:
-                name = ".".join(filter(None, key))
-                origin = f"the layer {one.number} of {safe(one.model)}"
-                return f"layer {i}, {origin}, would have {name} {brief(b)} instead of {brief(a)}"
+        key = _differing_fact(layers[one.number], made[i], one.number, i)
+        if key is not None:
+            name = ".".join(filter(None, key))
+            origin = f"the layer {one.number} of {safe(one.model)}"
+            before = brief(layers[one.number].get(key))
+            after = brief(made[i].get(key))
+            return f"layer {i}, {origin}, would have {name} {after} instead of {before}"
     return ""
+
+
+def _differing_fact(old: Facts, new: Facts, old_number: int, new_number: int) -> tuple[str, str] | None:
+    """Return the first fact that differs between a layer and its place in the result; None if there is none."""
+    for key in dict.fromkeys([*old, *new]):
+        a = old.get(key)
+        b = new.get(key)
+        # A layer may hold its own number, which changes.
+        holds_number = type(a) is int and (a, b) == (old_number, new_number)
+        if a != b and not holds_number:
+            return key
+    return None
 
 
 def _layers_of(config: Document, where: Path) -> list[Facts] | None:
     """Return facts about the layers of the model that a configuration describes; None without such a model."""
     try:
-        import transformers
-
-        # Any: without stubs.
-        found: Any = transformers
-        with tempfile.TemporaryDirectory() as folder:
-            with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-                json.dump(config, file)
-            known = found.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model: nn.Module = getattr(found, known.architectures[0])(known)
+        known, model = _make_model(config)
         layers = list(model.get_submodule(dotted(where)).children())
-        lists = {name: value for name, value in vars(known).items() if isinstance(value, list) and "layer" in name}
-        lists = {name: value for name, value in lists.items() if len(value) == len(layers)}
-        shared = {("config", name): value for name, value in vars(known).items() if _is_shared(name)}
+        entries = vars(known)
+        shared: Facts = {("config", name): value for name, value in entries.items() if _is_shared(name)}
+        lists: dict[str, Sequence[Any]] = {}
+        for name, value in entries.items():
+            if "layer" in name and isinstance(value, list) and len(value) == len(layers):
+                lists[name] = value
         return [shared | _facts(layer, i, lists) for i, layer in enumerate(layers)]
     # Any error: without the model the entries are judged by their names.
     except Exception:
         return None
+
+
+# Any: a configuration of transformers.
+def _make_model(config: Document) -> tuple[Any, nn.Module]:
+    """Return the configuration as transformers reads it, and its model without values."""
+    import transformers
+
+    # Any: without stubs.
+    library: Any = transformers
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        known = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        return known, getattr(library, known.architectures[0])(known)
 
 
 def _facts(layer: nn.Module, number: int, lists: Mapping[str, Sequence[Any]]) -> Facts:

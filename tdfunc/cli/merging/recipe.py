@@ -66,14 +66,12 @@ class Recipe(NamedTuple):
 
 
 class Models:
-    """The open models, by path."""
+    """The open models, by path; the first gives the result its form."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self.sources = sources
-        self.leaves: dict[str, dict[Path, Stored]] = {
-            name: {path: one for one in stored_leaves(source.tree) for path in one.paths}
-            for name, source in sources.items()
-        }
+        self.origin: str = next(iter(sources))
+        self.leaves: dict[str, dict[Path, Stored]] = {name: _by_path(source) for name, source in sources.items()}
 
     def part(self, model: str, path: Path) -> Part:
         """Return a leaf of a model."""
@@ -83,11 +81,35 @@ class Models:
             )
         return Part(model, self.leaves[model][path])
 
+    def paths_below(self, model: str, at: Path) -> list[Path]:
+        """Return the paths of the leaves of a sub-tree of a model."""
+        return [path for path in self.leaves[model] if _is_below(path, at)]
+
+
+def _by_path(source: Source) -> dict[Path, Stored]:
+    leaves: dict[Path, Stored] = {}
+    for one in stored_leaves(source.tree):
+        leaves |= dict.fromkeys(one.paths, one)
+    return leaves
+
+
+def _is_below(path: Path, at: Path) -> bool:
+    return path[: len(at)] == at
+
 
 class Form(NamedTuple):
-    """A module of the result: the tree with its layers, the path of the layers, and each layer's place."""
+    """A module of the result, and the place of each of its layers.
+
+    Attributes:
+        tree: The tree of the whole result, with the layers of the module.
+        at: The path of the module.
+        where: The path of its layers; None if it has none.
+        order: The place of each layer.
+        layers: The models and numbers of the layers, if the configuration chooses them.
+    """
 
     tree: TensorCollection
+    at: Path
     where: Path | None
     order: Sequence[Place]
     layers: Sequence[Taken]
@@ -95,29 +117,16 @@ class Form(NamedTuple):
 
 def plan(config: Config, models: Models) -> Recipe:
     """Return the plan of the result."""
-    origin = config.models[0]
-    tree = models.sources[origin].tree
+    tree = models.sources[models.origin].tree
     placed: dict[Path, tuple[str, Place]] = {}
     layers: dict[Path, Sequence[Taken]] = {}
     for name, slices in config.modules.items():
-        at = ()
-        if name and name != "default":
-            at = tuple(name.split("."))
-        if at and not has(tree, at):
-            what = f"merge: {safe(origin)} must have the module {safe(name)[:80]!r}."
-            raise error(ValueError, what, got=", ".join(tree._data))
-        own = [path for path in models.leaves[origin] if path[: len(at)] == at]
-        form = _form_of(slices, tree, models, at, find_layers(own))
+        form = _form_of(name, slices, tree, models)
         tree = form.tree
-        where = form.where
-        if where is not None and form.layers:
-            layers[where] = form.layers
-        before = _before(slices, models.sources[origin], own, where)
-        for path in (path for one in stored_leaves(tree) for path in one.paths if path[: len(at)] == at):
-            if where is not None and path[: len(where)] == where:
-                placed[path] = name, form.order[int(path[len(where)])]
-            else:
-                placed[path] = name, Place(slices[0] if path in before else slices[-1], None, 0.0, ())
+        if form.where is not None and form.layers:
+            layers[form.where] = form.layers
+        for path, place in _places(form, slices, models).items():
+            placed[path] = name, place
     # Each place gets its own tensor, which identifies the row.
     tree = tree._map(LeafOp("merge", lambda leaf: without_values(leaf, leaf.dtype)))
     rows: dict[int, Row] = {}
@@ -130,44 +139,95 @@ def plan(config: Config, models: Models) -> Recipe:
     return Recipe(tree, rows, layers)
 
 
-def _form_of(slices: Sequence[Slice], tree: TensorCollection, models: Models, at: Path, where: Path | None) -> Form:
-    """Return the form of the module at a path, whose layers are at `where`."""
-    origin = next(iter(models.sources))
+def _form_of(name: str, slices: Sequence[Slice], tree: TensorCollection, models: Models) -> Form:
+    """Return the form of a module: the layers of its slices, or its own layers if the slices choose none."""
+    at = _module_path(name, tree, models.origin)
+    where = find_layers(models.paths_below(models.origin, at))
     layers: list[Taken] = []
     if slices[0].inputs[0].layers is not None:
         if where is None:
             what = "merge: slices require one node of layers, with the keys 0, 1, 2, ..."
             raise error(ValueError, what, hint="modules: {path: {slices: ...}} names a part with one.")
-        ranges = [one.inputs[0].layers or range(0) for one in slices]
-        firsts = [one.inputs[0].model for one in slices]
-        taken = [(models.sources[model].tree, numbers) for model, numbers in zip(firsts, ranges, strict=True)]
-        tree = with_node(tree, where, node_at(stack_layers([(tree, ()), *taken], at=where), where))
-        for model, numbers in zip(firsts, ranges, strict=True):
-            layers += [Taken(model, number) for number in numbers]
-    else:
-        ranges = [range(len(node_at(tree, where)._data) if where is not None else 0)]
-    if layers and where is not None:
+        tree = _with_layers(tree, where, slices, models)
         for one in slices:
+            layers += [Taken(one.inputs[0].model, number) for number in one.inputs[0].layers or ()]
             _check_layers(models, one, where)
-    for model in dict.fromkeys(each.model for one in slices for each in one.inputs):
-        if model != origin and not layers:
-            _check_same(models, origin, model, at, where)
-        if model != origin:
-            _check_heads(models, origin, model, at, where)
-    order = [
-        Place(one, i, i / (len(numbers) - 1) if len(numbers) > 1 else 1.0, where or ())
-        for one, numbers in zip(slices, ranges, strict=True)
-        for i in range(len(numbers))
-    ]
-    return Form(tree, where, order, layers)
+    for model in _other_models(slices, models.origin):
+        if not layers:
+            _check_same(models, model, at, where)
+        _check_heads(models, model, at, where)
+    order: list[Place] = []
+    if where is not None:
+        own_layers = range(len(node_at(tree, where)._data))
+        for one in slices:
+            order += _places_of_layers(one, one.inputs[0].layers or own_layers, where)
+    return Form(tree, at, where, order, layers)
 
 
-def _check_same(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:
+def _module_path(name: str, tree: TensorCollection, origin: str) -> Path:
+    """Return the path of a module; raise unless the first model has it."""
+    if name in ("", "default"):
+        return ()
+    at = tuple(name.split("."))
+    if not has(tree, at):
+        what = f"merge: {safe(origin)} must have the module {safe(name)[:80]!r}."
+        raise error(ValueError, what, got=", ".join(tree._data))
+    return at
+
+
+def _with_layers(tree: TensorCollection, where: Path, slices: Sequence[Slice], models: Models) -> TensorCollection:
+    """Return a tree with the layers of the slices in place of its own, each with the form of its first model."""
+    taken: list[tuple[TensorCollection, Sequence[int]]] = [(tree, ())]
+    for one in slices:
+        first = one.inputs[0]
+        taken.append((models.sources[first.model].tree, first.layers or ()))
+    stacked = stack_layers(taken, at=where)
+    return with_node(tree, where, node_at(stacked, where))
+
+
+def _other_models(slices: Sequence[Slice], origin: str) -> list[str]:
+    """Return the models of slices except the first model of the merge, in order."""
+    models: dict[str, None] = {}
+    for one in slices:
+        models |= {each.model: None for each in one.inputs if each.model != origin}
+    return list(models)
+
+
+def _places_of_layers(one: Slice, numbers: range, where: Path) -> list[Place]:
+    """Return the places of the layers of a slice: the first has the depth 0, the last the depth 1."""
+    last = len(numbers) - 1
+    if last == 0:
+        return [Place(one, 0, 1.0, where)]
+    return [Place(one, i, i / last, where) for i in range(len(numbers))]
+
+
+def _places(form: Form, slices: Sequence[Slice], models: Models) -> dict[Path, Place]:
+    """Return the place of each leaf of a module."""
+    source = models.sources[models.origin]
+    before = _before(slices, source, models.paths_below(models.origin, form.at), form.where)
+    places: dict[Path, Place] = {}
+    for one in stored_leaves(form.tree):
+        for path in one.paths:
+            if not _is_below(path, form.at):
+                continue
+            if form.where is not None and _is_below(path, form.where):
+                places[path] = form.order[int(path[len(form.where)])]
+            else:
+                chosen = slices[0] if path in before else slices[-1]
+                places[path] = Place(chosen, None, 0.0, ())
+    return places
+
+
+def _check_same(models: Models, model: str, at: Path, where: Path | None) -> None:
     """Raise if a model has more layers than the first, or other ties; note its leaves that the first does not have."""
+    origin = models.origin
     ours = models.leaves[origin]
     theirs = models.leaves[model]
-    others = [path for path in theirs if path[: len(at)] == at and path not in ours]
-    if where is not None and (layers := [path for path in others if path[: len(where)] == where]):
+    others = [path for path in models.paths_below(model, at) if path not in ours]
+    layers: list[Path] = []
+    if where is not None:
+        layers = [path for path in others if _is_below(path, where)]
+    if layers:
         what = f"merge: {safe(model)} must have the layers of {safe(origin)}."
         raise TreeStructureError(what, got=f"{shown(layers[0])} and more", hint="slices choose layers.")
     untied = [path for path, one in ours.items() if theirs.get(path) is not theirs.get(one.path)]
@@ -186,7 +246,7 @@ def _check_layers(models: Models, chosen: Slice, where: Path) -> None:
         others.append((chosen.base, first.layers))
     for model, numbers in others:
         for number, own in zip(numbers or (), first.layers or (), strict=True):
-            known = _leaves_of_layer(models, first.model, (*where, str(own)))
+            known = set(_leaves_of_layer(models, first.model, (*where, str(own))))
             added = [rest for rest in _leaves_of_layer(models, model, (*where, str(number))) if rest not in known]
             if added:
                 raise TreeStructureError(
@@ -197,30 +257,36 @@ def _check_layers(models: Models, chosen: Slice, where: Path) -> None:
                 )
 
 
-def _leaves_of_layer(models: Models, model: str, at: Path) -> dict[Path, None]:
+def _leaves_of_layer(models: Models, model: str, at: Path) -> list[Path]:
     """Return the paths of the leaves of a layer, below it."""
-    return {path[len(at) :]: None for path in models.leaves[model] if path[: len(at)] == at}
+    return [path[len(at) :] for path in models.paths_below(model, at)]
 
 
-def _check_heads(models: Models, origin: str, model: str, at: Path, where: Path | None) -> None:
+def _check_heads(models: Models, model: str, at: Path, where: Path | None) -> None:
     """Raise if a model has a leaf that the first model may tie, with values that would be lost.
 
     A tied output layer is in no file. In another model its leaf has the shape of the embedding.
     """
-
-    def is_beside(path: Path) -> bool:
-        return path[: len(at)] == at and (where is None or path[: len(where)] != where)
-
-    ours = models.leaves[origin]
-    theirs = {path: one for path, one in models.leaves[model].items() if is_beside(path) and one.leaf.dim() > 1}
-    known = [one for path, one in theirs.items() if path in ours]
-    for path, one in theirs.items():
+    source = models.sources[model]
+    ours = models.leaves[models.origin]
+    known: list[Stored] = []
+    unknown: dict[Path, Stored] = {}
+    for path in models.paths_below(model, at):
+        one = models.leaves[model][path]
+        is_in_layer = where is not None and _is_below(path, where)
+        if is_in_layer or one.leaf.dim() < 2:
+            continue
+        if path in ours:
+            known.append(one)
+        else:
+            unknown[path] = one
+    for path, one in unknown.items():
         twins = [other for other in known if other.leaf.shape == one.leaf.shape]
-        is_lost = path not in ours and not any(_is_equal(models.sources[model], one, other) for other in twins)
-        if twins and is_lost:
+        if twins and not any(_is_equal(source, one, twin) for twin in twins):
+            origin = safe(models.origin)
             raise TieError(
-                f"merge: {safe(model)} has {shown(path)}, which {safe(origin)} ties to another leaf or does not have.",
-                expected=f"the values of {shown(twins[0].path)}, or the leaf in {safe(origin)}",
+                f"merge: {safe(model)} has {shown(path)}, which {origin} ties to another leaf or does not have.",
+                expected=f"the values of {shown(twins[0].path)}, or the leaf in {origin}",
                 got="other values, which would be lost",
                 hint="write the first model with this leaf by itself; or leave it out: tdfunc extract --exclude.",
             )
@@ -229,28 +295,34 @@ def _check_heads(models: Models, origin: str, model: str, at: Path, where: Path 
 def _is_equal(source: Source, a: Stored, b: Stored) -> bool:
     if a.leaf is b.leaf:
         return True
+    if a.leaf.dtype != b.leaf.dtype:
+        return False
     pairs = zip(source.pieces(a.leaf), source.pieces(b.leaf), strict=True)
-    return a.leaf.dtype == b.leaf.dtype and all(torch.equal(x, y) for x, y in pairs)
+    return all(torch.equal(x, y) for x, y in pairs)
 
 
 def _before(slices: Sequence[Slice], source: Source, paths: Sequence[Path], where: Path | None) -> set[Path]:
     """Return the leaves before the layers, which belong to the first slice; all others belong to the last."""
-    first, last = (
-        ([(each.model, each.parameters) for each in one.inputs], one.base, one.parameters)
-        for one in (slices[0], slices[-1])
-    )
-    if where is None or first == last:
+    if where is None or _without_layers(slices[0]) == _without_layers(slices[-1]):
         return set(paths)
     if source.is_described:
-        names = list(paths)
+        order = list(paths)
     else:
-        names = _module_order(source)
-    if missing := [path for path in paths if path not in names]:
+        order = _module_order(source)
+    missing = [path for path in paths if path not in order]
+    if missing:
         raise UnsupportedError(
             f"merge: {safe(source.path)} does not have the order of {shown(missing[0])} and the layers.",
             hint="give the first and the last slice the same models.",
         )
-    return set(names[: next(i for i, path in enumerate(names) if path[: len(where)] == where)])
+    first_layer = next(i for i, path in enumerate(order) if _is_below(path, where))
+    return set(order[:first_layer])
+
+
+# Any: values of parameters.
+def _without_layers(one: Slice) -> tuple[Any, ...]:
+    """Return the parts of a slice that decide about leaves outside of layers."""
+    return [(each.model, each.parameters) for each in one.inputs], one.base, one.parameters
 
 
 def _module_order(source: Source) -> list[Path]:
@@ -269,48 +341,73 @@ def _module_order(source: Source) -> list[Path]:
         return []
 
 
-def _row(config: Config, models: Models, path: Path, module: str, place: Place) -> Row:
-    method = config.method
-    chosen = place.slice
-    shared = (chosen.parameters, config.module_parameters.get(module, {}), config.parameters)
+@dataclass(frozen=True)
+class _Parameters:
+    """The parameters for a leaf of all models: of its slice, its module and the merge, of which the first counts."""
 
-    def leaf(model: str, layers: range | None) -> Part:
-        if place.offset is None or layers is None:
-            return models.part(model, path)
-        rest = path[len(place.where) + 1 :]
-        return models.part(model, (*place.where, str(layers[place.offset]), *rest))
+    shared: Sequence[Settings]
+    depth: float
 
-    pairs = [(each.parameters, leaf(each.model, each.layers)) for each in chosen.inputs]
-    base = next((part for _, part in pairs if part.model == chosen.base), None)
-    if chosen.base is not None and base is None:
-        base = leaf(chosen.base, chosen.inputs[0].layers)
-    if method.base != "unused":
-        pairs = [(own, part) for own, part in pairs if part.model != chosen.base]
-    method.check(base is not None, len(pairs))
+    # Any, here and below: a number, a bool, or whatever the default is.
+    def find(self, names: Sequence[str], path: Path, default: Any, own: Settings | None = None) -> Any:
+        """Return the value of a parameter for a leaf.
 
-    def value(names: Sequence[str], at: str, sources: Sequence[Settings], default: Any) -> Any:
-        for settings in sources:
+        Args:
+            names: The spellings of the parameter.
+            path: The path of the leaf, which filters read.
+            default: The value if there is none.
+            own: The parameters of one model, which come before the others.
+        """
+        for settings in (own or {}, *self.shared):
             for name in names:
                 found = None
                 if name in settings:
-                    found = setting(settings[name], at, place.depth)
+                    found = setting(settings[name], dotted(path), self.depth)
                 if found is not None:
                     return found
         return default
 
-    def for_each(names: Sequence[str], default: Any) -> list[Any]:
-        return [value(names, dotted(part.stored.path), (own, *shared), default) for own, part in pairs]
 
-    weights = for_each([method.weight or "weight"], None if method.weight in ("weight", "t") else 1.0)
+def _row(config: Config, models: Models, path: Path, module: str, place: Place) -> Row:
+    """Return the row of a leaf of the result, at its first path in a module."""
+    method = config.method
+    chosen = place.slice
+    inputs = [(each.parameters, _part_at(models, each.model, each.layers, path, place)) for each in chosen.inputs]
+    base = None
+    if chosen.base is not None:
+        base = next((part for _, part in inputs if part.model == chosen.base), None)
+        if base is None:
+            base = _part_at(models, chosen.base, chosen.inputs[0].layers, path, place)
+    if method.base != "unused":
+        inputs = [(own, part) for own, part in inputs if part.model != chosen.base]
+    method.check(base is not None, len(inputs))
+    parameters = _Parameters(
+        (chosen.parameters, config.module_parameters.get(module, {}), config.parameters), place.depth
+    )
+
+    def find_each(names: Sequence[str], default: Any) -> list[Any]:
+        return [parameters.find(names, part.stored.path, default, own) for own, part in inputs]
+
+    default_weight = None if method.weight in ("weight", "t") else 1.0
+    weights = find_each([method.weight or "weight"], default_weight)
     if None in weights:
-        where = f"{safe(pairs[weights.index(None)][1].model)}, leaf {shown(path)}"
+        _, lacking = inputs[weights.index(None)]
+        where = f"{safe(lacking.model)}, leaf {shown(path)}"
         raise error(ValueError, f"merge: {method.name} requires the parameter {method.weight} for {where}.")
     options: dict[str, Any] = {}
     for option, default in method.options.items():
         names = spellings(method, option)
-        named = f"the parameter {option}"
+        described = f"the parameter {option}"
         if option in method.per_model:
-            options[option] = [typed(one, default, named) for one in for_each(names, default)]
+            options[option] = [typed(value, default, described) for value in find_each(names, default)]
         else:
-            options[option] = typed(value(names, dotted(path), shared, default), default, named)
-    return Row(path, base, [part for _, part in pairs], weights, options, place.offset is not None)
+            options[option] = typed(parameters.find(names, path, default), default, described)
+    return Row(path, base, [part for _, part in inputs], weights, options, place.offset is not None)
+
+
+def _part_at(models: Models, model: str, layers: range | None, path: Path, place: Place) -> Part:
+    """Return the leaf of a model for a place: in a layer of a slice, the model's own layer there."""
+    if place.offset is None or layers is None:
+        return models.part(model, path)
+    rest = path[len(place.where) + 1 :]
+    return models.part(model, (*place.where, str(layers[place.offset]), *rest))

@@ -20,11 +20,11 @@ from tdfunc.cli.convert import Target, check_left_out, find_dtype, make_target, 
 from tdfunc.cli.merging.config import Config
 from tdfunc.cli.merging.entries import note_differences, renumber_tokens
 from tdfunc.cli.merging.layers import relayer
-from tdfunc.cli.merging.recipe import Models, Part, Recipe, Row, plan
+from tdfunc.cli.merging.recipe import Models, Recipe, Row, plan
 from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
 from tdfunc.cli.numbers import FINITE, cast, has_values, not_finite
 from tdfunc.cli.output import note, progress, safe, shown
-from tdfunc.cli.scales import HINT, check_cast, check_equal_codes, kept_leaves, refuse_adapters
+from tdfunc.cli.scales import HINT, check_cast, check_equal_codes, kept_leaves, read_all, refuse_adapters
 from tdfunc.cli.sources import Source, Tick, open_source, stored_leaves
 from tdfunc.cli.ties import share_ties
 from tdfunc.core.collection import LeafOp
@@ -42,23 +42,19 @@ Codes: TypeAlias = Mapping[str, set[int]]
 
 def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bool = False) -> None:
     """Write the merge of the models; memory holds one leaf of each at a time."""
-    name = config.out_dtype or config.dtype
     out_dtype = None
+    name = config.out_dtype or config.dtype
     if name is not None:
         out_dtype = find_dtype(name)
     _refuse_adapters(config.models)
     with ExitStack() as stack:
         sources = {path: stack.enter_context(open_source(path)) for path in config.models}
-        every = list(sources.values())
-        origin = every[0]
-        if target.format is None and origin.format != "memmap" and not os.path.splitext(target.path)[1]:
+        origin = sources[config.models[0]]
+        has_suffix = bool(os.path.splitext(target.path)[1])
+        if target.format is None and origin.format != "memmap" and not has_suffix:
             target = target._replace(format="shards")
         target = make_target(target, origin)
-        for source in every:
-            check_left_out(source, Globs())
-        for source, tree in zip(every, share_ties(every, [source.tree for source in every]), strict=True):
-            source.tree = tree
-            refuse_adapters("merge", source.path, tree)
+        _prepare(list(sources.values()))
         recipe = plan(config, Models(sources))
         vocabulary = None
         if config.tokenizer is not None:
@@ -68,22 +64,45 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
         codes = {model: kept_leaves(source) for model, source in sources.items()}
         _check_codes(sources, recipe, codes)
         recipe, resized = _form(recipe, vocabulary, out_dtype, codes)
-        _check(config, recipe, resized, codes)
+        _check_shapes(recipe, resized)
+        _check_numbers(config, recipe, codes)
         if not take_first:
-            _check_values(every)
-        # Other folders, such as a step of a run, have files that would make the result one of their kind.
-        has_config = target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json"))
+            _check_values(list(sources.values()))
         beside = {}
-        if has_config:
+        # Other folders, such as a step of a run, have files that would make the result one of their kind.
+        if target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json")):
             beside = _describe(config, origin, recipe, vocabulary, out_dtype)
         if beside and is_remote(target.path):
             raise UnsupportedError(f"merge {target.path}: a folder with config.json must be on this machine.")
         lost = Counter[int]()
-        size = sum(part.stored.size_bytes for row in recipe.rows.values() for part in row.every)
+        size = 0
+        for row in recipe.rows.values():
+            size += sum(part.stored.size_bytes for part in row.every)
         with progress("merge", size) as tick:
-            merger = _Merger(config, recipe, sources, vocabulary, resized, codes, seed, take_first, tick, lost)
+            merger = _Merger(
+                config,
+                recipe,
+                sources,
+                vocabulary=vocabulary,
+                resized=resized,
+                codes=codes,
+                seed=seed,
+                take_first=take_first,
+                tick=tick,
+                lost=lost,
+            )
             write(target, recipe.tree, merger.values, origin, lost)
         write_beside(target.path, beside)
+
+
+def _prepare(sources: Sequence[Source]) -> None:
+    """Give all models the ties that they share; raise if a model has a tensor that cannot be read, or is an adapter."""
+    for source in sources:
+        check_left_out(source, Globs())
+    trees = share_ties(sources, [source.tree for source in sources])
+    for source, tree in zip(sources, trees, strict=True):
+        source.tree = tree
+        refuse_adapters("merge", source.path, tree)
 
 
 @dataclass(frozen=True)
@@ -106,7 +125,9 @@ class _Merger:
     def values(self, leaf: Tensor) -> Iterator[Tensor]:
         """Yield the merged leaf."""
         row = self.recipe.rows[id(leaf)]
-        leaves = {part.model: self._read(part) for part in row.every}
+        leaves: dict[str, Tensor] = {}
+        for part in row.every:
+            leaves[part.model] = read_all(self.sources[part.model], part.stored.leaf, self.tick)
         if _has_codes(row, self.codes):
             # They are equal in all models.
             yield next(iter(leaves.values()))
@@ -114,12 +135,14 @@ class _Merger:
         if not is_merged(leaf):
             yield _same(row, leaves, self.take_first)
             return
-        wide = {name: x if x.element_size() > 2 else x.float() for name, x in leaves.items()}
+        wide: dict[str, Tensor] = {}
+        for name, own in leaves.items():
+            wide[name] = own if own.element_size() > 2 else own.float()
         if self.vocabulary is not None and id(leaf) in self.resized:
             wide = self.vocabulary.align(wide)
         merged = self._merge(row, wide)
         found = not_finite(merged)
-        if found != FINITE and all(not_finite(x) == FINITE for x in leaves.values()):
+        if found != FINITE and all(not_finite(own) == FINITE for own in leaves.values()):
             raise error(
                 ValueError,
                 f"merge: {shown(row.path)} has {found} of {merged.numel():,} numbers, though the models' are finite.",
@@ -127,15 +150,6 @@ class _Merger:
                 hint="nothing was written: a sum overflows, or the method is not defined for these weights.",
             )
         yield cast(merged, leaf, self.lost)
-
-    def _read(self, part: Part) -> Tensor:
-        leaf = part.stored.leaf
-        read = torch.empty(leaf.shape, dtype=leaf.dtype)
-        at = 0
-        for piece in self.sources[part.model].pieces(leaf, self.tick):
-            read.view(-1)[at : at + piece.numel()] = piece
-            at += piece.numel()
-        return read
 
     def _merge(self, row: Row, leaves: Mapping[str, Tensor]) -> Tensor:
         method = self.config.method
@@ -175,7 +189,7 @@ def _refuse_adapters(models: list[str]) -> None:
 
 def _has_codes(row: Row, codes: Codes) -> bool:
     """Return whether a leaf has codes in one of the models, or belongs to codes."""
-    return any([id(part.stored.leaf) in codes[part.model] for part in row.every])
+    return any(id(part.stored.leaf) in codes[part.model] for part in row.every)
 
 
 def _check_codes(sources: Mapping[str, Source], recipe: Recipe, codes: Codes) -> None:
@@ -189,38 +203,44 @@ def _check_codes(sources: Mapping[str, Source], recipe: Recipe, codes: Codes) ->
 def _form(
     recipe: Recipe, vocabulary: Vocabulary | None, dtype: torch.dtype | None, codes: Codes
 ) -> tuple[Recipe, set[int]]:
-    """Return the result in its dtype and with its vocabulary, and the leaves with the vocabulary."""
+    """Return the result in its dtype and with its vocabulary, and the ids of the leaves with the vocabulary."""
     made: dict[int, Tensor] = {}
-    found: dict[int, Row] = {}
+    rows: dict[int, Row] = {}
     resized: set[int] = set()
     for one in stored_leaves(recipe.tree):
         row = recipe.rows[id(one.leaf)]
-        leaf = one.leaf
-        is_number = leaf.is_floating_point() and has_values(leaf.dtype) and not _has_codes(row, codes)
-        wanted = dtype if dtype is not None and is_number else leaf.dtype
-        new = without_values(leaf, wanted)
+        has_codes = _has_codes(row, codes)
+        is_number = one.leaf.is_floating_point() and has_values(one.leaf.dtype) and not has_codes
+        wanted = one.leaf.dtype
+        if dtype is not None and is_number:
+            wanted = dtype
+        new = without_values(one.leaf, wanted)
         if vocabulary is not None and vocabulary.has(row):
-            if _has_codes(row, codes):
+            if has_codes:
                 what = f"merge: {shown(row.path)} has codes, and its rows are those of a vocabulary that changes."
                 raise UnsupportedError(what, expected="numbers", got=one.spec, hint=HINT)
-            new = new.new_empty((vocabulary.size, *leaf.shape[1:]))
+            count, *rest = one.leaf.shape
+            new = new.new_empty((vocabulary.size, *rest))
             resized.add(id(new))
-            if vocabulary.size != leaf.shape[0]:
-                note(f"{shown(row.path)}: {leaf.shape[0]} rows of the vocabulary become {vocabulary.size}")
-        made[id(leaf)] = new
-        found[id(new)] = row
+            if vocabulary.size != count:
+                note(f"{shown(row.path)}: {count} rows of the vocabulary become {vocabulary.size}")
+        made[id(one.leaf)] = new
+        rows[id(new)] = row
     if vocabulary is not None and not resized:
         raise UnsupportedError(
             "merge: a leaf must have the vocabulary as its first dimension.", hint="leave tokenizer out."
         )
-    return Recipe(recipe.tree._map(LeafOp("merge", lambda leaf: made[id(leaf)])), found, recipe.layers), resized
+    tree = recipe.tree._map(LeafOp("merge", lambda leaf: made[id(leaf)]))
+    return Recipe(tree, rows, recipe.layers), resized
 
 
-def _check(config: Config, recipe: Recipe, resized: set[int], codes: Codes) -> None:
-    """Raise unless the leaves of each row have one shape, except for a vocabulary that becomes one, and a merge."""
+def _check_shapes(recipe: Recipe, resized: set[int]) -> None:
+    """Raise unless the leaves of each row have one shape, except for a vocabulary that becomes one."""
     lines: list[str] = []
     for key, row in recipe.rows.items():
-        shapes = [list(part.stored.leaf.shape)[key in resized :] for part in row.every]
+        shapes = [list(part.stored.leaf.shape) for part in row.every]
+        if key in resized:
+            shapes = [shape[1:] for shape in shapes]
         if any(shape != shapes[0] for shape in shapes):
             specs = ", ".join(f"{part.stored.spec} in {safe(part.model)}" for part in row.every)
             lines.append(f"{shown(row.path)}: {specs}")
@@ -229,12 +249,17 @@ def _check(config: Config, recipe: Recipe, resized: set[int], codes: Codes) -> N
             "\n    ".join([f"merge: leaves must have one shape; {count_text(len(lines), 'difference')}:", *lines]),
             hint="where vocabularies differ, tokenizer: {source: union} makes them one; nothing is cut.",
         )
+
+
+def _check_numbers(config: Config, recipe: Recipe, codes: Codes) -> None:
+    """Raise unless the weights and options of each merged row are numbers that the method is defined for."""
     for row in recipe.rows.values():
         leaves = [part.stored.leaf for part in row.parts]
-        if all(map(is_merged, leaves)) and not _has_codes(row, codes):
-            dtype = functools.reduce(torch.promote_types, [compute_dtype(leaf.dtype) for leaf in leaves])
-            weights = torch.tensor(row.weights, dtype=torch.float64)
-            config.method.check_numbers(weights, dtype, row.options, f" of {shown(row.path)}")
+        if _has_codes(row, codes) or not all(map(is_merged, leaves)):
+            continue
+        dtype = functools.reduce(torch.promote_types, [compute_dtype(leaf.dtype) for leaf in leaves])
+        weights = torch.tensor(row.weights, dtype=torch.float64)
+        config.method.check_numbers(weights, dtype, row.options, f" of {shown(row.path)}")
 
 
 def _same(row: Row, leaves: dict[str, Tensor], take_first: bool) -> Tensor:
@@ -263,9 +288,10 @@ def _describe(
         relayer(config, taken, where)
     if vocabulary is not None:
         config["vocab_size"] = vocabulary.size
-    for name in ("dtype", "torch_dtype"):
-        if dtype is not None and name in config:
-            config[name] = str(dtype).removeprefix("torch.")
+    if dtype is not None:
+        for name in ("dtype", "torch_dtype"):
+            if name in config:
+                config[name] = str(dtype).removeprefix("torch.")
     note_differences(merge.models[1:], config)
     files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
     if vocabulary is not None:

@@ -43,7 +43,8 @@ def path(value: Any, at: str) -> None:
 
 def layer_range(value: Any, at: str) -> None:
     """Require the first layer, and the layer after the last one."""
-    is_pair = isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
+    # Not `isinstance`: a bool is no number of a layer.
+    is_pair = isinstance(value, list) and [type(number) for number in value] == [int, int]
     if not is_pair or not 0 <= value[0] < value[1]:
         raise refusal(at, "two whole numbers, the first layer and the layer after the last one", value)
 
@@ -55,17 +56,24 @@ def number(value: Any, at: str) -> None:
             float(value)
         except ValueError:
             raise refusal(at, "a number", value) from None
-    elif not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > 1 << 63):
+        return
+    # Python makes no float of an integer that is much larger.
+    is_huge = isinstance(value, int) and abs(value) > 1 << 63
+    if is_huge or not isinstance(value, int | float):
         raise refusal(at, "a number", value)
 
 
 def setting(value: Any, at: str) -> None:
     """Require a number, numbers over the depth, or conditions with a filter and such a value."""
-    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value)):
-        for place, one in _items(value if isinstance(value, list) else [value], at):
-            mapping(required=("value",), filter=text, value=_numbers)(one, place)
-    else:
+    if isinstance(value, dict):
+        value = [value]
+    has_conditions = isinstance(value, list) and any(isinstance(one, dict) for one in value)
+    if not has_conditions:
         _numbers(value, at)
+        return
+    condition = mapping(required=("value",), filter=text, value=_numbers)
+    for place, one in _items(value, at):
+        condition(one, place)
 
 
 def _numbers(value: Any, at: str) -> None:
@@ -121,8 +129,10 @@ def mapping(required: tuple[str, ...] = (), **entries: Form) -> Form:
             if value.get(name) is None:
                 raise refusal(at, f"a mapping with the entry {name}", value)
         for name, one in value.items():
-            if one is not None:
-                entries[name](one, name if at == ROOT else f"{at}.{name}")
+            if one is None:
+                continue
+            place = name if at == ROOT else f"{at}.{name}"
+            entries[name](one, place)
 
     return check
 

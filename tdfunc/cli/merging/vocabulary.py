@@ -17,6 +17,10 @@ from tdfunc.core.errors import UnsupportedError
 from tdfunc.ops.display.text import count_text
 
 
+# Numbers of tokens by their text.
+Words = Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The tokens of the result."""
@@ -34,13 +38,18 @@ class Vocabulary:
 
     def has(self, row: Row) -> bool:
         """Return whether the tokens are the first dimension of a leaf, in every model."""
-        shapes = [(part.stored.leaf.shape, self.sizes[part.model]) for part in row.every]
-        is_vocabulary = not row.has_layer and all(shape[:1] == (size,) for shape, size in shapes)
+        if row.has_layer:
+            return False
+        parts = row.every
+        sizes = [self.sizes[part.model] for part in parts]
+        if any(part.stored.leaf.shape[:1] != (size,) for part, size in zip(parts, sizes, strict=True)):
+            return False
         # If the sizes differ between models, no other dimension is possible.
-        if is_vocabulary and len({size for _, size in shapes}) == 1 and shapes[0][1] in shapes[0][0][1:]:
+        shape = parts[0].stored.leaf.shape
+        if len(set(sizes)) == 1 and sizes[0] in shape[1:]:
             what = f"merge: only one dimension of {shown(row.path)} must have the size of the vocabulary."
-            raise UnsupportedError(what, got=list(shapes[0][0]), hint="leave tokenizer out, and keep one vocabulary.")
-        return is_vocabulary
+            raise UnsupportedError(what, got=list(shape), hint="leave tokenizer out, and keep one vocabulary.")
+        return True
 
     def numbers(self, model: str) -> dict[int, int]:
         """Return the number in the result of each token of a model, by its number there."""
@@ -54,17 +63,24 @@ class Vocabulary:
         Source:
             mergekit's `PermutedVocabulary`.
         """
-        present = {name: (self.rows[name] >= 0).reshape(-1, *[1] * (x.dim() - 1)) for name, x in leaves.items()}
-        taken = {name: torch.where(present[name], x[self.rows[name].clamp(min=0)], 0) for name, x in leaves.items()}
-        mean = sum(taken.values()) / sum(present.values(), torch.zeros(())).clamp(min=1)
+        present: dict[str, Tensor] = {}
+        taken: dict[str, Tensor] = {}
+        for name, leaf in leaves.items():
+            rows = self.rows[name]
+            present[name] = (rows >= 0).reshape(-1, *[1] * (leaf.dim() - 1))
+            taken[name] = torch.where(present[name], leaf[rows.clamp(min=0)], 0)
+        count = sum(present.values(), torch.zeros(()))
+        fallback = sum(taken.values()) / count.clamp(min=1)
         if self.base in taken:
-            mean = torch.where(present[self.base], taken[self.base], mean)
-        made = {name: torch.where(present[name], x, mean) for name, x in taken.items()}
-        pad = self.size - self.count
-        return {
-            name: torch.cat([x, x.mean(0, keepdim=True).expand(pad, *x.shape[1:])]).to(leaves[name].dtype)
-            for name, x in made.items()
-        }
+            fallback = torch.where(present[self.base], taken[self.base], fallback)
+        padding = self.size - self.count
+        aligned: dict[str, Tensor] = {}
+        for name, own in taken.items():
+            rows = torch.where(present[name], own, fallback)
+            mean = rows.mean(0, keepdim=True)
+            padded = torch.cat([rows, mean.expand(padding, *rows.shape[1:])])
+            aligned[name] = padded.to(leaves[name].dtype)
+        return aligned
 
 
 def make_vocabulary(config: Config, models: Sequence[str]) -> Vocabulary:
@@ -74,33 +90,51 @@ def make_vocabulary(config: Config, models: Sequence[str]) -> Vocabulary:
         UnsupportedError: A model has no tokenizer, or its configuration no `vocab_size`.
     """
     base = models[0]
-    source = config.tokenizer
     tokenizers = {name: _tokenizer(name) for name in models}
     sizes = {name: _vocab_size(name) for name in models}
-    words = {
-        name: {word: i for word, i in each.get_vocab().items() if i < sizes[name]} for name, each in tokenizers.items()
-    }
-    made = _tokenizer(base if source in ("base", "union") else str(source))
-    if source == "union":
-        # The words of the models in the order of their numbers; added tokens keep their settings.
-        known = set(words[base])
-        new = {}
-        for name in models[1:]:
-            added = {str(each): each for each in tokenizers[name].added_tokens_decoder.values()}
-            own = sorted(words[name], key=words[name].__getitem__)
-            new |= {word: added.get(word, word) for word in own if word not in known and word not in new}
-        made.add_tokens(list(new.values()))
-    out = sorted(made.get_vocab().items(), key=lambda item: item[1])
-    count = out[-1][1] + 1
-    if count != len(out):
+    words = {name: _words(tokenizers[name], sizes[name]) for name in models}
+    if config.tokenizer == "union":
+        made = _tokenizer(base)
+        made.add_tokens(_other_tokens(models, tokenizers, words))
+    elif config.tokenizer == "base":
+        made = _tokenizer(base)
+    else:
+        made = _tokenizer(str(config.tokenizer))
+    in_order = sorted(made.get_vocab().items(), key=lambda item: item[1])
+    tokens = [word for word, _ in in_order]
+    _, last = in_order[-1]
+    count = last + 1
+    if count != len(tokens):
         raise UnsupportedError("merge: the tokens of the result must be numbered without gaps.", got=f"{count} numbers")
-    known = {word for word, _ in out}
+    known = set(tokens)
     for name in models:
-        if lost := len(words[name].keys() - known):
+        lost = len(words[name].keys() - known)
+        if lost:
             note(f"{safe(name)}: {count_text(lost, 'token')} {'is' if lost == 1 else 'are'} not in the result")
     step = config.pad_to_multiple_of or 1
-    rows = {name: torch.tensor([words[name].get(word, -1) for word, _ in out]) for name in models}
-    return Vocabulary(made, base, -(-count // step) * step, count, sizes, rows)
+    size = -(-count // step) * step
+    rows = {name: torch.tensor([words[name].get(word, -1) for word in tokens]) for name in models}
+    return Vocabulary(made, base, size, count, sizes, rows)
+
+
+# Any: a tokenizer of transformers.
+def _words(tokenizer: Any, size: int) -> Words:
+    """Return the tokens that have a row in an embedding."""
+    return {word: number for word, number in tokenizer.get_vocab().items() if number < size}
+
+
+# Any: tokenizers, and texts or added tokens of transformers.
+def _other_tokens(models: Sequence[str], tokenizers: Mapping[str, Any], words: Mapping[str, Words]) -> list[Any]:
+    """Return the tokens that the first model does not have, in the order of their numbers in each other model."""
+    base, *others = models
+    new: dict[str, Any] = {}
+    for name in others:
+        # Added tokens keep their settings.
+        added = {str(token): token for token in tokenizers[name].added_tokens_decoder.values()}
+        for word in sorted(words[name], key=words[name].__getitem__):
+            if word not in words[base] and word not in new:
+                new[word] = added.get(word, word)
+    return list(new.values())
 
 
 def _tokenizer(folder: str) -> Any:

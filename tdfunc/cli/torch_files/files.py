@@ -49,7 +49,9 @@ class TorchLeaf(NamedTuple):
     def read(self, count: int) -> Iterator[Tensor]:
         """Yield the values."""
         flat = self.tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        yield from flat.split(count) if flat.numel() else ()
+        # An empty tensor splits into one empty piece.
+        if flat.numel():
+            yield from flat.split(count)
 
 
 class LeftOut(NamedTuple):
@@ -75,12 +77,7 @@ class TorchTree(NamedTuple):
 def find_torch(path: str) -> str | None:
     """Return the file or index of torch.save that a path stands for; None if it is another checkpoint."""
     if os.path.isdir(path):
-        names = set(os.listdir(path))
-        has_others = any([name.endswith(".safetensors") or is_index(name) for name in names.difference(TORCH_NAMES)])
-        found = [os.path.join(path, name) for name in TORCH_NAMES if name in names]
-        if found and not has_others and META not in names:
-            return found[0]
-        return None
+        return _find_in_folder(path)
     if not os.path.isfile(path):
         return None
     if os.path.basename(path) == TORCH_INDEX:
@@ -89,7 +86,21 @@ def find_torch(path: str) -> str | None:
         head = file.read(HEAD_BYTES)
         # The list of an archive is at its end.
         file.seek(max(0, os.path.getsize(path) - TAIL_BYTES))
-        return path if find_format(head, file.read()) is TORCH else None
+        tail = file.read()
+    if find_format(head, tail) is TORCH:
+        return path
+    return None
+
+
+def _find_in_folder(folder: str) -> str | None:
+    """Return the file or index of torch.save in a folder that has no other checkpoint."""
+    names = set(os.listdir(folder))
+    if META in names:
+        return None
+    for name in names.difference(TORCH_NAMES):
+        if name.endswith(".safetensors") or is_index(name):
+            return None
+    return next((os.path.join(folder, name) for name in TORCH_NAMES if name in names), None)
 
 
 def read_torch(path: str) -> TorchTree:
@@ -108,7 +119,9 @@ def read_torch(path: str) -> TorchTree:
     builder = _Builder(path)
     for name in unlisted:
         builder.left_out[tuple(name.split("."))] = LeftOut("an entry that the index does not name", is_tensor=True)
-    tree = builder.tree(loaded if isinstance(loaded, Mapping) else {"value": loaded}, ())
+    if not isinstance(loaded, Mapping):
+        loaded = {"value": loaded}
+    tree = builder.tree(loaded, ())
     if builder.left_out and not builder.leaves:
         # With nothing else to show, the first of them is the trouble.
         at, value = next(iter(builder.left_out.items()))
@@ -119,26 +132,40 @@ def read_torch(path: str) -> TorchTree:
 
 
 def _load(path: str) -> Any:
-    is_archive = zipfile.is_zipfile(path)
-    return load_pickled(path, is_archive=is_archive)
+    return load_pickled(path, is_archive=zipfile.is_zipfile(path))
 
 
-def _load_shards(path: str) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return the files that an index names, the entries that it lists, and the names of the others in the files."""
+class _Shards(NamedTuple):
+    """The files that an index names."""
+
+    files: list[str]
+    entries: dict[str, Any]
+    # The names of entries in the files that the index does not list.
+    unlisted: list[str]
+
+
+def _load_shards(path: str) -> _Shards:
+    """Read an index and its files."""
     with open(path, "rb") as file:
         raw = file.read()
     with parsing(path):
         homes: dict[str, str] = parse_json(raw)["weight_map"]
         names = list(dict.fromkeys(homes.values()))
-        if any([name != os.path.basename(name) or name in ("", ".", "..") for name in names]):
+        if not all(_is_file_name(name) for name in names):
             raise damaged("the index must name files in its folder.", got=", ".join(map(repr, names[:5])))
     files = [os.path.join(os.path.dirname(path), name) for name in names]
     found = {name: _load(file) for name, file in zip(names, files, strict=True)}
     lacking = [key for key, home in homes.items() if not isinstance(found[home], Mapping) or key not in found[home]]
     if lacking:
         raise damaged(f"load {path}: the index does not fit its files.", got=f"missing: {', '.join(lacking[:5])}")
-    unlisted = [str(key) for entries in found.values() for key in entries if key not in homes]
-    return files, {key: found[home][key] for key, home in homes.items()}, unlisted
+    unlisted: list[str] = []
+    for entries in found.values():
+        unlisted += [str(key) for key in entries if key not in homes]
+    return _Shards(files, {key: found[home][key] for key, home in homes.items()}, unlisted)
+
+
+def _is_file_name(name: str) -> bool:
+    return name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 class _Builder:
@@ -180,6 +207,7 @@ class _Builder:
         return TensorCollection._open._make(nodes, _EMPTY)
 
     def _node(self, value: Any, at: Path) -> Any:
+        """Return a value as an entry of a tree."""
         if isinstance(value, _Level):
             return self._build(value, at)
         if isinstance(value, Tensor):
@@ -192,11 +220,21 @@ class _Builder:
         if extent.depth > MAX_DEPTH:
             return self._omit_container(value, at)
         plain = self._plain(value, at)
-        if plain is _OMITTED or is_json(plain):
-            if plain is _OMITTED:
-                return plain
+        if plain is _OMITTED:
+            return plain
+        if is_json(plain):
             return NonTensorData(plain, _EMPTY)
-        node = pack(plain, _EMPTY, lambda place, what: self._refusal((*at, *filter(None, [place])), "plain data", what))
+        return self._packed(plain, at)
+
+    def _packed(self, plain: Any, at: Path) -> TensorCollection:
+        """Return the node of a plain object."""
+
+        def refusal(place: str, got: str) -> UnsupportedError:
+            inner = (*at, place) if place else at
+            what = f"{self.path}: a tree cannot contain the value at {dotted(inner)!r}."
+            return UnsupportedError(what, expected="plain data", got=got)
+
+        node = pack(plain, _EMPTY, refusal)
         for part in node._data.values():
             # The bytes of numpy's arrays.
             if isinstance(part, NonTensorData) and isinstance(part.data, Tensor):
@@ -209,28 +247,33 @@ class _Builder:
             return self._leaf(value, at, in_object=True)
         if isinstance(value, NumpyArray) and value.array is not None:
             value = value.array
+        if isinstance(value, list | tuple | Mapping):
+            return self._plain_container(value, at)
         if isinstance(value, np.ndarray):
-            # Its bytes are a leaf, as those of a tensor are.
-            if is_plain_dtype(value.dtype):
-                return value
-            return self._omit(value, at)
-        if not isinstance(value, list | tuple | Mapping):
-            if is_plain(value):
-                return value
-            return self._omit(value, at)
-        known = next(cls for cls in (OrderedDict, Counter, Mapping, list, tuple) if isinstance(value, cls))
-        made: Any = known if known is not Mapping else dict
+            # Its bytes are a leaf, as the bytes of a tensor are.
+            is_kept = is_plain_dtype(value.dtype)
+        else:
+            is_kept = is_plain(value)
+        return value if is_kept else self._omit(value, at)
+
+    # Any, here and below: the contents of a file.
+    def _plain_container(self, value: Any, at: Path) -> Any:
+        """Return a container of plain objects; one of a subclass becomes one of the class that Python has."""
+        cls = next(cls for cls in (OrderedDict, Counter, Mapping, list, tuple) if isinstance(value, cls))
+        made: Any = dict if cls is Mapping else cls
         if type(value) is not made:
             self.altered.append(f"{dotted(at)}: {type(value).__name__} becomes {made.__name__}")
         if not isinstance(value, Mapping):
             parts = [self._plain(item, (*at, str(i))) for i, item in enumerate(value)]
             return made([None if part is _OMITTED else part for part in parts])
+        entries: Mapping[Any, Any] = value
         pairs: dict[Any, Any] = {}
-        for key, item in value.items():
-            if _is_key(key):
-                part = self._plain(item, (*at, str(key)))
-            else:
-                part = self._omit(key, (*at, str(key)))
+        for key, item in entries.items():
+            inner = (*at, str(key))
+            if not _is_key(key):
+                self._omit(key, inner)
+                continue
+            part = self._plain(item, inner)
             if part is not _OMITTED:
                 pairs[key] = part
         return made(pairs)
@@ -238,11 +281,12 @@ class _Builder:
     def _leaf(self, leaf: Tensor, at: Path, *, in_object: bool = False) -> Any:
         if not _is_dense(leaf):
             return self._omit(leaf, at)
-        # A conjugate and a negative are views of the same memory, with other values.
-        signs = leaf.is_conj(), leaf.is_neg()
-        memory = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
         # Empty tensors have no memory to share.
-        mark = (in_object, *signs, *memory) if leaf.numel() else at
+        mark: Any = at
+        if leaf.numel():
+            memory = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
+            # A conjugate and a negative are views of the same memory, with other values.
+            mark = (in_object, leaf.is_conj(), leaf.is_neg(), *memory)
         if mark not in self.known:
             made = self.known[mark] = without_values(leaf, leaf.dtype)
             self.leaves[id(made)] = TorchLeaf(leaf)
@@ -252,20 +296,7 @@ class _Builder:
 
     def _omit(self, value: Any, at: Path) -> Any:
         """Leave a value out, and remember what it is."""
-        if isinstance(value, Tensor):
-            # A nested tensor has no one shape.
-            size = "nested"
-            if not value.is_nested:
-                size = str(list(value.shape))
-            text = f"a tensor of {value.layout}, {value.dtype}, {value.device}, {size}"
-        elif isinstance(value, type):
-            text = f"the class or function {getattr(value, 'name', value.__name__)}"
-        else:
-            if type(value).__module__ in ("builtins", "torch"):
-                text = repr(value)
-            else:
-                text = _name_of(value)
-        self.left_out[at] = LeftOut(text, self.search.finds(value))
+        self.left_out[at] = LeftOut(_text_of(value), self.search.finds(value))
         return _OMITTED
 
     def _omit_container(self, value: Any, at: Path) -> Any:
@@ -280,14 +311,19 @@ class _Builder:
         self.left_out[at] = LeftOut(f"a {type(value).__name__} that {what}", extent.has_tensors)
         return _OMITTED
 
-    def _refusal(self, at: Path, expected: str, got: str) -> UnsupportedError:
-        what = f"{self.path}: a tree cannot contain the value at {dotted(at)!r}."
-        return UnsupportedError(what, expected=expected, got=got)
 
-
-def _name_of(value: Any) -> str:
+def _text_of(value: Any) -> str:
+    """Return the text that stands for a value which is left out."""
+    if isinstance(value, Tensor):
+        # A nested tensor has no one shape.
+        size = "nested" if value.is_nested else str(list(value.shape))
+        return f"a tensor of {value.layout}, {value.dtype}, {value.device}, {size}"
+    if isinstance(value, type):
+        return f"the class or function {getattr(value, 'name', value.__name__)}"
     if isinstance(value, Unknown):
         return value.name
+    if type(value).__module__ in ("builtins", "torch"):
+        return repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -346,7 +382,8 @@ def write_torch(state: Mapping[str, Tensor], values: Callable[[Tensor], Iterable
             for piece in values(leaf):
                 file.write(raw_bytes(piece))
             file.flush()
-            if size_bytes := leaf.numel() * leaf.element_size():
+            size_bytes = leaf.numel() * leaf.element_size()
+            if size_bytes:
                 mapped = torch.from_numpy(np.memmap(file, np.uint8, "c", begin, (size_bytes,)))
                 made[key] = mapped.view(leaf.dtype).view(leaf.shape)
             else:

@@ -71,8 +71,9 @@ class _Dtype:
         text = self.text.decode() if isinstance(self.text, bytes) else self.text
         if not isinstance(text, str) or re.fullmatch(r"[a-zA-Z]\d*", text) is None or text[0] not in _NUMPY_KINDS:
             return None
+        order = self.order if self.order in ("<", ">") else "="
         try:
-            return np.dtype(text).newbyteorder(self.order if self.order in ("<", ">") else "=")
+            return np.dtype(text).newbyteorder(order)
         except TypeError:
             return None
 
@@ -135,18 +136,12 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
     protocol = _protocol_of(path, is_archive)
     if protocol > _LAST_PROTOCOL:
         raise _unknown_protocol(path, protocol)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-            names = []
-            if is_archive:
-                names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:
-        # The reader below reports what is wrong.
-        names = []
     parts = _known_parts()
     own = {name for _, name in parts}
-    kinds = dict.fromkeys([name for name in names if name not in own], Unknown)
+    # Stand-ins by the names of classes that are not imported.
+    kinds: dict[str, type[Unknown]] = {}
+    if is_archive:
+        kinds = {name: Unknown for name in _names_of_classes(path) if name not in own}
     while True:
         known: list[Any] = [*parts, *[(_stand_in(name, kind), name) for name, kind in kinds.items()]]
         try:
@@ -156,18 +151,38 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
         except pickle.UnpicklingError as err:
             text = str(err)
-            is_mistaken = _MISTAKEN_DICT.search(text) or _MISTAKEN_LIST.search(text)
-            name = None
-            if is_mistaken:
-                name = is_mistaken["name"].removeprefix(f"{__name__}.")
-            if is_mistaken and name in kinds and kinds[name] is Unknown:
-                # A class that is a dict or a list to pickle; its items are read as those of one.
-                kinds[name] = _Dict if "SETITEM" in text else _List
+            found = _mistaken_class(text)
+            if found is not None and kinds.get(found[0]) is Unknown:
+                # Read the file again, with the items of the class.
+                name, kind = found
+                kinds[name] = kind
                 continue
-            raise (_refusal(path, text) if protocol == _PROTOCOL else _unknown_protocol(path, protocol)) from err
+            if protocol == _PROTOCOL:
+                raise _refusal(path, text) from err
+            raise _unknown_protocol(path, protocol) from err
         # Damage raises errors of all kinds.
         except Exception as err:
             raise damaged(f"{path}: torch.load must read the file.", got=f"{type(err).__name__}: {err}"[:300]) from err
+
+
+def _names_of_classes(path: str) -> list[str]:
+    """Return the names in an archive that torch's restricted reader does not know; none if it cannot be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            return torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    # `torch.load` reports what is wrong.
+    except Exception:
+        return []
+
+
+def _mistaken_class(text: str) -> tuple[str, type[Unknown]] | None:
+    """Return the class that torch's reader takes for a dict or a list, and its stand-in; None for another error."""
+    kind = _Dict if "SETITEM" in text else _List
+    found = _MISTAKEN_DICT.search(text) or _MISTAKEN_LIST.search(text)
+    if found is None:
+        return None
+    return found["name"].removeprefix(f"{__name__}."), kind
 
 
 def _known_parts() -> Sequence[tuple[Any, str]]:
@@ -216,10 +231,10 @@ def _unknown_protocol(path: str, protocol: int) -> UnsupportedError:
 
 
 def _refusal(path: str, text: str) -> UnsupportedError | CorruptCheckpointError:
-    named = [line.strip() for line in text.splitlines() if "nsupported" in line or "Can only" in line]
+    lines = [line.strip() for line in text.splitlines() if "nsupported" in line or "Can only" in line]
     return UnsupportedError(
         f"{path} must contain only tensors and plain data; other objects run code when they are read.",
-        got="".join(named)[:300] or None,
+        got="".join(lines)[:300] or None,
         hint="in a program that trusts the file, save its state dict anew.",
     )
 
@@ -277,8 +292,9 @@ class Extents:
 
     def _sum(self, parts: Sequence[Any]) -> Extent:
         found = [self._found(part) for part in parts] or [_ONE]
-        depth = 1 + max([one.depth for one in found])
-        return Extent(depth, sum([one.values for one in found]), any([one.has_tensors for one in found]))
+        depth = 1 + max(one.depth for one in found)
+        values = sum(one.values for one in found)
+        return Extent(depth, values, has_tensors=any(one.has_tensors for one in found))
 
 
 class TensorSearch:
