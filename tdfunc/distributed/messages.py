@@ -326,7 +326,7 @@ class _Inbox:
             if eager_bytes:
                 sizes = [eager_bytes]
         else:
-            sizes = [size_bytes for _, _, size_bytes in theirs.block.runs]
+            sizes = [run.size_bytes for run in theirs.block.runs]
         wire = ranks.empty(sum(sizes))
         waits += [ranks.post_into(part, peer, tag) for part in wire.split_with_sizes(sizes)]
         leaves: list[Tensor] = []
