@@ -38,23 +38,21 @@ def get_rng_state(**generators: Generator) -> TensorCollection:
         >>> [bool((a == b).all()) for a, b in zip(first, (torch.rand(2), torch.rand(2, generator=generator)))]
         [True, True]
     """
-    if taken := sorted(_GLOBAL & generators.keys()):
+    taken = sorted(_GLOBAL & generators.keys())
+    if taken:
         raise error(ValueError, "get_rng_state: a generator must not have the name of a global one.", got=str(taken))
     devices = 0
     if torch.cuda.is_initialized():
         devices = torch.cuda.device_count()
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "cuda": {str(i): torch.cuda.get_rng_state(i) for i in range(devices)},
         "python": _describe_python(random.getstate()),
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
-            "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
-        },
+        "numpy": _describe_numpy(np.random.get_state(legacy=True)),
     }
-    return TensorCollection._open(found | {name: own.get_state() for name, own in generators.items()})
+    for name, generator in generators.items():
+        found[name] = generator.get_state()
+    return TensorCollection._open(found)
 
 
 def set_rng_state(state: TensorCollection, **generators: Generator) -> None:
@@ -124,6 +122,15 @@ def _describe_python(state: tuple[Any, ...]) -> dict[str, Any]:
         "version": NonTensorData(version),
         "words": torch.tensor(words, device="cpu"),
         "gauss": NonTensorData(gauss),
+    }
+
+
+def _describe_numpy(state: Any) -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = state
+    return {
+        "kind": str(kind),
+        "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
+        "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
     }
 
 
