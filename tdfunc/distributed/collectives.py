@@ -194,27 +194,17 @@ def scatter(
         ranks.check_member("src", src)
         wanted = None
         if like is not None:
-            wanted = [*pack(like, "scatter").structure.found.items()]
+            wanted = _leaves_in(pack(like, "scatter"))
         if is_source:
-            packed.extend([pack(tree, "scatter") for tree in trees or ()])
-            if len(packed) != ranks.size:
-                raise error(
-                    ValueError,
-                    "scatter: each rank must get a tree.",
-                    expected=f"{ranks.size} trees",
-                    got=f"{len(packed)} trees",
-                )
+            packed.extend(_pack_each(trees or (), ranks))
         sizes = [_sizes_of(one.structure) for one in packed]
-        found = [[*one.structure.found.items()] for one in packed]
+        found = [_leaves_in(one) for one in packed]
         return json.dumps(_Offer(wanted, sizes, found)).encode()
 
     def decide(made: list[bytes]) -> bytes:
         offers = [_Offer(*json.loads(raw)) for raw in made]
         source = offers[ranks.check_member("src", src)]
-        for rank, (offer, found) in enumerate(zip(offers, source.found, strict=True)):
-            if offer.wanted is not None and offer.wanted != found:
-                who = f"the tree of rank {ranks.world_rank(rank)} and the one for it"
-                raise mismatch("scatter", who, _as_found(offer.wanted), _as_found(found))
+        _check_wanted(ranks, offers, source)
         return json.dumps(source.sizes).encode()
 
     # To the end: the other ranks wait for the values.
@@ -228,6 +218,32 @@ def scatter(
         _run(ranks, lambda: dist.scatter(wire, wires, src, group=group))
         known = classes if like is None else classes_of(like)
         return _unwire(wire, sizes[ranks.rank], known)
+
+
+def _pack_each(trees: Sequence[TensorCollection], ranks: Ranks) -> list[Packed]:
+    """Pack a tree for each rank; raise if there are more or fewer."""
+    packed = [pack(tree, "scatter") for tree in trees]
+    if len(packed) != ranks.size:
+        raise error(
+            ValueError,
+            "scatter: each rank must get a tree.",
+            expected=f"{ranks.size} trees",
+            got=f"{len(packed)} trees",
+        )
+    return packed
+
+
+def _check_wanted(ranks: Ranks, offers: Sequence[_Offer], source: _Offer) -> None:
+    """Raise if the source has another tree for a rank than the rank expects."""
+    for rank, (offer, found) in enumerate(zip(offers, source.found, strict=True)):
+        if offer.wanted is not None and offer.wanted != found:
+            who = f"the tree of rank {ranks.world_rank(rank)} and the one for it"
+            raise mismatch("scatter", who, _as_found(offer.wanted), _as_found(found))
+
+
+# Any: paths, shapes and dtypes, for JSON.
+def _leaves_in(packed: Packed) -> list[Any]:
+    return list(packed.structure.found.items())
 
 
 # Any: as JSON returns it.
@@ -365,12 +381,7 @@ def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
 
     for numbers in by_dtype.values():
         parts = [leaves[number] for number in numbers]
-        # One tensor comes back as it is, and the collective writes to it.
-        if len(parts) > 1:
-            flat = _flatten_dense_tensors(parts)
-        else:
-            flat = parts[0].flatten().clone()
-        flat = flat.to(ranks.device)
+        flat = _flatten(parts).to(ranks.device)
         if is_to_all:
             collective = partial(dist.all_reduce, flat, kind, group=ranks.group)
         else:
@@ -380,6 +391,14 @@ def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
             # Not a view of the others to autograd, so that each may be written to.
             leaves[number] = part.data.to(leaves[number].device)
     return rebuild(td, leaves)
+
+
+def _flatten(parts: list[Tensor]) -> Tensor:
+    """Return the elements of all parts as one new tensor."""
+    if len(parts) > 1:
+        return _flatten_dense_tensors(parts)
+    # Torch returns one tensor as it is, and the collective would write to it.
+    return parts[0].flatten().clone()
 
 
 def _check_op(call: str, op: object, name: str) -> None:

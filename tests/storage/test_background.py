@@ -114,7 +114,7 @@ def test_only_what_others_write_to_is_copied():
 
 
 def test_tensors_in_plain_objects_are_copied():
-    """Tensors in a list or dict of a tree are copied, as their owner may write to them; leaves of trees in it are not."""
+    """Tensors in a list or dict are copied, because their owner may write to them; leaves of trees in it are not."""
     state = [torch.ones(2), {"step": torch.ones(1), "tree": TensorDict({"w": torch.ones(4)})}]
     tree = TensorDict({"plain": torch.ones(3)}).set("state", NonTensorData(state))
     before = background.outline(tree).leaves

@@ -457,11 +457,14 @@ def _map_leaf_again(root: int, mapped: _MappedLeaf, files: dict[str, LeafFile], 
     leaf = mapped.leaf
     now = files.get(os.path.relpath(mapped.file_name, folder))
     if now is None or not _is_same_kind(mapped, now):
+        size = f"{mapped.file.size_bytes} bytes in {mapped.file_name}"
+        got = "no such leaf"
+        if now is not None:
+            got = f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}"
         raise LeafMismatchError(
             f"memmap_refresh_: leaf {dotted(mapped.path)!r} must still be in its file; nothing was changed.",
-            expected=f"{leaf.dtype}, {mapped.file.size_bytes} bytes in {mapped.file_name}, "
-            f"for shape {list(leaf.shape)}",
-            got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}" if now else "no such leaf",
+            expected=f"{leaf.dtype}, {size}, for shape {list(leaf.shape)}",
+            got=got,
             hint="load_memmap opens the folder as it is now.",
         )
     whole = map_leaf(root, now, folder, mapped.file.mode, top)
