@@ -100,7 +100,7 @@ def _run(ranks: Ranks, collective: Callable[[], Any], refuse: Callable[[Exceptio
         try:
             ranks.agree(lambda: b"")
         except Exception:
-            raise ranks.lost("each rank of the group", err) from err
+            raise ranks.lost("a rank of the group", err) from err
         if refuse is None:
             raise
         raise refuse(err) from err
@@ -131,7 +131,7 @@ def broadcast(
     def make() -> Structure | None:
         ranks.check_member("src", src)
         if is_source and td is None:
-            raise error(TypeError, "broadcast: the rank that sends must give a tree.", got="None")
+            raise error(TypeError, "broadcast: the rank that sends gave no tree.", got="None")
         if td is None:
             return None
         packed.append(pack(td, "broadcast"))
@@ -226,7 +226,7 @@ def _pack_each(trees: Sequence[TensorCollection], ranks: Ranks) -> list[Packed]:
     if len(packed) != ranks.size:
         raise error(
             ValueError,
-            "scatter: each rank must get a tree.",
+            "scatter: there is not one tree for each rank.",
             expected=f"{ranks.size} trees",
             got=f"{len(packed)} trees",
         )

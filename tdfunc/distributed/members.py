@@ -157,7 +157,7 @@ def _describe(leaves: Sequence[tuple[str, Tensor]], shapes: Sequence[list[int]],
             continue
         if dim >= len(shape):
             raise LeafMismatchError(
-                "from_local: each leaf must have the dimension of the members.",
+                "from_local: a leaf does not have the dimension of the members.",
                 expected=f"{dim + 1} dimensions or more",
                 got=f"shape {shape}",
             )
@@ -177,7 +177,7 @@ def _add_lengths(ranks: Ranks, described: list[bytes]) -> bytes:
             lacking = sorted(totals.keys() - own.keys())
             others = sorted(own.keys() - totals.keys())
             raise TreeStructureError(
-                f"from_local: {who} must have the same leaves.",
+                f"from_local: {who} do not have the same leaves.",
                 expected=f"the leaves {list(totals)[:_SHOWN]}",
                 got=f"missing {lacking[:_SHOWN]}, unexpected {others[:_SHOWN]}",
             )
@@ -185,7 +185,7 @@ def _add_lengths(ranks: Ranks, described: list[bytes]) -> bytes:
             expected = first[name]
             if part.dtype != expected.dtype or part.rest != expected.rest:
                 raise LeafMismatchError(
-                    f"from_local: {who} must have leaves that differ only in the number of members.",
+                    f"from_local: {who} have leaves that differ in more than the number of members.",
                     expected=f"{name}: {expected.dtype}, {expected.rest} without the members",
                     got=f"{part.dtype}, {part.rest}",
                 )

@@ -185,7 +185,10 @@ def pack(tree: TensorCollection, call: str) -> Packed:
         if key is not None:
             _keep(_packed, key, structure)
     if in_functorch() and any(map(is_wrapped, leaves)):
-        raise UnsupportedError(f"{call}: the leaves must have values.", hint=f"call {call} outside of vmap and grad.")
+        raise UnsupportedError(
+            f"{call}: the leaves have no values inside a torch.func transform.",
+            hint=f"call {call} outside of vmap and grad.",
+        )
     return Packed(structure, leaves)
 
 

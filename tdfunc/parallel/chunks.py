@@ -48,7 +48,7 @@ def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers:
     if chunksize is not None and num_chunks is not None:
         raise error(
             ValueError,
-            "map: the batch must be cut by one number.",
+            "map: chunksize and num_chunks exclude each other.",
             expected="chunksize, or num_chunks",
             got=f"chunksize={chunksize}, num_chunks={num_chunks}",
         )
@@ -168,7 +168,7 @@ def write_result(out: Any, dim: int, rows: Any, result: Any) -> None:
     """Write the result of one chunk to its rows of `out`."""
     if not isinstance(result, TensorCollection):
         raise UnsupportedError(
-            "map: with out= the function must return the tree to write.",
+            "map: with out= the function returned no tree to write.",
             expected="a tree",
             got=type(result).__name__,
         )

@@ -155,7 +155,7 @@ def _check_plain(tree: TensorCollection) -> None:
     for _, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor) and is_wrapped(leaf):
             raise UnsupportedError(
-                "map: the leaves must be plain tensors, not tensors inside a torch.func transform.",
+                "map: a leaf is a tensor inside a torch.func transform.",
                 hint="call map outside of vmap and grad, or vmap inside the function.",
             )
 
@@ -187,7 +187,7 @@ def _check_rows(tree: TensorCollection, out: TensorCollection, dim: int, size: i
     if has_rows and any(True for _ in iter_leaves(out)):
         return
     raise LeafMismatchError(
-        "map: out must have leaves, and the rows of the tree.",
+        "map: out does not have leaves and the rows of the tree.",
         expected=f"{size} at batch dimension {dim}",
         got=f"batch size {list(out._batch_size)} and keys {list(out._keys())}",
         hint="out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result.",
@@ -380,7 +380,7 @@ def _join(work: _Work, results: list[tuple[int, Any]]) -> Any:
                 unite([first, part], dim)
             except _MISFITS as cause:
                 raise LeafMismatchError(
-                    f"map: the result {work.plan.where(number)} must fit those before it: {cause}",
+                    f"map: the result {work.plan.where(number)} does not fit those before it: {cause}",
                     hint="list(td.map_iter(fn)) keeps results of any shape; tdf.lazy_stack stacks them.",
                 ) from err
         raise
@@ -397,7 +397,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
     if work.plan.chunks == 0:
         raise error(
             ValueError,
-            "map: with chunksize=0 the tree must have a row.",
+            "map: the tree has no row, which chunksize=0 needs.",
             hint="chunksize=1 calls the function on the empty batch.",
         )
     results: list[tuple[int, Any]] = []
@@ -409,7 +409,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
         first = first or kind
         if kind != first:
             raise LeafMismatchError(
-                f"map: the result {work.plan.where(number)} must be like the result of the first chunk.",
+                f"map: the result {work.plan.where(number)} is not like the result of the first chunk.",
                 expected=first,
                 got=kind,
             )
@@ -422,7 +422,7 @@ def _kind_of(result: Any, where: str) -> str:
     """Return the kind that all results share; raise for results that cannot be joined."""
     if isinstance(result, NonTensorBase) or not isinstance(result, (TensorCollection, Tensor)):
         raise UnsupportedError(
-            f"map: the result {where} must be a tree or tensor, or None to leave the rows out.",
+            f"map: the result {where} is not a tree or tensor, nor None to leave the rows out.",
             got=type(result).__name__,
             hint="map_iter yields results of any kind.",
         )

@@ -225,7 +225,7 @@ def _open_view(
         fd = os.open(path, access)
     except OSError as err:
         raise WorkerError(
-            f"map: a worker must find {path}.",
+            f"map: a worker cannot open {path}.",
             got=str(err),
             hint="workers on other machines need the folder under the same path; td.clone() sends the values.",
         ) from err
@@ -234,7 +234,7 @@ def _open_view(
         # On another machine that mounts the folder, the inode is the same and the device has another number.
         if found.st_ino != file.file_id[1] or found.st_size < size_bytes:
             raise WorkerError(
-                f"map: {path} must be the file that the tree is mapped from.",
+                f"map: {path} is not the file that the tree is mapped from.",
                 expected=f"inode {file.file_id[1]}, {size_bytes} bytes",
                 got=f"inode {found.st_ino}, {found.st_size} bytes",
                 hint="load the tree again.",

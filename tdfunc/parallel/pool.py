@@ -119,7 +119,7 @@ def run_chunk(task: Parcel, key: str, job: Parcel | None = None, fn: Any = None)
         if isinstance(err, Exception) and (task.by_value or _is_copied(err)):
             raise
         raise WorkerError(
-            "map: the function must raise an Exception that pickle can copy.", got=f"{type(err).__name__}: {err}"
+            "map: the function raised an error that pickle cannot copy.", got=f"{type(err).__name__}: {err}"
         ) from err
 
 
@@ -146,7 +146,7 @@ def _read_job(key: str, parcel: Parcel | None) -> Job:
             given = from_parcel(given)
         except (AttributeError, ImportError) as err:
             raise WorkerError(
-                "map: the function must be one that a worker can import.",
+                "map: a worker cannot import the function.",
                 got=f"{type(err).__name__}: {err}",
                 hint="a function of a notebook needs mp_start_method='fork' or executor='threads', or a module.",
             ) from err

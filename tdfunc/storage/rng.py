@@ -71,7 +71,7 @@ def set_rng_state(state: TensorCollection, **generators: Generator) -> None:
     given = {*_GLOBAL, *generators}
     if found != given:
         raise TreeStructureError(
-            "set_rng_state: the state and the call must have the same generators.",
+            "set_rng_state: the state and the call have different generators.",
             expected=", ".join(sorted(found)),
             got=", ".join(sorted(given)),
             hint="give the generators by the names that get_rng_state had.",
@@ -94,7 +94,7 @@ def _write(state: TensorCollection, generators: Mapping[str, Generator]) -> None
             devices = torch.cuda.device_count()
         if len(cuda) > devices:
             raise UnsupportedError(
-                "set_rng_state: this machine must have the CUDA devices of the state.",
+                "set_rng_state: the state has more CUDA devices than this machine.",
                 expected=str(len(cuda)),
                 got=str(devices),
             )
@@ -110,7 +110,7 @@ def _write(state: TensorCollection, generators: Mapping[str, Generator]) -> None
         raise
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
         raise UnsupportedError(
-            f"set_rng_state: the state must fit the {what}.",
+            f"set_rng_state: the state does not fit the {what}.",
             expected="the state that get_rng_state returned for it",
             got=f"{type(err).__name__}: {err}"[:300],
         ) from err

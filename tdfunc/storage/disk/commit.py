@@ -181,7 +181,7 @@ def _wait_for_lock(fd: int, folder: str, *, is_nested: bool) -> None:
             if time.monotonic() > end_s:
                 raise error(
                     TimeoutError,
-                    f"save {folder}: another process must end its save first; nothing was written.",
+                    f"save {folder}: another process is saving to this folder; nothing was written.",
                     expected=f"the lock of the folder within {_WAIT_S:.0f} s",
                     hint="`fuser FOLDER` shows the processes; the lock of one goes with it.",
                 ) from None

@@ -37,12 +37,12 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
             raise FileNotFoundError(errno.ENOENT, err.strerror, name) from err
         # A folder, and a socket.
         if err.errno in (errno.EISDIR, errno.ENXIO):
-            raise damaged(f"{what} must be a regular file.", "a file", err.strerror) from err
+            raise damaged(f"{what} is not a regular file.", "a file", err.strerror) from err
         if err.errno != errno.ELOOP:
             raise
         file = _open_link(root, name, what, flags)
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-        raise damaged(f"{what} must be a regular file.", "a file", "a folder, pipe or device")
+        raise damaged(f"{what} is not a regular file.", "a file", "a folder, pipe or device")
     return file
 
 
@@ -107,7 +107,7 @@ def map_descriptor(
 def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Map a file again, as `mapped_file` described it, possibly in another process."""
     if file.path is None:
-        raise FileNotFoundError(errno.ENOENT, explain("The memmap must have a folder.", hint="td.memmap(prefix)."))
+        raise FileNotFoundError(errno.ENOENT, explain("the memmap has no folder.", hint="td.memmap(prefix)."))
     flags = READ | os.O_RDWR if file.mode == "r+" else READ
     with Descriptor(file.path, flags) as fd:
         found = os.fstat(fd)

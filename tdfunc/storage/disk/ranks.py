@@ -214,7 +214,7 @@ class Ranks:
     def lost(self, who: str, err: Exception) -> PeerError:
         """Return the error for a rank that does not answer."""
         return PeerError(
-            f"{self.call}: {who} must answer rank {dist.get_rank()}.",
+            f"{self.call}: {who} did not answer rank {dist.get_rank()}.",
             expected=f"its message within {self.patience_s:g} s",
             got=str(err).partition("\n")[0].rpartition("] ")[2][:200],
             hint="look for the first error of that rank; after a timeout the group must be made anew.",
@@ -405,7 +405,7 @@ class Ranks:
             if other.terms != first.terms:
                 raise error(
                     ValueError,
-                    f"{self.call}: all ranks of the group must make the same call.",
+                    f"{self.call}: the ranks of the group make different calls.",
                     expected=f"{first.terms}, as on rank {root}",
                     got=f"{other.terms} on rank {self.world_rank(rank)}",
                     hint="this call had no effect on any rank; the next one that is equal on all ranks works.",

@@ -31,7 +31,7 @@ def is_remote(path: str) -> bool:
 def local_path(path: str) -> str:
     """Return the path of a file of this machine."""
     if "\0" in path:
-        raise error(ValueError, "a path must not have the character NUL.", got=repr(path))
+        raise error(ValueError, "the path has the character NUL.", got=repr(path))
     return path.removeprefix(_LOCAL)
 
 
@@ -103,7 +103,7 @@ class LocalBytes:
             self.close()
             if stat.S_ISDIR(found.st_mode):
                 raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
-            raise damaged(f"load {path}: this must be a regular file.", "a safetensors file")
+            raise damaged(f"load {path}: this is not a regular file.", "a safetensors file")
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Read once; the system may return fewer bytes."""

@@ -236,7 +236,7 @@ class CheckpointManager(WaitMethods):
         """
         if self._metric is None:
             raise error(
-                ValueError, "best: the manager must have a metric.", hint='CheckpointManager(folder, metric="loss").'
+                ValueError, "best: the manager has no metric.", hint='CheckpointManager(folder, metric="loss").'
             )
         return next(iter(self._by_metric(self.steps())), None)
 
@@ -352,7 +352,7 @@ class CheckpointManager(WaitMethods):
         if metric is not None and not _is_number(metric):
             raise error(
                 TypeError,
-                f"save: the metric {self._metric!r} must be a number.",
+                f"save: the metric {self._metric!r} is not a number.",
                 expected="an int or float, or None for a step that is never best",
                 got=repr(metric),
             )
@@ -390,7 +390,7 @@ class CheckpointManager(WaitMethods):
         if fallback and (has_step or not verify):
             raise error(
                 ValueError,
-                "load: fallback must come without a step, and with verify=True.",
+                "load: fallback=True excludes a step and verify=False.",
                 got=f"step {step}" if has_step else "verify=False",
             )
         if step is None:
@@ -517,7 +517,7 @@ class CheckpointManager(WaitMethods):
         if number is not None:
             return number
         if broken:
-            raise damaged(f"{call} {self._folder}: one step must be undamaged.", got=f"damaged: {sorted(broken)}")
+            raise damaged(f"{call} {self._folder}: all steps are damaged.", got=f"damaged: {sorted(broken)}")
         raise no_step(self._folder, call)
 
 

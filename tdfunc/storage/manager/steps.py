@@ -246,7 +246,7 @@ def no_step(folder: str, call: str) -> FileNotFoundError:
     """Return the error for a folder without steps."""
     return error(
         FileNotFoundError,
-        f"{call} {folder}: the folder must have a step.",
+        f"{call} {folder}: the folder has no step.",
         hint="latest() is None before the first save.",
     )
 
@@ -294,7 +294,7 @@ def _removed(folder: str, step: int, call: str) -> StepRemovedError:
     shown = ", ".join(map(str, list_steps(folder)[-10:])) or "none"
     return error(
         StepRemovedError,
-        f"{call} {folder}: step {step} must exist; it was removed, or never saved.",
+        f"{call} {folder}: step {step} does not exist; it was removed, or never saved.",
         expected=step_name(step),
         got=f"the last are {shown}",
     )
@@ -353,7 +353,7 @@ def read_about(folder: str, step: int | None) -> About:
         is_other = step is not None and about.step != step
         if is_other or about.file not in (SINGLE, INDEX):
             raise damaged(
-                "the folder must have the name of its step.",
+                "the folder does not have the name of its step.",
                 f"step {step} in {SINGLE} or {INDEX}",
                 f"step {about.step} in {about.file!r}"[:100],
             )
@@ -372,7 +372,7 @@ def _parse_about(raw: bytes, path: str) -> About:
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise damaged(f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]) from err
     raise UnsupportedError(
-        f"load {path}: this version of tdfunc must read the format.",
+        f"load {path}: this version of tdfunc cannot read the format.",
         expected=f"version {_VERSION}",
         got=repr(version)[:100],
         hint="a later version of tdfunc wrote it.",
@@ -384,7 +384,7 @@ def check_tree(folder: str, about: About) -> None:
     found = _header_digest(os.path.join(folder, about.file))
     if found != about.tree:
         raise damaged(
-            f"{about.file} must be the file that was saved with {ABOUT_FILE}.",
+            f"{about.file} is not the file that was saved with {ABOUT_FILE}.",
             f"a header with the digest {about.tree}",
             found,
         )

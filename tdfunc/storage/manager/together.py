@@ -114,7 +114,7 @@ class Together(Generic[T]):
             left = common - self.broken.keys()
             if common and not left:
                 got = f"damaged: {sorted(self.broken)}"
-                raise damaged(f"load {self._folder}: one step must be undamaged.", got=got)
+                raise damaged(f"load {self._folder}: all steps are damaged.", got=got)
             return json.dumps(max(left, default=None)).encode()
 
         return json.loads(self._ranks.agree(list_own, decide))

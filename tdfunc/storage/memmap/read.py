@@ -155,7 +155,7 @@ def opened(name: str, call: str) -> Generator[int, None, None]:
         root = _open_root(name)
     except FileNotFoundError:
         raise FileNotFoundError(
-            errno.ENOENT, explain(f"{call}: the folder must exist.", expected="a folder with meta.json"), name
+            errno.ENOENT, explain(f"{call}: the folder does not exist.", expected="a folder with meta.json"), name
         ) from None
     except NotADirectoryError as err:
         hint = "tdfunc.load reads a .safetensors file."
@@ -174,7 +174,7 @@ def naming(name: str, call: str) -> Generator[None, None, None]:
     except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
         raise type(err)(f"{call} {name}: {err}") from err
     except FileNotFoundError as err:
-        what = explain(f"{call}: the folder must have a meta.json.", expected="a memmap folder")
+        what = explain(f"{call}: the folder has no meta.json.", expected="a memmap folder")
         raise FileNotFoundError(errno.ENOENT, what, name) from err
 
 
@@ -592,7 +592,7 @@ class FolderReader:
             if set(map(frozenset, expected)) != set(map(frozenset, node.ties)):
                 # A part of a larger folder that was replaced by itself has other ties; that is damage too.
                 raise damaged(
-                    f"{where(path)} and the folder around it must have the same ties.",
+                    f"{where(path)} and the folder around it have different ties.",
                     repr(expected)[:300],
                     repr(node.ties)[:300],
                 )
@@ -616,13 +616,13 @@ def _check_version(own: Any, path: Path) -> None:
         return
     if type(own) is not dict or "tdfunc" not in own:
         raise UnsupportedError(
-            f"{where(path)} must not have an entry with an empty key.",
+            f"{where(path)} has an entry with an empty key, which tdfunc does not read.",
             hint="load it with tensordict and rename the key.",
         )
     version: Any = own["tdfunc"]
     if version != VERSION:
         raise UnsupportedError(
-            f"this version of tdfunc must read the format of {where(path)}.",
+            f"this version of tdfunc cannot read the format of {where(path)}.",
             expected=str(VERSION),
             got=repr(version)[:100],
             hint="install the tdfunc that wrote it, or a newer one.",
@@ -651,7 +651,7 @@ def _entry_spec(path: Path, entry: dict[str, Any]) -> Spec:
     is_unknown = dtype not in SHARED_DTYPES and str(dtype).startswith("torch.")
     if is_nested or is_unknown:
         raise UnsupportedError(
-            f"leaf {dotted(path)!r} must be a dense tensor of a dtype that torch has.",
+            f"leaf {dotted(path)!r} is not a dense tensor of a dtype that torch has.",
             expected=f"one of {', '.join(SHARED_DTYPES)}",
             got="a nested tensor" if is_nested else dtype,
         )
@@ -691,7 +691,7 @@ def where(path: Path) -> str:
 
 def _unknown(path: Path, kind: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"{where(path)} must be of a known type.",
+        f"{where(path)} is of an unknown type.",
         expected="a TensorDict, lazy stack, tensorclass or non-tensor data",
         got=repr(kind)[:200],
         hint="one value is read with the folder above it.",

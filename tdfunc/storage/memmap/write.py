@@ -155,7 +155,7 @@ def _check_space(place: str, size_bytes: int) -> None:
     if free >= size_bytes:
         return
     message = explain(
-        "memmap_like: the file system must have the free space that the tree needs.",
+        "memmap_like: the file system does not have the free space that the tree needs.",
         expected=f"{size_bytes} bytes",
         got=f"{free} bytes",
         hint="sparse_ok=True makes the files anyway; a write then ends the process when the disk is full.",
@@ -171,7 +171,7 @@ def check_prefix(prefix: Any, call: str) -> str | None:
     if target.endswith(".safetensors"):
         raise error(
             ValueError,
-            f"{call} {target}: the name must be the name of a folder.",
+            f"{call} {target}: this is the name of a safetensors file, not of a folder.",
             got=".safetensors",
             hint="tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name.",
         )
@@ -261,7 +261,7 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
         if os.path.join(here, "").startswith(os.path.join(path, "")):
             raise error(
                 FileExistsError,
-                f"{call} {path}: a folder that is replaced must not contain the current folder.",
+                f"{call} {path}: the folder contains the current folder, and would be replaced.",
                 expected="a folder without the current one",
                 got=f"the current folder {here}",
                 hint="name a folder in it, such as './tree', or call os.chdir() first.",
@@ -303,7 +303,7 @@ def _check_owned(path: str, call: str) -> None:
                 elif entry.name not in owned.files:
                     raise error(
                         FileExistsError,
-                        f"{call} {path}: files that are not part of a memmapped tree must not be deleted.",
+                        f"{call} {path}: the folder has files that are not part of a memmapped tree.",
                         expected=f"a new or empty folder, or one that holds the files that its {META} names",
                         got=entry.path,
                         hint="choose another folder, or move the files to keep and delete this one.",
@@ -446,7 +446,7 @@ def _map_again(top: str, leaves: list[_MappedLeaf]) -> list[Tensor]:
         return read_folder(folder, "memmap_refresh_", read)
     except (FileNotFoundError, NotADirectoryError) as err:
         raise LeafMismatchError(
-            f"memmap_refresh_: leaf {dotted(leaves[0].path)!r} must still be in its file; nothing was changed.",
+            f"memmap_refresh_: leaf {dotted(leaves[0].path)!r} is not in its file any more; nothing was changed.",
             expected=leaves[0].file_name,
             got="no folder of this name",
         ) from err
@@ -462,7 +462,7 @@ def _map_leaf_again(root: int, mapped: _MappedLeaf, files: dict[str, LeafFile], 
         if now is not None:
             got = f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}"
         raise LeafMismatchError(
-            f"memmap_refresh_: leaf {dotted(mapped.path)!r} must still be in its file; nothing was changed.",
+            f"memmap_refresh_: leaf {dotted(mapped.path)!r} is not in its file any more; nothing was changed.",
             expected=f"{leaf.dtype}, {size}, for shape {list(leaf.shape)}",
             got=got,
             hint="load_memmap opens the folder as it is now.",
