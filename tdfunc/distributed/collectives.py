@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,27 +27,53 @@ T = TypeVar("T", bound=TensorCollection)
 _OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 
 
-def _check_alike(ranks: Ranks, make: Callable[[], Structure | None], *, strict: bool = True) -> list[tuple[int, int]]:
-    """Return the lengths of each rank's block and description; every rank raises if their calls or trees differ."""
+class _Sizes(NamedTuple):
+    """The lengths in bytes of a tree's block and description; on the wire one follows the other."""
+
+    block: int
+    text: int
+
+    @property
+    def total(self) -> int:
+        return self.block + self.text
+
+
+class _Summary(NamedTuple):
+    """A rank's tree in few bytes, as JSON."""
+
+    # None for a rank that has no tree.
+    digest: str | None
+    sizes: _Sizes
+
+
+def _sizes_of(structure: Structure) -> _Sizes:
+    return _Sizes(structure.block.size_bytes, len(structure.text))
+
+
+def _check_alike(ranks: Ranks, make: Callable[[], Structure | None], *, strict: bool = True) -> list[_Sizes]:
+    """Return the sizes of each rank's tree; every rank raises if their calls or trees differ."""
     made: list[Structure | None] = []
 
-    def first() -> bytes:
+    def summarize() -> bytes:
         own = make()
         made.append(own)
         if own is None:
-            return json.dumps([None, (0, 0)]).encode()
-        return json.dumps([own.digest.hex(), (own.block.size_bytes, len(own.text))]).encode()
+            summary = _Summary(None, _Sizes(0, 0))
+        else:
+            summary = _Summary(own.digest.hex(), _sizes_of(own))
+        return json.dumps(summary).encode()
 
     def compare(described: list[bytes]) -> bytes:
-        digests, sizes = zip(*map(json.loads, described), strict=True)
-        differ = strict and len({*digests} - {None}) > 1
-        return json.dumps([differ, sizes]).encode()
+        summaries = [_Summary(*json.loads(raw)) for raw in described]
+        digests = {summary.digest for summary in summaries if summary.digest is not None}
+        differ = strict and len(digests) > 1
+        return json.dumps([differ, [summary.sizes for summary in summaries]]).encode()
 
-    differ, sizes = json.loads(ranks.agree(first, compare))
+    differ, sizes = json.loads(ranks.agree(summarize, compare))
     if differ:
         own = made[0]
         check_ranks(ranks, None if own is None else own.found)
-    return [(block, text) for block, text in sizes]
+    return [_Sizes(block, text) for block, text in sizes]
 
 
 def _wire(ranks: Ranks, packed: Packed, size_bytes: int) -> Tensor:
@@ -60,15 +86,12 @@ def _wire(ranks: Ranks, packed: Packed, size_bytes: int) -> Tensor:
     return wire
 
 
-def _unwire(wire: Tensor, sizes: Sequence[int], classes: Classes) -> TensorCollection:
-    block, text = sizes
-    structure = read_structure(as_bytes(wire[block : block + text]))
-    return structure.build(structure.block.cut(wire[:block]), classes)
+def _unwire(wire: Tensor, sizes: _Sizes, classes: Classes) -> TensorCollection:
+    structure = read_structure(as_bytes(wire[sizes.block : sizes.total]))
+    return structure.build(structure.block.cut(wire[: sizes.block]), classes)
 
 
-def _run(
-    ranks: Ranks, collective: Callable[[], Any], refuse: Callable[[Exception], Exception] = lambda err: err
-) -> None:
+def _run(ranks: Ranks, collective: Callable[[], Any], refuse: Callable[[Exception], Exception] | None = None) -> None:
     """Run a collective of torch; raise what `refuse` makes of an error, or `PeerError` if a rank is lost."""
     try:
         collective()
@@ -77,11 +100,10 @@ def _run(
         try:
             ranks.agree(lambda: b"")
         except Exception:
-            raise ranks.lost("each rank of the group", err) from err
-        refusal = refuse(err)
-        if refusal is err:
+            raise ranks.lost("a rank of the group", err) from err
+        if refuse is None:
             raise
-        raise refusal from err
+        raise refuse(err) from err
 
 
 def broadcast(
@@ -109,23 +131,33 @@ def broadcast(
     def make() -> Structure | None:
         ranks.check_member("src", src)
         if is_source and td is None:
-            raise error(TypeError, "broadcast: the rank that sends must give a tree.", got="None")
-        packed.extend([] if td is None else [pack(td, "broadcast")])
-        if packed:
-            return packed[0].structure
-        return None
+            raise error(TypeError, "broadcast: the rank that sends gave no tree.", got="None")
+        if td is None:
+            return None
+        packed.append(pack(td, "broadcast"))
+        return packed[0].structure
 
     # To the end: the other ranks wait for the values.
     with ranks.entered():
         sizes = _check_alike(ranks, make)[ranks.check_member("src", src)]
         if is_source:
-            wire = _wire(ranks, packed[0], sum(sizes))
+            wire = _wire(ranks, packed[0], sizes.total)
         else:
-            wire = ranks.empty(sum(sizes))
+            wire = ranks.empty(sizes.total)
         _run(ranks, lambda: dist.broadcast(wire, src, group=group))
         if is_source:
             return td
         return _unwire(wire, sizes, classes if td is None else classes_of(td))
+
+
+class _Offer(NamedTuple):
+    """What a rank expects of a scatter, and on the source all trees in few bytes; as JSON."""
+
+    # The leaves of `like`; None to take any tree.
+    wanted: list[Any] | None
+    # By rank, on the source.
+    sizes: list[_Sizes]
+    found: list[list[Any]]
 
 
 def scatter(
@@ -162,29 +194,23 @@ def scatter(
         ranks.check_member("src", src)
         wanted = None
         if like is not None:
-            wanted = [*pack(like, "scatter").structure.found.items()]
+            wanted = _leaves_in(pack(like, "scatter"))
         if is_source:
-            packed.extend([pack(tree, "scatter") for tree in trees or ()])
-            if len(packed) != ranks.size:
-                got = f"{len(packed)} trees"
-                raise error(ValueError, "scatter: each rank must get a tree.", expected=f"{ranks.size} trees", got=got)
-        sizes = [(p.structure.block.size_bytes, len(p.structure.text)) for p in packed]
-        found = [[*p.structure.found.items()] for p in packed]
-        return json.dumps([wanted, sizes, found]).encode()
+            packed.extend(_pack_each(trees or (), ranks))
+        sizes = [_sizes_of(one.structure) for one in packed]
+        found = [_leaves_in(one) for one in packed]
+        return json.dumps(_Offer(wanted, sizes, found)).encode()
 
     def decide(made: list[bytes]) -> bytes:
-        parsed = [json.loads(raw) for raw in made]
-        origin = ranks.check_member("src", src)
-        for rank, ((wanted, *_), found) in enumerate(zip(parsed, parsed[origin][2], strict=True)):
-            if wanted is not None and wanted != found:
-                who = f"the tree of rank {ranks.world_rank(rank)} and the one for it"
-                raise mismatch("scatter", who, _as_found(wanted), _as_found(found))
-        return json.dumps(parsed[origin][1]).encode()
+        offers = [_Offer(*json.loads(raw)) for raw in made]
+        source = offers[ranks.check_member("src", src)]
+        _check_wanted(ranks, offers, source)
+        return json.dumps(source.sizes).encode()
 
     # To the end: the other ranks wait for the values.
     with ranks.entered():
-        sizes: list[tuple[int, int]] = json.loads(ranks.agree(make, decide))
-        longest = max([block + text for block, text in sizes])
+        sizes = [_Sizes(block, text) for block, text in json.loads(ranks.agree(make, decide))]
+        longest = max([one.total for one in sizes])
         wires = None
         if is_source:
             wires = [_wire(ranks, one, longest) for one in packed]
@@ -192,6 +218,32 @@ def scatter(
         _run(ranks, lambda: dist.scatter(wire, wires, src, group=group))
         known = classes if like is None else classes_of(like)
         return _unwire(wire, sizes[ranks.rank], known)
+
+
+def _pack_each(trees: Sequence[TensorCollection], ranks: Ranks) -> list[Packed]:
+    """Pack a tree for each rank; raise if there are more or fewer."""
+    packed = [pack(tree, "scatter") for tree in trees]
+    if len(packed) != ranks.size:
+        raise error(
+            ValueError,
+            "scatter: there is not one tree for each rank.",
+            expected=f"{ranks.size} trees",
+            got=f"{len(packed)} trees",
+        )
+    return packed
+
+
+def _check_wanted(ranks: Ranks, offers: Sequence[_Offer], source: _Offer) -> None:
+    """Raise if the source has another tree for a rank than the rank expects."""
+    for rank, (offer, found) in enumerate(zip(offers, source.found, strict=True)):
+        if offer.wanted is not None and offer.wanted != found:
+            who = f"the tree of rank {ranks.world_rank(rank)} and the one for it"
+            raise mismatch("scatter", who, _as_found(offer.wanted), _as_found(found))
+
+
+# Any: paths, shapes and dtypes, for JSON.
+def _leaves_in(packed: Packed) -> list[Any]:
+    return list(packed.structure.found.items())
 
 
 # Any: as JSON returns it.
@@ -234,7 +286,6 @@ def gather(
 
 def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -> list[Any] | None:
     packed: list[Packed] = []
-
     is_to_all = ranks.call == "all_gather"
     ranks.terms = ranks.call if is_to_all else f"{ranks.call} to rank {dst}"
     if not strict:
@@ -249,11 +300,11 @@ def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -
     # To the end: the other ranks wait for the values.
     with ranks.entered():
         sizes = _check_alike(ranks, make, strict=strict)
-        longest = max(map(sum, sizes))
+        longest = max([one.total for one in sizes])
         wire = _wire(ranks, packed[0], longest)
-        takes = is_to_all or dst == dist.get_rank()
+        is_receiver = is_to_all or dst == dist.get_rank()
         wires = None
-        if takes:
+        if is_receiver:
             wires = [ranks.empty(longest) for _ in sizes]
         if is_to_all:
             _run(ranks, lambda: dist.all_gather(wires, wire, group=ranks.group))
@@ -299,25 +350,15 @@ def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
 
 def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
     """Reduce the trees of all ranks, once they are alike."""
-    if isinstance(op, str):
-        name = op.lower()
-    else:
-        name = repr(op)
+    # An `op` that is no text is refused in the round.
+    name = op.lower() if isinstance(op, str) else repr(op)
     is_to_all = ranks.call == "all_reduce"
-    if is_to_all:
-        ranks.terms = f"{ranks.call} {name!r}"
-    else:
-        ranks.terms = f"{ranks.call} {name!r} to rank {dst}"
+    ranks.terms = f"{ranks.call} {name!r}"
+    if not is_to_all:
+        ranks.terms += f" to rank {dst}"
 
     def make() -> Structure:
-        if name not in _OPS:
-            # AttributeError: it is the name of an attribute of ReduceOp.
-            raise error(
-                AttributeError,
-                f"{ranks.call}: {op!r} is not a reduction of torch; it has no ReduceOp.{name.upper()}.",
-                expected=f"one of {', '.join(map(repr, _OPS))}",
-                hint="the mean is 'avg'.",
-            )
+        _check_op(ranks.call, op, name)
         if not is_to_all:
             ranks.check_member("dst", dst)
         return pack(td, ranks.call).structure
@@ -325,32 +366,47 @@ def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
     _check_alike(ranks, make)
     kind = getattr(dist.ReduceOp, name.upper())
     leaves: list[Tensor] = [leaf.detach() for leaf in list_leaves(td)]
-    runs: dict[torch.dtype, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        runs.setdefault(leaf.dtype, []).append(i)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        by_dtype.setdefault(leaf.dtype, []).append(number)
 
-    def refuse(err: Exception, first: int) -> UnsupportedError:
+    def refuse(err: Exception, number: int) -> UnsupportedError:
+        path = list_paths(td)[number]
         return UnsupportedError(
-            f"{ranks.call}: leaf {dotted(list_paths(td)[first])!r} cannot be reduced by this backend.",
+            f"{ranks.call}: leaf {dotted(path)!r} cannot be reduced by this backend.",
             expected=f"a dtype that {dist.get_backend(ranks.group)} reduces by {op!r}",
-            got=f"{leaves[first].dtype}: {err}",
+            got=f"{leaves[number].dtype}: {err}",
             hint="cast it first: td.to(torch.int32), say; or all_gather and reduce here.",
         )
 
-    for run in runs.values():
-        parts = [leaves[i] for i in run]
-        # One tensor comes back as it is, and the collective writes to it.
-        if len(parts) > 1:
-            flat = _flatten_dense_tensors(parts)
-        else:
-            flat = parts[0].flatten().clone()
-        flat = flat.to(ranks.device)
+    for numbers in by_dtype.values():
+        parts = [leaves[number] for number in numbers]
+        flat = _flatten(parts).to(ranks.device)
         if is_to_all:
             collective = partial(dist.all_reduce, flat, kind, group=ranks.group)
         else:
             collective = partial(dist.reduce, flat, dst, kind, group=ranks.group)
-        _run(ranks, collective, partial(refuse, first=run[0]))
-        for i, part in zip(run, _unflatten_dense_tensors(flat, parts), strict=True):
+        _run(ranks, collective, partial(refuse, number=numbers[0]))
+        for number, part in zip(numbers, _unflatten_dense_tensors(flat, parts), strict=True):
             # Not a view of the others to autograd, so that each may be written to.
-            leaves[i] = part.data.to(leaves[i].device)
+            leaves[number] = part.data.to(leaves[number].device)
     return rebuild(td, leaves)
+
+
+def _flatten(parts: list[Tensor]) -> Tensor:
+    """Return the elements of all parts as one new tensor."""
+    if len(parts) > 1:
+        return _flatten_dense_tensors(parts)
+    # Torch returns one tensor as it is, and the collective would write to it.
+    return parts[0].flatten().clone()
+
+
+def _check_op(call: str, op: object, name: str) -> None:
+    if name not in _OPS:
+        # AttributeError: it is the name of an attribute of ReduceOp.
+        raise error(
+            AttributeError,
+            f"{call}: {op!r} is not a reduction of torch; it has no ReduceOp.{name.upper()}.",
+            expected=f"one of {', '.join(map(repr, _OPS))}",
+            hint="the mean is 'avg'.",
+        )

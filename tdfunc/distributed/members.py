@@ -4,7 +4,7 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,10 +69,7 @@ def from_local(tree: Any, mesh: DeviceMesh, placements: Sequence[Any] | None = N
 
 def _join(make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any] | None) -> Any:
     """Return DTensors around the parts that `make` returns on each rank; an error of one rank is raised on all."""
-    if placements is None:
-        given = _over_members(mesh)
-    else:
-        given = list(placements)
+    given = _over_members(mesh) if placements is None else list(placements)
     module = _tensor_module()
     if mesh.get_coordinate() is None:
         # This rank is not in the mesh: nobody waits for it.
@@ -141,48 +138,64 @@ def _sharded_dim(placements: Sequence[Any], axis: int) -> int | None:
     return placements[axis].dim
 
 
+class _Part(NamedTuple):
+    """A rank's part of a leaf, as JSON."""
+
+    dtype: str
+    # Along the dimension that is sharded; 0 without one.
+    length: int
+    # The other sizes.
+    rest: list[int]
+
+
 def _describe(leaves: Sequence[tuple[str, Tensor]], shapes: Sequence[list[int]], dim: int | None) -> bytes:
-    """Return by place the dtype, the length along a dimension (0 without one), and the rest of each leaf's shape."""
-    found: dict[str, tuple[str, int, list[int]]] = {}
+    """Return this rank's part of each leaf by its place."""
+    found: dict[str, _Part] = {}
     for (name, leaf), shape in zip(leaves, shapes, strict=True):
         if dim is None:
-            found[name] = (str(leaf.dtype), 0, shape)
+            found[name] = _Part(str(leaf.dtype), 0, shape)
             continue
         if dim >= len(shape):
             raise LeafMismatchError(
-                "from_local: each leaf must have the dimension of the members.",
+                "from_local: a leaf does not have the dimension of the members.",
                 expected=f"{dim + 1} dimensions or more",
                 got=f"shape {shape}",
             )
         rest = [*shape[:dim], *shape[dim + 1 :]]
-        found[name] = (str(leaf.dtype), shape[dim], rest)
+        found[name] = _Part(str(leaf.dtype), shape[dim], rest)
     return json.dumps(found).encode()
 
 
 def _add_lengths(ranks: Ranks, described: list[bytes]) -> bytes:
     """Return the sum of the lengths of each leaf; raise unless the ranks have the same leaves otherwise."""
-    found: list[dict[str, Any]] = [json.loads(raw) for raw in described]
-    totals = dict.fromkeys(found[0], 0)
-    for rank, own in enumerate(found):
+    parts_by_rank = [_read_parts(raw) for raw in described]
+    first = parts_by_rank[0]
+    totals = dict.fromkeys(first, 0)
+    for rank, own in enumerate(parts_by_rank):
         who = f"rank {ranks.world_rank(0)} (expected) and rank {ranks.world_rank(rank)}"
         if own.keys() != totals.keys():
             lacking = sorted(totals.keys() - own.keys())
             others = sorted(own.keys() - totals.keys())
             raise TreeStructureError(
-                f"from_local: {who} must have the same leaves.",
+                f"from_local: {who} do not have the same leaves.",
                 expected=f"the leaves {list(totals)[:_SHOWN]}",
                 got=f"missing {lacking[:_SHOWN]}, unexpected {others[:_SHOWN]}",
             )
-        for name, (dtype, length, rest) in own.items():
-            first_dtype, _, first_rest = found[0][name]
-            if dtype != first_dtype or rest != first_rest:
+        for name, part in own.items():
+            expected = first[name]
+            if part.dtype != expected.dtype or part.rest != expected.rest:
                 raise LeafMismatchError(
-                    f"from_local: {who} must have leaves that differ only in the number of members.",
-                    expected=f"{name}: {first_dtype}, {first_rest} without the members",
-                    got=f"{dtype}, {rest}",
+                    f"from_local: {who} have leaves that differ in more than the number of members.",
+                    expected=f"{name}: {expected.dtype}, {expected.rest} without the members",
+                    got=f"{part.dtype}, {part.rest}",
                 )
-            totals[name] += length
+            totals[name] += part.length
     return json.dumps(totals).encode()
+
+
+def _read_parts(raw: bytes) -> dict[str, _Part]:
+    parts: dict[str, list[Any]] = json.loads(raw)
+    return {name: _Part(*part) for name, part in parts.items()}
 
 
 def on_members(fn: Callable[..., Any], mesh: DeviceMesh, placements: Sequence[Any] | None = None) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,11 +22,10 @@ from tdfunc.storage.tree.build import Classes, check_classes
 
 T = TypeVar("T", bound=TensorCollection)
 
-# The contents of a header: the digest of the leaves, the length of the piece that is sent before the answer, and the
-# description, or its key if it does not fit into a frame.
 _DIGEST_BYTES = 8
 _LENGTH_BYTES = 8
 _KEY_BYTES = 16
+# A longer description does not fit into a frame.
 _SHORT_BYTES = 4000
 # The terms of a header: where a backend has no tags, a rank tells it from the calls of all ranks.
 _TERMS = "a message"
@@ -35,11 +34,33 @@ _GO = b"\0"
 _MISFIT = b"\1"
 _DESCRIBE = b"\2"
 _REFUSED = b"\3"
-# The last message on its way in each lane: group, direction, peer and tag. Messages of a lane go one after the other.
-_last: dict[tuple[str, str, int, int], "Future[Any]"] = {}
+# A lane: group, direction, peer and tag.
+_LaneKey: TypeAlias = tuple[str, str, int, int]
+# The last message on its way in each lane. Messages of a lane go one after the other.
+_last: dict[_LaneKey, "Future[Any]"] = {}
 # The lanes in whose messages threads are, with the threads. Only a signal handler begins another one there.
-_entered: set[tuple[tuple[str, str, int, int], int]] = set()
+_entered: set[tuple[_LaneKey, int]] = set()
 _lock = make_lock()
+
+
+class _Content(NamedTuple):
+    """The content of a header."""
+
+    # Of the leaves' paths, shapes and dtypes.
+    digest: bytes
+    # The length of the piece that is sent before the answer.
+    eager_bytes: int
+    # The description of the tree, or its key if it is long.
+    description: bytes
+
+    def encode(self) -> bytes:
+        return self.digest + self.eager_bytes.to_bytes(_LENGTH_BYTES, "little") + self.description
+
+
+def _read_content(raw: bytes) -> _Content:
+    end = _DIGEST_BYTES + _LENGTH_BYTES
+    eager_bytes = int.from_bytes(raw[_DIGEST_BYTES:end], "little")
+    return _Content(raw[:_DIGEST_BYTES], eager_bytes, raw[end:])
 
 
 def classes_of(tree: TensorCollection) -> dict[str, type[TensorCollection]]:
@@ -83,13 +104,14 @@ class _Lane(NamedTuple):
     tag: int
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
+    def key(self) -> _LaneKey:
         return self.ranks.pg.group_name, self.direction, self.peer, self.tag
 
     @property
     def tags(self) -> tuple[int, int, int]:
         """The tags of headers and values, of the receiver's answers, and of descriptions that it asks for."""
-        return 3 * self.tag, 3 * self.tag + 1, 3 * self.tag + 2
+        first = 3 * self.tag
+        return first, first + 1, first + 2
 
     @property
     def is_eager(self) -> bool:
@@ -230,18 +252,17 @@ def _sender(td: TensorCollection, lane: _Lane) -> _Work:
 
 
 def _send(packed: Packed, lane: _Lane, number: int) -> None:
+    """Send a message: header, first piece, and once the receiver has agreed the other pieces."""
     ranks = lane.ranks
     peer = lane.peer
     structure = packed.structure
     tag, back, described = lane.tags
     runs = structure.block.runs if lane.is_eager else []
-    eager_bytes = 0
-    if runs:
-        eager_bytes = runs[0][2]
+    eager_bytes = runs[0].size_bytes if runs else 0
     text = structure.text
     description = text if len(text) < _SHORT_BYTES else key_of(text)
-    content = structure.digest + eager_bytes.to_bytes(_LENGTH_BYTES, "little") + description
-    ranks.send_bytes(Envelope(False, number, _TERMS, content).encode(), peer, tag)
+    content = _Content(structure.digest, eager_bytes, description)
+    ranks.send_bytes(Envelope(False, number, _TERMS, content.encode()).encode(), peer, tag)
     expect = ranks.expect_bytes(peer, back)
     pieces = structure.block.pieces(packed.leaves, ranks.device)
     piece = next(pieces, None)
@@ -265,6 +286,16 @@ def _send(packed: Packed, lane: _Lane, number: int) -> None:
         raise read_error(answer[1:])
     if answer[:1] == _MISFIT:
         raise mismatch(ranks.call, f"rank {peer} (expected) and this rank", parse_found(answer[1:]), structure.found)
+
+
+class _Verdict(NamedTuple):
+    """What a receiver makes of a header."""
+
+    answer: bytes
+    # The error that this rank raises after its answer.
+    error: Exception | None
+    # The sender's tree, if it is taken.
+    theirs: Structure | None = None
 
 
 @final
@@ -291,7 +322,10 @@ class _Inbox:
 
     def work(self, run: Callable[[int], Any] | None = None) -> _Work:
         """Return the work that receives the message: `receive`, or a function around it."""
-        return _Work(self.receive if run is None or self._error is not None else run, self._error)
+        # Where the tree could not be described, nothing is received, but the sender hears of it.
+        if run is None or self._error is not None:
+            run = self.receive
+        return _Work(run, self._error)
 
     # Any: the tree of the sender, of any class.
     def receive(self, number: int) -> Any:
@@ -304,43 +338,46 @@ class _Inbox:
         if header.is_failed:
             # The sender does not wait for an answer.
             raise self.refusal or read_error(header.content)
-        begin = _DIGEST_BYTES + _LENGTH_BYTES
-        eager_bytes = int.from_bytes(header.content[_DIGEST_BYTES:begin], "little")
-        theirs: Structure | None = None
-        err: Exception | None = None
-        answer = _GO
-        try:
-            self._check(header, expected)
-            theirs = self._describe(header.content[begin:])
-            err = self._misfit(header.content[:_DIGEST_BYTES], theirs)
-            if err is not None and self.structure is not None:
-                answer = _MISFIT + describe_found(self.structure.found)
-        except PeerError:
-            raise
-        except Exception as refusal:
-            err = refusal
-            answer = _REFUSED + write_error(refusal, dist.get_rank())
-        waits = ranks.post_bytes(answer, peer, back)
-        if err is not None or theirs is None:
-            sizes = []
-            if eager_bytes:
-                sizes = [eager_bytes]
+        content = _read_content(header.content)
+        verdict = self._judge(header, content, expected)
+        theirs = verdict.theirs
+        waits = ranks.post_bytes(verdict.answer, peer, back)
+        if theirs is not None:
+            sizes = [run.size_bytes for run in theirs.block.runs]
+        elif content.eager_bytes:
+            # It is on its way, and must not be taken for a part of the next message.
+            sizes = [content.eager_bytes]
         else:
-            sizes = [size_bytes for _, _, size_bytes in theirs.block.runs]
+            sizes = []
         wire = ranks.empty(sum(sizes))
         waits += [ranks.post_into(part, peer, tag) for part in wire.split_with_sizes(sizes)]
         leaves: list[Tensor] = []
         try:
             # While the bytes are on their way.
-            if err is None and theirs is not None:
+            if theirs is not None:
                 leaves = theirs.block.cut(wire)
         finally:
             for wait in waits:
                 wait()
-        if err is not None:
-            raise err
+        if verdict.error is not None:
+            raise verdict.error
         assert theirs is not None
         return theirs.build(leaves, self.classes)
+
+    def _judge(self, header: Envelope, content: _Content, expected: int) -> _Verdict:
+        """Decide if this rank takes a message; for that it may ask for the description."""
+        try:
+            self._check(header, expected)
+            theirs = self._describe(content.description)
+            misfit = self._misfit(content.digest, theirs)
+            if misfit is None:
+                return _Verdict(_GO, None, theirs)
+            assert self.structure is not None
+            return _Verdict(_MISFIT + describe_found(self.structure.found), misfit)
+        except PeerError:
+            raise
+        except Exception as refusal:
+            return _Verdict(_REFUSED + write_error(refusal, dist.get_rank()), refusal)
 
     def _follow(self, own: int, theirs: int) -> int:
         """Return the number that was expected, and go on from the sender's, which differs if a rank left a message."""
@@ -491,7 +528,9 @@ def recv_into(td: T, src: int, *, wait: bool, **options: Any) -> "T | PendingMes
             try:
                 write_tree(td, inbox.receive(number), complete=True)
             except PeerError as err:
-                raise err if refusal is None else refusal from err
+                if refusal is not None:
+                    raise refusal from err
+                raise
             return td
 
         return inbox.work(run)

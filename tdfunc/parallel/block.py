@@ -22,7 +22,7 @@ from tdfunc.storage.safetensors.like import Found, found_in
 from tdfunc.storage.safetensors.read import view_leaves
 from tdfunc.storage.tree.build import Classes, build_tree, flag_leaf, move_leaf
 from tdfunc.storage.tree.decode import Description, check_unique, parse_tree
-from tdfunc.storage.tree.encode import IS_VALUE, outline
+from tdfunc.storage.tree.encode import IS_VALUE, Outline, outline
 from tdfunc.storage.tree.specs import Spec
 
 # A leaf of this size goes from where it lies in memory; smaller ones are packed.
@@ -39,13 +39,21 @@ _packed: dict[tuple[Hashable, ...], "Structure"] = {}
 _read: dict[bytes, "Structure"] = {}
 
 
+class Run(NamedTuple):
+    """Leaves of one dtype that are packed together."""
+
+    # Places in the order of the file: of the first leaf, and after the last.
+    begin: int
+    end: int
+    size_bytes: int
+
+
 class Block(NamedTuple):
     """The places of leaves in a block of bytes: leaves of one dtype are neighbours, and all leaves are aligned."""
 
     specs: Sequence[Spec]
     layout: Layout
-    # What is packed together: the first leaf in file order, the one after the last, and the bytes (of one dtype).
-    runs: list[tuple[int, int, int]]
+    runs: list[Run]
 
     @property
     def size_bytes(self) -> int:
@@ -55,8 +63,8 @@ class Block(NamedTuple):
     def pieces(self, leaves: Sequence[Tensor], device: torch.device = _CPU) -> Iterator[Tensor]:
         """Yield the bytes of the block on a device, piece by piece; a large leaf on that device is not copied."""
         order = self.layout.order
-        for begin, end, _ in self.runs:
-            yield _join([leaves[i] for i in order[begin:end]], device)
+        for run in self.runs:
+            yield _join([leaves[i] for i in order[run.begin : run.end]], device)
 
     def fill(self, leaves: Sequence[Tensor], wire: Tensor) -> None:
         """Write all bytes to the beginning of a tensor of bytes."""
@@ -95,18 +103,22 @@ def make_block(specs: Sequence[Spec]) -> Block:
     """Lay out leaves of these dtypes and shapes."""
     layout = lay_out([""] * len(specs), specs)
     order = layout.order
-    runs = list[tuple[int, int, int]]()
+    runs: list[Run] = []
     begin = 0
     size_bytes = 0
-    for k, spec in enumerate([specs[i] for i in order]):
-        if size_bytes and (size_bytes + spec.size_bytes > _PIECE_BYTES or spec.dtype is not specs[order[begin]].dtype):
-            runs.append((begin, k, size_bytes))
-            begin = k
+    for place, number in enumerate(order):
+        spec = specs[number]
+        # A leaf without bytes neither begins a run nor ends one.
+        is_full = size_bytes + spec.size_bytes > _PIECE_BYTES
+        is_other = spec.dtype is not specs[order[begin]].dtype
+        if size_bytes and (is_full or is_other):
+            runs.append(Run(begin, place, size_bytes))
             size_bytes = 0
         if not size_bytes:
-            begin = k
+            begin = place
         size_bytes += spec.size_bytes
-    runs += [(begin, len(order), size_bytes)] if size_bytes else []
+    if size_bytes:
+        runs.append(Run(begin, len(order), size_bytes))
     return Block(specs, layout, runs)
 
 
@@ -137,11 +149,10 @@ class Structure(NamedTuple):
             plan.devices = [home if place is not None and place.type == home.type else place for place in plan.devices]
         if any(plan.flags) or any(plan.devices):
             for i, flags in enumerate(plan.flags):
+                leaf = leaves[i]
                 place = plan.place(i)
-                if place is None:
-                    leaf = leaves[i]
-                else:
-                    leaf = move_leaf(leaves[i], place)
+                if place is not None:
+                    leaf = move_leaf(leaf, place)
                 leaves[i] = flag_leaf(leaf, "" if IS_VALUE in flags else flags)
         return build_tree(plan, leaves, classes)
 
@@ -168,18 +179,25 @@ def pack(tree: TensorCollection, call: str) -> Packed:
     if key is not None:
         structure = _packed.get(key)
     if structure is None:
-        out = outline(tree, call=call)
-        assert out.text is not None
-        # In any order of keys: a description has its own.
-        lines = sorted(map(add, out.names, [spec.middle for spec in out.specs]))
-        digest = xxhash.xxh3_64_digest("\n".join(lines).encode())
-        structure = Structure(out.text.encode(), out.names, make_block(out.specs), digest)
-        leaves = out.leaves
+        outlined = outline(tree, call=call)
+        leaves = outlined.leaves
+        structure = _make_structure(outlined)
         if key is not None:
             _keep(_packed, key, structure)
     if in_functorch() and any(map(is_wrapped, leaves)):
-        raise UnsupportedError(f"{call}: the leaves must have values.", hint=f"call {call} outside of vmap and grad.")
+        raise UnsupportedError(
+            f"{call}: the leaves have no values inside a torch.func transform.",
+            hint=f"call {call} outside of vmap and grad.",
+        )
     return Packed(structure, leaves)
+
+
+def _make_structure(outlined: Outline) -> Structure:
+    assert outlined.text is not None
+    # In any order of keys: a description has its own.
+    lines = sorted(map(add, outlined.names, [spec.middle for spec in outlined.specs]))
+    digest = xxhash.xxh3_64_digest("\n".join(lines).encode())
+    return Structure(outlined.text.encode(), outlined.names, make_block(outlined.specs), digest)
 
 
 def _list(tree: TensorCollection, leaves: list[Tensor], key: list[Hashable]) -> bool:
@@ -195,9 +213,12 @@ def _list(tree: TensorCollection, leaves: list[Tensor], key: list[Hashable]) -> 
         nodes = [node for node in own if isinstance(node, TensorCollection)]
         own = [node for node in own if not isinstance(node, TensorCollection)]
         types = tuple(map(type, own))
-    if not PLAIN.issuperset(types) or not _STRIDED.issuperset(map(_layout, own)):
+    # Subclasses of tensors, and other layouts, have further traits.
+    is_plain = PLAIN.issuperset(types) and _STRIDED.issuperset(map(_layout, own))
+    if not is_plain:
         return False
     kinds = tuple(static.kinds.items())
+    # Which of the keys lead to trees.
     places = ()
     if nodes:
         places = tuple([isinstance(node, TensorCollection) for node in data.values()])

@@ -30,7 +30,8 @@ class Plan(NamedTuple):
         if self.chunksize is None:
             rest, more = divmod(self.size, self.chunks)
             begin = number * rest + min(number, more)
-            return begin, begin + rest + (number < more)
+            end = begin + rest + (number < more)
+            return begin, end
         step = self.chunksize or 1
         return number * step, min((number + 1) * step, self.size)
 
@@ -47,7 +48,7 @@ def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers:
     if chunksize is not None and num_chunks is not None:
         raise error(
             ValueError,
-            "map: the batch must be cut by one number.",
+            "map: chunksize and num_chunks exclude each other.",
             expected="chunksize, or num_chunks",
             got=f"chunksize={chunksize}, num_chunks={num_chunks}",
         )
@@ -55,12 +56,15 @@ def make_plan(size: int, chunksize: int | None, num_chunks: int | None, workers:
         chunksize = as_count("map: chunksize", chunksize, 0)
     if num_chunks is not None:
         num_chunks = as_count("map: num_chunks", num_chunks)
-    if chunksize is None:
-        # An empty batch is one empty chunk, which has the keys of the result.
-        return Plan(size, max(1, min(num_chunks or max(workers, 1), size)), None)
     if chunksize == 0:
         return Plan(size, size, 0)
-    return Plan(size, max(1, -(-size // chunksize)), chunksize)
+    if chunksize is None:
+        chunks = min(num_chunks or max(workers, 1), size)
+    else:
+        # Rounded up.
+        chunks = -(-size // chunksize)
+    # An empty batch is one empty chunk, which has the keys of the result.
+    return Plan(size, max(1, chunks), chunksize)
 
 
 class Modes(NamedTuple):
@@ -108,38 +112,51 @@ class Job(NamedTuple):
         """Run the function on one chunk and return its result, or None if it was written to `out`."""
         if chunk is None:
             chunk = take(self.tree, self.dim, rows)
-        is_away = os.getpid() != self.parent
-        versions = []
-        if is_away:
+        versions: list[int] = []
+        seed = self._seed_of(number)
+        # In the caller's process the default generators are the caller's, and writes are not lost.
+        if os.getpid() != self.parent:
             versions = _versions(chunk)
-        # Seeds of different chunks and different base seeds are unrelated; a generator on CUDA takes 63 bits.
-        digest = hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little") >> 1
+            self._set_up(seed)
         options = {}
         if self.generator:
             options = {"generator": torch.Generator().manual_seed(seed)}
-        # In the caller's process the default generators are the caller's.
-        if is_away:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.set_num_threads(self.threads)
-            torch.set_default_dtype(self.modes.dtype)
         with torch.inference_mode(self.modes.inference), torch.set_grad_enabled(self.modes.grad):
             result = self.fn(chunk, **options)
-        if result is None and self.out is None and versions and versions != _versions(chunk):
+        if self.out is not None:
+            write_result(self.out, self.dim, rows, result)
+            return None
+        if result is None and versions and versions != _versions(chunk):
             return Outcome.LOST
-        if self.out is None:
-            return result
-        write_result(self.out, self.dim, rows, result)
-        return None
+        return result
+
+    def _seed_of(self, number: int) -> int:
+        """Return the seed of a chunk; seeds of different chunks and different base seeds are unrelated."""
+        digest = hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest()
+        # A generator on CUDA takes 63 bits.
+        return int.from_bytes(digest, "little") >> 1
+
+    def _set_up(self, seed: int) -> None:
+        """Set the state of a worker process that the function may depend on."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        # numpy takes 32 bits.
+        np.random.seed(seed % 2**32)
+        torch.set_num_threads(self.threads)
+        torch.set_default_dtype(self.modes.dtype)
 
 
 def _versions(chunk: Any) -> list[int]:
     """Return the number of writes to each leaf of a chunk whose memory is not that of a file which others see."""
-    leaves = [leaf for _, leaf in iter_leaves(chunk) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
-    files = [mapped_file(leaf) for leaf in leaves]
-    return [x._version for x, file in zip(leaves, files, strict=True) if file is None or file.mode != "r+"]
+    versions: list[int] = []
+    for _, leaf in iter_leaves(chunk):
+        # Tensors made in inference mode have no version.
+        if not isinstance(leaf, torch.Tensor) or leaf.is_inference():
+            continue
+        file = mapped_file(leaf)
+        if file is None or file.mode != "r+":
+            versions.append(leaf._version)
+    return versions
 
 
 def take(tree: Any, dim: int, rows: Any) -> Any:
@@ -151,7 +168,7 @@ def write_result(out: Any, dim: int, rows: Any, result: Any) -> None:
     """Write the result of one chunk to its rows of `out`."""
     if not isinstance(result, TensorCollection):
         raise UnsupportedError(
-            "map: with out= the function must return the tree to write.",
+            "map: with out= the function returned no tree to write.",
             expected="a tree",
             got=type(result).__name__,
         )

@@ -4,7 +4,7 @@ import os
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -20,6 +20,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import dim_index, dim_size
+from tdfunc.core.types import Path
 from tdfunc.ops.batch import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
@@ -36,6 +37,8 @@ _LOST = explain(
     got="a copy of the rows, in another process",
     hint="return the rows; or executor='threads', or a tree on files that are open for writing (memmap).",
 )
+# The errors of functions that join results of different shapes, keys or dtypes.
+_MISFITS = (ValueError, RuntimeError, TypeError, IndexError)
 # The names of executors that a call of `map` makes.
 _OWN = (None, "processes", "threads")
 
@@ -62,10 +65,11 @@ class _Work(NamedTuple):
     options: Options
     # How many workers there are, at most one for each chunk; 0 where this thread runs the function, or nothing does.
     workers: int
-    # True if chunks reach the function as they are, not as parcels.
+    # True if chunks reach the function as they are, in this process, not as parcels.
     is_direct: bool
     # The job for processes that do not have it.
     parcel: Parcel | None
+    # The row that comes at each place, if rows are shuffled.
     order: Tensor | None
 
     def rows(self, number: int) -> Any:
@@ -83,76 +87,128 @@ class _Work(NamedTuple):
 # -- arguments --------------------------------------------------------------------------------------------------
 
 
+class _Route(NamedTuple):
+    """The way to the workers, which depends on the executor."""
+
+    # True if this thread runs the function.
+    is_here: bool
+    # True if chunks reach the function as they are, in this process.
+    is_direct: bool
+    # True if workers have the memory of this process, as it is at their start.
+    is_forked: bool
+    # True if the function goes to the executor with each chunk, not in the parcel of the job. Python's own processes
+    # find functions by their names; other executors may copy them.
+    is_function_apart: bool
+
+
+def _route_of(options: Options, workers: int) -> _Route:
+    executor = options.executor
+    is_own = executor in _OWN
+    is_here = is_own and workers == 0
+    is_direct = is_here or executor == "threads" or isinstance(executor, ThreadPoolExecutor)
+    is_forked = is_own and not is_direct and options.mp_start_method == "fork"
+    is_of_python = is_own or isinstance(executor, (ProcessPoolExecutor, ThreadPoolExecutor))
+    return _Route(is_here, is_direct, is_forked, is_function_apart=not is_of_python)
+
+
 def _prepare(
     tree: TensorCollection, fn: Any, dim: int, options: Options, *, out: Any = None, shuffle: bool = False
 ) -> _Work:
     """Check the arguments and draw the seed."""
-    executor = options.executor
-    is_own = options.executor in _OWN
-    if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for _, leaf in iter_leaves(tree)):
-        raise UnsupportedError(
-            "map: the leaves must be plain tensors, not tensors inside a torch.func transform.",
-            hint="call map outside of vmap and grad, or vmap inside the function.",
-        )
+    _check_plain(tree)
     dim = dim_index(dim, len(tree._batch_size), "map")
     size = dim_size(tree._batch_size, dim, "map")
     if out is not None:
-        _check_out(tree, out, dim, size)
-    workers = options.num_workers
-    if workers is not None:
-        workers = as_count("map: num_workers", workers, 0)
-    else:
-        workers = getattr(executor, "_max_workers", None) or count_cpus()
+        _check_rows(tree, out, dim, size)
+        _check_memory(tree, out)
+    workers = _count_workers(options)
     plan = make_plan(size, options.chunksize, options.num_chunks, workers)
-    is_here = workers == 0 and is_own
-    is_direct = is_here or executor == "threads" or isinstance(executor, ThreadPoolExecutor)
-    is_forked = is_own and not is_direct and options.mp_start_method == "fork"
-    # Python's own processes find functions by their names; other executors may copy them.
-    fn_apart = not (is_own or isinstance(executor, (ProcessPoolExecutor, ThreadPoolExecutor)))
-    key = key_of(torch.default_generator if options.key is None else options.key).cpu()
+    route = _route_of(options, workers)
+    source = torch.default_generator if options.key is None else options.key
+    key = key_of(source).cpu()
+    modes = Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype())
     job = Job(
         key=uuid.uuid4().hex,
-        fn=None if fn_apart else fn,
+        fn=fn,
         dim=dim,
-        tree=tree if is_forked or (not is_direct and _all_leaves(tree, is_in_file)) else None,
-        out=out if not is_direct and out is not None and _all_leaves(out, is_shared_file) else None,
-        modes=Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+        tree=tree if _is_tree_there(tree, route) else None,
+        out=out if _is_out_there(out, route) else None,
+        modes=modes,
         seed=int(random.bits(random.fold_in(key, 0))),
         generator=takes_generator(fn),
         parent=os.getpid(),
         threads=options.worker_threads,
     )
     parcel = None
-    if not is_direct and not is_forked:
-        parcel = to_parcel(job, "function", fn=fn, by_value=getattr(executor, "_by_value", False))
+    if not route.is_direct and not route.is_forked:
+        sent = job._replace(fn=None) if route.is_function_apart else job
+        parcel = to_parcel(sent, "function", fn=fn, by_value=getattr(options.executor, "_by_value", False))
     order = None
     if shuffle:
         order = random.permutation(random.fold_in(key, 1), torch.arange(size, device="cpu"))
-    count = 0
-    if not is_here:
-        count = min(workers, plan.chunks)
-    job = job._replace(fn=fn)
-    return _Work(tree, plan, job, options, count, is_direct, parcel, order)
+    count = 0 if route.is_here else min(workers, plan.chunks)
+    return _Work(tree, plan, job, options, count, route.is_direct, parcel, order)
 
 
-def _check_out(tree: TensorCollection, out: TensorCollection, dim: int, size: int) -> None:
-    """Raise unless `out` has the rows of the tree, and lies apart from it or exactly over it."""
+def _check_plain(tree: TensorCollection) -> None:
+    """Raise if a leaf has no values of its own."""
+    for _, leaf in iter_leaves(tree):
+        if isinstance(leaf, Tensor) and is_wrapped(leaf):
+            raise UnsupportedError(
+                "map: a leaf is a tensor inside a torch.func transform.",
+                hint="call map outside of vmap and grad, or vmap inside the function.",
+            )
+
+
+def _count_workers(options: Options) -> int:
+    if options.num_workers is not None:
+        return as_count("map: num_workers", options.num_workers, 0)
+    # Executors of `concurrent.futures` have no public name for it.
+    return getattr(options.executor, "_max_workers", None) or count_cpus()
+
+
+def _is_tree_there(tree: TensorCollection, route: _Route) -> bool:
+    """Return whether workers have the tree, or can map its files; they then cut the chunks."""
+    if route.is_direct:
+        return False
+    return route.is_forked or _all_leaves(tree, is_in_file)
+
+
+def _is_out_there(out: TensorCollection | None, route: _Route) -> bool:
+    """Return whether workers in other processes can write the results to `out`."""
+    if out is None or route.is_direct:
+        return False
+    return _all_leaves(out, is_shared_file)
+
+
+def _check_rows(tree: TensorCollection, out: TensorCollection, dim: int, size: int) -> None:
+    """Raise unless `out` has leaves, and the rows of the tree."""
+    has_rows = len(out._batch_size) > dim and out._batch_size[dim] == size
+    if has_rows and any(True for _ in iter_leaves(out)):
+        return
+    raise LeafMismatchError(
+        "map: out does not have leaves and the rows of the tree.",
+        expected=f"{size} at batch dimension {dim}",
+        got=f"batch size {list(out._batch_size)} and keys {list(out._keys())}",
+        hint="out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result.",
+    )
+
+
+def _check_memory(tree: TensorCollection, out: TensorCollection) -> None:
+    """Raise if a leaf of `out` overlaps the tree, except exactly over the tree's leaf under the same path."""
     targets = list(iter_leaves(out))
-    if len(out._batch_size) <= dim or out._batch_size[dim] != size or not targets:
-        raise LeafMismatchError(
-            "map: out must have leaves, and the rows of the tree.",
-            expected=f"{size} at batch dimension {dim}",
-            got=f"batch size {list(out._batch_size)} and keys {list(out._keys())}",
-            hint="out=fn(td[:1]).new_zeros([len(td)]) has room for all keys of the result.",
-        )
     known = {path: leaf for path, leaf in iter_leaves(tree) if extent_of(leaf) is not None}
-    views = {path: (leaf.shape, leaf.stride(), leaf.dtype, extent_of(leaf)) for path, leaf in known.items()}
-    in_place = {path for path, x in targets if views.get(path) == (x.shape, x.stride(), x.dtype, extent_of(x))}
-    apart = Places([leaf for path, leaf in known.items() if path not in in_place])
-    kept = [(path, target) for path, target in targets if path in in_place]
-    shared = {kept[i][0] for pair in find_overlaps([target for _, target in kept]) for i in pair}
+    views = {path: _view_of(leaf) for path, leaf in known.items()}
+    in_place = {path: target for path, target in targets if views.get(path) == _view_of(target)}
+    others = Places([leaf for path, leaf in known.items() if path not in in_place])
+    # Two leaves of `out` may be exactly over leaves of the tree that overlap each other.
+    paths = list(in_place)
+    overlapping: set[Path] = set()
+    for first, second in find_overlaps(list(in_place.values())):
+        overlapping |= {paths[first], paths[second]}
     for path, target in targets:
-        if path in shared or (extent_of(target) is not None and apart.holds(target)):
+        is_over_others = extent_of(target) is not None and others.holds(target)
+        if path in overlapping or is_over_others:
             raise LeafMismatchError(
                 f"map: leaf {dotted(path)!r} of out shares memory with the tree: "
                 "rows would be read after they were overwritten.",
@@ -162,7 +218,13 @@ def _check_out(tree: TensorCollection, out: TensorCollection, dim: int, size: in
             )
 
 
+def _view_of(leaf: Tensor) -> tuple[Hashable, ...]:
+    """Return all that says which elements of the memory a leaf shows, and how."""
+    return leaf.shape, leaf.stride(), leaf.dtype, extent_of(leaf)
+
+
 def _all_leaves(tree: TensorCollection, condition: Callable[[Any], bool]) -> bool:
+    """Return whether there are leaves, and a condition holds for all of them."""
     leaves = [leaf for _, leaf in iter_leaves(tree)]
     return bool(leaves) and all([condition(leaf) for leaf in leaves])
 
@@ -196,6 +258,7 @@ def _executor(work: _Work) -> Generator[Executor, None, None]:
     if options.executor == "threads":
         executor: Executor = ThreadPoolExecutor(count, thread_name_prefix="tdfunc-map")
     else:
+        # A fork has the job itself.
         job = work.job if work.parcel is None else work.parcel
         executor = ProcessPoolExecutor(**pool_options(count, options.worker_threads, options.mp_start_method, job))
     try:
@@ -244,12 +307,7 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
                 if not pending:
                     return
                 number, future = pending[0]
-                try:
-                    result = future.result()
-                except Exception as err:
-                    if not isinstance(err, BrokenExecutor) and hasattr(err, "add_note"):
-                        err.add_note(f"map: raised {plan.where(number)}.")
-                    raise
+                result = _result_of(future, plan.where(number))
                 pending.popleft()
                 if isinstance(result, Parcel):
                     result = from_parcel(result)
@@ -267,14 +325,29 @@ def _results(work: _Work) -> Iterator[tuple[int, Any]]:
                 wait_cancelled(running)
 
 
+# Any: whatever the function returned, or a parcel of it.
+def _result_of(future: "Future[Any]", where: str) -> Any:
+    """Wait for a result; an error of the function gets a note with the chunk."""
+    try:
+        return future.result()
+    except BrokenExecutor:
+        raise
+    except Exception as err:
+        # Python has no notes before 3.11.
+        if hasattr(err, "add_note"):
+            err.add_note(f"map: raised {where}.")
+        raise
+
+
 def _broken(work: _Work, pending: "deque[tuple[int, Future[Any]]]", err: BaseException) -> WorkerError:
     """Return the error for a worker that died: it names the chunks that were running."""
     # Chunks begin in order, so those that ran are the first ones without a result.
-    open_ = [number for number, future in pending if not future.done() or future.exception() is not None]
-    running = [work.plan.where(number).removeprefix("on ") for number in open_[: work.workers]]
+    without_result = [number for number, future in pending if not future.done() or future.exception() is not None]
+    running = [work.plan.where(number).removeprefix("on ") for number in without_result[: work.workers]]
+    chunks = " and ".join(running) or "the first chunk"
     return WorkerError(
         "map: a worker died, or could not start.",
-        expected=f"a result of {' and '.join(running) if running else 'the first chunk'}",
+        expected=f"a result of {chunks}",
         got=f"{type(err).__name__}: {err}",
         hint="smaller chunks need less memory; num_workers=0 runs the function here; a script calls map below "
         "`if __name__ == '__main__':`, since workers import it.",
@@ -289,20 +362,25 @@ def _join(work: _Work, results: list[tuple[int, Any]]) -> Any:
     if not results:
         return None
     parts = [part for _, part in results]
+    first = parts[0]
     dim = work.job.dim
     is_stack = work.plan.chunksize == 0
-    is_tree = isinstance(parts[0], TensorCollection)
-    joined: Any = (join.stack if is_stack else join.cat) if is_tree else (torch.stack if is_stack else torch.cat)
+    # Any: functions of trees, or of tensors.
+    unite: Any
+    if isinstance(first, TensorCollection):
+        unite = join.stack if is_stack else join.cat
+    else:
+        unite = torch.stack if is_stack else torch.cat
     try:
-        return joined(parts, dim)
-    except (ValueError, RuntimeError, TypeError, IndexError) as err:
+        return unite(parts, dim)
+    except _MISFITS as err:
         # The first chunk that does not fit the first one.
         for number, part in results:
             try:
-                joined([parts[0], part], dim)
-            except (ValueError, RuntimeError, TypeError, IndexError) as cause:
+                unite([first, part], dim)
+            except _MISFITS as cause:
                 raise LeafMismatchError(
-                    f"map: the result {work.plan.where(number)} must fit those before it: {cause}",
+                    f"map: the result {work.plan.where(number)} does not fit those before it: {cause}",
                     hint="list(td.map_iter(fn)) keeps results of any shape; tdf.lazy_stack stacks them.",
                 ) from err
         raise
@@ -319,7 +397,7 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
     if work.plan.chunks == 0:
         raise error(
             ValueError,
-            "map: with chunksize=0 the tree must have a row.",
+            "map: the tree has no row, which chunksize=0 needs.",
             hint="chunksize=1 calls the function on the empty batch.",
         )
     results: list[tuple[int, Any]] = []
@@ -327,26 +405,30 @@ def map_chunks(tree: TensorCollection, fn: Callable[..., Any], dim: int, out: An
     for number, result in _results(work):
         if result is None:
             continue
-        if not isinstance(result, (TensorCollection, Tensor)) or isinstance(result, NonTensorBase):
-            raise UnsupportedError(
-                f"map: the result {work.plan.where(number)} must be a tree or tensor, or None to leave the rows out.",
-                got=type(result).__name__,
-                hint="map_iter yields results of any kind.",
-            )
-        is_tree = isinstance(result, TensorCollection)
-        if is_tree:
-            kind = f"a {type(result).__name__}"
-        else:
-            kind = f"a tensor of {result.dtype}"
+        kind = _kind_of(result, work.plan.where(number))
         first = first or kind
         if kind != first:
             raise LeafMismatchError(
-                f"map: the result {work.plan.where(number)} must be like the result of the first chunk.",
+                f"map: the result {work.plan.where(number)} is not like the result of the first chunk.",
                 expected=first,
                 got=kind,
             )
         results.append((number, result))
     return _join(work, results)
+
+
+# Any: whatever the function returned.
+def _kind_of(result: Any, where: str) -> str:
+    """Return the kind that all results share; raise for results that cannot be joined."""
+    if isinstance(result, NonTensorBase) or not isinstance(result, (TensorCollection, Tensor)):
+        raise UnsupportedError(
+            f"map: the result {where} is not a tree or tensor, nor None to leave the rows out.",
+            got=type(result).__name__,
+            hint="map_iter yields results of any kind.",
+        )
+    if isinstance(result, TensorCollection):
+        return f"a {type(result).__name__}"
+    return f"a tensor of {result.dtype}"
 
 
 class ParallelMethods(TensorCollection):

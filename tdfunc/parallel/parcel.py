@@ -75,7 +75,9 @@ def _pickler(by_value: bool) -> Any:
 
         # Called for objects that pickle has no own code for: not for str, tuples or numbers.
         def reducer_override(self, obj: Any) -> Any:
-            reduced = _reduce(obj, self.leaves) if isinstance(obj, Tensor) else NotImplemented
+            reduced = NotImplemented
+            if isinstance(obj, Tensor):
+                reduced = _reduce(obj, self.leaves)
             if by_value and reduced is NotImplemented:
                 return super().reducer_override(obj)
             return reduced
@@ -103,13 +105,18 @@ def to_parcel(
             got=f"{type(err).__name__}: {err}",
             hint=_HINTS[what],
         ) from err
+    specs = tuple([(leaf.dtype, tuple(leaf.shape)) for leaf in leaves])
+    block = b"".join([piece.numpy().data for piece in _lay_out(specs).pieces(leaves)])
+    return Parcel(file.getvalue(), specs, block, _origin_of(fn), by_value)
+
+
+# Any: a function, a `functools.partial`, or None.
+def _origin_of(fn: Any) -> tuple[str, str | None]:
+    """Return the module of a function, and the module's file."""
     while hasattr(fn, "func"):
         fn = fn.func
     module = getattr(fn, "__module__", None) or ""
-    origin = module, getattr(sys.modules.get(module), "__file__", None)
-    specs = tuple([(leaf.dtype, tuple(leaf.shape)) for leaf in leaves])
-    block = b"".join([piece.numpy().data for piece in _lay_out(specs).pieces(leaves)])
-    return Parcel(file.getvalue(), specs, block, origin, by_value)
+    return module, getattr(sys.modules.get(module), "__file__", None)
 
 
 def from_parcel(parcel: Parcel) -> Any:
@@ -126,7 +133,11 @@ def _lay_out(specs: Specs) -> Block:
 
 
 def _name_of(tensor: Tensor, value: Any) -> str:
-    for part in value if isinstance(value, (tuple, list)) else (value,):
+    """Return the name of a tensor in messages: its path, if it is a leaf of a tree in `value`."""
+    parts: Any = value
+    if not isinstance(value, (tuple, list)):
+        parts = (value,)
+    for part in parts:
         if isinstance(part, TensorCollection):
             for path, leaf in iter_leaves(part):
                 if leaf is tensor:
@@ -134,7 +145,32 @@ def _name_of(tensor: Tensor, value: Any) -> str:
     return "a tensor"
 
 
+# What a pickle records of a tensor: the function that makes it again, and its arguments. NotImplemented leaves it to
+# torch. Any: pickle's own type.
 def _reduce(x: Tensor, leaves: list[Tensor]) -> Any:
+    """Reduce a tensor for pickle; one whose values go in the block is added to `leaves`."""
+    _check_sendable(x)
+    is_parameter = type(x) is nn.Parameter
+    if not is_parameter and type(x) is not Tensor:
+        return NotImplemented
+    # Other layouts (sparse, nested, quantized) have pickling of their own, like subclasses.
+    if x.layout is not torch.strided or x.is_nested or x.dtype not in FOLDER_CODES:
+        return NotImplemented
+    shape = tuple(x.shape)
+    flags = (is_parameter, x.requires_grad)
+    if x.device.type == "meta":
+        return _make_meta, (x.dtype, shape, x.stride(), flags)
+    file = file_with_values(x)
+    if file is not None:
+        return _open_view, (file, x.dtype, shape, x.stride(), flags)
+    # Of an expanded tensor the memory under it.
+    stored = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()])
+    leaves.append(x.detach()[stored])
+    return _from_leaf, (_LEAF, shape, flags)
+
+
+def _check_sendable(x: Tensor) -> None:
+    """Raise `_Refused` for a tensor that another process cannot get."""
     if is_wrapped(x):
         hint = "call map outside of vmap and grad, or vmap inside the function."
         raise _Refused(x, "has no values inside a torch.func transform.", type(x).__name__, hint)
@@ -144,19 +180,6 @@ def _reduce(x: Tensor, leaves: list[Tensor]) -> Any:
     if x.device.type not in ("cpu", "meta"):
         hint = "td.cpu() first, or executor='threads'; the function may move its chunk to a device."
         raise _Refused(x, "is not in the memory that processes share.", str(x.device), hint)
-    kind = type(x) if type(x) is nn.Parameter else Tensor
-    # Subclasses and other layouts (sparse, nested, quantized) have pickling of their own.
-    if type(x) is not kind or x.layout is not torch.strided or x.is_nested or x.dtype not in FOLDER_CODES:
-        return NotImplemented
-    flags = (kind is nn.Parameter, x.requires_grad)
-    if x.device.type == "meta":
-        return _make_meta, (x.dtype, tuple(x.shape), x.stride(), flags)
-    file = file_with_values(x)
-    if file is not None:
-        return _open_view, (file, x.dtype, tuple(x.shape), x.stride(), flags)
-    # Of an expanded tensor the memory under it.
-    leaves.append(x.detach()[tuple([slice(0, 1 if stride == 0 else None) for stride in x.stride()])])
-    return _from_leaf, (_LEAF, tuple(x.shape), flags)
 
 
 def is_in_file(x: Any) -> bool:
@@ -184,19 +207,25 @@ def _make_meta(dtype: torch.dtype, shape: Any, stride: Any, flags: tuple[bool, b
 
 
 def _from_leaf(leaf: Tensor, shape: tuple[int, ...], flags: tuple[bool, bool]) -> Tensor:
-    return _flagged(leaf if leaf.shape == shape else leaf.expand(shape), flags)
+    if leaf.shape != shape:
+        leaf = leaf.expand(shape)
+    return _flagged(leaf, flags)
 
 
-def _open_view(file: MappedFile, dtype: torch.dtype, *rest: Any) -> Tensor:
-    shape, stride, flags = rest
+def _open_view(
+    file: MappedFile, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], flags: tuple[bool, bool]
+) -> Tensor:
     path = file.path
     size_bytes = file.size_bytes
     assert path is not None
+    access = READ
+    if file.mode == "r+":
+        access |= os.O_RDWR
     try:
-        fd = os.open(path, READ | os.O_RDWR if file.mode == "r+" else READ)
+        fd = os.open(path, access)
     except OSError as err:
         raise WorkerError(
-            f"map: a worker must find {path}.",
+            f"map: a worker cannot open {path}.",
             got=str(err),
             hint="workers on other machines need the folder under the same path; td.clone() sends the values.",
         ) from err
@@ -205,7 +234,7 @@ def _open_view(file: MappedFile, dtype: torch.dtype, *rest: Any) -> Tensor:
         # On another machine that mounts the folder, the inode is the same and the device has another number.
         if found.st_ino != file.file_id[1] or found.st_size < size_bytes:
             raise WorkerError(
-                f"map: {path} must be the file that the tree is mapped from.",
+                f"map: {path} is not the file that the tree is mapped from.",
                 expected=f"inode {file.file_id[1]}, {size_bytes} bytes",
                 got=f"inode {found.st_ino}, {found.st_size} bytes",
                 hint="load the tree again.",

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import connection, forkserver
 from types import ModuleType
@@ -67,7 +66,8 @@ class WorkerPool(ProcessPoolExecutor):
 def pool_options(count: int | None, threads: int, method: str | None, job: "Job | Parcel | None" = None) -> Any:
     """Return the arguments of a `ProcessPoolExecutor`; its workers have `job`, which a fork need not copy."""
     if method is None:
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        has_server = "forkserver" in multiprocessing.get_all_start_methods()
+        method = "forkserver" if has_server else "spawn"
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         # Added to what others preload, which can be read nowhere else.
@@ -116,31 +116,37 @@ def run_chunk(task: Parcel, key: str, job: Parcel | None = None, fn: Any = None)
         return to_parcel(found(*from_parcel(task)), "result", by_value=task.by_value)
     except BaseException as err:
         # SystemExit and KeyboardInterrupt would end the parent.
-        if isinstance(err, Exception):
-            is_copied = task.by_value
-            with suppress(Exception):
-                is_copied = is_copied or pickle.loads(pickle.dumps(err)) is not None
-            if is_copied:
-                raise
+        if isinstance(err, Exception) and (task.by_value or _is_copied(err)):
+            raise
         raise WorkerError(
-            "map: the function must raise an Exception that pickle can copy.", got=f"{type(err).__name__}: {err}"
+            "map: the function raised an error that pickle cannot copy.", got=f"{type(err).__name__}: {err}"
         ) from err
 
 
+def _is_copied(err: Exception) -> bool:
+    """Return whether pickle can copy an error."""
+    try:
+        return pickle.loads(pickle.dumps(err)) is not None
+    except Exception:
+        return False
+
+
 def _read_job(key: str, parcel: Parcel | None) -> Job:
+    """Return the job of a key: the last one, the one in a parcel, or the one that the worker started with."""
     global _job
     if _job is not None and _job.key == key:
         return _job
     given = _given if parcel is None else parcel
     if isinstance(given, Parcel):
-        name, file = given.origin
+        module, file = given.origin
+        is_here = module in ("", "__main__") or module in sys.modules
         try:
-            if name not in ("", "__main__", *sys.modules) and file is not None:
-                _import_module(name, file)
+            if not is_here and file is not None:
+                _import_module(module, file)
             given = from_parcel(given)
         except (AttributeError, ImportError) as err:
             raise WorkerError(
-                "map: the function must be one that a worker can import.",
+                "map: a worker cannot import the function.",
                 got=f"{type(err).__name__}: {err}",
                 hint="a function of a notebook needs mp_start_method='fork' or executor='threads', or a module.",
             ) from err

@@ -21,7 +21,9 @@ class _Task(Future[Any]):
 
     def cancel(self) -> bool:
         """Make Ray leave out the task, or end its process; return whether it is cancelled already."""
-        if (task := self._task) is not None:
+        # Read once: the task may end in another thread meanwhile.
+        task = self._task
+        if task is not None:
             self._is_ended = True
             # An exception there could stop an import, and later tasks of the process would find half of a module.
             self._ray.cancel(task, force=True)
@@ -32,8 +34,8 @@ class _Task(Future[Any]):
         self._task = None
         errors = self._ray.exceptions
         err = inner.exception()
-        is_ended = self._is_ended and isinstance(err, errors.WorkerCrashedError)
-        if is_ended or isinstance(err, errors.TaskCancelledError):
+        was_ended_here = self._is_ended and isinstance(err, errors.WorkerCrashedError)
+        if was_ended_here or isinstance(err, errors.TaskCancelledError):
             super().cancel()
         if not self.set_running_or_notify_cancel():
             return
@@ -85,7 +87,8 @@ class RayExecutor(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks; the cluster does not change."""
-        self._closed, running = True, list(self._running)
+        self._closed = True
+        running = list(self._running)
         if cancel_futures:
             for future in running:
                 future.cancel()

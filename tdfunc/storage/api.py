@@ -169,6 +169,8 @@ def load_choice(name: str, choice: Choice, *, verify: bool, mapped: bool = True)
         is_cast = choice.dtype is not None or choice.dequantize
         if isinstance(choice.where, str) and choice.like is None and not is_cast:
             contents.narrow(choice.where)
-        return read_tree(contents, choice, mapped=mapped and not (is_remote(name) and choice.where is not None))
+        # Of a part of a remote file, ranges are fetched; only a file that was fetched whole can be mapped.
+        is_in_ranges = is_remote(name) and choice.where is not None
+        return read_tree(contents, choice, mapped=mapped and not is_in_ranges)
     finally:
         contents.close()

@@ -38,23 +38,21 @@ def get_rng_state(**generators: Generator) -> TensorCollection:
         >>> [bool((a == b).all()) for a, b in zip(first, (torch.rand(2), torch.rand(2, generator=generator)))]
         [True, True]
     """
-    if taken := sorted(_GLOBAL & generators.keys()):
+    taken = sorted(_GLOBAL & generators.keys())
+    if taken:
         raise error(ValueError, "get_rng_state: a generator must not have the name of a global one.", got=str(taken))
     devices = 0
     if torch.cuda.is_initialized():
         devices = torch.cuda.device_count()
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "cuda": {str(i): torch.cuda.get_rng_state(i) for i in range(devices)},
         "python": _describe_python(random.getstate()),
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
-            "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
-        },
+        "numpy": _describe_numpy(np.random.get_state(legacy=True)),
     }
-    return TensorCollection._open(found | {name: own.get_state() for name, own in generators.items()})
+    for name, generator in generators.items():
+        found[name] = generator.get_state()
+    return TensorCollection._open(found)
 
 
 def set_rng_state(state: TensorCollection, **generators: Generator) -> None:
@@ -73,7 +71,7 @@ def set_rng_state(state: TensorCollection, **generators: Generator) -> None:
     given = {*_GLOBAL, *generators}
     if found != given:
         raise TreeStructureError(
-            "set_rng_state: the state and the call must have the same generators.",
+            "set_rng_state: the state and the call have different generators.",
             expected=", ".join(sorted(found)),
             got=", ".join(sorted(given)),
             hint="give the generators by the names that get_rng_state had.",
@@ -96,7 +94,7 @@ def _write(state: TensorCollection, generators: Mapping[str, Generator]) -> None
             devices = torch.cuda.device_count()
         if len(cuda) > devices:
             raise UnsupportedError(
-                "set_rng_state: this machine must have the CUDA devices of the state.",
+                "set_rng_state: the state has more CUDA devices than this machine.",
                 expected=str(len(cuda)),
                 got=str(devices),
             )
@@ -112,7 +110,7 @@ def _write(state: TensorCollection, generators: Mapping[str, Generator]) -> None
         raise
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
         raise UnsupportedError(
-            f"set_rng_state: the state must fit the {what}.",
+            f"set_rng_state: the state does not fit the {what}.",
             expected="the state that get_rng_state returned for it",
             got=f"{type(err).__name__}: {err}"[:300],
         ) from err
@@ -124,6 +122,15 @@ def _describe_python(state: tuple[Any, ...]) -> dict[str, Any]:
         "version": NonTensorData(version),
         "words": torch.tensor(words, device="cpu"),
         "gauss": NonTensorData(gauss),
+    }
+
+
+def _describe_numpy(state: Any) -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = state
+    return {
+        "kind": str(kind),
+        "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
+        "rest": NonTensorData([int(position), int(has_gauss), float(gauss)]),
     }
 
 

@@ -144,17 +144,25 @@ def find_scaled(specs: Specs) -> list[Scaled]:
     found: list[Scaled] = []
     if not may_have_codes([dtype for dtype, _ in specs.values()], specs):
         return found
-    for name, (dtype, _) in specs.items():
-        stem, key = _split(name)
-        for rule in _RULES:
-            if rule.codes is None or dtype in rule.codes:
-                one = _apply(rule, name, stem, key, specs)
-                if one is not None:
-                    found.append(one)
-                    break
+    for name in specs:
+        one = _find_codes(name, specs)
+        if one is not None:
+            found.append(one)
     # The scale of a scale (NVFP4) is a part of the whole, and not a leaf of codes.
     parts = {name for one in found for name in one.companions}
     return [one for one in found if one.name not in parts]
+
+
+def _find_codes(name: str, specs: Specs) -> Scaled | None:
+    """Return a leaf as codes by the first rule that fits; None if it has none."""
+    dtype, _ = specs[name]
+    stem, key = _split(name)
+    for rule in _RULES:
+        if rule.codes is None or dtype in rule.codes:
+            one = _apply(rule, name, stem, key, specs)
+            if one is not None:
+                return one
+    return None
 
 
 def may_have_codes(dtypes: Iterable[torch.dtype], names: Iterable[str]) -> bool:
@@ -192,8 +200,11 @@ def _apply(rule: Rule, name: str, stem: str, key: str, specs: Specs) -> Scaled |
             companions.append(full)
     dtype, shape = specs[name]
     scale_dtype, scale_shape = specs[scale]
+    # Powers of two are stored as their exponents.
     has_numbers = scale_dtype.is_floating_point or scale_dtype is torch.uint8
-    is_product = rule.layout == "FP8" and has_numbers and set(map(fill, _MORE)).isdisjoint(companions)
+    has_more = not set(map(fill, _MORE)).isdisjoint(companions)
+    # The numbers are codes times scale.
+    is_product = rule.layout == "FP8" and has_numbers and not has_more
     blocks = None
     if is_product:
         blocks = find_blocks(shape, scale_shape)
@@ -204,18 +215,23 @@ def find_blocks(shape: Sequence[int], scale: Sequence[int]) -> tuple[int, ...] |
     """Return the elements that share a scale along each dimension of the codes; None if the shapes do not say it."""
     if math.prod(scale) == 1:
         return tuple(max(1, size) for size in shape)
-    if len(scale) < len(shape) and list(scale) == list(shape[: len(scale)]):
+    dims = len(scale)
+    if dims < len(shape) and list(scale) == list(shape[:dims]):
         # A number for each row, or for each row of each expert.
-        return (*[1] * len(scale), *[max(1, size) for size in shape[len(scale) :]])
-    if len(scale) != len(shape):
+        return (*[1] * dims, *[max(1, size) for size in shape[dims:]])
+    if dims != len(shape):
         return None
-    blocks = [_block(size, count) for size, count in zip(shape, scale, strict=True)]
-    if None in blocks:
-        return None
-    return tuple(block for block in blocks if block is not None)
+    blocks: list[int] = []
+    for size, count in zip(shape, scale, strict=True):
+        block = _block(size, count)
+        if block is None:
+            return None
+        blocks.append(block)
+    return tuple(blocks)
 
 
 def _block(size: int, count: int) -> int | None:
+    """Return the elements that share one of `count` scales along a dimension; None if it is not known."""
     if count == size:
         return 1
     if count == 1:
@@ -287,7 +303,8 @@ class Quantized(NamedTuple):
             return
         chosen = set(wanted)
         for number, one in self.codes.items():
-            if number in chosen and one.dtype not in _INTEGERS and one.dtype != dtype:
+            is_cast = one.dtype not in _INTEGERS and one.dtype != dtype
+            if number in chosen and is_cast:
                 own = "dequantize=True makes numbers of codes and scales; without dtype= both are loaded as they are."
                 raise refusal(call, one, self.specs, hint=hint or own)
 

@@ -143,7 +143,7 @@ SAVES = {
         "metadata": [
             Value({"loss": 0.5}, ""),
             wrong({"loss": float("nan")}, r"metadata\['loss'\] cannot be stored"),
-            wrong({"loss": "low"}, "the metric 'loss' must be a number"),
+            wrong({"loss": "low"}, "the metric 'loss' is not a number"),
         ],
         **SAVED,
     },
@@ -542,7 +542,7 @@ def test_ranks_outside_of_a_group(tmp_path):
 def check_lost(rank, home):
     """Rank 1 makes no call: rank 0 says so after the time of the call."""
     if rank == 0:
-        with pytest.raises(PeerError, match="all_reduce: rank 1 must answer rank 0(?s:.)*within 0.5 s"):
+        with pytest.raises(PeerError, match="all_reduce: rank 1 did not answer rank 0(?s:.)*within 0.5 s"):
             ONE.all_reduce(timeout_s=0.5)
         (home / "done").touch()
     while not (home / "done").exists():

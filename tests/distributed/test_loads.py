@@ -104,7 +104,7 @@ def _differ(rank, home, wrong, match):
         ({"step": 1}, "load step 1, fallback=False(?s:.*)|the newest step"),
         ({"fallback": True}, "fallback=True"),
         ({"step": -1}, "at least 0"),
-        ({"step": 1, "fallback": True}, "must come without a step"),
+        ({"step": 1, "fallback": True}, "excludes a step"),
         ({"where": "missing"}, "missing"),
     ],
 )

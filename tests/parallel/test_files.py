@@ -105,14 +105,14 @@ def test_a_file_that_a_worker_does_not_find(tmp_path):
     parcel, file = to_parcel(td), next((tmp_path / "d").glob("*.memmap"))
     kept = shutil.move(file, tmp_path)
 
-    with pytest.raises(WorkerError, match=r"a worker must find \S*x.memmap(.|\n)*got:(.|\n)*No such file"):
+    with pytest.raises(WorkerError, match=r"a worker cannot open \S*x.memmap(.|\n)*got:(.|\n)*No such file"):
         from_parcel(parcel)
     shutil.copy(kept, file)
-    with pytest.raises(WorkerError, match=r"must be the file(.|\n)*expected: inode \d+, 400 bytes"):
+    with pytest.raises(WorkerError, match=r"is not the file(.|\n)*expected: inode \d+, 400 bytes"):
         from_parcel(parcel)
     os.replace(kept, file)
     os.truncate(file, 399)
-    with pytest.raises(WorkerError, match=r"must be the file(.|\n)*inode \d+, 399"):
+    with pytest.raises(WorkerError, match=r"is not the file(.|\n)*inode \d+, 399"):
         from_parcel(parcel)
 
 

@@ -29,7 +29,7 @@ CASES = {
     "executor": (lambda p: TD.map(fns.same, executor="ray"), AttributeError, "'submit'"),
     "no batch": (lambda p: GRAD["in"][0].map(fns.same), IndexError, "this one has none"),
     "dim": (lambda p: TD.map_iter(fns.same, 3), IndexError, "batch dimension 3 does not exist"),
-    "no rows": (lambda p: TD[:0].map(fns.same, num_workers=0, chunksize=0), ValueError, "the tree must have a row"),
+    "no rows": (lambda p: TD[:0].map(fns.same, num_workers=0, chunksize=0), ValueError, "the tree has no row"),
     "lambda": (
         lambda p: TD.map(lambda part: part, executor=p), UnsupportedError,
         "the function cannot be sent.*lambda.*fork.*threads",

@@ -138,7 +138,7 @@ def test_functions_of_a_notebook():
     done = run("-c", script + "td.map(f, num_workers=1)")
     forked = run("-c", script + "print(len(td.map(f, num_workers=1, mp_start_method='fork')))")
 
-    assert "the function must be one that a worker can import" in done.stderr
+    assert "a worker cannot import the function" in done.stderr
     assert "mp_start_method='fork' or executor='threads'" in done.stderr
     assert forked.stdout == "4\n"
 

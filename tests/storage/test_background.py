@@ -113,6 +113,18 @@ def test_only_what_others_write_to_is_copied():
     assert copied(tree, False) == set()
 
 
+def test_tensors_in_plain_objects_are_copied():
+    """Tensors in a list or dict are copied, because their owner may write to them; leaves of trees in it are not."""
+    state = [torch.ones(2), {"step": torch.ones(1), "tree": TensorDict({"w": torch.ones(4)})}]
+    tree = TensorDict({"plain": torch.ones(3)}).set("state", NonTensorData(state))
+    before = background.outline(tree).leaves
+
+    after = background.take_snapshot(tree, None).outline.leaves
+
+    is_copied = {len(old): old.data_ptr() != new.data_ptr() for old, new in zip(before, after, strict=True)}
+    assert is_copied == {1: True, 2: True, 3: False, 4: False}
+
+
 ROADS = {
     "in place": lambda leaf: leaf.add_,
     "a view": lambda leaf: leaf[1:].add_,

@@ -58,7 +58,7 @@ def test_without_steps(tmp_path):
     assert manager.latest() is None
     assert manager.best() is None
     for call in (manager.load, manager.metadata, manager.verify):
-        with pytest.raises(FileNotFoundError, match=r"a/b: the folder must have a step(.|\n)*latest\(\) is None"):
+        with pytest.raises(FileNotFoundError, match=r"a/b: the folder has no step(.|\n)*latest\(\) is None"):
             call()
     assert os.listdir(tmp_path) == []
     manager.save(0, tree_of(1))
@@ -81,7 +81,7 @@ def test_a_step_in_several_files(background, tmp_path):
     with pytest.raises(CorruptCheckpointError, match=rf"step 1(.|\n)*{shards[0]}"):
         manager.load(1)
     shutil.copy(path / "model.safetensors.index.json", manager.path(2))
-    with pytest.raises(CorruptCheckpointError, match=r"step 2(.|\n)*model\.safetensors\.index\.json must be the file"):
+    with pytest.raises(CorruptCheckpointError, match=r"step 2(.|\n)*model\.safetensors\.index\.json is not the file"):
         manager.load()
 
 
@@ -112,7 +112,9 @@ def test_missing_steps(manager):
     for step in range(12):
         manager.save(step, tree_of(step)).result()
     for name in ("load", "metadata", "verify", "delete"):
-        with pytest.raises(FileNotFoundError, match=rf"^{name} .*step 77 must exist(.|\n)*the last are 2, 3, .*, 11$"):
+        with pytest.raises(
+            FileNotFoundError, match=rf"^{name} .*step 77 does not exist(.|\n)*the last are 2, 3, .*, 11$"
+        ):
             getattr(manager, name)(77)
 
 
@@ -310,7 +312,7 @@ def test_files_of_two_steps(tmp_path):
         manager.save(step, tree_of(step))
     shutil.copy(manager.path(1) / "model.safetensors", manager.path(2) / "model.safetensors")
     with pytest.raises(
-        CorruptCheckpointError, match=r"step 2(.|\n)*must be the file that(.|\n)*xxh3-64:\w{16}\n.*xxh3-64:\w{16}"
+        CorruptCheckpointError, match=r"step 2(.|\n)*is not the file that(.|\n)*xxh3-64:\w{16}\n.*xxh3-64:\w{16}"
     ):
         manager.load()
 
@@ -375,7 +377,7 @@ def test_falling_back_to_a_whole_step(tmp_path):
         (manager.path(step) / "model.safetensors").write_bytes(b"")
     with (
         pytest.warns(RuntimeWarning, match="an older step"),
-        pytest.raises(CorruptCheckpointError, match=r"one step must be undamaged(.|\n)*damaged: .0, 1, 2, 3"),
+        pytest.raises(CorruptCheckpointError, match=r"all steps are damaged(.|\n)*damaged: .0, 1, 2, 3"),
     ):
         manager.load(fallback=True)
 

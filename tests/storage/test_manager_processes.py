@@ -124,7 +124,7 @@ def test_without_locks_a_step_that_goes_while_it_is_read_is_gone_and_not_damaged
         return real(*args, **kwargs)
 
     monkeypatch.setattr(steps_module, "load_choice", late)
-    with pytest.raises(FileNotFoundError, match="step 1 must exist; it was removed"):
+    with pytest.raises(FileNotFoundError, match="step 1 does not exist; it was removed"):
         manager.load(1)
     assert value_of(manager.load()) == 2
 

@@ -117,9 +117,9 @@ def _socket(path):
 @pytest.mark.parametrize(
     ("make", "got"),
     [
-        (lambda path: path.mkdir(), "must be a regular file"),
-        (_fifo, "must be a regular file"),
-        (_socket, "must be a regular file"),
+        (lambda path: path.mkdir(), "is not a regular file"),
+        (_fifo, "is not a regular file"),
+        (_socket, "is not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "out of the folder"),
         (lambda path: path.symlink_to("nothing"), "leads to no file"),
         (lambda path: path.symlink_to(path), "leads to no file"),
@@ -232,9 +232,9 @@ OTHERS = [
     ({"": node({"a": {**LEAF, "dtype": "torch.qint8"}})}, UnsupportedError, "'a'.*that torch has.*torch.qint8"),
     ({"": node({"a": {**LEAF, "is_nested": True}})}, UnsupportedError, "'a'.*got: .*a nested tensor"),
     ({"": node({"": LEAF})}, UnsupportedError, "empty key.*rename the key"),
-    ({"": node({}, own={"tdfunc": 9})}, UnsupportedError, "this version of tdfunc must.*got:      9"),
+    ({"": node({}, own={"tdfunc": 9})}, UnsupportedError, "this version of tdfunc cannot.*got:      9"),
     *[
-        (metas, UnsupportedError, f"the root must be of a known type.*expected: a TensorDict.*{got}")
+        (metas, UnsupportedError, f"the root is of an unknown type.*expected: a TensorDict.*{got}")
         for metas, got in (
             ({"": {"_type": "<class 'os.system'>"}}, "os.system"),
             ({"": {}}, "None"),
@@ -369,7 +369,7 @@ def test_ties_that_a_part_does_not_know(tmp_path):
     tree.memmap(tmp_path / "d")
     write(tmp_path / "d" / "n", document(0, 0))
 
-    with pytest.raises(CorruptCheckpointError, match="'n' and the folder around it must have the same ties"):
+    with pytest.raises(CorruptCheckpointError, match="'n' and the folder around it have different ties"):
         TensorDict.load_memmap(tmp_path / "d")
 
 
@@ -422,15 +422,15 @@ def test_other_files_are_not_deleted(tmp_path):
     """A folder with other files is not replaced."""
     (tmp_path / "d" / "inner").mkdir(parents=True)
     (tmp_path / "d" / "inner" / "thesis.tex").write_text("years")
-    with pytest.raises(FileExistsError, match="(?s)must not be deleted.*thesis.tex"):
+    with pytest.raises(FileExistsError, match="(?s)not part of a memmapped tree.*thesis.tex"):
         TensorDict({"a": torch.zeros(1)}).memmap(tmp_path / "d")
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "x.memmap").write_text("data")
-    with pytest.raises(FileExistsError, match="(?s)must not be deleted.*that its meta.json names.*x.memmap"):
+    with pytest.raises(FileExistsError, match="(?s)not part of a memmapped tree.*that its meta.json names.*x.memmap"):
         TensorDict({"a": torch.zeros(1)}).memmap_like(tmp_path / "e")
     # A folder whose meta.json cannot be read may hold anything.
     write(tmp_path / "f", '{"x": {}', x=b"0000")
-    with pytest.raises(FileExistsError, match=r"(?s)must not be deleted.*got:      .*f/(meta.json|x.memmap)"):
+    with pytest.raises(FileExistsError, match=r"(?s)not part of a memmapped tree.*got:      .*f/(meta.json|x.memmap)"):
         TensorDict({"x": torch.zeros(1)}).memmap(tmp_path / "f")
     assert (tmp_path / "f" / "x.memmap").read_bytes() == b"0000"
 
@@ -462,7 +462,8 @@ def test_other_data_in_the_folder_of_a_tree(put, call, tmp_path):
     before = snapshot(tmp_path / "d")
 
     with pytest.raises(
-        FileExistsError, match=rf"{call} (.|\n)*must not be deleted(.|\n)*expected: a new(.|\n)*got:      {tmp_path}"
+        FileExistsError,
+        match=rf"{call} (.|\n)*not part of a memmapped tree(.|\n)*expected: a new(.|\n)*got:      {tmp_path}",
     ):
         getattr(td.clone(), call)(tmp_path / "d")
 
@@ -527,7 +528,7 @@ def test_names_of_other_files(tmp_path):
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "meta.json").write_text('{"a": {"shape": [2]}, "b": {"type": "float"}}')
     (tmp_path / "e" / "a.memmap").write_text("mine")
-    with pytest.raises(FileExistsError, match="must not be deleted"):
+    with pytest.raises(FileExistsError, match="not part of a memmapped tree"):
         tree.memmap(tmp_path / "e")
     assert (tmp_path / "e" / "a.memmap").read_text() == "mine"
 
@@ -568,5 +569,5 @@ def test_map_again(tmp_path):
     TensorDict({"a": torch.zeros(12)}).memmap(tmp_path / "d")
     with pytest.raises(ConcurrencyError, match="another file by now"):
         map_again(file, view.dtype, view.shape, view.stride())
-    with pytest.raises(FileNotFoundError, match="must have a folder"):
+    with pytest.raises(FileNotFoundError, match="has no folder"):
         map_again(file._replace(path=None), view.dtype, view.shape, view.stride())

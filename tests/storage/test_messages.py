@@ -68,9 +68,9 @@ ROWS = {
     "load_memmap: nothing": (
         lambda: TensorDict.load_memmap("none"),
         FileNotFoundError,
-        "(?s)the folder must exist.*meta.json.*none",
+        "(?s)the folder does not exist.*meta.json.*none",
     ),
-    "load_memmap: no meta": (lambda: TensorDict.load_memmap("."), FileNotFoundError, "must have a meta.json"),
+    "load_memmap: no meta": (lambda: TensorDict.load_memmap("."), FileNotFoundError, "has no meta.json"),
     "load_memmap: a file": (lambda: TensorDict.load_memmap("file"), NotADirectoryError, r"tdfunc\.load"),
     "a step below 0": (
         lambda: CheckpointManager(RUN).save(-1, small_tree()),

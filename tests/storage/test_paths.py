@@ -96,9 +96,7 @@ def test_a_memmap_in_place_of_the_current_folder(name, call, two_folders):
     os.chdir({"own": here / "own" / "n", "..": here / "own" / "n"}.get(name, here))
     given = here / name if name in ("own", "here") else name
 
-    with pytest.raises(
-        FileExistsError, match=r"(?s)must not contain the current.*got:      the current folder .*\./tree"
-    ):
+    with pytest.raises(FileExistsError, match=r"(?s)contains the current.*got:      the current folder .*\./tree"):
         getattr(tree_of(1), call)(given)
 
     assert os.getcwd()

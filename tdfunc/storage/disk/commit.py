@@ -136,7 +136,10 @@ def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
     """Lock an open file or folder; a `shared` lock excludes only locks that are not."""
     if _fcntl is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    _fcntl.flock(fd, (_fcntl.LOCK_SH if shared else _fcntl.LOCK_EX) | (0 if wait else _fcntl.LOCK_NB))
+    operation = _fcntl.LOCK_SH if shared else _fcntl.LOCK_EX
+    if not wait:
+        operation |= _fcntl.LOCK_NB
+    _fcntl.flock(fd, operation)
 
 
 @contextmanager
@@ -178,7 +181,7 @@ def _wait_for_lock(fd: int, folder: str, *, is_nested: bool) -> None:
             if time.monotonic() > end_s:
                 raise error(
                     TimeoutError,
-                    f"save {folder}: another process must end its save first; nothing was written.",
+                    f"save {folder}: another process is saving to this folder; nothing was written.",
                     expected=f"the lock of the folder within {_WAIT_S:.0f} s",
                     hint="`fuser FOLDER` shows the processes; the lock of one goes with it.",
                 ) from None
@@ -212,21 +215,29 @@ def put_file(path: str, write: Callable[[int, str], None], *, size_bytes: int, f
         sweep(os.path.dirname(path), path)
         new = os.O_RDWR | os.O_CREAT | os.O_EXCL
         with _staged(path, lambda name: Descriptor(name, new, 0o666)) as (temporary, fd):
-            # Take the space before the first byte is written, so that a full disk shows at once. It also speeds up
-            # a save without fsync: ext4 writes delayed blocks out when a file is renamed over another one (its
-            # mount option `auto_da_alloc`), and these are not delayed.
-            # Not os.posix_fallocate: where a file system cannot do this, it writes zeros instead.
-            fallocate = getattr(_libc, "fallocate64", None)
-            size = ctypes.c_int64(size_bytes)
-            if fallocate is not None and size_bytes and fallocate(fd, 0, ctypes.c_int64(0), size):
-                code = ctypes.get_errno()
-                if code in _NO_SPACE:
-                    raise OSError(code, os.strerror(code))
+            _take_space(fd, size_bytes)
             write(fd, temporary)
             copy_mode(path, fd)
             if fsync:
                 os.fsync(fd)
             os.replace(temporary, path)
+
+
+def _take_space(fd: int, size_bytes: int) -> None:
+    """Take the space of a file before the first byte is written, so that a full disk shows at once.
+
+    It also speeds up a save without fsync: ext4 writes delayed blocks out when a file is renamed over another one (its
+    mount option `auto_da_alloc`), and these are not delayed.
+    """
+    # Not os.posix_fallocate: where a file system cannot do this, it writes zeros instead.
+    fallocate = getattr(_libc, "fallocate64", None)
+    if fallocate is None or not size_bytes:
+        return
+    has_failed = fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
+    if has_failed:
+        code = ctypes.get_errno()
+        if code in _NO_SPACE:
+            raise OSError(code, os.strerror(code))
 
 
 def copy_mode(path: str, new: int | str) -> None:
@@ -295,32 +306,50 @@ def _take_place(temporary: str, path: str, overwrite: bool) -> None:
                 raise
             if not overwrite:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from err
-        renameat2 = getattr(_libc, "renameat2", None)
-        if renameat2 is not None:
-            places = _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path)
-            if not renameat2(*places, ctypes.c_uint(_EXCHANGE)):
-                return
-            code = ctypes.get_errno()
-            # Another process removed the old folder since the first attempt; without the new one that raises.
-            if code == errno.ENOENT:
-                continue
-            if code not in _NO_EXCHANGE:
-                raise OSError(code, os.strerror(code), path)
-        # In two steps, between which `locate` finds the old folder.
-        old = _twin(temporary)
-        try:
-            os.rename(path, old)
-        except FileNotFoundError:
-            continue
-        try:
-            os.rename(temporary, path)
+        code = _exchange(temporary, path)
+        if code is None:
             return
-        except BaseException as err:
-            if not isinstance(err, OSError) or err.errno not in _TAKEN:
-                os.rename(old, path)
-                raise
-            # Another writer took the place meanwhile.
-            _remove(old)
+        # Another process removed the old folder since the first attempt; without the new one that raises.
+        if code == errno.ENOENT:
+            continue
+        if code not in _NO_EXCHANGE:
+            raise OSError(code, os.strerror(code), path)
+        if _replace_in_steps(temporary, path):
+            return
+
+
+def _exchange(temporary: str, path: str) -> int | None:
+    """Exchange two names in one step; return None, or the number of the system's error."""
+    renameat2 = getattr(_libc, "renameat2", None)
+    if renameat2 is None:
+        return errno.ENOSYS
+    places = _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path)
+    if renameat2(*places, ctypes.c_uint(_EXCHANGE)):
+        return ctypes.get_errno()
+    return None
+
+
+def _replace_in_steps(temporary: str, path: str) -> bool:
+    """Replace a folder in two steps, between which `locate` finds the old one; return False if it must be tried again.
+
+    That is if another process removed the old folder before, or took its place in between.
+    """
+    old = _twin(temporary)
+    try:
+        os.rename(path, old)
+    except FileNotFoundError:
+        return False
+    try:
+        os.rename(temporary, path)
+        return True
+    except BaseException as err:
+        is_taken = isinstance(err, OSError) and err.errno in _TAKEN
+        if not is_taken:
+            os.rename(old, path)
+            raise
+        # The other one is newer.
+        _remove(old)
+        return False
 
 
 def locate(path: str) -> str:
@@ -331,9 +360,11 @@ def locate(path: str) -> str:
     """
     real = os.path.realpath(path)
     parent, name = os.path.split(real)
-    if os.path.lexists(real) or parent == real:
+    is_root = parent == real
+    if is_root or os.path.lexists(real):
         return path
-    if (above := locate(parent)) != parent:
+    above = locate(parent)
+    if above != parent:
         return os.path.join(above, name)
     found: list[str] = []
     with suppress(OSError):
@@ -344,7 +375,8 @@ def locate(path: str) -> str:
 
 def restore(path: str) -> None:
     """Give the old folder of a writer that was killed between two steps its name back."""
-    if (aside := locate(path)) != path:
+    aside = locate(path)
+    if aside != path:
         with suppress(OSError):
             os.rename(aside, path)
 
@@ -389,23 +421,27 @@ def sweep(folder: str, place: str | None = None) -> None:
     entries: list[str] = []
     with suppress(OSError):
         entries = os.listdir(folder or ".")
+    beginning = _PREFIX if place is None else _start(place)
     is_taken = place is not None and os.path.lexists(place)
     # A new folder before the old one beside it, which would count as superseded without that.
     for entry in sorted(entries, reverse=True):
-        if LEFTOVER.fullmatch(entry) and entry.startswith(_PREFIX if place is None else _start(place)):
-            path = os.path.join(folder, entry)
-            # Two writers may sweep at once; an entry that cannot be opened or locked belongs to another one.
-            with suppress(OSError), Descriptor(path, READ | NO_LINK) as fd:
-                lock(fd)
-                # The old folder of a writer that was killed between two steps is what readers find.
-                if (is_taken and entry.endswith(_NEW)) or is_absent(_twin(path)):
-                    _remove(path)
+        if not entry.startswith(beginning) or not LEFTOVER.fullmatch(entry):
+            continue
+        path = os.path.join(folder, entry)
+        # Two writers may sweep at once; an entry that cannot be opened or locked belongs to another one.
+        with suppress(OSError), Descriptor(path, READ | NO_LINK) as fd:
+            lock(fd)
+            # The old folder of a writer that was killed between two steps is what readers find.
+            is_unneeded = is_taken and entry.endswith(_NEW)
+            if is_unneeded or is_absent(_twin(path)):
+                _remove(path)
 
 
 def _twin(path: str) -> str:
     """Return the name of the old folder beside a new one, and the other way round."""
     stem, suffix = os.path.splitext(path)
-    return stem + (_OLD if suffix == _NEW else _NEW)
+    other = _OLD if suffix == _NEW else _NEW
+    return stem + other
 
 
 @contextmanager

@@ -47,12 +47,25 @@ _PICKLE = Format(
     "a pickle of Python",
     "a pickle can run any code when it is read. In a program that trusts it: tdfunc.save(pickle.load(file), path).",
 )
-_PAGE = Format("an HTML or XML page", "a download got a page (a login, an error) in place of it; get it again.", True)
-_JSON = Format("JSON", "an index of shards is read by its name, x.safetensors.index.json.", True)
+_PAGE = Format(
+    "an HTML or XML page", "a download got a page (a login, an error) in place of it; get it again.", is_damage=True
+)
+_JSON = Format("JSON", "an index of shards is read by its name, x.safetensors.index.json.", is_damage=True)
 _PLAIN = Format(
-    "text", "give the path of a .safetensors file. If it was one, a download got a message: head -c 300 FILE.", True
+    "text",
+    "give the path of a .safetensors file. If it was one, a download got a message: head -c 300 FILE.",
+    is_damage=True,
 )
 _HDF5 = Format("an HDF5 file, such as Keras writes", "in Python: h5py.File(path) has arrays.")
+_TFLITE = Format("a model of TensorFlow Lite", "ai_edge_litert reads it.")
+_TAR = Format("a tar archive", "tar -xf FILE.")
+_ONNX_MODEL = Format(
+    "a model of ONNX", "in Python: {x.name: onnx.numpy_helper.to_array(x) for x in model.graph.initializer}."
+)
+_FLAX = Format(
+    "a msgpack file, such as flax writes",
+    "in Python: tdfunc.save(flax.serialization.msgpack_restore(open(path, 'rb').read()), 'x.safetensors').",
+)
 
 # By the bytes at the beginning; the first that fits counts.
 _BEGINNINGS: tuple[tuple[bytes, Format], ...] = (
@@ -63,7 +76,9 @@ _BEGINNINGS: tuple[tuple[bytes, Format], ...] = (
     ),
     (
         b"version https://git-lfs.github.com/spec/",
-        Format("a pointer of git-lfs; the file itself was not fetched", "git lfs pull, in the repository.", True),
+        Format(
+            "a pointer of git-lfs; the file itself was not fetched", "git lfs pull, in the repository.", is_damage=True
+        ),
     ),
     (b"\x89HDF\r\n\x1a\n", _HDF5),
     (b"\x1f\x8b", Format("a gzip file", "gunzip -k FILE.")),
@@ -86,24 +101,21 @@ def find_format(head: bytes, tail: bytes = b"") -> Format | None:
         if head.startswith(beginning):
             return found
     if head[4:8] == b"TFL3":
-        return Format("a model of TensorFlow Lite", "ai_edge_litert reads it.")
+        return _TFLITE
     if head[257:262] == b"ustar":
-        return Format("a tar archive", "tar -xf FILE.")
+        return _TAR
     if _ONNX.match(head):
-        return Format(
-            "a model of ONNX", "in Python: {x.name: onnx.numpy_helper.to_array(x) for x in model.graph.initializer}."
-        )
+        return _ONNX_MODEL
     if _MSGPACK.match(head):
-        return Format(
-            "a msgpack file, such as flax writes",
-            "in Python: tdfunc.save(flax.serialization.msgpack_restore(open(path, 'rb').read()), 'x.safetensors').",
-        )
+        return _FLAX
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):
         return _PAGE
     if text.startswith((b'{"', b"{\n", b"{\r", b"{ ", b"[")):
         return _JSON
-    return _PLAIN if _TEXT.fullmatch(head[:HEAD_BYTES]) else None
+    if _TEXT.fullmatch(head[:HEAD_BYTES]):
+        return _PLAIN
+    return None
 
 
 def archive_format(names: Iterable[str]) -> Format:

@@ -29,7 +29,7 @@ _DESCRIPTORS = next(filter(os.path.isdir, ("/proc/self/fd", "/dev/fd")), None)
 
 def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> Descriptor:
     """Open a regular file in a folder by its relative name. A link must lead to a file inside the folder."""
-    flags = READ if not writable else READ | os.O_RDWR
+    flags = READ | os.O_RDWR if writable else READ
     try:
         file = Descriptor(name, flags | NO_LINK, dir_fd=root)
     except OSError as err:
@@ -37,24 +37,31 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
             raise FileNotFoundError(errno.ENOENT, err.strerror, name) from err
         # A folder, and a socket.
         if err.errno in (errno.EISDIR, errno.ENXIO):
-            raise damaged(f"{what} must be a regular file.", "a file", err.strerror) from err
+            raise damaged(f"{what} is not a regular file.", "a file", err.strerror) from err
         if err.errno != errno.ELOOP:
             raise
-        try:
-            file = Descriptor(name, flags, dir_fd=root)
-        except OSError as inner:
-            raise damaged(f"{what} is a link that leads to no file.", "a file", inner.strerror) from inner
-        # Only Linux has the path of an open file; elsewhere every link is refused.
-        top, target = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in (root, file.fd))
-        if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
-            raise damaged(
-                f"{what} is a link out of the folder.",
-                f"a file inside {top}",
-                target,
-                hint="put the file there in place of the link.",
-            ) from None
+        file = _open_link(root, name, what, flags)
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-        raise damaged(f"{what} must be a regular file.", "a file", "a folder, pipe or device")
+        raise damaged(f"{what} is not a regular file.", "a file", "a folder, pipe or device")
+    return file
+
+
+def _open_link(root: int, name: str, what: str, flags: int) -> Descriptor:
+    """Open the target of a link in a folder, which must be inside the folder."""
+    try:
+        file = Descriptor(name, flags, dir_fd=root)
+    except OSError as err:
+        raise damaged(f"{what} is a link that leads to no file.", "a file", err.strerror) from err
+    # Only Linux has the path of an open file; elsewhere every link is refused.
+    top = os.path.realpath(f"/proc/self/fd/{root}")
+    target = os.path.realpath(f"/proc/self/fd/{file.fd}")
+    if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
+        raise damaged(
+            f"{what} is a link out of the folder.",
+            f"a file inside {top}",
+            target,
+            hint="put the file there in place of the link.",
+        ) from None
     return file
 
 
@@ -100,7 +107,7 @@ def map_descriptor(
 def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Map a file again, as `mapped_file` described it, possibly in another process."""
     if file.path is None:
-        raise FileNotFoundError(errno.ENOENT, explain("The memmap must have a folder.", hint="td.memmap(prefix)."))
+        raise FileNotFoundError(errno.ENOENT, explain("the memmap has no folder.", hint="td.memmap(prefix)."))
     flags = READ | os.O_RDWR if file.mode == "r+" else READ
     with Descriptor(file.path, flags) as fd:
         found = os.fstat(fd)
@@ -121,7 +128,10 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
 def file_with_values(x: Tensor) -> MappedFile | None:
     """Return the file of a mapped tensor, in which another process finds its values; None if there is none."""
     found = mapped_file(x)
-    if found is None or found.path is None or x.numel() == 0 or x.is_conj() or x.is_neg():
+    if found is None or found.path is None or x.numel() == 0:
+        return None
+    # The file has the values before a conjugation or negation that torch has not carried out.
+    if x.is_conj() or x.is_neg():
         return None
     try:
         now = os.stat(found.path)
@@ -140,13 +150,14 @@ def _is_changed(x: Tensor) -> bool:
     # swapped out (62), still a page of the file (61). A page that was written to no longer belongs to the file.
     begin = x.data_ptr() // mmap.PAGESIZE
     end = (x.data_ptr() + span_bytes(x) - 1) // mmap.PAGESIZE + 1
+    size_bytes = 8 * (end - begin)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(8 * begin)
-            raw = file.read(8 * (end - begin))
+            raw = file.read(size_bytes)
     except OSError:
         return True
-    if len(raw) != 8 * (end - begin):
+    if len(raw) != size_bytes:
         return True
     flags = np.frombuffer(raw, dtype=np.uint64) >> np.uint64(61)
     is_own_page = (flags & 0b101) == 0b100

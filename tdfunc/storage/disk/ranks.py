@@ -111,9 +111,9 @@ class Ranks:
         self.counts: _Counts = _counts.setdefault(self.pg, _Counts())
         types = [device.type for device in self.pg._device_types]
         # Where tensors must be to be sent: the CPU, if the group has a backend for it.
-        self.device: torch.device = (
-            torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
-        )
+        self.device: torch.device = torch.device("cpu")
+        if "cpu" not in types:
+            self.device = torch.device(types[0], torch.accelerator.current_device_index())
         self.patience_s: float = self.pg._get_backend(self.device).options._timeout.total_seconds()
         self._refusal: Exception | None = None
         if timeout_s is not None:
@@ -155,7 +155,9 @@ class Ranks:
         members = dist.get_process_group_ranks(self.pg)
         if rank is not None and rank in members:
             return members.index(rank)
-        shown = ", ".join(map(str, members[:_SHOWN])) + (", ..." if len(members) > _SHOWN else "")
+        shown = ", ".join(map(str, members[:_SHOWN]))
+        if len(members) > _SHOWN:
+            shown += ", ..."
         raise error(
             ValueError,
             f"{self.call}: {name}={rank} is not a rank of the group.",
@@ -212,7 +214,7 @@ class Ranks:
     def lost(self, who: str, err: Exception) -> PeerError:
         """Return the error for a rank that does not answer."""
         return PeerError(
-            f"{self.call}: {who} must answer rank {dist.get_rank()}.",
+            f"{self.call}: {who} did not answer rank {dist.get_rank()}.",
             expected=f"its message within {self.patience_s:g} s",
             got=str(err).partition("\n")[0].rpartition("] ")[2][:200],
             hint="look for the first error of that rank; after a timeout the group must be made anew.",
@@ -349,7 +351,9 @@ class Ranks:
             try:
                 self.send_bytes(raw, self.world_rank(rank), _ROUND_TAG)
             except PeerError as err:
-                own = own or (err if failed is None else None)
+                # Any earlier error goes first.
+                if own is None and failed is None:
+                    own = err
         return answer, own
 
     def _hear(self, mine: Envelope) -> tuple[list[Envelope], set[int]]:
@@ -401,7 +405,7 @@ class Ranks:
             if other.terms != first.terms:
                 raise error(
                     ValueError,
-                    f"{self.call}: all ranks of the group must make the same call.",
+                    f"{self.call}: the ranks of the group make different calls.",
                     expected=f"{first.terms}, as on rank {root}",
                     got=f"{other.terms} on rank {self.world_rank(rank)}",
                     hint="this call had no effect on any rank; the next one that is equal on all ranks works.",
@@ -470,7 +474,9 @@ def _parts_of(node: Any) -> Collection[Any]:
         return (node.data,)
     if isinstance(node, Mapping):
         return node.values()
-    return node if isinstance(node, (list, tuple)) else ()
+    if isinstance(node, (list, tuple)):
+        return node
+    return ()
 
 
 # Any: a DTensor, and a process group.
@@ -488,8 +494,11 @@ def machine_of(folder: str) -> list[Any] | None:
     Processes with equal results have one copy of each page of a file in that folder.
     """
     # The first save of a run makes the folder.
-    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
-        folder = os.path.dirname(folder)
+    while not os.path.isdir(folder):
+        parent = os.path.dirname(folder)
+        if parent == folder:
+            break
+        folder = parent
     try:
         with open(_BOOT_ID) as file:
             return [file.read().strip(), os.stat(folder).st_dev]
@@ -497,15 +506,29 @@ def machine_of(folder: str) -> list[Any] | None:
         return None
 
 
-def own_part(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Return the start and shape of this rank's part of a DTensor, and True if no earlier rank has the same part."""
+class OwnPart(NamedTuple):
+    """This rank's part of a DTensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    # True if no earlier rank has the same part.
+    is_first: bool
+
+
+# Any: a DTensor.
+def own_part(leaf: Any) -> OwnPart:
+    """Return this rank's part of a DTensor."""
     utils: Any = sys.modules["torch.distributed.tensor._utils"]
     mesh = leaf.device_mesh
     placements = leaf.placements
     shape, start = utils.compute_local_shape_and_global_offset(leaf.shape, mesh, placements)
     coordinate = mesh.get_coordinate()
-    copies = [at for at, place in zip(coordinate or (), placements, strict=False) if place.is_replicate()]
-    return tuple(start), tuple(shape), coordinate is not None and not any(copies)
+    # A rank outside of the mesh has no place in it.
+    is_first = coordinate is not None
+    for at, placement in zip(coordinate or (), placements, strict=False):
+        if placement.is_replicate() and at:
+            is_first = False
+    return OwnPart(tuple(start), tuple(shape), is_first)
 
 
 def place_like(part: Tensor, like: Any) -> Tensor:

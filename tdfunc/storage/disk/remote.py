@@ -31,7 +31,7 @@ def is_remote(path: str) -> bool:
 def local_path(path: str) -> str:
     """Return the path of a file of this machine."""
     if "\0" in path:
-        raise error(ValueError, "a path must not have the character NUL.", got=repr(path))
+        raise error(ValueError, "the path has the character NUL.", got=repr(path))
     return path.removeprefix(_LOCAL)
 
 
@@ -82,8 +82,9 @@ class Bytes(Protocol):
         ...
 
 
-# Of fewer bytes the system reads ahead enough; of more, at most so many at once.
-_AHEAD_BYTES = 1 << 17, 1 << 25
+# Of fewer bytes the system reads ahead enough.
+_MIN_AHEAD_BYTES = 1 << 17
+_MAX_AHEAD_BYTES = 1 << 25
 # macOS has none.
 _advise = getattr(os, "posix_fadvise", None)
 
@@ -102,14 +103,14 @@ class LocalBytes:
             self.close()
             if stat.S_ISDIR(found.st_mode):
                 raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
-            raise damaged(f"load {path}: this must be a regular file.", "a safetensors file")
+            raise damaged(f"load {path}: this is not a regular file.", "a safetensors file")
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Read once; the system may return fewer bytes."""
         try:
-            if _AHEAD_BYTES[0] < len(view) and _advise is not None:
+            if len(view) > _MIN_AHEAD_BYTES and _advise is not None:
                 # The disk gets one request for all, not one after the other in the steps of the system's read-ahead.
-                _advise(self.fd, offset, min(len(view), _AHEAD_BYTES[1]), os.POSIX_FADV_WILLNEED)
+                _advise(self.fd, offset, min(len(view), _MAX_AHEAD_BYTES), os.POSIX_FADV_WILLNEED)
             return os.preadv(self.fd, [view], offset)
         except OSError as err:
             raise OSError(err.errno, f"load: {err.strerror}", self.path) from err

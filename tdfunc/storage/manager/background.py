@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 # A path, or the string of a URL. Any: callers that save to a folder of this machine need not exclude the string.
 SavedPath: TypeAlias = pathlib.Path | Any
 Write: TypeAlias = Callable[[], SavedPath]
-# The name of a leaf, the leaf, its version and its sample.
-_Private: TypeAlias = tuple[str, Tensor, int, bytes]
 # The kinds that a module writes to in its forward. A parameter is a new tensor after each functional update.
 _LIVE_KINDS = (Kind.BUFFER, Kind.NON_PERSISTENT, Kind.EXTRA_STATE)
 # Below this many bytes of large leaves starting threads costs more than they save.
@@ -86,27 +84,46 @@ class Snapshot(NamedTuple):
         return self.taken | self.coming.result()
 
 
+class _Private(NamedTuple):
+    """A leaf that only the tree refers to, as it is at one moment."""
+
+    name: str
+    leaf: Tensor
+    version: int
+    sample: bytes
+
+    def is_changed(self) -> bool:
+        return self.leaf._version != self.version or _sample(self.leaf) != self.sample
+
+
 def take_snapshot(td: TensorCollection, copy: bool | None) -> Snapshot:
     """Copy the leaves that may be written to (None), no leaves or all; take the digests of the others, or begin to."""
-    out = outline(td)
+    outlined = outline(td)
     live = _live_ids(td)
-    leaves = list(out.leaves)
+    leaves = list(outlined.leaves)
     kept: list[tuple[str, Tensor]] = []
-    alone: list[_Private] = []
+    private: list[_Private] = []
     # A signal handler may save in the middle of a transform, in which a copy would belong to the transform or trace.
     with torch.no_grad(), outside() if in_functorch() else nullcontext():
         for i, leaf in enumerate(leaves):
             if not leaf.is_cpu:
                 continue
-            if not copy and id(leaf) not in live and _is_private(leaf):
-                alone.append((out.names[i], leaf, leaf._version, _sample(leaf)))
-            elif copy or (copy is None and (id(leaf) in live or _is_live(leaf))):
+            if copy:
+                leaves[i] = leaf.detach().clone()
+                continue
+            is_live = id(leaf) in live
+            if not is_live and _is_private(leaf):
+                private.append(_Private(outlined.names[i], leaf, leaf._version, _sample(leaf)))
+            elif copy is None and (is_live or _is_live(leaf)):
                 leaves[i] = leaf.detach().clone()
             else:
-                kept.append((out.names[i], leaf))
+                kept.append((outlined.names[i], leaf))
         _fetch(leaves)
-        named = _digests(kept)
-    return Snapshot(out._replace(leaves=leaves), named, _begin(partial(_digests_of_private, alone)) if alone else None)
+        taken = _digests(kept)
+    coming = None
+    if private:
+        coming = _begin(partial(_digests_of_private, private))
+    return Snapshot(outlined._replace(leaves=leaves), taken, coming)
 
 
 def _fetch(leaves: list[Tensor]) -> None:
@@ -130,30 +147,41 @@ def _live_ids(td: TensorCollection) -> set[int]:
         for key, value in node._data.items():
             if isinstance(value, TensorCollection):
                 stack.append(value)
-            elif node._kinds and node._kinds.get(key) in _LIVE_KINDS:
-                live.add(id(value.data if isinstance(value, NonTensorData) else value))
-            elif isinstance(value, NonTensorData) and not isinstance(value.data, Tensor):
+                continue
+            is_data = isinstance(value, NonTensorData)
+            if node._kinds and node._kinds.get(key) in _LIVE_KINDS:
+                live.add(id(value.data if is_data else value))
+            elif is_data and not isinstance(value.data, Tensor):
                 for part in parts_of(value.data):
-                    stack.append(part) if isinstance(part, TensorCollection) else live.add(id(part))
+                    if isinstance(part, TensorCollection):
+                        stack.append(part)
+                    else:
+                        live.add(id(part))
     return live
 
 
 def _is_live(leaf: Tensor) -> bool:
     """Return whether a leaf is a Parameter, which optimizers write to, or on a file that is mapped for writing."""
-    return type(leaf) is nn.Parameter or ((file := mapped_file(leaf)) is not None and file.mode == "r+")
+    if type(leaf) is nn.Parameter:
+        return True
+    file = mapped_file(leaf)
+    return file is not None and file.mode == "r+"
 
 
 def _is_private(leaf: Tensor) -> bool:
     """Return whether a large leaf is the only tensor on its memory, which torch allocated and numpy does not use."""
-    if type(leaf) is not Tensor or leaf.nbytes <= _SMALL_BYTES or not is_plain(leaf) or leaf.is_inference():
+    if type(leaf) is not Tensor or leaf.nbytes <= _SMALL_BYTES:
+        return False
+    # A tensor that was made in inference mode has no version.
+    if not is_plain(leaf) or leaf.is_inference():
         return False
     storage = leaf.untyped_storage()
     # The object `storage` is one reference. A DLPack capsule refers to the tensor; `numpy()` and memory of
     # another library make a storage that cannot be resized.
     # The stubs of torch lack `_use_count`.
     references: int = leaf._use_count()  # pyright: ignore[reportAttributeAccessIssue]
-    counts = torch._C._storage_Use_Count(storage._cdata), references
-    return counts == (2, 1) and storage.resizable() and not storage.is_shared()
+    is_alone = torch._C._storage_Use_Count(storage._cdata) == 2 and references == 1
+    return is_alone and storage.resizable() and not storage.is_shared()
 
 
 def _sample(leaf: Tensor) -> bytes:
@@ -164,8 +192,8 @@ def _sample(leaf: Tensor) -> bytes:
 def _digests_of_private(leaves: Sequence[_Private]) -> dict[str, str]:
     # The caller continues first: it waits for this thread to start, and this thread has the interpreter's lock.
     time.sleep(0)
-    found = _digests([(name, leaf) for name, leaf, *_ in leaves])
-    changed = [name for name, leaf, version, sample in leaves if leaf._version != version or _sample(leaf) != sample]
+    found = _digests([(private.name, private.leaf) for private in leaves])
+    changed = [private.name for private in leaves if private.is_changed()]
     if changed:
         raise changed_error(changed, expected="the values of that moment", got="other values")
     return found
@@ -194,11 +222,14 @@ def _digests(leaves: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     groups = [leaves[i::_GROUPS] for i in range(_GROUPS)]
     try:
         with ThreadPoolExecutor(threads) as pool:
-            parts = pool.map(lambda group: [(name, _digest(leaf)) for name, leaf in group], groups)
-            return dict(chain.from_iterable(parts))
+            return dict(chain.from_iterable(pool.map(_digests_of_group, groups)))
     except RuntimeError:
         # It has begun to end since.
         return {name: _digest(leaf) for name, leaf in leaves}
+
+
+def _digests_of_group(leaves: Sequence[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    return [(name, _digest(leaf)) for name, leaf in leaves]
 
 
 def _digest(leaf: Tensor) -> str:
@@ -319,7 +350,13 @@ class PendingSave(Future[SavedPath]):
             return
         if is_in_handler(*_waiting()):
             _wait_in_handler([self], timeout_s)
-        elif self._running.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0), threading.TIMEOUT_MAX)):
+            return
+        # A lock's own sign of no limit.
+        limit_s = -1.0
+        if timeout_s is not None:
+            limit_s = min(max(timeout_s, 0), threading.TIMEOUT_MAX)
+        has_ended = self._running.acquire(timeout=limit_s)
+        if has_ended:
             self._running.release()
 
     def _end(self) -> None:
@@ -402,7 +439,8 @@ class SaveQueue:
 
     def raise_failed(self) -> None:
         """Raise the first error that no call has raised yet; the next calls raise the others."""
-        for save in [save for save in self._own() if save.done()]:
+        ended = [save for save in self._own() if save.done()]
+        for save in ended:
             try:
                 self._saves.remove(save)
             except ValueError:
@@ -499,10 +537,18 @@ class WaitMethods:
 
 
 def _show_unseen(saves: list[PendingSave], process: int) -> None:
+    """Warn of errors that no call has raised."""
     # The saves of a forked process stayed with its parent.
-    ended = [save for save in saves if process == os.getpid() and save.done() and not save.cancelled()]
-    unseen = [save for save in ended if not save._is_seen]
-    shown = [f"{save._path}: {error!r}" for save in unseen if (error := Future.exception(save)) is not None]
+    if process != os.getpid():
+        return
+    shown: list[str] = []
+    for save in saves:
+        if not save.done() or save.cancelled() or save._is_seen:
+            continue
+        # Not the method of `save`, which would count the error as seen.
+        err = Future.exception(save)
+        if err is not None:
+            shown.append(f"{save._path}: {err!r}")
     if shown:
         # One warning: where warnings are errors, a second one would not be reached.
         warnings.warn(
@@ -583,15 +629,18 @@ class AsyncSaver(WaitMethods):
             Exception: An earlier save failed with this error, which no call has raised yet. Nothing was submitted.
         """
         target, max_bytes = check_target(path, max_shard_size)
-        target, tree = anchored(target), as_tree(td, f"save {target}")
+        tree = as_tree(td, f"save {target}")
+        target = anchored(target)
         # A path would make one slash of the two of a URL.
         name: SavedPath = target if is_remote(target) else pathlib.Path(target)
 
         def prepare() -> Write:
-            return partial(_save_snapshot, take_snapshot(tree, copy), name, target, max_bytes, fsync)
+            snapshot = take_snapshot(tree, copy)
+            return partial(_save_snapshot, snapshot, name, target, max_bytes, fsync)
 
         def write_here() -> SavedPath:
-            return _save_snapshot(Snapshot(outline(tree), {}), name, target, max_bytes, fsync)
+            snapshot = Snapshot(outline(tree), {})
+            return _save_snapshot(snapshot, name, target, max_bytes, fsync)
 
         return self._queue.submit(name, prepare, write_here)
 

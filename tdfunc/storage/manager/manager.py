@@ -6,6 +6,7 @@ import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -126,7 +127,7 @@ class CheckpointManager(WaitMethods):
         self._mode = mode
         self._fsync = fsync
         self._async = async_save
-        self._max_bytes = as_bytes(max_shard_size) if max_shard_size is not None else None
+        self._max_bytes = None if max_shard_size is None else as_bytes(max_shard_size)
         self._queue = SaveQueue(max_pending)
         # The steps that were there when this run began or went back to a step.
         self._earlier: frozenset[int] = frozenset(list_steps(self._folder))
@@ -182,16 +183,19 @@ class CheckpointManager(WaitMethods):
         if leaf is not None:
             return self._save_by_ranks(leaf, lambda: self._check(step, tree, metadata, overwrite))
         given = self._check(step, tree, metadata, overwrite)
+
+        def write_here() -> pathlib.Path:
+            snapshot = Snapshot(outline(given.tree), {})
+            return self._commit(given.step, snapshot, given.metadata, overwrite)
+
         if not self._async:
             save = PendingSave(given.path)
-            save.set_result(self._commit(given.step, Snapshot(outline(given.tree), {}), given.metadata, overwrite))
+            save.set_result(write_here())
             return save
 
         def prepare() -> Write:
-            return partial(self._commit, given.step, take_snapshot(given.tree, copy), given.metadata, overwrite)
-
-        def write_here() -> pathlib.Path:
-            return self._commit(given.step, Snapshot(outline(given.tree), {}), given.metadata, overwrite)
+            snapshot = take_snapshot(given.tree, copy)
+            return partial(self._commit, given.step, snapshot, given.metadata, overwrite)
 
         return self._queue.submit(given.path, prepare, write_here)
 
@@ -232,7 +236,7 @@ class CheckpointManager(WaitMethods):
         """
         if self._metric is None:
             raise error(
-                ValueError, "best: the manager must have a metric.", hint='CheckpointManager(folder, metric="loss").'
+                ValueError, "best: the manager has no metric.", hint='CheckpointManager(folder, metric="loss").'
             )
         return next(iter(self._by_metric(self.steps())), None)
 
@@ -348,15 +352,17 @@ class CheckpointManager(WaitMethods):
         if metric is not None and not _is_number(metric):
             raise error(
                 TypeError,
-                f"save: the metric {self._metric!r} must be a number.",
+                f"save: the metric {self._metric!r} is not a number.",
                 expected="an int or float, or None for a step that is never best",
                 got=repr(metric),
             )
         td = as_tree(tree, f"save {self._folder}")
         path = self.path(number)
         self._warn_above(number)
-        if not overwrite and (os.path.lexists(path) or any(save._path == path for save in self._queue.pending)):
-            raise exists_error(self._folder, number)
+        if not overwrite:
+            is_pending = any(save._path == path for save in self._queue.pending)
+            if is_pending or os.path.lexists(path):
+                raise exists_error(self._folder, number)
         return _Submission(number, td, described, overwrite, path)
 
     # Any: a DTensor.
@@ -380,11 +386,12 @@ class CheckpointManager(WaitMethods):
 
     def _check_load(self, step: int | None, *, fallback: bool, verify: bool) -> int | None:
         """Return the step; raise if an argument of a load is wrong."""
-        if fallback and (step is not None or not verify):
+        has_step = step is not None
+        if fallback and (has_step or not verify):
             raise error(
                 ValueError,
-                "load: fallback must come without a step, and with verify=True.",
-                got=f"step {step}" if step is not None else "verify=False",
+                "load: fallback=True excludes a step and verify=False.",
+                got=f"step {step}" if has_step else "verify=False",
             )
         if step is None:
             return None
@@ -405,8 +412,7 @@ class CheckpointManager(WaitMethods):
         self, step: int, snapshot: Snapshot | RankSave, metadata: dict[str, Any], overwrite: bool
     ) -> pathlib.Path:
         path = self.path(step)
-        max_bytes = self._max_bytes
-        fsync = self._fsync
+        above = sorted([other for other in self._abandoned if other > step])
         try:
             with naming("save", str(path), "the step was not saved"):
                 write_step(
@@ -414,15 +420,16 @@ class CheckpointManager(WaitMethods):
                     step,
                     snapshot,
                     metadata,
-                    max_bytes=max_bytes,
+                    max_bytes=self._max_bytes,
                     overwrite=overwrite,
-                    fsync=fsync,
-                    above=sorted([other for other in self._abandoned if other > step]),
+                    fsync=self._fsync,
+                    above=above,
                 )
         except ConcurrencyError as err:
             raise ConcurrencyError(f"save {path}: {err}") from err
         is_first = not isinstance(snapshot, RankSave) or snapshot.ranks.rank == 0
-        if is_first and (self._keep_last is not None or self._keep_best is not None):
+        has_rule = self._keep_last is not None or self._keep_best is not None
+        if is_first and has_rule:
             settle(str(path), "older steps are still there", lambda: self._remove_old(step, path))
         return path
 
@@ -477,20 +484,15 @@ class CheckpointManager(WaitMethods):
             if _is_number(value):
                 found.append((value, step))
         # A stable sort: of equal steps, the later stays first.
-        return [step for _, step in sorted(reversed(found), key=lambda pair: pair[0], reverse=self._mode == "max")]
+        found.reverse()
+        found.sort(key=itemgetter(0), reverse=self._mode == "max")
+        return [step for _, step in found]
 
     def _use(self, step: int | None, call: str, read: Callable[[str, int], T], *, fallback: bool = False) -> T:
         """Call `read` with the folder and number of a step (or the newest), again if another save replaces it."""
         broken: set[int] = set()
         while True:
-            if step is None:
-                number = max(set(self.steps()) - broken, default=None)
-            else:
-                number = as_step(step, call)
-            if number is None and broken:
-                raise damaged(f"{call} {self._folder}: one step must be undamaged.", got=f"damaged: {sorted(broken)}")
-            if number is None:
-                raise no_step(self._folder, call)
+            number = self._newest(call, broken) if step is None else as_step(step, call)
             try:
                 with reading(self._folder, number, call) as path:
                     found = read(path, number)
@@ -508,6 +510,15 @@ class CheckpointManager(WaitMethods):
                     raise
                 broken.add(number)
                 warnings.warn(f"{err}\n  an older step is loaded instead.", RuntimeWarning, stacklevel=3)
+
+    def _newest(self, call: str, broken: set[int]) -> int:
+        """Return the newest step except those that are broken; raise if there is none."""
+        number = max(set(self.steps()) - broken, default=None)
+        if number is not None:
+            return number
+        if broken:
+            raise damaged(f"{call} {self._folder}: all steps are damaged.", got=f"damaged: {sorted(broken)}")
+        raise no_step(self._folder, call)
 
 
 class _Submission(NamedTuple):

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import xxhash
@@ -73,10 +74,10 @@ def list_steps(folder: str) -> list[int]:
     aside: list[str] = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            match = commit.STEP_NAME.fullmatch(entry.name)
-            if match is not None and step_name(int(match[1])) == entry.name and entry.is_dir():
-                if any(os.path.lexists(os.path.join(entry.path, name)) for name in (ABOUT_FILE, SINGLE, INDEX)):
-                    found.append(int(match[1]))
+            step = _step_of(entry.name)
+            if step is not None and entry.is_dir():
+                if _has_files(entry.path):
+                    found.append(step)
             elif entry.name.endswith(".old") and commit.LEFTOVER.fullmatch(entry.name):
                 aside.append(entry.path)
     for path in aside:
@@ -86,6 +87,76 @@ def list_steps(folder: str) -> list[int]:
             if commit.locate(os.path.join(folder, step_name(step))) == path:
                 found.append(step)
     return sorted(found)
+
+
+def _step_of(name: str) -> int | None:
+    """Return the step whose folder has this name; None for any other name."""
+    match = commit.STEP_NAME.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match[1])
+    # More zeros than `step_name` writes are another program's.
+    return step if step_name(step) == name else None
+
+
+def _has_files(path: str) -> bool:
+    """Return whether a folder has a file of a step."""
+    return any(os.path.lexists(os.path.join(path, name)) for name in (ABOUT_FILE, SINGLE, INDEX))
+
+
+@dataclass(frozen=True)
+class _NewStep:
+    """A step that is saved, without its tree."""
+
+    folder: str
+    step: int
+    metadata: dict[str, Any]
+    # Higher steps that were there already.
+    above: Sequence[int]
+    overwrite: bool
+    fsync: bool
+
+    def put(self, write: Callable[[str], None], file: str) -> None:
+        """Make the folder, with the files that `write` puts into it and a description of them.
+
+        `file` is the name of the tree's file, or of the index of its shards.
+        """
+        path = os.path.join(self.folder, step_name(self.step))
+
+        def fill(place: str) -> None:
+            write(place)
+            self._write_about(place, file)
+
+        def check() -> None:
+            _check_own(path, "save")
+
+        commit.make_folder(self.folder, fsync=self.fsync)
+        for other in list_steps(self.folder):
+            commit.restore(os.path.join(self.folder, step_name(other)))
+        commit.sweep(self.folder)
+        try:
+            commit.replace_folder(path, fill, check=check, overwrite=self.overwrite, fsync=self.fsync)
+        except FileExistsError as err:
+            # One without a number is the error of `check`.
+            if err.errno is None:
+                raise
+            raise exists_error(self.folder, self.step) from err
+
+    def put_file(self, write: Callable[[int, str], None], size_bytes: int) -> None:
+        """Make the folder with one file, that `write` fills; it gets a descriptor and the name for other writers."""
+
+        def write_file(place: str) -> None:
+            commit.replace_named(os.path.join(place, SINGLE), write, size_bytes=size_bytes, fsync=self.fsync)
+
+        self.put(write_file, SINGLE)
+
+    def _write_about(self, place: str, file: str) -> None:
+        """Write the `checkpoint.json` of the step into its new folder."""
+        tree = _header_digest(os.path.join(place, file))
+        above = _digests(self.folder, self.above)
+        text = _describe(About(self.step, file, tree, self.metadata, above))
+        path = os.path.join(place, ABOUT_FILE)
+        commit.put_file(path, lambda fd, _: write_all(fd, text), size_bytes=len(text), fsync=self.fsync)
 
 
 def write_step(
@@ -103,43 +174,13 @@ def write_step(
 
     If all ranks save the tree, the first one makes the folder.
     """
-    path = os.path.join(folder, step_name(step))
-
-    def replace(write: Callable[[str], None], file: str) -> None:
-        """Make the folder, with the files that `write` puts into it and a description of them."""
-
-        def fill(place: str) -> None:
-            write(place)
-            text = _describe(
-                About(step, file, _header_digest(os.path.join(place, file)), metadata, _digests(folder, above))
-            )
-            about = os.path.join(place, ABOUT_FILE)
-            commit.put_file(about, lambda fd, _: write_all(fd, text), size_bytes=len(text), fsync=fsync)
-
-        commit.make_folder(folder, fsync=fsync)
-        for other in list_steps(folder):
-            commit.restore(os.path.join(folder, step_name(other)))
-        commit.sweep(folder)
-        try:
-            commit.replace_folder(path, fill, check=lambda: _check_own(path, "save"), overwrite=overwrite, fsync=fsync)
-        except FileExistsError as err:
-            if err.errno is None:
-                raise
-            raise exists_error(folder, step) from err
-
+    new = _NewStep(folder, step, metadata, above, overwrite, fsync)
     # The names are those of Hugging Face, so that its libraries read a step.
     if isinstance(snapshot, RankSave):
-
-        def commit_file(write: Callable[[int, str], None], size_bytes: int) -> None:
-            def write_file(place: str) -> None:
-                commit.replace_named(os.path.join(place, SINGLE), write, size_bytes=size_bytes, fsync=fsync)
-
-            replace(write_file, SINGLE)
-
-        snapshot.write(commit_file, folder)
+        snapshot.write(new.put_file, folder)
         return
     plan = plan_save(snapshot.outline, max_bytes, snapshot.digests())
-    replace(lambda place: write_into(plan, place, fsync=fsync), SINGLE if max_bytes is None else INDEX)
+    new.put(lambda place: write_into(plan, place, fsync=fsync), SINGLE if max_bytes is None else INDEX)
 
 
 def _digests(folder: str, steps: Sequence[int]) -> dict[str, str]:
@@ -182,9 +223,14 @@ def _check_own(path: str, call: str) -> None:
 
 def linked_error(path: str, call: str) -> OSError:
     """Return the error for a step whose folder is a link."""
-    undone = "the step was not saved" if call == "save" else "the step was not removed"
+    if call == "save":
+        kind: type[OSError] = NotADirectoryError
+        undone = "the step was not saved"
+    else:
+        kind = FileExistsError
+        undone = "the step was not removed"
     return error(
-        NotADirectoryError if call == "save" else FileExistsError,
+        kind,
         f"{call} {path}: {undone}: its folder is a link, and nothing behind a link is removed.",
         got=f"a link to {os.readlink(path)}",
         hint="remove the link by hand (unlink), and the folder behind it if nobody needs it.",
@@ -200,7 +246,7 @@ def no_step(folder: str, call: str) -> FileNotFoundError:
     """Return the error for a folder without steps."""
     return error(
         FileNotFoundError,
-        f"{call} {folder}: the folder must have a step.",
+        f"{call} {folder}: the folder has no step.",
         hint="latest() is None before the first save.",
     )
 
@@ -248,7 +294,7 @@ def _removed(folder: str, step: int, call: str) -> StepRemovedError:
     shown = ", ".join(map(str, list_steps(folder)[-10:])) or "none"
     return error(
         StepRemovedError,
-        f"{call} {folder}: step {step} must exist; it was removed, or never saved.",
+        f"{call} {folder}: step {step} does not exist; it was removed, or never saved.",
         expected=step_name(step),
         got=f"the last are {shown}",
     )
@@ -303,29 +349,34 @@ def read_about(folder: str, step: int | None) -> About:
         begin = f"{_START}{digest(raw, len(_START))}"
         if not raw.startswith(begin.encode()):
             raise damaged(f"{ABOUT_FILE} is damaged.", begin, repr(raw[: len(begin)])[2:-1])
-        try:
-            fields = parse_json(raw)
-            about = None
-            if fields["version"] == _VERSION:
-                metadata = dict(fields["metadata"])
-                above = dict(fields.get("above", {}))
-                about = About(fields["step"], fields["file"], fields["tree"], metadata, above)
-        except (ValueError, KeyError, TypeError, RecursionError) as err:
-            raise damaged(f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]) from err
-        if about is None:
-            raise UnsupportedError(
-                f"load {path}: this version of tdfunc must read the format.",
-                expected=f"version {_VERSION}",
-                got=repr(fields["version"])[:100],
-                hint="a later version of tdfunc wrote it.",
-            )
-        if about.step != (about.step if step is None else step) or about.file not in (SINGLE, INDEX):
+        about = _parse_about(raw, path)
+        is_other = step is not None and about.step != step
+        if is_other or about.file not in (SINGLE, INDEX):
             raise damaged(
-                "the folder must have the name of its step.",
+                "the folder does not have the name of its step.",
                 f"step {step} in {SINGLE} or {INDEX}",
                 f"step {about.step} in {about.file!r}"[:100],
             )
         return about
+
+
+def _parse_about(raw: bytes, path: str) -> About:
+    """Return the contents of a `checkpoint.json` whose digest is right."""
+    try:
+        fields = parse_json(raw)
+        version = fields["version"]
+        if version == _VERSION:
+            metadata = dict(fields["metadata"])
+            above = dict(fields.get("above", {}))
+            return About(fields["step"], fields["file"], fields["tree"], metadata, above)
+    except (ValueError, KeyError, TypeError, RecursionError) as err:
+        raise damaged(f"{ABOUT_FILE} is malformed.", got=f"{type(err).__name__}: {err}"[:300]) from err
+    raise UnsupportedError(
+        f"load {path}: this version of tdfunc cannot read the format.",
+        expected=f"version {_VERSION}",
+        got=repr(version)[:100],
+        hint="a later version of tdfunc wrote it.",
+    )
 
 
 def check_tree(folder: str, about: About) -> None:
@@ -333,7 +384,7 @@ def check_tree(folder: str, about: About) -> None:
     found = _header_digest(os.path.join(folder, about.file))
     if found != about.tree:
         raise damaged(
-            f"{about.file} must be the file that was saved with {ABOUT_FILE}.",
+            f"{about.file} is not the file that was saved with {ABOUT_FILE}.",
             f"a header with the digest {about.tree}",
             found,
         )
@@ -342,10 +393,13 @@ def check_tree(folder: str, about: About) -> None:
 def _header_digest(path: str) -> str:
     """Return the digest of the header of a safetensors file, or of a whole index."""
     with open(path, "rb") as file:
-        raw = file.read(-1 if path.endswith(INDEX) else 8)
-        if not path.endswith(INDEX):
-            left = os.fstat(file.fileno()).st_size - len(raw)
-            raw += file.read(min(int.from_bytes(raw, "little"), left))
+        if path.endswith(INDEX):
+            raw = file.read()
+        else:
+            # The length of the header, and the header.
+            length = file.read(8)
+            left = os.fstat(file.fileno()).st_size - len(length)
+            raw = length + file.read(min(int.from_bytes(length, "little"), left))
     return f"{ALGORITHM}:{xxhash.xxh3_64_hexdigest(raw)}"
 
 
@@ -356,7 +410,10 @@ def naming_step(folder: str, step: int | None) -> Generator[None, None, None]:
     try:
         yield
     except CorruptCheckpointError as err:
-        raise CorruptCheckpointError(str(err) if str(err).startswith(what) else f"{what} {err}") from err
+        text = str(err)
+        if not text.startswith(what):
+            text = f"{what} {text}"
+        raise CorruptCheckpointError(text) from err
     except FileNotFoundError as err:
         # If the whole folder is gone, the step was removed.
         if not os.path.isdir(folder):

@@ -102,16 +102,9 @@ class Together(Generic[T]):
         def list_own() -> bytes:
             if self._request is None:
                 self._request = self._check()
-                step = self._request.step
-                what = "the newest step"
-                if step is not None:
-                    what = f"step {step}"
-                self._ranks.terms = f"load {what}, fallback={self._request.fallback}"
+                self._ranks.terms = _terms_of(self._request)
             step = self._request.step
-            if step is None:
-                seen = list_steps(self._folder)
-            else:
-                seen = [step]
+            seen = list_steps(self._folder) if step is None else [step]
             if not seen:
                 raise no_step(self._folder, "load")
             return json.dumps(seen).encode()
@@ -121,7 +114,7 @@ class Together(Generic[T]):
             left = common - self.broken.keys()
             if common and not left:
                 got = f"damaged: {sorted(self.broken)}"
-                raise damaged(f"load {self._folder}: one step must be undamaged.", got=got)
+                raise damaged(f"load {self._folder}: all steps are damaged.", got=got)
             return json.dumps(max(left, default=None)).encode()
 
         return json.loads(self._ranks.agree(list_own, decide))
@@ -129,12 +122,13 @@ class Together(Generic[T]):
     def _read_all(self, number: int, found: list[T]) -> _Outcome:
         """Read a step on all ranks, and return what they have found together."""
 
-        def decide(made: list[bytes]) -> bytes:
-            return json.dumps(_sum_up([_Outcome(*json.loads(raw)) for raw in made])).encode()
+        def read_own() -> bytes:
+            return _encode(self._read_own(number, found))
 
-        return _Outcome(
-            *json.loads(self._ranks.agree(lambda: json.dumps(self._read_own(number, found)).encode(), decide))
-        )
+        def decide(made: list[bytes]) -> bytes:
+            return _encode(_sum_up([_decode(raw) for raw in made]))
+
+        return _decode(self._ranks.agree(read_own, decide))
 
     def _read_own(self, number: int, found: list[T]) -> _Outcome:
         try:
@@ -156,10 +150,26 @@ class Together(Generic[T]):
             return _Outcome("damaged", str(err))
 
 
+def _terms_of(request: Request[Any]) -> str:
+    """Return what the ranks must have in common."""
+    what = "the newest step" if request.step is None else f"step {request.step}"
+    return f"load {what}, fallback={request.fallback}"
+
+
+def _encode(outcome: _Outcome) -> bytes:
+    return json.dumps(outcome).encode()
+
+
+def _decode(raw: bytes) -> _Outcome:
+    return _Outcome(*json.loads(raw))
+
+
 def _sum_up(outcomes: Sequence[_Outcome]) -> _Outcome:
-    bad = next((one for state in ("damaged", "changed") for one in outcomes if one.state == state), None)
-    if bad is not None:
-        return bad
+    """Return the outcome of all ranks together: the worst of them."""
+    for state in ("damaged", "changed"):
+        for one in outcomes:
+            if one.state == state:
+                return one
     # Another process may have replaced the step between two reads.
     if len({one.text for one in outcomes}) == 1:
         return outcomes[0]

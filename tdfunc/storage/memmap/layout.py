@@ -94,32 +94,54 @@ class Owned(NamedTuple):
 
 def owned_names(meta: dict[str, Any]) -> Owned:
     """Return the names of the files and folders that a `meta.json` describes."""
-    files = {META}
-    folders = set[str]()
     own = meta.get("")
-    fields: dict[str, Any] = own if type(own) is dict else {}
-    if "tdfunc" not in fields and not str(meta.get("_type")).startswith(_TYPE_START):
+    document: dict[str, Any] = {}
+    if type(own) is dict:
+        document = own
+    if "tdfunc" not in document and not str(meta.get("_type")).startswith(_TYPE_START):
         # Another program's, which may name files in any way.
         return Owned(set(), set())
-    node = fields.get("node", {})
-    for key, item in zip(node.get("keys", ()), node.get("items", ()), strict=False):
-        is_leaf = type(item) is not dict
-        (files if is_leaf else folders).add(stem_of(key, leaf=is_leaf) + LEAF_SUFFIX * is_leaf)
     if own is None:
-        for key, entry in meta.items():
-            if type(entry) is not dict:
+        files, folders = _names_of_entries(meta)
+    else:
+        files, folders = _names_of_node(document.get("node", {}))
+    files.add(META)
+    is_numbered = meta.get("_type") in (LAZY_TYPE, VALUES_TYPE)
+    return Owned(files, folders, is_numbered)
+
+
+def _names_of_node(node: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Return the names of the files and folders of a node that tdfunc wrote."""
+    files = set[str]()
+    folders = set[str]()
+    # The lists of a damaged file may differ in length; only names that both give are known.
+    for key, item in zip(node.get("keys", ()), node.get("items", ()), strict=False):
+        if type(item) is dict:
+            folders.add(stem_of(key, leaf=False))
+        else:
+            files.add(stem_of(key, leaf=True) + LEAF_SUFFIX)
+    return files, folders
+
+
+def _names_of_entries(meta: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Return the names of the files and folders of a node that tensordict wrote."""
+    files = set[str](PICKLES)
+    folders = set[str]()
+    for key, entry in meta.items():
+        if type(entry) is not dict:
+            continue
+        # tensordict also writes names as they are, and several leaves for one nested tensor.
+        for name in {encoded(key), key}:
+            if "type" in entry:
+                folders.add(name)
                 continue
-            # tensordict also writes names as they are, and several leaves for one nested tensor.
-            for name in {encoded(key), key}:
-                if "type" in entry:
-                    folders.add(name)
-                    continue
-                files.add(name + LEAF_SUFFIX)
-                if entry.get("is_nested"):
-                    files.add(f"{name}.shape{LEAF_SUFFIX}")
-        files.update(PICKLES)
-        folders |= {"_tensordict"} if "shape" not in meta else set()
-    return Owned(files, folders, meta.get("_type") in (LAZY_TYPE, VALUES_TYPE))
+            files.add(name + LEAF_SUFFIX)
+            if entry.get("is_nested"):
+                files.add(f"{name}.shape{LEAF_SUFFIX}")
+    # A tensorclass keeps its tensors in a folder of this name.
+    if "shape" not in meta:
+        folders.add("_tensordict")
+    return files, folders
 
 
 class FileLeaf(NamedTuple):
@@ -136,6 +158,7 @@ class FileLeaf(NamedTuple):
 class FolderPlan(NamedTuple):
     """The contents of a folder, by relative names; an outer folder comes before those in it."""
 
+    # The `meta.json` files: (name, text).
     metas: list[tuple[str, str]]
     files: list[FileLeaf]
     # Second names of tied leaves: (name, the file that has the values).
@@ -155,39 +178,82 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
         BatchSizeError: A leaf does not start with the batch size.
         TieError: Tied paths hold different leaves.
     """
-    out = outline(tree, call=call, values=values, codes=FOLDER_CODES, named=False)
+    outlined = outline(tree, call=call, values=values, codes=FOLDER_CODES, named=False)
     if values:
-        for name, leaf in zip(out.names, out.leaves, strict=True):
+        for name, leaf in zip(outlined.names, outlined.leaves, strict=True):
             address_of(call, name, leaf)
-    assert out.text is not None
-    doc = json.loads(out.text)
-    for node in doc["nodes"]:
+    assert outlined.text is not None
+    document = json.loads(outlined.text)
+    for node in document["nodes"]:
         # The leaves will be on the CPU.
-        node |= {"device": "cpu"} if node.get("device") is not None else {}
-    plan = Description(doc)
+        if node.get("device") is not None:
+            node["device"] = "cpu"
+    plan = Description(document)
+    folders = _name_folders(plan)
+    leaves = _name_leaves(plan, folders, outlined.leaves)
+    # tensordict keeps no file for a leaf without elements.
+    files = [file for file in leaves if file.size_bytes]
+    links = _name_links(plan, folders, leaves)
+    ties = ties_of(plan)
+    metas: list[tuple[str, str]] = []
+    for number, folder in enumerate(folders):
+        metas.extend(_metas(plan, number, folder, ties))
+    size_bytes = sum(file.size_bytes for file in files)
+    return FolderPlan(metas, files, links, same=[], classes=_classes_in(tree), size_bytes=size_bytes)
+
+
+def _name_folders(plan: Description) -> list[str]:
+    """Return the name of each node's folder."""
     folders = [""] * len(plan.nodes)
     for number, above in enumerate(plan.parents):
         if above is not None:
-            folders[number] = join_name(folders[above[0]], stem_of(above[1], leaf=False))
+            parent, key = above
+            folders[number] = join_name(folders[parent], stem_of(key, leaf=False))
+    return folders
+
+
+def _name_leaf(folder: str, key: str) -> str:
+    """Return the name of a leaf's file."""
+    return join_name(folder, stem_of(key, leaf=True) + LEAF_SUFFIX)
+
+
+def _name_leaves(plan: Description, folders: list[str], leaves: Sequence[Tensor]) -> list[FileLeaf]:
+    """Return all leaves with the names of their files, in the order of the description."""
     files: list[FileLeaf] = []
     for number, folder in enumerate(folders):
         path = plan.path(number)
-        for key in [k for k, item in zip(plan.keys[number], plan.items[number], strict=True) if type(item) is not dict]:
+        for key, item in zip(plan.keys[number], plan.items[number], strict=True):
+            if type(item) is dict:
+                continue
             at = len(files)
-            name = join_name(folder, stem_of(key, leaf=True) + LEAF_SUFFIX)
-            size_bytes = plan.specs[at].size_bytes
-            is_value = IS_VALUE in plan.flags[at]
-            files.append(FileLeaf(name, out.leaves[at], (*path, key), size_bytes, is_value))
-    links = [
-        (join_name(folders[number], stem_of(key, leaf=True) + LEAF_SUFFIX), files[plan.tied[group]].name)
-        for group, refs in enumerate(plan.groups)
-        for number, key in refs[1:]
-        if files[plan.tied[group]].size_bytes
-    ]
-    # tensordict keeps no file for a leaf without elements.
-    files = [file for file in files if file.size_bytes]
-    ties = ties_of(plan)
-    metas = [meta for number in range(len(folders)) for meta in _metas(plan, number, folders[number], ties)]
+            files.append(
+                FileLeaf(
+                    name=_name_leaf(folder, key),
+                    leaf=leaves[at],
+                    path=(*path, key),
+                    size_bytes=plan.specs[at].size_bytes,
+                    is_value=IS_VALUE in plan.flags[at],
+                )
+            )
+    return files
+
+
+def _name_links(plan: Description, folders: list[str], leaves: list[FileLeaf]) -> list[tuple[str, str]]:
+    """Return the further names of tied leaves, each with the name of the file that has the values."""
+    links: list[tuple[str, str]] = []
+    for group, refs in enumerate(plan.groups):
+        first = leaves[plan.tied[group]]
+        # tensordict keeps no file for a leaf without elements.
+        if not first.size_bytes:
+            continue
+        for number, key in refs[1:]:
+            links.append((_name_leaf(folders[number], key), first.name))
+    return links
+
+
+def _classes_in(tree: TensorCollection) -> list[type[TensorCollection]]:
+    """Return the classes of all trees in a tree, also of those in its non-tensor data."""
+    # A dict, which keeps the order.
     classes: dict[type[TensorCollection], None] = {}
     stack: list[Any] = [tree]
     while stack:
@@ -197,63 +263,100 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
             stack.extend(node._data.values())
         elif isinstance(node, NonTensorData):
             stack.extend(parts_of(node.data))
-    return FolderPlan(metas, files, links, [], list(classes), sum(file.size_bytes for file in files))
+    return list(classes)
+
+
+class _SpecNumbers:
+    """The specs of one `meta.json`, numbered as they are first used."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Spec, int] = {}
+
+    def all(self) -> list[Spec]:
+        return list(self._numbers)
+
+    # Any: an item of the JSON.
+    def item_of(self, spec: Spec, flags: str, shape: Sequence[Any] = ()) -> Any:
+        """Return the item of a leaf: the number of its spec, or a list of the number, the flags and the shape."""
+        number = self._numbers.setdefault(spec, len(self._numbers))
+        if flags:
+            return [number, flags, *shape]
+        return number
 
 
 def _metas(plan: Description, number: int, folder: str, ties: dict[int, Ties]) -> list[tuple[str, str]]:
     """Return the `meta.json` of a node, and those of its non-tensor data, by their names."""
-    node = plan.nodes[number]
     size = list(plan.sizes[number])
     leaf = plan.starts[number]
-    specs: dict[Spec, int] = {}
+    specs = _SpecNumbers()
     items: list[Any] = []
     metas: list[tuple[str, str]] = []
-
-    def tensor(at: int, flags: str, shape: Sequence[Any]) -> Any:
-        place = specs.setdefault(plan.specs[at], len(specs))
-        if flags:
-            return [place, flags, *shape]
-        return place
-
     for key, item in zip(plan.keys[number], plan.items[number], strict=True):
-        if type(item) is not dict:
-            items.append(tensor(leaf, plan.flags[leaf], item[2:] if type(item) is list else ()))
+        if type(item) is int:
+            items.append(specs.item_of(plan.specs[leaf], plan.flags[leaf]))
+            leaf += 1
+        elif type(item) is list:
+            items.append(specs.item_of(plan.specs[leaf], plan.flags[leaf], item[2:]))
             leaf += 1
         elif "tie" in item:
             first = plan.tied[item["tie"]]
-            flags = plan.flags[first]
-            items.append(tensor(first, item.get("flags", "") + flags.replace(kinds_in(flags), ""), ()))
+            items.append(specs.item_of(plan.specs[first], _alias_flags(item, plan.flags[first])))
         elif "tree" in item:
             items.append({**item, "tree": None})
         else:
-            data = None
-            if stem_of(key, leaf=False) == encoded(key):
-                data = _value_fields(item, item.get("shape", size))
-            if data is not None:
-                metas.append((join_name(join_name(folder, encoded(key)), META), _text(data)))
-                held = "value" if "value" in item else "values"
-                item = {"data": held, **{field: item[field] for field in ("flags", "shape") if field in item}}
-            items.append(item)
-    fields: dict[str, Any] = {field: node[field] for field in ("names", "class", "own") if field in node}
-    if size:
-        fields["size"] = size
-    if plan.devices[number] is not None:
-        fields["device"] = "cpu"
-    described = {**fields, "keys": plan.keys[number], "items": items}
-    document: dict[str, Any] = {"tdfunc": VERSION, "specs": [[s.code, list(s.shape)] for s in specs], "node": described}
-    if number in ties and ties[number]:
+            value = _value_fields(key, item, item.get("shape", size))
+            if value is None:
+                items.append(item)
+                continue
+            metas.append((join_name(join_name(folder, encoded(key)), META), _text(value)))
+            items.append(_stored_item(item))
+    described = {**_node_fields(plan, number), "keys": plan.keys[number], "items": items}
+    codes = [[spec.code, list(spec.shape)] for spec in specs.all()]
+    document: dict[str, Any] = {"tdfunc": VERSION, "specs": codes, "node": described}
+    if ties.get(number):
         document["ties"] = ties[number]
-    meta = {**shared_fields(described, list(specs)), "": document}
+    meta = {**shared_fields(described, specs.all()), "": document}
     return [(join_name(folder, META), _text(meta)), *metas]
 
 
-def _value_fields(item: dict[str, Any], shape: Sequence[int]) -> dict[str, Any] | None:
-    """Return non-tensor data as tensordict writes them; None if it would alter them."""
+def _node_fields(plan: Description, number: int) -> dict[str, Any]:
+    """Return the fields of a node except its keys and items."""
+    node = plan.nodes[number]
+    fields: dict[str, Any] = {name: node[name] for name in ("names", "class", "own") if name in node}
+    # In a description a node inherits them; each `meta.json` records its own.
+    if plan.sizes[number]:
+        fields["size"] = list(plan.sizes[number])
+    if plan.devices[number] is not None:
+        fields["device"] = "cpu"
+    return fields
+
+
+def _alias_flags(item: dict[str, Any], first_flags: str) -> str:
+    """Return the flags of a tied leaf: its own kinds, and the other flags of the leaf with the values."""
+    shared_flags = first_flags.replace(kinds_in(first_flags), "")
+    return item.get("flags", "") + shared_flags
+
+
+def _stored_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the item of non-tensor data that are in a folder of their own."""
+    stored: dict[str, Any] = {"data": "value" if "value" in item else "values"}
+    for field in ("flags", "shape"):
+        if field in item:
+            stored[field] = item[field]
+    return stored
+
+
+def _value_fields(key: str, item: dict[str, Any], shape: Sequence[int]) -> dict[str, Any] | None:
+    """Return non-tensor data as tensordict writes them; None if it would alter them, or has no name for the key."""
+    if stem_of(key, leaf=False) != encoded(key):
+        return None
     if "value" in item:
         return {"_type": VALUE_TYPE, "data": item["value"], "_is_non_tensor": True, "_metadata": None}
     flat = item["values"]
     # tensordict takes lists inside for further batch dimensions, and keeps no empty stack.
-    if not shape or not flat or not all(type(value) in (str, bool, int, float) for value in flat):
+    if not shape or not flat:
+        return None
+    if not all(type(value) in (str, bool, int, float) for value in flat):
         return None
     array = np.empty(len(flat), dtype=object)
     array[:] = flat
@@ -271,22 +374,31 @@ def shared_fields(node: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]
         return {"_type": LAZY_TYPE, "stack_dim": len(size) + node["own"]}
     entries: dict[str, Any] = {}
     for key, item in zip(node["keys"], node["items"], strict=True):
-        is_leaf = type(item) is not dict
-        if stem_of(key, leaf=is_leaf) != encoded(key):
+        # tensordict would look for these under another name.
+        if stem_of(key, leaf=type(item) is not dict) != encoded(key):
             continue
-        if is_leaf:
-            if type(item) is int:
-                place, flags = (item, "")
-            else:
-                place, flags = item[:2]
-            spec = specs[place]
-            if IS_VALUE not in flags and str(spec.dtype) in SHARED_DTYPES:
-                entries[key] = {
-                    "device": "cpu", "shape": list(spec.size), "dtype": str(spec.dtype), "is_nested": False
-                }  # fmt: skip
-        elif "tree" in item:
-            entries[key] = {"type": "TensorDict"}
-        elif "data" in item:
-            entries[key] = {"type": "NonTensorData" if item["data"] == "value" else "NonTensorStack"}
-    place = "None" if node.get("device") is None else "cpu"
-    return {**entries, "shape": size, "device": place, "_type": TREE_TYPE}
+        entry = _shared_entry(item, specs)
+        if entry is not None:
+            entries[key] = entry
+    device = "None" if node.get("device") is None else "cpu"
+    return {**entries, "shape": size, "device": device, "_type": TREE_TYPE}
+
+
+# Any: an item of the JSON.
+def _shared_entry(item: Any, specs: Sequence[Spec]) -> dict[str, Any] | None:
+    """Return tensordict's entry of an item; None for an item that tensordict cannot read."""
+    if type(item) is dict:
+        if "tree" in item:
+            return {"type": "TensorDict"}
+        if "data" in item:
+            return {"type": "NonTensorData" if item["data"] == "value" else "NonTensorStack"}
+        return None
+    if type(item) is int:
+        number = item
+        flags = ""
+    else:
+        number, flags = item[:2]
+    spec = specs[number]
+    if IS_VALUE in flags or str(spec.dtype) not in SHARED_DTYPES:
+        return None
+    return {"device": "cpu", "shape": list(spec.size), "dtype": str(spec.dtype), "is_nested": False}

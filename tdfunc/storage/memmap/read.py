@@ -120,17 +120,16 @@ def read_tree(
 ) -> TensorCollection:
     """Read the folder behind a descriptor; the leaves remember the path `where`."""
     reader = FolderReader(root, classes)
-    target = None if place is None or place.type == "cpu" else place
 
-    def one(file: LeafFile) -> Tensor:
+    def read_leaf(file: LeafFile) -> Tensor:
         if is_fake(place):
             return torch.empty(file.shape, dtype=file.dtype, device=place or "cpu")
         leaf = map_leaf(root, file, where, mode)
-        if target is None:
+        if place is None or place.type == "cpu":
             return leaf
-        return move_leaf(leaf, target, non_blocking=non_blocking)
+        return move_leaf(leaf, place, non_blocking=non_blocking)
 
-    return reader.build(map_each(one, reader.files, threads), place)
+    return reader.build(map_each(read_leaf, reader.files, threads), place)
 
 
 def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list[Out]:
@@ -141,17 +140,22 @@ def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list
         return list(pool.map(fn, items))
 
 
-@contextmanager
-def opened(name: str, call: str) -> Generator[int, None, None]:
+def _open_root(name: str) -> Descriptor:
     """Open a folder, or the old one of a writer that was killed between two steps."""
     try:
-        try:
-            root = Descriptor(name, FOLDER)
-        except FileNotFoundError:
-            root = Descriptor(locate(name), FOLDER)
+        return Descriptor(name, FOLDER)
+    except FileNotFoundError:
+        return Descriptor(locate(name), FOLDER)
+
+
+@contextmanager
+def opened(name: str, call: str) -> Generator[int, None, None]:
+    """Open a folder by its name, for the block."""
+    try:
+        root = _open_root(name)
     except FileNotFoundError:
         raise FileNotFoundError(
-            errno.ENOENT, explain(f"{call}: the folder must exist.", expected="a folder with meta.json"), name
+            errno.ENOENT, explain(f"{call}: the folder does not exist.", expected="a folder with meta.json"), name
         ) from None
     except NotADirectoryError as err:
         hint = "tdfunc.load reads a .safetensors file."
@@ -170,7 +174,7 @@ def naming(name: str, call: str) -> Generator[None, None, None]:
     except (CorruptCheckpointError, TreeStructureError, UnsupportedError) as err:
         raise type(err)(f"{call} {name}: {err}") from err
     except FileNotFoundError as err:
-        what = explain(f"{call}: the folder must have a meta.json.", expected="a memmap folder")
+        what = explain(f"{call}: the folder has no meta.json.", expected="a memmap folder")
         raise FileNotFoundError(errno.ENOENT, what, name) from err
 
 
@@ -195,13 +199,17 @@ def open_leaf(root: int, leaf: LeafFile, *, writable: bool = False) -> Descripto
     what = f"leaf {dotted(leaf.path)!r}"
     file = open_inside(root, leaf.name, what, writable=writable)
     found = os.fstat(file.fd).st_size
-    if found < leaf.size_bytes or (leaf.exact and found > leaf.size_bytes):
-        raise damaged(
-            f"{what}: its file {leaf.name} is {'cut short' if found < leaf.size_bytes else 'too long'}.",
-            f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
-            f"{found} bytes",
-        )
-    return file
+    if found < leaf.size_bytes:
+        fault = "cut short"
+    elif leaf.exact and found > leaf.size_bytes:
+        fault = "too long"
+    else:
+        return file
+    raise damaged(
+        f"{what}: its file {leaf.name} is {fault}.",
+        f"{leaf.size_bytes} bytes for {leaf.dtype} {list(leaf.shape)}",
+        f"{found} bytes",
+    )
 
 
 def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: str | None = None) -> Tensor:
@@ -242,6 +250,8 @@ class _Place(NamedTuple):
 class _Node(NamedTuple):
     """A node as its `meta.json` describes it, in the grammar of `tree/encode.py`."""
 
+    # The folder with its leaves.
+    place: _Place
     fields: dict[str, Any]
     specs: list[Spec]
     # The name of each item's file or folder, without the suffix of leaves.
@@ -249,6 +259,15 @@ class _Node(NamedTuple):
     ties: Ties = ()
     # The dimension of a lazy stack whose batch size follows from its trees.
     stack_dim: int | None = None
+    # True if tdfunc wrote it: its files are then of the right size exactly.
+    is_own: bool = False
+
+
+class _Slot(NamedTuple):
+    """The place of an item in the list of a node's items, where another can be put."""
+
+    items: list[Any]
+    at: int
 
 
 class FolderReader:
@@ -264,8 +283,24 @@ class FolderReader:
         self.classes = classes
         self.files: list[LeafFile] = []
         self._nodes: list[_Node] = []
-        self._places: list[_Place] = []
-        self._exact: list[bool] = []
+        specs = self._read_nodes()
+        with _checking("the folder"):
+            self._measure_stacks()
+            ties = self._tie(specs)
+            codes = [[spec.code, spec.shape] for spec in specs]
+            nodes = [node.fields for node in self._nodes]
+            self.plan: Description = Description({"specs": codes, "nodes": nodes, "ties": ties})
+            for node in self._nodes:
+                self._list_files(node)
+
+    def build(self, leaves: Sequence[Tensor], device: torch.device | None) -> TensorCollection:
+        """Return the tree around leaves in the order of `files`, all on the device."""
+        with _checking("the folder"):
+            flagged = [flag_leaf(leaf, flags) for leaf, flags in zip(leaves, self.plan.flags, strict=True)]
+            return build_tree(self.plan, flagged, self.classes, device)
+
+    def _read_nodes(self) -> list[Spec]:
+        """Read all nodes, each after the one around it; return the specs of their leaves."""
         specs: list[Spec] = []
         stack = [_Place("", ())]
         while stack:
@@ -275,77 +310,57 @@ class FolderReader:
                 items = self._nodes[place.parent].fields["items"]
                 items[place.at] = {**items[place.at], "tree": number}
             with _checking(f"meta.json of {where(place.path)}"):
-                stack.extend(reversed(self._enter(number, place, specs)))
-        with _checking("the folder"):
-            self._measure()
-            doc = {"specs": [[s.code, s.shape] for s in specs], "nodes": [node.fields for node in self._nodes]}
-            self.plan: Description = Description({**doc, "ties": self._tie(specs)})
-            for place, node, exact in zip(self._places, self._nodes, self._exact, strict=True):
-                for key, item, stem in zip(node.fields["keys"], node.fields["items"], node.stems, strict=True):
-                    if type(item) is not dict:
-                        spec = self.plan.specs[len(self.files)]
-                        name = join_name(place.folder, stem + LEAF_SUFFIX)
-                        path = (*place.path, key)
-                        self.files.append(LeafFile(name, path, spec.dtype, spec.size, spec.size_bytes, exact))
+                node = self._read_node(place)
+                self._nodes.append(node)
+                children = self._resolve_items(number, node, len(specs))
+                specs.extend(node.specs)
+            stack.extend(reversed(children))
+        return specs
 
-    def build(self, leaves: Sequence[Tensor], device: torch.device | None) -> TensorCollection:
-        """Return the tree around leaves in the order of `files`, all on the device."""
-        with _checking("the folder"):
-            flagged = [flag_leaf(leaf, flags) for leaf, flags in zip(leaves, self.plan.flags, strict=True)]
-            return build_tree(self.plan, flagged, self.classes, device)
+    def _list_files(self, node: _Node) -> None:
+        """Add the leaves of a node to `files`."""
+        keys = node.fields["keys"]
+        items = node.fields["items"]
+        for key, item, stem in zip(keys, items, node.stems, strict=True):
+            if type(item) is dict:
+                continue
+            spec = self.plan.specs[len(self.files)]
+            name = join_name(node.place.folder, stem + LEAF_SUFFIX)
+            path = (*node.place.path, key)
+            self.files.append(LeafFile(name, path, spec.dtype, spec.size, spec.size_bytes, exact=node.is_own))
 
-    def _enter(self, number: int, place: _Place, specs: list[Spec]) -> list[_Place]:
-        """Read one node; return its sub-trees."""
+    def _read_node(self, place: _Place) -> _Node:
+        """Read one node from its folder."""
         meta = self._meta(place.folder, place.path)
         own = meta.get("")
-        if own is not None and (type(own) is not dict or "tdfunc" not in own):
-            raise UnsupportedError(
-                f"{where(place.path)} must not have an entry with an empty key.",
-                hint="load it with tensordict and rename the key.",
-            )
-        if own is not None and own["tdfunc"] != VERSION:
-            raise UnsupportedError(
-                f"this version of tdfunc must read the format of {where(place.path)}.",
-                expected=str(VERSION),
-                got=repr(own["tdfunc"])[:100],
-                hint="install the tdfunc that wrote it, or a newer one.",
-            )
+        _check_version(own, place.path)
         self._check_pickles(place.folder, place.path)
         inner = join_name(place.folder, "_tensordict")
         if own is None and "shape" not in meta and self._is_folder(inner, place.path):
             place, meta = self._tensorclass(place, meta)
         if own is not None:
-            node = self._document(place, meta, own)
-        elif meta.get("_type") == LAZY_TYPE:
-            node = self._stack(place, meta)
-        else:
-            node = self._entries(place, meta)
-        self._nodes.append(node)
-        self._places.append(place)
-        self._exact.append(own is not None)
+            return self._document(place, meta, own)
+        if meta.get("_type") == LAZY_TYPE:
+            return self._stack(place, meta)
+        return self._entries(place, meta)
+
+    def _resolve_items(self, number: int, node: _Node, first_spec: int) -> list[_Place]:
+        """Number the specs of a node's leaves from `first_spec`; return the places of its sub-trees."""
         children: list[_Place] = []
         keys = node.fields["keys"]
         items = node.fields["items"]
         for at, (key, item, stem) in enumerate(zip(keys, items, node.stems, strict=True)):
-            if type(item) is dict and "tree" in item:
-                path = (*place.path, key)
-                folder = join_name(place.folder, stem)
+            if type(item) is not dict:
+                items[at] = _shift_spec(key, item, len(node.specs), first_spec)
+            elif "tree" in item:
+                path = (*node.place.path, key)
+                folder = join_name(node.place.folder, stem)
                 self._check_folder(folder, path)
+                child = _Place(folder, path, parent=number, at=at)
                 # The trees of a stack are of the class that tensordict records for the stack.
                 if node.stack_dim is not None:
-                    cls, further = (place.cls, place.further)
-                else:
-                    cls, further = (None, {})
-                children.append(_Place(folder, path, number, at, cls, further))
-            elif type(item) is not dict:
-                place_in, *rest = item if type(item) is list else (item,)
-                if type(place_in) is not int or not 0 <= place_in < len(node.specs):
-                    raise malformed(f"the number of a spec at {key!r}", repr(item))
-                if rest:
-                    items[at] = [place_in + len(specs), *rest]
-                else:
-                    items[at] = place_in + len(specs)
-        specs.extend(node.specs)
+                    child = child._replace(cls=node.place.cls, further=node.place.further)
+                children.append(child)
         return children
 
     def _document(self, place: _Place, meta: dict[str, Any], own: dict[str, Any]) -> _Node:
@@ -353,11 +368,12 @@ class FolderReader:
         fields = own["node"]
         specs = [spec_of(code, shape) for code, shape in own["specs"]]
         expected = shared_fields(fields, specs)
-        if {key: value for key, value in meta.items() if key} != expected:
+        shared = {key: value for key, value in meta.items() if key}
+        if shared != expected:
             raise damaged(
                 f"meta.json of {where(place.path)}: tensordict's fields differ from tdfunc's.",
                 repr(expected)[:300],
-                repr({key: value for key, value in meta.items() if key})[:300],
+                repr(shared)[:300],
                 hint="another program changed them: restore the file from a copy.",
             )
         keys = fields["keys"]
@@ -369,9 +385,10 @@ class FolderReader:
             if type(item) is dict and "data" in item:
                 shape = item.get("shape", size)
                 more = {field: item[field] for field in ("flags", "shape") if field in item}
-                items[at] = {**self._value(place, keys[at], stems[at], len(shape), shape), **more}
-        ties = tuple(tuple(tuple(path) for path in group) for group in own.get("ties", ()))
-        return _Node(fields, specs, stems, ties)
+                value = self._value(place, keys[at], stems[at], len(shape), shape)
+                items[at] = {**value, **more}
+        ties = tuple([_tuple_paths(group) for group in own.get("ties", ())])
+        return _Node(place, fields, specs, stems, ties, is_own=True)
 
     def _stack(self, place: _Place, meta: dict[str, Any]) -> _Node:
         """Read a lazy stack of tensordict."""
@@ -385,20 +402,32 @@ class FolderReader:
             raise malformed("the dimension of a lazy stack", repr(dim))
         items = [{"tree": None} for _ in keys]
         fields = {"class": lazy_name(), "keys": keys, "items": items, "device": None}
-        return _Node(fields, [], keys, stack_dim=dim)
+        return _Node(place, fields, specs=[], stems=keys, stack_dim=dim)
 
     def _tensorclass(self, place: _Place, meta: dict[str, Any]) -> tuple[_Place, dict[str, Any]]:
         """Read a tensorclass of tensordict: fields that are not tensors, and the tree or stack of the others."""
         kind = meta.pop("_type", None)
         if type(kind) is not str:
             raise _unknown(place.path, kind)
-        name = kind.removeprefix("<class '").removesuffix("'>")
-        classes: Any = (self.classes,) if isinstance(self.classes, type) else self.classes
-        if isinstance(classes, Mapping):
-            classes = classes.values()
-        named = {f"{cls.__module__}.{cls.__qualname__}": f"{cls.__module__}:{cls.__qualname__}" for cls in classes}
-        place = place._replace(folder=join_name(place.folder, "_tensordict"), cls=named.get(name), further=meta)
+        folder = join_name(place.folder, "_tensordict")
+        place = place._replace(folder=folder, cls=self._class_name(kind), further=meta)
         return place, self._meta(place.folder, place.path)
+
+    def _class_name(self, kind: str) -> str | None:
+        """Return our name of a class that tensordict names, if it is one of the given classes."""
+        name = kind.removeprefix("<class '").removesuffix("'>")
+        if isinstance(self.classes, type):
+            classes: Any = (self.classes,)
+        elif isinstance(self.classes, Mapping):
+            classes = self.classes.values()
+        else:
+            classes = self.classes
+        own_name = None
+        # Of classes with one name the last is used.
+        for cls in classes:
+            if f"{cls.__module__}.{cls.__qualname__}" == name:
+                own_name = f"{cls.__module__}:{cls.__qualname__}"
+        return own_name
 
     def _entries(self, place: _Place, meta: dict[str, Any]) -> _Node:
         """Read a node of tensordict."""
@@ -413,23 +442,11 @@ class FolderReader:
             if type(entry) is not dict:
                 continue
             is_leaf = "type" not in entry
-            stem = encoded(key)
-            if is_raw_name(key) and not self._mode(join_name(place.folder, stem + LEAF_SUFFIX * is_leaf)):
-                stem = key
+            stem = self._entry_stem(place.folder, key, is_leaf)
             stems.append(stem)
             if is_leaf:
-                is_nested = entry.get("is_nested")
-                dtype = entry["dtype"]
-                if is_nested or (dtype not in SHARED_DTYPES and str(dtype).startswith("torch.")):
-                    raise UnsupportedError(
-                        f"leaf {dotted((*place.path, key))!r} must be a dense tensor of a dtype that torch has.",
-                        expected=f"one of {', '.join(SHARED_DTYPES)}",
-                        got="a nested tensor" if is_nested else dtype,
-                    )
-                spec = spec_for(SHARED_DTYPES[dtype], entry["shape"], FOLDER_CODES)
-                assert spec is not None
                 items[key] = len(specs)
-                specs.append(spec)
+                specs.append(_entry_spec((*place.path, key), entry))
             elif entry["type"] in ("NonTensorData", "NonTensorStack"):
                 # One value for each element of the batch, and at least one dimension.
                 items[key] = self._value(place, key, stem, max(len(size), 1), size)
@@ -439,10 +456,22 @@ class FolderReader:
             if value is not None and key and key not in items:
                 items[key] = {"value": value}
                 stems.append("")
-        device = "cpu" if meta.get("device", "None") not in ("None", None) else None
-        node = {"size": size, "device": device, "keys": list(items), "items": list(items.values())}
-        node |= {"class": place.cls} if place.cls is not None else {}
-        return _Node(node, specs, stems)
+        fields: dict[str, Any] = {"size": size, "device": None, "keys": list(items), "items": list(items.values())}
+        if meta.get("device", "None") not in ("None", None):
+            fields["device"] = "cpu"
+        if place.cls is not None:
+            fields["class"] = place.cls
+        return _Node(place, fields, specs, stems)
+
+    def _entry_stem(self, folder: str, key: str, is_leaf: bool) -> str:
+        """Return the name of an entry's file or folder: old versions of tensordict did not encode the key."""
+        stem = encoded(key)
+        if not is_raw_name(key):
+            return stem
+        suffix = LEAF_SUFFIX if is_leaf else ""
+        if self._mode(join_name(folder, stem + suffix)):
+            return stem
+        return key
 
     def _value(self, place: _Place, key: str, stem: str, dims: int, shape: Sequence[int]) -> dict[str, Any]:
         """Read non-tensor data, whose values are lists nested `dims` deep, as an item."""
@@ -455,14 +484,7 @@ class FolderReader:
             return {"value": meta["data"]}
         if meta.get("_type") != VALUES_TYPE:
             raise malformed("non-tensor data", repr(meta.get("_type")))
-        flat: list[Any] = [meta["data"]]
-        found: list[int] = []
-        for _ in range(dims):
-            lengths = {len(part) if type(part) is list else -1 for part in flat}
-            if len(lengths) != 1 or -1 in lengths:
-                raise malformed(f"lists nested {dims} deep, of equal lengths", repr(meta["data"]))
-            found.append(lengths.pop())
-            flat = [value for part in flat for value in part]
+        flat, found = _flatten(meta["data"], dims)
         if found != list(shape):
             return {"values": flat, "shape": found}
         return {"values": flat}
@@ -521,57 +543,143 @@ class FolderReader:
 
     # -- the tree -----------------------------------------------------------------------------------------------
 
-    def _measure(self) -> None:
+    def _measure_stacks(self) -> None:
         """Compute the batch sizes of lazy stacks that do not record theirs; a node comes after the one around it."""
         for node in reversed(self._nodes):
             if node.stack_dim is None:
                 continue
             trees = [self._nodes[item["tree"]].fields["size"] for item in node.fields["items"]]
-            inner = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*trees, strict=True)]
+            inner = _common_sizes(trees)
             if node.stack_dim > len(inner):
                 raise malformed(f"a dimension of at most {len(inner)}", str(node.stack_dim))
             node.fields["size"] = [*inner[: node.stack_dim], len(trees), *inner[node.stack_dim :]]
             node.fields["own"] = node.stack_dim - len(inner) - 1
 
     def _tie(self, specs: Sequence[Spec]) -> list[list[tuple[int, str]]]:
-        """Make aliases of tied leaves and return their groups; every sub-tree must record the groups of its parent."""
-        keys = sum(len(path) ** 2 for node in self._nodes for group in node.ties for path in group)
-        check_tie_size(keys, CorruptCheckpointError)
-        known: list[dict[str, Ties]] = []
-        for place, node in zip(self._places, self._nodes, strict=True):
-            if known:
-                expected = known[place.parent].get(place.path[-1], ())
-            else:
-                expected = node.ties
-            if set(map(frozenset, expected)) != set(map(frozenset, node.ties)):
-                # A part of a larger folder that was replaced by itself has other ties; that is damage too.
-                raise damaged(
-                    f"{where(place.path)} and the folder around it must have the same ties.",
-                    repr(expected)[:300],
-                    repr(node.ties)[:300],
-                )
-            known.append(restrict(node.ties))
-        numbers = {place.path: number for number, place in enumerate(self._places)}
+        """Make aliases of tied leaves and return their groups."""
+        self._check_ties()
+        numbers = {node.place.path: number for number, node in enumerate(self._nodes)}
         groups: list[list[tuple[int, str]]] = []
         orders: dict[int, dict[str, int]] = {}
         for number, group in enumerate(self._nodes[0].ties):
             refs = [(numbers[path[:-1]], path[-1]) for path in group]
-            items: list[list[Any]] = [self._nodes[node].fields["items"] for node, _ in refs]
-            for node, _ in refs:
-                if node not in orders:
-                    orders[node] = {key: place for place, key in enumerate(self._nodes[node].fields["keys"])}
-            places: list[int] = [orders[node][key] for node, key in refs]
             first: Spec | None = None
-            for own, at in zip(items, places, strict=True):
-                item: list[Any] = own[at] if type(own[at]) is list else [own[at], ""]
-                spec: Spec = specs[int(item[0])]
-                if first is not None and spec != first:
+            for slot in self._find_slots(refs, orders):
+                item = slot.items[slot.at]
+                place, flags = item[:2] if type(item) is list else (item, "")
+                spec = specs[int(place)]
+                if first is None:
+                    first = spec
+                    continue
+                if spec != first:
                     raise malformed(f"leaves of one dtype and shape tied to {dotted(group[0])!r}", "others")
-                if first is not None:
-                    own[at] = {"tie": number, "flags": kinds_in(item[1])}
-                first = spec
+                slot.items[slot.at] = {"tie": number, "flags": kinds_in(flags)}
             groups.append(refs)
         return groups
+
+    def _check_ties(self) -> None:
+        """Raise unless every sub-tree records the groups of its parent."""
+        size = 0
+        for node in self._nodes:
+            for group in node.ties:
+                size += sum(len(path) ** 2 for path in group)
+        check_tie_size(size, CorruptCheckpointError)
+        # The groups of each node's sub-trees, by their keys.
+        inner: list[dict[str, Ties]] = []
+        for node in self._nodes:
+            path = node.place.path
+            expected = inner[node.place.parent].get(path[-1], ()) if inner else node.ties
+            if set(map(frozenset, expected)) != set(map(frozenset, node.ties)):
+                # A part of a larger folder that was replaced by itself has other ties; that is damage too.
+                raise damaged(
+                    f"{where(path)} and the folder around it have different ties.",
+                    repr(expected)[:300],
+                    repr(node.ties)[:300],
+                )
+            inner.append(restrict(node.ties))
+
+    def _find_slots(self, refs: list[tuple[int, str]], orders: dict[int, dict[str, int]]) -> list[_Slot]:
+        """Return the places of items by node and key; `orders` keeps the place of each key in the nodes seen before."""
+        slots: list[_Slot] = []
+        for number, key in refs:
+            fields = self._nodes[number].fields
+            if number not in orders:
+                orders[number] = {name: at for at, name in enumerate(fields["keys"])}
+            slots.append(_Slot(fields["items"], orders[number][key]))
+        return slots
+
+
+# Any: values of JSON.
+def _check_version(own: Any, path: Path) -> None:
+    """Raise unless the empty key of a `meta.json` is missing or has a document of this version."""
+    if own is None:
+        return
+    if type(own) is not dict or "tdfunc" not in own:
+        raise UnsupportedError(
+            f"{where(path)} has an entry with an empty key, which tdfunc does not read.",
+            hint="load it with tensordict and rename the key.",
+        )
+    version: Any = own["tdfunc"]
+    if version != VERSION:
+        raise UnsupportedError(
+            f"this version of tdfunc cannot read the format of {where(path)}.",
+            expected=str(VERSION),
+            got=repr(version)[:100],
+            hint="install the tdfunc that wrote it, or a newer one.",
+        )
+
+
+def _shift_spec(key: str, item: Any, count: int, first_spec: int) -> Any:
+    """Return the item of a leaf with the number of its spec, which is below `count`, counted from `first_spec`."""
+    number, *rest = item if type(item) is list else (item,)
+    if type(number) is not int or not 0 <= number < count:
+        raise malformed(f"the number of a spec at {key!r}", repr(item))
+    if rest:
+        return [number + first_spec, *rest]
+    return number + first_spec
+
+
+def _tuple_paths(group: list[list[str]]) -> tuple[Path, ...]:
+    return tuple([tuple(path) for path in group])
+
+
+def _entry_spec(path: Path, entry: dict[str, Any]) -> Spec:
+    """Return the spec of a leaf of tensordict."""
+    is_nested = entry.get("is_nested")
+    dtype = entry["dtype"]
+    # Any other text is malformed.
+    is_unknown = dtype not in SHARED_DTYPES and str(dtype).startswith("torch.")
+    if is_nested or is_unknown:
+        raise UnsupportedError(
+            f"leaf {dotted(path)!r} is not a dense tensor of a dtype that torch has.",
+            expected=f"one of {', '.join(SHARED_DTYPES)}",
+            got="a nested tensor" if is_nested else dtype,
+        )
+    spec = spec_for(SHARED_DTYPES[dtype], entry["shape"], FOLDER_CODES)
+    assert spec is not None
+    return spec
+
+
+def _flatten(data: Any, dims: int) -> tuple[list[Any], list[int]]:
+    """Return the values in lists nested `dims` deep, and the lengths of the lists."""
+    flat: list[Any] = [data]
+    shape: list[int] = []
+    for _ in range(dims):
+        lengths = {len(part) if type(part) is list else -1 for part in flat}
+        if len(lengths) != 1 or -1 in lengths:
+            raise malformed(f"lists nested {dims} deep, of equal lengths", repr(data))
+        shape.append(lengths.pop())
+        flat = [value for part in flat for value in part]
+    return flat, shape
+
+
+def _common_sizes(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the size that all shapes have at each dimension; -1 where they differ."""
+    common: list[int] = []
+    for sizes in zip(*shapes, strict=True):
+        is_common = len(set(sizes)) == 1
+        common.append(sizes[0] if is_common else -1)
+    return common
 
 
 def where(path: Path) -> str:
@@ -583,7 +691,7 @@ def where(path: Path) -> str:
 
 def _unknown(path: Path, kind: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"{where(path)} must be of a known type.",
+        f"{where(path)} is of an unknown type.",
         expected="a TensorDict, lazy stack, tensorclass or non-tensor data",
         got=repr(kind)[:200],
         hint="one value is read with the folder above it.",

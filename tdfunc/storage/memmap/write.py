@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from tdfunc.storage.disk.handlers import is_in_handler
 from tdfunc.storage.disk.raw import outside_transforms, write_all
 from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.memmap.layout import META, FileLeaf, FolderPlan, Owned, owned_names, plan_folder
-from tdfunc.storage.memmap.read import FolderReader, map_each, map_leaf, read_folder, read_tree
+from tdfunc.storage.memmap.read import FolderReader, LeafFile, map_each, map_leaf, read_folder, read_tree
 from tdfunc.storage.safetensors.write import pieces
 from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import parse_json
@@ -74,27 +74,50 @@ def write_folder(
     target = check_prefix(prefix, call)
     plan = plan_folder(td, call)
     if one_file:
-        # Leaves remember the name of a leaf, not the name of non-tensor data that are the same tensor.
-        ranked = sorted(reversed(plan.files), key=attrgetter("is_value"), reverse=True)
-        first = {id(file.leaf): file for file in ranked}
-        same = [(file.name, first[id(file.leaf)].name) for file in plan.files if file is not first[id(file.leaf)]]
-        plan = plan._replace(files=list(first.values()), same=same)
-    for file in () if copy_existing else plan.files:
-        # A write would copy a data set, which may be large.
-        found = mapped_file(file.leaf)
-        if found is not None and (target is None or found.path != os.path.join(target, file.name)):
-            raise error(
-                FileExistsError,
-                f"{call}: leaf {dotted(file.path)!r} is on another file already; nothing was written.",
-                expected="a leaf in memory" + (f", or on {os.path.join(target, file.name)}" if target else ""),
-                got=str(found.path or "a file without a name (memmap without a prefix)"),
-                hint="copy_existing=True copies it.",
-            )
+        plan = _unite_files(plan)
+    if not copy_existing:
+        for file in plan.files:
+            _check_not_mapped(file, target, call)
 
     def fill(folder: str, file: FileLeaf) -> None:
         _write_leaf(os.path.join(folder, file.name), file, target)
 
     return _commit(target, plan, fill, call, threads, existsok, sync)
+
+
+def _unite_files(plan: FolderPlan) -> FolderPlan:
+    """Give a tensor under several keys one file; its other names become second names of that file."""
+    # Leaves remember the name of a leaf, not the name of non-tensor data that are the same tensor.
+    ranked = sorted(plan.files, key=attrgetter("is_value"))
+    firsts: dict[int, FileLeaf] = {}
+    for file in ranked:
+        firsts.setdefault(id(file.leaf), file)
+    same: list[tuple[str, str]] = []
+    for file in plan.files:
+        first = firsts[id(file.leaf)]
+        if file is not first:
+            same.append((file.name, first.name))
+    return plan._replace(files=list(firsts.values()), same=same)
+
+
+def _check_not_mapped(file: FileLeaf, target: str | None, call: str) -> None:
+    """Raise if a leaf is on another file than its own: a write would copy a data set, which may be large."""
+    found = mapped_file(file.leaf)
+    if found is None:
+        return
+    expected = "a leaf in memory"
+    if target is not None:
+        own_place = os.path.join(target, file.name)
+        if found.path == own_place:
+            return
+        expected += f", or on {own_place}"
+    raise error(
+        FileExistsError,
+        f"{call}: leaf {dotted(file.path)!r} is on another file already; nothing was written.",
+        expected=expected,
+        got=str(found.path or "a file without a name (memmap without a prefix)"),
+        hint="copy_existing=True copies it.",
+    )
 
 
 def make_room(
@@ -112,21 +135,7 @@ def make_room(
                 got="a tensor on the meta device",
             )
     if not sparse_ok:
-        place = target or tempfile.gettempdir()
-        while not os.path.isdir(place):
-            place = os.path.dirname(place)
-        free = shutil.disk_usage(place).free
-        if free < plan.size_bytes:
-            raise OSError(
-                errno.ENOSPC,
-                explain(
-                    "memmap_like: the file system must have the free space that the tree needs.",
-                    expected=f"{plan.size_bytes} bytes",
-                    got=f"{free} bytes",
-                    hint="sparse_ok=True makes the files anyway; a write then ends the process when the disk is full.",
-                ),
-                place,
-            )
+        _check_space(target or tempfile.gettempdir(), plan.size_bytes)
 
     def fill(folder: str, file: FileLeaf) -> None:
         if file.is_value:
@@ -138,6 +147,22 @@ def make_room(
     return _commit(target, plan, fill, call, threads, existsok, sync=False)
 
 
+def _check_space(place: str, size_bytes: int) -> None:
+    """Raise unless the file system of a folder, which may not exist yet, has free space."""
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+    free = shutil.disk_usage(place).free
+    if free >= size_bytes:
+        return
+    message = explain(
+        "memmap_like: the file system does not have the free space that the tree needs.",
+        expected=f"{size_bytes} bytes",
+        got=f"{free} bytes",
+        hint="sparse_ok=True makes the files anyway; a write then ends the process when the disk is full.",
+    )
+    raise OSError(errno.ENOSPC, message, place)
+
+
 def check_prefix(prefix: Any, call: str) -> str | None:
     """Return the name of a folder that a tree can be written to; None if no name is given."""
     if prefix is None:
@@ -146,7 +171,7 @@ def check_prefix(prefix: Any, call: str) -> str | None:
     if target.endswith(".safetensors"):
         raise error(
             ValueError,
-            f"{call} {target}: the name must be the name of a folder.",
+            f"{call} {target}: this is the name of a safetensors file, not of a folder.",
             got=".safetensors",
             hint="tdfunc.save(tree, path) writes one safetensors file; a memmap is a folder of any other name.",
         )
@@ -236,7 +261,7 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
         if os.path.join(here, "").startswith(os.path.join(path, "")):
             raise error(
                 FileExistsError,
-                f"{call} {path}: a folder that is replaced must not contain the current folder.",
+                f"{call} {path}: the folder contains the current folder, and would be replaced.",
                 expected="a folder without the current one",
                 got=f"the current folder {here}",
                 hint="name a folder in it, such as './tree', or call os.chdir() first.",
@@ -263,15 +288,11 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
 
 def _check_owned(path: str, call: str) -> None:
     """Raise if a folder contains a file that its `meta.json` files do not name."""
+    # Folders to check, and whether a `meta.json` around them names them.
     waiting: list[tuple[str, bool]] = [(path, True)]
     while waiting:
         folder, is_named = waiting.pop()
-        # Of a folder whose meta.json is missing or malformed, no file is known to belong to a tree.
-        owned = Owned(set(), set())
-        with suppress(FileNotFoundError, IsADirectoryError, *MALFORMED):
-            if is_named:
-                with open(os.path.join(folder, META), "rb") as file:
-                    owned = owned_names(parse_json(file.read()))
+        owned = _read_owned(folder) if is_named else Owned(set(), set())
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -282,14 +303,23 @@ def _check_owned(path: str, call: str) -> None:
                 elif entry.name not in owned.files:
                     raise error(
                         FileExistsError,
-                        f"{call} {path}: files that are not part of a memmapped tree must not be deleted.",
+                        f"{call} {path}: the folder has files that are not part of a memmapped tree.",
                         expected=f"a new or empty folder, or one that holds the files that its {META} names",
                         got=entry.path,
                         hint="choose another folder, or move the files to keep and delete this one.",
                     )
 
 
-# -- files ---
+def _read_owned(folder: str) -> Owned:
+    """Return the names that the `meta.json` in a folder describes: none if it is missing or malformed."""
+    try:
+        with open(os.path.join(folder, META), "rb") as file:
+            return owned_names(parse_json(file.read()))
+    except (FileNotFoundError, IsADirectoryError, *MALFORMED):
+        return Owned(set(), set())
+
+
+# -- files ------------------------------------------------------------------------------------------------------
 
 
 def create(path: str) -> Descriptor:
@@ -309,7 +339,10 @@ def _keep_file(path: str, file: FileLeaf, place: str) -> bool:
     """Give a leaf that is mapped from the file in this place that file again, which other mappings share."""
     found = mapped_file(file.leaf)
     leaf = file.leaf
-    if found is None or found.mode != "r+" or found.path != place or found.offset or not leaf.is_contiguous():
+    if found is None or found.mode != "r+" or found.path != place:
+        return False
+    is_whole = not found.offset and leaf.is_contiguous()
+    if not is_whole:
         return False
     if not _link(place, path, copy=False):
         return False
@@ -337,7 +370,7 @@ def is_memmap(tree: TensorCollection) -> bool:
     return bool(leaves) and all(mapped_file(leaf) is not None for leaf in leaves)
 
 
-# -- writes that end in `_` ---
+# -- writes that end in `_` -------------------------------------------------------------------------------------
 
 
 def move_onto_files(
@@ -349,11 +382,13 @@ def move_onto_files(
 ) -> Any:
     """Write a folder and move the storage of every leaf onto its file."""
     for path, leaf in _tensors(td):
-        if not leaf.is_cpu or (leaf.is_inference() and not torch.is_inference_mode_enabled()):
+        is_frozen = leaf.is_inference() and not torch.is_inference_mode_enabled()
+        if not leaf.is_cpu or is_frozen:
+            kind = ", an inference tensor" if leaf.is_inference() else ""
             raise UnsupportedError(
                 f"memmap_: leaf {dotted(path)!r} cannot be moved onto a file.",
                 expected="a tensor in the memory of the CPU, not made in inference mode",
-                got=f"{leaf.device}{', an inference tensor' if leaf.is_inference() else ''}",
+                got=f"{leaf.device}{kind}",
                 hint='td.to("cpu").memmap_(prefix), or td.memmap(prefix), which returns a tree on the files.',
             )
     written = write_folder("memmap_", td, prefix, copy_existing, threads, existsok, sync=False, one_file=True)
@@ -366,13 +401,23 @@ def move_onto_files(
     return td
 
 
+class _MappedLeaf(NamedTuple):
+    """A leaf that is on a file with a name."""
+
+    path: Path
+    leaf: Tensor
+    file: MappedFile
+    file_name: str
+
+
 def refresh_(td: TensorCollection) -> Any:
     """Map every leaf again by the name of its file, which may be another file now."""
-    folders: dict[str, list[tuple[Path, Tensor, MappedFile]]] = {}
+    folders: dict[str, list[_MappedLeaf]] = {}
     for path, leaf in _tensors(td):
         file = mapped_file(leaf)
         if file is not None and file.path is not None:
-            folders.setdefault(file.root or os.path.dirname(file.path), []).append((path, leaf, file))
+            top = file.root or os.path.dirname(file.path)
+            folders.setdefault(top, []).append(_MappedLeaf(path, leaf, file, file.path))
         elif leaf.numel():
             raise UnsupportedError(
                 f"memmap_refresh_: leaf {dotted(path)!r} is on no file; nothing was changed.",
@@ -380,48 +425,60 @@ def refresh_(td: TensorCollection) -> Any:
                 got="a tensor in memory" if file is None else "a memmap without a folder",
                 hint="td.memmap(prefix), or load_memmap.",
             )
-    # All files were found to fit before the first leaf changes.
-    for places, mapped in [(places, _map_again(top, places)) for top, places in folders.items()]:
-        for (_, leaf, _), new in zip(places, mapped, strict=True):
-            leaf.data = new
+    # All files must be found to fit before the first leaf changes.
+    mapped = [_map_again(top, leaves) for top, leaves in folders.items()]
+    for leaves, new_leaves in zip(folders.values(), mapped, strict=True):
+        for old, new in zip(leaves, new_leaves, strict=True):
+            old.leaf.data = new
     return td
 
 
-def _map_again(top: str, places: list[tuple[Path, Tensor, MappedFile]]) -> list[Tensor]:
+def _map_again(top: str, leaves: list[_MappedLeaf]) -> list[Tensor]:
     """Map the leaves of one folder again, all from one save."""
-    names = [str(file.path) for _, _, file in places]
     # The folder of these leaves is replaced with the larger one around it, which need not be read.
-    folder = os.path.commonpath([os.path.dirname(name) for name in names])
+    folder = os.path.commonpath([os.path.dirname(leaf.file_name) for leaf in leaves])
 
     def read(root: int) -> list[Tensor]:
-        files = {leaf.name: leaf for leaf in FolderReader(root, TensorCollection._open).files}
-        mapped: list[Tensor] = []
-        for (path, leaf, file), name in zip(places, names, strict=True):
-            now = files.get(os.path.relpath(name, folder))
-            # A view of some rows does not have the shape of the whole.
-            is_whole = leaf.numel() * leaf.element_size() == file.size_bytes
-            found = None
-            if now is not None:
-                found = (now.dtype, now.size_bytes, now.shape if is_whole else None)
-            if now is None or found != (leaf.dtype, file.size_bytes, leaf.shape if is_whole else None):
-                raise LeafMismatchError(
-                    f"memmap_refresh_: leaf {dotted(path)!r} must still be in its file; nothing was changed.",
-                    expected=f"{leaf.dtype}, {file.size_bytes} bytes in {name}, for shape {list(leaf.shape)}",
-                    got=f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}" if now else "no such leaf",
-                    hint="load_memmap opens the folder as it is now.",
-                )
-            whole = map_leaf(root, now, folder, file.mode, top)
-            mapped.append(whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset()))
-        return mapped
+        files = {file.name: file for file in FolderReader(root, TensorCollection._open).files}
+        return [_map_leaf_again(root, leaf, files, folder, top) for leaf in leaves]
 
     try:
         return read_folder(folder, "memmap_refresh_", read)
     except (FileNotFoundError, NotADirectoryError) as err:
         raise LeafMismatchError(
-            f"memmap_refresh_: leaf {dotted(places[0][0])!r} must still be in its file; nothing was changed.",
-            expected=names[0],
+            f"memmap_refresh_: leaf {dotted(leaves[0].path)!r} is not in its file any more; nothing was changed.",
+            expected=leaves[0].file_name,
             got="no folder of this name",
         ) from err
+
+
+def _map_leaf_again(root: int, mapped: _MappedLeaf, files: dict[str, LeafFile], folder: str, top: str) -> Tensor:
+    """Map one leaf from its file among the files of a folder."""
+    leaf = mapped.leaf
+    now = files.get(os.path.relpath(mapped.file_name, folder))
+    if now is None or not _is_same_kind(mapped, now):
+        size = f"{mapped.file.size_bytes} bytes in {mapped.file_name}"
+        got = "no such leaf"
+        if now is not None:
+            got = f"{now.dtype}, {now.size_bytes} bytes, shape {list(now.shape)}"
+        raise LeafMismatchError(
+            f"memmap_refresh_: leaf {dotted(mapped.path)!r} is not in its file any more; nothing was changed.",
+            expected=f"{leaf.dtype}, {size}, for shape {list(leaf.shape)}",
+            got=got,
+            hint="load_memmap opens the folder as it is now.",
+        )
+    whole = map_leaf(root, now, folder, mapped.file.mode, top)
+    return whole.view(-1).as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+
+
+def _is_same_kind(mapped: _MappedLeaf, now: LeafFile) -> bool:
+    """Return whether a file has the dtype, size and (if it is known) shape of the leaf that was mapped from it."""
+    leaf = mapped.leaf
+    if now.dtype != leaf.dtype or now.size_bytes != mapped.file.size_bytes:
+        return False
+    # A view of some rows does not have the shape of the whole.
+    is_whole = leaf.numel() * leaf.element_size() == mapped.file.size_bytes
+    return not is_whole or now.shape == leaf.shape
 
 
 def _tensors(td: TensorCollection) -> list[tuple[Path, Tensor]]:
