@@ -16,7 +16,6 @@ from tdfunc.cli.template import load_tokenizer
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.ops.display.text import count_text
 
-
 # Numbers of tokens by their text.
 Words = Mapping[str, int]
 
