@@ -141,7 +141,7 @@ class _Aux:
         return [part for part in self._parts if isinstance(part, Tensor)]
 
     def join(self, tensors: list[Tensor]) -> Any:
-        """Return the value with other tensors in place of its own."""
+        """Return the value with other tensors in place of the given ones."""
         others = iter(tensors)
         parts = [next(others) if isinstance(part, Tensor) else part for part in self._parts]
         return tree_unflatten(parts, self._structure)

@@ -13,7 +13,7 @@ RULES = {
     "2, repeat the noun in place of that of": r"\b(that|those) of\b",
     "5, also stands before its word, no sentence ends in too": r",? too[.,;:)]",
     "6, has its own": r"\bof (its|their|one's|his) own\b",
-    "11, is not a, are not": r"\b(is|are|was|were) no\b(?! (longer|more|less|later|sooner)\b)",
+    "11, is not a, are not": r"(?<!there )\b(is|are|was|were) no\b(?! (longer|more|less|later|sooner)\b)",
     "12, silently": r"\bin silence\b",
     "12, is": r"\b(lies|lie|stands|stand)\b(?! for\b| in for\b)",
     "12, continues": r"\b(goes|go|went|going) on\b",
@@ -87,7 +87,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SOURCES = sorted((ROOT / "tdfunc").rglob("*.py"))
 # Sentences that are not mended yet: the numbers only fall.
-LIMITS = {"pages": 0, "notebooks": 0, "docstrings": 0, "private docstrings": 29, "comments": 54, "messages": 0}
+LIMITS = {"pages": 0, "notebooks": 0, "docstrings": 0, "private docstrings": 0, "comments": 0, "messages": 0}
 
 
 def pages(path):

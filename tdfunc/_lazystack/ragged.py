@@ -228,7 +228,7 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
     padded = torch.stack([_grown(leaf, full, value, padding.left) for leaf in leaves], dim)
     if not padding.masks:
         return padded, None
-    # The mask has the dimensions up to the last in which the lengths differ, and at least those of the batch.
+    # The mask has the dimensions up to the last in which the lengths differ, and at least the batch dimensions.
     inner_ndims = [mask.dim() for _, mask in pairs if mask is not None]
     mask_ndim = max([ndim, *ragged, *inner_ndims])
     masks = [_mask(leaf, mask, mask_ndim) for leaf, mask in pairs]

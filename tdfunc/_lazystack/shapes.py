@@ -25,7 +25,7 @@ class _Split(NamedTuple):
     own: Any
     # The parts for its trees.
     inner: tuple[Any, ...]
-    # Where the rows of the own dimension come to lie in the result.
+    # The place of the rows of the own dimension in the result.
     dim: int
 
 
@@ -35,7 +35,7 @@ def _takes_dim(part: Any) -> bool:
 
 
 def _has_rows(part: Any) -> TypeGuard[Tensor]:
-    """Return True if a part of an index is a tensor of positions with dimensions of its own."""
+    """Return True if a part of an index is a tensor of positions that has dimensions."""
     return isinstance(part, Tensor) and part.dim() > 0
 
 
@@ -48,7 +48,7 @@ def _split_index(stack: Any, parts: Sequence[Any], call: str) -> _Split:
     _check_advanced(stack, full, place, call)
     before = full[:place]
     inner = (*before, *full[place + 1 :])
-    # The dimensions in front of the own one: index tensors broadcast together to those of the largest.
+    # The dimensions in front of the own one: index tensors broadcast together to the dimensions of the largest.
     kept = len([part for part in before if part is None or isinstance(part, slice)])
     rows = max([part.dim() for part in before if _has_rows(part)], default=0)
     return _Split(full[place], inner, kept + rows)
@@ -219,7 +219,7 @@ def _on_expand(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
 
 
 def _on_reshape(stack: Any, op: LeafOp, _: Sequence[Any]) -> Any:
-    """Split the stack's dimension or merge it with those behind it, or reshape those of the trees on one side of it."""
+    """Split the stack's dimension, merge it with others behind it, or reshape the trees' dimensions on one side."""
     resize: Any = op.size
     method = op.args[1]
     old = stack._batch_size

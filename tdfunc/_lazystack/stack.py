@@ -63,7 +63,7 @@ class LazyStack(TreeMethods):
 
     @classmethod
     def _of(cls, trees: Sequence[Any], dim: int) -> Any:
-        """Stack without checks, in the class for these trees; the names that all share are those of the stack."""
+        """Stack without checks, in the class for these trees; the stack has the names that all share."""
         first = trees[0]
         size = common_size([tree._batch_size for tree in trees])
         names: Names | None = first._names
@@ -312,7 +312,7 @@ class LazyStack(TreeMethods):
         nodes = [tree._get(key) for tree in trees]
         is_one_class = len(set(map(type, nodes))) == 1
         if is_one_class and isinstance(nodes[0], TensorCollection):
-            # Names are of one node: those of this one are not of the trees inside.
+            # Names belong to one node: the trees inside do not have them.
             return self._of(nodes, self._dim)
         if all([isinstance(node, NonTensorBase) for node in nodes]):
             return _Values(nodes)
@@ -539,7 +539,7 @@ def _class_for(cls: Any) -> Any:
 
 
 class _Kept:
-    """The class of a stack on that of its trees; where cloudpickle copies the one, it makes the other itself."""
+    """The class of a stack on the class of its trees; where cloudpickle copies the one, it makes the other itself."""
 
     def __init__(self, cls: Any, made: Any) -> None:
         self.cls = cls

@@ -241,7 +241,7 @@ def _has_no_default(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _all_hints(cls: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hints of all fields: those of the bases, replaced by the class's own."""
+    """Return the hints of all fields: the hints of the bases, replaced by the class's own."""
     merged: dict[str, Any] = {}
     for base in reversed(cls.__mro__[1:]):
         merged |= vars(base).get("_hints", {})
@@ -339,5 +339,5 @@ def _field_source(field: "dataclasses.Field[Any]", scope: dict[str, Any]) -> tup
         default = f"__default_{name}__"
         scope[default] = field.default
         return f"{name}={default}", name if field.init else default
-    # A field that is no argument and has no default is empty.
+    # A field that is not an argument and has no default is empty.
     return name, name if field.init else "None"

@@ -179,7 +179,7 @@ class TensorClass(_Typed):
         Raises:
             TreeStructureError: A key is not a field, or a field without a default is missing.
         """
-        # The class of a lazy stack stands for that of its trees.
+        # The class of a lazy stack stands for the class of its trees.
         cls = getattr(cls, "_stacked", cls)
         if tensordict._is_lazy:
             return tensordict._each(lambda t, part: cls.from_tensordict(t, part, safe), non_tensordict)

@@ -190,7 +190,7 @@ def _compare(key: tuple[str, Path], a: dict[str, Any] | None, b: dict[str, Any] 
             x = a.get(name)
             y = b.get(name)
             if name == "keys":
-                # Keys that one side does not have are differences of their own.
+                # Keys that one side does not have are separate differences.
                 if x != y and sorted(a["keys"]) == sorted(b["keys"]):
                     yield Found("order of keys", path, x, y)
             elif repr(x) != repr(y):

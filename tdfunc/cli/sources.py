@@ -177,7 +177,7 @@ def open_source(path: str) -> Source:
 
 
 def _open_latest(folder: str) -> Source | None:
-    """Open the latest step of a run, which may go on; None for another folder."""
+    """Open the latest step of a run, which may continue; None for another folder."""
     steps = steps_in(folder)
     while steps:
         # As long as the step is open, it is not removed. If it was removed by now, another one is the latest.

@@ -45,7 +45,7 @@ def _common_parts(group: Group, every: Sequence[Groups]) -> list[list[Path]]:
     """Return the parts of a group of tied paths that are tied in all checkpoints."""
     parts: dict[tuple[Group, ...], list[Path]] = {}
     for path in group:
-        # A checkpoint without the path is no reason to split it off.
+        # A checkpoint without the path is not a reason to split it off.
         own = [groups.get(path, groups.get(group[0], ())) for groups in every]
         parts.setdefault(tuple(own), []).append(path)
     return list(parts.values())

@@ -90,7 +90,7 @@ def _verify_all(path: str) -> Iterator[Verdict]:
 
 
 def _verify_one(path: str) -> Verdict:
-    """Verify one tree; an error that keeps it from being opened is damage too."""
+    """Verify one tree; an error that keeps it from being opened is also damage."""
     with ExitStack() as stack:
         try:
             step = step_of(path)

@@ -117,7 +117,7 @@ class TensorCollection(Slots):
     _is_lazy: ClassVar[bool] = False
     # The method (key, value, where) by which a class with typed fields makes a value a node; others use `convert`.
     _accept: ClassVar[Any] = None
-    # The stand-in for a leaf in the pickle that starts a process, as a function of it; storage sets it.
+    # The replacement of a leaf in the pickle that starts a process, as a function of it; storage sets it.
     _send: ClassVar[Any] = None
 
     @classmethod
@@ -232,7 +232,7 @@ class TensorCollection(Slots):
         return merge(kept, *inner)
 
     def _map(self, op: LeafOp, *others: "TensorCollection") -> "Self":
-        """Apply `op.leaf` to every leaf (zipped with those of `others`); a result of None drops the leaf."""
+        """Apply `op.leaf` to every leaf (zipped with the leaves of `others`); a result of None drops the leaf."""
         static = self._static
         if static is not None and static.ties:
             return self._map_tied(op, others)

@@ -46,7 +46,7 @@ def make_lock() -> Any:
 
 def _free_locks() -> None:
     for lock in list(_locks):
-        # The thread that forks goes on in both processes, and gives up its locks itself.
+        # The thread that forks continues in both processes, and gives up its locks itself.
         if not lock._is_owned():
             lock._at_fork_reinit()
 
@@ -63,7 +63,7 @@ def in_functorch() -> bool:
     return _peek() is not None
 
 
-# Dynamo runs it while it traces. torch.compiler.assume_constant_result sets this mark too, and imports all of dynamo.
+# Dynamo runs it while it traces. torch.compiler.assume_constant_result also sets this mark, and imports all of dynamo.
 in_functorch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

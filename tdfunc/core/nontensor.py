@@ -412,7 +412,7 @@ def as_array(index: torch.Tensor) -> np.ndarray[Any, Any]:
 def _only_in_front(old: Size, size: Size) -> bool:
     """Return True if batch dimensions can have come or gone in front only, as with in_dims=0 and out_dims=0.
 
-    Where another dimension of the same size could be the one that moved, the answer is no.
+    Where another dimension of the same size could be the one that moved, the answer is False.
     """
     short, long = sorted((old, size), key=len)
     added = len(long) - len(short)

@@ -350,7 +350,7 @@ def _reduce(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
 
 def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
     """Reduce the trees of all ranks, once they are alike."""
-    # An `op` that is no text is refused in the round.
+    # An `op` that is not a text is refused in the round.
     name = op.lower() if isinstance(op, str) else repr(op)
     is_to_all = ranks.call == "all_reduce"
     ranks.terms = f"{ranks.call} {name!r}"

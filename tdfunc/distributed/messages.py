@@ -380,7 +380,7 @@ class _Inbox:
             return _Verdict(_REFUSED + write_error(refusal, dist.get_rank()), refusal)
 
     def _follow(self, own: int, theirs: int) -> int:
-        """Return the number that was expected, and go on from the sender's, which differs if a rank left a message."""
+        """Return the expected number, and continue from the sender's, which differs if a rank left a message."""
         count = self.lane.counter
         with _lock:
             expected = own + count.shift

@@ -64,7 +64,7 @@ class LoraApply:
                     leaf_paths[(*path[:-1], f"{path[-1]}:{part}")] = (*target.path, part)
         whole_leaves = {entry.paths[0]: entry.leaf for entry in whole}
         self._plan = Plan(make_tree(adapter_slots | whole_leaves))
-        # The places of all leaves: those of the module, and then those of the adapters.
+        # The places of all leaves: of the module, and then of the adapters.
         base_places = {path: place for place, path in enumerate(apply.paths)}
         adapter_places = {path: place for place, path in enumerate(self._plan.paths, len(base_places))}
         self._whole: list[_Replaced] = []

@@ -160,7 +160,7 @@ class _Embedding(_Layer):
         return F.embedding(x, weight)
 
     def _sum(self, x: Tensor, out: Tensor, low: Tensor) -> Tensor:
-        # The gradient of a row of the table is divided by its count, and that of the row of pads is zero.
+        # The gradient of a row of the table is divided by its count, and the gradient of the row of pads is zero.
         if self.scale_grad_by_freq:
             low = _with_gradient(low, low / _counts(x, self.num_embeddings))
         if self.padding_idx is not None:

@@ -82,8 +82,8 @@ def gain(weight: Tensor, parts: dict[str, Tensor], scale: float) -> Tensor:
 def _row_norms(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return the norms of the rows of `weight + left @ right`.
 
-    The sum is made before it is squared: where an adapter nearly cancels its weight, the norm of a sum is not that of
-    the expanded square.
+    The sum is made before it is squared: where an adapter nearly cancels its weight, the norm of a sum is not the norm
+    of the expanded square.
     """
     rows, columns = weight.shape
     # The rows of a block if there are as few as possible, rounded up.

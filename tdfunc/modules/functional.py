@@ -275,7 +275,7 @@ class Apply:
         if compiling:
             skeleton = self._traced
         else:
-            # Without a function of its own: every call comes here.
+            # Not a separate function: every call comes here.
             try:
                 skeleton = self._pool.pop()
                 while not skeleton.is_ready():

@@ -601,7 +601,7 @@ def _random_(mode: seeded, func: Any, /, self: Tensor, *bounds: int, **kw: int) 
 
 
 def _bernoulli_(mode: seeded, func: Any, /, self: Tensor, p: Any = 0.5) -> Tensor:
-    # A tensor without dimensions is a probability for each element, as those of other shapes are.
+    # A tensor without dimensions is a probability for each element, as tensors of other shapes are.
     _check(func, self, p)
     if isinstance(p, Tensor):
         _check(torch.bernoulli, p)

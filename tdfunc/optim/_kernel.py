@@ -262,7 +262,7 @@ def _fused_by_rate(fused: Fused, decoupled: bool, work: Work, values: Values) ->
 
 
 class _Ends:
-    """The ends of leaves, of less than a vector: those of all leaves of a list are one more leaf, whole vectors long.
+    """The ends of leaves, each less than a vector: in a list, they are one more leaf that is whole vectors long.
 
     Attributes:
         lists: The lists, each with its ends as one more leaf.

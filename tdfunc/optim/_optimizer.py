@@ -145,7 +145,7 @@ class Optimizer(AbstractOptimizer):
         return rebuild(params, new), state._make(data, size, state._device, state._names, state._static)
 
     def _list_slot(self, slot: str, params: TensorCollection, leaves: Leaves, values: Any) -> Leaves:
-        """Return the leaves of a slot, in float32 at least; those of 16 bits come from an older version."""
+        """Return the leaves of a slot, in float32 at least; leaves of 16 bits come from an older version."""
         shape = self.rule.shape
         dims = len(params._batch_size)
         shapes = None

@@ -25,7 +25,7 @@ from tdfunc.storage.tree.decode import Description, check_unique, parse_tree
 from tdfunc.storage.tree.encode import IS_VALUE, Outline, outline
 from tdfunc.storage.tree.specs import Spec
 
-# A leaf of this size goes from where it lies in memory; smaller ones are packed.
+# A leaf of this size goes from its place in memory; smaller ones are packed.
 _PIECE_BYTES = 1 << 18
 _MAX_KNOWN = 32
 _CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ class Structure(NamedTuple):
     text: bytes
     names: list[str]
     block: Block
-    # Equal for trees of the same paths, shapes and dtypes; that of a tree which was read is not needed.
+    # Equal for trees of the same paths, shapes and dtypes; the one of a tree which was read is not needed.
     digest: bytes = b""
     # The description, if it was read.
     plan: Description | None = None

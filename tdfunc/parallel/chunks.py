@@ -147,7 +147,7 @@ class Job(NamedTuple):
 
 
 def _versions(chunk: Any) -> list[int]:
-    """Return the number of writes to each leaf of a chunk whose memory is not that of a file which others see."""
+    """Return the number of writes to each leaf of a chunk whose memory is not a file which others see."""
     versions: list[int] = []
     for _, leaf in iter_leaves(chunk):
         # Tensors made in inference mode have no version.

@@ -151,7 +151,7 @@ def _prepare(
 
 
 def _check_plain(tree: TensorCollection) -> None:
-    """Raise if a leaf has no values of its own."""
+    """Raise if a leaf has no separate values."""
     for _, leaf in iter_leaves(tree):
         if isinstance(leaf, Tensor) and is_wrapped(leaf):
             raise UnsupportedError(

@@ -153,7 +153,7 @@ def _reduce(x: Tensor, leaves: list[Tensor]) -> Any:
     is_parameter = type(x) is nn.Parameter
     if not is_parameter and type(x) is not Tensor:
         return NotImplemented
-    # Other layouts (sparse, nested, quantized) have pickling of their own, like subclasses.
+    # Other layouts (sparse, nested, quantized) have their own pickling, like subclasses.
     if x.layout is not torch.strided or x.is_nested or x.dtype not in FOLDER_CODES:
         return NotImplemented
     shape = tuple(x.shape)

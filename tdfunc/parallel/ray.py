@@ -71,7 +71,7 @@ class RayExecutor(Executor):
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
         self._max_workers = max(1, int(ray.cluster_resources().get("CPU", 1)))
-        # A task that kills its worker would kill the next one too.
+        # A task that kills its worker would also kill the next one.
         self._call: Any = self._ray.remote(**{"max_retries": 0, **options})(_call)
         self._running: set[_Task] = set()
         self._closed = False

@@ -467,7 +467,7 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
         else:
             drawn = permutation(key, count)[:number].reshape(size)
     elif replace:
-        # A number of at most 1 - 2^-53 times the last sum stays below it, rounded too.
+        # A number of at most 1 - 2^-53 times the last sum stays below it, also when it is rounded.
         sums = p.to(torch.float64).cumsum(0)
         drawn = torch.searchsorted(sums, unit(key, size, torch.float64) * sums[-1], right=True)
     else:

@@ -390,7 +390,7 @@ class Dequantizing:
         self._dtype = dtype
         # A filter chooses tensors only, as in `partition`.
         self._keeps_plain = where is None
-        # The leaves of the result, and those of codes among them, by name.
+        # The leaves of the result, and the codes among them, by name.
         self.names: set[str] = {dotted(path) for path, _ in iter_leaves(chosen)} - beside
         self.codes: dict[str, Scaled] = {one.name: one for one in found if one.name in self.names}
         for one in self.codes.values():

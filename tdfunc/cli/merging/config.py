@@ -174,7 +174,7 @@ def make_config(doc: Any) -> Config:
 
 # Any: the entries of a file whose form was checked.
 def _outline(entries: Mapping[str, Any]) -> tuple[Method[...], str | None, Mapping[str, Mapping[str, Any]]]:
-    """Return the method, the base, and the entries of each module; models or slices are those of the whole model."""
+    """Return the method, the base, and the entries of each module; models or slices are the whole model's."""
     kinds = [name for name in ("models", "slices", "modules") if entries.get(name)]
     if len(kinds) != 1:
         raise error(

@@ -112,7 +112,7 @@ def _rules_by_name(first: Document, sources: Mapping[str, Document], before: int
 
 
 def _entry(sources: Mapping[str, Document], one: Taken, name: str) -> Any:
-    """Return the entry of a layer in a list of its own model."""
+    """Return the entry of a layer in a list of its model."""
     found = sources[one.model].get(name)
     if not isinstance(found, list) or one.number >= len(found):
         what = f"merge: config.json of {safe(one.model)} must have an entry for each layer in {safe(name)}."

@@ -176,7 +176,7 @@ def _module_path(name: str, tree: TensorCollection, origin: str) -> Path:
 
 
 def _with_layers(tree: TensorCollection, where: Path, slices: Sequence[Slice], models: Models) -> TensorCollection:
-    """Return a tree with the layers of the slices in place of its own, each with the form of its first model."""
+    """Return a tree with the layers of the slices in place of its layers, each with the form of its first model."""
     taken: list[tuple[TensorCollection, Sequence[int]]] = [(tree, ())]
     for one in slices:
         first = one.inputs[0]

@@ -263,7 +263,7 @@ def _check_numbers(config: Config, recipe: Recipe, codes: Codes) -> None:
 
 
 def _same(row: Row, leaves: dict[str, Tensor], take_first: bool) -> Tensor:
-    """Return integers or bools, which must be equal in all models; or those of the first."""
+    """Return integers or bools, which must be equal in all models; or the first model's."""
     first = next(iter(leaves.values()))
     if not take_first and not all(torch.equal(x, first) for x in leaves.values()):
         raise LeafMismatchError(

@@ -43,7 +43,7 @@ def path(value: Any, at: str) -> None:
 
 def layer_range(value: Any, at: str) -> None:
     """Require the first layer, and the layer after the last one."""
-    # Not `isinstance`: a bool is no number of a layer.
+    # Not `isinstance`: a bool is not a number of a layer.
     is_pair = isinstance(value, list) and [type(number) for number in value] == [int, int]
     if not is_pair or not 0 <= value[0] < value[1]:
         raise refusal(at, "two whole numbers, the first layer and the layer after the last one", value)

@@ -138,7 +138,7 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
         raise _unknown_protocol(path, protocol)
     parts = _known_parts()
     own = {name for _, name in parts}
-    # Stand-ins by the names of classes that are not imported.
+    # Replacements by the names of classes that are not imported.
     kinds: dict[str, type[Unknown]] = {}
     if is_archive:
         kinds = {name: Unknown for name in _names_of_classes(path) if name not in own}
@@ -177,7 +177,7 @@ def _names_of_classes(path: str) -> list[str]:
 
 
 def _mistaken_class(text: str) -> tuple[str, type[Unknown]] | None:
-    """Return the class that torch's reader takes for a dict or a list, and its stand-in; None for another error."""
+    """Return the class that torch's reader takes for a dict or a list, and its replacement; None for another error."""
     kind = _Dict if "SETITEM" in text else _List
     found = _MISTAKEN_DICT.search(text) or _MISTAKEN_LIST.search(text)
     if found is None:

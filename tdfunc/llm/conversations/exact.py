@@ -245,7 +245,7 @@ class _Growth:
         """Return the ids of a reply as it was sampled behind ids, or as it follows a text.
 
         Raises:
-            ValueError: The sampled ids are not those of the message.
+            ValueError: The message has other ids than the sampled ones.
         """
         message = self.fresh.conversation.messages[place]
         sampled = message.get("token_ids")

@@ -62,7 +62,7 @@ def load_jsonl(path: "str | os.PathLike[str]") -> History:
 # Any: JSON.
 def json_lines(path: "str | os.PathLike[str]", name: str) -> Iterator[tuple[int, str, Any]]:
     """Yield the number, the text and the value of each line of a file that is not empty; errors begin with `name`."""
-    # Programs of Windows begin a file with a mark, which is no text.
+    # Programs of Windows begin a file with a mark, which is not text.
     with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():

@@ -44,7 +44,7 @@ def _json_lines(name: str) -> Iterator[dict[str, Any]]:
 
 def _text_lines(name: str) -> Iterator[dict[str, Any]]:
     # Only ends of lines separate records, not the other characters of str.splitlines.
-    # Programs of Windows begin a file with a mark, which is no text.
+    # Programs of Windows begin a file with a mark, which is not text.
     with open(name, encoding="utf-8-sig") as file:
         for line in file:
             yield {"text": line.removesuffix("\n")}

@@ -340,7 +340,7 @@ class _Plan:
         template: Any = self.chat_template
         if isinstance(template, JinjaTemplate):
             own = template.tokenizer
-            # Another tokenizer than that of the ids may have other special tokens, which a template writes.
+            # Another tokenizer than the one of the ids may have other special tokens, which a template writes.
             special = [] if own is self.tokenizer else [text_tokenizer(own).special_tokens_map]
             template = [template.source, dict(template.options), *special]
         options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens]

@@ -175,7 +175,7 @@ class _Part(NamedTuple):
         text: The part.
         start: Its place in the new text.
         old: The characters in the old text.
-        is_name: It is a name, whose characters are not those of the old text.
+        is_name: It is a name, whose characters are not in the old text.
     """
 
     text: str

@@ -16,7 +16,7 @@ from tdfunc.llm.templates.base import Marked, join_marked
 # Texts and their continuations, in which "a" stands for any text that has a token. By them a tokenizer that treats the
 # start of a text in its own way is recognised.
 _PROBES = (("a", "a"), ("a", " a"), ("a", "  a"), ("a\n", "a"), ("a ", "a"), ("a.", "A"))
-# Texts that can stand in front, if a token would belong to both texts. They seldom make a token with what follows.
+# Texts that can be in front, if a token would belong to both texts. They seldom make a token with what follows.
 _STAND_INS = ("\n", "\ue0d1", "a", "q", "0")
 
 

@@ -35,7 +35,7 @@ def generate(
     mask_key: NestedKey = "attention_mask",
     masks_key: NestedKey = "masks",
     log_probs_key: NestedKey = "log_probs",
-    # Any: the options have types of their own.
+    # Any: each option has its own type.
     **generate_kwargs: Any,
 ) -> T:
     """Return the tree with responses to its prompts, their masks and their log-probs.
@@ -111,7 +111,7 @@ def generate(
         progress=progress,
     )
     rows = joined_rows([row for row in prompts for _ in range(count)], responses, options, batch.ids.device)
-    # Any: its methods are those of a class in a higher layer.
+    # Any: it has the methods of a class in a higher layer.
     out: Any = td
     if count > 1:
         out = out.unsqueeze(len(lead)).expand(*lead, count)

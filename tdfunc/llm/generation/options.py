@@ -24,7 +24,7 @@ _SWITCHES = ("do_sample", "logprobs", "skip_special_tokens")
 _COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "num_return_sequences": 1, "num_beams": 1, "top_k": 1}
 # The values at which options remove no tokens.
 _OFF = {"top_p": 1, "min_p": 0}
-# The names of a GenerationConfig, and those of ours.
+# The names of a GenerationConfig, and ours.
 _CONFIG = {"stop_strings": "stop_sequences", "eos_token_id": "eos_token_ids"}
 # Entries of a GenerationConfig that concern the form of its results, which is another one here.
 _IGNORED = frozenset(
@@ -263,7 +263,7 @@ def _texts(given: Any) -> tuple[str, ...]:
 
 # Any: the values are what the caller passed.
 def _ids(name: str, given: Any) -> tuple[int, ...]:
-    """Return one id, or those of a list, set, array or tensor."""
+    """Return one id, or the ids of a list, set, array or tensor."""
     if isinstance(given, (Tensor, np.ndarray, np.generic)):
         given = given.tolist()
     ids: Iterable[Any] = (given,)

@@ -163,7 +163,7 @@ class _Call:
 
 # Any: a tokenizer of transformers.
 def _stop_of(lm: CausalLM, options: GenerationOptions, tokenizer: Any, device: torch.device) -> Stop:
-    """Return the ends of a response: those of the options, else the model's own, and the stop tokens."""
+    """Return the ends of a response: the ends in the options, else the model's own, and the stop tokens."""
     ends = lm.eos_ids if options.eos_token_ids is None else options.eos_token_ids
     ids = sorted({*ends, *options.stop_token_ids})
     text_of = None

@@ -72,7 +72,7 @@ def messages_of(history: Any) -> list[Message]:
     return [message for message in rows_of(history) if "role" in message]
 
 
-# Any: a History of one dimension, which stands above.
+# Any: a History of one dimension, from a higher layer.
 def conversation_in(history: Any) -> Conversation:
     """Return the messages and tools of a history of one dimension (or of one message)."""
     messages = messages_of(history)

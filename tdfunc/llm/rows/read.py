@@ -58,7 +58,7 @@ class _Fields:
 
     @property
     def is_ragged(self) -> bool:
-        """True if the rows have lengths of their own."""
+        """True if each row has its own length."""
         # `full` may be missing beside its two parts.
         first = self.values[self.field if self.field in self.values else "prompt"]
         return not isinstance(first, Tensor) or first.is_nested

@@ -86,7 +86,7 @@ def _values_of(given: Any) -> Tensor:
 
 # Any: `LogProbs`, or a tensor.
 def _mask_of(given: Any, values: Tensor) -> Tensor:
-    """Return the mask that log-probs have of their own; without one all tokens count."""
+    """Return the mask that log-probs have beside them; without one all tokens count."""
     own = None
     if isinstance(given, TensorCollection):
         own = get_value(given, "mask", None)

@@ -98,7 +98,7 @@ def _scored_log_probs(
 ) -> Tensor:
     """Return the log-probs of candidates at all positions of rows but the first, from the outputs before them.
 
-    Where values can be read, the head runs for tokens alone; elsewhere for pads too, whose results are dropped.
+    Where values can be read, the head runs for tokens alone; elsewhere also for pads, whose results are dropped.
     """
     before = outputs.states[:, :-1].flatten(0, 1)
     chosen = chosen_BLK.flatten(0, 1)
@@ -191,7 +191,7 @@ def _run_rows(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) 
 
     def run(ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> _Outputs:
         if not ids.numel():
-            # No family runs on no tokens: the sizes are those of one.
+            # No family runs on no tokens: the sizes are as for one.
             one = run(ids.new_zeros(1, 1))
             return one._replace(states=one.states.new_zeros(*ids.shape, one.states.shape[-1]))
         if lm.head is None:

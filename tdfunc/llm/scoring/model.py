@@ -178,12 +178,12 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
             got=type(model).__name__,
         )
     config = config.get_text_config()
-    # The class alone differs, so that the paths of the tree are those of the model.
+    # The class alone differs, so that the tree has the paths of the model.
     host = copying.copy(model)
     host.__class__ = type(type(model).__name__, (type(model),), {"__call__": _run})
     apply, params, buffers = functional(host, copy=copy)
     rope = getattr(config, "rope_parameters", None) or {}
-    # Each kind of layer may have parameters of its own.
+    # Each kind of layer may have its own parameters.
     rope_parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = [part.get("rope_type") for part in rope_parts]
     has_alibi = getattr(config, "alibi", False)
@@ -306,7 +306,7 @@ def next_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT
         inputs[name] = cache
     if mask_BT is not None:
         inputs["attention_mask"] = mask_BT
-    # Not every family adds the length of its cache to positions of its own (Bamba).
+    # Not every family adds the length of its cache to its own positions (Bamba).
     if positions_BT is not None and "position_ids" in names:
         inputs["position_ids"] = positions_BT
     if "logits_to_keep" in names:

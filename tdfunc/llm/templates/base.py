@@ -70,7 +70,7 @@ def join_marked(first: Marked, second: Marked) -> Marked:
 class AbstractTemplate(ABC):
     """A chat template: it renders and parses conversations, and finds the spans for masks and encoding."""
 
-    # The class that `parse` makes; `history.py`, which stands above, sets it once.
+    # The class that `parse` makes; `history.py`, in a higher layer, sets it once.
     _history: ClassVar[Any] = None
 
     @property

@@ -30,7 +30,7 @@ from tdfunc.llm.templates.named import TEMPLATES
 from tdfunc.llm.templates.thinking import closing_tag, continue_thinking
 from tdfunc.llm.templates.turns import Turns, learn_turns
 
-# Conversations by which a template of ours is recognised: one that renders all of them alike parses the rest, too.
+# Conversations by which a template of ours is recognised: one that renders all of them alike also parses the rest.
 _PROBES = (
     [{"role": "user", "content": "a"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],

@@ -157,7 +157,7 @@ def _align(text: str, between: Sequence[str], choices: Sequence[Sequence[str]]) 
     begin = len(between[0])
     if not text.startswith(between[0]):
         return None
-    # A step is a choice and the text that follows it. It leads from the starts of one step to those of the next.
+    # A step is a choice and the text that follows it. It leads from the starts of one step to the starts of the next.
     steps = list(zip(choices, between[1:], strict=True))
     reached = [{begin}]
     for forms, following in steps:
@@ -233,7 +233,7 @@ class ReplySearch(NamedTuple):
         open_end: As its `texts` takes it.
     """
 
-    # Any: an opaque template, which stands above.
+    # Any: an opaque template, from a higher layer.
     template: Any
     generation_prompt: bool
     open_end: bool

@@ -289,7 +289,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             hint="push a tree into the engine first, or use TransformersWrapper.",
         )
 
-    # The outputs are selected where they are added: those of several samples do not fit the given tree.
+    # The outputs are selected where they are added: outputs of several samples do not fit the given tree.
     def _keep_selected(self, tree: Any, out: Any) -> Any:
         return out
 

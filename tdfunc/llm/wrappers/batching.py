@@ -304,7 +304,7 @@ def _serve(queue: _Queue) -> None:
 
 
 def _serve_batch(queue: _Queue) -> bool:
-    """Answer one batch; a function of its own, so that no local variable keeps the batcher alive between batches."""
+    """Answer one batch; a separate function, so that no local variable keeps the batcher alive between batches."""
     entries = queue.take()
     if not entries:
         return False

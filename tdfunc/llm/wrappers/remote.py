@@ -35,7 +35,7 @@ _IDS = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
 # The answers to the first by servers that do not have it; vLLM's is 403, without `--enable-scale-out`.
 _ABSENT = (403, 404, 405, 501)
-# The second gives ids, and names those of log-probs, on request.
+# The second gives ids, and names the ids of log-probs, on request.
 _WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 # The value of servers for a log-prob of minus infinity, which JSON does not have.
 _LOWEST = -9999.0

@@ -287,7 +287,7 @@ def save(
 def _given_leaves(
     lora: Lora, targets: Sequence[Target], whole: Sequence[Entry], adapters: TensorCollection
 ) -> dict[Path, Tensor]:
-    """Return the leaves of adapters by their paths; raise unless they are those of the choice."""
+    """Return the leaves of adapters by their paths; raise unless they are the leaves of the choice."""
     shapes: dict[Path, torch.Size | None] = {}
     for target in targets:
         for name, shape in parts_of(lora, target).items():

@@ -107,7 +107,7 @@ def _alpha(name: str, tensor: Tensor) -> float:
 
 
 def _check_scales(name: str, tensor: Tensor, module: _Module) -> None:
-    """Raise unless the magnitudes are those of the outputs."""
+    """Raise unless the magnitudes belong to the outputs."""
     if tensor.ndim == 0 or tensor.shape[0] != module.outputs:
         raise UnsupportedError(
             f"lora.load: the scales {name!r} do not belong to the outputs.",

@@ -310,7 +310,7 @@ class Modules:
 
 
 def _parts_of(text: str) -> "Sequence[_Part] | None":
-    """Return the parts of a pattern, or None if it is one only together with what stands around it."""
+    """Return the parts of a pattern, or None if it is one only together with its surroundings."""
     try:
         return list(_parser.parse(text))
     except re.error:

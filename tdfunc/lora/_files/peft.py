@@ -49,7 +49,7 @@ class _Context:
     Attributes:
         config: The configuration.
         params: The base.
-        outer: The beginning that the names in the configuration have before those of the base.
+        outer: The beginning that the names in the configuration have before the base's names.
     """
 
     config: Config
@@ -109,8 +109,8 @@ def read_adapters(
 def _whole_leaves(tensors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
     """Return the leaves of the base in a file, by their paths.
 
-    With `bias="all"` PEFT writes the biases of a module that it saves whole three times: under the name of the base, as
-    those of `modules_to_save`, which are the same, and as those of `original_module`, which do not run.
+    With `bias="all"` PEFT writes the biases of a module that it saves whole three times: under the name of the base,
+    under `modules_to_save`, which are the same, and under `original_module`, which do not run.
     """
     whole: dict[Path, Tensor] = {}
     for name, tensor in tensors.items():
@@ -492,7 +492,7 @@ def _check_product(path: Path, weight: Tensor, parts: Mapping[str, Tensor], fact
 
 
 def _alpha_of(path: Path, factors: _Factors, context: _Context) -> float:
-    """Return the alpha of a weight in the configuration, whose rank must be that of the factors."""
+    """Return the alpha of a weight in the configuration, whose rank must be the factors' rank."""
     if context.is_target_parameter(path):
         name = context.name_of(path)
     else:

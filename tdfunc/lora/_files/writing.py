@@ -330,6 +330,6 @@ class _Saved:
 
 
 def _beginning(names: Sequence[str], start: str) -> Iterator[str]:
-    """Yield those of some names in order that begin with a text."""
+    """Yield the names that begin with a text, of some names in order."""
     places = range(bisect_left(names, start), len(names))
     return takewhile(lambda name: name.startswith(start), map(names.__getitem__, places))

@@ -35,7 +35,7 @@ PURE_CALLS = {
 
 
 class _PureCall:
-    """Raises the error that names the pure call; as it is an `AttributeError` too, `hasattr` is False."""
+    """Raises the error that names the pure call; as it is also an `AttributeError`, `hasattr` is False."""
 
     __slots__ = ("_name",)
 

@@ -55,7 +55,7 @@ class ShowMethods(TensorCollection):
                 ours.update(vars(cls))
 
         def is_shown(name: str) -> bool:
-            # Private helpers of tdfunc's own classes; those of a subclass are its own.
+            # Private helpers of tdfunc's own classes; a subclass keeps its helpers.
             if name.startswith("_") and not name.startswith("__") and name in ours:
                 return False
             # Names that raise.

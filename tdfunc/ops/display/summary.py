@@ -41,7 +41,7 @@ class Row(NamedTuple):
     dtype: str
     device: str
     kind: str
-    # Zeros for a line that is not a leaf of its own: a tied path, an empty tree, non-tensor data.
+    # Zeros for a line that is not a separate leaf: a tied path, an empty tree, non-tensor data.
     amounts: Amounts = Amounts()
 
 

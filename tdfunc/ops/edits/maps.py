@@ -35,7 +35,7 @@ def apply(
 ) -> T:
     """Call `fn` on every leaf, or those that a filter chooses; None drops it. The results must have the batch size."""
     if where is not None:
-        # In the order of a map, which `with_leaves` relies on too.
+        # In the order of a map, on which `with_leaves` also relies.
         marks = iter(Filter(where).mask(entries(tree)))
         fn = partial(_where, fn, marks)
     if default is not UNSET:

@@ -142,7 +142,7 @@ def write_tree(tree: TensorCollection, other: Any, *, complete: bool) -> None:
 def _leaves_of_both(
     call: str, tree: TensorCollection, given: TensorCollection, complete: bool
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
-    """Return the leaves of both trees by path; raise unless the first has those of the second (and the same ones)."""
+    """Return the leaves of both trees by path; raise unless the first has the second's leaves (and the same ones)."""
     mine = dict(iter_leaves(tree))
     theirs = dict(iter_leaves(given))
     unknown = theirs.keys() - mine.keys()

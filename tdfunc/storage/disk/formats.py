@@ -27,7 +27,7 @@ class Format(NamedTuple):
     name: str
     # How to get at the weights.
     hint: str
-    # True for files that stand where the weights should be, such as the page of a failed download.
+    # True for files in the place of the weights, such as the page of a failed download.
     is_damage: bool = False
 
 

@@ -197,7 +197,7 @@ class Ranks:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def _start(self, begin: Callable[[], Any], peer: int) -> Wait:
-        # The errors of the backends have no class of their own before torch 2.1, and gloo raises the base.
+        # The errors of the backends have no separate class before torch 2.1, and gloo raises the base.
         try:
             work = begin()
         except RuntimeError as err:
@@ -361,7 +361,7 @@ class Ranks:
         heard: list[Envelope] = [mine]
         silent: set[int] = set()
         is_done = threading.Event()
-        # A send of gloo ends when its receiver is ready: all are, so that the ranks can go on to hear the answer.
+        # A send of gloo ends when its receiver is ready: all are, so that the ranks can continue and hear the answer.
         peers = [self.world_rank(rank) for rank in range(1, self.size)]
         frames = [self.empty(_FRAME_BYTES) for _ in peers]
         waits: list[Wait | PeerError] = []

@@ -532,7 +532,7 @@ class _Submission(NamedTuple):
 
 
 def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata as JSON returns them, with numbers of Python for those of numpy; raise if others change."""
+    """Return metadata as JSON returns them, with numbers of Python for numbers of numpy; raise if others change."""
     described: dict[str, Any] = {}
     for key, value in metadata.items():
         entry = {key: value}
@@ -543,7 +543,7 @@ def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError, RecursionError) as err:
             back = None
             reason = str(err)
-        # Types too: JSON makes a list of a tuple, and text of a number that is a key.
+        # Also types: JSON makes a list of a tuple, and text of a number that is a key.
         if repr(back) != repr(entry):
             reason = reason or f"JSON turns it into {back[key]!r}"
             raise UnsupportedError(

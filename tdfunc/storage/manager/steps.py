@@ -175,7 +175,7 @@ def write_step(
     If all ranks save the tree, the first one makes the folder.
     """
     new = _NewStep(folder, step, metadata, above, overwrite, fsync)
-    # The names are those of Hugging Face, so that its libraries read a step.
+    # These are Hugging Face's names, so that its libraries read a step.
     if isinstance(snapshot, RankSave):
         snapshot.write(new.put_file, folder)
         return

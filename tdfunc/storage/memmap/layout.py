@@ -62,7 +62,7 @@ def hashed(key: str) -> str:
 def stem_of(key: str, *, leaf: bool) -> str:
     """Return the name of a key's folder, or of its file without the suffix: encoded if tensordict can hold it."""
     name = encoded(key)
-    # A folder of such a name could stand where another key's leaf, or a node's own files, must be.
+    # A folder of such a name could be where another key's leaf, or a node's own files, must be.
     taken = not leaf and (name.endswith(LEAF_SUFFIX) or name == META or name in PICKLES)
     if taken or key in RESERVED or len(name.encode()) > _MAX_BYTES:
         return hashed(key)
@@ -285,7 +285,7 @@ class _SpecNumbers:
 
 
 def _metas(plan: Description, number: int, folder: str, ties: dict[int, Ties]) -> list[tuple[str, str]]:
-    """Return the `meta.json` of a node, and those of its non-tensor data, by their names."""
+    """Return the `meta.json` of a node, and the files of its non-tensor data, by their names."""
     size = list(plan.sizes[number])
     leaf = plan.starts[number]
     specs = _SpecNumbers()
@@ -338,7 +338,7 @@ def _alias_flags(item: dict[str, Any], first_flags: str) -> str:
 
 
 def _stored_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the item of non-tensor data that are in a folder of their own."""
+    """Return the item of non-tensor data that are in a separate folder."""
     stored: dict[str, Any] = {"data": "value" if "value" in item else "values"}
     for field in ("flags", "shape"):
         if field in item:

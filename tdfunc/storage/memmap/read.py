@@ -438,7 +438,7 @@ class FolderReader:
         items: dict[str, Any] = {}
         stems: list[str] = []
         for key, entry in meta.items():
-            # tensordict has further fields of its own.
+            # tensordict has further fields.
             if type(entry) is not dict:
                 continue
             is_leaf = "type" not in entry
@@ -590,7 +590,7 @@ class FolderReader:
             path = node.place.path
             expected = inner[node.place.parent].get(path[-1], ()) if inner else node.ties
             if set(map(frozenset, expected)) != set(map(frozenset, node.ties)):
-                # A part of a larger folder that was replaced by itself has other ties; that is damage too.
+                # A part of a larger folder that was replaced by itself has other ties; that is also damage.
                 raise damaged(
                     f"{where(path)} and the folder around it have different ties.",
                     repr(expected)[:300],

@@ -145,7 +145,7 @@ def check_bytes(name: str, view: memoryview, recorded: Digest, part: Block | Non
 
 def read_leaf(source: Source, spec: Spec, begin: int, name: str, digest: Digest | None) -> Tensor:
     """Read one leaf into new memory, and compare its checksum if there is one."""
-    # Before memory is taken: a header may lie.
+    # Before memory is taken: a header may be wrong.
     if begin + spec.size_bytes > source.size_bytes:
         check_size(begin + spec.size_bytes, source.size_bytes)
     leaf = torch.empty(spec.size, dtype=spec.dtype, device="cpu")
@@ -244,7 +244,7 @@ def _as_numbers(first: Any, length: int) -> Tensor | None:
     except (RuntimeError, TypeError, ValueError):
         # torch reports the mistake, of the whole leaf.
         return None
-    # Inside of vmap an index is without values of its own; torch takes the rows out of the whole leaf.
+    # Inside of vmap an index has no values here; torch takes the rows out of the whole leaf.
     if is_wrapped(picked):
         return None
     if picked.dtype is torch.bool:

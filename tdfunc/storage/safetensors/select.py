@@ -258,7 +258,7 @@ def _map_file(
             if i in parts:
                 # No more than this part is read.
                 views[k] = views[k][parts[i].box].clone()
-    # Tensors in plain objects are those of torch's own optimizers, which use them as they are.
+    # Tensors in plain objects belong to torch's optimizers, which use them as they are.
     values = {flags for flags in set(plan.flags) if IS_VALUE in flags}
     if choice.aligned or values:
         for k, i in enumerate(mine):

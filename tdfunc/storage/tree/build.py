@@ -106,7 +106,7 @@ class _Builder:
         return kinds
 
     def _special(self, number: int) -> Any:
-        """Return a node of any kind: with a class, names, data or ties of its own, or with other items than tensors."""
+        """Return a node of any kind: with its own class, names, data or ties, or with other items than tensors."""
         plan = self._plan
         keys = plan.keys[number]
         values, flags = self._read_items(number)
@@ -177,7 +177,7 @@ def _twice(number: int) -> CorruptCheckpointError:
 
 
 def _outside(at: Path, groups: Ties, objects: set[Path]) -> Ties:
-    """Return the groups of a node that have no path into a plain object, where trees have ties of their own."""
+    """Return the groups of a node that have no path into a plain object, where each tree has its own ties."""
 
     def enters(path: Path) -> bool:
         return any([(*at, *path[:depth]) in objects for depth in range(1, len(path))])

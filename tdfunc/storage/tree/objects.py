@@ -202,7 +202,7 @@ class _Packer:
 
 def _shown(part: Any) -> str:
     """Return an object that cannot be stored, for a message."""
-    # Python refuses to print an int of thousands of digits, and a module prints all of its own.
+    # Python refuses to print an int of thousands of digits, and a module prints all of them.
     if type(part) is int:
         return f"of {part.bit_length()} bits"
     if isinstance(part, nn.Module):

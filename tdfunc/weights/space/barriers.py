@@ -45,7 +45,7 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
     device = None
     if leaves:
         device = leaves[0].device
-    # One point is no line: a barrier on it would be 0.
+    # One point is not a line: a barrier on it would be 0.
     points = as_count("points", points, least=2)
     t = torch.linspace(0, 1, points, dtype=wide, device=device)
 
