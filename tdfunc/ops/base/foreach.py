@@ -176,7 +176,7 @@ class _Batches(NamedTuple):
 
 
 def _check_features(tree: TensorCollection, other: TensorCollection, dims: _Batches, call: str, at: Path) -> bool:
-    """Return True if any two leaves differ in shape; the trees of a lazy stack have their own shapes, which do not count."""
+    """Return True if any two leaves differ in shape; the shapes of a lazy stack's trees do not count."""
     if tree._is_lazy:
         tree._each(lambda inner, part: _check_tree(inner, part, dims, call, at), other)
         return False
