@@ -84,11 +84,11 @@ def _is_whole(parts: tuple[Any, ...]) -> bool:
 def pick(stack: Any, parts: Sequence[Any]) -> Any:
     """Index a lazy stack."""
     own, inner, dim = _split_index(stack, parts, "index")
-    trees = stack._trees
     if isinstance(own, slice):
-        done = [_indexed(tree, inner) for tree in trees[own]]
+        done = [_indexed(tree, inner) for tree in stack._trees[own]]
         return nest(stack, done, (len(done),), dim)
     if _has_rows(own):
+        trees = stack._trees
         done = [_indexed(trees[number], inner) for number in own.flatten().tolist()]
         return nest(stack, done, own.shape, dim)
     return _indexed(stack._tree_at(int(own)), inner)
