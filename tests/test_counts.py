@@ -18,6 +18,7 @@ from tdfunc.llm import TokenDataset
 from tdfunc.llm.encoding.encode import encode_marked
 from tdfunc.llm.rows.packing import bins
 from tdfunc.llm.templates.base import Marked, Span
+from tdfunc.llm.wrappers.batching import Batcher
 from tests.llm.tokens import make_tokenizer
 
 
@@ -175,6 +176,33 @@ def elements_of_an_epoch(n):
 def test_batches_that_are_truncated_look_at_their_own_rows():
     """An epoch of 4 n rows makes some 4 times as many elements."""
     assert elements_of_an_epoch(800) <= 4.5 * elements_of_an_epoch(200)
+
+
+def compared_groups(n):
+    """Count the comparisons of groups in a batcher that answers n requests, each of its own group."""
+    count = 0
+
+    class Group:
+        def __init__(self, number):
+            self.number = number
+
+        def __hash__(self):
+            return self.number
+
+        def __eq__(self, other):
+            nonlocal count
+            count += 1
+            return self.number == other.number
+
+    with Batcher(lambda requests: requests, min_batch_size=2, timeout_s=0.0) as batcher:
+        futures = [batcher.submit(i, group=Group(i)) for i in range(n)]
+        assert [future.result() for future in futures] == list(range(n))
+    return count
+
+
+def test_a_batcher_does_not_compare_pairs_of_groups():
+    """The requests of a group are found by the group."""
+    assert compared_groups(400) <= 400 * 10
 
 
 def test_one_tree_of_a_stack_takes_no_list_of_all():

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -203,9 +203,11 @@ class _Queue:
         self.max_size = max_size
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
-        # An OrderedDict, since the first key of a dict is slow to find after many others were removed before it.
+        # OrderedDicts, since the first key of a dict is slow to find after many others were removed before it.
         self.waiting: OrderedDict[Future[Any], _Entry] = OrderedDict()
-        self.sizes: Counter[Hashable] = Counter()
+        # The requests of each group, oldest first; and the groups with enough of them, as they came to have enough.
+        self.groups: dict[Hashable, OrderedDict[Future[Any], _Entry]] = {}
+        self.full: OrderedDict[Hashable, None] = OrderedDict()
         self.running: list[Future[Any]] = []
         self.hurried_s = -math.inf
         self.closed = False
@@ -215,8 +217,11 @@ class _Queue:
     def put(self, entry: _Entry) -> None:
         """Add a request."""
         with self.changed:
-            self.sizes[entry.group] += 1
+            members = self.groups.setdefault(entry.group, OrderedDict())
+            members[entry.future] = entry
             self.waiting[entry.future] = entry
+            if len(members) >= self.min_size:
+                self.full[entry.group] = None
             self.changed.notify()
 
     def forget(self, future: "Future[Any]") -> None:
@@ -239,7 +244,8 @@ class _Queue:
         with self.changed:
             futures = list(self.waiting)
             self.waiting.clear()
-            self.sizes.clear()
+            self.groups.clear()
+            self.full.clear()
         for future in futures:
             future.cancel()
             future.set_running_or_notify_cancel()
@@ -272,16 +278,14 @@ class _Queue:
         due_s = oldest.arrived_s + self.timeout_s
         if oldest.arrived_s <= self.hurried_s or due_s <= time.monotonic():
             return self._take_group(oldest.group)
-        for group, size in self.sizes.items():
-            if size >= self.min_size:
-                return self._take_group(group)
+        if self.full:
+            return self._take_group(next(iter(self.full)))
         self.changed.wait(min(due_s - time.monotonic(), threading.TIMEOUT_MAX))
         return []
 
     def _take_group(self, group: Hashable) -> list[_Entry]:
         """Remove the oldest requests of a group, and return those that were not cancelled."""
-        members = (entry for entry in self.waiting.values() if entry.group == group)
-        entries = list(itertools.islice(members, self.max_size))
+        entries = list(itertools.islice(self.groups[group].values(), self.max_size))
         for entry in entries:
             self._pop(entry.future)
         return [entry for entry in entries if entry.future.set_running_or_notify_cancel()]
@@ -291,9 +295,12 @@ class _Queue:
         entry = self.waiting.pop(future, None)
         if entry is None:
             return False
-        self.sizes[entry.group] -= 1
-        if not self.sizes[entry.group]:
-            del self.sizes[entry.group]
+        members = self.groups[entry.group]
+        del members[future]
+        if len(members) < self.min_size:
+            self.full.pop(entry.group, None)
+        if not members:
+            del self.groups[entry.group]
         return True
 
 

@@ -5,10 +5,12 @@ httpx2 makes the connections and tenacity the retries. The caller interprets req
 
 import math
 import os
+import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -171,16 +173,37 @@ class Server:
 
     def each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return the results of calls that run at the same time; the first error cancels those that have not begun."""
-        if not items:
-            return []
-        pool = ThreadPoolExecutor(min(len(items), self.options.max_concurrency), "tdfunc-remote")
+        futures: list[Future[R]] = [Future() for _ in items]
+        left = deque(zip(futures, items, strict=True))
         try:
-            futures = [pool.submit(call, item) for item in items]
+            for _ in range(min(len(items), self.options.max_concurrency)):
+                # A program that ends, after Ctrl-C for example, would wait for the threads of an executor, and they
+                # for the server.
+                threading.Thread(target=_work, args=(call, left), name="tdfunc-remote", daemon=True).start()
             wait(futures, return_when=FIRST_EXCEPTION)
             failed = [future for future in futures if future.done() and future.exception() is not None]
             return [future.result() for future in failed or futures]
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for future in futures:
+                future.cancel()
+
+
+def _work(call: Callable[[T], R], left: "deque[tuple[Future[R], T]]") -> None:
+    """Make the calls that are left, one after the other."""
+    while True:
+        try:
+            future, item = left.popleft()
+        except IndexError:
+            return
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = call(item)
+        # Every error must reach the caller, who waits.
+        except BaseException as err:
+            future.set_exception(err)
+        else:
+            future.set_result(result)
 
 
 # Any: JSON.

@@ -79,10 +79,13 @@ class _Counts:
     """The number of the next round of a group, and its messages by direction, peer and tag."""
 
     rounds: int = 0
+    # Calls that were refused here, because another thread was in a call: the other ranks may wait for them.
+    refused: int = 0
     lanes: defaultdict[tuple[str, int, int], LaneCount] = field(default_factory=lambda: defaultdict(LaneCount))
 
 
-# The calls in which threads are, with the threads. Only a signal handler makes another one in a thread's call.
+# The calls in which threads are, with the threads, in the order of their begin. Only a signal handler makes another one
+# in a thread's call.
 _entered: list[tuple["Ranks", int]] = []
 # By the group itself: a later group may have the name of one that was destroyed.
 _counts: WeakKeyDictionary[Any, _Counts] = WeakKeyDictionary()
@@ -116,6 +119,8 @@ class Ranks:
             self.device = torch.device(types[0], torch.accelerator.current_device_index())
         self.patience_s: float = self.pg._get_backend(self.device).options._timeout.total_seconds()
         self._refusal: Exception | None = None
+        # It was in a round.
+        self._has_begun = False
         if timeout_s is not None:
             self._take_timeout(timeout_s)
         self._patience = timedelta(seconds=self.patience_s)
@@ -269,12 +274,18 @@ class Ranks:
         Raises:
             ValueError: The calls of the ranks differ; every rank raises, and the next round works.
             ConcurrencyError: A rank left an earlier call before its end; every rank raises, and the next round works.
-                Or a signal handler calls in the middle of another call; only this rank raises.
+                Or a signal handler or another thread calls in the middle of another call; only this rank raises.
             PeerError: A rank did not take part in time; the message names it on every rank.
             Exception: The error of `decide`, or of `make` on any rank.
         """
         self._refuse_handler()
+        self._refuse_thread()
         number = self.counts.rounds
+        if not self._has_begun:
+            # Where other ranks made the calls that were refused here, their number differs, and all raise.
+            number += self.counts.refused
+            self.counts.refused = 0
+            self._has_begun = True
         # A rank that is interrupted here is in the next round.
         self.counts.rounds = number + 1
         own: Exception | None = None
@@ -300,10 +311,15 @@ class Ranks:
 
     @contextmanager
     def entered(self) -> Generator[None, None, None]:
-        """Refuse other calls of this thread in the group: a handler's, which would wait for what it interrupted."""
+        """Refuse other calls in the group: a handler's would wait for what it interrupted, another thread's would mix.
+
+        Raises:
+            ConcurrencyError: Another thread is in a call.
+        """
         entry = (self, threading.get_ident())
         _entered.append(entry)
         try:
+            self._refuse_thread()
             yield
         finally:
             _entered.remove(entry)
@@ -311,12 +327,30 @@ class Ranks:
     def _refuse_handler(self) -> None:
         """Raise if this thread is in the middle of another call of the group."""
         thread = threading.get_ident()
-        found = next((other for other, at in _entered if at == thread and other.counts is self.counts), self)
+        found = next((other for other, at in list(_entered) if at == thread and other.counts is self.counts), self)
         if found is not self:
             raise ConcurrencyError(
                 f"{self.call}: this thread is in another call of the group; nothing was sent.",
                 got=f"a call from a signal handler, in the middle of {found.call}",
                 hint="note the signal in the handler, and make the call after that one has returned.",
+            )
+
+    def _refuse_thread(self) -> None:
+        """Raise if another thread is in a call of the group: on another rank, the two calls may come in another order.
+
+        The trees of the two calls may be alike, and would be summed or joined with each other.
+        """
+        thread = threading.get_ident()
+        # A copy, since other threads change the list meanwhile.
+        entries = [entry for entry in list(_entered) if entry[0].counts is self.counts]
+        first, at = next(iter(entries), (self, thread))
+        # A rank alone cannot be out of step.
+        if at != thread and self.size > 1:
+            self.counts.refused += 1
+            raise ConcurrencyError(
+                f"{self.call}: another thread is in a call of the group; nothing was sent.",
+                got=f"a call of a second thread, during {first.call}",
+                hint="give each thread its own group, torch.distributed.new_group(), or make the calls in one thread.",
             )
 
     def _ask(self, mine: Envelope) -> Envelope:
