@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from tdfunc.ops.display.text import count_text
 from tdfunc.storage.api import save
 from tdfunc.storage.safetensors.index import SINGLE, TORCH_NAMES
 from tdfunc.storage.safetensors.saved import open as open_saved
+
+# The entry of a configuration that describes codes in place of numbers, and a file that does.
+_CODES = "quantization_config"
+_CODES_FILE = "hf_quant_config.json"
 
 
 def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None = None, **options: Any) -> nn.Module:
@@ -72,8 +77,10 @@ def save_pretrained(
     """Write a tree as a folder that `from_pretrained` loads, under the names of the checkpoint.
 
     Renamed and fused leaves get the names of the folder from which the model was loaded. Buffers that are not
-    persistent and second paths of tied leaves are left out. The shards have checksums and replace the shards of an old
-    folder in one step; the files of configuration and tokenizer follow.
+    persistent and second paths of tied leaves are left out. Leaves of that folder that transformers does not load, such
+    as layers for the prediction of several tokens, are left out with a warning. If the folder has codes with scales,
+    and transformers does not quantize the leaves again, the configuration does not describe codes. The shards have
+    checksums and replace the shards of an old folder in one step; the files of configuration and tokenizer follow.
 
     Args:
         params: The parameters, and the persistent buffers if the model has any: `tdf.combine(params, buffers)`.
@@ -101,7 +108,13 @@ def save_pretrained(
         beside = read_beside(os.fspath(loaded))
     named = _reverted(state, model)
     if beside:
-        _check_names(named, os.fspath(loaded))
+        shapes = _shapes_in(os.fspath(loaded))
+        named = _as_in_source(named, shapes, model)
+        _check_names(named, shapes, os.fspath(loaded))
+        _warn_of_others(named, shapes, model, os.fspath(loaded))
+        scales = [name for name in shapes if _is_scale(name, named)]
+        if scales and not any([name in named for name in scales]):
+            _remove_codes(beside)
     elif source is not None:
         raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} must be a folder with a config.json.")
     else:
@@ -134,6 +147,15 @@ def _config_file(model: nn.Module, given: bytes | None, dtype: str | None) -> by
     if given is not None and described.get(name) == dtype:
         return given
     return json.dumps({**described, name: dtype}, indent=2).encode() + b"\n"
+
+
+def _remove_codes(files: dict[str, bytes]) -> None:
+    """Remove the description of codes from the files beside weights that are numbers."""
+    files.pop(_CODES_FILE, None)
+    described = json.loads(files.get("config.json", b"{}"))
+    if _CODES in described:
+        del described[_CODES]
+        files["config.json"] = json.dumps(described, indent=2).encode() + b"\n"
 
 
 def _dtype_name(leaves: Mapping[str, Tensor]) -> str | None:
@@ -195,8 +217,8 @@ def _reverted(state: dict[str, Tensor], model: nn.Module) -> Mapping[str, Tensor
     return revert(model, state)
 
 
-def _check_names(named: Mapping[str, Tensor], source: str) -> None:
-    """Raise unless leaves have the names and shapes of a folder; tied ones may be there twice."""
+def _shapes_in(source: str) -> dict[str, list[int]]:
+    """Return the shapes of the leaves of a folder, by their names."""
     files = os.listdir(source)
     others = sorted(set(files).intersection(TORCH_NAMES))
     if others and not any([name.endswith(".safetensors") for name in files]):
@@ -207,7 +229,35 @@ def _check_names(named: Mapping[str, Tensor], source: str) -> None:
             hint=f"tdfunc convert {shlex.quote(source)} {made}, in a shell; then save again.",
         )
     with open_saved(source) as saved:
-        shapes = {dotted(path): list(leaf.shape) for path, leaf in iter_leaves(saved.spec())}
+        return {dotted(path): list(leaf.shape) for path, leaf in iter_leaves(saved.spec())}
+
+
+def _as_in_source(
+    named: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], model: nn.Module
+) -> dict[str, Tensor]:
+    """Return leaves under the names of a folder.
+
+    A folder of a model without its head, as GPT-2's, has names without a prefix, which transformers adds and removes.
+    """
+    found: dict[str, Tensor] = {}
+    for name, leaf in named.items():
+        fitting = [other for other in _spellings(name, model) if other in shapes]
+        other = fitting[0] if fitting else name
+        found[name if other in named else other] = leaf
+    return found
+
+
+def _spellings(name: str, model: nn.Module) -> list[str]:
+    """Return a name as it is, and without or with the prefix of the model without its head."""
+    # Any: an attribute of transformers' models.
+    prefix: Any = getattr(model, "base_model_prefix", "")
+    if not prefix:
+        return [name]
+    return [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
+
+
+def _check_names(named: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], source: str) -> None:
+    """Raise unless leaves have the names and shapes of a folder; tied ones may be there twice."""
     unexpected = [name for name in named if name not in shapes]
     if unexpected:
         raise UnsupportedError(
@@ -221,6 +271,33 @@ def _check_names(named: Mapping[str, Tensor], source: str) -> None:
             raise UnsupportedError(
                 f"save_pretrained: {name} must have its shape in {source}.", expected=shapes[name], got=list(leaf.shape)
             )
+
+
+def _warn_of_others(
+    named: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], model: nn.Module, source: str
+) -> None:
+    """Warn of the leaves of a folder that the result does not have.
+
+    Second names of tied leaves and buffers of the model are known to be left out. So are the scales of codes, whose
+    names begin with the names of their weights.
+    """
+    own = {*model.state_dict(), *[name for name, _ in model.named_buffers(remove_duplicate=False)]}
+    others: list[str] = []
+    for name in shapes:
+        is_known = any([other in named or other in own for other in _spellings(name, model)])
+        if not is_known and not _is_scale(name, named):
+            others.append(name)
+    if others:
+        warnings.warn(
+            f"save_pretrained: leaves of {source} are left out, because transformers does not load them into "
+            f"{type(model).__name__}: {_some(others)}.",
+            stacklevel=3,
+        )
+
+
+def _is_scale(name: str, named: Mapping[str, Tensor]) -> bool:
+    """Return whether a name continues the name of a leaf, as `weight_scale_inv` continues `weight`."""
+    return any([char in "._" and name[:end] in named for end, char in enumerate(name)])
 
 
 def _some(names: Sequence[str]) -> str:

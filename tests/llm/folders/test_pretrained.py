@@ -208,6 +208,74 @@ def test_a_merge_keeps_further_templates(tmp_path):
     assert (tmp_path / "out" / "additional_chat_templates" / "rag.jinja").read_text() == "a"
 
 
+def test_a_folder_without_the_prefix_of_the_head_comes_back(tmp_path):
+    """GPT-2's own folder has the names of the model without its head."""
+    make("gpt2").transformer.save_pretrained(tmp_path / "source")
+    model = load_pretrained(tmp_path / "source", cls=transformers.GPT2LMHeadModel)
+
+    save_pretrained(tdf.from_module(model), tmp_path / "out", model=model)
+
+    assert tdf.load(tmp_path / "out").paths() == tdf.load(tmp_path / "source").paths()
+
+
+def test_a_model_without_its_head_comes_back_with_the_prefix(tmp_path):
+    """The head is tied, so that the folder of the whole model has the leaves of the model without it."""
+    make("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "source")
+    model = load_pretrained(tmp_path / "source", cls=transformers.AutoModel)
+
+    save_pretrained(tdf.from_module(model), tmp_path / "out", model=model)
+
+    assert tdf.load(tmp_path / "out").paths() == tdf.load(tmp_path / "source").paths()
+
+
+def add_leaves(folder, leaves):
+    """A folder with more leaves than its model has."""
+    tree = tdf.load(folder)
+    for name, leaf in leaves.items():
+        tree = tree.set(tuple(name.split(".")), leaf)
+    tdf.save(tree, folder, max_shard_size="20KB")
+
+
+def test_leaves_that_transformers_does_not_load_are_named(tmp_path):
+    """A model may ignore layers for the prediction of several tokens, without a word."""
+    model = write("llama", tmp_path / "source")
+    add_leaves(tmp_path / "source", {"mtp.norm.weight": torch.ones(3)})
+
+    with pytest.warns(UserWarning, match=r"left out(?s:.)*1 leaf more: mtp\.norm\.weight"):
+        save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "source")
+
+
+def describe_codes(folder):
+    """Files that describe FP8 codes."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    (folder / "hf_quant_config.json").write_text('{"quantization_config": {"quant_algo": "FP8"}}')
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+def test_numbers_are_not_described_as_codes(name, tmp_path):
+    """The scales of the codes are not in the model, so that a reader would take its numbers for codes."""
+    model = write("llama", tmp_path / "source")
+    describe_codes(tmp_path / "source")
+    add_leaves(tmp_path / "source", {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)})
+
+    save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "source")
+
+    written = tmp_path / "out" / name
+    assert not written.exists() or "quantization_config" not in json.loads(written.read_text())
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+def test_a_description_of_other_codes_is_kept(name, tmp_path):
+    """The leaves are those of the folder, with which it was described."""
+    model = write("llama", tmp_path / "source")
+    describe_codes(tmp_path / "source")
+
+    save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "source")
+
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+
+
 def test_the_hint_for_a_folder_of_torch_makes_it_a_source(tmp_path):
     """The names of files of torch.save are not read; the line of the error writes files whose names are."""
     own = make("llama")
