@@ -89,7 +89,7 @@ def _mean(row: Sequence[Tensor], factors: Sequence[float], name: str) -> Tensor:
     mean = average(row, factors)
     made = not_finite(mean)
     if made != FINITE:
-        # Numbers of 8 bits have no isfinite of their own.
+        # torch has no isfinite for float8.
         used = torch.stack([wide(piece).isfinite() for piece, factor in zip(row, factors, strict=True) if factor])
         count = int((~mean.isfinite() & used.all(0)).sum())
         if count:

@@ -229,4 +229,5 @@ def test_average_counts_the_nan_of_8_bits(dtype, tmp_path, target):
 
     result = run("average", *paths, "-o", target, "--force")
 
+    assert result.code == 0, result.err
     assert "1 NaN" in result.err

@@ -25,7 +25,7 @@ def square_scale(largest: Tensor) -> Tensor:
 def root(squares: Tensor) -> Tensor:
     """Return the square root of sums of squares, with the derivative 0 where the sum is 0.
 
-    There the root has a corner: its own derivative is infinite, and times the 0 of the squares it would be NaN.
+    There the derivative of torch is infinite, which times the 0 of the squares would be NaN.
     """
     is_zero = squares == 0
     return torch.where(is_zero, 0, torch.where(is_zero, 1, squares).sqrt())
