@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
-from tdfunc.cli.numbers import FINITE, average, cast, has_values, not_finite
+from tdfunc.cli.numbers import FINITE, average, cast, has_values, not_finite, wide
 from tdfunc.cli.output import listed, progress, safe, shown
 from tdfunc.cli.scales import check_equal_codes, is_equal, kept_leaves, note_lost_scales, refuse_adapters
 from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
@@ -89,7 +89,8 @@ def _mean(row: Sequence[Tensor], factors: Sequence[float], name: str) -> Tensor:
     mean = average(row, factors)
     made = not_finite(mean)
     if made != FINITE:
-        used = torch.stack([piece.isfinite() for piece, factor in zip(row, factors, strict=True) if factor])
+        # torch has no isfinite for float8.
+        used = torch.stack([wide(piece).isfinite() for piece, factor in zip(row, factors, strict=True) if factor])
         count = int((~mean.isfinite() & used.all(0)).sum())
         if count:
             what = f"average: {count_text(count, 'mean')} of {name} overflow in float64."

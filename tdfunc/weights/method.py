@@ -166,6 +166,8 @@ class Method(Generic[P]):
         dtype = compute_dtype(stacked.dtype)
         own = None
         if base is not None and self.base != "unused":
+            # A base can be wider than the models, and the result has all digits of the base.
+            dtype = torch.promote_types(dtype, compute_dtype(base.dtype))
             own = base.to(dtype)
         w = w.to(stacked.device, _real(dtype))
         return self.leaf(own, stacked.to(dtype), w, *args, **kwargs)

@@ -220,3 +220,14 @@ def test_every_format_counts_each_leaf_once(target, tmp_path):
 
     assert result.code == 0, result.err
     assert result.err.count("of 2 written values 1 NaN") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_average_counts_the_nan_of_8_bits(dtype, tmp_path, target):
+    """A NaN of a source is handed on, as that of other dtypes."""
+    paths = write_models(tmp_path, [torch.tensor([1.0, NAN]), torch.ones(2)], dtype)
+
+    result = run("average", *paths, "-o", target, "--force")
+
+    assert result.code == 0, result.err
+    assert "1 NaN" in result.err

@@ -199,6 +199,20 @@ def test_a_result_is_rounded_once_to_a_narrow_dtype(method):
     tdf.assert_close(merged, wide.half(), atol=0, rtol=0)
 
 
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_base_that_is_wider_than_the_models_is_not_rounded(method, dtype):
+    """The result has the base's dtype, and its digits."""
+    base, stacked = models_of(method)
+    stacked = stacked.to(dtype)
+
+    merged = method(base, stacked, weights_of(method), **options_of(method))
+
+    wide = method(base, stacked.double(), weights_of(method), **options_of(method))
+    tolerance = 1e-6 if method.base == "unused" else 0
+    tdf.assert_close(merged, wide, atol=tolerance, rtol=tolerance)
+
+
 # The score of arcee_fusion has a constant of 1e-8.
 SIZED = [
     (one, scale)

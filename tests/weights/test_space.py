@@ -111,6 +111,29 @@ def test_distances_are_those_of_flat_vectors():
     assert tdf.weights.distance(a, b) == tdf.weights.distance(a.float(), b.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_the_gradient_of_a_distance_of_equal_models_is_zero(size, dtype):
+    """As that of `torch.dist`; a penalty for leaving a model begins there."""
+    model = tdf.TensorDict({"w": torch.ones((*size, 3), dtype=dtype), "b": torch.zeros(size, dtype=dtype)}, size)
+
+    grads = tdf.grad(lambda params: tdf.weights.distance(params, model).sum())(model)
+
+    tdf.assert_close(grads, model.apply(torch.zeros_like), atol=0, rtol=0)
+
+
+def test_the_gradient_of_a_distance_is_that_of_torch():
+    """Also where one member is equal."""
+    a = torch.tensor([[3.0, 4.0], [1.0, 1.0]])
+    b = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+
+    grads = tdf.grad(lambda p: tdf.weights.distance(p, tdf.TensorDict({"w": b}, [2])).sum())(
+        tdf.TensorDict({"w": a}, [2])
+    )
+
+    torch.testing.assert_close(grads["w"], torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
+
+
 def test_layers_are_stacked_in_order():
     """Layers come from the parts, all else from the first; experts inside a layer are not layers."""
     layer = lambda n: {"experts": {"0": {"w": torch.full((1,), float(n))}, "1": {"w": torch.zeros(1)}}}  # noqa: E731

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from tdfunc._mixture import widen
 from tdfunc.core.errors import LeafMismatchError, check_choice
 from tdfunc.llm.losses.streams import clean
-from tdfunc.ops.math.squares import square_scale
+from tdfunc.ops.math.squares import root, square_scale
 
 
 def group_normalized(
@@ -220,7 +220,7 @@ def _deviation(centred: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         return centred.sum(dim, keepdim=True)
     largest = centred.abs().amax(() if dim is None else dim, keepdim=True)
     scale = square_scale(largest)
-    return ((centred / scale).square().sum(dim, keepdim=True) / count).sqrt() * scale
+    return root((centred / scale).square().sum(dim, keepdim=True) / count) * scale
 
 
 def _divided(centred: Tensor, divisor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The range of squares, which numbers leave long before they leave the range of their dtype themselves."""
+"""Squares and their roots: the range of squares, which numbers leave early, and roots of sums that can be 0."""
 
 import torch
 from torch import Tensor
@@ -20,3 +20,12 @@ def square_scale(largest: Tensor) -> Tensor:
     is_ordinary |= (size == 0) | ~size.isfinite()
     power = torch.where(is_ordinary, 1, size).clamp(min=facts.tiny).log2().floor()
     return torch.exp2(power)
+
+
+def root(squares: Tensor) -> Tensor:
+    """Return the square root of sums of squares, with the derivative 0 where the sum is 0.
+
+    There the derivative of torch is infinite, which times the 0 of the squares would be NaN.
+    """
+    is_zero = squares == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, squares).sqrt())

@@ -6,12 +6,14 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.walk import list_leaves
 from tdfunc.ops.base.foreach import leaves_like
-from tdfunc.ops.math.squares import square_scale
+from tdfunc.ops.math.squares import root, square_scale
 from tdfunc.storage.scales import check_unscaled
 
 
 def distance(a: TensorCollection, b: TensorCollection) -> Tensor:
     """Return the Euclidean distance between two models, whose floating leaves form one vector.
+
+    Its gradient is 0 between equal models, so that a penalty for leaving a model can be trained from there.
 
     Args:
         a: A model, or a stack of them.
@@ -32,7 +34,7 @@ def distance(a: TensorCollection, b: TensorCollection) -> Tensor:
     delta = [x - y for x, y in _pairs("distance", a, b)]
     dims = max(len(a._batch_size), len(b._batch_size))
     scale = _scale(delta, dims)
-    return _dot(delta, delta, dims, scale, scale).sqrt() * scale
+    return root(_dot(delta, delta, dims, scale, scale)) * scale
 
 
 def cosine(a: TensorCollection, b: TensorCollection, *, base: TensorCollection | None = None) -> Tensor:

@@ -165,6 +165,14 @@ def test_equal_rewards_have_no_advantage_without_eps(function, shape):
 
 
 @pytest.mark.parametrize("function", DIVIDED)
+def test_the_gradient_of_equal_rewards_is_finite(function):
+    """The deviation has a corner at 0."""
+    grads = torch.func.grad(lambda rewards: function(rewards)[0, 0])(torch.ones(2, 3))
+
+    assert bool(grads.isfinite().all())
+
+
+@pytest.mark.parametrize("function", DIVIDED)
 @pytest.mark.parametrize("size", [1e-35, 1e-25, 1e-12, 1.0, 1e12, 1e20, 1e30])
 def test_rewards_of_any_size_have_the_advantages_of_float64(function, size, generator):
     """Squares leave the range of float32 long before the rewards do."""
