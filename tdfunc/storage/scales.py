@@ -152,7 +152,7 @@ _RULES = (
     Rule("EXL2", _INTEGERS, "q_weight", ("{stem}q_scale",), ("{stem}q_scale_max", "{stem}q_groups")),
     Rule("AQLM", _INTEGERS, "codes", ("{stem}codebooks",), ("{stem}scales",)),
 )
-# The key of a scale that no rule names; those of inputs, outputs, caches and of a layer's own arithmetic are not one.
+# The key of a scale that no rule names; a scale of inputs, outputs, caches or of the layer itself is excluded.
 _UNNAMED = re.compile(
     r"(?!(input|output|act|activation|logit|layer|q|k|v|kv)_?scale)(?!scale_(input|output|act))[^.]*(scale|absmax)[^.]*"
 )

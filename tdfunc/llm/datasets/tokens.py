@@ -221,10 +221,13 @@ class TokenDataset:
 
 # Any: the value is what the caller passed.
 def _row_number(number: Any) -> int:
-    """Return the number of a row; a bool of a mask, which would be row 0 or 1, is an error."""
+    """Return the number of a row; a bool of a mask would be row 0 or 1, and is an error."""
     if isinstance(number, (bool, np.bool_)):
         raise error(
-            TypeError, "A row must be a number, not a bool.", got=str(number), hint="mask.nonzero().flatten() has them."
+            TypeError,
+            "A row must be a number and not a bool.",
+            got=str(number),
+            hint="mask.nonzero().flatten() has them.",
         )
     return index(number)
 

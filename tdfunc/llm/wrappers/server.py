@@ -60,7 +60,7 @@ class ServerOptions:
                 ValueError,
                 "RemoteWrapper: timeout_s must be above 0 seconds.",
                 got=repr(self.timeout_s),
-                hint="math.inf is no limit.",
+                hint="math.inf waits without a limit.",
             )
         if as_number("RemoteWrapper: backoff_s", self.backoff_s) < 0:
             raise error(ValueError, "RemoteWrapper: backoff_s must be 0 or more seconds.", got=self.backoff_s)
